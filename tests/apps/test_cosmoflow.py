@@ -38,9 +38,6 @@ def spoil(data: Path, kind: str) -> None:
     new(data)
     if kind == "no folder":
         shutil.rmtree(data)
-    elif kind == "empty":
-        for path in (data / "train").iterdir():
-            path.unlink()
     elif kind == "truncated":
         path = data / "train/universe_00003.h5"
         path.write_bytes(path.read_bytes()[:3000])
@@ -55,8 +52,8 @@ class TestPromises(Promises):
     shows = "Omega_m"
     test_several_processes_train_as_one = None  # below, with a run that is taken up
     configs = ["batch32", "batch512", "reference", "small"]
-    ways = [*(f"data.reader={way}" for way in ("auto", "direct", "buffered", "memory", "hdf5", "dali")),
-            "data.processes=true data.workers=1", "data.workers=5 data.prefetch=0.0001", "data.stage=$OWN_DISK/data"]  # fmt: skip
+    ways = [*(f"data.reader={way}" for way in ("direct", "memory", "hdf5", "dali")), "data.processes=true data.workers=1",
+            "data.stage=$OWN_DISK/data"]  # fmt: skip
     logs = [(
         ["train.target=9", "step.optimizer=sgd", "model.dropout=0.5",
          "step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], held: true, late: false, warmup: 1, start: 1e-4}"],
@@ -64,18 +61,14 @@ class TestPromises(Promises):
     )]  # fmt: skip
     refused = [
         ("no folder", (), "/train: no such folder; make data with: python -m data_prep.cosmoflow simulate"),
-        ("empty", (), "/train: holds no *.h5 file; make data with"),
         ("truncated", (), "universe_00003.h5: not a whole HDF5 file"), ("NaN", (), "row 1 of 'target' holds NaN or infinity"),
         ("", ("model.size=64",), "dataset 'counts' is (4, 16, 16, 16, 4), expected (rows, 64, 64, 64, 4); make data with"),
-        ("", ("model.channels=2",), "expected (rows, 16, 16, 16, 2)"),
         ("", ("data.batch=25",), "train: 24 samples are fewer than one batch of 25"),
         ("", ("step.accumulate=3",), "a batch of 8 samples does not divide by 1 copies x 3 micro-batches"),
         ("", ("mesh.depth=2",), "mesh depth 2 needs a multiple of 2 processes, but 1 was started"),
-        ("", ("mesh.replicate=4",), "mesh replicate 4 needs 4 processes, but 1 was started"),
         ("", ("step.lr=1e25", "step.optimizer=sgd"), "is not finite on rank 0 (train/universe_"),
         ("", ("step.lrr=1",), "step.lrr: no such key; did you mean step.lr?"),
         ("", ("step.weight_decay=0.1", "model.dropout=0.5"), "the MLPerf HPC rules allow one of them"),
-        ("", ("report.sinks=[tensorbord]",), "'tensorboard'"),
         ("", ("mesh.evaluate=1", "data.stage=/tmp/x"), "processes that only evaluate cannot take part in staging"),
     ]  # fmt: skip
     spoil = staticmethod(spoil)
@@ -200,21 +193,3 @@ def test_every_fast_setting_trains_as_the_plain_one(data: Path, tmp_path: Path, 
     assert load_file(run / "model.safetensors").keys() == names, "no switch changes the names of the weights"
     if "train.profile=[2,3]" in settings:
         assert (run / "profile/rank-0000.json.gz").stat().st_size > 1000
-
-
-def test_help_names_settings_and_may_be_read_in_part() -> None:
-    line = f"{sys.executable} -m apps.cosmoflow --help"
-    whole, part = (
-        subprocess.run(["bash", "-c", line + pipe], cwd=ROOT, capture_output=True, text=True) for pipe in ("", " | head -n 1")
-    )
-    assert all(name in whole.stdout for name in ("model.filters", "data.whiten", "step.schedule.decay_at", "report.sinks"))
-    assert part.stdout.startswith("usage: ") and not part.stderr
-
-
-def test_a_refused_setting_costs_no_torch() -> None:
-    code = "import sys; sys.argv = ['x', 'step.lr=fast']\nfrom apps.cosmoflow import __main__ as m\n"
-    code += "try: m.config.run(m.Config, m.main)\nexcept SystemExit as e: "
-    code += "print(e.code, 'torch' in sys.modules, 'numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["2", "False", "False"], done
-    assert "command line: step.lr is 'fast', expected a number > 0" in done.stderr

@@ -85,11 +85,3 @@ def test_shards_of_samples_are_those_of_their_files(data: Path) -> None:
     assert shard.tolist() in ([0, 0, 1, 1], [1, 1, 0, 0]), "two files of two universes"
     with pytest.raises(DataError, match="2 shards need a multiple of 2 nodes, but the job has 1 node"):
         universes(settings(data, f"data.stage={data.parent / 'own'}", "data.shards=2"), dist.alone()).__enter__()
-
-
-def test_a_variable_that_is_not_set_makes_no_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("NO_SUCH_DISK", raising=False)
-    with pytest.raises(DataError, match=r"\$NO_SUCH_DISK is not set on this node"):
-        universes(settings(data, "data.stage=$NO_SUCH_DISK/x"), dist.alone()).__enter__()
-    assert list(tmp_path.iterdir()) == []

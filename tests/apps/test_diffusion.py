@@ -76,7 +76,6 @@ def test_ensembles_are_those_of_the_kept_weights(data: Path) -> None:
     assert density.min() > -0.05 and 0.5 < float(density.mean()) < 2
 
 
-SCORED = ("loss", "crps", "spread_over_skill", "spectrum_error", "ks")
 KINDS = {
     "small3d": ("volumes --size 8", ["model.unet.channels=[8,16]", "model.unet.heads=[1,2]", "model.unet.groups=4"]),
     "parameters": ("matter --size 16 --slabs 1", [
@@ -127,13 +126,6 @@ def test_held_out_samples_are_measured_where_the_settings_say(data: Path) -> Non
     found = [told(run, "evaluate", name)[6] for name in names]
     assert found == pytest.approx([by_hand(0.0)[name] for name in names], rel=1e-4)
     assert all(by_hand(0.5)[name] != pytest.approx(value, rel=1e-3) for name, value in zip(names, found))
-
-
-def test_ensembles_are_scored_beside_the_loss(data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert APP.here(data, run, "data.scored=2", "train.epochs=1", "train.metric=crps") == 0
-    found = {name: told(run, "evaluate", name).popitem()[1] for name in SCORED}
-    assert all(np.isfinite(value) and value > 0 for value in found.values()), found
 
 
 def test_a_part_of_a_turned_field_is_that_of_the_whole_and_little_else_is_read(tmp_path: Path) -> None:

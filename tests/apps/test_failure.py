@@ -13,8 +13,6 @@ import pytest
 from hpcai.cli import replay
 from hpcai.cli.forks import forked
 from hpcai.data.sampler import Shuffled
-from hpcai.errors import DataError
-from hpcai.train import evaluation
 from hpcai.train.failure import LAST, read
 from hpcai.train.step import Step
 from tests.apps.running import told
@@ -133,17 +131,6 @@ def test_a_crash_leaves_a_bundle_of_every_rank(data: Path, tmp_path: Path, monke
     assert other["kind"] == "stopped" and "a cable was pulled" in other["error"]["text"] and other["step"] in (1, 2)
     codes, said = ended(lambda: replay.main([str(tmp_path / "run" / LAST)]), tmp_path / "replayed", 1)
     assert codes == [0] and "a cable was pulled" in said and "from the beginning" in said and "failed again" in said, said
-
-
-def test_an_error_of_a_rank_that_evaluates_ends_the_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def score(*given: Any) -> Any:
-        raise DataError("v3.h5 is damaged")
-
-    monkeypatch.setattr(evaluation, "score", score)
-    codes, said = ended(APP.command(data, tmp_path / "run", "mesh.evaluate=1"), tmp_path / "said", 3)
-    assert codes == [1] * 3 and "rank 2 on " in said and "v3.h5 is damaged" in said, said
 
 
 def test_a_run_that_ends_well_leaves_none_and_takes_the_link_of_an_earlier_failure(data: Path, tmp_path: Path) -> None:

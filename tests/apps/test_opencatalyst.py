@@ -48,13 +48,9 @@ class TestPromises(Promises):
         ("element", (), "has an atom of element 97; the model knows those up to 94"),
         ("apart", (), "no atom has a neighbour within 4 angstrom"),
         ("counts", (), "'positions' holds"), ("statistics", (), "statistics.json"),
-        ("", ("data.directory=/nowhere",), "data_prep.opencatalyst simulate"),
-        ("", ("data.reader=dali",), "which has no frames of different sizes"),
         ("", ("step.capture=whole",), "needs data.shapes few"),
         ("", ("data.shapes=few", "data.balance=triplets"), "set it to frames"),
         ("", ("step.accumulate=2", "data.balance=triplets"), "micro-batches need data.balance"),
-        ("", ("mesh.depth=2",), "mesh"), ("", ("objective.force=0", "objective.energy=0"), "give one of them a weight"),
-        ("", ("data.batch=1000",), "1000"),
     ]  # fmt: skip
     spoil = staticmethod(spoil)
     stop = 4

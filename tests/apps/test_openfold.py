@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import pytest
 import torch
 
 from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, _long_enough, _sampler, network, passes_of, weights_of
-from apps.openfold.fold import alignments_of, dealt, fold, read_fasta
+from apps.openfold.fold import fold, read_fasta
 from apps.openfold.settings import Config, FoldConfig
 from hpcai import config, log
 from hpcai.cli.forks import forked
@@ -32,7 +31,7 @@ from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt
-from hpcai.models.openfold.residues import GAP, PLACE
+from hpcai.models.openfold.residues import PLACE
 from tests.apps.promises import Promises
 from tests.apps.running import damaged, told
 from tests.apps.smallest import OPENFOLD as APP
@@ -82,12 +81,9 @@ class TestPromises(Promises):
         ("nan", (), "row 0 of 'positions' holds NaN or infinity"),
         ("letter", (), "letters int8 from 30 to 30"), ("query", (), "is it of another chain?"),
         ("ragged", (), "expected a multiple"), ("counts", (), "'aatype' holds"),
-        ("", ("data.directory=/nowhere",), "data_prep.openfold simulate"),
-        ("", ("data.reader=dali",), "which has no chains of different lengths"),
         ("", ("data.released_until=1970-01-02",), "none of 6 chains is left"), ("", ("data.epoch=2",), "less than one batch of 4"),
         ("no templates", ("features.templates=2",), "set it to 0"),
         ("", ("objective.aligned_error=0.1",), "which needs model.heads.tm=true"),
-        ("", ("mesh.depth=2",), "mesh"), ("", ("data.draw=once", "data.batch=1000", "data.epoch=null"), "1000"),
         ("", ("start.weights=/nowhere.pt",), "/nowhere.pt"), ("", ("data.stage=/tmp", "data.shards=2"), "data.shards is 2"),
     ]  # fmt: skip
     spoil = staticmethod(spoil)
@@ -213,14 +209,8 @@ def folds_where_rank_2_cannot_read(mesh: Mesh, chains: Path, out: Path) -> list[
         return folds(mesh, chains, out)
 
 
-def test_the_longest_chains_are_dealt_first_and_evenly() -> None:
-    assert dealt([5, 9, 7, 3], 1) == [[1, 2, 0, 3]]
-    assert dealt([100, 60, 60, 50], 2) == [[0], [1, 2, 3]] and dealt([], 3) == [[], [], []]
-
-
 @pytest.mark.parametrize(("text", "says"), [
     ("", "holds no chain"), ("MKV", "line 1: 'MKV' stands before"), (">a\nMK\n>a\nMK", "line 3: the name 'a' is there twice"),
-    (">a/b\nMK", "cannot be the name of a file"), (">.b\nMK", "cannot be the name of a file"),
     (">a\n>b\nMK", "the chain a has no sequence"), ("\xff", "cannot be read as FASTA"),
 ])  # fmt: skip
 def test_a_file_that_is_no_fasta_is_refused(text: str, says: str, tmp_path: Path) -> None:
@@ -229,26 +219,6 @@ def test_a_file_that_is_no_fasta_is_refused(text: str, says: str, tmp_path: Path
         read_fasta(tmp_path / "x.fasta")
     with pytest.raises(DataError, match="cannot be read as FASTA"):
         read_fasta(tmp_path / "none.fasta")
-
-
-def test_alignments_are_those_of_the_chain(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    assert alignments_of("a", tmp_path, 2) == tmp_path / "a" and alignments_of("b", tmp_path, 1) == tmp_path
-    assert alignments_of("b", None, 5) is None
-    with pytest.raises(DataError, match="expected alignments of the chain b"):
-        alignments_of("b", tmp_path, 2)
-
-
-def test_the_command_takes_chains_and_alignments_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    import apps.openfold.fold as command
-
-    seen: list[Any] = []
-    monkeypatch.setattr(command, "main", seen.append)
-    monkeypatch.setattr(sys, "argv", ["x"])
-    command.run(["a.fasta", "rows", "mesh.axial=8", "weights=w.pt"])
-    assert (str(seen[0].chains), str(seen[0].alignments), seen[0].mesh.axial) == ("a.fasta", "rows", 8)
-    with pytest.raises(SystemExit):
-        command.run(["a.fasta", "rows", "more"])
 
 
 # ---- what is drawn
@@ -332,15 +302,6 @@ def test_chains_are_chosen_by_day_and_length(data: Path, tmp_path: Path) -> None
     assert start["train_samples"] == 3 and start["validation_samples"] == 2
 
 
-def test_evaluation_sees_whole_chains(data: Path, tmp_path: Path) -> None:
-    """Shorter ones too, in the order of their cost."""
-    lengths = sorted(Rows(data / "validation", FIELDS).column("residues").tolist())
-    most = lengths[2]
-    assert APP.here(data, tmp_path / "run", f"data.validation_residues={most}", "train.steps=1", "data.pictures=9") == 0
-    found = np.load(tmp_path / "run" / "structures.npz")["residues"].tolist()
-    assert found == sorted((n for n in lengths if n <= most), reverse=True) and max(found) > 16
-
-
 # ---- templates
 
 TEMPLATES = ("model.template={channels: 8, blocks: 1, head: 4, heads: 2, pairs: {triangle: 8, head: 4, heads: 2, transition: 2}}",
@@ -369,37 +330,6 @@ def test_templates_are_structures_of_relatives_where_they_are_aligned(data: Path
             own = found["template_all_atom_positions"][place, ..., 0][there]
             np.testing.assert_allclose(own, other["positions"][there] - other["positions"][there].mean(0), atol=1e-3)
             assert not np.array_equal(other["positions"], values["positions"]), "the chain itself is none of its templates"
-
-
-def test_a_template_that_is_drawn_keeps_its_own_places(data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
-    for path in (folder / "train").glob("*.h5"):
-        with h5py.File(path, "r+") as file:
-            places, begin = file["hit_places"][...], 0
-            for count, length in zip(file["hits"][...], file["residues"][...]):
-                places[begin + length : begin + 2 * length] = np.arange(-1, length - 1)  # of the second hit
-                begin += count * length
-            file["hit_places"][...] = places
-    rows, others = Rows(folder / "train", FIELDS), Rows(folder / "templates", OF_TEMPLATES)
-    cfg = FeatureConfig(crop=None, clusters=2, extra=2, templates=4, recycles=0)
-    drawn, seen = Chains(rows, np.arange(len(rows)), cfg, 0, others), Counter[tuple[int, ...]]()
-    for index in range(18):
-        values, found = rows.read(index % len(rows)), drawn.sample(index, 0)
-        types = [others.read(int(row))["aatype"] for row in values["hit_row"]]
-        wanted = [types[0].tolist(), [GAP, *types[1][:-1].tolist()]]
-        taken = found["template_aatype"][: int(found["template_mask"].sum()), :, 0].tolist()
-        seen[tuple(wanted.index(one) for one in taken)] += 1
-    assert set(seen) == {(), (0,), (1,), (0, 1), (1, 0)}
-
-
-def test_a_template_that_is_not_there_is_told(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
-    for path in (folder / "train").glob("*.h5"):
-        with h5py.File(path, "r+") as file:
-            file["hit_row"][...] = 77
-    APP.refuses(folder, tmp_path / "run", (*TEMPLATES, "train.steps=4"), "rows 77 to 77 of", capsys)
 
 
 # ---- weights to begin with

@@ -29,18 +29,6 @@ def test_a_cut_block_keeps_half_and_sends_what_the_formula_says() -> None:
     assert min(row["cpu_s"] for row in (whole, half)) > 0 < half["cpu_share"]
 
 
-def test_the_whole_network_is_measured_too() -> None:
-    whole, half = measured("axial-step", "mesh.axial=2")
-    assert whole["kept_share"] == 1 > half["kept_share"] > 0.5 and half["forward"] > 0 < half["backward"]
-
-
-def test_numbers_of_ranks_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = dict.fromkeys(("cpu", "share", "forward", "backward", "messages", "kept", "of_whole"), 1)
-    monkeypatch.setattr("apps.openfold.axial.on_ranks", lambda ranks, *_: [said] * ranks)
-    for word, ranks in (("mesh.axial=1", [1, 2, 4]), ("mesh.axial=6", [1, 2, 4, 6]), ("mesh.axial=8", [1, 2, 4, 8])):
-        assert [row["ranks"] for row in measured("axial", word)] == ranks
-
-
 @pytest.mark.parametrize(("ranks", "channels", "gathers"), [(2, 44.0, 44.0), (4, 34.6, 47.2), (8, 22.0, 44.0)])
 def test_the_table_of_the_published_network(ranks: int, channels: float, gathers: float) -> None:
     """MB in bfloat16 for 128 sequences and 256 residues, as docs/performance.md has them."""

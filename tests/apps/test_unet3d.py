@@ -33,12 +33,8 @@ class TestPromises(Promises):
     refused = [
         ("", ("model.window=[32,64,64]",), "smaller than the window (model.window 32 x 64 x 64)"),
         ("", ("model.spacing_mm=[4.8,3.6,3.6]",), "voxels of 14 x 9 x 9 mm, but model.spacing_mm is 4.8 x 3.6 x 3.6"),
-        ("", ("model.window=[16,20,32]",), "multiples of 8"), ("", ("data.reader=dali",), "data.reader is dali"),
         ("", ("data.reader=gds",), "data.reader is gds, but crops are mirrored on the processor"),
         ("", ("data.window_group=2", "train.evaluate=background"), "window_group is 2 and train.evaluate background"),
-        ("", ("data.window_group=2",), "data.window_group"), ("", ("data.augment.factor=[2,1]",), "give the smaller one first"),
-        ("", ("train.hopeless=1.0", "train.epochs=1"), "train.hopeless: a run at 1 has diverged"),
-        ("", ("data.directory=/nowhere",), "data_prep.kits19 simulate"),
     ]  # fmt: skip
 
     def check(self, name: str, cfg: Any) -> None:
@@ -126,11 +122,6 @@ def test_how_often_crops_hold_foreground_and_are_changed(data: Path) -> None:
 
     always = crops(data, foreground=1.0, flip=0, brighter=0, noisy=0)
     assert all((always.sample(index, epoch).label > 0).any() for index in range(6) for epoch in range(20))
-
-
-def test_a_brighter_crop_is_the_crop_times_its_factor(data: Path) -> None:
-    plain, bright = (crops(data, flip=0, brighter=share, factor=(2.0, 2.0), noisy=0).sample(1, 2) for share in (0, 1))
-    assert np.array_equal(bright.image, 2 * plain.image) and np.array_equal(bright.label, plain.label) and plain.image.std() > 0
 
 
 def test_crops_hold_the_pieces_that_the_boxes_name(data: Path) -> None:

@@ -1,6 +1,5 @@
 """The picture of a DeepCAM run: what is drawn is what maps.npz holds."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from matplotlib.contour import QuadContourSet
 
 from apps.deepcam import picture
 from hpcai.cli.report import curves
-from hpcai.cli.report.masks import OPACITY, PANELS, WRONG, Masks
+from hpcai.cli.report.masks import OPACITY, WRONG, Masks
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.cli.report.theme import PALETTE as CLASSES
 from hpcai.errors import DataError
@@ -67,37 +66,6 @@ def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: 
     assert run.higher("iou_of_rain") and picture.classes(run.found) == NAMES
 
 
-def test_iou_and_confusion_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    said = arrays()
-    said["true"], said["predicted"] = (rng.integers(0, 3, (3, *SIZE), np.uint8) for _ in range(2))
-    found = loaded(tmp_path, said)
-    for n in (0, 1, 2, None):
-        true, seen = (said[name][slice(n, None if n is None else n + 1)] for name in ("true", "predicted"))
-        for k in range(3):
-            both, either = ((true == k) & (seen == k)).sum(), ((true == k) | (seen == k)).sum()
-            assert found.scores(picture.KIND, n)[k] == pytest.approx(both / either)
-    for t in range(3):
-        for p in range(3):
-            assert found.cells[2, t, p] == ((said["true"][2] == t) & (said["predicted"][2] == p)).sum()
-    said["true"][0], said["predicted"][0] = 0, 0
-    assert loaded(tmp_path, said).scores(picture.KIND, 0).tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
-
-
-def test_of_many_maps_those_with_most_classes_are_drawn_and_all_are_counted(tmp_path: Path) -> None:
-    said = arrays(9)
-    said["true"][[0, 4]], said["predicted"][[0, 4]] = 0, 0
-    said["predicted"][4, 2, 2] = 1                                              # a false alarm is something to be seen
-    found = loaded(tmp_path, said)
-    shown = found.shown
-    assert shown == [1, 2, 3, 4, 5, 7] and len(shown) == PANELS
-    assert (found.true == said["true"][shown]).all() and (found.field(found.colored) == said["fields"][shown, ..., 1]).all()
-    assert found.cells.sum() == 9 * 24 * 36
-    assert picture.caption(found).startswith("6 of 9 validation maps (those with most classes), 24 x 36 cells, ")
-    titles = [axes.get_title(loc="left").split(":")[0] for axes in picture.draw(found, LIGHT).axes[:6]]
-    assert titles == [f"Map {n}" for n in shown]
-
-
 # ---- the picture
 
 
@@ -144,15 +112,6 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
         figure.draw_without_rendering()
 
 
-def test_without_pressure_the_legend_does_not_name_it(tmp_path: Path) -> None:
-    figure = picture.draw(loaded(tmp_path, arrays() | {"variables": np.array(["a", "b", "c"])}), LIGHT)
-    assert [label.get_text() for label in figure.legends[0].get_texts()][-1] == "outlined: true"
-    assert figure.axes[-1].get_xlabel() == "a [m/s]"
-    axes = picture.draw(loaded(tmp_path, arrays()), LIGHT).axes[0]
-    lines = [each for each in axes.get_children() if isinstance(each, QuadContourSet)]
-    assert any(len(each.levels) > 3 and 98000 <= each.levels[1] <= 102000 for each in lines)
-
-
 def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> None:
     loaded(tmp_path, arrays())
     run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
@@ -175,18 +134,9 @@ def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("change", "reason"), [
     ({"classes": None}, "has no array classes"),
-    ({"fields": np.zeros((3, *SIZE))}, r"fields is float64 \(3, 24, 36\), expected real \[N, H, W, V\] with V = 3"),
     ({"fields": np.zeros((2, *SIZE, 3))}, r"true is uint8 \(3, 24, 36\), expected whole \[N, H, W\] with N = 2, H = 24, W = 36"),
-    ({"predicted": np.zeros((3, 36, 24), np.uint8)}, r"predicted is uint8 \(3, 36, 24\)"),
-    ({"units": np.array(["m"])}, r"units is <U1 \(1,\), expected text \[V\] with V = 3"),
-    ({"fields": np.full((3, *SIZE, 3), "x")}, "fields is <U1 .* expected real"),
-    ({"fields": np.full((3, *SIZE, 3), np.nan)}, "no cell has a finite TMQ"),
     ({"true": np.full((3, *SIZE), 3, np.uint8)}, "true is 3 to 3, expected 0 to 2, one for each of classes"),
-    ({"predicted": np.full((3, *SIZE), -1)}, "predicted is -1 to -1"),
-    ({"predicted": np.zeros((3, *SIZE))}, "predicted is float64 .* expected whole"),
     ({"classes": np.array(NAMES, dtype=object)}, "allow_pickle"),
-    ({name: array[:0] for name, array in arrays().items() if array.ndim > 1}, r"fields is float32 \(0, 24, 36, 3\)"),
-    ({name: array[:, :1] for name, array in arrays().items() if array.ndim > 1}, r"fields is \(3, 1, 36, 3\), expected at least 2"),
 ])  # fmt: skip
 def test_unusable_maps_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     with pytest.raises((DataError, ValueError), match=reason):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from apps.diffusion import score
@@ -54,9 +54,6 @@ class Net(torch.nn.Module):
 
 def flat():
     return torch.nn.Identity()
-
-def broken():
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Threshold(2.0, float("nan")))
 """
 
 
@@ -216,11 +213,11 @@ def test_checkpoints_are_judged_and_the_log_is_told(trained: Path, tmp_path: Pat
     """The log of a run, which alone misses its quality, then passes the checker: it ends with the first checkpoint."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     assert not complies(run / "mlperf.log")
-    told = [line.split() for line in command(*CALL, f"weights={run}", "checkpoints=true")[0].splitlines()]
+    told = [line.split() for line in command(*CALL, f"weights={run}", "checkpoints=true").splitlines()]
     assert not list(run.glob(".judged*"))
     last, first = ({words[2]: float(words[3]) for words in told if words[1] == step} for step in ("4", "2"))
     assert len(told) == 2 * len(first) and first != last and first["captions"] == 5 and 0 < first["fid"] < 90
-    plain = dict(line.split() for line in command(*CALL, f"weights={run}")[0].splitlines())
+    plain = dict(line.split() for line in command(*CALL, f"weights={run}").splitlines())
     assert {name: float(value) for name, value in plain.items()} == pytest.approx(last, rel=1e-4)
 
     lines = [json.loads(line[9:]) for line in (run / "mlperf.log").read_text().splitlines()]
@@ -235,46 +232,17 @@ def test_checkpoints_are_judged_and_the_log_is_told(trained: Path, tmp_path: Pat
     assert complies(run / "mlperf.log")
 
 
-def test_a_log_that_cannot_be_told_is_left(trained: Path, tmp_path: Path, command: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a run that goes on."""
-    run = Path(shutil.copytree(trained, tmp_path / "run"))
-    shutil.rmtree(run / "checkpoints/step-00000002")
-    log = run / "mlperf.log"
-    log.write_text("".join(line for line in log.read_text().splitlines(True) if "run_stop" not in line))
-    before = log.read_text()
-    told = command(*CALL, f"weights={run}", "checkpoints=true", "count=2")[0]
-    assert "fid" in told and "a run of stable_diffusion that has ended" in caplog.text and log.read_text() == before
-
-
-def test_weights_without_a_run_have_no_checkpoints(trained: Path, tmp_path: Path, command: Any) -> None:
-    assert "run/metrics.jsonl: No such file" in command(*CALL, "weights=run", "checkpoints=true", code=1)[1]
-    broken = tmp_path / "checkpoints/step-00000004"
-    broken.mkdir(parents=True)
-    shutil.copy(trained / "metrics.jsonl", tmp_path)
-    shutil.copytree(trained / "checkpoints" / broken.name, broken, dirs_exist_ok=True)
-    (broken / "index.json").write_text("{}")
-    told = command(*CALL, f"weights={tmp_path}", "checkpoints=true", code=1)[1]
-    assert "index.json has changed since it was written" in told and not list(tmp_path.glob(".judged*"))
-
-
 # ---- bad input
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """What a command says on its two outputs; with ``code`` it ends with that."""
+    """What a command says on its output."""
 
-    def run(*words: str, code: int | None = None) -> tuple[str, str]:
+    def run(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["python"])
-        if code is None:
-            score.run(words)
-        else:
-            with pytest.raises(SystemExit) as ended:
-                score.run(words)
-            assert ended.value.code == code
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return out, err
+        score.run(words)
+        return str(capsys.readouterr().out)
 
     return run
 
@@ -283,23 +251,11 @@ CALL = (
     "captions=captions.txt", "model=pipeline", "features=some_features:Net", "statistics=true.npz", "clip=clip", "precision=fp32",
 )  # fmt: skip
 WRONG = [
-    ({"captions": None}, ConfigError, "captions is null"), ({"model": None}, ConfigError, "neither model nor vae is given"),
-    ({"vae": "pipeline/vae"}, ConfigError, "name a whole pipeline, or its parts"),
-    ({"statistics": None}, ConfigError, "features and statistics go together"),
-    ({"features": None, "statistics": None, "clip": None}, ConfigError, "nothing judges the images"),
-    ({"features": "nowhere:Net"}, ConfigError, r"'nowhere:Net', which is not there \(No module named 'nowhere'\)"),
+    ({"captions": None}, ConfigError, "captions is null"),
     ({"features": "some_features:flat"}, DataError, r"makes \[2, 3, 16, 16\] of 2 images; expected \[2, F\]"),
-    ({"features": "some_features:broken"}, DataError, "not finite"),
-    ({"statistics": "wide.npz"}, DataError, r"features are \[2, 5\], their mean is \[6\] and covariance \[6, 6\]"),
-    ({"statistics": "nan.npz"}, DataError, "not finite"),
     ({"statistics": "captions.txt"}, DataError, "captions.txt: .*; expected an .npz"),
-    ({"clip": "pipeline/text_encoder"}, ConfigError, "'clip_text_model', without projections .* name a whole CLIP"),
-    ({"clip": "half"}, DataError, "half: has no text_projection.weight, one of 1 weights of a CLIP"),
     ({"clip": "pickled"}, DataError, "pickled: cannot be read as a CLIP"),
-    ({"weights": "fields.safetensors"}, ConfigError, "its samples are no latents, of which images are made"),
     ({"weights": "other.safetensors"}, ConfigError, r"with vae 0123456789ab, found are vae \w{12}, text_encoder \w{12}"),
-    ({"weights": "nan.safetensors"}, DataError, "images have numbers that are not finite"),
-    ({"model": None, "vae": "pipeline/vae"}, ConfigError, r"no encoder of tokens; run/model.safetensors was trained with \[9, 8\]"),
     ({"captions": "long.txt"}, DataError, "long.txt: caption 2: a caption of 11 tokens, .*text_encoder takes 9"),
 ]  # fmt: skip
 
@@ -307,24 +263,14 @@ WRONG = [
 @pytest.fixture(scope="module")
 def bad(home: Path) -> Path:
     """Files of which each has something wrong."""
-    np.savez(home / "wide.npz", mu=np.zeros(6), sigma=np.eye(6))
-    np.savez(home / "nan.npz", mu=np.zeros(5), sigma=np.full((5, 5), np.nan))
     (home / "long.txt").write_text("a cat\n" + " ".join(WORDS) + "\n")
-    for name in ("half", "pickled"):
-        shutil.copytree(home / "clip", home / name)
-    state = load_file(home / "clip/model.safetensors")
-    most = {name: x for name, x in state.items() if name != "text_projection.weight"}
-    save_file(most, home / "half/model.safetensors", {"format": "pt"})
+    shutil.copytree(home / "clip", home / "pickled")
     (home / "pickled/model.safetensors").unlink()
-    torch.save(state, home / "pickled/pytorch_model.bin")
-    model = Diffusion.load(home / "run")
-    cfg = model.cfg
+    torch.save(load_file(home / "clip/model.safetensors"), home / "pickled/pytorch_model.bin")
+    cfg = Diffusion.load(home / "run").cfg
     assert cfg.latents is not None
     other = cfg.latents.model_copy(update={"vae": "vae 0123456789ab"})
-    for name, latents in (("fields", None), ("other", other)):
-        Diffusion(cfg.model_copy(update={"latents": latents})).save(home / f"{name}.safetensors")
-    next(iter(model.parameters())).data.fill_(float("nan"))
-    model.save(home / "nan.safetensors")
+    Diffusion(cfg.model_copy(update={"latents": other})).save(home / "other.safetensors")
     return home
 
 
@@ -333,16 +279,6 @@ def bad(home: Path) -> Path:
 def test_bad_input_is_told(given: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         scored(Mesh({}), asked(**given))
-
-
-@pytest.mark.parametrize("name, content, text", [
-    ("a.txt", b"a\n\nb\n", "row 2 has no caption"), ("a.txt", b"\xff\xfe", "cannot be read as text"),
-    ("a.tsv", b"id\ttext\n1\ta\n", "columns are id, text; expected one named caption"),
-])  # fmt: skip
-def test_files_that_hold_no_captions_are_told(name: str, content: bytes, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=text):
-        captions_of(tmp_path / name)
 
 
 def test_captions_of_tables_are_those_of_lines(tmp_path: Path) -> None:

@@ -20,12 +20,11 @@ from apps.llm.score import ScoreConfig
 from apps.llm.settings import AxesConfig
 from data_prep import text
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import ConfigError, DataError
+from hpcai.errors import DataError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig, Tokenizer, adapt, save_adapter
 from hpcai.models.llm.speech import begin
 from tests.ranks.launch import on_ranks
-from tests.stored import DATA
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES: dict[str, Any] = {"vocabulary": 260, "width": 16, "layers": 2, "heads": 2, "inner": 24, "positions": 64}
@@ -103,21 +102,7 @@ def test_a_file_of_prompts_becomes_lines_and_is_gone_on_with(home: Path, tmp_pat
     assert "out.jsonl: line 3: is of another prompt than those of" in command(generate.run, *words, f"out={out}", code=1)[1]
 
 
-def test_chats_of_a_file_are_told_by_the_template(tmp_path: Path, command: Any) -> None:
-    tokenizer = Tokenizer.load(DATA / "llm" / "tokenizer")
-    LLM(LLMConfig(**SIZES | {"vocabulary": tokenizer.size + 5})).save(tmp_path / "model.safetensors")
-    tokenizer.save(tmp_path)
-    model, chat = LLM.load(tmp_path), [{"role": "user", "content": "Hello"}]
-    path = lines(tmp_path / "p.jsonl", [{"text": "a"}, {"messages": chat}])
-    told = [json.loads(line) for line in command(generate.run, *words_of(weights=tmp_path, file=path))[0].splitlines()]
-    assert [row["line"] for row in told] == [1, 2] and told[1]["messages"] == chat
-    assert told[1]["completion"] == str(model.chat(chat, seed=2, temperature=1.3, top_k=40, most=12))
-    lines(path, [{"messages": chat}, {"messages": [{"role": "system"}, {"role": "system"}]}])
-    assert "p.jsonl: line 2: " in command(generate.run, *words_of(weights=tmp_path, file=path), code=1)[1]
-
-
 @pytest.mark.parametrize(("row", "text"), [
-    ("{", "line 2: not JSON"), ("7", "line 2: a JSON int, expected a line such as"), ('{"txt": "a"}', "line 2: has txt, expected"),
     ('{"text": "a", "messages": []}', "line 2: has text, messages"), (json.dumps({"text": "a" * 70}), "line 2 has 71 tokens"),
 ])  # fmt: skip
 def test_a_line_that_is_no_prompt_is_refused_by_number(row: str, text: str, home: Path, tmp_path: Path, command: Any) -> None:
@@ -260,17 +245,3 @@ def test_any_cut_finds_the_same(axes: dict[str, int], home: Path, rows: Path, tm
     right = score.score(cfg, Mesh({}))
     for found in on_ranks(axes, scored, cfg):
         assert found == pytest.approx(right, rel=1e-5)
-
-
-def test_rows_of_another_tokenizer_or_that_are_none_are_refused(home: Path, rows: Path, tmp_path: Path) -> None:
-    Tokenizer.train(["ab"], 258).save(tmp_path)
-    small = tmp_path / "small.safetensors"
-    LLM(LLMConfig(**SIZES | {"positions": 16})).save(small)
-    refused: list[tuple[type[Exception], str, dict[str, Path]]] = [
-        (DataError, "text.json: No such file or directory; make data with", {"data": tmp_path}),
-        (ConfigError, "rows of the tokenizer .*, the model has .*; take rows of that one", {"tokenizer": tmp_path}),
-        (ConfigError, "rows of 32 tokens of 257, the model has 16 positions", {"weights": small}),
-    ]
-    for kind, told, words in refused:
-        with pytest.raises(kind, match=told):
-            score.score(ScoreConfig(**{"weights": home, "data": rows, **words}), Mesh({}))

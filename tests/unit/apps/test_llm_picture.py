@@ -5,13 +5,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from apps.llm import picture
-from apps.llm.texts import adaptive, codes, write
-from hpcai.cli.report.theme import DARK, LIGHT
+from apps.llm.texts import codes, write
+from hpcai.cli.report.theme import LIGHT
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
 from tests import pages
@@ -51,12 +50,6 @@ def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
     assert table is not None and table.rows == TEXTS
 
 
-def test_without_codes_and_texts_the_loss_is_drawn(tmp_path: Path) -> None:
-    write(tmp_path / "text.npz", rows(), {}, [])
-    found = picture.read(tmp_path / "text.npz")
-    assert picture.table(found) is None and "no compressor" in picture.caption(found) and picture.draw(found, DARK).axes
-
-
 @pytest.mark.parametrize(("changes", "says"), [
     ({"positions": [math.nan] * 4}, "not finite"), ({"counts": [0] * 4}, "no token counts"), ({"bits": [1.0]}, "expected"),
     ({"texts": [["a", "b"]]}, "expected"), ({"counts": [1.5] * 4}, "counts is float64"), ({"positions": None}, "has no array"),
@@ -79,11 +72,3 @@ def test_codes_are_of_the_very_text() -> None:
     assert found["this model"] == pytest.approx(float(given["nats"].double().sum()) / math.log(2) / len(text))
     given["counted"][2, 3] = False
     assert codes(given, tokenizer) == {}, "only some count"
-
-
-def test_frequencies_learn_as_they_go() -> None:
-    tokens, seen, bits = np.random.default_rng(0).integers(0, 7, 90), np.zeros(9), 0.0
-    for number, token in enumerate(tokens):
-        bits -= math.log2((seen[token] + 0.5) / (number + 4.5))
-        seen[token] += 1
-    assert adaptive(tokens, 9) == pytest.approx(bits, rel=1e-12)

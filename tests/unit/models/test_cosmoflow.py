@@ -17,13 +17,6 @@ def counts(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).poisson(3, shape).astype(np.int16)
 
 
-@pytest.mark.parametrize("size, channels, blocks", [(48, 1, 5), (40, 2, 3), (33, 3, 5)])
-def test_any_cube_and_any_number_of_redshifts(size: int, channels: int, blocks: int) -> None:
-    cfg = CosmoFlowConfig(size=size, channels=channels, filters=2, blocks=blocks)
-    out = CosmoFlow(cfg)(torch.randn(2, channels, size, size, size))
-    assert out.shape == (2, 4) and out.abs().max() <= 1.2
-
-
 def test_whitened_input_is_a_setting_and_not_a_weight() -> None:
     torch.manual_seed(0)
     plain = CosmoFlow(SMALL)
@@ -64,23 +57,12 @@ def test_predictions_have_names_and_physical_units() -> None:
     [
         (np.zeros((16, 16, 16, 4)), r"shape \[16, 16, 16, 4\]; expected \[32, 32, 32, 4\]"),
         (np.full((32, 32, 32, 4), np.nan), "holds nan, as one of 131,072 values"),
-        (np.full((32, 32, 32, 4), -1), "holds -1, .* expected particle counts"),
-        (np.full((32, 32, 32, 4), np.inf), "holds inf, "),
         (np.zeros((32, 32, 32, 4), np.complex64), "dtype complex64; expected particle counts"),
-        ([[1.0], [1.0, 2.0]], "volume: .*give an array"),
     ],
 )
 def test_volumes_that_make_no_sense(volume: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         CosmoFlow(SMALL).predict(volume)
-
-
-def test_the_metric_is_a_sum_and_a_count() -> None:
-    model, batch = CosmoFlow(SMALL), cosmoflow.Batch(torch.from_numpy(counts(3, 32, 32, 32, 4)), torch.rand(3, 4))
-    guess = model(cosmoflow.log_density(batch.counts))
-    total, count = cosmoflow.error(model, batch)["mae"]
-    assert count == 12 and total.item() == pytest.approx((guess - batch.target).abs().sum().item())
-    assert torch.equal(cosmoflow.pairs(model, batch)["true"], batch.target)
 
 
 @pytest.mark.parametrize("x", [torch.from_numpy(counts(1, 8, 8, 8, 4)), torch.rand(1, 8, 8, 8, 4)], ids=["int16", "float32"])

@@ -27,17 +27,6 @@ def times(of: Objective, count: int) -> Tensor:
     return of.drawn(torch.linspace(0.05, 0.9, count, dtype=torch.float64), some(count, seed=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("says", SAYS)
-def test_all_is_in_the_dtype_of_samples_and_float32_at_least(says: str, dtype: torch.dtype) -> None:
-    of = objective(says)
-    noised = of.noised(some(4, 3, 5, 6, dtype=dtype), some(4, 3, 5, 6, dtype=dtype, seed=2), times(of, 4).float())
-    wide, said = torch.float64 if dtype == torch.float64 else torch.float32, noised.target.bfloat16()
-    at = noised.input, noised.alpha, noised.sigma
-    found = *noised, of.loss(said, noised), of.sample_of(said, *at), of.noise_of(said, *at)
-    assert {part.dtype for part in found} == {wide}
-
-
 def test_a_variance_that_is_also_said_does_not_count() -> None:
     of = objective("epsilon")
     noised = of.noised(some(2, 4, 3, 3), some(2, 4, 3, 3, seed=2), torch.tensor([3.0, 500.0]))

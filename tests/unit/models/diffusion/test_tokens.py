@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.errors import CheckpointError, ConfigError, DataError
+from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
@@ -28,7 +28,7 @@ FLUX: dict[str, Any] = {
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {"dit": DIT, "flux": FLUX}
 WAYS = ("none", "selective", "layers")
-WORDS, TOKENS, SAMPLES = 4, 16, 3
+SAMPLES = 3
 ASKED = Condition(tokens=torch.linspace(-1, 1, 60).view(3, 4, 5), pooled=torch.linspace(1, -1, 9).view(3, 3))
 
 
@@ -82,48 +82,24 @@ def test_a_modulated_norm_is_the_formula_and_keeps_its_input_alone() -> None:
     assert sum(bytes_.values()) == 2 * 2 * 5 * 8, "means and deviations"
 
 
-def test_a_small_scale_is_not_lost_beside_1() -> None:
-    """Half a step of bfloat16 above 1 is none of it, but shows in numbers whose own steps are finer for their size."""
-    x = torch.randn(1, 1, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    shift, scale = torch.zeros(1, 512, dtype=torch.bfloat16), torch.full((1, 512), 2.0**-8, dtype=torch.bfloat16)
-    assert torch.equal(1 + scale, torch.ones_like(scale))
-    assert not torch.equal(modulated(x, shift, scale), modulated(x, shift, 0 * scale))
-
-
 # ---- what is computed again
 
 
-def learnt(kind: str, recompute: str, layers: int, **autocast: Any) -> tuple[list[Tensor], int]:
-    """Gradients, and bytes of what is kept but parameters; ``layers`` of a DiT, or single ones of a Flux."""
-    model = network(kind, recompute=recompute, **{"layers" if kind == "dit" else "single": layers})
-    with kept(model) as bytes_, torch.autocast("cpu", **{"enabled": False, **autocast}):
+def learnt(kind: str, recompute: str, **autocast: Any) -> list[Tensor]:
+    """Gradients."""
+    model = network(kind, recompute=recompute)
+    with torch.autocast("cpu", **{"enabled": False, **autocast}):
         found = model(*samples(), asked(kind))
     found.square().sum().backward()
-    return [p.grad for p in model.parameters()], sum(bytes_.values())
+    return [p.grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
 @pytest.mark.parametrize("kind", SIZES)
 def test_gradients_are_the_same_to_the_bit(kind: str, autocast: dict[str, Any]) -> None:
-    expected, _ = learnt(kind, "none", 2, **autocast)
+    expected = learnt(kind, "none", **autocast)
     for way in WAYS[1:]:
-        assert all(map(torch.equal, learnt(kind, way, 2, **autocast)[0], expected)), way
-
-
-@pytest.mark.parametrize("kind", SIZES)
-def test_bytes_that_a_layer_keeps(kind: str) -> None:
-    """In units of the channels of its tokens, beside some numbers of each row and of each sample."""
-    found, tokens = {}, TOKENS + (WORDS if kind == "flux" else 0)
-    for way in WAYS:
-        two, three = (learnt(kind, way, layers)[1] for layers in (2, 3))
-        found[way] = (three - two) / (SAMPLES * tokens * 32 * 4)
-    # A sum, q, k, v, attention, its product, up; of a DiT also the second sum and product. A Flux turns q and k, which both ways
-    # keep as they were; again are made the norms, what the last product reads, and the turned.
-    products = 5 + 4 + (3 if kind == "dit" else 1)
-    again = (2 + 4) if kind == "dit" else (1 + 5 + 2)
-    assert found["layers"] < 1.6
-    assert products <= found["selective"] <= products + 1.3, found
-    assert found["none"] - found["selective"] == pytest.approx(again, abs=0.2), found
+        assert all(map(torch.equal, learnt(kind, way, **autocast), expected)), way
 
 
 # ---- parts of a step
@@ -146,36 +122,10 @@ def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind:
 
 # ---- what is refused
 
-X, TIME = samples()
-WRONG: dict[str, tuple[str, tuple[Any, ...], str]] = {
-    "odd sides": ("flux", (X[:, :, :7], TIME, ASKED), r"samples are \[3, 2, 7, 8\], expected \[B, 2, H, W\] with even H and W"),
-    "tokens of other channels": (
-        "flux", (X, TIME, ASKED._replace(tokens=torch.ones(3, 4, 6))),
-        r"condition.tokens is \[3, 4, 6\], expected \[3, N, 5\] for samples \[3, 2, 8, 8\]",
-    ),
-    "no pooled": ("flux", (X, TIME, ASKED._replace(pooled=None)), r"needs condition.pooled \[3, 3\]; give it"),
-    "guidance": ("flux", (X, TIME, ASKED._replace(guidance=TIME)), "has no use for condition.guidance; leave it out, or change"),
-    "one time": ("flux", (X, TIME[0], ASKED), r"Flux: time is \[\], expected \[3\]"),
-    "another size": ("dit", (X[:, :, :6, :6], TIME), r"samples are \[3, 2, 6, 6\], expected \[B, 2, 8, 8\]; cut them, or set size"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_refused(case: str) -> None:
-    kind, given, told = WRONG[case]
-    with pytest.raises(DataError, match=told):
-        network(kind)(*given)
-
-
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another class": ({"_class_name": "UNet3DModel"}, "_class_name is 'UNet3DModel'; expected one of UNet2DConditionModel, "),
-    "a norm": ({"_class_name": "DiTTransformer2DModel", "norm_eps": 1e-6}, "norm_eps is 1e-06; networks here know 1e-05 alone"),
-    "patches": ({"_class_name": "FluxTransformer2DModel", "patch_size": 2}, "patch_size is 2; networks here know 1 alone"),
-    "other outputs": ({"_class_name": "FluxTransformer2DModel", "out_channels": 3}, "out_channels is 3; networks here know null"),
     "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4; networks here know null alone"),
-    "of another kind": ({"_class_name": "FluxTransformer2DModel", "num_layers": "two"}, "(?s)config.json: .*valid integer"),
     "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to a head's 128"),
-    "an old one of another kind": ({"_class_name": "Transformer2DModel"}, "attention_bias is false; networks here"),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpcai.errors import ConfigError, DataError
+from hpcai.errors import ConfigError
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, complete, generate, generation, likelihoods, log_likelihoods
 from hpcai.models.llm.generation import choose
 from tests.tape import Tape
@@ -76,14 +76,6 @@ def test_remembering_and_recording_change_no_token(kind: str, cfg: SamplingConfi
     assert alone == right
 
 
-def test_texts_that_take_turns_do_not_disturb_one_another() -> None:
-    model = model_of("llama")
-    right = [list(generate(model, [prompt], DRAWN, seed=1)) for prompt in PROMPTS]
-    both = [generate(model, [prompt], DRAWN, seed=1) for prompt in PROMPTS]
-    assert list(zip(*both)) == list(zip(*right))
-    assert model.training and all(layer.self_attn.remember is None for layer in model.model.layers)  # type: ignore[union-attr]
-
-
 def test_who_asks_can_end_a_text() -> None:
     given, rows = generate(model_of("llama"), PROMPTS, GREEDY), []
     for row in given:
@@ -133,14 +125,6 @@ def test_a_step_that_cannot_be_recorded_is_told_and_graphs_go_before_the_process
     assert tape.operations  # type: ignore[union-attr]
     generation.close_all()
     assert not tape.operations and list(given) == []  # type: ignore[union-attr]
-
-
-def test_prompts_that_are_none_are_refused_at_once() -> None:
-    model = model_of("llama")
-    for prompts, text in (([], "there is no prompt"), ([[1], []], "prompt 1 has no token"), ([[25]], "the model knows 25"),
-                          ([[1] * 40], "40 tokens, the model 40 positions in all")):  # fmt: skip
-        with pytest.raises(DataError, match=text):
-            generate(model, prompts)
 
 
 def test_how_likely_texts_are_does_not_depend_on_those_beside_them() -> None:

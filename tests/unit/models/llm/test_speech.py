@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from hpcai.errors import CheckpointError, ConfigError, DataError
+from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer, load_later, speech
 from hpcai.models.llm.load import read_settings
 from hpcai.models.llm.speech import Saying
@@ -165,12 +164,6 @@ def test_the_folder_of_a_run_is_a_model_with_its_tokenizer(tmp_path: Path) -> No
     make(load_later(later, tmp_path), "cpu")
     assert later.tokenizer.identity == trained().identity and later.lm_head.weight is later.model.embed_tokens.weight
     assert str(later.eval().generate("ab", most=9)) == str(LLM.load(tmp_path / "model.safetensors").generate("ab", most=9))
-
-
-def test_settings_of_files_that_have_none_are_refused(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="weights without settings"):
-        read_settings(tmp_path)
 
 
 def test_a_model_without_a_tokenizer_and_one_of_another_model_are_refused() -> None:

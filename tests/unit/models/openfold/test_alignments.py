@@ -116,26 +116,12 @@ def test_a_hit_has_the_indices_of_both_sequences() -> None:
 
 @pytest.mark.parametrize(("parse", "data", "message"), [
     (parse_a3m, b"", "line 1: empty"),
-    (parse_a3m, b"\nACDE\n>q\nACDE\n", "line 2: 'ACDE' before any line with '>'"),
-    (parse_a3m, b">q\n>r\nAC\n", "line 1: the query, the first row, has no letters"),
-    (parse_a3m, b">q\nACdE\n>r\nACE\n", "line 1: the query, the first row, has lower-case letters"),
-    (parse_a3m, b">q\nAC-E\n>r\nACDE\n", "line 1: the query, the first row, has a gap at its column 3"),
     (parse_a3m, b">q\nACDE\n>r s\nACkE\n", "line 3: row 'r s' has 3 columns .lower-case letters aside., expected 4"),
     (parse_a3m, b">q\nACDE\n>r\nAC\nD*\n", r"line 5, column 2: '\*', expected letters"),
-    (parse_a3m, b">q\nACDE\n>r\nA DE\n", "line 4, column 2: ' '"),
-    (parse_a3m, b">q\nACDE\n\0>q\nACDE\n", "line 3: a NUL byte"),
     (parse_stockholm, b">q\nACDE\n", "line 1: '>q', expected '# STOCKHOLM 1.0'"),
-    (parse_stockholm, STO[:-3], "line 11: the file ends without '//'"),
-    (parse_stockholm, b"# STOCKHOLM 1.0\n//\n", "line 2: no rows"),
     (parse_stockholm, STO.replace(b"one   cG..EKK\n", b""), "line 5: row 'one', .* has 5 columns in all, expected 12"),
-    (parse_stockholm, STO.replace(b"DFFFE--", b"D FFE--"), "line 10: 'two   D FFE--', expected a name and a row"),
     (parse_stockholm, STO.replace(b"DFFFE--", b"DF7FE--"), "line 10, column 9: '7'"),
-    (parse_stockholm, b"# STOCKHOLM 1.0\nq --\nr AC\n//\n", "line 2: the query, the first row, has only gaps"),
-    (parse_stockholm, STO + STO, "line 13: '# STOCKHOLM 1.0' after '//'"),
     (parse_hhr, A3M, "line 1: '#4.t1', expected 'Query'"),
-    (parse_hhr, HHR.replace(b"Sum_probs=3.5", b""), "line 7: not the head of a hit"),
-    (parse_hhr, HHR.replace(b"KL    7", b"KL    8"), "line 19: 'Q query .* expected the name, the first residue"),
-    (parse_hhr, HHR.replace(b"13 KL   14", b"13 KLM  15"), "line 20: 'T 1ABC_A .* as many columns in Q as in T"),
     (parse_hhr, HHR[:HHR.index(b"T 2DEF_B")], "line 22: hit 2 has 1 columns of the query and 0 of the template: it is cut off"),
 ])  # fmt: skip
 def test_a_broken_file_is_refused_with_its_line(parse: Callable[[bytes, str], object], data: bytes, message: str) -> None:
@@ -165,16 +151,6 @@ def test_an_alignment_of_another_chain_is_refused(tmp_path: Path) -> None:
         read_alignments(tmp_path)
     with pytest.raises(DataError, match="uniref90_hits.a3m: the query has 4 residues, expected 5"):
         read_alignments(tmp_path, "ACDEF")
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "short.a3m.gz").write_bytes(gzip.compress(A3M)[:-9])
-    for name, message in (("short.a3m.gz", "ended"), ("none.a3m", "No such file")):
-        with pytest.raises(DataError, match=f"^{tmp_path / name}: cannot be read: .*{message}"):
-            read_alignments([tmp_path / name])
-    (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match="bare: no alignments there"):
-        read_alignments(tmp_path / "bare")
 
 
 LARGE: dict[str, tuple[Callable[[bytes, str], object], bytes]] = {

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcai.errors import ConfigError, DataError
+from hpcai.errors import DataError
 from hpcai.models.openfold import sampling
-from hpcai.models.openfold.alignments import Alignment, encode
-from hpcai.models.openfold.features import FeatureConfig, Templates, choose_templates, collate, featurize
+from hpcai.models.openfold.alignments import Alignment
+from hpcai.models.openfold.features import FeatureConfig, Templates, collate, featurize
 from hpcai.models.openfold.residues import GAP, MASKED, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
 from tests import proteins
 
 SMALL = FeatureConfig(crop=16, clusters=5, extra=7, templates=3, recycles=2)
-SUPERVISED = {"all_atom_positions", "chi_mask", "pseudo_beta", "resolution", "use_clamped_fape", "rigidgroups_gt_frames"}
 
 
 def made(residues: int = 40, rows: int = 30, templates: int = 5, seed: int = 0) -> tuple[Chain, Alignment, dict[str, np.ndarray]]:
@@ -108,13 +107,6 @@ def test_rows_are_chosen_and_blocks_of_neighbours_deleted_but_the_query_never() 
     assert max(sizes) > 80 and min(sizes) < 60
 
 
-def test_any_number_of_templates_from_none_to_all_is_drawn() -> None:
-    drawn = [choose_templates(5, 3, np.random.default_rng(seed)) for seed in range(3000)]
-    shares, seen = np.bincount([len(set(one)) for one in drawn]) / 3000, np.bincount(np.concatenate(drawn)) / 3000
-    assert len(shares) == 4 and np.abs(shares - 1 / 4).max() < 5 * np.sqrt(3 / 16 / 3000), "as likely four of twenty as none"
-    assert np.abs(seen - 1.5 / 5).max() < 5 * np.sqrt(0.25 / 3000), "any of them"
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_templates_that_are_not_used_are_not_read(training: bool) -> None:
     chain, alignment, templates = made(templates=9)
@@ -170,18 +162,6 @@ def test_shapes_depend_on_settings_alone_and_masks_tell_padding(
         assert not any(array[absent].any() for name, array in sample.items() if name.startswith("template_"))
 
 
-def test_a_sequence_alone_has_nothing_of_a_structure_and_empty_templates() -> None:
-    alignment = Alignment(encode("MKXAY")[None], np.zeros((1, 5), np.int32), [])
-    sample = featurize("MKXAY", alignment, None, FeatureConfig.preset("evaluation", templates=2), training=False)
-    assert not SUPERVISED & sample.keys() and featurize(*made(), SMALL).keys() >= SUPERVISED
-    assert sample["aatype"][:, 0].tolist() == [12, 11, UNKNOWN, 0, 18] and not sample["atom37_atom_exists"][2].any()
-    assert sample["template_all_atom_positions"].shape == (2, 5, 37, 3, 4) and not sample["template_mask"].any()
-    known = replace(alignment, msa=np.array([[12, 11, 7, 0, 18]], np.int8))
-    assert featurize("MKXAY", known, None, SMALL)["target_feat"][2, 1 + UNKNOWN, 0] == 1  # an X agrees with all
-    with pytest.raises(ConfigError, match="no preset 'final' of features; expected one of initial, finetuning, evaluation"):
-        FeatureConfig.preset("final")
-
-
 def test_the_best_templates_are_taken_in_evaluation_and_lie_about_zero() -> None:
     chain, alignment, templates = made()
     sample = featurize(chain, alignment, templates, FeatureConfig.preset("evaluation", templates=3), training=False)
@@ -190,15 +170,6 @@ def test_the_best_templates_are_taken_in_evaluation_and_lie_about_zero() -> None
     assert np.abs(positions.sum((1, 2)) / mask.sum((1, 2))[:, None]).max() < 1e-4 and not positions[mask == 0].any()
     off = (positions - templates["template_all_atom_positions"][:3])[1][mask[1] > 0]
     assert np.ptp(off, 0).max() < 1e-4
-
-
-@pytest.mark.parametrize("residues", [1, 5, 254, 255, 256, 600])
-def test_the_nearest_cluster_has_the_most_letters_in_common(residues: int) -> None:
-    """More than a byte can count, too, and the first of equals."""
-    rng = np.random.default_rng(residues)
-    msa, letters = rng.integers(18, 23, (4, residues)), rng.integers(18, 22, (12, residues))
-    likeness = ((letters[:, None] == msa) & (msa <= UNKNOWN)).sum(2)
-    assert np.array_equal(sampling.nearest(msa.astype(np.int8), letters.astype(np.int8)), likeness.argmax(1))
 
 
 # ---- what is refused
@@ -217,14 +188,7 @@ def _put(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
     ("name", "change", "text"),
     [
         ("msa", lambda a: a[:, 1:], r"1abc_A: an alignment of \(30, 39\).* for 40 residues"),
-        ("deletions", lambda a: a[:, 1:], r"deletions of \(30, 39\) for 40 residues"),
         ("msa", lambda a: _put((a[0, 6] + 1) % 20, 0, 6)(a), "has [A-Y] at residue 7, expected [A-Y] .1 of 40 residues differ"),
-        ("msa", _put(MASKED, 3, 3), "from 0 to 22 and deletions from 0 .*expected integers from 0 to 21"),
-        ("deletions", _put(-1, 3, 3), "deletions from -1 in the alignment; .*0 or more"),
-        ("aatype", _put(21, 3), "residue types .* to 21, expected 0 to 20"),
-        ("positions", lambda a: a * np.nan, "1abc_A: [A-Z0-9]+ of residue 0 has no finite position"),
-        ("template_aatype", lambda a: a[:, 1:], r"template_aatype of shape \(5, 39\), expected \(5, 40\) for 5 templates"),
-        ("template_sum_probs", None, "templates without template_sum_probs; expected template_aatype"),
         ("template_all_atom_positions", lambda a: a * np.nan, "1abc_A: template [1-5]: .* has no finite position"),
     ],
 )

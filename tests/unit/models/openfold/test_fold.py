@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcai.errors import DataError
-from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, featurize, folding, read_mmcif
+from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, folding, read_mmcif
 from tests import proteins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,13 +42,6 @@ def test_a_fold_is_a_line() -> None:
     positions = np.random.default_rng(0).normal(size=(300, 37, 3)).astype(np.float32)
     one = folding.Fold("A" * 300, np.zeros(300, np.int64), positions, np.ones((300, 37), np.float32), plddt)
     assert len(repr(one)) < 80 and f"300 residues, mean pLDDT {plddt.mean():.1f}" in repr(one)
-
-
-def test_nothing_is_drawn_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(folding, "featurize", lambda *_, **words: asked.append(words) or featurize(*_, **words))
-    OpenFold(OpenFoldConfig.preset("tiny")).fold(SEQUENCE, recycles=2, seed=5, cfg=FEW)
-    assert asked == [{"seed": 5, "passes": 3, "training": False}]
 
 
 def test_a_network_without_templates_needs_none_and_what_is_no_chain_or_another_is_refused() -> None:

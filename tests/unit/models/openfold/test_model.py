@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.errors import ConfigError
 from hpcai.kernels import room
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, embedders, loss
 from hpcai.models.openfold import objective as objectives
@@ -98,14 +97,6 @@ def test_only_the_last_pass_learns() -> None:
     assert passes[3:] == [False] * 3
 
 
-def test_a_term_that_is_no_number_is_not_hidden() -> None:
-    model, batch = still(network()), proteins.batch([12])
-    with torch.no_grad():
-        model.heads.distogram.bias[3] = float("nan")
-    values = loss(model, batch)
-    assert values["loss"].isnan() and values["distogram"].isnan() and values["fape"].isfinite()
-
-
 @pytest.mark.parametrize("shared", [1, 2])
 def test_dropout_is_shared(shared: int) -> None:
     torch.manual_seed(0)
@@ -182,14 +173,6 @@ def test_terms_without_weight_are_not_computed_and_the_loss_grows_with_the_root_
     assert total(found, last, cfg).item() == pytest.approx(12**0.5 * weighted.item())  # type: ignore[union-attr]
 
 
-def test_what_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no preset 'model_6' of OpenFold; expected one of initial, finetuning, tiny, model_1, "):
-        OpenFoldConfig.preset("model_6")
-    model = OpenFold(OpenFoldConfig.preset("tiny")).double()
-    with pytest.raises(ConfigError, match="set model.heads.tm=true"):
-        loss(model, proteins.batch([12]), ALL)
-
-
 def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -> None:
     model, batch = network(), proteins.batch([12], passes=1)
     calls: dict[str, list[str]] = {}
@@ -203,13 +186,6 @@ def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -
     assert calls["evoformer.blocks.1.pair"] == calls["extra_msa_stack.blocks.0.pair"] == multiply + attend
     assert calls["template_embedder.template_pair_stack.blocks.0"] == attend + multiply
     assert calls["evoformer.blocks.0"] == ["drop_rows"]
-
-
-def test_without_templates_pairs_are_left_alone() -> None:
-    model, batch = still(network()), proteins.batch([12])
-    now = {name: value[..., -1] for name, value in batch.items()} | {"template_mask": torch.zeros(1, 2, dtype=torch.float64)}
-    z, mask = torch.randn(1, 12, 12, 16, dtype=torch.float64), torch.ones(1, 12, 12, dtype=torch.float64)
-    assert model.template_embedder is not None and not model.template_embedder(now, z, mask).any()
 
 
 def test_only_structures_of_known_resolution_teach_confidence() -> None:

@@ -47,15 +47,6 @@ def test_limits_and_shares() -> None:
     assert drmsd(fitted, true, mask).item() == pytest.approx(off.item())
 
 
-def test_of_several_chains_each_counts_by_itself(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """The public code divides all chains of a batch by the pairs of the shortest."""
-    true, mask = chain
-    guess = turned(true) + torch.randn_like(true)
-    for one in (drmsd, lambda *x: gdt(superposed(*x), *x[1:])):
-        alone = [one(guess[i : i + 1], true[i : i + 1], mask[i : i + 1]) for i in range(2)]
-        torch.testing.assert_close(one(guess, true, mask), torch.cat(alone))
-
-
 def test_scores_and_pictures_of_a_network() -> None:
     torch.manual_seed(0)
     model = OpenFold(OpenFoldConfig.preset("tiny")).double().eval()

@@ -12,10 +12,9 @@ import pytest
 from hpcai.errors import DataError
 from hpcai.models.openfold import read_templates
 from hpcai.models.openfold.alignments import Hit
-from hpcai.models.openfold.features import TEMPLATES
 from hpcai.models.openfold.residues import GAP, LETTERS, PLACE
 from hpcai.models.openfold.structures import Chain, write_structure
-from hpcai.models.openfold.templates import chain_of, features_of, match, unusable
+from hpcai.models.openfold.templates import chain_of, match, unusable
 from tests import proteins
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: templates are NOT tested")
@@ -175,26 +174,6 @@ def test_hits_of_another_query_are_an_error(change: dict[str, Any]) -> None:
 # ---- what is seen
 
 
-def test_features_are_those_of_the_residues_at_the_places() -> None:
-    one, two = proteins.chain(30, 1), proteins.chain(12, 2)
-    row = {"aatype": two.aatype.astype(np.int8), "positions": two.positions, "mask": two.mask.astype(np.uint8), "name": b"x"}
-    places = np.array([[-1, 0, 29, -1, 7], [11, 10, -1, 0, -1]], np.int16)
-    found = features_of([one, row], places, [3.5, 2.0])
-    assert tuple(found) == TEMPLATES and found["template_sum_probs"].tolist() == [[3.5], [2.0]]
-    aatype, positions, mask = (found[name] for name in TEMPLATES[:3])
-    for number, chain in enumerate((one, two)):
-        there, at = places[number] >= 0, places[number][places[number] >= 0]
-        assert (aatype[number, ~there] == GAP).all() and not positions[number, ~there].any() and not mask[number, ~there].any()
-        assert (aatype[number, there] == chain.aatype[at]).all() and (mask[number, there] == chain.mask[at]).all()
-        assert (positions[number, there] == chain.positions[at] * chain.mask[at, :, None]).all()
-
-
-@pytest.mark.parametrize("places, probs", [([[0, 12]], [1]), ([[-2, 0]], [1]), ([0, 1], [1]), ([[0, 1]], [1, 2])])
-def test_places_that_a_chain_has_not_are_refused(places: Any, probs: list[float]) -> None:
-    with pytest.raises(DataError, match="templates: "):
-        features_of([proteins.chain(12)], places, probs)
-
-
 def test_a_chain_without_backbone_or_with_a_jump_is_no_template() -> None:
     chain = replace(proteins.chain(20), mask=np.ones((20, 37), np.float32))
     assert unusable(chain) is None
@@ -261,19 +240,3 @@ def test_templates_are_read_from_files_and_the_damaged_are_told(library: Path) -
         assert np.allclose(found["template_all_atom_positions"][row, 5:25], chain.positions[at], atol=1e-3)
     same, why = read_templates(library / "hits.hhr", QUERY, library / "mmcif", entry="3ABC", before=date(2010, 1, 2))
     assert not len(same["template_aatype"]) and "same entry" in why["3abc_A"] and "released 2010-01-01" in why["1abc_A"]
-
-
-@pytest.mark.parametrize("first, taken", [(35, True), (41, False)])
-def test_five_atoms_are_seen_at_least(library: Path, first: int, taken: bool) -> None:
-    """12 residues from 35 on have 3 + 2 atoms, those from 41 on 2 + 2."""
-    one = hit(QUERY[:12], OTHER[first : first + 12], 0, first)
-    (library / "few.hhr").write_text("Query q\n" + text_of(one, 0, first))
-    found, reasons = read_templates(library / "few.hhr", QUERY, library / "mmcif")
-    assert len(found["template_aatype"]) == taken and (taken or reasons["1abc_A"].startswith("4 atoms of its aligned"))
-
-
-def test_a_folder_or_hits_that_are_not_there_are_an_error(library: Path) -> None:
-    with pytest.raises(DataError, match="none: no such folder"):
-        read_templates(library / "hits.hhr", QUERY, library / "none")
-    with pytest.raises(DataError, match="is it of another chain"):
-        read_templates(library / "hits.hhr", OTHER[:40], library / "mmcif")

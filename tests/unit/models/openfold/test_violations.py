@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.openfold import residues, violations
-from hpcai.models.openfold.violations import bonds, clashes, violation
+from hpcai.models.openfold.violations import bonds, clashes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,11 +66,3 @@ def test_bridges_and_bonds_are_no_clashes(names: tuple[str, str], clash: bool) -
         place = residues.ATOM14_NAMES[aatype[0, 0]].index(name)
         exists[0, residue, place], positions[0, residue, place, 0] = 1, 1.3 * residue
     assert bool(clashes(positions, exists, aatype, torch.arange(2)[None]) > 0) == clash
-
-
-def test_violations_of_no_atoms_are_none() -> None:
-    positions, exists, aatype, index = atoms(5)
-    assert (violation(positions, torch.zeros_like(exists), aatype, index) == 0).all()
-    x = positions.requires_grad_()
-    (grad,) = torch.autograd.grad(violation(x, exists, aatype, index).sum(), [x])
-    assert grad.isfinite().all() and not grad[exists == 0].any()
