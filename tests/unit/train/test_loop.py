@@ -16,6 +16,8 @@ from torch import nn
 from hpcai import dist, log, train
 from hpcai.cli.report import main as report
 from hpcai.config import Settings
+from hpcai.dist import power
+from hpcai.dist.host import nvml_gpu
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
 from hpcai.train import loop, tensorfile
@@ -238,16 +240,6 @@ def test_a_run_that_fails_first_finishes_the_checkpoint_under_way(tmp_path: Path
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()
 
 
-def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
-    with (
-        new_run(tmp_path, every_steps=2) as run,
-        pytest.raises(DivergedError, match=r"step \d+: .* is not finite on .*rank 0 \(batch 2\)"),
-    ):
-        train.fit(new_step(lr=1e12), batches(), TrainConfig(steps=40, report_every=7), run=run)
-    for value in _weights(tmp_path).values():
-        assert torch.isfinite(value).all()
-
-
 def test_contradictions_are_refused() -> None:
     step, cfg = new_step(), TrainConfig(steps=2, metric="mae", target=0.1)
     with pytest.raises(ConfigError, match="nothing is evaluated"):
@@ -397,7 +389,7 @@ def test_a_cap_on_power_holds_while_a_run_trains_and_a_run_without_it_does_not_b
     with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="by NVML, which cannot be used here: this"):
         train.fit(step, batches(), cfg, run=run)
     driver = Driver(tmp_path / "driver", monkeypatch)
-    driver.serves_cpu(monkeypatch)
+    monkeypatch.setattr(power, "nvml_gpu", lambda device: nvml_gpu(torch.device("cuda", 0)))  # the CPU passes for its GPU
     driver["refuses"] = "Insufficient Permissions"
     with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="300 W was refused by NVML .*: Insufficient"):
         train.fit(step, batches(), cfg, run=run)
