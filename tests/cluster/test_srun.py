@@ -49,12 +49,6 @@ def placed(ranks: int) -> list[str]:
 TWO_OR_FOUR = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.claim)])
 
 
-@pytest.mark.claim
-def test_bare_srun_is_one_world_of_four(slurm: OneMachineSlurm) -> None:
-    """MPICH under --mpi=none would see four worlds of one rank, with exit code 0."""
-    they_meet(slurm.srun([*placed(4), "--mpi=none", *program("meet.py", mesh(4))]), "srun", mpi=False)
-
-
 @TWO_OR_FOUR
 def test_srun_pmi2_with_mpich_keeps_the_exit_code_of_all(slurm: OneMachineSlurm, ranks: int) -> None:
     ended = slurm.srun([*placed(ranks), "--mpi=pmi2", *program("meet.py", mesh(ranks), "85")])

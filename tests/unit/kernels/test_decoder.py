@@ -155,6 +155,18 @@ def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(knows_groups
     assert torch.equal(documents.attend(q.double(), k.double(), v.double(), ROWS), expected), "16 bits alone"
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_without_gradients_a_few_tokens_are_the_same(case: str) -> None:
+    ours, theirs, given = CASES[case]
+    with torch.no_grad():
+        for found, expected in zip(every(ours(*given)), every(theirs(*given)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    leaves = [x.detach().requires_grad_() for x in given]
+    with torch.no_grad():
+        again = every(ours(*leaves))
+    assert all(map(torch.equal, again, every(ours(*leaves)))), "layers that are made again depend on it"
+
+
 CAUSAL, NUMBERS = causal_lower_right(5, 5), torch.ones(5, 5, dtype=torch.bool).tril()
 
 

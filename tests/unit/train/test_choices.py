@@ -64,14 +64,6 @@ def test_a_second_start_finds_all_code_where_the_first_left_it(tmp_path: Path, m
     assert 0 < second["seconds"] < first["seconds"]
 
 
-def test_where_nothing_can_be_divided_the_plain_form_is_used() -> None:
-    for shard in ("optimizer", "weights"):
-        step = Step(network(), loss, StepConfig(shard=shard, shard_within=4), dist.alone())
-        assert type(step.sums).__name__ == "GradientSums"
-        step(torch.randn(4, 8))
-        step.check()
-
-
 @pytest.fixture
 def backends() -> Iterator[Callable[[], tuple[bool, bool, bool]]]:
     """Reads what torch is set to, and sets it back afterwards."""

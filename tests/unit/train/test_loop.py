@@ -161,8 +161,8 @@ def test_a_metric_that_is_just_as_good_as_asked_is_good_enough(better: str) -> N
     assert result.reason == "target" and result.progress.step == 3
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4, 5, 6, 7])
-@pytest.mark.parametrize("every", [None, 1, 2])
+@pytest.mark.parametrize("stop", [2, 4, 6])
+@pytest.mark.parametrize("every", [None, 2])
 def test_resumed_is_uninterrupted_also_in_the_middle_of_an_epoch(tmp_path: Path, stop: int, every: int | None) -> None:
     def go(folder: str, steps: int) -> tuple[dict, list[dict]]:
         step = new_step()
