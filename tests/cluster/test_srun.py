@@ -49,12 +49,6 @@ def placed(ranks: int) -> list[str]:
 TWO_OR_FOUR = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.claim)])
 
 
-@pytest.mark.claim
-def test_bare_srun_is_one_world_of_four(slurm: OneMachineSlurm) -> None:
-    """MPICH under --mpi=none would see four worlds of one rank, with exit code 0."""
-    they_meet(slurm.srun([*placed(4), "--mpi=none", *program("meet.py", mesh(4))]), "srun", mpi=False)
-
-
 @TWO_OR_FOUR
 def test_srun_pmi2_with_mpich_keeps_the_exit_code_of_all(slurm: OneMachineSlurm, ranks: int) -> None:
     ended = slurm.srun([*placed(ranks), "--mpi=pmi2", *program("meet.py", mesh(ranks), "85")])
@@ -122,13 +116,3 @@ def test_the_command_of_an_installed_package_starts_an_app_on_all_ranks(
     assert ended.code == 0
     assert [event["world"] for event in of(run, "start")] == [2]
     assert list(losses(run)) == [1, 2, 3]
-
-
-def test_one_gpu_for_each_task_is_its_number_0(slurm: OneMachineSlurm) -> None:
-    """What --gpus-per-task shows to a task; hpcai.dist.launch.device then takes number 0 whatever the local rank."""
-    ended = slurm.srun(
-        ["-N1", "-n2", "--gpus-per-task=1", "--gpu-bind=single:1", "bash", "-c", "echo $SLURM_LOCALID:$CUDA_VISIBLE_DEVICES"]
-    )
-    said(ended)
-    assert ended.code == 0
-    assert all("," not in line for line in ended.out.split())

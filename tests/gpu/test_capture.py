@@ -110,22 +110,3 @@ def test_auto_trains_on_where_a_step_cannot_be_captured(loss: Any, says: str) ->
     (told,) = step.news()
     assert says in told and "uncaptured from now on" in told
     step.check()
-
-
-def test_auto_runs_shapes_that_are_too_many_uncaptured() -> None:
-    steps = new_step(capture="auto", capture_shapes=2), new_step()
-    for number, count in enumerate((16, 8, 4, 16, 2, 8, 4, 16, 8, 16, 8)):
-        found, expected = (step(batch(number, count), 1e-3)["loss"].item() for step in steps)
-        assert found == pytest.approx(expected, rel=1e-4), number
-    assert steps[0]._capture is not None and steps[0]._capture.recorded() == 2
-    refused, *made = steps[0].news()
-    assert "a batch of another shape" in refused
-    assert len(made) == 2 and made[1].startswith("step.capture: graph 2 of at most 2 recorded in "), made
-
-
-def test_a_shape_too_many_is_refused_where_capture_was_asked_for() -> None:
-    step = new_step(capture="whole", capture_shapes=1)
-    losses(step)
-    with pytest.raises(ConfigError, match="a batch of another shape"):
-        step(batch(0, 8))
-    assert len(losses(step)) == 4

@@ -174,25 +174,6 @@ def test_dali_gives_what_numpy_gives_while_the_stream_is_busy(files: list[Path])
 
 
 @pytest.mark.usefixtures("needs_dali")
-def test_a_batch_of_dali_stays_as_it_is_on_the_gpu(files: list[Path]) -> None:
-    with new_dali(files, fields=(Field("volume"), Field("index"))) as loader:
-        kept = list(loader.epoch(0))
-        list(loader.epoch(1))
-    wait()
-    for part in kept:
-        for index, found in zip(part["index"].tolist(), part["volume"].cpu()):
-            assert np.array_equal(found, value(index))
-
-
-@pytest.mark.usefixtures("needs_dali")
-def test_dali_goes_on_where_it_was_left_on_the_gpu(files: list[Path]) -> None:
-    with new_dali(files) as loader:
-        whole = [part["volume"].clone() for part in loader.epoch(1)]
-        rest = [part["volume"].clone() for part in loader.epoch(1, 20)]
-    assert len(rest) == len(whole) - 5 and all(map(torch.equal, rest, whole[5:]))
-
-
-@pytest.mark.usefixtures("needs_dali")
 def test_images_are_decoded_on_the_gpu(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     pictures = [np.random.default_rng(i).integers(0, 256, (24, 31, 3)).astype(np.uint8) for i in range(8)]

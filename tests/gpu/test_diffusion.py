@@ -10,7 +10,7 @@ from hpcai.models import diffusion
 from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.gpu.machine import DEVICE, GRAPH, cuda_alone, nothing_waits, precisely
+from tests.gpu.machine import DEVICE, GRAPH, precisely
 
 UNET: dict[str, Any] = {
     "inputs": 2, "outputs": 2, "field": 2, "tokens": None, "channels": (16, 32), "blocks": 1, "attention": ("none", "self"),
@@ -77,16 +77,6 @@ def test_a_step_is_that_of_a_cpu(network: str) -> None:
         own = batch(network, number)
         there = Batch(*(None if x is None else x.cpu() for x in own))
         assert float(step(own)["loss"]) == pytest.approx(float(alone(there)["loss"]), rel=1e-3)
-
-
-@cuda_alone
-@pytest.mark.parametrize("network", NETWORKS)
-def test_a_step_waits_for_nothing(network: str) -> None:
-    step, given = new_step(network, precision="bf16"), batch(network, 0)
-    for _ in range(3):
-        step(given)
-    with nothing_waits():
-        step(given)
 
 
 @pytest.mark.parametrize("network", ["maps", "volumes"])

@@ -133,9 +133,3 @@ def test_batch_norms_over_several_gpus_are_those_of_one(axes: dict[str, int], ca
     assert [sum(column) / 2 for column in zip(*(found[0] for found in every))] == pytest.approx(losses, rel=1e-6)
     for _, found in every:
         same(found, weights, 1e-5)
-
-
-@TWO
-def test_the_ends_of_captured_jobs_do_not_hang() -> None:
-    for _ in range(3):
-        on_gpus({"replicate": 2}, copies, {"precision": "fp32", "optimizer": "adamw", "capture": "whole"}, timeout=120)

@@ -11,7 +11,6 @@ from torch import nn
 
 from hpcai import dist
 from hpcai.data.direct import Memory, Reader
-from hpcai.data.gds import GdsReader
 from hpcai.data.layout import npy
 from hpcai.data.loader import Loader
 from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
@@ -54,13 +53,6 @@ class Volumes:
 
     def close(self) -> None:
         self.reader.close()
-
-
-class OnDevice(Volumes):
-    """Volumes that are read into the memory of the GPU."""
-
-    def sample(self, index: int, epoch: int) -> dict[str, Any]:
-        return {"volume": self.reader.read(self.layouts[index]), "target": np.float32(index / COUNT)}
 
 
 class Network(nn.Module):
@@ -158,19 +150,3 @@ def test_a_loader_capture_and_evaluation_beside_it_are_the_plain_run(sources: An
     assert isinstance(progress, Progress) and progress.step == 3 * COUNT // 4
     for name, tensor in step.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], tensor), name
-
-
-def test_batches_of_gds_train_a_captured_step_as_those_of_the_direct_reader(sources: Any, files: list[Path]) -> None:
-    if ON_GPU:
-        pytest.importorskip("kvikio", reason="KvikIO is not installed: reads by GPUDirect Storage are NOT tested here")
-        reader = GdsReader(DEVICE)
-    else:
-        from tests.unit.data.test_gds import Double
-
-        reader = GdsReader(DEVICE, kvikio=Double())
-    cfg = TrainConfig(epochs=2, report_every=2)
-    expected = fit(new_step(), sources("train", seed=3), cfg)
-    with Loader(OnDevice(files, reader), 4, dist.alone(DEVICE), name="train", seed=3, workers=3, prefetch=1 << 19) as loader:
-        found = fit(new_step(capture="whole"), loader, cfg)
-    alike_reports = zip(results(found)[0], results(expected)[0], strict=True)
-    assert all(a == pytest.approx(b, rel=2e-4) for a, b in alike_reports)

@@ -10,7 +10,7 @@ from hpcai import dist, train
 from hpcai.models import unet3d
 from hpcai.nn import GroupNorm, InstanceNorm
 from hpcai.settings import StepConfig
-from tests.gpu.machine import DEVICE, GPU, GRAPH, nothing_waits, precisely
+from tests.gpu.machine import DEVICE, GPU, GRAPH, precisely
 
 SGD = {"optimizer": "sgd", "momentum": 0.9}
 
@@ -99,11 +99,3 @@ def test_captured_is_eager(precision: str) -> None:
     assert losses(captured) == pytest.approx(losses(eager), rel=1e-3 if precision == "fp32" else 2e-2)
     for name, tensor in eager.model.state_dict().items():
         torch.testing.assert_close(captured.model.state_dict()[name].float(), tensor.float(), rtol=5e-2, atol=5e-3, msg=name)
-
-
-def test_a_step_reads_nothing_from_the_gpu() -> None:
-    step, data = new_step(precision="bf16"), [batch(GPU, i) for i in range(3)]
-    step(data[0])
-    with nothing_waits():
-        for part in data[1:]:
-            step(part)

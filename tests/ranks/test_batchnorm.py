@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 
 from hpcai.dist.mesh import Mesh
@@ -148,34 +147,6 @@ def test_copies_may_have_different_numbers_of_samples(rows: list[int]) -> None:
     for name in ("weight", "bias"):
         total = sum(part[name] for part in found)
         np.testing.assert_allclose(total, found[0][f"whole {name}"], rtol=1e-7)
-
-
-def messages(mesh: Mesh) -> tuple[int, int, int]:
-    sent = [0]
-    original = torch_dist.all_reduce
-
-    def counted(*args: Any, **words: Any) -> Any:
-        sent[0] += 1
-        return original(*args, **words)
-
-    torch_dist.all_reduce = counted
-    try:
-        model = group_batch_norm(new_model(), mesh, 2)
-        x, y = batch(0)
-        value = loss(model, (x[mesh.rank :: 2], y[mesh.rank :: 2]))["loss"]
-        forward, sent[0] = sent[0], 0
-        value.backward()
-        backward, sent[0] = sent[0], 0
-        step = Step(model, loss, StepConfig(precision="fp64"), mesh)
-        sent[0] = 0
-        with step.average.applied():
-            return forward, backward, sent[0]
-    finally:
-        torch_dist.all_reduce = original
-
-
-def test_a_layer_sends_one_message_forward_and_one_backward_and_an_evaluation_one() -> None:
-    assert on_ranks({"replicate": 2}, messages) == [(5, 5, 1)] * 2
 
 
 def only_evaluating(mesh: Mesh) -> int:

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Mesh
 from hpcai.parallel.rows import cut, place_of
-from hpcai.parallel.tensor import cut_inputs, cut_outputs
 from hpcai.settings import StepConfig
 from hpcai.train import rng
-from hpcai.train.checkpoint import _boxes
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -47,54 +45,6 @@ def shared(mesh: Mesh) -> Network:
     cut(model.conv.weight, 0, height)
     cut(model.dense.weight, 1, tensor)
     return model
-
-
-class Layers(nn.Module):
-    """Blocks that are gathered one by one, of sizes that do not divide; some weights are not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 7)) for _ in range(3))
-        self.out = nn.Linear(7, 1)
-        nn.init.orthogonal_(self.blocks[1][0].weight)  # type: ignore[index]
-        for weight in (self.blocks[2][0].weight, self.out.bias):  # type: ignore[index]
-            weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.out(x)
-
-
-def fully_divided(mesh: Mesh, how: str) -> dict[str, Any]:
-    """Whole weights after two steps."""
-    with rng.seeds(7):
-        model = Layers()
-        for block in model.blocks if mesh["tensor"].size > 1 else ():
-            cut_outputs(block[0], mesh["tensor"])  # type: ignore[index]
-            cut_inputs(block[1], mesh["tensor"])  # type: ignore[index]
-    cfg = StepConfig.model_validate({"precision": "fp64", "shard": how, "optimizer": "adamw"})
-    step = Step(model, lambda model, x: {"loss": model(x).square().mean()}, cfg, mesh)
-    assert all(p.device.type == "cpu" for p in step.model.parameters())
-    for k in range(2):
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
-        step(x.chunk(mesh["replicate"].size)[mesh["replicate"].rank], 0.01)
-    found: dict[str, Any] = {}
-    boxes = [(b.name, b.size, b.offsets, b.tensor.numpy().copy()) for b in _boxes(step, mesh) if b.name.startswith("model/")]
-    for each in gather_objects(boxes, mesh.everyone):
-        for name, size, offsets, array in each:
-            whole = found.setdefault(name, np.full(size, np.nan))
-            whole[tuple(slice(o, o + n) for o, n in zip(offsets, array.shape))] = array
-    return found
-
-
-@pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 4}, {"replicate": 2, "tensor": 2}], ids=str)
-def test_each_process_draws_its_share_of_fully_divided_weights(axes: dict[str, int]) -> None:
-    expected = fully_divided(Mesh({}), "none")
-    for found in on_ranks(axes, fully_divided, "weights"):
-        assert found.keys() == expected.keys()
-        for name, array in found.items():
-            np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12, err_msg=name)
 
 
 def drawn(mesh: Mesh, precision: Any) -> dict[str, Any]:

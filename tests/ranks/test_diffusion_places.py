@@ -11,7 +11,6 @@ from torch import Tensor
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import MeshError
 from hpcai.models import diffusion
 from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, UNetConfig
 from hpcai.models.diffusion.unet import UNet
@@ -156,28 +155,6 @@ def test_cut_samples_train_and_are_drawn_as_on_one_process(cfg: UNetConfig, axes
             assert own_weights[name] == pytest.approx(tensor, rel=1e-8, abs=1e-9), name
         for name in rows.keys() - copies:
             assert own_rows[name] == pytest.approx(rows[name], rel=1e-7, abs=1e-9), name
-
-
-def refusals(mesh: Mesh) -> list[str]:
-    found = []
-    drops = MAPS.model_copy(update={"dropout": 0.1})
-    for cfg, size in ((MAPS, (36, 16)), (MAPS, ()), (drops, (32, 16)), (MAPS, (8, 16)), (VOLUMES, (16, 4, 4))):
-        with pytest.raises(MeshError) as told:
-            diffusion.parallelize(UNet(cfg), mesh, size)
-        found.append(str(told.value))
-    model = diffusion.parallelize(UNet(GLOBE), mesh, (24, 8))
-    with pytest.raises(MeshError) as told:
-        model.grid.expect((26, 7))
-    return [*found, str(told.value)]
-
-
-def test_samples_that_cannot_be_cut_are_told() -> None:
-    expected = [
-        "mesh.height is 4, and samples have 36 x 16 places; a cut needs multiples of 8", "give the size of the samples",
-        "model.unet.dropout 0.1", "4 places along height are fewer than 2 for each rank", "4 places", "26 x 7 places",
-    ]  # fmt: skip
-    for found in on_ranks({"height": 4}, refusals):
-        assert all(part in text for part, text in zip(expected, found, strict=True)), found
 
 
 LARGE = UNetConfig(

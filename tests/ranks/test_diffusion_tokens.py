@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import MeshError
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
@@ -16,7 +15,6 @@ from hpcai.models.diffusion.parallel import parallelize
 from hpcai.nn.deferred import deferred
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case, cut_equals_whole
 
 DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 4, "layers": 2, "heads": 4, "head": 3, "classes": 3}
@@ -87,18 +85,3 @@ def test_cut_equals_whole(axes: dict[str, int]) -> None:
         shards = ("none", "optimizer", "weights") if "tensor" in axes else ("weights",)
         cases = [{"model": name, "shard": shard} for name in ("dit", "flux, guided") for shard in shards]
     cut_equals_whole(axes, cases, new_step, batches)
-
-
-def refused(mesh: Mesh) -> list[str]:
-    found = []
-    for name, changes in (("dit", {"heads": 3, "head": 4}), ("flux", {"heads": 3})):
-        try:
-            parallelize(DiT(DiTConfig(**DIT | changes)) if name == "dit" else Flux(FluxConfig(**FLUX | changes)), mesh)
-        except MeshError as problem:
-            found.append(str(problem))
-    return found
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    for told in on_ranks({"tensor": 2}, refused):
-        assert told == ["mesh.tensor is 2, which does not divide 3 heads; take a divisor of them"] * 2

@@ -7,7 +7,6 @@ import torch
 
 from hpcai import dist
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import MeshError
 from hpcai.models.dimenet import Batch, ObjectiveConfig, counted, join, loss, parallelize
 from hpcai.models.dimenet.graph import Structure
 from hpcai.settings import StepConfig, TrainConfig
@@ -72,13 +71,3 @@ def test_uneven_copies_are_one_process(copies: int) -> None:
         assert {"loss", *expected} == set(rank), "checkpoint keys"
         for name, tensor in expected.items():
             torch.testing.assert_close(torch.from_numpy(rank[name]), torch.from_numpy(tensor), rtol=1e-9, atol=1e-11, msg=name)
-
-
-def refused(mesh: Mesh) -> str:
-    with pytest.raises(MeshError) as problem:
-        parallelize(network(), mesh)
-    return str(problem.value)
-
-
-def test_a_mesh_that_would_cut_it_is_refused() -> None:
-    assert all("mesh.depth is 2" in text for text in on_ranks({"replicate": 2, "depth": 2}, refused))

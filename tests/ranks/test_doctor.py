@@ -12,7 +12,7 @@ import pytest
 
 import hpcai.cli.doctor.job  # noqa: F401  # once here, not in every forked rank
 from tests import forked
-from tests.ranks.test_launch_mpi import MPICH, PROGRAMS, Ended, mpich, run, run_forked
+from tests.ranks.test_launch_mpi import PROGRAMS, Ended, run_forked
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -76,24 +76,3 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     process.join(60)
     assert process.exitcode == 1
     assert "hpcai doctor: not done after 5 s: ranks 1-2 did not come; look whether they run, and at their nodes" in err.read_text()
-
-
-@pytest.mark.mpi
-def test_mpiexec_a_rank_with_other_packages_that_does_not_see_the_folder(tmp_path: Path) -> None:
-    """Rank 1 finds another h5py first on its path, and is in another folder."""
-    if not MPICH.exists():
-        pytest.skip(f"no {MPICH}: pip install mpich")
-    packages, elsewhere, here = tmp_path / "packages", tmp_path / "elsewhere", tmp_path / "here"
-    for folder in (packages / "h5py-1.0.0.dist-info", elsewhere, here):
-        folder.mkdir(parents=True)
-    (packages / "h5py-1.0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: h5py\nVersion: 1.0.0\n")
-    root = Path(__file__).parents[2]
-    code = "import sys; from hpcai.cli import main; sys.exit(main(['doctor', '--ranks', '--limit', '30']))"
-    other = ["-n", "1", "-wdir", elsewhere, "-env", "PYTHONPATH", f"{packages}:{root}", sys.executable, "-c", code]
-    ended = run([*mpich(1), "-wdir", here, sys.executable, "-c", code, ":", *other], "doctor.py")
-    assert ended.code == 1
-    assert ended.out.startswith("hpcai doctor: 2 ranks on 1 node, mpiexec (MPICH, Intel MPI), ")
-    assert re.search(r"^  rank 1 on \S+: h5py is 1\.0\.0, expected .* as on rank 0 on ", ended.out, re.MULTILINE)
-    assert f"{elsewhere} does not show the file that rank 0 wrote in {here}; expected one folder of all nodes" in ended.out
-    assert "MPI library MPICH" in ended.out
-    assert os.listdir(here) == os.listdir(elsewhere) == []

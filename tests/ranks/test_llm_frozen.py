@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import ConfigError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LoRAConfig
 from hpcai.models.llm.load import read_config
 from hpcai.nn.deferred import deferred
 from hpcai.parallel.rows import place_of
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train import compiling
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.saved import Progress, opened
 from hpcai.train.step import Step
@@ -106,20 +104,6 @@ def test_a_run_goes_on_from_the_same_file_with_frozen_weights_of_any_bits(before
     assert all(".adapter." in name for name in ranks[0][2]), "frozen weights are those of the file"
 
 
-def test_compiled_layers_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced forward and backward; the code that Inductor makes of it takes half a minute."""
-    usual, found = compiling.compile_model, []
-    monkeypatch.setattr(compiling, "compile_model", lambda *words: usual(*words, backend="aot_eager"))
-    for compiled in ("none", "blocks"):
-        torch._dynamo.reset()
-        step = from_folder(Mesh({}), "8bit", compile=compiled, precision="fp64")
-        for number in range(2):
-            step(rows(step.mesh, number))
-        found.append(joined([pieces(step)]))
-    assert "0 graph breaks" in step.news()[0]
-    same(*found)
-
-
 def drawn(mesh: Mesh, folder: Path, seed: int) -> Pieces:
     step, checkpoints = new_step(mesh, EIGHT, seed), Checkpoints(folder, CheckpointConfig(), mesh)
     if seed == 0:
@@ -146,14 +130,3 @@ def merged(mesh: Mesh) -> Pieces:
 
 def test_merged_parts_are_those_of_the_merged_whole() -> None:
     same(joined(on_ranks({"replicate": 2, "tensor": 2}, merged)), joined([merged(Mesh({}))]))
-
-
-def refused(mesh: Mesh) -> str:
-    with pytest.raises(ConfigError) as problem:
-        from_folder(mesh, "8bit", shard="weights")
-    return str(problem.value)
-
-
-def test_weights_cut_over_copies_are_refused() -> None:
-    told = on_ranks({"replicate": 2}, refused)
-    assert all("step.shard is weights, but model.layers.0.self_attn.q_proj holds weights" in text for text in told)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import ConfigError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, Tokenizer, complete
 from hpcai.nn.deferred import deferred, make
@@ -87,16 +86,3 @@ def test_a_model_is_cut_as_before_once_a_text_is_said(axes: dict[str, int]) -> N
     (right, _), = on_ranks({}, trained_after)  # fmt: skip
     for before, after in on_ranks(axes, trained_after):
         assert before == after and before in (0.0, pytest.approx(right, abs=1e-10))
-
-
-def without_stages(mesh: Mesh) -> str:
-    model, _ = built(mesh, LLAMA | SOME)
-    try:
-        complete(model, PROMPTS)
-    except ConfigError as problem:
-        return str(problem)
-    return ""
-
-
-def test_stages_that_nobody_named_are_refused() -> None:
-    assert all("give act=stages(model, mesh)" in told for told in on_ranks({"pipeline": 2}, without_stages))

@@ -1,8 +1,6 @@
 """Ranks that hold one sample together get the same samples, each only its part, or made by one of them; late ones are known to all;
 no rank hangs."""
 
-import os
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,47 +111,7 @@ def test_ranks_that_cut_a_sample_read_their_part_only(tmp_path: Path) -> None:
         assert read_whole <= total <= 1.05 * read_whole, f"{size} ranks read {total:,} bytes, one reads {read_whole:,}"
 
 
-def refused(mesh: Mesh, folder: Path) -> str:
-    try:
-        Rows(folder, {"counts": ("int16", (64, 64, 64, 4))}, reader=Reader())
-        Loader(Numbers(9), 1, mesh, name="t", on_bad_sample="skip")
-    except DataError as problem:
-        return str(problem)
-    return ""
-
-
-def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
-    folder = volumes(tmp_path / "train", 2)
-    assert "on_bad_sample=skip, but 2 processes hold a sample together" in on_ranks({"depth": 2}, refused, folder)[0]
-    with h5py.File(folder / "v.h5", "a") as file:
-        del file["counts"]
-        file["counts"] = np.zeros((2, 64, 64, 64, 4), np.int16)[..., :3]
-    text = on_ranks({"depth": 2}, refused, folder)[0]
-    assert "dataset 'counts' is (2, 64, 64, 64, 3)" in text
-
-
 # ---- faults reach every rank
-
-
-def failing(mesh: Mesh, broken: int) -> str:
-    class Broken(Numbers):
-        def sample(self, index: int, epoch: int) -> np.ndarray:
-            if index == broken:
-                raise DataError(f"file 7 ends early, index {index}")
-            return np.array(index)
-
-    with Loader(Broken(16), 4, mesh, name="t", shuffle=False, order="ready") as loader:
-        try:
-            for _ in loader.epoch(0):
-                pass
-        except DataError as problem:
-            return str(problem)
-    return "all was delivered"
-
-
-def test_the_rank_that_fails_says_so_itself() -> None:
-    texts = on_ranks({"replicate": 2}, failing, 6)
-    assert texts == ["all was delivered", "t, rank 1, sample 6: file 7 ends early, index 6"]
 
 
 # ---- made once
@@ -232,29 +190,6 @@ def test_each_sample_is_made_by_one_rank_of_its_copy_and_comes_to_all_as_it_is(a
         assert row == made_once(Mesh({}), order)[2]
 
 
-def passing(mesh: Mesh) -> tuple[list[int], list[int]]:
-    """The samples in their order, of which the fifth is slow; what was passed over after four batches."""
-
-    class Slow(Mixed):
-        def sample(self, index: int, epoch: int) -> Any:
-            time.sleep(0.3 * (index == 4))
-            return super().sample(index, epoch)
-
-    with Loader(Slow(24), 2, mesh, name="t", shuffle=False, order="ready", once=True) as loader:
-        seen: list[int] = []
-        late: list[int] = []
-        for number, batch in enumerate(loader.epoch(0)):
-            seen += [sample["pair"][0].y for sample in batch]
-            late = loader.late() if number == 3 else late
-        return seen, late
-
-
-def test_what_is_slow_to_make_holds_up_nobody() -> None:
-    (seen, late), other = on_ranks({"tensor": 2}, passing)
-    assert other == (seen, late) and sorted(seen) == list(range(24))
-    assert seen.index(4) > 7 and 4 in late
-
-
 def skipping(mesh: Mesh) -> tuple[list[list[int]], list[str], list[str]]:
     words: dict[str, Any] = {"shuffle": False, "on_bad_sample": "skip", "once": True}
     with Loader(Mixed(12, broken=(3, 6)), 4, mesh, name="t", **words) as loader:
@@ -306,48 +241,3 @@ def leaving(mesh: Mesh) -> list[int]:
 
 def test_an_epoch_can_be_left_and_another_begun() -> None:
     assert on_ranks({"tensor": 2}, leaving) == [list(range(16))] * 2
-
-
-def lost(mesh: Mesh) -> str:
-    class Deadly(Mixed):
-        def sample(self, index: int, epoch: int) -> Any:
-            if index == 5:
-                os._exit(7)
-            return super().sample(index, epoch)
-
-    with Loader(Deadly(16), 4, mesh, name="t", shuffle=False, once=True) as loader:
-        try:
-            for _ in loader.epoch(0):
-                pass
-        except RuntimeError as problem:
-            return str(problem)
-    raise AssertionError("all was delivered")
-
-
-def test_a_rank_that_dies_ends_the_others() -> None:
-    with pytest.raises(AssertionError, match=r"only \[1\] of 2 ranks answered; exit codes \[7, None\]"):
-        on_ranks({"tensor": 2}, lost, fresh=True, timeout=3)
-
-
-def unfit(mesh: Mesh) -> list[str]:
-    class Parts(Mixed):
-        whole = False
-
-    class Odd(Mixed):
-        def sample(self, index: int, epoch: int) -> Any:
-            return {"lock": threading.Lock()}
-
-    texts = []
-    for source in (Parts(8), Odd(8)):
-        try:
-            with Loader(source, 2, mesh, name="t", once=True) as loader:
-                next(loader.epoch(0))
-        except DataError as problem:
-            texts.append(str(problem))
-    return texts
-
-
-def test_a_source_of_parts_and_a_sample_of_unknown_kind_are_refused() -> None:
-    for parts, odd in on_ranks({"tensor": 2}, unfit):
-        assert "a Parts does not say that it is whole: 2 processes" in parts
-        assert "a sample cannot be sent (TypeError: cannot pickle '_thread.lock' object); set data.once to false" in odd

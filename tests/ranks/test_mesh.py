@@ -11,7 +11,6 @@ from torch import nn
 from hpcai.dist.collect import gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.parallel.batchnorm import group_batch_norm
-from hpcai.parallel.spatial import spatial
 from tests.ranks.launch import on_ranks
 
 
@@ -90,15 +89,6 @@ def test_members_of_a_line_may_be_in_different_numbers_of_other_groups() -> None
     assert found[0][1] == [[0, 8], train, [0, 1], [0, 1], [0, 2, 4, 6], [0, 4]]
     assert found[3][1] == [[3], train, [2, 3], [2, 3], [1, 3, 5, 7], [3, 7]]
     assert found[9][1] == [[1, 9], [8, 9], [8, 9], [8, 9], [9], [9]]
-
-
-def cuts(mesh: Mesh) -> int:
-    spatial(nn.Sequential(nn.Conv3d(1, 1, 1)), {"depth": mesh["depth"]}, (8, 8, 8))
-    return groups()
-
-
-def test_a_cut_model_has_its_groups_though_no_rank_has_neighbours() -> None:
-    assert on_ranks({"replicate": 2, "depth": 2}, cuts, fresh=True) == [1] * 4
 
 
 def patience(mesh: Mesh) -> list[float]:

@@ -1,6 +1,5 @@
 """OpenFold cut over ``axial`` is OpenFold: outputs, losses, gradients and steps are those of one process."""
 
-import math
 import weakref
 from functools import cache
 from typing import Any
@@ -15,12 +14,9 @@ from torch.utils._pytree import tree_leaves
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import DataError, MeshError
 from hpcai.kernels import attention
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
 from hpcai.models.openfold.features import FeatureConfig
-from hpcai.parallel.axial import Join, Move, Own
-from hpcai.parallel.halo import Traffic
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests import proteins
@@ -87,25 +83,6 @@ def test_a_cut_protein_is_the_whole_one(axes: dict[str, int], passes: int, check
             expected = other if dim is None else part(other, rank % axes["axial"], axes["axial"], dim)
             here = one if dim is None else one.narrow(dim, 0, expected.shape[dim])  # the rest fills
             torch.testing.assert_close(here, expected, rtol=1e-10, atol=1e-10)
-
-
-def moved(mesh: Mesh, batch: int, rows: int, columns: int) -> tuple[bool, bool, bool]:
-    """Whether parts of rows become those of columns, then the whole, and gradients of all ranks add up to what came in."""
-    axis, given = mesh["axial"], (mesh["axial"], Traffic())
-    x, above = torch.randn(2, batch, rows, columns, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    x.requires_grad_()
-    part = Move(*given, 2, 1)(Own(*given, 1)(x), rows, columns)
-    whole = Join(*given, 2)(part, columns)
-    (whole * above / axis.size).sum().backward()
-    assert x.grad is not None
-    same = torch.equal(part, Own(*given, 2)(x)), torch.equal(whole, x)
-    return *same, torch.allclose(sum_in_place(x.grad, axis), above, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("axes", [{"axial": 2}, {"axial": 4}, {"replicate": 2, "axial": 2}], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(8, 12), (7, 13), (8, 5)])  # with and without places to fill
-def test_a_cut_moves_and_is_undone(axes: dict[str, int], rows: int, columns: int) -> None:
-    assert [on_ranks(axes, moved, batch, rows, columns) for batch in (1, 2)] == [[(True,) * 3] * math.prod(axes.values())] * 2
 
 
 def stepped(mesh: Mesh, shard: str) -> Any:
@@ -186,19 +163,3 @@ def compiled(mesh: Mesh) -> list[float]:
 def test_halves_of_a_seam_can_be_compiled_around() -> None:
     for apart in on_ranks({"axial": 2}, compiled):
         assert max(apart) < 1e-12 and len(apart) > 8
-
-
-def refused(mesh: Mesh) -> str:
-    try:
-        objective(parallelize(network(), mesh), proteins.batch([3], FEATURES.model_copy(update={"crop": 3})))
-    except (DataError, MeshError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(("ranks", "text"), [
-    (3, "mesh.axial is 3, which does not divide the 16 channels of template_embedder."),
-    (4, "3 places along dim 1 for the 4 ranks of mesh.axial; give longer samples, or set mesh.axial to 3 or less"),
-])  # fmt: skip
-def test_what_cannot_be_cut_is_refused(ranks: int, text: str) -> None:
-    assert all(text in said for said in on_ranks({"axial": ranks}, refused))

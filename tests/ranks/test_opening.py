@@ -4,7 +4,6 @@ The folder has a relative name, and the second rank's working directory holds no
 else it asked the file system for would not be found.
 """
 
-import os
 import re
 import shutil
 from contextlib import chdir
@@ -143,18 +142,3 @@ def test_what_the_first_rank_finds_is_an_error_on_all(made: Path, tmp_path: Path
     first, second = on_ranks({"replicate": 2}, faulty, folder, FIELDS | fields)
     assert first == second and first[0] == "DataError"
     assert re.search(text, first[1])
-
-
-def broken(mesh: Mesh) -> tuple[str, str]:
-    from hpcai.dist.collect import by_first
-
-    try:
-        by_first(lambda: os.listdir("/no/such/folder"), mesh.everyone)
-    except Exception as problem:
-        return type(problem).__name__, str(problem)
-    return "", ""
-
-
-def test_an_error_of_another_family_ends_all_too() -> None:
-    first, second = on_ranks({"replicate": 2}, broken)
-    assert first[0] == "FileNotFoundError" and second == ("HpcaiError", f"FileNotFoundError: {first[1]}")

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import ConfigError, MeshError
 from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import evaluation
-from hpcai.train.evaluation import scoring
 from hpcai.train.loop import fit
 from hpcai.train.run import Result
 from hpcai.train.step import Step
@@ -200,29 +198,6 @@ def failing(mesh: Mesh) -> str:
 
 def test_an_error_beside_the_training_is_raised_in_it() -> None:
     assert on_ranks({"replicate": 2}, failing) == ["no such class"] * 2
-
-
-def test_evaluation_on_all_ranks_and_on_ranks_of_its_own_at_once_is_refused() -> None:
-    with pytest.raises(MeshError, match="mesh.evaluate is 4, which leaves no process to train; 4 were started"):
-        Mesh({"evaluate": 4}, 4)
-    with pytest.raises(MeshError, match="mesh.evaluate is 3, but a copy of the model takes 2; give a multiple of 2"):
-        Mesh({"replicate": -1, "depth": 2, "evaluate": 3}, 7)
-    step = Step(Network(), loss, StepConfig(), Mesh({}))
-    step.mesh.sizes["evaluate"] = 1
-    with pytest.raises(ConfigError, match="train.evaluate is background, but mesh.evaluate gives it processes"):
-        scoring(step, metric, [], "background")
-    with pytest.raises(ConfigError, match="mesh.evaluate is 1, but nothing is evaluated"):
-        scoring(step, None, None, "wait")
-
-
-def fully(mesh: Mesh) -> str:
-    with pytest.raises(ConfigError) as error:
-        run(mesh, "background", shard="weights")
-    return str(error.value)
-
-
-def test_weights_that_no_rank_holds_whole_are_not_evaluated_beside_the_training() -> None:
-    assert "no process has a whole model; set mesh.evaluate" in on_ranks({"replicate": 2}, fully)[0]
 
 
 def test_validation_samples_are_read_once_when_they_are_kept() -> None:

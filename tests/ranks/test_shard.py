@@ -17,11 +17,8 @@ from torch import nn
 
 from hpcai.dist.collect import gather_shares
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.errors import MeshError
 from hpcai.parallel import shard
-from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.replicate import sum_over
-from hpcai.parallel.rows import Part, Place, Share
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -268,33 +265,3 @@ def test_who_asks_for_a_weight_waits_until_it_has_come() -> None:
     for found in on_ranks({"replicate": 2}, asked, "optimizer"):
         for early, expected in zip(found, right):
             same(early, expected)
-
-
-def refused(mesh: Mesh) -> list[str]:
-    with pytest.raises(MeshError) as shard:
-        new_step(mesh, {"shard": "optimizer", "shard_within": 3})
-    with pytest.raises(MeshError) as norm:
-        group_batch_norm(Network(), mesh, 3, "model.batchnorm_group")
-    return [str(error.value) for error in (shard, norm)]
-
-
-def test_a_group_size_that_does_not_divide_the_copies_is_refused() -> None:
-    text = "mesh.replicate has 4 ranks, which do not divide into groups of 3; set {} to a divisor of 4"
-    expected = [text.format(name) for name in ("step.shard_within", "model.batchnorm_group")]
-    assert on_ranks({"replicate": 4}, refused) == [expected] * 4
-
-
-def test_a_share_is_a_few_boxes() -> None:
-    parameter = nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
-    row = torch.arange(40.0)
-    share = Share(Part("w", parameter, 101, 37, 2, Place.whole(parameter.shape)), row, ())
-    pieces = list(share.part.boxes(share.row))
-    assert sum(box.numel() for _, box in pieces) == 37 and len(pieces) <= 7
-    copy = torch.full_like(parameter, -1.0)
-    for at, box in pieces:
-        part = copy.detach()
-        for dim, first in enumerate(at):
-            part = part.narrow(dim, first, box.shape[dim])
-        part.copy_(box)
-    flat = torch.as_strided(copy.detach(), (300,), (1,))
-    assert flat[101:138].tolist() == list(range(2, 39)) and (flat >= 0).sum() == 37

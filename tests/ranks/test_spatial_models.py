@@ -9,7 +9,6 @@ import torch
 
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import MeshError
 from hpcai.models import cosmoflow, deepcam, unet3d
 from hpcai.settings import StepConfig
 from hpcai.train import rng
@@ -164,21 +163,3 @@ def test_dropout_of_a_model_that_is_cut_is_that_of_one_process_per_copy(axes: di
         for name in copies[0][1]:
             expected = sum(each[name] for _, each in copies) / len(copies)
             np.testing.assert_allclose(gradients[name], expected, rtol=1e-8, atol=1e-12, err_msg=name)
-
-
-def refused(mesh: Mesh) -> list[str]:
-    texts = []
-    unet = unet3d.UNet3D(unet3d.UNet3DConfig(filters=(4, 6), window=(4, 8, 8)))
-    cosmo = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=8, blocks=2))
-    for package, model in ((unet3d, unet), (cosmoflow, cosmo), (deepcam, deepcam.DeepCam(Cam.cfg))):
-        try:
-            package.parallelize(model, mesh)  # type: ignore[arg-type]
-        except MeshError as problem:
-            texts.append(str(problem))
-    return texts
-
-
-def test_too_many_ranks_for_a_volume_are_refused() -> None:
-    unet, cosmo, cam = on_ranks({"depth": 8}, refused)[3]
-    assert unet == "mesh.depth is 8, but 4 places along depth are fewer than 2 for each rank; set mesh.depth to 2 or less"
-    assert cosmo.startswith("mesh.depth is 8, but 8 places") and "mesh.depth is 8, but DeepCAM can be spread over" in cam

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import ConfigError, MeshError
 from hpcai.parallel import tensor
 from hpcai.parallel.tensor import cut_inputs, cut_outputs, cut_words
-from tests.ranks.language_model import batch, checkpoints_go_round, cut_equals_whole, new_step, sharded
+from tests.ranks.language_model import checkpoints_go_round, cut_equals_whole, new_step, sharded
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case
 
@@ -121,17 +120,6 @@ def test_a_gradient_travels_while_that_of_the_weight_is_computed_and_only_own_to
         assert max(kept) == 2 * 5 * 6, "the input as it came"
 
 
-def quiet(mesh: Mesh) -> None:
-    step = new_step(mesh, {"model": "llama"})
-    step(batch(mesh, 0, packed=False))
-    with Watched():
-        step(batch(mesh, 1, packed=False))
-
-
-def test_nothing_in_a_step_reads_the_device() -> None:
-    on_ranks({"tensor": 2}, quiet)
-
-
 def compiled(mesh: Mesh) -> tuple[int, float]:
     """Graphs of a compiled layer, and the greatest difference that compiling makes."""
     layer, graphs = new_step(mesh, {"model": "llama"}).model.model.layers[0], list[Any]()  # type: ignore[union-attr, index]
@@ -145,21 +133,3 @@ def test_a_compiled_layer_has_one_break_at_each_place_that_communicates() -> Non
     for graphs, difference in on_ranks({"tensor": 2}, compiled):
         assert graphs == 5, "what is before, between and after four places"
         assert difference < 1e-12
-
-
-def refusals(mesh: Mesh) -> None:
-    axis = mesh["tensor"]
-    linear = nn.Linear(8, 8)
-    cut_outputs(linear, axis)
-    with pytest.raises(ConfigError, match="a CutOutputs cannot be cut: expected an nn.Linear"):
-        cut_inputs(linear, axis)
-    with pytest.raises(ConfigError, match="with max_norm, scale_grad_by_freq or sparse cannot be cut"):
-        cut_words(nn.Embedding(8, 2, max_norm=1.0), axis)
-    narrow = nn.Linear(8, 6)
-    cut_inputs(narrow, axis, sequence=1)
-    with pytest.raises(MeshError, match="5 tokens cannot be cut over mesh.tensor=4 in equal parts"):
-        narrow(torch.zeros(1, 5, 2))
-
-
-def test_what_cannot_be_cut_is_refused() -> None:
-    on_ranks({"tensor": 4}, refusals)

@@ -4,12 +4,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -106,36 +104,6 @@ def test_what_passes_fails_and_hangs_is_told_and_the_rest_goes_on(stand: Stand, 
     assert stand("--part", "tests") == 1 and stand.states["tests/test_a.py"] == "failed"
     assert stand("--part", "tests", "--again", "failed", "--pack") == 0 and set(stand.states.values()) == {"passed"}
     assert {path.name for path in stand.out.iterdir()} - {"environment"} == {"index.md", "logs.tar.gz", "results.json"}
-
-
-WAITS = """
-import pathlib, time
-def test_waits():
-    mine = pathlib.Path(__file__)
-    mine.with_suffix(".began").touch()
-    end = time.monotonic() + 20
-    while len(list(mine.parent.glob("*.began"))) < 2 and time.monotonic() < end:
-        time.sleep(0.05)
-    assert time.monotonic() < end
-"""
-
-
-def test_files_of_tests_run_in_parallel_and_end_together(stand: Stand) -> None:
-    for name in ("test_a.py", "test_b.py"):
-        stand.file(name, WAITS)
-    assert stand("--part", "tests", "--workers", "2") == 0 and set(stand.states.values()) == {"passed"}
-    (stand.tests / "test_a.py").write_text(HANGS)
-    stand.file("test_b.py", HANGS)
-    stand.file("test_c.py", PASSES)
-    before = signal.signal(signal.SIGTERM, run._stop)
-    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            stand("--part", "tests", "--workers", "2", "--again")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert not alive("sleep", "61.25")
-    assert set(stand.states.values()) == {"passed"}, "of the call before: what was stopped says nothing"
 
 
 def alive(*words: str) -> bool:
@@ -386,26 +354,3 @@ def test_wheels_give_what_is_missing_and_leave_what_is_there(tmp_path: Path) -> 
     assert version != "1.0" and file_ == str(tmp_path / "environment/site/standin.py")
     with pytest.raises(SystemExit, match="no wheel lies there; make wheels"):
         run.prepare(tmp_path, tmp_path)
-
-
-PIP = """
-import json, pathlib, sys
-log, *words = sys.argv[1:]
-open(log, "w").write(json.dumps(words))
-folder = pathlib.Path(words[words.index("-d") + 1])
-folder.mkdir()
-for name in ("PyYAML", "pydantic_core", "numpy", "nvidia_ml_py", "nvidia_cublas", "torch"):
-    (folder / f"{name}-1.0-py3-none-any.whl").touch()
-"""
-
-
-def test_wheels_are_collected_for_another_machine_without_what_it_has(tmp_path: Path) -> None:
-    (tmp_path / "pip.py").write_text(PIP)
-    log, command = tmp_path / "log", (sys.executable, str(tmp_path / "pip.py"))
-    found = run.collect(tmp_path / "wheels", (*command, str(log)))
-    assert found == ["pyyaml==1.0", "nvidia-ml-py==1.0", "pydantic-core==1.0"] and len(list((tmp_path / "wheels").iterdir())) == 3
-    words = json.loads(log.read_text())
-    assert words[words.index("--python-version") + 1] == "3.12" and "--only-binary=:all:" in words
-    assert {"manylinux_2_28_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64"} <= set(words)
-    assert any(word.startswith("pydantic>=") for word in words) and any(word.startswith("hypothesis") for word in words)
-    assert not any(word.startswith(("torch", "numpy", "triton", "pytest-xdist")) for word in words)

@@ -49,13 +49,6 @@ def test_torch_is_the_build_for_cpus_where_there_is_no_gpu(checkout: Path) -> No
     assert asked == ["torch==2.13.0+cpu", "--editable .[mpi]"] and "cannot be reached" not in done.stdout
 
 
-def test_the_builds_for_cpus_are_asked_of_their_own_host_next(checkout: Path) -> None:
-    done, asked = make(checkout, "install", REFUSED="+cpu")
-    assert done.returncode == 0, done.stderr
-    assert asked[:2] == ["torch==2.13.0+cpu", "uv"] and "--torch-backend cpu torch==2.13.0" in asked[2]
-    assert "cannot be reached" not in done.stdout
-
-
 def test_torch_of_the_index_is_taken_and_told_where_that_host_is_out_of_reach(checkout: Path) -> None:
     for refused in ("+cpu --torch-backend", "+cpu uv"):
         shutil.rmtree(checkout / ".venv", ignore_errors=True)

@@ -79,33 +79,11 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_lines_that_are_no_events_do_not_stop_a_resume(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    live(path, None, 5)
-    path.write_text(path.read_text() + '123\nnull\n"text"\n' + "[" * 100_000 + "\n{\n")
-    live(path, 3, 8)
-    assert steps(path, "train") == list(range(1, 9))
-
-
 def test_a_new_run_in_an_old_directory_moves_the_old_lines_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for last in (3, 4, 5):
         live(path, None, last)
     assert [steps(tmp_path / name, "train")[-1] for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")] == [3, 4, 5]
-
-
-def test_events_before_the_start_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    live(path, None, 3)
-    sink = JsonLines(path)
-    sink.write(Event("note", 0.0, {"text": "resumed from step 2"}))
-    sink.write(Event("start", 0.0, START | {"resumed_from": 2}))
-    sink.close()
-    assert [e["kind"] for e in read_metrics(path)] == ["start", "epoch", "train", "train", "note", "start"]
-    alone = JsonLines(tmp_path / "other.jsonl")
-    alone.write(Event("note", 0.0, {"text": "died early"}))
-    alone.close()
-    assert [e["text"] for e in read_metrics(tmp_path / "other.jsonl")] == ["died early"]
 
 
 def test_a_torn_last_line_is_left_out_and_a_damaged_one_named(tmp_path: Path) -> None:
@@ -144,21 +122,6 @@ def test_a_full_disk_costs_lines_and_one_warning_but_no_run(tmp_path: Path, capl
     assert "metrics.jsonl" in caplog.text and "the run goes on" in caplog.text
 
 
-def test_a_sink_that_fails_warns_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def write(self, event: Event) -> None:
-            raise BrokenPipeError("nobody listens")
-
-        close = lambda self: self.write(Event("close", 0.0, {}))  # noqa: E731
-
-    heard = io.StringIO()
-    with Reports([Broken(), Terminal(heard)]) as reports:
-        for step in (1, 2, 3):
-            reports.emit("note", text="on", step=step)
-    assert heard.getvalue().count("note") == 3
-    assert caplog.messages == ["Broken cannot write (nobody listens); the run goes on, and what does not fit is lost"]
-
-
 # --------------------------------------------------------------------------------------------------------- terminal
 
 EVENTS = [
@@ -193,12 +156,6 @@ def test_a_job_log_and_a_notebook_get_one_plain_line_per_event(notebook: bool) -
         terminal.write(event)
     terminal.close()
     assert stream.getvalue() == LINES
-
-
-def test_a_part_of_an_epoch_is_told_in_few_digits() -> None:
-    stream = io.StringIO()
-    Terminal(stream).write(Event("start", 0.0, START | {"steps": 100, "steps_per_epoch": 523, "epochs": 100 / 523}))
-    assert "100 steps, 0.1912 epochs of 523, global" in stream.getvalue()
 
 
 def test_a_terminal_gets_a_passing_bar_and_lasting_evaluations() -> None:
@@ -245,12 +202,6 @@ def test_wrong_report_settings_are_refused_on_every_rank(rank: int, tmp_path: Pa
     monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[tensorboard\]"):
         log.reports(tmp_path, ["tensorboard"], rank == 0)
-
-
-def test_a_directory_that_cannot_be_made_is_a_setting_to_mend(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"report.directory .*file/run cannot be made \(Not a directory\)"):
-        log.reports(tmp_path / "file" / "run", [], True)
 
 
 def test_tensorboard_has_the_scalars_and_hides_what_a_resume_repeats(tmp_path: Path) -> None:

@@ -39,16 +39,6 @@ def test_attention(bytes_: int, biased: bool, turned: bool, monkeypatch: pytest.
     both(attention.gated_attention, attention.plain, given, [0, 1, *([3] if biased else [])])
 
 
-def test_masked_entries_are_not_seen() -> None:
-    torch.manual_seed(0)
-    qkvg, mask = torch.randn(1, 2, 5, 4, 2, 3), torch.ones(1, 2, 5)
-    mask[..., 3:] = 0
-    changed = qkvg.clone()
-    changed[:, :, 3:, 1:3] += 7
-    out, other = (attention.gated_attention(x, torch.zeros(6), mask) for x in (qkvg, changed))
-    assert torch.equal(out[:, :, :3], other[:, :, :3]) and not torch.equal(out[:, :, 3:], torch.zeros_like(out[:, :, 3:]))
-
-
 def test_logits_of_half_precision_are_not_rounded_to_it() -> None:
     torch.manual_seed(0)
     qkvg, mask = torch.randn(1, 3, 16, 4, 2, 8, dtype=torch.bfloat16), torch.ones(1, 3, 16)

@@ -112,18 +112,6 @@ def test_kernels_get_what_they_have(given: list[tuple[str, torch.dtype]]) -> Non
     assert given == [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in ("rms_norm", "swiglu", "rotated")]
 
 
-def test_a_compiler_sees_operations_of_torch(given: list[tuple[str, torch.dtype]]) -> None:
-    def run(x: Tensor, angle: Tensor) -> Tensor:
-        x = activations.swiglu(rmsnorm.rms_norm(x, x[0, 0, 0]), activations.gelu(x))
-        return torch.cat(rotary.rotated(x, x, angle.cos(), angle.sin()))
-
-    x, angle = torch.randn(1, 2, 3, 4), torch.randn(1, 3, 2).repeat(1, 1, 2)
-    expected = activations.plain_swiglu(rmsnorm.plain(x, x[0, 0, 0]), tanh(x))
-    expected = torch.cat([rotary.plain(expected, angle.cos(), angle.sin())] * 2)
-    torch.testing.assert_close(torch.compile(run, backend="aot_eager", fullgraph=True)(x, angle), expected)
-    assert not given
-
-
 ROWS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5, 5]])
 
 

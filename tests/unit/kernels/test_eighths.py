@@ -189,19 +189,6 @@ def test_a_gpu_multiplies_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 2, "float64, and a CPU, have the twin"
 
 
-def test_a_compiler_sees_operations_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(x: Tensor, w: Tensor) -> Any:
-        a, b = eighth(x, columns=True), eighth(w)
-        assert a.rows is not None and b.rows is not None
-        return product(a.rows, b.rows, a.scale, b.scale, torch.float32), a.columns
-
-    x, w = draw(5, 32).float(), draw(16, 32, seed=1).float()
-    expected = run(x, w)
-    monkeypatch.setattr(compiler, "takes", None)
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(x, w)
-    assert torch.equal(compiled[0], expected[0]) and same(compiled[1], expected[1])
-
-
 # ---- on paper
 
 

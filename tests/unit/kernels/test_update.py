@@ -60,28 +60,6 @@ def test_adam_is_that_of_torch_over_50_steps(n: int, decoupled: bool, fused: boo
     torch.testing.assert_close(v, other.state[parameter]["exp_avg_sq"], rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("ahead", [True, False])
-@given(n=SIZES)
-def test_sgd_has_the_rate_inside_or_outside_the_momentum(n: int, ahead: bool, inside: bool, momentum: float) -> None:
-    w, velocity = rand(n), torch.zeros(n) if momentum else None
-    expected, v = rand(n).double(), torch.zeros(n, dtype=torch.float64)
-    parameter = torch.nn.Parameter(rand(n))
-    other = torch.optim.SGD([parameter], lr=0.1, momentum=momentum, weight_decay=0.02, nesterov=ahead and momentum > 0, fused=True)
-    for step, lr in enumerate([0.1, 0.1, 0.1] if not inside else [0.0, 0.1, 0.025]):
-        g = rand(n, step + 1)
-        sgd_(w, g, velocity, momentum=momentum, weight_decay=0.02, lr_in_momentum=inside, nesterov=ahead, **scalars(lr, 0.25))
-        u = 0.25 * g.double() + 0.02 * expected
-        v = momentum * v + (lr * u if inside else u)
-        down = (lr * u if inside else u) + momentum * v if ahead else v
-        expected -= down if inside else lr * down
-        parameter.grad = 0.25 * g
-        other.step()
-    torch.testing.assert_close(w.double(), expected, rtol=1e-6, atol=1e-6)
-    assert inside or torch.allclose(w, parameter, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_lamb_and_lars_follow_their_formulas_with_padding_and_empty_segments(dtype: torch.dtype) -> None:
     tolerance = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-7, "atol": 1e-7}
@@ -191,12 +169,8 @@ def test_what_does_not_fit_is_refused() -> None:
     s, w, half = {"momentum": 0.9, "weight_decay": 0.0, "lr_in_momentum": True, **scalars()}, rand(4), rand(4).bfloat16()
     for match, call in {
         r"segment 1 is \(3, 2\), expected a start from 4": lambda: Segments([(0, 4), (3, 2)], "cpu"),
-        r"segments were made for 4": lambda: lars_norms(rand(8), rand(8), Segments([(0, 4)], "cpu"), scale=None),
-        r"ratio is \[2\], expected one": lambda: trust_(w, w, Segments([(0, 4)], "cpu"), rand(2), lr=s["lr"], skip=s["skip"]),
         r"need a seed": lambda: sgd_(w, w, half, **s),
-        r"needs a row for the velocity": lambda: sgd_(w, w, None, **s),
         r"gradient is torch.float32 \[3\]": lambda: sgd_(w, rand(3), w.clone(), **s),
-        r"average is torch.float64": lambda: sgd_(w, w, w.clone(), average=w.double(), **s),
         r"takes a share of the weights, but take is None": lambda: sgd_(w, w, w.clone(), average=w.clone(), **s),
     }.items():
         with pytest.raises(ConfigError, match=match):

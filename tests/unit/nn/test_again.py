@@ -71,14 +71,6 @@ def test_a_result_is_neither_held_after_the_forward_pass_nor_after_the_backward_
     assert len(made) == 2 and made[1]() is None, "after the backward pass"
 
 
-def test_blocks_may_lie_within_each_other_and_nothing_outside_is_noted() -> None:
-    x = torch.randn(3, requires_grad=True)
-    with again(), again(False):
-        y = cheap(torch.sin, x)
-    with torch.no_grad(), again():
-        assert torch.equal(cheap(torch.sin, x), y) and torch.equal(cheap(torch.sin, x), y)
-
-
 def test_a_compiler_decides_by_itself() -> None:
     net, x = Net(), torch.ones(5, 4)
 

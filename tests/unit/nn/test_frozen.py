@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.errors import ConfigError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
 from hpcai.nn.deferred import deferred, make
@@ -132,14 +131,3 @@ def test_narrow_parameters_leave_8_bits_and_scales_as_they_are() -> None:
     narrow(model)
     assert torch.equal(layer.weight, weight) and layer.weight.dtype == torch.int8
     assert layer.scale.dtype == torch.bfloat16 and torch.equal(layer.scale.float(), scale)
-
-
-def test_other_layers_are_refused() -> None:
-    class Own(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    with pytest.raises(ConfigError, match="a Own cannot be frozen in 8bit"):
-        freeze(Own(2, 2), "8bit")
-    with pytest.raises(ConfigError, match="a Frozen cannot be frozen"):
-        freeze(linear("8bit"), "8bit")

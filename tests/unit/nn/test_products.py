@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.errors import ConfigError
 from hpcai.kernels.eighths import eighth
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
@@ -111,12 +110,3 @@ def test_compiled_layers_are_traced_whole(monkeypatch: pytest.MonkeyPatch) -> No
     made = step("fp8", compiled="blocks")
     assert losses(made, 3) == pytest.approx(losses(step("fp8"), 3), rel=1e-6)
     assert "0 graph breaks" in made.news()[0]
-
-
-def test_what_cannot_multiply_so_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"step.products is fp8, but model.layers.0.self_attn.q_proj is a weight of int8"):
-        step("fp8", LoRAConfig(rank=2, frozen="8bit"))
-    with pytest.raises(ConfigError, match=r"gate_proj has a weight of \[40, 32\] on this process: expected .* 16, found 40"):
-        step("fp8", inner=40)
-    with pytest.raises(ConfigError, match="step.products is fp8, but Linear names no layers for it"):
-        Step(nn.Linear(2, 2), llm.loss, StepConfig(products="fp8"), dist.alone())

@@ -1,8 +1,6 @@
 """The computed queue of the loader: cases worked out by hand, and the real one beside it."""
 
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -66,39 +64,6 @@ def test_as_many_are_ahead_as_the_loader_has(order: Any) -> None:
             time.sleep(0.05)  # in which no further one is begun
             assert len(begun) == expected + 4
             batches.close()
-
-
-def measured(times: np.ndarray, step: float, order: Any) -> tuple[np.ndarray, list[int]]:
-    """Seconds that steps of the real loader wait, and the order of its samples."""
-
-    class Slow(Numbers):
-        def sample(self, index: int, epoch: int) -> np.ndarray:
-            time.sleep(times[index])
-            return np.full(100, index)
-
-    waited, seen = [], []
-    with Loader(Slow(len(times)), 1, alone(), name="t", shuffle=False, workers=2, prefetch=1, order=order) as loader:
-        batches = loader.epoch(0)
-        for _ in times:
-            began = time.perf_counter()
-            seen.append(int(next(batches)[0, 0]))
-            waited.append(time.perf_counter() - began)
-            time.sleep(step)
-    return np.array(waited), seen
-
-
-def test_the_loader_waits_where_it_was_computed() -> None:
-    times, step = np.full(14, 0.01), 0.05
-    times[5] = 1.0
-    with ThreadPoolExecutor(2) as pool:
-        strict, ready = pool.map(lambda order: measured(times, step, order), ("strict", "ready"))
-    of_strict, of_ready = (waits(times, step, 2, room(2, 1, 1, 800), order) for order in ("strict", "ready"))
-    # Sample 5 begins while step 1 is computed, with four ahead; 3 steps later it is wanted.
-    assert of_strict.argmax() == strict[0].argmax() == 5 and strict[0].max() == pytest.approx(of_strict.max(), abs=0.2)
-    assert of_strict.max() > 0.7 and strict[1] == list(range(14))
-    assert of_ready.max() < 0.8 and sorted(ready[1]) == list(range(14)) and ready[1].index(5) > 8
-    assert ready[0].sum() == pytest.approx(of_ready.sum(), abs=0.3)
-    assert threading.active_count() < 20
 
 
 def test_a_tail_is_as_heavy_as_it_says() -> None:

@@ -59,14 +59,6 @@ def test_each_rank_passes_each_micro_batch_through_its_stages_once(schedule: Any
     assert 3 * 4 * per_rank <= took <= 3 * (4 * per_rank + 2)
 
 
-def test_more_stages_on_a_rank_wait_less() -> None:
-    def share(schedule: str, per_rank: int) -> float:
-        every = order(schedule, 4, 8, per_rank)
-        return max(passes(every, 4 * per_rank - 1, lambda kind, _: {"F": 1.0, "B": 2.0}.get(kind, 1.0), lambda *_: 0.0)) / per_rank
-
-    assert share("1f1b", 1) > share("1f1b", 2) > share("zero-bubble-v", 2) > 3 * 8
-
-
 def test_a_stage_holds_the_micro_batches_that_are_under_way() -> None:
     bytes = {0: (12.0, 5.0, 10.0, 3.0)}
     first, second = ([one for one in each if one[1] == 0] for each in (order("1f1b", 2, 6)[0], order("gpipe", 2, 6)[0]))

@@ -46,27 +46,6 @@ def test_a_compiled_step_says_what_it_compiled_once(quick: None, how: str, count
     assert list(step.model.state_dict()) == list(plain.model.state_dict())
 
 
-def test_compiled_code_is_stored_by_the_first_process_and_found_by_the_next_job(
-    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored: list[tuple[Path, str]] = []
-    monkeypatch.setattr(compiling, "store", lambda folder, key: stored.append((folder, key)))
-    monkeypatch.setattr(compiling, "restore", lambda folder, key: (folder, key) in stored)
-    cfg = StepConfig(compile="whole", compile_cache=tmp_path)
-    step = Step(network(), loss, cfg, dist.alone())
-    assert step.notes == ["step.compile: 1 module of Sequential"] and not stored
-    step(torch.randn(4, 8))
-    step.news()
-    step(torch.randn(4, 8))
-    step.news()
-    assert len(stored) == 1 and stored[0][0] == tmp_path
-    torch._dynamo.reset()
-    again = Step(network(), loss, cfg, dist.alone())
-    assert again.notes == ["step.compile: 1 module of Sequential, beginning with the code of an earlier job"]
-    other = Step(nn.Sequential(nn.Linear(8, 4)), loss, cfg, dist.alone())
-    assert "earlier job" not in other.notes[0], "another model has code of its own"
-
-
 def test_a_second_start_finds_all_code_where_the_first_left_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = StepConfig(compile="whole", compile_cache=tmp_path / "kept", optimizer="sgd")
     weights = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))  # products alone: there is no C++ to build
@@ -83,14 +62,6 @@ def test_a_second_start_finds_all_code_where_the_first_left_it(tmp_path: Path, m
     assert first["found"] == 0 and first["made"] == 2 and "found" not in first["news"], "forward and backward"
     assert second["found"] == 2 and second["made"] == 0 and "2 of 2 parts found ready" in second["news"]
     assert 0 < second["seconds"] < first["seconds"]
-
-
-def test_where_nothing_can_be_divided_the_plain_form_is_used() -> None:
-    for shard in ("optimizer", "weights"):
-        step = Step(network(), loss, StepConfig(shard=shard, shard_within=4), dist.alone())
-        assert type(step.sums).__name__ == "GradientSums"
-        step(torch.randn(4, 8))
-        step.check()
 
 
 @pytest.fixture

@@ -158,8 +158,8 @@ def test_a_metric_that_is_just_as_good_as_asked_is_good_enough(better: str) -> N
     assert result.reason == "target" and result.progress.step == 3
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4, 5, 6, 7])
-@pytest.mark.parametrize("every", [None, 1, 2])
+@pytest.mark.parametrize("stop", [2, 4, 6])
+@pytest.mark.parametrize("every", [None, 2])
 def test_resumed_is_uninterrupted_also_in_the_middle_of_an_epoch(tmp_path: Path, stop: int, every: int | None) -> None:
     def go(folder: str, steps: int) -> tuple[dict, list[dict]]:
         step = new_step()
@@ -235,16 +235,6 @@ def test_a_run_that_fails_first_finishes_the_checkpoint_under_way(tmp_path: Path
     with new_run(tmp_path, every_steps=2) as run, pytest.raises(ZeroDivisionError):
         train.fit(step, batches(8), TrainConfig(steps=4), run=run)
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()
-
-
-def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
-    with (
-        new_run(tmp_path, every_steps=2) as run,
-        pytest.raises(DivergedError, match=r"step \d+: .* is not finite on .*rank 0 \(batch 2\)"),
-    ):
-        train.fit(new_step(lr=1e12), batches(), TrainConfig(steps=40, report_every=7), run=run)
-    for value in _weights(tmp_path).values():
-        assert torch.isfinite(value).all()
 
 
 def test_contradictions_are_refused() -> None:

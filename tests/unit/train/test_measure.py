@@ -57,12 +57,8 @@ def test_what_a_metric_gave_is_left_as_it_is() -> None:
 def test_shapes_that_change_and_what_is_no_number_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"metric 'n': its sums are float64 \[2\] in one batch and float64 \[3\] in another"):
         numbers({"n": (torch.ones(3), torch.sum)}, {"n": (torch.ones(2), torch.sum)})
-    with pytest.raises(ConfigError, match=r"int64 \[\] in one batch and float64 \[\]"):
-        numbers({"n": (torch.tensor(1.0), torch.sum)}, {"n": (torch.tensor(1), torch.sum)})
     with pytest.raises(ConfigError, match="metric 'n': a sum is a list; expected"):
         numbers({"n": ([[1.0]], torch.sum)})
-    with pytest.raises(ConfigError, match="metric 'n': a sum is a torch.complex64"):
-        numbers({"n": (torch.ones(2) * 1j, torch.sum)})
     for wrong in (torch.ones(2), None, "many", np.ones(3)):
         with pytest.raises(ConfigError, match="metric 'n': finish gives no number"):
             numbers({"n": (torch.ones(2), lambda whole, wrong=wrong: wrong)})

@@ -87,25 +87,6 @@ def test_narrow_moments_are_rounded_with_other_random_bits_in_each_step() -> Non
     assert seeds == [1, 1, 2]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_skipped_update_leaves_no_trace(kind: str) -> None:
-    cfg = StepConfig(optimizer=kind, lr=0.1, weight_decay=0.1)
-    model = network()
-    optimizer = new(model, cfg)
-
-    def step(seed: int, skip: float) -> None:
-        for p, g in zip(model.parameters(), gradients(model, seed)):
-            p.grad = torch.full_like(g, torch.nan) if skip else g
-        optimizer.set_rate(0.1)
-        optimizer.step(None, torch.tensor(skip))
-
-    step(0, 0.0)
-    before = {n: t.clone() for n, t in {**model.state_dict(), **optimizer.state()}.items()}
-    step(1, 1.0)
-    for name, tensor in {**model.state_dict(), **optimizer.state()}.items():
-        assert torch.equal(tensor, before[name]), name
-
-
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step.decay_names: 'dense9.\*' matches no parameter; the model has 0.weight, 0.bias"):
         new(network(), StepConfig(weight_decay=0.1, decay_names=("0.weight", "dense9.*")))

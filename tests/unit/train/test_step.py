@@ -236,23 +236,13 @@ def drift(precision: str, **words) -> tuple[torch.Tensor, torch.Tensor]:  # type
     return model.weight.detach().float() - start, kept - start
 
 
-def test_bf16_weights_with_masters_follow_fp32_and_without_them_stall() -> None:
+def test_bf16_weights_with_masters_follow_fp32() -> None:
     expected = drift("fp32")[1]
     assert expected.abs().mean() > 1e-3
     for words in ({}, {"moments": "bf16"}):
         live, kept = drift("bf16-params", **words)
         assert (kept - expected).norm() < 0.2 * expected.norm() and (kept - expected).abs().max() < 1e-3
         assert (live - expected).abs().max() < 2e-3, "the model's own copy is that, rounded"
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16).bfloat16()  # as torch alone would do it
-    start = model.weight.detach().clone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    part = torch.randn(64, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
-    for _ in range(200):
-        optimizer.zero_grad()
-        model(part).square().mean().backward()
-        optimizer.step()
-    assert (model.weight - start).float().norm() < 0.2 * expected.norm()
 
 
 def test_bf16_params_leaves_running_statistics_and_their_layers_in_fp32() -> None:
