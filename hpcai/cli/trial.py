@@ -109,8 +109,6 @@ class Subject:
     """named tuple of the fields, where samples of one shape are stacked"""
     variants: Mapping[str, Sequence[str]] = {}
     """forms of ours that other settings give, by name, as key=value words"""
-    parts: Mapping[str, Callable[[Any, int], Sequence[Row]]] = {}
-    """what only this app measures: (cfg, repeats) -> rows"""
     peers: Mapping[str, Peer] = {}
     gpu: Sequence[Case] = ()
     """what ``hpcai bench gpu`` measures"""

@@ -13,9 +13,9 @@ from hpcai.errors import ConfigError
 
 KINDS: findings.Kinds = {
     # index.json and the names of files
-    "index/none": ("warning", "is not there, so nothing tells of truncated, damaged or missing files; --repair makes it from the "
+    "index/none": ("warning", "is not there, so nothing tells of truncated, damaged or missing files; --index makes it from the "
                               "files as they are"),
-    "index/lost": ("error", "cannot be read: {why}; --repair makes it again from the files; what it said of them is lost, so "
+    "index/lost": ("error", "cannot be read: {why}; --index makes it again from the files; what it said of them is lost, so "
                             "compare them with their source first"),
     "index": ("error", "cannot be used: {why}; correct it by hand"),
     "index/table": ("error", "{why}: jobs refuse to start; --index writes it again"),
@@ -70,7 +70,7 @@ KINDS: findings.Kinds = {
 
 @dataclass(frozen=True)
 class Finding(findings.Finding):
-    """A fault of a file or a folder. ``row`` is the first of the rows that ``text`` names."""
+    """A fault of a file or a folder. ``row`` is the first of the rows that ``text`` names; ``repairable``: by ``--index``."""
 
     path: Path
     dataset: str | None = None
