@@ -2,15 +2,10 @@
 or tensors: counts of light ranks that live through whole runs."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hpcai.data.hdf5 import Rows
-from hpcai.dist.collect import gather_objects
-from hpcai.train import Step
 from tests.ranks.counting import ACTS, Found, Measured, make_data, measured
 
 RANKS = (1, 2, 8)
@@ -86,31 +81,3 @@ def test_neither_files_nor_tensors_make_a_rank_do_more(by_ranks: dict[int, Measu
     assert numbers(many, "messages") == numbers(few, "messages") and numbers(many, "sockets") == numbers(few, "sockets")
     before, after = numbers(few, "file operations"), numbers(many, "file operations")
     assert all(after[act] <= before[act] + FEW for act in ACTS), (before, after)
-
-
-@pytest.fixture
-def spoiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What these counts are to find: in each step a word of everybody to everybody, and each rank asks about each file."""
-    call, taken = Step.__call__, Rows._take
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
-
-    def gathers(self: Step, *given: Any) -> Any:
-        gather_objects("all is well", self.mesh.everyone)
-        return call(self, *given)
-
-    def asks(self: Rows, *given: Any) -> None:
-        taken(self, *given)
-        for path in 10 * self.paths:
-            path.stat()
-
-    monkeypatch.setattr(Step, "__call__", gathers)
-    monkeypatch.setattr(Rows, "_take", asks)
-    yield
-
-
-@pytest.mark.usefixtures("spoiled")
-def test_growth_would_be_seen(by_ranks: dict[int, Measured], split: Path) -> None:
-    found, sound = measured(8, split), by_ranks[8]
-    assert found.last["step"]["messages"] == found.sums + 2
-    assert found.last["step"]["sockets"] - by_ranks[2].last["step"]["sockets"] > sockets_more(8)
-    assert found.last["start"]["file operations"] >= sound.last["start"]["file operations"] + 10 * 10 - FEW

@@ -60,8 +60,6 @@ KINDS: findings.Kinds = {
     "remainder": ("note", "{samples} samples in batches of {batch}: 'drop' leaves {left} out of each epoch, 'pad' repeats {more}"),
     "inodes": ("warning", "{files:,} files of {each} on average: opening them costs more than reading, and each takes an "
                           "inode of a quota; pack rows into files of 64 MiB and more, such as {better:,}"),
-    "stripe": ("note", "files of {typical} lie on {found} Lustre server{s}, expected {want}; lfs setstripe -c {want} {folder}, "
-                       "then lfs migrate -c {want} FILE"),
     "network": ("note", "lies on {file_system}, one server for all nodes; copy it to local disks: hpcai data stage"),
     "rate": ("error", "random rows come at {best}, but {job}; the GPUs will wait: copy to local disks (hpcai data stage), read "
                       "with more threads, or make samples smaller"),

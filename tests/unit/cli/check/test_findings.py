@@ -89,11 +89,6 @@ def mounted(kind: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
     return mount
 
 
-def lustre(made: Path, patch: pytest.MonkeyPatch) -> None:
-    mounted("lustre")(made, patch)
-    patch.setattr(disk, "present_stripes", lambda path: 8)
-
-
 def slow(made: Path, patch: pytest.MonkeyPatch) -> None:
     def read(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.02)
@@ -187,7 +182,6 @@ FAULTS = [
     Fault("remainder", leave, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
           options={**QUICK, "batch": 5}),
     Fault("inodes", lambda made, patch: patch.setattr(disk, "MANY", 5), ".", text="6 files of 139 kB on average", options=QUICK),
-    Fault("stripe", lustre, "train", text="lie on 8 Lustre servers, expected 1; lfs setstripe -c 1"),
     Fault("network", mounted("nfs4"), ".", text="lies on nfs4, one server for all nodes"),
     Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
