@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from apps.opencatalyst.balance import balance
 from apps.opencatalyst.data import FIELDS, Frames, Ladder, frame, joined, rows_of
 from apps.opencatalyst.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch
@@ -51,7 +50,6 @@ class Trial(Subject):
     settings, fields = TrialConfig, tuple(FIELDS)
     loss, counted, metric = staticmethod(loss), staticmethod(counted), staticmethod(score)
     flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
-    parts = {"balance": balance}
     unit, published = "frames", SlabConfig
     tiny = ("model.hidden=16", "model.output=16", "model.interaction=8", "model.blocks=2", "model.most=8", "data.batch=2")
     gpu = tuple(

@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from apps.openfold.axial import axial, axial_step
 from apps.openfold.data import FIELDS, Chains, parts_of, rows_of
-from apps.openfold.folding import featurized, folded
 from apps.openfold.settings import Config, DataConfig
 from apps.openfold.synthetic import alignment, chain
 from hpcai.cli.trial import Case, Figure, On, Subject, Switch, Training
@@ -66,7 +64,6 @@ class Trial(Subject):
     settings, fields, metric = TrialConfig, tuple(FIELDS), staticmethod(score)
     flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
     variants = {"checkpoint": ("model.checkpoint=true",)}
-    parts = {"featurize": featurized, "fold": folded, "axial": axial, "axial-step": axial_step}
     unit, published = "chains", Config
     compiled, compiles_long = "blocks", True
     tiny = (

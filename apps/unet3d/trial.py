@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from apps.unet3d.data import FIELDS, Volumes, rows_of
 from apps.unet3d.settings import Config, DataConfig
-from apps.unet3d.spatial import spatial
 from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
@@ -42,7 +41,7 @@ class TrialConfig(Config):
 
 class Trial(Subject):
     settings, batch, fields = TrialConfig, Batch, tuple(FIELDS)
-    loss, parts = staticmethod(loss), {"spatial": spatial}
+    loss = staticmethod(loss)
     unit, published, tiny = "crops", Config, ("model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.batch=2")
     gpu = tuple(
         Case(f"batch-{batch}", yaml, (f"data.batch={batch}",), figure=_NODE, asked=85.0)

@@ -24,6 +24,15 @@ def find(name: str, part: str) -> ModuleType | None:
     return import_module(f"apps.{name}.{part}") if name in names(part) else None
 
 
+def declared(name: str, part: str) -> ModuleType:
+    """The module ``apps.<name>.<part>``. Raises ConfigError, which lists the apps that have it."""
+    module = find(name, part)
+    if module is None:
+        what = f"apps/{name} has no file {part}.py" if name in every() else f"there is no app {name!r}"
+        raise ConfigError(f"{what}; expected one of {', '.join(names(part)) or 'those in apps/ of a checkout, which is not here'}")
+    return module
+
+
 def every() -> list[str]:
     """All apps, in alphabetical order; none where there are neither a checkout nor those of a wheel."""
     return sorted(_folders())

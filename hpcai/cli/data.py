@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hpcai.cli import dispatch
 
 COMMANDS = {
-    "check": "DIR             files against their manifest, values, duplicates, what the training needs of the disk; --repair",
+    "check": "DIR             files against their manifest, values, duplicates, what the training needs of the disk; --index",
     "stage": "SOURCE TARGET   copy to node-local disks; behind mpiexec or srun the nodes read each byte once",
 }
 

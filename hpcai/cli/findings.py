@@ -75,14 +75,12 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def grid(rows: Iterable[Sequence[object]], right: bool = False) -> Iterator[str]:
-    """Yield the lines of a table of text. All columns but the last have the width of their longest cell; ``right`` aligns cells to
-    the right."""
+def grid(rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Yield the lines of a table of text. All columns but the last have the width of their longest cell."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     for row in cells:
-        padded = [cell.rjust(width) if right else cell.ljust(width) for cell, width in zip(row, widths)]
-        yield "  ".join(padded).rstrip()
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
 
 
 def printable(text: str) -> str:
@@ -94,17 +92,9 @@ def printable(text: str) -> str:
 
 
 def write_json(where: Path | str, content: Mapping[str, Any]) -> None:
-    """Write JSON to a file, or to standard output for ``-``."""
+    """Write JSON to a file, or to standard output for ``-``. Raises DataError where it cannot be written."""
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    if str(where) == "-":
-        print(text, end="")
-    else:
-        write(Path(where), text)
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file. Raises DataError where it cannot be written."""
     try:
-        path.write_text(text, encoding="utf-8")
+        print(text, end="") if str(where) == "-" else Path(where).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}; name another file") from error
+        raise DataError(f"{where} cannot be written: {error.strerror}; name another file") from error

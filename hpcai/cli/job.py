@@ -126,9 +126,7 @@ def check(asked: argparse.Namespace) -> Job:
     """What was asked for, with settings, site and sizes. Raises ConfigError with every mistake, one per line."""
     site = find_site(asked.site)
     name = asked.app.removeprefix("apps.")
-    declared = apps.find(name, "settings")
-    if declared is None:
-        raise ConfigError(f"there is no app {name!r}; expected one of {', '.join(apps.names('settings'))}")
+    declared = apps.declared(name, "settings")
     files = [word for word in asked.words if word.endswith((".yaml", ".yml"))]
     rest = [word for word in asked.words if word not in files[:1]]
     rest += [f"train.power_cap={asked.power_cap}"] if asked.power_cap is not None else []

@@ -27,7 +27,6 @@ from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
 from hpcai.dist.collect import gather_shares, sum_in_place
 from hpcai.dist.host import Collector
-from hpcai.errors import ConfigError
 from hpcai.kernels import compiler
 from hpcai.settings import RunConfig, StepConfig
 from hpcai.train.choices import fast_bf16
@@ -109,8 +108,6 @@ class Subject:
     """named tuple of the fields, where samples of one shape are stacked"""
     variants: Mapping[str, Sequence[str]] = {}
     """forms of ours that other settings give, by name, as key=value words"""
-    parts: Mapping[str, Callable[[Any, int], Sequence[Row]]] = {}
-    """what only this app measures: (cfg, repeats) -> rows"""
     peers: Mapping[str, Peer] = {}
     gpu: Sequence[Case] = ()
     """what ``hpcai bench gpu`` measures"""
@@ -212,12 +209,7 @@ class Subject:
 
 def find(name: str) -> Subject:
     """What the app declares to be measured. Raises ConfigError, which lists the apps that declare it."""
-    module = apps.find(name, "trial")
-    if module is None:
-        what = f"apps/{name} has no file trial.py" if name in apps.every() else f"there is no app {name!r}"
-        offer = ", ".join(apps.names("trial"))
-        raise ConfigError(f"{what}; expected one of {offer or 'those in apps/ of a checkout, which is not here'}")
-    subject: Subject = module.Trial()
+    subject: Subject = apps.declared(name, "trial").Trial()
     return subject
 
 

@@ -363,7 +363,7 @@ class Rows:
             return layout_of(file, name)
         except UnreadableLayoutError as problem:
             raise UnreadableLayoutError(
-                f"{problem}; rewrite it with: hpcai data check {self.folder} --repair, or leave the reading to HDF5: "
+                f"{problem}; rewrite it with: h5repack -l CONTI -f NONE -t 65536 -a 4096 FILE NEW, or leave the reading to HDF5: "
                 "data.reader=hdf5"
             ) from problem
 

@@ -5,14 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import apps.deepcam.trial as deepcam
-from apps.opencatalyst.balance import triplets, uneven
 from apps.openfold.trial import Trial as Openfold
 from hpcai import config, dist
 from hpcai.cli import ablate, trial
@@ -20,7 +18,7 @@ from hpcai.cli.bench import app as bench
 from hpcai.cli.forks import forked
 from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
-from hpcai.errors import ConfigError, DataError
+from hpcai.errors import ConfigError
 from hpcai.models.dimenet import loss
 from hpcai.models.openfold import attention, evoformer, layers, objective
 from hpcai.nn import BatchNorm, Conv2d, layernorm
@@ -391,31 +389,3 @@ def test_each_switch_of_openfold_can_be_left_out_under_bfloat16() -> None:
             found[name] = training.numerics()
     for value, gradient in found.values():
         assert value == pytest.approx(found[""][0], rel=1e-2) and (gradient - found[""][1]).norm() < 0.3 * found[""][1].norm()
-
-
-# ---- parts that one app adds
-
-
-def test_copies_have_the_same_work(tmp_path: Path) -> None:
-    counts, source = triplets(None)
-    row = uneven(counts, 8, source)
-    assert row["triplets"] <= 1.05 < row["none"] and row["samples"] == len(counts), row
-    with pytest.raises(DataError, match=r"train.*make it with: .*opencatalyst simulate"):
-        triplets(tmp_path)
-    (tmp_path / "train").mkdir()
-    with h5py.File(tmp_path / "train" / "a.h5", "w") as file:
-        file["triplets"] = np.arange(3)
-    found, told = triplets(tmp_path)
-    assert found.tolist() == [0, 1, 2] and told == str(tmp_path)
-    with pytest.raises(DataError, match="3 frames, expected 128 at least for 8 copies"):
-        uneven(found, 8, told)
-
-
-def test_features_are_timed() -> None:
-    from apps.openfold.folding import featurized
-    from hpcai.models.openfold import FeatureConfig
-
-    cfg = FeatureConfig(crop=32, clusters=8, extra=16, recycles=1)
-    whole, *parts = featurized(None, 0, cfg, (100, 200, 464))
-    assert whole["samples"] == 1 == sum(part["samples"] for part in parts) and parts[0]["depth"] == "100 to 200"
-    assert 0 < whole["median_s"] <= whole["p90_s"] <= whole["most_s"]

@@ -4,6 +4,7 @@ Messages are calls of a process group (torch's collectives) and texts to the hub
 ``stat``, and what HDF5 opens.
 """
 
+import multiprocessing
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -24,7 +26,6 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.cli.bench.timing import processes
 from hpcai.data.index import write_index
 from hpcai.data.splits import Samples, load, open_split
 from hpcai.dist import watch
@@ -185,7 +186,7 @@ def measured(ranks: int, split: Path, tensors: int = 20) -> Measured:
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
-        with processes(ranks, fresh=False) as pool:
+        with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
             started = [pool.submit(_live, rank, ranks, split, tensors, Path(name), port) for rank in range(ranks)]
             found = [rank.result() for rank in started]
     first, last = found[0][0], found[-1][0]

@@ -27,7 +27,7 @@ def page(ended: list[Ended], code: int) -> str:
 def test_four_ranks_that_are_alike(tmp_path: Path) -> None:
     out, told = tmp_path / "told", tmp_path / "told.json"
     out.mkdir()
-    began, words = time.monotonic(), ["--directory", str(out), "--limit", "15", "--json", str(told), "--html", f"{told}.html"]
+    began, words = time.monotonic(), ["--directory", str(out), "--limit", "15", "--json", str(told)]
     ended = run_forked(4, "doctor.py", "none", "0", *words)
     text = page(ended, 0)
     assert time.monotonic() - began < 60
@@ -40,17 +40,14 @@ def test_four_ranks_that_are_alike(tmp_path: Path) -> None:
     assert sorted((link["one"], link["other"]) for link in found["network"]["links"]) == [
         (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     assert [member["rank"] for member in found["members"]] == [0, 1, 2, 3] and found["summary"]["errors"] == 0
-    assert {folder["seen"] for folder in found["storage"]["run"].values()} == {True} and found["storage"]["data"] == {}
+    assert {folder["seen"] for folder in found["storage"]["run"].values()} == {True}
     assert set(found["network"]["paces"]) == {"0", "1", "2", "3"} and "8" in found["network"]["sums"]
-    html = Path(f"{told}.html").read_text()
-    assert "hpcai doctor: 4 ranks" in html and "http" not in html.replace("http_proxy", "")
 
 
-def test_another_version_and_a_clock_that_is_ahead_are_named(tmp_path: Path) -> None:
+def test_another_version_is_named(tmp_path: Path) -> None:
     text = page(run_forked(2, "doctor.py", "other", "1", "--directory", str(tmp_path), "--limit", "12"), 1)
     own = re.escape(sys.version.split()[0])
     assert re.search(rf"^  rank 1 on \S+: Python is 3\.9\.0, expected {own} as on rank 0 on \S+; give all", text, re.MULTILINE)
-    assert re.search(r"^  rank 1 on \S+: clock is (89|90)\.\d+ s ahead of rank 0's \(known to 0\.\d+ ", text, re.MULTILINE)
 
 
 def test_ranks_that_hang_are_named_at_the_limit(tmp_path: Path) -> None:

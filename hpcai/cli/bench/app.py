@@ -3,7 +3,7 @@
     steps      a step of each form, in turns: ours, and the same network as one would write it first, trained by torch alone
     memory     the peak of some steps of each form, in a process of its own
 
-Without a PART: both, and what the app adds. Times are CPU seconds of one thread, wall seconds on a GPU (whose captured steps are
+Without a PART: both. Times are CPU seconds of one thread, wall seconds on a GPU (whose captured steps are
 measured by ``hpcai bench gpu``); medians. key=value words are settings of the app, measured in place of its usual cases.
 ``--precision auto`` is what an app takes; the plain form is then measured in float32, as somebody who writes it first would run it.
 ``--peers`` also measures the same network in public packages, where these are installed (pip install 'hpcai-suite[peers]').
@@ -43,10 +43,8 @@ class Bench:
 
     def __init__(self, name: str, subject: Subject, argv: Sequence[str]) -> None:
         self.name, self.subject, self.on_gpu = name, subject, torch.cuda.is_available()
-        added = f"\n{name} adds: {', '.join(subject.parts)}." if subject.parts else ""
-        made = parser(name, f"{__doc__}{added}")
-        known = (*PARTS, *subject.parts)
-        made.add_argument("given", nargs="*", metavar="PART|key=value", help=f"parts are {', '.join(known)}")
+        made = parser(name, __doc__)
+        made.add_argument("given", nargs="*", metavar="PART|key=value", help=f"parts are {', '.join(PARTS)}")
         made.add_argument("--repeats", type=int, default=3, help="measured steps of each form")
         made.add_argument("--precision", nargs="+", choices=("auto", "fp32", "bf16", "bf16-params"),
                           default=["bf16" if self.on_gpu else "fp32"])  # fmt: skip
@@ -54,17 +52,15 @@ class Bench:
         made.add_argument("--peak", metavar="FORM", help="the peak of memory of one form, in this process")
         self.words = made.parse_intermixed_args(argv)
         parts = [word for word in self.words.given if "=" not in word]
-        if unknown := [part for part in parts if part not in known]:
-            made.error(f"there is no part {unknown[0]!r}; there are {', '.join(known)}")
-        self.parts = parts or list(known)
+        if unknown := [part for part in parts if part not in PARTS]:
+            made.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+        self.parts = parts or list(PARTS)
         settings = [word for word in self.words.given if "=" in word]
         self.cases = [settings] if settings else [list(case) for case in subject.cases(self.on_gpu)]
         torch.set_num_threads(1)
         self.mesh = dist.alone()
 
     def part(self, part: str) -> list[Row]:
-        if part in self.subject.parts:
-            return list(self.subject.parts[part](self.settings(self.cases[0]), self.words.repeats))
         return [{**columns(case), **row} for case in self.cases for row in getattr(self, f"_{part}")(case)]
 
     def left_out(self) -> Row:

@@ -3,15 +3,12 @@
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -19,9 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as torch_dist
-
-from hpcai.dist import Mesh
 
 Row = dict[str, Any]
 
@@ -103,35 +97,6 @@ def _last(said: str) -> Row:
             found = json.loads(line)
             return found if isinstance(found, dict) else {}
     return {}
-
-
-def doublings(most: int) -> list[int]:
-    """1, 2, 4, ... and ``most``."""
-    return sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most})
-
-
-def processes(count: int, fresh: bool = True) -> ProcessPoolExecutor:
-    """Processes of this machine, where an error or the end of one ends what is waited for. ``fresh`` ones share nothing with us."""
-    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn" if fresh else "fork"))
-
-
-def on_ranks(world: int, function: Callable[..., Any], args: tuple[Any, ...], sizes: dict[str, int] | None = None) -> list[Any]:
-    """``function(mesh, *args)`` on so many processes of this machine, on the CPU."""
-    fresh = torch.cuda.is_available()  # CUDA does not outlive a fork
-    with tempfile.TemporaryDirectory() as folder, processes(world, fresh) as pool:
-        ranks = [pool.submit(_enter, rank, world, sizes or {}, folder, function, args) for rank in range(world)]
-        return [rank.result(timeout=600) for rank in ranks]
-
-
-def _enter(rank: int, world: int, sizes: dict[str, int], folder: str, function: Any, args: tuple[Any, ...]) -> Any:
-    torch.set_num_threads(1)
-    torch_dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
-        found = function(Mesh({"replicate": -1, **sizes}, world, rank), *args)
-        torch_dist.barrier()
-        return found
-    finally:
-        torch_dist.destroy_process_group()  # after an error the other ranks shall not wait for this one
 
 
 def parser(name: str, text: str | None) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@
 
 No file is believed: the HDF5 library, which a damaged file can crash or hang, runs in child processes (``pool``) that may die.
 ``command`` is the program, ``examination`` the check itself, ``inspection`` what a child does with one file, ``findings`` all that
-can be found, and ``remedies`` what ``--repair`` and ``--index`` write.
+can be found, and ``indexing`` what ``--index`` writes.
 """
 
 from hpcai.lazy import lazy
@@ -16,6 +16,6 @@ __getattr__, __all__ = lazy(
         ".command": ["main"],
         ".findings": ["Finding", "Options", "Outcome"],
         ".examination": ["examine"],
-        ".remedies": ["repair", "tabulate"],
+        ".indexing": ["tabulate"],
     },
 )

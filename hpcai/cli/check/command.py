@@ -22,7 +22,7 @@ from hpcai.stop import show_to_reader
 if TYPE_CHECKING:
     from hpcai.cli.check.findings import Outcome
 
-_NO_OPTIONS = ("directory", "strict", "json", "repair", "index")
+_NO_OPTIONS = ("directory", "strict", "json", "index")
 INTERRUPTED = 130
 
 
@@ -44,18 +44,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examined(words: argparse.Namespace) -> "Outcome":
-    from hpcai.cli.check import Options, examine, repair, tabulate  # help and mistakes cost no numpy
+    from hpcai.cli.check import Options, examine, tabulate  # help and mistakes cost no numpy
 
     given = {name: value for name, value in vars(words).items() if name not in _NO_OPTIONS}
     options, folder = Options(**given | {"ranges": dict(words.ranges)}), words.directory
     with shown() as progress:
         outcome = examine(folder, options, progress=progress)
-        for act, asked in ((repair, words.repair), (tabulate, words.index)):
-            if asked:
-                done = act(folder, outcome, progress=progress)
-                name = "repair" if act is repair else "index"
-                print(*(printable(f"{name}: {line}") for line in done or ["nothing to repair"]), sep="\n")
-                outcome = examine(folder, options, progress=progress) if done else outcome
+        if words.index:
+            print(*(printable(f"index: {line}") for line in tabulate(folder, outcome, progress=progress)), sep="\n")
+            outcome = examine(folder, options, progress=progress)
     return outcome
 
 
@@ -76,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=4, metavar="N", help="files looked at at once (4)")
     add("--strict", action="store_true", help="warnings count as errors")
     add("--json", metavar="FILE", help="findings and figures as JSON; - is standard output")
-    add("--index", action="store_true", help="then write where all values lie beside index.json, so that jobs open no file for it")
-    add("--repair", action="store_true", help="align and unpack files, make index.json where there is none; then check again")
+    add("--index", action="store_true", help="make index.json where there is none, and a table of where all values lie, by which "
+                                             "jobs open no file in vain; then check again")  # fmt: skip
     return parser
 
 

@@ -2,8 +2,6 @@
 
 import os
 import random
-import statistics
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -43,35 +41,13 @@ def file_system(path: Path) -> str | None:
 
 
 def hints(kind: str | None, splits: "Sequence[Split]", folder: Path) -> Iterator[Finding]:
-    """Advice on how the files of a set should lie: too many small ones, too few servers of Lustre, one server for all nodes."""
+    """Advice on how the files of a set should lie: too many small ones, one server for all nodes."""
     sizes = [file.size for split in splits for file in split.files]
     if len(sizes) > MANY and sum(sizes) / len(sizes) < SMALL:
         each, better = log.size(sum(sizes) // len(sizes)), max(sum(sizes) // (64 << 20), 1)
         yield finding("inodes", folder, files=len(sizes), each=each, better=better)
     if sizes and (kind or "").startswith(NETWORK):
         yield finding("network", folder, file_system=kind)
-    for split in splits if kind == "lustre" else ():
-        if split.files:
-            largest = max(split.files, key=lambda file: file.size)
-            typical = int(statistics.median(file.size for file in split.files))
-            want, found = stripes(typical), present_stripes(largest.path)
-            if found is not None and found != -1 and (found > 1 if want == 1 else found < want // 2):
-                yield finding(
-                    "stripe", split.path, typical=log.size(typical), found=found, s="s" * (found > 1), want=want, folder=split.path
-                )
-
-
-def stripes(size: int) -> int:
-    """Return on how many servers a file of ``size`` bytes should lie: NERSC's stripe_small, _medium and _large."""
-    return next((count for limit, count in ((10**9, 1), (10**10, 8), (10**11, 24)) if size < limit), 72)
-
-
-def present_stripes(path: Path) -> int | None:
-    """Return the stripe count of a file as ``lfs`` tells it, -1 for all servers, or None where it does not."""
-    with suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
-        run = subprocess.run(["lfs", "getstripe", "-c", path], capture_output=True, text=True, timeout=10, check=True)
-        return int(run.stdout.split()[-1])
-    return None
 
 
 def rate(splits: "Sequence[Split]", options: Options) -> dict[str, Any] | None:

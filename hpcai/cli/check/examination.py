@@ -26,8 +26,8 @@ EXTRA = 0.05  # of the bytes of a row, read only for its place in the file, is w
 MEASURED = 1 << 16  # bytes of a dataset, from which on it matters where its rows lie
 CODES = list(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 
-REWRITTEN = {"compressed": "compressed", "header": "layout", "chunked": "chunked"}
-"""Kinds of findings of layouts that --repair writes in one piece."""
+_PIECES = {"compressed": "compressed", "header": "layout", "chunked": "chunked"}  # by the kind of dataset, the kind of finding
+_REPACK = "h5repack -l CONTI -f NONE -t 65536 -a 4096 FILE NEW writes it in one piece, aligned; then make the index again"
 
 
 def examine(directory: Path, options: Options | None = None, *, progress: Callable[[Progress], None] | None = None) -> Outcome:
@@ -134,12 +134,10 @@ class _Examination:
                 told = places.layout(number, file.path)
                 same &= (told.shape, told.dtype.itemsize, told.offset) == (data.shape, data.item, data.offset)
         if not same:
-            self.found("table", file.path, repairable=file.verified)  # then these bytes are meant
+            self.found("table", file.path)
 
     def _layouts(self, file: SetFile) -> None:
-        in_place = all(data.kind != "elsewhere" for data in file.fields) and not file.path.is_symlink()
-        movable = in_place and file.path.suffix == ".h5"
-        advice = "--repair writes it in one piece, aligned" if movable else "write it again in one piece"
+        advice = _REPACK if file.path.suffix == ".h5" else "write it again in one piece"
         for data in file.fields:
             if data.kind == "damaged":
                 self.found("unreadable", file.path, data.name, why=data.why)
@@ -148,16 +146,15 @@ class _Examination:
             elif data.missing:
                 words = {"missing": data.missing, "chunks": data.chunks, "shape": data.shape}
                 self.found("unwritten", file.path, data.name, **words)
-            if data.kind in REWRITTEN and (data.kind != "chunked" or (data.chunk[1:] != data.shape[1:] and not data.missing)):
+            if data.kind in _PIECES and (data.kind != "chunked" or (data.chunk[1:] != data.shape[1:] and not data.missing)):
                 pieces = math.prod(-(-n // c) for n, c in zip(data.shape[1:], data.chunk[1:]))
                 words = {"why": data.why, "chunk": data.chunk, "pieces": pieces, "packed": data.stored / max(data.nbytes, 1)}
-                self.found(REWRITTEN[data.kind], file.path, data.name, repairable=movable, advice=advice, **words)
+                self.found(_PIECES[data.kind], file.path, data.name, advice=advice, **words)
         big = file.largest
         if big is None or big.kind != "contiguous" or not big.offset % ALIGN or big.width % ALIGN:
             return
         if big.nbytes >= MEASURED and EXTRA * big.width < ALIGN:
-            words = {"offset": big.offset, "width": log.size(big.width), "advice": advice}
-            self.found("unaligned", file.path, big.name, repairable=movable, **words)
+            self.found("unaligned", file.path, big.name, offset=big.offset, width=log.size(big.width), advice=advice)
 
     # ---- content
 

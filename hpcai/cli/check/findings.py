@@ -13,9 +13,9 @@ from hpcai.errors import ConfigError
 
 KINDS: findings.Kinds = {
     # index.json and the names of files
-    "index/none": ("warning", "is not there, so nothing tells of truncated, damaged or missing files; --repair makes it from the "
+    "index/none": ("warning", "is not there, so nothing tells of truncated, damaged or missing files; --index makes it from the "
                               "files as they are"),
-    "index/lost": ("error", "cannot be read: {why}; --repair makes it again from the files; what it said of them is lost, so "
+    "index/lost": ("error", "cannot be read: {why}; --index makes it again from the files; what it said of them is lost, so "
                             "compare them with their source first"),
     "index": ("error", "cannot be used: {why}; correct it by hand"),
     "index/table": ("error", "{why}: jobs refuse to start; --index writes it again"),
@@ -60,8 +60,6 @@ KINDS: findings.Kinds = {
     "remainder": ("note", "{samples} samples in batches of {batch}: 'drop' leaves {left} out of each epoch, 'pad' repeats {more}"),
     "inodes": ("warning", "{files:,} files of {each} on average: opening them costs more than reading, and each takes an "
                           "inode of a quota; pack rows into files of 64 MiB and more, such as {better:,}"),
-    "stripe": ("note", "files of {typical} lie on {found} Lustre server{s}, expected {want}; lfs setstripe -c {want} {folder}, "
-                       "then lfs migrate -c {want} FILE"),
     "network": ("note", "lies on {file_system}, one server for all nodes; copy it to local disks: hpcai data stage"),
     "rate": ("error", "random rows come at {best}, but {job}; the GPUs will wait: copy to local disks (hpcai data stage), read "
                       "with more threads, or make samples smaller"),
@@ -70,7 +68,7 @@ KINDS: findings.Kinds = {
 
 @dataclass(frozen=True)
 class Finding(findings.Finding):
-    """A fault of a file or a folder. ``row`` is the first of the rows that ``text`` names."""
+    """A fault of a file or a folder. ``row`` is the first of the rows that ``text`` names; ``repairable``: by ``--index``."""
 
     path: Path
     dataset: str | None = None

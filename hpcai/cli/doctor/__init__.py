@@ -1,7 +1,7 @@
 """`hpcai doctor`: what this installation and this machine offer. It starts no MPI and reserves no GPU.
 
 `srun hpcai doctor --ranks` (or behind mpiexec or torchrun) looks at a whole job within a minute: where its ranks are, what differs
-between them, clocks, links, file systems. Exit code 0: nothing is wrong; 1: something is, on all ranks alike; 2: refused.
+between them, links, file systems. Exit code 0: nothing is wrong; 1: something is, on all ranks alike; 2: refused.
 """
 
 import argparse
@@ -104,9 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", action="store_true", help="look at the job that this is a rank of")
     job = parser.add_argument_group("with --ranks")
     job.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="the folder of a run (the current one)")
-    job.add_argument("--data", type=Path, metavar="DIR", help="a data folder, which all ranks should see alike")
     job.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    job.add_argument("--html", type=Path, metavar="FILE", help="write a page")
     job.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="end by then, whatever a rank does (60)")
     return parser
 

@@ -10,7 +10,7 @@ from hpcai.cli.doctor.member import Member
 from hpcai.cli.doctor.network import Network, slow, slow_ranks
 from hpcai.cli.doctor.storage import Folders
 from hpcai.dist.host import ranges
-from hpcai.log import duration, size
+from hpcai.log import size
 
 KINDS: findings.Kinds = {
     "silent": ("error", "{text}"),
@@ -31,10 +31,6 @@ KINDS: findings.Kinds = {
     "share": ("warning", "had its threads run {found:.0%} of the time in which they could, expected all of it; look for other "
                          "programs there, or bind ranks apart"),
     "pace": ("warning", "multiplies {found} a second, the others {want}; look at clocks, heat and other programs there"),
-    "clocks": ("warning", "clock is {found} rank 0's (known to {error:.3f} s), expected within {want:g} s; files and logs get "
-                          "wrong times: have chrony or ntp run on it"),
-    "clocks/far": ("error", "clock is {found} rank 0's (known to {error:.3f} s), expected within {want:g} s; logins, licences and "
-                            "munge refuse it: have chrony or ntp run on it"),
     "links/rank": ("warning", "is slow to reach for all others: {found}, the others {want}; look at its node's network card, its "
                               "binding and what else runs there, or leave the node out"),
     "links": ("warning", "to {other}: {found}, other links {want}; look at cables and switches between them"),
@@ -44,23 +40,15 @@ KINDS: findings.Kinds = {
     "free": ("warning", "{path}: {found} are free, expected {want} or more; delete what is not needed, or name another"),
     "rate": ("warning", "{path}: {do}s {found}/s when all nodes {do} at once, the others {want}/s; look at this node's link to the "
                         "file system"),
-    "data": ("error", "the data folder has {found} entries, expected {want} as on {most}; expected one folder of all nodes, or "
-                      "copies that are alike"),
-    "limit": ("warning", "{found} of the job are left; a run saves and stops when it is asked to, and needs some minutes for it"),
     "limit/files": ("warning", "may open {found:,} files, and rank 0 of {world:,} needs {want:,}; raise ulimit -n (hard)"),
     "limit/locked": ("warning", "may lock {found} of memory, expected no limit where networks read it by themselves (RDMA); "
                                 "ulimit -l unlimited, before the scheduler's daemon starts"),
     "limit/shm": ("warning", "/dev/shm has {found}, expected {want} or more for NCCL and worker processes; enlarge it (docker "
                              "--shm-size, apptainer --bind /dev/shm)"),
-    "compiler": ("warning", "{why}: without it torch's own operations stand in for kernels"),
-    "imports": ("warning", "torch took {found:.0f} s to import, expected less than {want:.0f} s; install to a file system that is "
-                           "fast for many small files, or put the environment into an image"),
 }  # fmt: skip
 CODES = tuple(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 
-SKEWS = (0.5, 60.0)
-"""Seconds between clocks: from the first on a warning, from the second on an error. Munge refuses at 300, most logins too."""
-FREE, SHM, LOCKED, LEFT, IMPORTS, SHARE = 10 << 30, 1 << 30, 1 << 30, 300.0, 20.0, 0.8
+FREE, SHM, LOCKED, SHARE = 10 << 30, 1 << 30, 1 << 30, 0.8
 DRIVERS = ("NVIDIA driver", "C library")
 
 Rule = Iterator[tuple[str, Sequence[int], dict[str, Any]]]
@@ -76,12 +64,11 @@ class Finding(findings.Finding):
 
 @dataclass
 class Report:
-    """All that the ranks of a job report. ``left``: seconds to the end of the job, where the scheduler tells."""
+    """All that the ranks of a job report."""
 
     members: list[Member] = field(default_factory=list)
     network: Network = field(default_factory=Network)
     storage: Folders = field(default_factory=Folders)
-    left: float | None = None
     seconds: float = 0.0
     silent: str = ""
 
@@ -104,7 +91,7 @@ class Report:
 def judge(report: Report) -> list[Finding]:
     """Return all findings, errors first."""
     found = []
-    for rule in (_silent, _versions, _gpus, _cores, _paces, _clocks, _links, _folders, _limits):
+    for rule in (_silent, _versions, _gpus, _cores, _paces, _links, _folders, _limits):
         for kind, ranks, words in rule(report):
             about = findings.described(KINDS, kind, **words)
             found.append(Finding(**about, place=report.where(ranks), ranks=tuple(ranks)))
@@ -189,14 +176,6 @@ def _paces(report: Report) -> Rule:
         yield "share", starved, {"found": min(paces[rank].share for rank in starved)}
 
 
-def _clocks(report: Report) -> Rule:
-    for rank, (ahead, error) in sorted(report.network.clocks.items()):
-        if abs(ahead) - error > SKEWS[0]:
-            found = f"{abs(ahead):,.3f} s {'ahead of' if ahead > 0 else 'behind'}"
-            kind = "clocks/far" if abs(ahead) - error > SKEWS[1] else "clocks"
-            yield kind, [rank], {"found": found, "error": error, "want": SKEWS[0]}
-
-
 def _links(report: Report) -> Rule:
     """Links of one node and links between nodes are judged apart, latency and rate too."""
     nodes, crowded = report.nodes, _crowded(report)
@@ -231,16 +210,10 @@ def _folders(report: Report) -> Rule:
                 yield "rate", [rank], {"path": folders[rank].path, **words}
     for path, ranks in groups({rank: folder.path for rank, folder in run.items() if folder.seen is False}):
         yield "shared", ranks, {"path": path, "first": run[0].path}
-    (want, most), *others = groups(report.storage.data) or [(0, [])]
-    for found, ranks in [(-1, most)] if want == -1 else others:
-        words = {"found": "no" if found == -1 else f"{found:,}", "want": "some" if want == -1 else f"{want:,}"}
-        yield "data", ranks, {**words, "most": report.where(most)}
 
 
 def _limits(report: Report) -> Rule:
     members, world = report.members, len(report.members)
-    if report.left is not None and report.left < LEFT:
-        yield "limit", (), {"found": duration(report.left)}
     if members and members[0].files < 8 * world + 1024:
         yield "limit/files", [0], {"found": members[0].files, "world": world, "want": 8 * world + 1024}
     tight = {m.rank: m.locked for m in members if (m.rdma or m.gpu) and m.locked is not None and m.locked < LOCKED}
@@ -248,8 +221,3 @@ def _limits(report: Report) -> Rule:
         yield "limit/locked", ranks, {"found": size(locked)}
     for total, ranks in groups({member.rank: member.shm for member in members if member.shm < SHM}):
         yield "limit/shm", ranks, {"found": size(total), "want": size(SHM)}
-    for why, ranks in groups({member.rank: member.compiler for member in members if member.compiler and member.gpu}):
-        yield "compiler", ranks, {"why": why}
-    late = {member.rank: member.imports for member in members if member.imports > IMPORTS}
-    if late:
-        yield "imports", sorted(late), {"found": max(late.values()), "want": IMPORTS}

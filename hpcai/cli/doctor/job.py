@@ -1,13 +1,12 @@
 """The ranks of a job examine themselves and each other together; rank 0 judges and reports."""
 
-import os
 import secrets
 import signal
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def examine(words: Namespace, deadline: Deadline, here: Place, imports: float) -
     try:
         with start({"replicate": -1}, on=torch.device("cpu")) as mesh:
             deadline.world = mesh.world
-            _examine(words, deadline, replace(here, rank=mesh.rank, world=mesh.world), mesh, report, imports)
+            _examine(words, deadline, replace(here, rank=mesh.rank, world=mesh.world), mesh, report)
             deadline.at("reporting")
             report.seconds = time.monotonic() - began
             return agree(show(words, report) if mesh.is_first else 0, mesh.job)
@@ -63,32 +62,24 @@ def examine(words: Namespace, deadline: Deadline, here: Place, imports: float) -
         watch.last_words.remove(clean)
 
 
-def _examine(words: Namespace, deadline: Deadline, here: Place, mesh: Mesh, report: Report, imports: float) -> None:
+def _examine(words: Namespace, deadline: Deadline, here: Place, mesh: Mesh, report: Report) -> None:
     """Fill the report of rank 0."""
     job = mesh.job
     deadline.at("looking around")
-    mine = look(here, imports)
+    mine = look(here)
     deadline.at("waiting for all to look around")
-    report.members, report.left = gather_objects(mine, job), time_left(os.environ)
+    report.members = gather_objects(mine, job)
     left = deadline.left()
     token, left = agree((secrets.token_hex(6), left - min(_RESERVE, left / 3)), job)
     seconds = {part: min(share * left, _AT_MOST[part]) for part, share in _SHARES.items()}
     own = _network(report.members, seconds, deadline, mesh)
     report.network = network.Network(own.backend, sums=own.sums)
     for each in to_first(own, job):
-        report.network.clocks |= each.clocks
         report.network.paces |= each.paces
         report.network.links += each.links
     for folders in to_first(_storage(report.nodes, token, seconds["folders"], words, job, deadline), job):
         report.storage.run |= folders.run
         report.storage.scratch |= folders.scratch
-        report.storage.data |= folders.data
-
-
-def time_left(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds to the end of the job as Slurm tells it (SLURM_JOB_END_TIME, since 22.05)."""
-    end = environ.get("SLURM_JOB_END_TIME", "")
-    return float(end) - time.time() if end.isdigit() else None
 
 
 def have_own_gpus(members: Sequence[Member]) -> bool:
@@ -98,7 +89,7 @@ def have_own_gpus(members: Sequence[Member]) -> bool:
 
 
 def _network(members: Sequence[Member], seconds: dict[str, float], deadline: Deadline, mesh: Mesh) -> network.Network:
-    """This rank's part of the network: its clock, the links that it measures, its pace."""
+    """This rank's part of the network: the links that it measures, its pace."""
     rank, gpu = mesh.rank, members[mesh.rank].gpu
     where = torch.device("cuda", gpu.index) if have_own_gpus(members) and gpu else torch.device("cpu")
     if where.type == "cuda":
@@ -109,11 +100,6 @@ def _network(members: Sequence[Member], seconds: dict[str, float], deadline: Dea
     group = torch_dist.new_group(backend="nccl") if where.type == "cuda" else mesh.job.group
     wire, own = network.Wire(where, group, mesh.job.group), network.Network("nccl" if where.type == "cuda" else "gloo")
     wire.sum(torch.zeros(1, device=where))  # NCCL wants all ranks to begin together
-    deadline.at("clocks")
-    hosts = network.firsts([member.machine for member in members])
-    if rank in hosts and len(hosts) > 1:
-        own.clocks[rank] = network.skew(wire, rank, hosts)
-    wire.most()
     deadline.at("links of this rank")
     own.links = network.links(wire, rank, [member.node for member in members], seconds["links"])
     deadline.at("waiting for all to measure links")
@@ -141,7 +127,6 @@ def _storage(
         seen = None if problem else storage.sees(folder, token)
         _meet(job, deadline)
     found, rank = storage.Folders({job.rank: storage.Folder(str(folder), seen=seen)}), job.rank
-    found.data = {} if words.data is None else {rank: storage.entries(words.data)}
     measures, each = rank in network.firsts(nodes), seconds / 4  # two folders, write and read
     if measures:
         found.run[rank] = replace(storage.measure(folder, token, rank, each), seen=seen)
@@ -168,8 +153,6 @@ def show(words: Namespace, report: Report) -> int:
         if words.json is not None:
             content: dict[str, Any] = {"title": page.title(report), **findings.as_json(found), **asdict(report)}
             findings.write_json(words.json, content)
-        if words.html is not None:
-            findings.write(words.html, page.html(report, found))
     except DataError as error:
         print(f"hpcai doctor: {error}", file=sys.stderr)
         return 1

@@ -19,7 +19,6 @@ from hpcai.dist.environment import Place
 from hpcai.dist.host import cpu_list
 from hpcai.dist.launch import communicator, device
 from hpcai.errors import LaunchError
-from hpcai.kernels import compiler
 
 PACKAGES = ("numpy", "h5py", "mpi4py", "pydantic", "safetensors")
 SHARED = re.compile(r"^(NCCL_|FI_|UCX_|OMP_|TORCH_|PYTORCH_|HPCAI_)(?!.*(DEVICE|IFNAME|HCA|TOKEN|TORCHELASTIC))")
@@ -42,7 +41,7 @@ class Gpu:
 class Member:
     """One rank. ``machine`` tells computers apart where containers have host names of their own; ``cpus`` are those of ``online``
     ones that it may use, as the launcher left them. ``files`` may be open at once; ``locked`` bytes of memory may be locked, None
-    is no limit; ``shm`` is the size of /dev/shm; ``imports`` are the seconds that torch took to import."""
+    is no limit; ``shm`` is the size of /dev/shm."""
 
     rank: int
     node: str
@@ -60,11 +59,9 @@ class Member:
     locked: int | None = None
     rdma: bool = False
     shm: int = 1 << 40
-    compiler: str | None = None
-    imports: float = 0.0
 
 
-def look(here: Place, imports: float = 0.0, root: Path = Path("/")) -> Member:
+def look(here: Place, root: Path = Path("/")) -> Member:
     """Return this process; the kernel's files are read below ``root``."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     numa = {int(path.name[4:]): cpu_list(path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
@@ -80,7 +77,7 @@ def look(here: Place, imports: float = 0.0, root: Path = Path("/")) -> Member:
         rank=here.rank, node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), machine=machine, launcher=here.launcher,
         cpus=tuple(sorted(cpus)), online=len(cpu_list(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
         numa=tuple(sorted(node for node, own in numa.items() if own & cpus)), threads=torch.get_num_threads(),
-        gpu=gpu, gpu_problem=problem, versions=versions(gpu, root), shm=shm, compiler=compiler.MISSING, imports=imports,
+        gpu=gpu, gpu_problem=problem, versions=versions(gpu, root), shm=shm,
         variables={name: value for name, value in sorted(os.environ.items()) if SHARED.match(name)},
         files=files if files != resource.RLIM_INFINITY else 1 << 30, locked=None if locked == resource.RLIM_INFINITY else locked,
         rdma=any((root / "sys/class/infiniband").glob("*")),

@@ -1,4 +1,4 @@
-"""Clocks, links and sums of a job, measured by its ranks together: over gloo between hosts, over NCCL between GPUs.
+"""Links and sums of a job, measured by its ranks together: over gloo between hosts, over NCCL between GPUs.
 
 A link is measured by a pair of ranks. In a round of a tournament every rank has one partner, so n ranks need n - 1 rounds, and all
 links of a round are busy at once. Pairs talk through the process group that is there; none is made for a pair.
@@ -6,7 +6,7 @@ links of a round are busy at once. Pairs talk through the process group that is 
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ PLAYERS = 64
 SIZES = (8, 1 << 20, 1 << 26)
 """Bytes of the sums that are timed."""
 _PINGS, _SWAPS, _SWAPPED = 20, 3, 4 << 20
-_EXCHANGES = 8  # of clocks, of which the fastest counts
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,9 @@ class Pace:
 
 @dataclass
 class Network:
-    """``clocks``: seconds by which a rank's clock is ahead of rank 0's, and how far that may be off. ``sums``: seconds by bytes, of
-    the slowest rank."""
+    """``sums``: seconds by bytes, of the slowest rank."""
 
     backend: str = ""
-    clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
     links: list[Link] = field(default_factory=list)
     sums: dict[int, float] = field(default_factory=dict)
     paces: dict[int, Pace] = field(default_factory=dict)
@@ -113,26 +110,6 @@ class Wire:
         told = torch.tensor([value], dtype=torch.float64)
         torch_dist.all_reduce(told, torch_dist.ReduceOp.MAX, group=self.hosts)
         return float(told)
-
-
-def skew(wire: Wire, rank: int, ranks: Sequence[int], clock: Callable[[], float] = time.time) -> tuple[float, float]:
-    """Return by how many seconds the clock of this rank, one of ``ranks``, is ahead of that of their first, and half the round trip
-    by which that may be off. Of several exchanges the fastest counts (Cristian 1989)."""
-    best, told = (0.0, float("inf")), torch.zeros(1, dtype=torch.float64)
-    if rank != ranks[0]:
-        for _ in range(_EXCHANGES):
-            began = clock()
-            torch_dist.send(told, ranks[0], group=wire.hosts)
-            torch_dist.recv(told, ranks[0], group=wire.hosts)
-            ended = clock()
-            best = min(best, ((began + ended) / 2 - float(told), (ended - began) / 2), key=lambda found: found[1])
-        return best
-    for other in ranks[1:]:
-        for _ in range(_EXCHANGES):
-            torch_dist.recv(told, other, group=wire.hosts)
-            told[0] = clock()
-            torch_dist.send(told, other, group=wire.hosts)
-    return 0.0, 0.0
 
 
 def links(wire: Wire, rank: int, nodes: Sequence[str], seconds: float) -> list[Link]:

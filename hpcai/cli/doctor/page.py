@@ -1,45 +1,24 @@
-"""The report on a job as lines for a terminal and as a page of HTML that needs no network."""
+"""The report on a job as lines for a terminal."""
 
 import statistics
 from collections.abc import Iterator, Sequence
-from html import escape
 
 from hpcai.cli import findings
 from hpcai.cli.doctor.findings import Finding, Report, groups
 from hpcai.cli.doctor.member import Member
 from hpcai.cli.doctor.storage import Folder
 from hpcai.dist.host import ranges
-from hpcai.log import duration, size
+from hpcai.log import size
 
-_SHOWN = 8  # ranks of a matrix on a terminal
-_MATRIX = "us one way above the diagonal, GB/s each way below it"
+_SHOWN = 8  # sets of cores of a node, and findings of a kind
 
 
 def lines(report: Report, found: Sequence[Finding]) -> Iterator[str]:
-    """Yield the page for a terminal."""
+    """Yield the report for a terminal."""
     yield title(report)
     yield from findings.grid(rows(report))
-    if 2 < len(matrix(report)) - 1 <= _SHOWN:
-        yield _MATRIX
-        yield from findings.grid(matrix(report), right=True)
     yield from findings.lines(found, shown=_SHOWN)
     yield f"{findings.verdict(found)}: {findings.counts(found)}"
-
-
-def html(report: Report, found: Sequence[Finding]) -> str:
-    """Return the page."""
-    from hpcai.cli.report import document
-
-    head, *cells = matrix(report) or [[]]
-    ranks = [(member.rank, member.node, place([member])) for member in report.members]
-    parts = [
-        f'<header><h1>{escape(title(report))}</h1></header><div class="faint">{findings.verdict(found)}</div>',
-        document.card("Findings", document.table(("", "where", "what"), [(f.severity, f.place, f.text) for f in found])),
-        document.card("Seen", document.table(("", ""), list(rows(report)))),
-        document.card("Links", document.table(head, cells, "numbers"), _MATRIX) if cells else "",
-        document.card("Ranks", document.table(("rank", "node", "place"), ranks)),
-    ]
-    return document.html(title(report), parts)
 
 
 def title(report: Report) -> str:
@@ -64,9 +43,6 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
         for (path, kind), ranks in groups({rank: (one.path, one.kind) for rank, one in folders.items() if one.kind}):
             seen = label == "directory" and all(folder.seen for folder in folders.values())
             yield label, f"{path} ({kind}): {_folder([folders[rank] for rank in ranks])}{', seen by all ranks' * seen}"
-    if report.left is not None:
-        yield "time left", duration(report.left)
-    yield "Triton kernels", first.compiler or "can be compiled"
     locked = "no limit" if first.locked is None else size(first.locked)
     yield "limits", f"{first.files:,} open files, locked memory {locked}, /dev/shm {size(first.shm)}"
 
@@ -85,8 +61,6 @@ def place(members: Sequence[Member]) -> str:
 
 def _network(report: Report) -> Iterator[tuple[str, str]]:
     net, nodes = report.network, report.nodes
-    if len(net.clocks) > 1:
-        yield "clocks", f"within {max(abs(ahead) for ahead, _ in net.clocks.values()) * 1e3:,.2f} ms of rank 0's"
     for name, within in (("links of a node", True), ("between nodes", False)):
         those = [link for link in net.links if (nodes[link.one] == nodes[link.other]) == within]
         if those:
@@ -109,16 +83,3 @@ def _folder(folders: Sequence[Folder]) -> str:
             slowest = f" on each of {len(rates)} nodes, {size(min(rates))}/s the slowest" if len(rates) > 1 else ""
             parts.append(f"{name} {size(statistics.median(rates))}/s{slowest}")
     return ", ".join(parts)
-
-
-def matrix(report: Report) -> list[list[str]]:
-    """Return rows of text with the links between ranks, first the ranks; empty where none was measured."""
-    found = {(link.one, link.other): link for link in report.network.links}
-    ranks = sorted({rank for pair in found for rank in pair})
-    table = [["rank", *map(str, ranks)]] if ranks else []
-    for one in ranks:
-        links = [found.get((min(one, other), max(one, other))) for other in ranks]
-        latencies = ["" if link is None else f"{link.latency * 1e6:,.0f}" for link in links]
-        rates = ["" if link is None else f"{link.rate / 1e9:.2f}" for link in links]
-        table.append([str(one), *(late if one < other else rate for other, late, rate in zip(ranks, latencies, rates))])
-    return table

@@ -46,12 +46,10 @@ class Folder:
 
 @dataclass
 class Folders:
-    """By rank: the folder of the run, the scratch folder of the first rank of each node, and the entries of the data folder, -1
-    where it is not there."""
+    """By rank: the folder of the run, and the scratch folder of the first rank of each node."""
 
     run: dict[int, Folder] = field(default_factory=dict)
     scratch: dict[int, Folder] = field(default_factory=dict)
-    data: dict[int, int] = field(default_factory=dict)
 
 
 @contextmanager
@@ -83,14 +81,6 @@ def sees(folder: Path, token: str, patience: float = _LATE) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(0.2)
-
-
-def entries(folder: Path) -> int:
-    """Return how many entries a folder of data and its subfolders have, -1 where it cannot be listed."""
-    try:
-        return sum(len(os.listdir(each)) for each in (folder, *(place for place in folder.iterdir() if place.is_dir())))
-    except OSError:
-        return -1
 
 
 def measure(folder: Path, token: str, rank: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> Folder:

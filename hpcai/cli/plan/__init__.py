@@ -14,7 +14,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -43,13 +42,6 @@ def main(argv: Sequence[str]) -> int:
             on, ways = replace(on, slower=slower), words.ways or planner.ways
             found["axes"] = planner.axes()
             found["jobs"] = {gpus: [row(job, on) for job in best(planner, gpus, ways, on, words.evaluate)] for gpus in words.gpus}
-    if words.directory is not None:
-        from hpcai.cli.plan.picture import draw
-
-        words.directory.mkdir(parents=True, exist_ok=True)
-        (words.directory / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
-        if "jobs" in found:
-            draw(found, planner.workload.published, words.directory / "plan.png")
     print(json.dumps(found)) if words.json else show(found)
     return 0
 
@@ -65,7 +57,6 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--slower", type=float, metavar="FACTOR", help="than the machine's rates allow")
     parser.add_argument("--measured", type=float, metavar="SECONDS", help="of a step of one sample on one GPU of this machine")
     parser.add_argument("--check", action="store_true", help="plan what others have published")
-    parser.add_argument("--directory", type=Path, metavar="OUT", help="folder for plan.json and plan.png")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     words = parser.parse_intermixed_args(argv)
     if min(*words.gpus, *(words.ways or [1])) < 1 or words.evaluate < 0 or min(words.slower or 1, words.measured or 1) <= 0:

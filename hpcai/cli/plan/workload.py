@@ -114,9 +114,5 @@ class Workload:
 
 def find(name: str) -> Workload:
     """What the app declares to be planned. Raises ConfigError, which lists the apps that declare it."""
-    module = apps.find(name, "plan")
-    if module is None:
-        what = f"apps/{name} has no file plan.py" if name in apps.every() else f"there is no app {name!r}"
-        raise ConfigError(f"{what}; expected one of {', '.join(apps.names('plan')) or 'those in apps/ of a checkout'}")
-    workload: Workload = module.Plan()
+    workload: Workload = apps.declared(name, "plan").Plan()
     return workload

@@ -26,7 +26,7 @@ def test_names_are_those_of_apps_and_of_what_they_share(capsys: pytest.CaptureFi
     assert bench.main(["chess"]) == 2 and "there is no 'chess'; expected one of data" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, known", [("data", "direct, peers"), ("cosmoflow", "steps, memory"), ("openfold", "featurize")])
+@pytest.mark.parametrize("name, known", [("data", "direct, peers"), ("cosmoflow", "steps, memory")])
 def test_an_unknown_part_is_refused(name: str, known: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main([name, "capturing"])

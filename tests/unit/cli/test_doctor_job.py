@@ -1,7 +1,6 @@
 """`hpcai doctor --ranks`: by which rules something is found in what ranks report, how they are paired, and what a rank looks at."""
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.ranks.launch import on_ranks
 
 def ranks_of(ranks: int = 4, per_node: int = 2, but: Mapping[int, dict[str, Any]] = {}, **words: Any) -> Report:
     """Ranks that are alike but for some, each bound to two CPUs of its own of eight; or with other parts of the report."""
-    report = Report(**{name: words.pop(name) for name in ("network", "storage", "left") if name in words})
+    report = Report(**{name: words.pop(name) for name in ("network", "storage") if name in words})
     for rank in range(ranks):
         node, place = f"n{rank // per_node + 1}", rank % per_node
         about = {"node": node, "machine": node, "launcher": "srun", "cpus": (2 * place, 2 * place + 1), "online": 8, "numa": (0,)}
@@ -45,10 +44,6 @@ def links(slow: Callable[[int, int], bool], ranks: int = 4) -> Network:
     pairs = [(one, other) for one in range(ranks) for other in range(one + 1, ranks)]
     every = [Link(*pair, 50e-6 if slow(*pair) else 10e-6 + 1e-8 * sum(pair), 2e9) for pair in pairs]
     return Network("gloo", links=every, sums={8: 1e-3})
-
-
-def clock(ahead: float) -> Network:
-    return Network(clocks={0: (0.0, 0.0), 2: (ahead, 0.2)})
 
 
 def pace(rates: Mapping[int, float] = {}, shares: Mapping[int, float] = {}) -> Network:
@@ -82,10 +77,6 @@ RULES = [
     (ranks_of(**CROWDED), "warning: all 4 ranks: start 4 threads on 2 CPUs, expected at most one on each; start at most 2 ranks"),
     (ranks_of(2, 1, but={1: {"machine": "n2"}}), ""),  # containers of one computer with names of their own share its cores
     (ranks_of(2, 1, but={1: {"machine": "n1", "cpus": (1, 2, 3)}}), "warning: all 2 ranks: are bound to the same CPUs (partly)"),
-    (ranks_of(network=clock(0.4)), ""), (ranks_of(network=clock(0.6)), ""),  # the exchange cannot tell
-    (ranks_of(network=clock(-0.8)),
-     "warning: rank 2 on n2: clock is 0.800 s behind rank 0's (known to 0.200 s), expected within 0.5 s; "),
-    (ranks_of(network=clock(90.0)), "error: rank 2 on n2: clock is 90.000 s ahead of rank 0's"),
     (ranks_of(4, 4, network=links(lambda one, other: 2 in (one, other))),  # a slow rank instead of its links
      "warning: rank 2 on n1: is slow to reach for all others: 50 us, the others 10 us; look at its node's"),
     (ranks_of(6, 6, network=links(lambda one, other: (one, other) == (1, 4), 6)),
@@ -102,14 +93,8 @@ RULES = [
     (ranks_of(storage=Folders({0: Folder("/run", seen=True)})), ""),  # a rank that does not measure
     (ranks_of(5, 1, storage=run(5, read=5e8)),
      "warning: rank 4 on n5: /run: reads 500 MB/s when all nodes read at once, the others 2 GB/s; look"),
-    (ranks_of(storage=Folders(data={0: 9, 1: 9, 2: 8, 3: 9})),
-     "error: rank 2 on n2: the data folder has 8 entries, expected 9 as on ranks 0-1,3"),
-    (ranks_of(storage=Folders(data={0: 9, 1: 9, 2: -1, 3: 9})), "error: rank 2 on n2: the data folder has no entries, expected 9"),
-    (ranks_of(storage=Folders(data=dict.fromkeys(range(4), -1))), "error: all 4 ranks: the data folder has no entries, expected"),
-    (ranks_of(left=100.0), "warning: the job: 0:01:40 of the job are left; "),
     (ranks_of(shm=64 << 20), "warning: all 4 ranks: /dev/shm has 67.1 MB, expected 1.07 GB or more"),
     (ranks_of(locked=8 << 20, rdma=True), "warning: all 4 ranks: may lock 8.39 MB of memory, expected no limit"),
-    (ranks_of(imports=45.0), "warning: all 4 ranks: torch took 45 s to import, expected less than 20 s"),
     (ranks_of(files=1024), "warning: rank 0 on n1: may open 1,024 files, and rank 0 of 4 needs 1,056"),
 ]  # fmt: skip
 
@@ -126,8 +111,6 @@ def test_what_has_several_causes_is_told_by_each() -> None:
         ("cores", "error", (0, 1)), ("cores", "error", (2, 3)), ("threads", "warning", (0, 1)), ("threads", "warning", (2, 3))]
     two_of_five = links(lambda one, other: bool({2, 3} & {one, other}), 5)  # half of the links of each other rank are slow
     assert [found.ranks for found in judge(ranks_of(5, 5, network=two_of_five))] == [(2,), (3,)]
-    left = job.time_left({"SLURM_JOB_END_TIME": str(int(time.time()) + 100)})
-    assert left is not None and 60 < left <= 100 and job.time_left({}) is None
 
 
 def test_an_outlier_is_above_twice_the_median_and_five_deviations() -> None:
@@ -142,22 +125,20 @@ def test_every_kind_of_finding_is_raised_by_a_rule() -> None:
     assert [kind for kind in KINDS if f'"{kind}"' not in source] == []
 
 
-# ------------------------------------------------------------------------------------------------------ the pages
+# ------------------------------------------------------------------------------------------------------ the report
 
 
-def test_a_page_folds_nodes_that_are_alike_and_ends_with_what_is_wrong() -> None:
-    other = {"versions": {"torch": "2.11.0"}, "imports": 45.0}
+def test_a_report_folds_nodes_that_are_alike_and_ends_with_what_is_wrong() -> None:
+    other = {"versions": {"torch": "2.11.0"}, "files": 1024, "shm": 64 << 20}
     report = ranks_of(8, 4, but={5: other}, network=links(lambda one, other: False, 8))
     findings = judge(report)
     text = list(page.lines(report, findings))
     assert "ranks            all 8 ranks, 4 on each: 2 of 8 CPUs (0-1 | 2-3 | 4-5 | 6-7), 2 threads each, NUMA 0" in text
     assert text[-5:-3] == ["error: versions (1)", f"  rank 5 on n2: {findings[0].text}"]
     assert text[-1] == "FAILED: 1 error, 1 warning, 0 notes" and "links of a node  12 by gloo: 10 us" in "\n".join(text)
-    assert [row[3] for row in page.matrix(report)[:3]] == ["2", "10", "10"] and page.matrix(report)[3][1] == "2.00"
-    assert "rank 5 on n2" in page.html(report, findings)
 
 
-# ---------------------------------------------------------------------------------------------- rounds and clocks
+# ---------------------------------------------------------------------------------------------- rounds and links
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 64])
@@ -175,17 +156,6 @@ def test_of_a_large_job_nodes_play() -> None:
     assert {len(each) for each in every[::4]} == {64} and not any(every[1::4])
     assert all(other is None or every[other][turn] == rank for rank, each in enumerate(every) for turn, other in enumerate(each))
     assert len(set(every[4])) == 64 and network.firsts(["a", "b", "a"]) == [0, 1]
-
-
-def _clocks(mesh: Any) -> tuple[float, float]:
-    wire = network.Wire(torch.device("cpu"), mesh.job.group, mesh.job.group)
-    return network.skew(wire, mesh.rank, [0, 1, 3], lambda: time.time() + 5 * mesh.rank) if mesh.rank != 2 else (0.0, 0.0)
-
-
-def test_clocks_are_compared_by_messages() -> None:
-    found = on_ranks({"replicate": 4}, _clocks)
-    assert [round(ahead) for ahead, _ in found] == [0, 5, 0, 15]
-    assert all(abs(ahead - 5 * rank) <= error < 0.5 for rank, (ahead, error) in enumerate(found) if rank in (1, 3))
 
 
 def _links(mesh: Any, seconds: float) -> list[Link]:
@@ -268,7 +238,6 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert found.free > 0 and found.write > 0 and found.read > 0 and found.problem == "" and found.kind
     with storage.mark(tmp_path, "t") as problem:
         assert problem == "" and storage.sees(tmp_path, "t") and not storage.sees(tmp_path, "other", 0.0)
-        assert storage.entries(tmp_path) == 1 and storage.entries(tmp_path / "none") == -1
     with pytest.raises(KeyboardInterrupt), storage.mark(tmp_path, "t"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []

@@ -2,11 +2,9 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 import apps.llm.trial as llm
 from apps.openfold.trial import Trial
@@ -79,17 +77,16 @@ def test_what_does_not_fit_takes_the_lean_form(tiny: Planner) -> None:
 
 
 def test_the_command_draws_and_says_what_it_found(
-    tiny: Planner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    tiny: Planner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hpcai.cli.plan.Planner", lambda *words: tiny)
-    words = ["--gpus", "256", "512", "1026", "--ways", "1", "2", "--slower", "2", "--directory", str(tmp_path)]
+    words = ["--gpus", "256", "512", "1026", "--ways", "1", "2", "--slower", "2"]
     found = planned(capsys, "openfold", *words)
     rows = [row for each in found["jobs"].values() for row in each]
     assert [(row["gpus"], row["ways"]) for row in rows] == [(256, 1), (256, 2), (512, 2)]  # no batch of 512 is known
     parts = ("kernels_s", "launches_s", "messages_s", "loader_s")
     assert all(row["step_s"] == pytest.approx(sum(row[part] for part in parts)) and row["minutes"] > 0 for row in rows)
-    assert json.loads((tmp_path / "plan.json").read_text())["slower"] == 2
-    assert Image.open(tmp_path / "plan.png").width > 1000
+    assert found["slower"] == 2
     show(found)
     told = capsys.readouterr().out
     assert "no batch that is known to reach the target" in told and "messages that nothing hides" in told

@@ -157,7 +157,7 @@ def test_compressed_files_are_refused_with_what_to_do_and_read_by_h5py_when_aske
     with h5py.File(tmp_path / "u0.h5", "w") as file:
         file.create_dataset("counts", data=np.full((2, 8, 8, 8, 2), 5, np.int16), compression="gzip")
         file["target"] = np.zeros((2, 3), np.float32)
-    text = rf"u0.h5: dataset 'counts' is written through .*deflate.*: hpcai data check {tmp_path} --repair, or .* data.reader=hdf5"
+    text = r"u0.h5: dataset 'counts' is written through .*deflate.*: h5repack .*, or .* data.reader=hdf5"
     with pytest.raises(DataError, match=text):
         Rows(tmp_path, LARGE, reader="direct")
     assert (Rows(tmp_path, LARGE, reader="hdf5").read(1)["counts"] == 5).all()

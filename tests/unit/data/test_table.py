@@ -170,7 +170,7 @@ def test_packed_files_are_opened_by_hdf5_at_their_first_read(tmp_path: Path, mon
     indexed(tmp_path / "set")
     rows = Rows(tmp_path / "set", FIELDS, reader="direct")
     assert rows.read(0) and rows.shape(5, "cube") == (7, 8, 8)
-    with pytest.raises(UnreadableLayoutError, match=r"u2.h5: dataset 'cube' is written through .*deflate.*--repair"):
+    with pytest.raises(UnreadableLayoutError, match=r"u2.h5: dataset 'cube' is written through .*deflate.*h5repack"):
         rows.read(5)
     asked = Rows(tmp_path / "set", FIELDS, reader="hdf5")
     for index, wanted in enumerate(expected):

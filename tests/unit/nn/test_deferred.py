@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import resource
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hpcai import train
-from hpcai.cli.bench.timing import processes
 from hpcai.dist import alone
 from hpcai.dist.mesh import Axis
 from hpcai.errors import CheckpointError, ConfigError
@@ -264,7 +264,7 @@ def measured() -> list[str]:
 
 def test_a_model_larger_than_memory_is_built_cut_and_made_in_its_share() -> None:
     """Measured in a new interpreter: forks of a large one find room in what it has left."""
-    with processes(1) as new:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new:
         built_, shared, own, whole = new.submit(measured).result(timeout=120)
     assert built_ == "enough", "while it is built"
     assert shared == "enough"

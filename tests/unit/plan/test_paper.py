@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from apps.openfold.axial import by_channels
 from hpcai.dist.collect import Scattered, agree, gather_objects, gather_shares, sum_in_place, swap_shares
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
@@ -106,6 +105,19 @@ def test_messages_of_any_job() -> None:
         Send("reduce-scatter", 16, ranks, first + 2), Wait(first + 2),
         Send("all-reduce", 128, tuple(range(2048)), first + 3), Wait(first + 3),
     ]  # fmt: skip
+
+
+def by_channels(cfg: OpenFoldConfig, sequences: int, residues: int, ranks: int) -> int:
+    """Numbers that a rank sends for an Evoformer block, forward (docs/performance.md); backward it sends as many."""
+    rows, columns = -(-sequences // ranks), -(-residues // ranks)
+    moved = 2 * cfg.msa * rows * columns + 2 * cfg.pair * columns**2 + 6 * cfg.pairs.triangle // ranks * columns * residues
+    gathered = (cfg.rows.heads + 2 * cfg.pairs.heads) * columns * residues + cfg.rows.outer * sequences * columns
+    return (ranks - 1) * (moved + gathered)
+
+
+def test_the_formula_gives_the_table_of_the_published_network() -> None:
+    found = [2 * by_channels(OpenFoldConfig(), 128, 256, ranks) / 1e6 for ranks in (2, 4, 8)]
+    assert found == pytest.approx([44.0, 34.6, 22.0], abs=0.05), "MB in bfloat16, as docs/performance.md has them"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])

@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcai.cli.check import Finding, Options, Outcome, examine, repair
+from hpcai.cli.check import Finding, Options, Outcome, examine, tabulate
 from hpcai.data.index import write_index
 
 ALIGNED = {"alignment_threshold": 1 << 16, "alignment_interval": 4096}
@@ -92,7 +92,7 @@ def look(folder: Path, **options: Any) -> Outcome:
 
 
 def mend(folder: Path) -> list[str]:
-    return repair(folder, look(folder))
+    return tabulate(folder, look(folder))
 
 
 def table_of(folder: Path) -> list[str]:

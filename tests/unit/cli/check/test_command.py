@@ -39,7 +39,7 @@ def test_help_costs_neither_torch_nor_numpy() -> None:
         "try: hpcai.cli.main(['data', 'check', '--help'])\n"
         "except SystemExit as end: print('code', end.code)\n"
         "print([name for name in ('torch', 'numpy', 'h5py', 'rich') if name in sys.modules])\n"
-        "import hpcai.cli.check.examination, hpcai.cli.check.remedies\n"
+        "import hpcai.cli.check.examination, hpcai.cli.check.indexing\n"
         "print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -118,24 +118,6 @@ def test_json_is_complete(made: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["splits"][0]["division"]["batches"] == 3 and found["splits"][0]["fields"]["counts"] == "<i2 (8, 8, 8, 4)"
     assert found["figures"]["rate"]["needed_per_node"]["samples_per_s"] == pytest.approx(4 / 9)
     assert {"direct", "buffered", "bytes_per_sample"} <= found["figures"]["rate"].keys()
-
-
-def test_repair_says_what_it_did_and_checks_again(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = made / "train" / "universe_00000.h5"
-    with h5py.File(path) as file:
-        counts, target = file["counts"][:], file["target"][:]
-    with h5py.File(path, "w") as file:
-        file.create_dataset("counts", data=counts, compression="gzip")
-        file["target"] = target
-    assert run(made, "--repair") == 1 and "error: truncated (1)" in capsys.readouterr().out  # not what the index says: left alone
-    (made / "train" / "index.json").unlink()
-    assert run(made, "--repair", "--strict") == 0
-    out = capsys.readouterr().out
-    assert "universe_00000.h5: rewritten in one piece, aligned: " in out and "index.json: made from 3 files" in out
-    assert "fine: 5 files" in out
-    assert run(made, "--repair") == 0 and "repair: nothing to repair" in capsys.readouterr().out
-    with h5py.File(path) as file:
-        assert np.array_equal(file["counts"], counts) and file["counts"].chunks is None
 
 
 def test_names_reach_the_terminal_as_text(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

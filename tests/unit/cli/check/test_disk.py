@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from hpcai.cli.check import disk
-from hpcai.cli.check.manifest import Entry, SetFile, Split
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError
 from tests.unit.cli.check.making import look
@@ -27,38 +26,6 @@ def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path: Path, monk
     assert disk.file_system(tmp_path) == "ext4"
     monkeypatch.setattr(disk, "MOUNTS", tmp_path / "nothing")
     assert disk.file_system(tmp_path) is None
-
-
-@pytest.mark.parametrize("answer, status, found", [("8", 0, 8), ("what", 0, None), ("1", 1, None), ("-1", 0, -1)])
-def test_lfs_is_asked_for_stripes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, found: int | None
-) -> None:
-    script = tmp_path / "lfs"
-    script.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "getstripe -c {tmp_path}" ] && echo {answer}\nexit {status}\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert disk.present_stripes(tmp_path) == found
-    script.unlink()
-    assert disk.present_stripes(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    "kind, size, present, text",
-    [
-        ("lustre", 5e9, 1, "on 1 Lustre server, expected 8; lfs setstripe -c 8 "), ("lustre", 5e9, -1, ""), ("lustre", 5e9, 8, ""),
-        ("lustre", 1e6, 1, ""), ("lustre", 1e6, 4, "on 4 Lustre servers, expected 1"), ("lustre", 5e9, None, ""),
-        ("ext4", 5e9, 1, ""), (None, 5e9, 1, ""), ("nfs4", 5e9, 1, "data stage"), ("ext4", 1e3, 1, "10,001 files of 1 kB"),
-    ],
-)  # fmt: skip
-def test_how_files_should_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, size: float, present: int | None, text: str
-) -> None:
-    monkeypatch.setattr(disk, "present_stripes", lambda path: present)
-    split = Split("train", tmp_path)
-    split.files = [SetFile(tmp_path / "x.h5", split, Entry(), size=int(size))] * (10_001 if size == 1e3 else 3)
-    findings = list(disk.hints(kind, [split, Split("test", tmp_path)], tmp_path))
-    assert len(findings) == bool(text) and all(text in finding.text for finding in findings)
-    assert [disk.stripes(int(n)) for n in (1e6, 9e8, 2e9, 2e10, 2e12)] == [1, 1, 8, 24, 72]
 
 
 def test_the_rate_is_that_of_whole_samples(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,11 +89,6 @@ def mounted(kind: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
     return mount
 
 
-def lustre(made: Path, patch: pytest.MonkeyPatch) -> None:
-    mounted("lustre")(made, patch)
-    patch.setattr(disk, "present_stripes", lambda path: 8)
-
-
 def slow(made: Path, patch: pytest.MonkeyPatch) -> None:
     def read(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.02)
@@ -143,22 +138,22 @@ FAULTS = [
     Fault("truncated", on("train/u2.h5", lambda p: os.truncate(p, 5000)), "train/u2.h5", text="has 5,000 bytes, the index says"),
     Fault("overlong", on("train/u2.h5", lambda p: os.truncate(p, 1 << 20)), "train/u2.h5", text="has 1,048,576 bytes, the"),
     Fault("bit-flip", on("train/u2.h5", lambda p: flip(p, 9000, 3)), "train/u2.h5", text="copy it from its source, or if it"),
-    Fault("table", on("train/u2.h5", written_again), "train/u2.h5", text="compare it with its source, or --index", repairable=True),
+    Fault("table", on("train/u2.h5", written_again), "train/u2.h5", text="compare it with its source, or --index"),
     Fault("unreadable", on("train/u2.h5", lambda p: [p.write_text("no HDF5"), index(p.parent)]), "train/u2.h5", text="cannot be"),
     Fault("rows", on("train/u1.h5", lambda p: put(p, {**values(1), "target": np.ones((5, 3), "f4")})), "train/u1.h5", "target",
           text="has 5 rows, expected 4 as other datasets have it"),
     Fault("rows", on("train", lambda p: reword(p, lambda e: e[1].update(rows=3))), "train/u1.h5",
           text="has 4 rows, expected 3 as index.json has it"),
     Fault("unwritten", half_written, "train/u0.h5", "counts", text="1 of 4 parts of", beside=frozenset({"compressed"})),
-    Fault("compressed", on("train/u0.h5", lambda p: put(p, values(500), **PACKED)), "train/u0.h5", "counts", repairable=True,
-          text="each read unpacks a whole chunk of (1, 16, 16, 16, 4); --repair writes it in one piece"),
-    Fault("layout", inside("train/u0.h5", compact), "train/u0.h5", "target", repairable=True, text="at one place of the file"),
+    Fault("compressed", on("train/u0.h5", lambda p: put(p, values(500), **PACKED)), "train/u0.h5", "counts",
+          text="each read unpacks a whole chunk of (1, 16, 16, 16, 4); h5repack -l CONTI"),
+    Fault("layout", inside("train/u0.h5", compact), "train/u0.h5", "target", text="at one place of the file"),
     Fault("layout/elsewhere", inside("train/u0.h5", elsewhere), "train/u0.h5", "target", text="are not checked; direct reads need"),
     Fault("layout/objects", inside("train/u0.h5", lambda file: file.update(text=["a"] * 4)), "train/u0.h5", "text",
           text="its values are not checked", beside=frozenset({"schema"})),
     Fault("chunked", on("train/u0.h5", lambda p: put(p, values(500), chunks=(1, 8, 8, 8, 4))), "train/u0.h5", "counts",
-          repairable=True, text="so that a row is 8 reads instead of one"),
-    Fault("unaligned", unaligned, "train/u0.h5", "counts", repairable=True, text="begins at byte 2,048 and not on a page"),
+          text="so that a row is 8 reads instead of one"),
+    Fault("unaligned", unaligned, "train/u0.h5", "counts", text="begins at byte 2,048 and not on a page"),
     Fault("nan", inside("train/u1.h5", lambda file: file["target"].__setitem__((2, 1), -np.inf)), "train/u1.h5", "target", 2,
           text="row 2 of 4 holds NaN or infinity"),
     Fault("range", inside("train/u3.h5", lambda file: file["counts"].__setitem__((2, 0, 0, 0, 1), -7)), "train/u3.h5", "counts", 2,
@@ -187,7 +182,6 @@ FAULTS = [
     Fault("remainder", leave, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
           options={**QUICK, "batch": 5}),
     Fault("inodes", lambda made, patch: patch.setattr(disk, "MANY", 5), ".", text="6 files of 139 kB on average", options=QUICK),
-    Fault("stripe", lustre, "train", text="lie on 8 Lustre servers, expected 1; lfs setstripe -c 1"),
     Fault("network", mounted("nfs4"), ".", text="lies on nfs4, one server for all nodes"),
     Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
