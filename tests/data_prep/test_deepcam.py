@@ -114,7 +114,7 @@ def test_the_public_folders_are_taken_as_they_are(tmp_path, capsys):
         assert file["source"][...].tolist() == [b"train/data-1996-02.h5"] and file.attrs["latitude"].tolist() == [-90, 90]
     told = capsys.readouterr().out
     assert "refused: none of 6 items" in told and loaded(out / "skipped.json") == {"unusable": {}, "filtered": {}}
-    assert run("check", out) == 0 and (out / "weather.png").is_file()
+    assert run("check", out) == 0 and (out / "samples.png").is_file()
 
 
 def test_a_wrong_source_is_one_line(tmp_path, capsys):
