@@ -136,8 +136,7 @@ def told(parts: Sequence[Shard], root: Path) -> str:
     """How many files there are, and a digest of their names and sizes."""
     paths = [path for part in parts for path in ([part.path / name for name in part.names] or [part.path])]
     lines = [f"{path.relative_to(root).as_posix()} {path.stat().st_size if path.is_file() else 'missing'}" for path in paths]
-    captions = [str(part.captions) for part in parts if part.captions is not None]
-    return f"{len(lines)} files, names and sizes {command.digest([*lines, *captions])}"
+    return command.listed(lines, "files, names and sizes")
 
 
 @dataclass(frozen=True)
