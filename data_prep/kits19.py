@@ -63,17 +63,12 @@ FIELDS = {
 }
 
 
-def _sums(file: h5py.File) -> dict[str, Any]:
-    return {"case": str(file.attrs["case"])}
-
-
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     shapes = np.array([record["shape"] for record in records])
-    bare = [record["sums"]["case"] for record in records if not sum(record["sums"]["label"][1:])]
-    return {"shapes": {"least": shapes.min(0).tolist(), "largest": shapes.max(0).tolist()}, "without_kidney": bare}    # of each dim
+    return {"shapes": {"least": shapes.min(0).tolist(), "largest": shapes.max(0).tolist()}}    # of each dim
 
 
-CONTENTS = store.Contents(FIELDS, _sums, _merge, varies=True)
+CONTENTS = store.Contents(FIELDS, merge=_merge, varies=True)
 
 
 def boxes(label: NDArray[np.uint8]) -> NDArray[np.int32]:
@@ -243,13 +238,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     recipe = {"kind": "convert", "spacing": list(source.spacing), "least": list(source.least), "sources": sources}
     refused = [(name, "has no label in the public set") for name in bare]
     told = f"cases: {command.told_sources(splits)}"
-    return command.Plan(recipe, jobs, _header(source.spacing), told, refused=refused, after=_note)
-
-
-def _note(out: Path) -> None:
-    for split, part in command.Prepared(out).statistics.items():
-        if part["without_kidney"]:
-            print(f"note: no kidney in {', '.join(part['without_kidney'][:9])} of {split}; is the label that of the case?")
+    return command.Plan(recipe, jobs, _header(source.spacing), told, refused=refused)
 
 
 # ---- check

@@ -42,15 +42,6 @@ def test_the_files_are_as_promised(made):
     assert (np.isin(part["numbers"], [13, 28, 29, 46, 47, 78, 79]) == (part["tags"] < 2)).all()
 
 
-def test_flat_datasets_begin_on_pages(tmp_path):
-    fields = {name: frames.FIELDS[name] for name in ("atoms", "positions", "tags")}
-    with store.rows_file(tmp_path / "a.h5", 3, fields, {}, {"atoms": 70000}) as file:
-        assert {name: file[name].shape for name in file} == {"atoms": (3,), "positions": (70000, 3), "tags": (70000,)}
-        file["positions"][...] = 1
-    with h5py.File(tmp_path / "a.h5") as file:
-        assert file["positions"].id.get_offset() % 4096 == 0 and file["positions"].chunks is None
-
-
 def test_a_system_is_a_pure_function_of_seed_and_number(made):
     for number in (3, 1):
         system, path = opencatalyst.Recipe.system.__wrapped__(RECIPE, number), next(made.glob(f"*/systems_{number:06d}.h5"))

@@ -279,15 +279,6 @@ def test_clusters_are_lines_of_chains_or_of_entities_or_equal_sequences(library,
         assert set(why) == {"3ccc_A", "6fff_A"} and "in no cluster of" in why["3ccc_A"]
 
 
-def test_a_twin_lends_its_alignment(library, tmp_path, capsys):
-    add_structure(library, "6fff", 1)
-    (library / "twins").write_text("9xxx_A 6FFF_A 2bbb_A\n3ccc_A 1aaa_A\n")
-    assert convert(library, tmp_path / "out", "--duplicates", library / "twins") == 0
-    assert "4 chains have their own, 1 chains have none, 1 chains have a twin's" in capsys.readouterr().out
-    rows = rows_of(tmp_path / "out", "train")
-    assert (rows["6fff_A"]["msa"] == rows["2bbb_A"]["msa"]).all() and len(rows["6fff_A"]["msa"]) == 5 * 21
-
-
 def test_what_cannot_be_used_is_listed_and_the_rest_goes_on(library, tmp_path, capsys):
     for number, name in enumerate(("6fff", "7ggg"), 5):
         add_structure(library, name, number)
@@ -427,7 +418,7 @@ def test_what_can_be_no_template_is_none_whatever_the_hit(searched, tmp_path):
     assert convert(searched, tmp_path / "out") == 0 and not (tmp_path / "out" / "templates").exists()
 
 
-def test_a_twin_lends_its_hits(searched, tmp_path):
+def test_a_twin_lends_its_alignment_and_hits(searched, tmp_path):
     add_structure(searched, "6fff", 1)
     add_structure(searched, "7ggg", 1, day="2009-02-20")
     add_structure(searched, "8hhh", 1, day=None)
@@ -435,33 +426,11 @@ def test_a_twin_lends_its_hits(searched, tmp_path):
     (searched / "twins").write_text("6FFF_A 7ggg_A 8hhh_A 2bbb_A\n")
     assert convert(searched, tmp_path / "out", "--duplicates", searched / "twins") == 0
     rows = rows_of(tmp_path / "out", "train")
+    assert (rows["6fff_A"]["msa"] == rows["2bbb_A"]["msa"]).all() and len(rows["6fff_A"]["msa"]) == 5 * 21
     names = {name: [templates_of(tmp_path / "out")[at]["name"].decode() for at in row["hit_row"]] for name, row in rows.items()}
     assert names["6fff_A"] == names["2bbb_A"] == ["5eee_A", "1aaa_A", "1aaa_A"], "not what came out with it"
     assert names["7ggg_A"] == [], "those came out 50 days before it, or later"
     assert names["8hhh_A"] == ["2bbb_A", "4ddd_A", "5eee_A", "1aaa_A", "1aaa_A"], "of no day, but not itself"
-
-
-@pytest.mark.originals
-def test_original_hits_are_converted(tmp_path, originals):
-    """The query has no structure: it gets one here, of a day after all templates."""
-    real = originals / "openfold"
-    folder, hhr = tmp_path / "library", real / "alignments" / "query_SMBPlike" / "pdb70_hits.hhr"
-    text = "".join((real / "fasta" / "query_SMBPlike.fasta").read_text().split("\n")[1:])
-    one, path = drawn(len(text), 1), folder / "mmcif" / "7qqq.cif"
-    path.parent.mkdir(parents=True)
-    for entry in (real / "mmcif").glob("*.cif"):
-        path.with_name(entry.name).symlink_to(entry)
-    write_structure(path, encode(text).astype(int), one.positions + 1, np.ones_like(one.mask), one.mask, chain="A")
-    path.write_text(path.read_text() + "\n_pdbx_audit_revision_history.revision_date 2013-12-10\n")
-    shutil.copytree(hhr.parent, folder / "alignments" / "7qqq_A" / "a3m")
-    (folder / "held").write_text("102m_A\n")
-    assert convert(folder, tmp_path / "out", "--released-until", "2030-01-01") == 0
-    row, stored = rows_of(tmp_path / "out", "train")["7qqq_A"], templates_of(tmp_path / "out")
-    names = [stored[at]["name"].decode() for at in row["hit_row"]]
-    assert names == ["3u8v_A", "1psm_A", "4i6p_A", "2q2k_A"], "not 3zee of 55 days before, nor 4zey and 5kc1 of later years"
-    found, _ = read_templates(hhr, text, real / "mmcif", entry="7qqq", before=date(2013, 12, 10))
-    same = features_of([stored[at] for at in row["hit_row"]], row["hit_places"].reshape(4, -1), row["hit_sum_probs"])
-    assert all((found[name] == same[name]).all() for name in found)
 
 
 # ---- simulate and check
