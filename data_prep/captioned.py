@@ -1,7 +1,6 @@
 """Images or latents with their captions, in the forms in which such sets are published, each sample by itself.
 
-    a folder            NAME.png .jpg .jpeg .webp .npy at any depth; captions are NAME.txt beside them, or of metadata.jsonl with
-                        file_name and text (Hugging Face's imagefolder)
+    a folder            NAME.png .jpg .jpeg .webp .npy at any depth; captions are NAME.txt beside them
     *.tar               webdataset: members KEY.png and so on, KEY.txt
                         KEY.npy, KEY.txt: MLPerf's Stable Diffusion, moments float32 [1, 2L, h, w]
     *.arrow             MLPerf's Flux.1: __key__, mean, logvar [L, h, w], t5_encodings [N, J], clip_encodings [J'], timestep
@@ -13,7 +12,6 @@ L channels of a latent   h w its places   N tokens of J numbers   J' numbers of 
 """
 
 import io
-import json
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +34,6 @@ Entry = dict[str, Any]
 
 STATE = "state.json"
 PICTURES = ("png", "jpg", "jpeg", "webp", "npy")
-METADATA = "metadata.jsonl"
 CHUNK = 4096                                    # images of a folder that are listed together
 AGAIN = "copy or make it again, or leave it out"
 COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_encodings": "pooled"}
@@ -44,11 +41,10 @@ COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_e
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a source: a tar, a table, or some images of a folder, with their captions where a list of them has some."""
+    """A part of a source: a tar, a table, or some images of a folder."""
 
     path: Path
     names: tuple[str, ...] = ()
-    captions: tuple[str | None, ...] | None = None
 
     @property
     def kind(self) -> str:
@@ -86,11 +82,7 @@ def shards(folder: Path) -> list[Shard]:
     names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     if not names:
         raise ConfigError(f"{folder}: holds no image ({', '.join(PICTURES)}), no .tar or .arrow; name another SOURCE")
-    told = _metadata(folder)
-    if told is not None and (unknown := sorted(set(told) - set(names))):
-        raise DataError(f"{folder / unknown[0]}: not there, though the metadata name it; {AGAIN}")
-    parts = [tuple(names[start : start + CHUNK]) for start in range(0, len(names), CHUNK)]
-    return [Shard(folder, part, None if told is None else tuple(map(told.get, part))) for part in parts]
+    return [Shard(folder, tuple(names[start : start + CHUNK])) for start in range(0, len(names), CHUNK)]
 
 
 def _saved(path: Path) -> list[str]:
@@ -98,22 +90,6 @@ def _saved(path: Path) -> list[str]:
         return [str(one["filename"]) for one in store.read_json(path)["_data_files"]]
     except (LookupError, TypeError) as problem:
         raise DataError(f"{path}: no _data_files with a filename ({problem!r}); {AGAIN}") from None
-
-
-def _metadata(folder: Path) -> dict[str, str] | None:
-    """Captions by file name, where a list of them is there."""
-    path, found = folder / METADATA, dict[str, str]()
-    if not path.is_file():
-        return None
-    for number, line in enumerate(_text(_bytes(path), str(path)).splitlines(), 1):
-        try:
-            name, text = (json.loads(line)[key] for key in ("file_name", "text"))
-            if not isinstance(name, str) or not isinstance(text, str) or name in found:
-                raise ValueError(f"{name!r} is there twice, or one of them is no text")
-        except (ValueError, LookupError, TypeError) as problem:
-            raise DataError(f"{path}: row {number}: {problem!r}; expected file_name and text in each") from None
-        found[name] = text
-    return found
 
 
 def listing(shard: Shard) -> dict[str, Any]:
@@ -138,10 +114,8 @@ def _entries(shard: Shard) -> Iterator[Entry]:
             for row, name in enumerate(batch.column(0).to_pylist(), begin):
                 yield {"name": name, "row": row, "caption": False}
     else:
-        texts: Sequence[str | None] = shard.captions or (None,) * len(shard.names)
-        for name, text in zip(shard.names, texts):
-            beside = shard.captions is None and (shard.path / name).with_suffix(".txt").is_file()
-            yield {"name": name, "text": text, "beside": beside, "caption": beside or text is not None}
+        for name in shard.names:
+            yield {"name": name, "caption": (shard.path / name).with_suffix(".txt").is_file()}
 
 
 def _of_tar(path: Path) -> Iterator[Entry]:
@@ -186,7 +160,7 @@ def read(shard: Shard, entries: Sequence[Entry]) -> Iterator[Sample]:
     else:
         for entry in entries:
             path = shard.path / entry["name"]
-            caption = _text(_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["beside"] else entry["text"]
+            caption = _text(_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
             found = _picture(_bytes(path), "npy", str(path)) if path.suffix.lower() == ".npy" else {"image": path}
             yield Sample(str(path), caption, **found)
 

@@ -4,7 +4,6 @@ R chains   A residues, of all chains one after the other   L letters of all alig
 H hits of templates   P residues of the chains, once for each of their hits
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -15,7 +14,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import command, store
+from data_prep import moments, store
 from data_prep.store import Field
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode
@@ -110,65 +109,23 @@ def header(about: str) -> dict[str, Any]:
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    residues, letters, hits, _ = (file[name][...].astype(np.int64) for name in PARTS)
+    residues, letters, hits = (file[name][...].astype(np.int64) for name in ("residues", "letters", "hits"))
+    known = file["resolution"][...][file["resolution"][...] > 0]
+    columns = {"residues": residues, "depth": letters // residues, "hits": hits, **({"resolution": known} if len(known) else {})}
     return {
-        "residues": residues.tolist(), "depths": (letters // residues).tolist(), "letters": int(letters.sum()),
-        "clusters": np.unique(file["cluster"][...]).tolist(), "resolved": int(file["mask"][:, CA].sum(dtype=np.int64)),
-        "resolutions": [round(value, 3) for value in file["resolution"][...].tolist() if value],
-        "undated": int((file["release"][...] == UNKNOWN_DAY).sum()),
-        "clipped": int((file["deletions"][...] == MOST_DELETIONS).sum()),
-        "hits": hits.tolist(),
+        "columns": {name: moments.measure(values[:, None]) for name, values in columns.items()},
+        "clusters": np.unique(file["cluster"][...]).tolist(), "undated": int((file["release"][...] == UNKNOWN_DAY).sum()),
     }  # fmt: skip
 
 
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     sums = [record["sums"] for record in records]
-    lists = {name: np.array([value for each in sums for value in each[name]]) for name in LISTS}
-    total = {name: sum(each[name] for each in sums) for name in ("letters", "resolved", "undated", "clipped")}
-
-    def spread(name: str) -> dict[str, float]:
-        values = lists[name]
-        if not len(values):
-            return {}
-        least, middle, most = np.quantile(values, [0, 0.5, 1]).tolist()
-        return {"minimum": least, "median": middle, "maximum": most, "mean": float(values.mean())}
-
+    names = dict.fromkeys(name for each in sums for name in each["columns"])
     return {
-        "chains": len(lists["residues"]), "clusters": len({number for each in sums for number in each["clusters"]}),
-        "residues": {"total": int(lists["residues"].sum()), "with CA": total["resolved"], **spread("residues")},
-        "depth": {**spread("depths"), "query alone": int((lists["depths"] == 1).sum())},
-        "resolution": {"known": len(lists["resolutions"]), **spread("resolutions")},
-        "letters": total["letters"], "undated": total["undated"], "clipped_deletions": total["clipped"],
-        "templates": {"hits": int(lists["hits"].sum()), "chains with none": int((lists["hits"] == 0).sum()), **spread("hits")},
+        "clusters": len({number for each in sums for number in each["clusters"]}), "undated": sum(each["undated"] for each in sums),
+        **{name: moments.summary(each["columns"][name] for each in sums if name in each["columns"]) for name in names},
     }  # fmt: skip
 
 
-PARTS = ("residues", "letters", "hits", "places")
-LISTS = ("residues", "depths", "resolutions", "hits")
 TEMPLATE_CONTENTS = store.Contents(TEMPLATE_FIELDS)
 CONTENTS = store.Contents(FIELDS, _sums, _merge)
-
-
-# ---- a picture
-
-
-def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
-    """Four chains: how far CA atoms are from each other, and how many rows of the alignment cover each residue."""
-    grid, places = figure.subplots(2, 4, height_ratios=(2.2, 1), squeeze=False), prepared.places
-    for part, (above, below) in enumerate(grid.T):
-        name, row = places[min(len(places) - 1, (2 * part + 1) * len(places) // 8)]
-        with h5py.File(name, "r") as file:
-            found = read(file, row)
-        seen, at = found["mask"][:, CA] > 0, found["positions"][:, CA].astype(np.float64)
-        distance = np.linalg.norm(at[:, None] - at, axis=-1)
-        distance[~(seen[:, None] & seen)] = np.nan
-        shown = above.imshow(distance, cmap="viridis_r", vmin=0, vmax=40, interpolation="nearest")
-        about = f"{name.parent.name}: {found['name'].decode()}\n{len(seen)} residues, {len(found['msa'])} rows"
-        above.set_title(about, fontsize=10)
-        below.fill_between(np.arange(len(seen)), (found["msa"] != GAP).mean(0), step="mid", alpha=0.4)
-        below.plot(((found["msa"] == found["aatype"]) & (found["aatype"] != UNKNOWN)).mean(0), linewidth=1)
-        below.set(xlim=(-0.5, len(seen) - 0.5), ylim=(0, 1.02), xlabel="residue")
-    figure.colorbar(shown, ax=grid[0], label="CA to CA, angstrom")
-    grid[1, 0].set_ylabel("share of rows")
-    label = prepared.index["label"]
-    figure.suptitle(f"{label}. White: no coordinates; filled: rows that cover a residue; line: rows that have the same residue")

@@ -9,7 +9,6 @@ or ``Recipe``, whose fields are ``option``), and functions:
 
     plan(options) -> Plan                   which files there are, and how each is made; one for simulate, one for convert
     look(prepared, options) -> mistakes     of some samples, made or counted again
-    draw(figure, prepared, options)         the picture
 
 and puts them together as a ``Maker``, whose ``main`` is the module's. The frame does the rest: each file is written once and
 atomically, by any rank and worker; a stopped run goes on; index.json, statistics.json and skipped.json are written; all is checked
@@ -33,7 +32,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from data_prep import store
+from data_prep import picture, store
 from hpcai.cli.check import Options, examine
 from hpcai.data.index import write_json
 from hpcai.errors import ConfigError, HpcaiError
@@ -276,9 +275,7 @@ class Check:
     text: str
     look: Callable[[Prepared, argparse.Namespace], Iterator[str]]           # mistakes
     option: tuple[str, int, str] | None                                     # None: all are
-    picture: tuple[str, tuple[float, float], int] | None = None             # name, inches, dots per inch
-    draw: Callable[[Any, Prepared, argparse.Namespace], None] | None = None
-    add: Callable[[argparse.ArgumentParser], None] = lambda made: None
+    picture: bool = True
     name = "check"
 
 
@@ -314,7 +311,7 @@ class Maker:
                 each.settings.add_options(made)
                 made.add_argument("--workers", metavar="N", type=workers, default="cores", help="processes of this rank")
                 made.set_defaults(run=self.run, made=each, some=self.check.option and self.check.option[1], picture=True)
-            if not isinstance(each, Convert):
+            if isinstance(each, Simulate):
                 each.add(made)
         return top
 
@@ -323,7 +320,7 @@ class Maker:
             name, many, text = self.check.option
             made.add_argument(f"--{name}", dest="some", metavar="N", type=natural, default=many, help=text)
         if self.check.picture:
-            drawn = f"draw OUT/{self.check.picture[0]}"
+            drawn = f"draw OUT/{picture.NAME}"
             made.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=drawn)
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
@@ -386,16 +383,10 @@ class Maker:
         tell(prepared)
         if not wrong:
             wrong += check.look(prepared, options)
-        if check.picture and check.draw and options.picture and not wrong:
-            from matplotlib.figure import Figure
-
-            name, inches, dots = check.picture
-            figure = Figure(figsize=inches, layout="constrained")
-            check.draw(figure, prepared, options)
-            partial = options.out / f".{name}.partial"
-            figure.savefig(partial, dpi=dots, format="png")
-            partial.replace(options.out / name)
-            print(f"picture: {options.out / name}")
+        if check.picture and options.picture and not wrong:
+            path = options.out / picture.NAME
+            picture.draw(list(spread(prepared.places, picture.SAMPLES)), prepared.index, path)
+            print(f"picture: {path}")
         for text in wrong[:20]:
             print(f"wrong: {text}")
         if len(wrong) > 20:

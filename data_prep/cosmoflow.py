@@ -1,8 +1,8 @@
-"""CosmoFlow data: simulate universes from physics, check them, or convert the public sets.
+"""CosmoFlow data: simulate universes from physics, check them, or convert the public set.
 
     python -m data_prep.cosmoflow simulate OUT      universes of cold dark matter: Eisenstein-Hu spectrum, 2LPT, counts on a mesh
     python -m data_prep.cosmoflow check OUT         files against their index, spectra against the linear input, a picture
-    python -m data_prep.cosmoflow convert SOURCE OUT    public MLPerf TFRecords, or the public HDF5 universes
+    python -m data_prep.cosmoflow convert SOURCE OUT    public MLPerf TFRecords
 
 The four numbers to be learnt are Omega_m, sigma_8, n_s and H_0, each within 10 % of (0.3, 0.8, 0.96, 70), with Omega_b = 0.045, at
 redshifts 0, 0.5, 1.5 and 3: what the generator of the public universes (NERSC/cosmoflow-sims, janWorkflow/prepMusic_4par.sh, files
@@ -36,65 +36,37 @@ UNITS = ("", "", "", "km/s/Mpc")
 RANGES = {"Omega_m": (0.27, 0.33), "sigma_8": (0.72, 0.88), "n_s": (0.864, 1.056), "H_0": (63.0, 77.0)}
 ALLOWED = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # where the fits hold
 PARAMETER_STREAM, FIELD_STREAM, ROUNDING_STREAM = 1, 2, 3           # streams of random numbers
-HDF5 = b"\x89HDF\r\n\x1a\n"
 BESIDE = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}          # what people keep beside the public files
 
 
 # ---- what the files hold
 
 
-FIELDS = {"counts": Field("int16", (None, None, None, None), low=0), "target": Field("float32", (len(PARAMETERS),), low=-1, high=1)}
+FIELDS = {
+    "counts": Field("int16", (None, None, None, None), low=0, channels=3),
+    "target": Field("float32", (len(PARAMETERS),), low=-1, high=1, channels=0),
+}
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    """Per channel: cells, sum, sum of squares, maximum, sums of log(1 + count) and of its products; per parameter: sums.
-    They come from a histogram, so that integers are exact and their order does not matter."""
-    counts, target = file["counts"], file["target"]
-    channels = counts.shape[-1]
-    histogram = [np.zeros(1, np.int64) for _ in range(channels)]
-    products = np.zeros((channels, channels))
+    """Sums of log(1 + count) of each channel, and of its products."""
+    counts = file["counts"]
+    cells, total, products = 0, np.zeros(counts.shape[-1]), np.zeros((counts.shape[-1],) * 2)
     for row in range(counts.shape[0]):
-        cube = counts[row].reshape(-1, channels)
+        cube = counts[row].reshape(-1, counts.shape[-1])
         if cube.min() < 0:
             raise DataError(f"{file.filename}: row {row} holds a count of {cube.min()}, expected none below 0")
-        for channel in range(channels):
-            more = np.bincount(cube[:, channel], minlength=histogram[channel].size)
-            more[: histogram[channel].size] += histogram[channel]
-            histogram[channel] = more
         log = np.log1p(np.arange(cube.max() + 1))[cube]                                  # [cells, C]
         products += np.einsum("ni,nj->ij", log, log)      # not BLAS, whose sums depend on the number of threads
-    every = [(h, np.arange(h.size), np.log1p(np.arange(h.size))) for h in histogram]
-    rows = target[...].astype(np.float64)
-    return {
-        "cells": int(histogram[0].sum()),
-        "sum": [int((h * n).sum()) for h, n, _ in every],
-        "square": [int((h * n * n).sum()) for h, n, _ in every],
-        "max": [int(h.size - 1) for h in histogram],
-        "log_sum": [float((h * log).sum()) for h, _, log in every],
-        "log_product": products.tolist(),
-        "target_sum": rows.sum(0).tolist(),
-        "target_square": (rows**2).sum(0).tolist(),
-    }
+        cells, total = cells + len(log), total + log.sum(0)
+    return {"cells": cells, "log_sum": total.tolist(), "log_product": products.tolist()}
 
 
 def _moments(records: Sequence[store.Record]) -> dict[str, Any]:
-    def total(key: str) -> Any:
-        return np.sum([record["sums"][key] for record in records], axis=0, dtype=np.float64)
-
-    def deviation(mean: Any, square: Any) -> list[float]:
-        return np.sqrt(np.maximum(square - mean**2, 0)).tolist()
-
-    rows, cells = sum(record["rows"] for record in records), float(total("cells"))
-    mean, log, target = total("sum") / cells, total("log_sum") / cells, total("target_sum") / rows
-    return {
-        "counts": {
-            "mean": mean.tolist(),
-            "variance": (total("square") / cells - mean**2).tolist(),
-            "max": np.max([record["sums"]["max"] for record in records], axis=0).tolist(),
-        },
-        "log1p": {"mean": log.tolist(), "covariance": (total("log_product") / cells - np.outer(log, log)).tolist()},
-        "target": {"mean": target.tolist(), "std": deviation(target, total("target_square") / rows)},
-    }
+    names = ("cells", "log_sum", "log_product")
+    cells, log, product = (np.sum([record["sums"][name] for record in records], axis=0) for name in names)
+    mean = log / cells
+    return {"log1p": {"mean": mean.tolist(), "covariance": (product / cells - np.outer(mean, mean)).tolist()}}
 
 
 CONTENTS = store.Contents(FIELDS, _sums, _moments)
@@ -258,11 +230,10 @@ def simulate(options: argparse.Namespace) -> command.Plan:
 
 @dataclass(frozen=True)
 class Source(command.Settings):
-    """What is read of the public files, and how it is cut."""
+    """What is read of the public files."""
 
     rows_per_file: int = option(64, "TFRecord files per output file", type=command.positive)
     channels: int = option(4, "of a TFRecord sample", type=command.positive)
-    cut_size: int = option(128, "cells per side of a cut from HDF5", type=command.positive)
 
 
 def add_source(made: argparse.ArgumentParser) -> None:
@@ -279,24 +250,20 @@ class Share:
     root: Path
     sources: tuple[str, ...]
     channels: int
-    cut_size: int
     about: dict[str, Any]
 
 
-def _kind(path: Path) -> str:
+def _refuse_others(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(12)
-    if head[:8] == HDF5:
-        return "universe"
-    if tfrecord.is_tfrecord(head):
-        return "tfrecord"
-    begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
-    raise DataError(f"{path}: {begin}, expected a TFRecord, gzip or HDF5 file; fetch it again, or move it away")
+    if not tfrecord.is_tfrecord(head):
+        begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
+        raise DataError(f"{path}: {begin}, expected a TFRecord or gzip file; fetch it again, or move it away")
 
 
 def convert_share(share: Share, path: Path) -> None:
-    if _kind(share.root / share.sources[0]) == "universe":
-        return _convert_universe(share, path)
+    for source in share.sources:
+        _refuse_others(share.root / source)
     try:
         _convert_records(share, path, len(share.sources))
     except _OtherRowsError:                     # not the public one record per file: count first
@@ -328,37 +295,6 @@ def _convert_records(share: Share, path: Path, rows: int) -> None:
         file.create_dataset("source", data=np.array(names, "S"))
 
 
-def _convert_universe(share: Share, out: Path) -> None:
-    path, size = share.root / share.sources[0], share.cut_size
-    try:
-        source = h5py.File(path, "r")
-    except OSError as error:
-        raise DataError(f"{path}: unreadable HDF5 ({error}); fetch the file again") from None
-    with source:
-        for name in ("full", "unitPar"):
-            if name not in source:
-                raise DataError(f"{path}: no dataset '{name}', found {sorted(source)}; is it a public CosmoFlow universe?")
-        full, target = source["full"], source["unitPar"][...].astype(np.float32).reshape(-1)
-        edge = full.shape[0]
-        if full.ndim != 4 or full.shape[1:3] != (edge, edge) or full.dtype != np.int16:
-            raise DataError(f"{path}: dataset 'full' is {full.dtype} {full.shape}, expected int16 (N, N, N, channels)")
-        if edge % size:
-            raise DataError(f"{path}: {edge} cells per side are no multiple of --cut-size {size}")
-        if len(target) != len(PARAMETERS):
-            raise DataError(f"{path}: 'unitPar' has {len(target)} values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
-        tfrecord.refuse_target(target, str(path))
-        rows, row = (edge // size) ** 3, 0
-        with store.rows_file(out, rows, _shaped(size, size, size, full.shape[3]), share.about) as file:
-            for x in range(0, edge, size):
-                slab = full[x : x + size]
-                tfrecord.refuse_counts(slab, f"{path}: cells {x} to {x + size} of the first axis")
-                for cube in cubes(slab, size):
-                    file["counts"][row] = cube
-                    row += 1
-            file["target"][...] = target
-            file.create_dataset("source", data=np.array([share.sources[0]] * rows, "S"))
-
-
 def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
     """Source files of each split, sorted, relative to SOURCE."""
     root: Path = options.source
@@ -373,7 +309,7 @@ def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
         seen = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
         files = sorted(path.relative_to(root).as_posix() for path in seen)
         if not files:
-            raise ConfigError(f"{folder}: no files, expected TFRecords or HDF5 universes")
+            raise ConfigError(f"{folder}: no files, expected TFRecords")
         found[split] = files[: options.limit]
     return found
 
@@ -384,9 +320,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
     about = {**_header(low, high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: options.channels], "voxel_mpc_h": 1.0}
     jobs: list[store.Job] = []
     for split, files in sources.items():
-        each = 1 if _kind(options.source / files[0]) == "universe" else options.rows_per_file
-        for number, some in enumerate(command.parts_of(files, each)):
-            share = Share(options.source, some, options.channels, options.cut_size, about)
+        for number, some in enumerate(command.parts_of(files, options.rows_per_file)):
+            share = Share(options.source, some, options.channels, about)
             jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", partial(convert_share, share), CONTENTS))
     recipe = {"kind": "convert", **Source.of(options).told, "low": list(low), "high": list(high),
               "sources": {split: command.listed(files) for split, files in sources.items()}}  # fmt: skip
@@ -396,12 +331,12 @@ def convert(options: argparse.Namespace) -> command.Plan:
 
 
 MAKER = command.Maker(
-    "cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public sets.", "cosmoflow",
+    "cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public set.", "cosmoflow",
     command.Check("Files against index.json, spectra against the linear input.", inspection.look,
-                  ("spectra", 64, "universes whose spectra are measured"), ("universes.png", (15.2, 8.4), 110), inspection.draw),
+                  ("spectra", 64, "universes whose spectra are measured")),
     (command.Simulate("Universes of cold dark matter, from their four numbers to particle counts.", Recipe,
                       ("universes", 256, "how many; a later run may ask for more"), simulate, add_ranges),
-     command.Convert("Public MLPerf TFRecords (plain or gzip), or public HDF5 universes.", Source, convert, add_source)),
+     command.Convert("Public MLPerf TFRecords, plain or gzip.", Source, convert, add_source)),
 )  # fmt: skip
 main, parser = MAKER.main, MAKER.parser
 

@@ -16,7 +16,6 @@ N rows of a file   H, W latitudes (south to north) and longitudes   16 the VARIA
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -166,48 +165,17 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
     if recipe is None:
         return
     grid, places = recipe.grid(), command.spread(prepared.places, options.some)
-    cyclones, rivers = Counter[int](), Counter[int]()
     for path, row in places:
         with h5py.File(path, "r") as file:
             values, mask = file["fields"][row], file["mask"][row]
-        objects = detection.detect(grid, values)
-        cyclones[len(objects.cyclones)] += 1
-        rivers[len(objects.rivers)] += 1
-        if (objects.mask != mask).any():
-            yield f"{path}: row {row}: the mask differs from the rule in {(objects.mask != mask).sum()} cells; make the file again"
+        if wrong := (detection.detect(grid, values).mask != mask).sum():
+            yield f"{path}: row {row}: the mask differs from the rule in {wrong} cells; make the file again"
     print(f"masks of {len(places)} samples compared with the rule")
-    for name, found in (("tropical cyclones", cyclones), ("atmospheric rivers", rivers)):
-        print(f"  {name} per sample: " + ", ".join(f"{count} in {found[count]}" for count in sorted(found)))
-
-
-def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
-    """Six samples, of those that hold something if there are so many: water, pressure and outlines."""
-    seen: list[tuple[int, Path, int]] = []
-    for name, row in command.spread(prepared.places, 60):
-        with h5py.File(name, "r") as file:
-            seen.append((len(np.unique(file["mask"][row])), name, row))
-    shown = sorted(seen, key=lambda item: -item[0])[:6]
-    for axis, (_, name, row) in zip(figure.subplots(2, 3, squeeze=False).ravel(), shown):
-        with h5py.File(name, "r") as file:
-            values, mask = file["fields"][row], file["mask"][row]
-            (south, north), (west, east) = file.attrs["latitude"], file.attrs["longitude"]
-        water, pressure = (values[..., list(VARIABLES).index(name)] for name in ("TMQ", "PSL"))
-        x, y = np.linspace(west, east, mask.shape[1]), np.linspace(south, north, mask.shape[0])
-        image = axis.pcolormesh(x, y, water, cmap="YlGnBu", vmin=0, vmax=65, rasterized=True)
-        axis.contour(x, y, pressure / 100, np.arange(900, 1060, 4), colors="0.25", linewidths=0.5)
-        for kind, color in ((detection.CYCLONE, "red"), (detection.RIVER, "blue")):
-            if (mask == kind).any():
-                axis.contour(x, y, mask == kind, [0.5], colors=color, linewidths=1.5)
-        axis.set(aspect="equal", xlabel="longitude (degrees)", ylabel="latitude (degrees)")
-        axis.set_title(f"{name.parent.name}/{name.name} row {row}", fontsize=10)
-    text = "precipitable water (kg/m2); pressure at sea level every 4 hPa; cyclones red, rivers blue"
-    figure.colorbar(image, ax=figure.axes, label=text, shrink=0.8, location="bottom", aspect=60)
 
 
 MAKER = command.Maker(
     "deepcam", "DeepCAM data: simulate weather maps, check them, or convert the public set.", "deepcam",
-    command.Check("Files against index.json, masks against the rule.", look, ("rule", 64, "samples whose masks are made again"),
-                  ("weather.png", (16, 9), 100), draw),
+    command.Check("Files against index.json, masks against the rule.", look, ("rule", 64, "samples whose masks are made again")),
     (command.Simulate("Weather maps of an idealised atmosphere, with masks of cyclones and rivers.", Recipe,
                       ("samples", 400, "how many; a later run may ask for more"), simulate),
      command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source)),

@@ -49,6 +49,7 @@ Array = NDArray[np.float64]
 RANGES = {**cosmoflow.RANGES, "Omega_m": (0.1, 0.5), "sigma_8": (0.6, 1.0)}
 CHANNELS = ("TMQ", "U850", "V850", "PSL")
 PILOT = 16                      # universes or moments whose mean and deviation all are standardised by
+FLOOR = 0.05                    # mean densities that are added before the logarithm
 FINER = 2                       # weather is made on a grid so many times finer: its cyclones are narrower than a cell of the map
 WEATHER_STREAM = 1
 CLOSE = 1e-4                    # deviations: what float32 may leave between low and the mean of high
@@ -149,23 +150,17 @@ class Matter(Recipe):
     """Universes, and how their density is cut."""
 
     voxel: float = option(None, "width of a cell in Mpc/h: 1, of volumes 4", metavar="X", type=float)
-    redshift: float = option(0.0, "of matter", metavar="Z", type=float)
     slabs: int = option(2, "maps along each axis of a universe", type=command.positive)         # 0 for the whole cube
     thickness: int = option(16, "cells of a slab", type=command.positive)
     particles: int = option(None, "that are moved: 8, of volumes 4", "particles-per-cell", type=int, choices=[*universe.LATTICES])
-    floor: float = option(0.05, "mean densities added before the logarithm", metavar="X", type=float)
     omega_b: float = cosmoflow.omega_b()
     low_end: tuple[float, ...] = ()             # of the ranges
     high_end: tuple[float, ...] = ()
 
     def mistakes(self) -> Iterator[str]:
         found = list(super().mistakes())
-        if not 0 <= self.redshift <= 50:
-            found.append(f"--redshift is {self.redshift}, expected 0 to 50")
         if self.slabs and not 1 <= self.thickness * self.slabs <= self.size:
             found.append(f"--slabs {self.slabs} of --thickness {self.thickness} cells: more than the {self.size} cells of --size")
-        if not 1e-3 <= self.floor <= 1:
-            found.append(f"--floor is {self.floor}, expected 0.001 to 1")
         if not found:
             try:
                 _ = self.universes
@@ -176,7 +171,7 @@ class Matter(Recipe):
     @property
     def universes(self) -> cosmoflow.Recipe:
         return cosmoflow.Recipe(
-            self.seed, self.size, 1, self.voxel, (self.redshift,), self.particles, 1.0, self.omega_b, self.low_end, self.high_end,
+            self.seed, self.size, 1, self.voxel, (0.0,), self.particles, 1.0, self.omega_b, self.low_end, self.high_end,
             0.0, 0.0,
         )  # fmt: skip
 
@@ -202,17 +197,17 @@ class Matter(Recipe):
         return self.universes.target(number)
 
     def scaled(self, values: Array) -> Array:
-        return np.log(values + self.floor)
+        return np.log(values + FLOOR)
 
     def unscaled(self, values: Array) -> Array:
-        return np.exp(values) - self.floor
+        return np.exp(values) - FLOOR
 
     def about(self) -> dict[str, Any]:
         side, dims = self.size * self.voxel, len(self.shape)
         return {
-            "channels": ["density"], "channel_units": ["mean density"], "floor": self.floor,
+            "channels": ["density"], "channel_units": ["mean density"], "floor": FLOOR,
             "undo": "density = exp(mean + deviation * value) - floor",
-            "box": [side] * dims, "box_units": "Mpc/h", "periodic": [True] * dims, "redshift": self.redshift,
+            "box": [side] * dims, "box_units": "Mpc/h", "periodic": [True] * dims, "redshift": 0.0,
             **({"thickness": self.thickness * self.voxel} if self.slabs else {}),
             "parameters": list(cosmoflow.PARAMETERS), "low": list(self.low_end), "high": list(self.high_end),
             "units": list(cosmoflow.UNITS),
@@ -223,15 +218,11 @@ class Matter(Recipe):
 class Weather(Recipe):
     """Moments of an idealised atmosphere."""
 
-    channels: tuple[str, ...] = CHANNELS
-
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         spacing = 240 / self.size / FINER
         if spacing > 2:
             yield f"--size {self.size} is made of cells of {spacing:g} degrees, expected 2 or less: cyclones are 1 degree wide"
-        if not self.channels or len({*self.channels}) < len(self.channels) or {*self.channels} - {*VARIABLES}:
-            yield f"--channels {','.join(self.channels)}: expected different ones of {', '.join(VARIABLES)}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -242,12 +233,12 @@ class Weather(Recipe):
         latitude, longitude = ((np.arange(cells) + 0.5) / cells for cells in (height, width))
         grid = Grid(180 * latitude - 90, 360 * longitude, True)
         fields = scenes.sample(grid, self.generator(WEATHER_STREAM, number)).astype(np.float64)
-        chosen = np.moveaxis(fields[..., [list(VARIABLES).index(name) for name in self.channels]], -1, 0)
+        chosen = np.moveaxis(fields[..., [list(VARIABLES).index(name) for name in CHANNELS]], -1, 0)
         return coarse(chosen, FINER, 2)[None]
 
     def about(self) -> dict[str, Any]:
         return {
-            "channels": list(self.channels), "channel_units": [VARIABLES[name].units for name in self.channels],
+            "channels": list(CHANNELS), "channel_units": [VARIABLES[name].units for name in CHANNELS],
             "undo": "field = mean + deviation * value",
             "box": [180.0, 360.0], "box_units": "degrees", "periodic": [False, True],
             "note": "kinematic: an idealised atmosphere at one instant, southernmost row first; no weather model",
@@ -297,9 +288,6 @@ def _asked(options: argparse.Namespace) -> Recipe:
 
 def add_kind(made: argparse.ArgumentParser) -> None:
     made.add_argument("--kind", choices=KINDS, required=True, help="what is simulated")
-    names = command.taking("list such as TMQ,U850", lambda text: text.split(","))
-    usual = ",".join(CHANNELS)
-    made.add_argument("--channels", metavar="NAME,...", type=names, default=usual, help="of weather, in DeepCAM's names")
     cosmoflow.add_ranges(made, RANGES)
 
 
@@ -347,30 +335,9 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
     print(f"low of {len(places)} samples compared with the mean of high")
 
 
-def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
-    """Six samples of one channel, or one sample of up to six channels: high above low."""
-    recipe = _recipe_of(prepared)
-    channels = recipe.header()["channels"][:6]
-    shown = []                          # title, high, low
-    for name, row in command.spread(prepared.places, 1 if len(channels) > 1 else 6):
-        with h5py.File(name, "r") as file:
-            pair = [file[part][row] for part in ("high", "low")]
-        for channel, text in enumerate(channels):
-            images = [part[channel] if part.ndim == 3 else part[channel, part.shape[1] // 2] for part in pair]
-            shown.append((text if len(channels) > 1 else f"{name.parent.name}/{name.name} row {row}", *images))
-    for column, (title, *images) in zip(figure.subplots(2, len(shown), squeeze=False).T, shown):
-        bottom, top = np.quantile(images[0], (0.002, 0.998))
-        for axis, image in zip(column, images):
-            axis.imshow(image, origin="lower", cmap="magma", vmin=bottom, vmax=top, interpolation="nearest")
-            axis.set(xticks=[], yticks=[])
-        column[0].set_title(title, fontsize=9)
-    figure.suptitle(f"{', '.join(channels)}: high above low")
-
-
 MAKER = command.Maker(
     "fields", "Fields and their coarse counterparts: simulate and check them.", "diffusion",
-    command.Check("Files against index.json, low against high.", look, ("rows", 1000, "samples whose low is made again"),
-                  ("fields.png", (16, 5.4), 100), draw),
+    command.Check("Files against index.json, low against high.", look, ("rows", 1000, "samples whose low is made again")),
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
                       ("samples", 1700, "how many, in whole universes; a later run may ask for more"), simulate, add_kind),),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 R frames   A atoms, of all frames one after the other   energies eV   lengths angstrom   forces eV/angstrom
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ FIELDS = {
 
 def ase() -> Any:
     """The package, with the parts that are used here and by the readers."""
-    parts = ("build", "calculators.emt", "constraints", "data", "data.colors", "db", "io", "optimize", "units")
+    parts = ("build", "calculators.emt", "constraints", "data", "io", "optimize", "units")
     for part in parts:
         needed(f"ase.{part}", "reading and making of structures", "opencatalyst")
     return needed("ase", "reading and making of structures", "opencatalyst")
@@ -132,37 +132,4 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     }
 
 
-def _across(out: Path, indexes: dict[str, Any], statistics: dict[str, Any]) -> None:
-    """Adds how far the energies of each split are from what training tells without a network: their mean, or a sum over atoms of an
-    energy for each element."""
-    chemical_symbols = ase().data.chemical_symbols
-    training = statistics["splits"]["train"]
-    known = [chemical_symbols.index(symbol) for symbol in training["elements"]]
-
-    def parts(split: str) -> Iterator[tuple[Array, Array]]:
-        """Atoms of each known element [R, E] and energy [R] of each file."""
-        for entry in indexes[split]["files"]:
-            with h5py.File(out / split / entry["name"], "r") as file:
-                atoms, numbers = file["atoms"][...], file["numbers"][...].astype(np.int64)
-                frame = np.repeat(np.arange(len(atoms)), atoms)
-                counts = np.bincount(frame * ELEMENTS + numbers, minlength=len(atoms) * ELEMENTS).reshape(-1, ELEMENTS)
-                yield counts[:, known], file["energy"][...]
-
-    triangle = np.zeros((0, len(known) + 1))
-    for counts, energy in parts("train"):       # QR in parts: the digits of a direct solution, the memory of one file
-        triangle = np.asarray(np.linalg.qr(np.vstack([triangle, np.column_stack([counts, energy])]), mode="r"))
-    solution = np.linalg.lstsq(triangle[:, :-1], triangle[:, -1], rcond=1e-10)[0]
-    mean = training["energy"]["mean"]
-    for split, about in statistics["splits"].items():
-        errors = [(np.abs(energy - mean).sum(), np.abs(energy - counts @ solution).sum()) for counts, energy in parts(split)]
-        off, linear = (np.array(errors).sum(0) / about["frames"]).tolist()
-        about["baselines"] = {"energy_of_mean": off, "energy_of_linear_reference": linear,
-                              "forces_of_zero": about["forces"]["zero_mae"]}  # fmt: skip
-    statistics["normaliser"] = {"energy_mean": mean, "energy_deviation": training["energy"]["deviation"],
-                                "force_rms": training["forces"]["rms"]}  # fmt: skip
-    elements = {chemical_symbols[z]: float(value) for z, value in zip(known, solution)}
-    residual = training["baselines"]["energy_of_linear_reference"]
-    statistics["linear_reference"] = {"energy": elements, "residual_mae": residual}
-
-
-CONTENTS = store.Contents(FIELDS, _sums, _merge, across=_across)
+CONTENTS = store.Contents(FIELDS, _sums, _merge)

@@ -71,7 +71,7 @@ def source(origins: Sequence[Origin], options: argparse.Namespace) -> dict[str, 
         raise ConfigError(f"{options.source}: {len(silent)} files such as {silent[0].path.name} do not tell how their labels were "
                           f"computed; if by one method, name it, as in --label 'DFT (VASP)'; otherwise {advice}")  # fmt: skip
     labels, relative = told[0]
-    return {"name": options.source_name or options.source.name, "labels": options.label or labels or "not stated",
+    return {"name": options.source.name, "labels": options.label or labels or "not stated",
             "energy": "less a reference" if relative else "total"}  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Checks of prepared CosmoFlow universes: their spectra against the linear input, and a picture.
+"""Checks of prepared CosmoFlow universes: their spectra against the linear input.
 
 N cells per side of a whole universe   Z redshifts   K = N/2 + 1   B bins of wavenumber
 """
@@ -6,7 +6,7 @@ N cells per side of a whole universe   Z redshifts   K = N/2 + 1   B bins of wav
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,8 +32,6 @@ class Comparison:
     universes: int
     k: NDArray[np.float64]              # [B] mean wavenumber, h/Mpc
     modes: NDArray[np.float64]          # [B] independent modes in all universes
-    measured: NDArray[np.float64]       # [Z, B] mean power
-    linear: NDArray[np.float64]         # [Z, B] mean linear power
     ratio: NDArray[np.float64]          # [Z, B] mean of the ratio
     reach: tuple[float, ...]            # largest k at which each redshift is compared
     margin: tuple[float, ...]           # relative difference that is no fault, besides sample variance
@@ -111,7 +109,7 @@ def compare(chosen: tuple[Path, ...]) -> Comparison:
         return np.bincount(bins, weight * values, BINS).astype(np.float64)
 
     modes = binned(np.ones_like(k))
-    measured, linear, ratio = np.zeros((3, len(redshifts), BINS))
+    ratio = np.zeros((len(redshifts), BINS))
     spread = 0.0                        # mean square of the linear displacement per axis at redshift 0
     for path in chosen:
         with h5py.File(path, "r") as file:
@@ -124,8 +122,6 @@ def compare(chosen: tuple[Path, ...]) -> Comparison:
         for channel, redshift in enumerate(redshifts):
             theory = today * universe.growth(redshift, omega_m) ** 2
             power = universe.power(mesh, counts[..., channel], float(variance[channel]))[keep]
-            measured[channel] += binned(power)
-            linear[channel] += binned(theory)
             ratio[channel] += binned(power / theory)
     full = np.maximum(modes, 1e-9) * len(chosen)
     # Linear theory holds while k times the displacement is small; a quarter of Nyquist keeps the window's aliases away.
@@ -133,52 +129,4 @@ def compare(chosen: tuple[Path, ...]) -> Comparison:
     margin = tuple(WINDOW + THEORY * universe.growth(z, 0.3) ** 2 for z in redshifts)
     mean_k = binned(k) / np.maximum(modes, 1e-9)
     modes *= len(chosen)
-    return Comparison(redshifts, len(chosen), mean_k, modes, measured / full, linear / full, ratio / full, reach, margin)
-
-
-def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
-    """Slices of three universes, of low, middle and high sigma_8, at every redshift; spectra beside them."""
-    if prepared.recipe.get("kind") != "simulate":
-        return
-    voxel, redshifts = prepared.recipe["voxel"], prepared.recipe["redshifts"]
-    shown, order = _low_to_high(prepared.paths), np.argsort(redshifts)[::-1]            # time runs to the right
-    left, right = figure.subfigures(1, 2, width_ratios=(2.5 * len(redshifts), 5.2), wspace=0.02)
-    thick = max(1, round(16 / voxel))
-    for number, (path, axes) in enumerate(zip(shown, left.subplots(len(shown), len(redshifts), squeeze=False))):
-        with h5py.File(path, "r") as file:
-            counts, values = whole(file), file.attrs["physical"]
-        slab = np.log1p(counts[:thick].mean(axis=0))                                    # [N, N, Z]
-        if not number:                          # one scale for all, so that growth and sigma_8 are seen
-            bottom, top = np.quantile(slab[..., order[-1]], (0.002, 0.998))
-        for axis, channel in zip(axes, order):
-            axis.imshow(slab[..., channel].T, origin="lower", cmap="magma", vmin=bottom, vmax=top, interpolation="nearest")
-            axis.set(xticks=[], yticks=[], title=f"z = {redshifts[channel]:g}" if not number else "")
-        text = f"$\\Omega_m$ {values[0]:.3f}  $\\sigma_8$ {values[1]:.3f}\n$n_s$ {values[2]:.3f}  $H_0$ {values[3]:.1f}"
-        axes[0].set_ylabel(text, fontsize=9)
-    text = f"log(1 + mean count) of a slice {thick * voxel:g} Mpc/h thick; each side {len(counts) * voxel:g} Mpc/h"
-    left.supxlabel(text, fontsize=10)
-    if options.some:
-        _draw_spectra(right.subplots(), compare(tuple(command.spread(prepared.paths, options.some))))
-
-
-def _low_to_high(paths: Sequence[Path]) -> list[Path]:
-    """Lowest, middle and highest sigma_8 of up to 64 files."""
-    some = command.spread(paths, 64)
-    strength = []
-    for path in some:
-        with h5py.File(path, "r") as file:
-            strength.append(float(file.attrs["physical"][1]))
-    order = np.argsort(strength)
-    return [some[i] for i in dict.fromkeys((int(order[0]), int(order[len(order) // 2]), int(order[-1])))]
-
-
-def _draw_spectra(axis: Any, comparison: Comparison) -> None:
-    full = comparison.modes > 0
-    k, error = comparison.k[full], 1 / np.sqrt(comparison.modes[full])
-    for channel, redshift in enumerate(comparison.redshifts):
-        measured = comparison.measured[channel][full]
-        axis.plot(k, comparison.linear[channel][full], color=f"C{channel}", linewidth=1)
-        axis.errorbar(k, measured, measured * error, color=f"C{channel}", fmt="o", markersize=3, label=f"z = {redshift:g}")
-    axis.set(xscale="log", yscale="log", xlabel="k  [h/Mpc]", ylabel="P(k)  [(Mpc/h)$^3$]")
-    axis.set_title(f"{comparison.universes} universes: counts and linear input (lines)", fontsize=11)
-    axis.legend(fontsize=8, frameon=False)
+    return Comparison(redshifts, len(chosen), mean_k, modes, ratio / full, reach, margin)

@@ -63,17 +63,12 @@ FIELDS = {
 }
 
 
-def _sums(file: h5py.File) -> dict[str, Any]:
-    return {"case": str(file.attrs["case"])}
-
-
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     shapes = np.array([record["shape"] for record in records])
-    bare = [record["sums"]["case"] for record in records if not sum(record["sums"]["label"][1:])]
-    return {"shapes": {"least": shapes.min(0).tolist(), "largest": shapes.max(0).tolist()}, "without_kidney": bare}    # of each dim
+    return {"shapes": {"least": shapes.min(0).tolist(), "largest": shapes.max(0).tolist()}}    # of each dim
 
 
-CONTENTS = store.Contents(FIELDS, _sums, _merge, varies=True)
+CONTENTS = store.Contents(FIELDS, merge=_merge, varies=True)
 
 
 def boxes(label: NDArray[np.uint8]) -> NDArray[np.int32]:
@@ -243,13 +238,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     recipe = {"kind": "convert", "spacing": list(source.spacing), "least": list(source.least), "sources": sources}
     refused = [(name, "has no label in the public set") for name in bare]
     told = f"cases: {command.told_sources(splits)}"
-    return command.Plan(recipe, jobs, _header(source.spacing), told, refused=refused, after=_note)
-
-
-def _note(out: Path) -> None:
-    for split, part in command.Prepared(out).statistics.items():
-        if part["without_kidney"]:
-            print(f"note: no kidney in {', '.join(part['without_kidney'][:9])} of {split}; is the label that of the case?")
+    return command.Plan(recipe, jobs, _header(source.spacing), told, refused=refused)
 
 
 # ---- check
@@ -266,35 +255,9 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
     print(f"boxes of {len(chosen)} cases compared with their labels")
 
 
-def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
-    """Two cases with a large tumour, if there are some: a slice across the body and one along it, with outlines."""
-    seen: list[tuple[int, Path]] = []
-    for name in command.spread(prepared.paths, 30):
-        with h5py.File(name, "r") as file:
-            start, stop = file["boxes"][0, 1, 0].reshape(2, 3)
-            seen.append((int((stop - start).prod()), name))
-    shown = sorted(seen, key=lambda item: -item[0])[len(seen) // 6 :][:2]
-    for row, (_, name) in zip(figure.subplots(2, 2, squeeze=False), shown):
-        with h5py.File(name, "r") as file:
-            image, label, mm = file["image"][0], file["label"][0], file.attrs["spacing_mm"]
-        kind = int(label.max()) or 1
-        d, h = ((label == kind).sum(other).argmax() for other in ((1, 2), (0, 2)))
-        across, along = (row[0], np.s_[d], mm[1], f"slice {d}"), (row[1], np.s_[:, h], mm[0], f"row {h}")
-        for axis, at, tall, text in (across, along):
-            hu = image[at] * volume.DEVIATION_HU + volume.MEAN_HU
-            axis.imshow(hu, cmap="gray", vmin=-79, vmax=250, aspect=tall / mm[2])
-            for number, color in ((1, "cyan"), (2, "red")):
-                if (label[at] == number).any():
-                    axis.contour(label[at] == number, [0.5], colors=color, linewidths=1)
-            axis.set(xticks=[], yticks=[])
-            axis.set_title(f"{name.parent.name}/{name.name}: {text}; {', '.join(f'{n:g}' for n in mm)} mm", fontsize=9)
-    figure.suptitle("HU -79 to 250; kidney cyan, tumour red; the patient's right is on the left")
-
-
 MAKER = command.Maker(
     "kits19", "Kidney tumours in CT: simulate scans, check them, or convert the public set KiTS19.", "unet3d",
-    command.Check("Files against index.json, boxes against labels.", look, ("boxes", 8, "cases whose boxes are made again"),
-                  ("kidneys.png", (13, 11), 90), draw),
+    command.Check("Files against index.json, boxes against labels.", look, ("boxes", 8, "cases whose boxes are made again")),
     (command.Simulate("CT scans of made-up abdomens with kidneys and tumours.", Recipe,
                       ("cases", 96, "how many; a later run may ask for more"), simulate, add_nifti),
      command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source)),

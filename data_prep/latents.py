@@ -3,7 +3,7 @@
     python -m data_prep.latents convert SOURCE OUT --model DIR     a pipeline of diffusers: vae/, text_encoder/, tokenizer/ ...
     python -m data_prep.latents convert SOURCE OUT --vae DIR --tokens DIR --pooled DIR      its parts, those that are wanted
     python -m data_prep.latents convert MLPERF OUT                 latents and vectors that are there are taken as they are
-    python -m data_prep.latents check OUT --vae DIR                files against their index, values, a picture of decoded rows
+    python -m data_prep.latents check OUT                          files against their index, values, a picture
 
     SOURCE is a folder of images, of webdataset .tar, or MLPerf's Stable Diffusion or Flux.1 (data_prep.captioned), or holds such
     folders: train (cc12m_preprocessed), validation (val, coco_preprocessed), empty_encodings.
@@ -26,7 +26,6 @@ R rows of a file   L channels of a latent   h w its places   N tokens of J numbe
 
 import argparse
 import math
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +47,6 @@ from data_prep.encoders import Networks, opened
 from data_prep.store import Field
 from hpcai.data.index import settle
 from hpcai.errors import ConfigError, DataError
-from hpcai.programs import start
 
 WORK, NOTHING = ".work", "nothing.npz"
 FOLDERS = {"train": ("train", "cc12m_preprocessed"), "validation": ("validation", "val", "coco_preprocessed")}
@@ -89,15 +87,12 @@ class Source(command.Settings):
     seed: int = option(0, "of which samples those are", type=command.natural)
 
 
-def add_networks(made: argparse.ArgumentParser) -> None:
+def add_source(made: argparse.ArgumentParser) -> None:
+    made.add_argument("source", type=Path, metavar="SOURCE", help="images, .tar, MLPerf's layouts, or folders of them by split")
     made.add_argument("--model", type=Path, metavar="DIR", help="pipeline of diffusers: its folders vae, text_encoder ...")
     made.add_argument("--vae", type=Path, metavar="DIR", help="autoencoder alone, as diffusers has it")
     made.add_argument("--device", default="auto", metavar="NAME", help="auto: a GPU where there is one, each process its own")
 
-
-def add_source(made: argparse.ArgumentParser) -> None:
-    made.add_argument("source", type=Path, metavar="SOURCE", help="images, .tar, MLPerf's layouts, or folders of them by split")
-    add_networks(made)
     made.add_argument("--tokens", type=Path, metavar="DIR", help="encoder whose last hidden states are wanted: CLIP or T5")
     made.add_argument("--pooled", type=Path, metavar="DIR", help="encoder whose pooled output is wanted: CLIP")
     made.add_argument("--nothing", type=Path, metavar="DIR", help=f"holds {' and '.join(EMPTIES.values())}; otherwise {EMPTY}")
@@ -141,8 +136,7 @@ def told(parts: Sequence[Shard], root: Path) -> str:
     """How many files there are, and a digest of their names and sizes."""
     paths = [path for part in parts for path in ([part.path / name for name in part.names] or [part.path])]
     lines = [f"{path.relative_to(root).as_posix()} {path.stat().st_size if path.is_file() else 'missing'}" for path in paths]
-    captions = [str(part.captions) for part in parts if part.captions is not None]
-    return f"{len(lines)} files, names and sizes {command.digest([*lines, *captions])}"
+    return command.listed(lines, "files, names and sizes")
 
 
 @dataclass(frozen=True)
@@ -294,15 +288,13 @@ def convert(options: argparse.Namespace) -> command.Plan:
     jobs = list(_jobs(out, source, making, found, firsts))
     text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_by(header['image'])}, latents of "
             f"{_by([header['latents'], *header['size']])}; {_named(header)}")  # fmt: skip
-    return command.Plan(recipe, jobs, header, text, after=partial(_after, options, asked, making, header),
+    return command.Plan(recipe, jobs, header, text, after=partial(_after, options, making, header),
                         config="flux" if header["pooled"] else "sd2")  # fmt: skip
 
 
-def _after(options: argparse.Namespace, asked: Networks, making: Making, header: dict[str, Any], out: Path) -> None:
+def _after(options: argparse.Namespace, making: Making, header: dict[str, Any], out: Path) -> None:
     _write_nothing(options, making, header)
     _tell(out)
-    folder, network = (shlex.quote(str(one)) for one in (out, asked.vae or "DIR"))
-    print(f"look at them: {start('data_prep.latents')} check {folder} --vae {network}", flush=True)
 
 
 def _planned(
@@ -447,12 +439,6 @@ def _tell(out: Path) -> None:
 # ---- check
 
 
-def _opened(options: argparse.Namespace) -> encoders.Opened | None:
-    """The autoencoder that is named."""
-    vae = options.model / "vae" if options.model else options.vae
-    return None if vae is None else opened(encoders.chosen(None, vae, None, None, None, False, "float32", options.device))
-
-
 def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
     """Values that no moments can have, and what is wrong with the empty caption."""
     out, about = prepared.out, prepared.index
@@ -465,14 +451,6 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
             yield f"{path}: logarithms of variances outside {LOW_LOGVAR:g} to {HIGH_LOGVAR:g}; make the file again"
     yield from _wrong_nothing(out, about)
     _tell(out)
-    networks = _opened(options)
-    options.picture = networks is not None
-    if networks is None:
-        print("nothing is decoded: name the autoencoder by --vae or --model")
-    elif about["vae"] not in ("mlperf", found := networks.asked.identities()[0]):
-        raise ConfigError(f"{networks.asked.vae}: is {found}, {out} was made with {about['vae']}; name that one")
-    elif networks.vae and networks.vae.cfg.latents != about["latents"]:
-        raise ConfigError(f"{networks.asked.vae}: makes latents of other channels than the {about['latents']} of {out}")
 
 
 def _wrong_nothing(out: Path, about: dict[str, Any]) -> Iterator[str]:
@@ -487,24 +465,9 @@ def _wrong_nothing(out: Path, about: dict[str, Any]) -> Iterator[str]:
                 yield f"{path}: {name} is {list(values.shape)}, expected finite numbers {about[name]}; convert again"
 
 
-def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
-    """Decoded means."""
-    networks, places = _opened(options), command.spread(prepared.places, options.some)
-    assert networks is not None
-    columns = min(4, len(places))
-    for number, (name, row) in enumerate(places, 1):
-        with h5py.File(name, "r") as file:
-            means = torch.from_numpy(file["moments"][row]).float().chunk(2)[0]
-        axis = figure.add_subplot(-(-len(places) // columns), columns, number)
-        axis.set_axis_off()
-        axis.imshow(networks.decoded(means[None])[0].permute(1, 2, 0).numpy() / 2 + 0.5)
-        axis.set_title(f"{name.parent.name}/{name.name} row {row}", fontsize=8)
-
-
 MAKER = command.Maker(
     "latents", "Images with captions to moments of latents and vectors of captions.", "diffusion",
-    command.Check("Files against index.json, values, and decoded rows.", look, ("rows", 8, "that are decoded, about"),
-                  ("latents.png", (12, 6.6), 100), draw, add_networks),
+    command.Check("Files against index.json, and values.", look, None),
     (command.Convert("Images, or MLPerf's latents, with captions.", Source, convert, add_source),),
 )  # fmt: skip
 main, parser = MAKER.main, MAKER.parser

@@ -124,7 +124,6 @@ class Source(command.Settings):
 
 def add_source(made: argparse.ArgumentParser) -> None:
     made.add_argument("source", type=Path, metavar="SOURCE", help="a file, or a folder, perhaps with train and val_id in it")
-    made.add_argument("--source", dest="source_name", metavar="NAME", default=None, help="what index.json calls the source")
     made.add_argument("--label", metavar="TEXT", default=None, help="the method of the labels, such as 'DFT (VASP)'")
 
 
@@ -240,44 +239,9 @@ def _again(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
             yield f"{where}: the forces sum to {total:.2g} eV/angstrom, expected none; {remedy}"
 
 
-def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
-    """Four frames from above and from the side, and how large forces of free atoms and energies are."""
-    plot_atoms, places = frames.needed("ase.visualize.plot", "pictures of structures", "opencatalyst").plot_atoms, prepared.places
-    axes = figure.subplots(3, 4, height_ratios=(1.15, 1, 0.8))
-    for number, (above, beside, _) in enumerate(axes.T):
-        path, row = places[min(len(places) - 1, (2 * number + 1) * len(places) // 8)]
-        with h5py.File(path, "r") as file:
-            frame, _ = frames.read(file, row)
-        atoms = ase().Atoms(frame.numbers, frame.positions.astype(np.float64), cell=frame.cell, pbc=frame.pbc)
-        for axis, rotation in ((above, ""), (beside, "-90x")):
-            plot_atoms(atoms, axis, rotation=rotation)
-            axis.set_axis_off()
-        title = f"{atoms.get_chemical_formula()}, system {frame.system}, frame {frame.frame}"
-        above.set_title(f"{path.parent.name}: {title}\n{frame.energy:.3f} eV", fontsize=9)
-    for split in dict.fromkeys(path.parent.name for path in prepared.paths):
-        paths = [path for path in prepared.paths if path.parent.name == split]
-        forces, energies = zip(*map(_sizes, command.spread(paths, 40)))
-        axes[2, 0].hist(np.log10(np.concatenate(forces).clip(1e-4)), 60, density=True, histtype="step", label=split)
-        axes[2, 2].hist(np.concatenate(energies), 60, density=True, histtype="step", label=split)
-    axes[2, 0].set(xlabel="log10 of |F| of free atoms, eV/A", ylabel="density")
-    axes[2, 2].set(xlabel="energy of the target, eV")
-    axes[2, 2].legend()
-    axes[2, 1].set_axis_off()
-    axes[2, 3].set_axis_off()
-    figure.suptitle(prepared.index["label"])
-
-
-def _sizes(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of the forces on free atoms, and energies."""
-    with h5py.File(path, "r") as file:
-        forces = file["forces"][...][file["fixed"][...] == 0].astype(np.float64)
-        return np.sqrt((forces**2).sum(1)), file["energy"][...]
-
-
 MAKER = command.Maker(
     "opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.", "opencatalyst",
-    command.Check("Files against index.json, counts and labels made again.", look, ("frames", 12, "how many are made again"),
-                  ("frames.png", (15, 12), 80), draw),
+    command.Check("Files against index.json, counts and labels made again.", look, ("frames", 12, "how many are made again")),
     (command.Simulate("Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", Recipe,
                       ("systems", 60, "how many; a later run may ask for more"), simulate),
      command.Convert(f"Files that end with {', '.join(trajectories.ENDINGS)} to ours.", Source, convert, add_source)),

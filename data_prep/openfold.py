@@ -155,7 +155,6 @@ class Source(command.Settings):
     validation_length: int = option(700, "residues, at most", type=command.positive)
     resolution: float = option(9.0, "angstrom, of training below it or unknown", metavar="A", type=above_zero)
     single: float = option(0.8, "share of one amino acid in training, at most", metavar="F", type=share)
-    apart: bool = option(False, "leave out of training what is in a cluster with a chain of validation", action="store_true")
     most: int | None = option(None, "of an alignment, the first; without it all", metavar="ROWS", type=command.positive)
     each: int = option(64, "chains of a file, at most", type=command.positive)
     templates: int = option(20, "of a chain, at most; 0: none", type=command.natural)
@@ -472,11 +471,7 @@ def _plan(
     near = {cluster for _, cluster in parts["validation"]} - {-1}
     kin = [one for one, cluster in parts["train"] if cluster in near]
     if kin:
-        verdict = "left out of training" if options.apart else "kept in training; --apart leaves them out"
-        command.print_once(f"{len(kin)} chains, such as {kin[0].name}, are in a cluster with one of validation: {verdict}")
-    if options.apart:
-        parts["train"] = [(one, cluster) for one, cluster in parts["train"] if cluster not in near]
-        filtered |= {one.name: "in a cluster with a chain of validation, --apart" for one in kin}
+        command.print_once(f"{len(kin)} chains of training, such as {kin[0].name}, are in a cluster with one of validation")
     for split, those in parts.items():
         if not those:
             some = next(iter(filtered.items()), ("", ""))
@@ -577,7 +572,7 @@ def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
 
 MAKER = command.Maker(
     "openfold", "Protein chains with their alignments: simulate families, check them, or convert files.", "openfold",
-    command.Check("Files against index.json, every chain looked at.", look, None, ("chains.png", (16, 7), 80), chains.draw),
+    command.Check("Files against index.json, every chain looked at.", look, None),
     (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
                       ("families", 64, "a later run may ask for more"), simulate, add_chains),
      command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_sources)),

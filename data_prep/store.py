@@ -86,7 +86,6 @@ class Contents:
     measure: Callable[[h5py.File], dict[str, Any]] = _nothing       # sums of a file, besides those that the fields ask for
     merge: Callable[[Sequence[Record]], dict[str, Any]] = _nothing  # statistics of a split from its records, likewise
     varies: bool = False                                            # each file has samples of a shape of its own
-    across: Callable[[Path, dict[str, Any], dict[str, Any]], None] | None = None    # adds to statistics what no split tells alone
 
     @property
     def sample(self) -> str:
@@ -308,8 +307,6 @@ def finish(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dic
         }  # fmt: skip
         (statistics["splits"] if folder in SPLITS else statistics)[folder] = one.statistics(records)
         refused += [each for record in records for each in record["refused"]]
-    if across := jobs[0].contents.across:
-        across(out, indexes, statistics)
     write_json(out / "statistics.json", statistics)
     for folder, index in indexes.items():
         write_index(out / folder, index)

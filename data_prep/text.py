@@ -580,7 +580,7 @@ def _masks(told: Mapping[str, Array], sequence: int) -> Array:
 
 MAKER = command.Maker(
     "text", "Text for language models: documents to tokens, shuffled, in rows.", "llm",
-    command.Check("Files against index.json, every row and document looked at.", check, ("rows", 2, "how many are shown")),
+    command.Check("Files against index.json, every row and document looked at.", check, ("rows", 2, "how many are shown"), False),
     (command.Convert(f"Text, {', '.join(documents.KINDS)}, all but tables also {' or '.join(documents.PACKED)}.", Reading, convert,
                      add_source),
      command.Convert("The standard library of the Python that runs.", Library, python, lambda made: None, "python")),

@@ -2,11 +2,10 @@
 
 A record is: length (8 bytes), masked CRC-32C of the length (4), payload, masked CRC-32C of the payload (4), little endian. The
 payload is a tf.train.Example whose "x" holds int16 counts as bytes [D, H, W, C] and whose "y" holds the parameters in [-1, 1].
-Plain files, whole files in gzip, and plain files whose payloads are gzip each: told apart by content, never by name.
+Plain files and files in gzip are told apart by content, never by name.
 """
 
 import gzip
-import io
 import struct
 import zlib
 from collections.abc import Iterator
@@ -111,21 +110,8 @@ def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
             payload = body[:-4]
             if struct.unpack("<I", body[-4:])[0] != _masked_crc(payload):
                 raise DataError(f"{path}: wrong checksum of the payload in the record at {at}: corrupt; fetch the file again")
-            yield at, _inflated(payload, path, at)
+            yield at, payload
             offset += length + FRAME
-
-
-def _inflated(payload: bytes, path: Path, at: str) -> bytes:
-    if payload[:3] != GZIP:                     # a serialized Example begins with 0x0a
-        return payload
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(payload)) as file:
-            found = file.read(LONGEST + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: damaged gzip in the payload of the record at {at} ({error}); fetch the file again") from None
-    if len(found) > LONGEST:
-        raise DataError(f"{path}: the payload of the record at {at} unpacks to more than {LONGEST:,} bytes; fetch the file again")
-    return found
 
 
 def samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:

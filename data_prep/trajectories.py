@@ -2,11 +2,10 @@
 
     *.extxyz, *.xyz, also .gz, .xz      extended XYZ; where N.txt lies beside N.extxyz.xz, as in OC20, each of its lines is "system
                                         id,frame id,reference energy" of a frame, and the reference is taken from its energy
-    *.traj, *.db                        ASE: trajectories, SQLite
+    *.traj                              ASE's trajectories
     *.aselmdb                           ASE rows in LMDB: keys "1", "2", ..., values JSON packed by zlib
 """
 
-import bz2
 import gzip
 import hashlib
 import io
@@ -30,8 +29,8 @@ from data_prep.frames import Array, Frame, ase
 from hpcai.errors import DataError, MissingExtraError
 
 Item = Callable[[], Frame]                      # reads one frame, or raises DataError that names it
-PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-ENDINGS = (".extxyz", ".xyz", ".traj", ".db", ".aselmdb")
+PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+ENDINGS = (".extxyz", ".xyz", ".traj", ".aselmdb")
 AGAIN = "fetch it again, or leave it out with --skip-bad"
 LONGEST = 1 << 26                               # bytes of a line, or of a row once it is unpacked
 MOST_COLUMNS = 1000                             # of one property of extended XYZ: ASE makes memory for as many
@@ -52,7 +51,7 @@ def items(path: Path, name: str) -> Iterator[Item]:
     if path.stat().st_size == 0:
         raise DataError(f"{path}: empty; {AGAIN}")
     readers: dict[str, Callable[[Path, str], Iterator[Item]]] = {".extxyz": _extxyz, ".xyz": _extxyz}
-    readers |= {".traj": _traj, ".db": _db, ".aselmdb": _aselmdb}
+    readers |= {".traj": _traj, ".aselmdb": _aselmdb}
     return readers[str(kind(path))](path, name)
 
 
@@ -165,19 +164,6 @@ def _traj(path: Path, name: str) -> Iterator[Item]:
             yield _row(f"{path}: frame {index}", partial(read, index))
 
 
-def _db(path: Path, name: str) -> Iterator[Item]:
-    with _told(str(path)):
-        rows = ase().db.connect(str(path), type="db", use_lock_file=False)
-        numbers = [row.id for row in rows.select(columns=["id"])]
-
-    def read(index: int, number: int) -> Frame:
-        row = rows.get(id=number)
-        return _of_atoms(row.toatoms(), name, index, {**row.key_value_pairs, **row.data}, labels=row.get("calculator"))
-
-    for index, number in enumerate(numbers):
-        yield _row(f"{path}: frame {index} (row {number})", partial(read, index, number))
-
-
 def _row(where: str, take: Callable[[], Frame]) -> Item:
     def read() -> Frame:
         with _told(where):
@@ -186,12 +172,12 @@ def _row(where: str, take: Callable[[], Frame]) -> Item:
 
 
 def _of_atoms(
-    atoms: Any, name: str, index: int, about: dict[str, Any], reference: float = 0.0, labels: str | None = None
+    atoms: Any, name: str, index: int, about: dict[str, Any], reference: float = 0.0
 ) -> Frame:
     """A frame from ASE's Atoms, with what else is known about it."""
     found, about = (atoms.calc.results if atoms.calc else {}), {**atoms.info, **about}
     energy, forces = found.get("energy"), found.get("forces", atoms.arrays.get("force"))
-    told = about.get("calculator") or labels or (getattr(atoms.calc, "name", None) if atoms.calc else None)
+    told = about.get("calculator") or (getattr(atoms.calc, "name", None) if atoms.calc else None)
     return _frame(
         name, index, about, atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, energy, forces, atoms.arrays.get("tags"),
         atoms.arrays.get("fixed", _held(len(atoms), [each.todict() for each in atoms.constraints])), reference, told,

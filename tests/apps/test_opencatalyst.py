@@ -73,7 +73,7 @@ def test_pairs_are_those_of_the_data_and_of_the_kept_weights(data: Path) -> None
     assert model.mean == pytest.approx(about["train"]["energy"]["mean"])
     assert model.scale == pytest.approx(about["train"]["forces"]["rms"])
     last = [e for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "evaluate"][-1]
-    assert last["force_zero"] == pytest.approx(about["validation"]["baselines"]["forces_of_zero"], rel=1e-6)
+    assert last["force_zero"] == pytest.approx(about["validation"]["forces"]["zero_mae"], rel=1e-6)
     energy, forces = model.energy_and_forces(Frames(rows, model.cfg).sample(0, 0).structure)
     assert energy == pytest.approx(found["energy"][0, 1], rel=1e-5) and len(forces) == len(values[0]["numbers"])
 

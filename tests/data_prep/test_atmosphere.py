@@ -207,18 +207,6 @@ def test_across_the_seam_of_the_globe_they_stay_whole():
     assert seam.rivers[0].length == pytest.approx(here.rivers[0].length, rel=0.01)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_the_spacing_of_the_grid_hardly_matters(index):
-    fine = Grid.region(192, 288, 0.25, 8, 0)
-    scene = random_scene(REGION, (3, 5, 8, 11)[index])
-    coarse, dense = (detection.detect(grid, Weather(grid, scene).fields()) for grid in (REGION, fine))
-    for one, two in ((coarse.cyclones, dense.cyclones), (coarse.rivers, dense.rivers)):
-        assert len(one) == len(two)
-        for a, b in zip(sorted(one, key=lambda x: x.longitude), sorted(two, key=lambda x: x.longitude)):
-            assert (a.latitude, a.longitude) == pytest.approx((b.latitude, b.longitude), abs=0.8)
-    assert (coarse.mask == dense.mask[::2, ::2]).mean() > 0.985
-
-
 def test_the_planted_and_the_found_agree_over_many_scenes():
     planted = met = strange = rivers = 0
     for index in range(40):

@@ -1,4 +1,4 @@
-"""Public TFRecords and HDF5 universes to our files; damaged ones are named with their byte."""
+"""Public TFRecords to our files; damaged ones are named with their byte."""
 
 import gzip
 import shutil
@@ -113,9 +113,8 @@ def test_every_record_in_order_with_its_source(public, tmp_path):
     [
         lambda: record(0) + record(1) + record(2), lambda: gzip.compress(record(0) + record(1) + record(2)),
         lambda: b"".join(gzip.compress(record(i)) for i in range(3)),
-        lambda: b"".join(framed(gzip.compress(example(sample(i)[0].tobytes(), sample(i)[1].tolist()))) for i in range(3)),
     ],
-    ids=["plain", "gzip file", "gzip member each", "gzip payload each"],
+    ids=["plain", "gzip file", "gzip member each"],
 )
 def test_many_records_in_one_file_however_packed(packed, tmp_path):
     (tmp_path / "flat").mkdir()
@@ -136,17 +135,6 @@ def test_limit_takes_the_first_files(public, tmp_path):
     assert convert(public, tmp_path / "out", "--limit", "2", "--split", "train") == 0
     assert (rows(tmp_path / "out")[0] == np.stack([sample(0)[0], sample(1)[0]])).all()
     assert not (tmp_path / "out" / "validation").exists()
-
-
-def test_a_public_universe_is_cut_first_axis_slowest(tmp_path):
-    counts, target = sample(5, edge=8)
-    (tmp_path / "raw" / "21688988").mkdir(parents=True)
-    with h5py.File(tmp_path / "raw" / "21688988" / "univ_ics_a1.hdf5", "w") as file:
-        file["full"], file["unitPar"] = counts, target
-    assert convert(tmp_path / "raw", tmp_path / "out", "--split", "train", "--cut-size", "4") == 0
-    cubes, targets = rows(tmp_path / "out")
-    assert (cubes[1] == counts[:4, :4, 4:]).all() and (cubes[6] == counts[4:, 4:, :4]).all() and len(cubes) == 8
-    assert (targets == target).all()
 
 
 # ---- what is refused
@@ -212,24 +200,6 @@ def test_a_wrong_source_is_one_line(prepare, more, words, tmp_path, capsys):
     assert convert(tmp_path / "source", tmp_path / "out", *more) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and words in error
-
-
-@pytest.mark.parametrize(
-    "full, unit, words",
-    [
-        (np.zeros((8, 8, 8, 4), np.int16), np.zeros(4), "no multiple of --cut-size 3"),
-        (np.zeros((8, 8, 8, 4), np.float32), np.zeros(4), "expected int16"),
-        (np.zeros((9, 9, 9, 4), np.int16), np.full(4, 2.0), "[-1.5, 1.5]"),
-        (np.full((9, 9, 9, 4), -1, np.int16), np.zeros(4), "count of -1"),
-    ],
-)
-def test_a_wrong_universe_is_one_line(full, unit, words, tmp_path, capsys):
-    (tmp_path / "raw").mkdir()
-    with h5py.File(tmp_path / "raw" / "u.hdf5", "w") as file:
-        file["full"], file["unitPar"] = full, unit
-    assert convert(tmp_path / "raw", tmp_path / "out", "--split", "train", "--cut-size", "3") == 2
-    error = capsys.readouterr().err
-    assert words in error and "u.hdf5" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf.descriptor_pb2"])

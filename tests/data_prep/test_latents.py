@@ -18,7 +18,6 @@ from PIL import Image
 
 from data_prep import captioned, encoders, latents, store
 from hpcai import dist
-from hpcai.cli.check import Options, examine
 from hpcai.data.splits import open_split
 from hpcai.errors import MissingExtraError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network, save_folder
@@ -231,12 +230,6 @@ def test_a_stopped_run_goes_on_and_ranks_make_the_same_bytes(
     assert content(tmp_path / "ranks") == content(made)
 
 
-def metadata(folder: Path) -> Path:
-    files = {f"deep/{n:02}.png": encoded(picture(n)) for n in range(IMAGES)}
-    lines = [json.dumps({"file_name": name, "text": caption(n)}) for n, name in enumerate(files)]
-    return write(folder, {**files, "metadata.jsonl": "\n".join(lines) + "\n"})
-
-
 def webdataset(folder: Path) -> Path:
     for part in range(2):
         members: dict[str, bytes | str] = {"./._00.png": b"of another system, not read"}
@@ -246,9 +239,8 @@ def webdataset(folder: Path) -> Path:
     return write(folder, {"00000.parquet": b"of img2dataset, not read"})
 
 
-@pytest.mark.parametrize("form", [metadata, webdataset])
-def test_each_form_of_images_gives_the_same_rows(form: Callable[[Path], Path], pipeline: Path, tmp_path: Path) -> None:
-    assert convert(form(tmp_path / "in"), tmp_path / "out", "--model", pipeline, *SMALL) == 0
+def test_a_webdataset_gives_the_same_rows(pipeline: Path, tmp_path: Path) -> None:
+    assert convert(webdataset(tmp_path / "in"), tmp_path / "out", "--model", pipeline, *SMALL) == 0
     same(tmp_path / "out", pipeline)
 
 
@@ -441,9 +433,6 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "floats": ("images", overwrite("05.npy", npy(np.zeros((20, 20, 3)))), [], "05.npy: holds latents, where others are images"),
     "small image": ("images", overwrite("06.png", encoded(picture(6, 20, 12))), [], "06.png: 20 x 12, smaller than --size 16 x 16"),
     "no caption": ("images", lambda folder: (folder / "07.txt").unlink(), [], "07.npy: no caption, as 1 of 10 samples"),
-    "no UTF-8": ("images", overwrite("07.txt", b"a\xff"), [], "07.txt: byte 0xff is not UTF-8"),
-    "metadata": ("images", overwrite("metadata.jsonl", '{"file_name": "00.png"}\n'), [], "metadata.jsonl: row 1: KeyError('text')"),
-    "metadata of none": ("images", overwrite("metadata.jsonl", '{"file_name": "x.png", "text": "a"}\n'), [], "x.png: not there"),
     "size": ("images", nothing, ["--size", "18"], "--size 18 x 18: expected multiples of 4"),
     "places": ("images", nothing, ["--tokens", "clip", "--length", "10"], "knows 9 places"),
     "no autoencoder": ("images", nothing, ["--vae", ""], "an image, which needs an autoencoder"),
@@ -452,8 +441,6 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "empty": ("images", lambda folder: [path.unlink() for path in folder.iterdir()], [], "holds no image"),
     "tar within a member": ("tars", lambda folder: cut_tar(folder, lambda size: 1800), [], "00001.tar: not a whole tar"),
     "tar between members": ("tars", lambda folder: cut_tar(folder, lambda size: 512 + 512), [], "00001.tar: not a whole tar"),
-    "damaged header": ("tars", lambda folder: (lambda path: path.write_bytes(
-        path.read_bytes()[:1024] + b"\xff" * 512 + path.read_bytes()[1536:]))(folder / "00001.tar"), [], "is no member"),
     "NaN": ("tars", member("000000006.npy", npy(np.full((1, 8, 8, 8), np.nan, np.float32))), [],
             "000000006: moments holds nan, expected numbers within 65504"),
     "too large": ("tars", member("000000006.npy", npy(np.full((1, 8, 8, 8), 7e4, np.float32))), [], "moments holds 70000"),
@@ -503,12 +490,8 @@ def test_what_cannot_be_used_is_refused_and_named(
 
 @pytest.mark.parametrize(
     ("words", "error"),
-    [
-        (["--length", "6"], "length 7 (now 6)"), (["--size", "20"], "size [16, 16] (now [20, 20])"),
-        (["--validation", "2"], "validation 3.0 (now 2.0)"), (["--long", "cut"], "long refuse (now cut)"),
-        (["--precision", "bfloat16"], "precision float32 (now bfloat16)"), (["vae"], "vae vae "), (["text_encoder"], "encoders ["),
-    ],
-)  # fmt: skip
+    [(["--size", "20"], "size [16, 16] (now [20, 20])"), (["vae"], "vae vae "), (["text_encoder"], "encoders [")],
+)
 def test_a_folder_that_was_begun_otherwise_is_refused(
     made: Path, source: Path, pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], error: str
 ) -> None:
@@ -557,24 +540,13 @@ def test_an_encoder_without_some_of_its_weights_is_refused(source: Path, pipelin
 # ---- check
 
 
-def test_the_check_of_any_data_set_finds_no_fault_where_samples_have_one_caption(pipeline: Path, tmp_path: Path) -> None:
-    write(plain(tmp_path / "in"), {f"{n:02}.txt": "a cat" for n in range(IMAGES)})
-    words = ["--vae", pipeline / "vae", "--tokens", pipeline / "text_encoder", *SMALL, "--length", PLACES]
-    assert convert(tmp_path / "in", tmp_path / "out", *words) == 0
-    rows = whole(tmp_path / "out" / "train")
-    assert rows["tokens"][0].size > rows["moments"][0].size and (rows["tokens"] == rows["tokens"][0]).all()
-    assert examine(tmp_path / "out", Options(seconds=0.0)).findings == ()
-
-
-def test_the_check_decodes_rows_and_finds_harm(made: Path, pipeline: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_check_draws_and_finds_harm(made: Path, tmp_path: Path, capsys: Any) -> None:
     out = shutil.copytree(made, tmp_path / "out")
-    words = ["check", str(out), "--device", "cpu"]
-    assert latents.main([*words, "--model", str(pipeline), "--rows", "4"]) == 0
-    text = capsys.readouterr().out
-    assert (out / "latents.png").read_bytes().startswith(b"\x89PNG") and "10 samples against index.json: equal" in text
-    other = shutil.copytree(pipeline / "vae", tmp_path / "vae") / "diffusion_pytorch_model.safetensors"
-    other.write_bytes(other.read_bytes()[:-1] + b"\x3d")
-    assert latents.main([*words, "--vae", str(other.parent)]) == 2 and "was made with vae " in capsys.readouterr().err
+    words = ["check", str(out)]
+    assert latents.main(words) == 0
+    assert (out / "samples.png").read_bytes().startswith(b"\x89PNG")
+    assert "10 samples against index.json: equal" in capsys.readouterr().out
+
     def spoil(file: h5py.File) -> None:
         file["moments"][0, L] = 21
 

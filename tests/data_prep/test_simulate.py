@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import h5py
@@ -59,12 +57,10 @@ def test_statistics_are_those_of_the_data(made):
     counts, target = train["counts"].reshape(-1, 4).astype(float), train["target"].astype(float)
     assert statistics["rows"] == len(target) == 56
     assert statistics["counts"]["mean"] == pytest.approx(counts.mean(0))
-    assert statistics["counts"]["variance"] == pytest.approx(counts.var(0))
-    assert statistics["counts"]["max"] == counts.max(0).tolist()
+    assert statistics["counts"]["maximum"] == counts.max(0).tolist()
     assert statistics["log1p"]["mean"] == pytest.approx(np.log1p(counts).mean(0))
     assert np.array(statistics["log1p"]["covariance"]) == pytest.approx(np.cov(np.log1p(counts).T, bias=True))
-    assert statistics["target"]["mean"] == pytest.approx(target.mean(0))
-    assert statistics["target"]["std"] == pytest.approx(target.std(0))
+    assert [*statistics["target"]["deviation"]] == pytest.approx(target.std(0))
 
 
 class TestPromises(Promises):
@@ -75,14 +71,6 @@ class TestPromises(Promises):
         "--redshifts 0,0": "--redshifts are [0.0, 0.0], expected different", "--omega-b 0.2": "--omega-b is 0.2",
         "--ranges Omega_m=0.4:0.3": "Omega_m=0.4:0.3: expected LOW below HIGH", "--validation 0.7 --test 0.3": "sum to less than 1",
     }  # fmt: skip
-
-
-def test_a_set_grows(made, tmp_path):
-    out = shutil.copytree(made, tmp_path / "more")
-    assert run("simulate", out, *SMALL, "--universes", "16") == 0
-    before, after = content(made), content(out)
-    assert all(after[name] == data for name, data in before.items() if name.endswith(".h5"))
-    assert sum(name.endswith(".h5") for name in after) == 16
 
 
 def test_a_killed_run_goes_on(made, tmp_path, monkeypatch):
@@ -104,18 +92,6 @@ def test_ranks_of_a_job_step_share_the_work(made, tmp_path, monkeypatch):
         assert len(list(tmp_path.glob("*/*.h5"))) == files
         assert (tmp_path / "train" / "index.json").exists() == (rank == "0")
     assert content(tmp_path) == content(made)
-
-
-@pytest.mark.mpi
-def test_under_mpiexec(made, tmp_path):
-    mpiexec = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    if mpiexec is None:
-        pytest.skip("no mpiexec")
-    line = [mpiexec, "-n", "2", sys.executable, "-m", "data_prep.cosmoflow", "simulate", str(tmp_path), *SMALL]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert content(tmp_path) == content(made)
-    assert done.stdout.count("next: python -m apps.cosmoflow") == 1
 
 
 def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
@@ -189,7 +165,7 @@ def test_the_check_passes_and_draws(tmp_path, capsys):
     assert run("simulate", tmp_path, *CHECKED) == 0
     text = capsys.readouterr().out
     assert "12 files, 96 samples against index.json: equal" in text and "redshift 3: " in text and "next: python -m apps" in text
-    assert (tmp_path / "universes.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "samples.png").read_bytes().startswith(b"\x89PNG")
 
 
 def _louder(mesh, spectrum, noise, right=universe.linear_modes):
@@ -201,11 +177,7 @@ def _without_h(mesh, spectrum, noise, right=universe.linear_modes):
     return right(mesh, lambda k: spectrum(k * 0.7), noise)
 
 
-def _not_normalised(mesh, spectrum, noise, right=universe.linear_modes):
-    return right(mesh, spectrum, noise) / np.float32(np.sqrt(2))
-
-
-@pytest.mark.parametrize("wrong", [_louder, _without_h, _not_normalised])
+@pytest.mark.parametrize("wrong", [_louder, _without_h])
 def test_the_check_fails_for_wrong_physics(tmp_path, capsys, monkeypatch, wrong):
     monkeypatch.setattr(universe, "linear_modes", wrong)
     assert run("simulate", tmp_path, *CHECKED) == 1
@@ -247,51 +219,6 @@ def test_the_check_of_no_data_says_so(tmp_path, capsys):
     (tmp_path / "train").mkdir()
     assert run("check", tmp_path) == 2
     assert capsys.readouterr().err.count("error: ") == 2
-
-
-def _summary(counts):
-    """Variance and skewness per redshift, of the counts in cells and in blocks of 2 and 4 cells a side."""
-    numbers = []
-    for channel in range(counts.shape[-1]):
-        cells = counts[..., channel].astype(float)
-        for block in (1, 2, 4):
-            n = len(cells) // block
-            mean = cells.reshape(n, block, n, block, n, block).mean(axis=(1, 3, 5))
-            numbers += [np.log(mean.var()), ((mean - mean.mean()) ** 3).mean() / mean.std() ** 3]
-    return numbers
-
-
-def explained(size, universes, bar):
-    """R2 of parameters by linear regression from 24 summary numbers of a universe, on three quarters of them held to the others."""
-    recipe, train = _recipe(size=size), universes * 3 // 4
-    x = np.array([_summary(cosmoflow.evolve(recipe, i)[0]) for i in range(universes)])
-    y = np.array([recipe.target(i) for i in range(universes)])
-    x = np.column_stack([(x - x[:train].mean(0)) / x[:train].std(0), np.ones(universes)])
-    weights = np.linalg.solve(x[:train].T @ x[:train] + bar * np.eye(x.shape[1]), x[:train].T @ y[:train])
-    error = ((x[train:] @ weights - y[train:]) ** 2).sum(0)
-    r2 = 1 - error / ((y[train:] - y[:train].mean(0)) ** 2).sum(0)
-    print("R2", dict(zip(cosmoflow.PARAMETERS, r2.round(3))))
-    return r2
-
-
-@pytest.mark.claim
-def test_the_numbers_can_be_learnt_from_the_counts():
-    r2 = explained(32, 200, 0.1)
-    assert r2[0] > 0.6 and r2[1] > 0.8
-
-
-def test_some_numbers_can_be_learnt_from_few_counts():
-    r2 = explained(16, 100, 0.5)
-    assert r2[0] > 0.2 and r2[1] > 0.5
-
-
-@pytest.mark.parametrize("seed", [1, 7])
-def test_universes_held_out_cover_the_ranges_too(seed):
-    recipe = _recipe(seed=seed, validation=0.125, test=0.0)
-    held = np.array([recipe.target(i) for i in range(1600) if recipe.split(i) == "validation"])
-    assert len(held) == pytest.approx(200, abs=1)
-    for column in held.T:
-        assert np.histogram(column, 20, (-1, 1))[0].min() > 0
 
 
 def test_the_line_to_go_on_with_can_be_pasted(tmp_path, capsys):

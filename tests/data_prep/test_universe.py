@@ -48,18 +48,6 @@ def test_the_transfer_function_without_baryons_is_the_pressureless_one():
     assert universe.transfer(np.array([1e-6]), cosmology) == pytest.approx(1, abs=1e-3)
 
 
-def test_the_transfer_function_follows_the_smooth_fit_on_small_scales():
-    """Equations 28 to 31: the fit without wiggles, by an effective shape parameter."""
-    matter, fraction = 0.3089 * PLANCK.h**2, 0.0486 / 0.3089
-    horizon = 44.5 * np.log(9.83 / matter) / np.sqrt(1 + 10 * (fraction * matter) ** 0.75)
-    alpha = 1 - 0.328 * np.log(431 * matter) * fraction + 0.38 * np.log(22.3 * matter) * fraction**2
-    k = np.geomspace(0.5, 5, 20)
-    gamma = 0.3089 * PLANCK.h * (alpha + (1 - alpha) / (1 + (0.43 * k * PLANCK.h * horizon) ** 4))
-    q = k * (universe.T_CMB / 2.7) ** 2 / gamma
-    log = np.log(2 * np.e + 1.8 * q)
-    assert universe.transfer(k, PLANCK) == pytest.approx(log / (log + (14.2 + 731 / (1 + 62.5 * q)) * q**2), rel=0.025)
-
-
 def test_the_transfer_function_stays_as_it_was_checked():
     k = np.array([0.005, 0.02, 0.05, 0.07, 0.1, 0.2])
     assert universe.transfer(k, PLANCK) == pytest.approx(PINNED, rel=1e-3)

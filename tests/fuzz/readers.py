@@ -183,15 +183,10 @@ def volume(folder: Path) -> Path:
 
 def frames_of(ending: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        import ase.db
         import ase.io
 
         few, path = [*relaxation()][:2], folder / f"frames{ending}"
-        if ending == ".db":
-            with ase.db.connect(path) as database:
-                for atoms in few:
-                    database.write(atoms)
-        elif ending == ".aselmdb":
+        if ending == ".aselmdb":
             write_rows(path, few)
         else:
             ase.io.write(path, few)
@@ -335,7 +330,6 @@ READERS = [
     Reader("NIfTI", volume, lambda path: nifti.read(path.parent), gunzipped(bytes)),
     Reader("extxyz", frames_of(".extxyz"), read_frames),
     Reader("ASE traj", frames_of(".traj"), read_frames),
-    Reader("ASE db", frames_of(".db"), read_frames),
     Reader("aselmdb", frames_of(".aselmdb"), read_frames),
     Reader("text", bytes_of("notes.txt", TEXT), read_documents),
     Reader("JSON lines", bytes_of("lines.jsonl", TEXT), read_documents),
