@@ -263,6 +263,7 @@ WRONG = [
     ("run.json", '{"format": 3, "world": 0, "progress": {}, "settings": {}}', "world: Input should be greater than 0"),
     ("run.json", f'{{"format": 3, "world": 1, "progress": {{"step": {10**30}}}, "settings": {{}}}}', "progress.step"),
     ("index.json", '{"format": 3}', "names no file of tensors"),
+    ("index.json", '{"format": 2}', "format: Input should be 3"),
 ]  # fmt: skip
 
 
@@ -313,6 +314,8 @@ DAMAGE: list[tuple[Any, tuple[Any, ...], str]] = [
     (spoil, ("missing",), "tensors-000.safetensors is missing"), (spoil, ("manifest.json",), "manifest.json cannot be read"),
     (spoil, ("index.json",), "index.json has changed"), (spoil, ("run.json",), "run.json has changed"),
     *((resealed, (name, text), message) for name, text, message in WRONG),
+    (forged, (partial(FORGED["shape"], n=3),), "'model/0.weight' is placed where no file of it is"),
+    (forged, (partial(FORGED["offsets"], n=1 << 30),), "'model/0.weight' is placed where no file of it is"),
     *((forged, (partial(change, n=huge),), "") for change in FORGED.values() for huge in (2**80, 2**52)),
 ]  # fmt: skip
 
