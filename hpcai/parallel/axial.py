@@ -31,21 +31,20 @@ from hpcai.dist.collect import Scattered, backend, gather_shares, once, swap_sha
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
-from hpcai.parallel.halo import Traffic
 from hpcai.untraced import untraced
 
 
 class _Seam(Seam):
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis) -> None:
         super().__init__()
-        self.axis, self.traffic = axis, traffic
+        self.axis = axis
 
 
 class Own(_Seam):
     """This rank's part of a whole, along ``dim``. Raises DataError where there are fewer places than ranks."""
 
-    def __init__(self, axis: Axis, traffic: Traffic, dim: int) -> None:
-        super().__init__(axis, traffic)
+    def __init__(self, axis: Axis, dim: int) -> None:
+        super().__init__(axis)
         self.dim = dim
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
@@ -84,12 +83,12 @@ class Join(_Crossed):
     """The whole on every rank, from its parts along ``dim``, of the first of ``sizes`` places or, of a square, as many as the next
     dim has."""
 
-    def __init__(self, axis: Axis, traffic: Traffic, dim: int) -> None:
-        super().__init__(axis, traffic)
+    def __init__(self, axis: Axis, dim: int) -> None:
+        super().__init__(axis)
         self.dim = dim
 
     def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
-        given, size = (self.axis, self.traffic, self.dim), sizes[0] if sizes else x.shape[self.dim + 1]
+        given, size = (self.axis, self.dim), sizes[0] if sizes else x.shape[self.dim + 1]
         return partial(_gathered, *given, size), partial(_scattered, *given, x.shape[self.dim])
 
 
@@ -97,21 +96,21 @@ class Move(_Crossed):
     """The cut moves from dim ``take``, which is put together, to dim ``give``. ``sizes`` are those of the whole from dim 1 on; a
     square needs none."""
 
-    def __init__(self, axis: Axis, traffic: Traffic, give: int, take: int) -> None:
-        super().__init__(axis, traffic)
+    def __init__(self, axis: Axis, give: int, take: int) -> None:
+        super().__init__(axis)
         self.give, self.take = give, take
 
     def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
-        given, size = (self.axis, self.traffic), sizes[self.take - 1] if sizes else x.shape[self.give]
-        there = partial(_moved, *given, self.give, self.take, size)
-        return there, partial(_moved, *given, self.take, self.give, x.shape[self.give])
+        size = sizes[self.take - 1] if sizes else x.shape[self.give]
+        there = partial(_moved, self.axis, self.give, self.take, size)
+        return there, partial(_moved, self.axis, self.take, self.give, x.shape[self.give])
 
 
 class ToChannels(Move):
     """All edges of some channels, from all channels of some rows.   [B, 2 C, R/n, R] -> [B, 2 C/n, R, R], each half by itself"""
 
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
-        super().__init__(axis, traffic, 2, 3)
+    def __init__(self, axis: Axis) -> None:
+        super().__init__(axis, 2, 3)
 
     @property
     def parts(self) -> int:  # type: ignore[override]
@@ -129,8 +128,8 @@ class ToChannels(Move):
 class ToRows(Move):
     """All channels of some rows, from all edges of some channels.   [B, C/n, R, R] -> [B, C, R/n, R]"""
 
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
-        super().__init__(axis, traffic, 2, 1)
+    def __init__(self, axis: Axis) -> None:
+        super().__init__(axis, 2, 1)
 
     @untraced
     def begin(self, x: Tensor, *sizes: int) -> "Passing":
@@ -150,14 +149,11 @@ class Once(nn.Module):
 
 
 class Message:
-    """A tensor under way along ``axis``: ``work`` reads ``sent``, of which each other rank gets as much as ``part``, and fills what
-    ``landed`` makes it of."""
+    """A tensor under way along ``axis``: ``work`` reads ``sent``, and fills what ``landed`` makes it of."""
 
-    def __init__(self, work: Any, axis: Axis, traffic: Traffic, sent: Tensor, part: Tensor, landed: Callable[[], Tensor]) -> None:
+    def __init__(self, work: Any, axis: Axis, sent: Tensor, landed: Callable[[], Tensor]) -> None:
         self.work, self.sent, self.landed = work, sent, landed
         self.in_stream = backend(sent.device, axis) == "nccl"
-        traffic.sent += (axis.size - 1) * part.numel() * part.element_size()
-        traffic.messages += 1
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -223,24 +219,24 @@ class _Finish(torch.autograd.Function):
         return grad.new_empty(0), None
 
 
-def _gathered(axis: Axis, traffic: Traffic, dim: int, size: int, x: Tensor) -> Message:
+def _gathered(axis: Axis, dim: int, size: int, x: Tensor) -> Message:
     own = x.contiguous()
     every = own.new_empty((axis.size, *own.shape))
     work = gather_shares(every.view(-1), own.view(-1), axis)
-    return Message(work, axis, traffic, own, own, lambda: _together(every, dim, size))
+    return Message(work, axis, own, lambda: _together(every, dim, size))
 
 
-def _scattered(axis: Axis, traffic: Traffic, dim: int, each: int, grad: Tensor) -> Message:
+def _scattered(axis: Axis, dim: int, each: int, grad: Tensor) -> Message:
     parts = _apart(grad, dim, axis.size, each)
     own = torch.empty_like(parts[0])
-    return Message(Scattered(own.view(-1), parts.view(-1), axis), axis, traffic, parts, own, lambda: own)
+    return Message(Scattered(own.view(-1), parts.view(-1), axis), axis, parts, lambda: own)
 
 
-def _moved(axis: Axis, traffic: Traffic, give: int, take: int, size: int, x: Tensor) -> Message:
+def _moved(axis: Axis, give: int, take: int, size: int, x: Tensor) -> Message:
     parts = _apart(x, give, axis.size, -(-x.shape[give] // axis.size))
     every = torch.empty_like(parts)
     work = swap_shares(every.view(-1), parts.view(-1), axis)
-    return Message(work, axis, traffic, parts, parts[0], lambda: _together(every, take, size))
+    return Message(work, axis, parts, lambda: _together(every, take, size))
 
 
 def _apart(x: Tensor, dim: int, parts: int, each: int) -> Tensor:

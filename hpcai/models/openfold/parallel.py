@@ -15,7 +15,6 @@ from hpcai.models.openfold.model import OpenFold
 from hpcai.models.openfold.structure import PointAttention
 from hpcai.nn.seam import Seam
 from hpcai.parallel.axial import Join, Move, Once, Own, ToChannels, ToRows
-from hpcai.parallel.halo import Traffic
 from hpcai.parallel.replicate import sum_over
 
 
@@ -25,32 +24,32 @@ def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
     axis = mesh["axial"]
     if axis.size == 1:
         return model
-    given = axis.meet(), Traffic()
+    axis.meet()
     for name, part in model.named_modules():
         if isinstance(part, TriangleMultiplication):
             if (channels := part.linear_z.in_features) % axis.size:
                 raise MeshError(
                     f"mesh.axial is {axis.size}, which does not divide the {channels} channels of {name}; take a divisor of them"
                 )
-            part.to_channels, part.to_rows = ToChannels(*given), ToRows(*given)
+            part.to_channels, part.to_rows = ToChannels(axis), ToRows(axis)
         elif isinstance(part, (EvoformerBlock, PairUpdate)):
-            part.to_columns, part.to_rows = Move(*given, 2, 1), Move(*given, 1, 2)
+            part.to_columns, part.to_rows = Move(axis, 2, 1), Move(axis, 1, 2)
         elif isinstance(part, (RowAttention, TriangleAttention)):
-            part.every_row = Join(*given, 2)
+            part.every_row = Join(axis, 2)
         elif isinstance(part, OuterProductMean):
-            part.every_residue = Join(*given, 2)
+            part.every_residue = Join(axis, 2)
         if isinstance(part, (OpenFold, InputEmbedder, RecyclingEmbedder, PointAttention)):
-            part.own_rows = Own(*given, 1)
+            part.own_rows = Own(axis, 1)
         if isinstance(part, TemplateEmbedder):
-            part.own_rows = Own(*given, 2)
+            part.own_rows = Own(axis, 2)
         if isinstance(part, (OpenFold, Stack, ExtraEmbedder)):
-            part.own_sequences = Own(*given, 1)
+            part.own_sequences = Own(axis, 1)
         if isinstance(part, Stack):
-            part.own_columns = Own(*given, 2)
+            part.own_columns = Own(axis, 2)
         if isinstance(part, (OpenFold, PointAttention, Heads)):
-            part.join_rows = Join(*given, 1)
+            part.join_rows = Join(axis, 1)
         if isinstance(part, Heads):
-            part.join_columns = Join(*given, 2)
+            part.join_columns = Join(axis, 2)
     for last in (model.extra_msa_stack.blocks[-1], model.evoformer.blocks[-1]):
         last.to_rows = Seam()  # of sequences only the first is asked for, by residues
     model.one_answer = Once(axis)
