@@ -320,7 +320,7 @@ DAMAGE: list[tuple[Any, tuple[Any, ...], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("act", "words", "message"), DAMAGE, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("act", "words", "message"), DAMAGE, ids=[f"{act.__name__}{n}" for n, (act, *_) in enumerate(DAMAGE)])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, act: Any, words: Any, message: str) -> None:
     step, kept = new_step(), keeper(tmp_path, keep=3)
     for count in (1, 2):
