@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from hpcai import dist, train
 from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, join, loss
-from hpcai.models.dimenet.periodic import neighbours
-from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
 from hpcai.settings import StepConfig
-from tests.atoms import crystal, network, structure
+from tests.atoms import network, structure
 from tests.gpu.machine import DEVICE, GPU, GRAPH, cuda_alone
 
 CFG = DimeNetConfig(hidden=64, output=64, interaction=32, blocks=2, cutoff=4.0, most=None)
@@ -69,15 +66,3 @@ def test_compiled_is_close(precision: str) -> None:
     eager, _ = losses(precision=precision)
     compiled, _ = losses(precision=precision, compile="whole")
     assert compiled == pytest.approx(eager, rel=1e-9 if precision == "fp64" else 1e-3)
-
-
-def test_neighbours_are_those_of_the_cpu() -> None:
-    given = [crystal(seed, 4) for seed in range(5)]
-    positions = torch.from_numpy(np.concatenate([p for _, p, _ in given])).to(DEVICE)
-    cells = torch.from_numpy(np.stack([c for _, _, c in given])).to(DEVICE)
-    pbc, owner = torch.ones(5, 3, dtype=torch.bool, device=GPU), torch.arange(5, device=GPU).repeat_interleave(4)
-    centre, other, offset = (t.cpu().numpy() for t in neighbours_of_batch(positions, cells, pbc, owner, 6.0, 50))
-    parts = [neighbours(p, c, [True] * 3, 6.0, 50) for _, p, c in given]
-    np.testing.assert_array_equal(centre, np.concatenate([part.centre + 4 * k for k, part in enumerate(parts)]))
-    np.testing.assert_array_equal(other, np.concatenate([part.other + 4 * k for k, part in enumerate(parts)]))
-    np.testing.assert_array_equal(offset, np.concatenate([part.offset for part in parts]))

@@ -5,15 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from hpcai.errors import DataError
-from hpcai.models.dimenet import periodic_batch
 from hpcai.models.dimenet.periodic import Neighbours, check, neighbours
-from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Structure = tuple[Any, Any, Any]
@@ -31,28 +28,8 @@ def random_structure(seed: int) -> Structure:
             return draw.uniform(-2, 3, size=(draw.integers(1, 8), 3)) @ cell, cell, pbc
 
 
-def batch(structures: list[Structure], dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    r, cells, pbc = zip(*structures)
-    index = torch.arange(len(r)).repeat_interleave(torch.tensor([len(p) for p in r]))
-    return torch.tensor(np.concatenate(r)).to(dtype), torch.tensor(np.stack(cells)).to(dtype), torch.tensor(np.stack(pbc)), index
-
-
 def rows(found: Neighbours) -> list[list[int]]:
     return np.c_[found.centre, found.other, found.offset].tolist()
-
-
-def same_as_batch(structures: list[Structure], cutoff: float, most: int | None = None, dtype: torch.dtype = torch.float64) -> int:
-    """Edges of a batch, found equal and in the same order as those of each structure."""
-    i, j, offset = neighbours_of_batch(*batch(structures, dtype), cutoff, most)
-    assert (i.dtype, j.dtype, offset.dtype) == (torch.int64, torch.int64, torch.int32)
-    wanted, atoms = [np.zeros((0, 5), np.int64)], 0
-    for r, cell, pbc in structures:
-        kind = np.float32 if dtype == torch.float32 else np.float64
-        found = neighbours(r.astype(kind), cell.astype(kind), pbc, cutoff, most)
-        wanted.append(np.c_[found.centre + atoms, found.other + atoms, found.offset])
-        atoms += len(r)
-    assert np.array_equal(np.c_[i, j, offset], np.concatenate(wanted))
-    return len(i)
 
 
 def fcc(cells: int, side: float = 3.6) -> Structure:
@@ -73,18 +50,6 @@ def test_the_edges_are_those_of_ase(seed: int, cutoff: float) -> None:
     assert np.allclose(np.sort(found.distance), np.sort(d)) and np.allclose(np.linalg.norm(found.vector, axis=1), found.distance)
 
 
-@examples(max_examples=40)
-@given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0.5, 4), st.sampled_from([None, 1, 9, 30]), st.booleans())
-def test_a_batch_has_the_edges_of_its_structures(seed: int, size: int, cutoff: float, most: int | None, wide: bool) -> None:
-    dtype = torch.float64 if wide else torch.float32
-    same_as_batch([random_structure(seed + k) for k in range(size)], cutoff, most, dtype)
-
-
-def test_candidates_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(periodic_batch, "CANDIDATES", 40)
-    assert same_as_batch([random_structure(k) for k in range(6)], 4.0, 12) > 100
-
-
 @pytest.mark.parametrize("row", [(0, 0, 0), (1, 0, 0), (0, 0, -9), (1e-9, 5, 0)])
 def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -> None:
     r, pbc = np.random.default_rng(0).uniform(-8, 8, (9, 3)), np.array([True, True, False])
@@ -92,7 +57,7 @@ def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -
     whole = neighbours(r, cell, pbc, 4.5)
     cell[2] = row
     assert rows(neighbours(r, cell, pbc, 4.5)) == rows(whole) and not whole.offset[:, 2].any()
-    assert same_as_batch([(r, cell, pbc)], 4.5) == len(whole.centre) > 50
+    assert len(whole.centre) > 50
 
 
 @pytest.mark.parametrize("most", [None, 15, 50])
@@ -105,7 +70,6 @@ def test_ties_of_a_crystal_fall_the_same_way_turned_or_in_float32(most: int | No
     turn *= np.linalg.det(turn)
     for dtype in (np.float64, np.float32):
         assert rows(neighbours((r @ turn).astype(dtype), (cell @ turn).astype(dtype), pbc, 6.0, most)) == rows(found)
-    same_as_batch([(r @ turn, cell @ turn, pbc), (r, cell, pbc)], 6.0, most, torch.float32)
     near = [row[1:] for row, d in zip(rows(found), found.distance) if row[0] == 0 and d < 2.7]
     assert near == sorted(near) and len(near) == 12, "equally far: by the other atom, then offset"
 
