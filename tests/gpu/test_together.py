@@ -58,7 +58,8 @@ class Volumes:
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.out = nn.Conv3d(2, 8, 3, 2), nn.BatchNorm3d(8), nn.Linear(8, 1)
+        # A bias before batch norm has a gradient of rounding alone, of which LAMB makes a whole step.
+        self.conv, self.norm, self.out = nn.Conv3d(2, 8, 3, 2, bias=False), nn.BatchNorm3d(8), nn.Linear(8, 1)
 
     def forward(self, counts: torch.Tensor) -> torch.Tensor:
         x = counts.float().log1p().permute(0, 4, 1, 2, 3)
