@@ -25,8 +25,8 @@ NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")  # a
 _MISSING: Any = object()
 _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false", "path": "a path",
           "date": "a date"}  # fmt: skip
-_BOUNDS = {"exclusiveMinimum": " > {}", "minimum": " >= {}", "exclusiveMaximum": " < {}", "maximum": " <= {}",
-           "multipleOf": " a multiple of {}"}  # fmt: skip
+_BOUNDS = {"exclusiveMinimum": " > {:g}", "minimum": " >= {:g}", "exclusiveMaximum": " < {:g}", "maximum": " <= {:g}",
+           "multipleOf": " a multiple of {:g}"}  # fmt: skip
 
 
 class Schema:
