@@ -25,8 +25,13 @@ NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")  # a
 _MISSING: Any = object()
 _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false", "path": "a path",
           "date": "a date"}  # fmt: skip
-_BOUNDS = {"exclusiveMinimum": " > {:g}", "minimum": " >= {:g}", "exclusiveMaximum": " < {:g}", "maximum": " <= {:g}",
-           "multipleOf": " a multiple of {:g}"}  # fmt: skip
+_BOUNDS = {"exclusiveMinimum": " > {}", "minimum": " >= {}", "exclusiveMaximum": " < {}", "maximum": " <= {}",
+           "multipleOf": " a multiple of {}"}  # fmt: skip
+
+
+def _plain(bound: float) -> float:
+    """``bound`` as an integer where it is one: pydantic before 2.11 writes 0.0 where later versions write 0."""
+    return int(bound) if bound == int(bound) else bound
 
 
 class Schema:
@@ -126,7 +131,7 @@ class Schema:
                 return f"a list of {len(items)}" + (f", each {items[0]}" if len({*items}) == 1 else f": {', '.join(items)}")
             least = f", at least {option['minItems']} long" if "minItems" in option else ""
             return f"a list, each {self.describe(self._below(option, 0))}{least}"
-        bounds = [text.format(option[name]) for name, text in _BOUNDS.items() if name in option]
+        bounds = [text.format(_plain(option[name])) for name, text in _BOUNDS.items() if name in option]
         return _TYPES.get(option.get("format", kind), str(kind)) + " and".join(bounds)
 
     def complaint(self, key: Key, value: Any) -> str:
