@@ -73,15 +73,14 @@ def option(default: Any, text: str, name: str | None = None, **words: Any) -> An
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the content of a file: fields of frozen dataclasses, which are written in their order. Raises ConfigError for
-    settings that are wrong."""
+    """The settings that determine the content of a file, as fields of a frozen dataclass. Raises ConfigError with all mistakes."""
 
     def __post_init__(self) -> None:
         if wrong := list(self.mistakes()):
             raise ConfigError("\n".join(wrong))
 
     def mistakes(self) -> Iterator[str]:
-        """What is wrong."""
+        """Yield the mistakes."""
         yield from ()
 
     @classmethod
@@ -240,7 +239,7 @@ class Prepared:
 
     @property
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Those of each split."""
+        """The statistics of each split."""
         return dict(store.read_json(self.out / "statistics.json")["splits"])
 
 

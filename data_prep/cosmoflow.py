@@ -230,7 +230,7 @@ def simulate(options: argparse.Namespace) -> command.Plan:
 
 @dataclass(frozen=True)
 class Source(command.Settings):
-    """What is read of the public files."""
+    """Settings of a conversion: the part of the public files that is read."""
 
     rows_per_file: int = option(64, "TFRecord files per output file", type=command.positive)
     channels: int = option(4, "of a TFRecord sample", type=command.positive)

@@ -160,7 +160,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
 
 
 def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
-    """Where the masks of a simulation differ from the rule."""
+    """Yield the masks of a simulation that differ from the rule."""
     recipe = prepared.simulated(Recipe)
     if recipe is None:
         return

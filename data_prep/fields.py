@@ -323,7 +323,7 @@ def _recipe_of(prepared: command.Prepared) -> Recipe:
 
 
 def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
-    """Where ``low`` is not the mean of ``high``, or matter is not conserved."""
+    """Yield the rows whose ``low`` is not the mean of ``high``, or in which matter is not conserved."""
     recipe, places = _recipe_of(prepared), command.spread(prepared.places, options.some)
     for path, row in places:
         with h5py.File(path, "r") as file:

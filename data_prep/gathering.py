@@ -59,7 +59,7 @@ def origin(path: Path, root: Path, by_system: bool) -> Origin:
 
 
 def source(origins: Sequence[Origin], options: argparse.Namespace) -> dict[str, str]:
-    """What the index says of the source. Refuses labels of several methods in one set: their energies have other zeros."""
+    """Entries of the index about the source. Labels of several methods in one set are refused: their energies have other zeros."""
     told = [(origin.labels or options.label, origin.relative) for origin in origins]
     kinds, advice = list(dict.fromkeys(told)), "convert them one by one"
     silent = [origin for origin, (labels, relative) in zip(origins, told) if labels is None and not relative]

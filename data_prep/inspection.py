@@ -62,7 +62,7 @@ class Comparison:
 
 
 def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with the universes; prints how their spectra compare."""
+    """Yield the faults of simulated universes, and print the ratios of their spectra."""
     if prepared.recipe.get("kind") != "simulate":
         print("not simulated here, so there is no input spectrum to compare with")
         return

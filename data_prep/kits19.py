@@ -245,7 +245,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
 
 
 def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
-    """Where boxes are not those of the labels."""
+    """Yield the files whose boxes differ from those of their labels."""
     chosen = command.spread(prepared.paths, options.some)
     for path in chosen:
         with h5py.File(path, "r") as file:

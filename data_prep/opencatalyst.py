@@ -209,7 +209,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
 
 
 def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
-    """Where frames differ from their neighbours and labels when they are computed again."""
+    """Yield the frames whose neighbours or labels differ when they are computed again."""
     chosen = command.spread(prepared.places, options.some)
     for path, row in chosen:
         yield from _again(path, row, prepared.index)
@@ -218,7 +218,7 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
 
 
 def _again(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
-    """Where a frame differs from its neighbours and labels when they are computed again."""
+    """Yield the differences of a frame from neighbours and labels that are computed again."""
     where, remedy = f"{path}: row {row}", "delete the file and make it again"
     with h5py.File(path, "r") as file:
         frame, counts = frames.read(file, row)

@@ -147,7 +147,7 @@ above_zero = command.taking("number above 0", float, lambda value: value > 0)
 
 @dataclass(frozen=True)
 class Source(command.Settings):
-    """Which chains are taken, and where they go."""
+    """Settings of a conversion: limits of the chains that are taken, and their splits."""
 
     released_until: date = option(date(2021, 9, 16), "training", metavar="DAY", type=day)  # noqa: RUF009
     validation_from: date = option(date(2021, 9, 17), "validation", metavar="DAY", type=day)  # noqa: RUF009
@@ -537,7 +537,7 @@ def _even(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
-    """What is in the files that no chain can have."""
+    """Yield the values of the files that no chain can have."""
     lengths: list[int] = []
     for path in sorted((prepared.out / TEMPLATES).glob("*.h5")):
         with h5py.File(path, "r") as file:
@@ -547,7 +547,7 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
 
 
 def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
-    """What is in a file that no chain can have. ``lengths``: residues of each template."""
+    """Yield the values of a file that no chain can have. ``lengths``: residues of each template."""
     again = "delete the file and make it again"
     with h5py.File(path, "r") as file:
         for row in range(file["residues"].shape[0]):

@@ -24,7 +24,7 @@ def type_of(tokenizer: Tokenizer) -> str:
 
 
 def share_path(work: Path, number: int) -> Path:
-    """What is told of the documents of a share; their tokens are beside it."""
+    """The JSON file about the documents of a share; their tokens are beside it."""
     return work / f"share_{number:06d}.json"
 
 

@@ -66,7 +66,7 @@ class Field(NamedTuple):
         return self.shape[0] if self.shape and isinstance(self.shape[0], str) else None
 
     def told(self, shape: Sequence[Any]) -> dict[str, Any]:
-        """What an index says of it."""
+        """The entry of the field in an index."""
         about = {"low": self.low, "high": self.high, "blank": self.blank, "key": self.key or None, "unit": self.unit}
         return {"dtype": self.dtype, "shape": list(shape), **{name: value for name, value in about.items() if value is not None}}
 
@@ -80,7 +80,8 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the files of a folder hold. The first field is the sample's: where the shape of a row is left open, it is that one's."""
+    """The datasets of the files of a folder. The first field is the sample's: where the shape of a row is left open, it is that
+    one's."""
 
     fields: Fields
     measure: Callable[[h5py.File], dict[str, Any]] = _nothing       # sums of a file, besides those that the fields ask for
@@ -96,7 +97,7 @@ class Contents:
         return list(dict.fromkeys(field.parts for field in self.fields.values() if field.parts))
 
     def sums(self, file: h5py.File) -> dict[str, Any]:
-        """What the statistics of a split are made of."""
+        """The sums of a file, from which the statistics of a split follow."""
         found: dict[str, Any] = {}
         for name, field in self.fields.items():
             if name in file and field.channels is not None:
@@ -354,7 +355,7 @@ def make_share(jobs: Sequence[Job], workers: int, label: str) -> None:
 
 
 def gather(tasks: Mapping[Path, Callable[[], dict[str, Any]]], workers: int, label: str) -> Iterator[dict[str, Any]]:
-    """What each task says, one after the other, for every rank. The ranks share the tasks; each result is a file of JSON, which a
+    """Return the results of all tasks, in order, on every rank. The ranks share the tasks; each result is a file of JSON, which a
     later run goes on from."""
     rank, size = launched()
     make([task for task in [*tasks.items()][rank::size] if not task[0].is_file()], _note, workers, label)

@@ -80,7 +80,7 @@ class Library(command.Settings):
 
 @dataclass(frozen=True)
 class Reading(Library):
-    """What is taken of any documents."""
+    """Settings of every kind of documents."""
 
     tokenizer: str = option(None, f"tokenizer.json, its folder, {BYTES}, or train:2048", metavar="FILE", required=True)
     sequence: int = option(1024, "tokens of a row that are said next", metavar="T", type=long)
@@ -101,7 +101,7 @@ class Reading(Library):
         return [name for name in dict.fromkeys([*named, self.group]) if name]
 
     def values(self, record: Mapping[str, Any]) -> list[Any] | Bad:
-        """What a line or row says, and then what names its group."""
+        """Return the text of a line or row, and after it the name of its group."""
         missing = [name for name in self.columns if name not in record]
         if missing:
             has = ", ".join(map(str, [*record][:12])) or "none"
@@ -515,7 +515,7 @@ def _told_sources(roots: Sequence[Path], sources: Sequence[Source], sizes: Seque
 
 
 def check(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with rows and tokenizer; prints documents of validation that are in train too, and some rows."""
+    """Yield the faults of rows and tokenizer, and print documents of validation that are in train too, and some rows."""
     out, about, tokenizer = prepared.out, store.read_json(prepared.out / ABOUT), Tokenizer.load(prepared.out)
     for name, told in {out / ABOUT: about, **{path.parent / "index.json": index for path, _, index in prepared.files}}.items():
         if told["tokenizer"] != tokenizer.identity:
@@ -536,7 +536,7 @@ def check(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[s
 
 
 def _walk(paths: Sequence[Path], about: dict[str, Any], tokenizer: Tokenizer) -> Generator[str, None, Array]:
-    """What is wrong with the rows of a split; a hash of each document."""
+    """Yield the faults of the rows of a split, and return a hash of each document."""
     sequence, again = about["sequence"], "delete the file and make it again"
     whole: list[int] = []
     last, running = None, hashlib.blake2b(digest_size=8)

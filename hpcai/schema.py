@@ -1,4 +1,4 @@
-"""What a settings class allows, as pydantic's JSON schema tells it: keys, defaults, what is expected in plain words, ``--help``.
+"""The JSON schema of a settings class: its keys and defaults, the values it accepts in plain words, and ``--help``.
 
 A field of a section is a section, a section or null, or a value. Lists and mappings hold no sections.
 """
@@ -95,7 +95,7 @@ class Schema:
         return tree
 
     def nearest(self, key: Key) -> list[Key]:
-        """What was probably meant: keys of the same name elsewhere, otherwise one of a like name here, otherwise one anywhere."""
+        """Return suggestions: keys of the same name elsewhere, otherwise one of a similar name here, otherwise one anywhere."""
         known = [known for known, *_ in self._rows(self.root)]
         last, names = str(key[-1]), [str(other[-1]) for other in known]
         same = [other for other in known if other[-1] == last]
@@ -114,7 +114,7 @@ class Schema:
     # ---- in words
 
     def describe(self, options: Sequence[Node]) -> str:
-        """What is expected, in plain words."""
+        """Return the accepted values in plain words."""
         choices = _choices(options)
         texts = [("one of " if len(choices) > 1 else "") + ", ".join(map(show_value, choices))] if choices else []
         return " or ".join(dict.fromkeys([*texts, *(self._say(option) for option in options if not _choices([option]))]))
@@ -135,7 +135,7 @@ class Schema:
         return _TYPES.get(option.get("format", kind), str(kind)) + " and".join(bounds)
 
     def complaint(self, key: Key, value: Any) -> str:
-        """What was found at ``key``, what was expected and what to do."""
+        """Return an error message for ``value`` at ``key``: found, expected, and what to do."""
         options = self.at(key)
         advice = _advice(value, options)
         return f"{dotted_name(key)} is {show_value(value)}, expected {self.describe(options)}" + (f"; {advice}" if advice else "")

@@ -3,7 +3,7 @@
 Settings are checked first, by the app's own code, so that a mistyped key costs nothing. The script is whole: options of the
 scheduler, modules, binding and network of the site, and the run. Keep it, edit it, submit it by hand, or let --submit do so.
 
-    hpcai job cosmoflow apps/cosmoflow/configs/batch512.yaml --site perlmutter --nodes 32 --account m0000 --time 4:00:00
+    hpcai job APP CONFIG.yaml --site perlmutter --nodes 32 --account m0000 --time 4:00:00
     ... --array seed=0-7              eight runs, each with a directory of its own below report.directory
     ... --array lr=1e-3,2e-3 --array seed=0-2        six runs
     ... --chain 5                     where jobs may not be requeued: five, one after another, until the run has finished

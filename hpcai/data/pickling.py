@@ -30,7 +30,7 @@ def flatten(sample: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
-    """Where each buffer begins in one block, and where the last one ends, in bytes."""
+    """Return the offset of each buffer in one block, and the end of the last one, in bytes."""
     return list(accumulate((-(-length // _ALIGN) * _ALIGN for length in lengths), initial=0))
 
 

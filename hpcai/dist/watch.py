@@ -353,7 +353,7 @@ class _Hub:
 
 
 def _printed(name: str, words: str) -> str:
-    """What is printed of a failure."""
+    """Return the text that is printed about a failure."""
     return f"{name} failed:\n{words}" if "\n" in words.strip() else f"{name}: {words}"
 
 

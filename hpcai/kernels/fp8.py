@@ -8,5 +8,5 @@ HALVINGS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 
 def width(T: int) -> int:
-    """Of the transpose of T rows."""
+    """Return the row stride of the transpose of T rows, in elements."""
     return -(-T // UNIT) * UNIT

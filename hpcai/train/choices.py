@@ -92,8 +92,8 @@ def _cannot_capture(cfg: StepConfig, mesh: Mesh) -> str | None:
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster than in float32. A CPU needs instructions for them (AVX512-BF16 or AMX): CosmoFlow is
-    then 1.3 to 1.8 times as fast, and without them up to four times slower (docs/benchmarks.md)."""
+    """Whether products in bfloat16 are faster than in float32. A CPU needs instructions for them (AVX512-BF16 or AMX): 3D
+    convolutions are then 1.3 to 1.8 times as fast, and without them up to four times slower (docs/benchmarks.md)."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     tests = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))

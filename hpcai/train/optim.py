@@ -50,7 +50,7 @@ class Optimizer:
     """``step(scale, skip)`` updates the rows by ``scale`` times their gradients (None: 1) at the rate that ``set_rate`` set, unless
     ``skip`` is 1; all three are device scalars. An average takes the share ``take`` of the weights.
 
-    sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras; MLPerf HPC CosmoFlow), or outside it
+    sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it
     (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
     You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` names, and of no others.
     Weights narrower than float32 have a float32 master copy here; that copy is updated, averaged and saved.

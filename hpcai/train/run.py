@@ -26,7 +26,7 @@ from hpcai.train.step import Step
 
 @dataclass
 class Report:
-    """What was measured up to ``step``. ``report["loss"]`` and the other names are means since the report before."""
+    """The measurements up to ``step``. ``report["loss"]`` and the other names are means since the report before."""
 
     step: int
     values: dict[str, float]

@@ -93,7 +93,7 @@ class Index(BaseModel):
     files: dict[FileName, File] = {}
 
     def blocks(self) -> list[Block]:
-        """Those of all files."""
+        """Return the blocks of all files."""
         found: list[Block] = []
         for name, file in self.files.items():
             for stretch in file.stretches:
@@ -118,7 +118,7 @@ class Held:
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def damage(self, part: int = 0, parts: int = 1) -> str:
-        """What is wrong with any byte of the tensors, or nothing; only in the one with number ``part`` of so many ``parts``."""
+        """Return an error message for the first damaged block of part ``part`` of ``parts``, or an empty text."""
         every = self.index.blocks()
         return tensorfile.wrong(self.path, every[len(every) * part // parts : len(every) * (part + 1) // parts])
 

@@ -252,8 +252,10 @@ class Step:
         ranks = [(rank, s[2]) for rank, s in enumerate(seen) if s[1] == first]
         what = "the loss" if ranks else "the gradient"
         where = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"
+        skipped = any(s[0] == first for s in seen)
+        kept = f"weights stay those of step {first}" if skipped else "its gradient is, and changed the weights"
         raise DivergedError(
-            f"step {first + 1}: {what} is not finite on {where}; weights stay those of step {first} and nothing was saved since; "
+            f"step {first + 1}: {what} is not finite on {where}; {kept} and nothing was saved since; "
             f"look at these samples, or lower step.lr (now {self.cfg.lr:g}), lengthen step.schedule.warmup or set step.clip",
             first + 1,
         )

@@ -53,7 +53,7 @@ class Box:
 
 
 def dealt(found: Sequence[Box], most: int) -> Iterator[tuple[tuple[Axis, ...], list[list[Box]]]]:
-    """By the axes along which ranks hold the same: what each of the first ``most`` of these ranks has to do, dealt by bytes.
+    """Distribute boxes, by bytes, over the first ``most`` ranks that hold the same ones; a list for each set of replicated axes.
     Numbers of wide types come first, so that each lies at a multiple of its own size."""
     for copies in dict.fromkeys(box.copies for box in found):
         alike = sorted((box for box in found if box.copies == copies), key=lambda box: -box.tensor.itemsize)
@@ -66,7 +66,7 @@ def dealt(found: Sequence[Box], most: int) -> Iterator[tuple[tuple[Axis, ...], l
 
 
 def own(found: Sequence[Box], most: int) -> list[Box]:
-    """Those of ``found`` that this process writes."""
+    """Return the boxes of ``found`` that this process writes."""
     mine = [box for copies, parts in dealt(found, most) if _place(copies) < len(parts) for box in parts[_place(copies)]]
     return sorted(mine, key=lambda box: -box.tensor.itemsize)
 
@@ -176,7 +176,7 @@ class _Files(ExitStack):
 
 
 def wrong(folder: Path, blocks: Sequence[Block]) -> str:
-    """What is wrong with the first of ``blocks`` that is not what was written, or nothing."""
+    """Return an error message for the first damaged block, or an empty text."""
     memory = torch.empty(max((block.length for block in blocks), default=0), dtype=torch.uint8)
     with _Files(folder) as files:
         for block in blocks:
@@ -225,7 +225,7 @@ def _fill(box: Box, stored: Stored, files: _Files) -> None:
 
 
 def _common(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Where what ``box`` has of a box at ``offsets`` begins and ends, in each dim."""
+    """Return the begin and the end, in each dim, of the overlap of ``box`` with a box at ``offsets``."""
     ends = zip(box.offsets, box.tensor.shape, offsets, sizes)
     return [max(pair) for pair in zip(box.offsets, offsets)], [min(x + n, y + m) for x, n, y, m in ends]
 

@@ -1,7 +1,7 @@
 """``hpcai data check DIR`` checks a data set before a job reads it.
 
 It checks sizes and SHA-256 against index.json, schema and values of every row, samples that are there twice, batches and ranks,
-files and stripes, and whether the disk feeds the GPUs. Exit code 0: nothing wrong; 1: errors (with --strict also warnings); 2: not
+numbers of files, and whether the disk feeds the GPUs. Exit code 0: nothing wrong; 1: errors (with --strict also warnings); 2: not
 usable.
 """
 

@@ -89,7 +89,7 @@ Time = Annotated[float, Field(ge=0, lt=math.inf)]
 
 
 class Options(BaseModel):
-    """What is checked, and against what.
+    """The options of a check.
 
     ``quick`` looks at sizes and headers only. ``ranges`` are the least and the most value of datasets, and come before those of
     the index. ``batch`` counts the samples of one step over all ``world`` processes, ``step_time`` is in seconds and ``nodes``

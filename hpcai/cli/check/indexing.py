@@ -1,4 +1,4 @@
-"""What ``--index`` writes: index.json where there is none or it cannot be read, and the table beside it.
+"""The files that ``--index`` writes: index.json where there is none or it cannot be read, and the table beside it.
 
 People decide which of two samples is too many, what a value should have been, and whether a file belongs to the set; h5repack
 writes a file whose values lie packed or in chunks.

@@ -123,7 +123,7 @@ def key_of(row: np.ndarray) -> int:
 
 @dataclass
 class Inspection:
-    """What was found in a file. ``problem`` says why values of it cannot be read."""
+    """The contents of a file. ``problem`` says why values of it cannot be read."""
 
     fields: list[Field]
     sha256: str = ""

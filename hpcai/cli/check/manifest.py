@@ -54,7 +54,7 @@ class Wanted(Bounds):
 
 
 class Content(BaseModel):
-    """What a check reads of an index."""
+    """The parts of an index that a check reads."""
 
     files: list[Entry]
     fields: dict[str, Wanted] = {}

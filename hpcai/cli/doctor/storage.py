@@ -46,7 +46,7 @@ class Folder:
 
 @dataclass
 class Folders:
-    """By rank: the folder of the run, and the scratch folder of the first rank of each node."""
+    """The folder of the run and the scratch folder, by rank; the latter of the first rank of each node."""
 
     run: dict[int, Folder] = field(default_factory=dict)
     scratch: dict[int, Folder] = field(default_factory=dict)

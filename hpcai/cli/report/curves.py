@@ -104,7 +104,7 @@ def _colors(run: Record, name: str, members: Sequence[str], theme: Theme) -> Ite
 
 
 def _line(run: Record, name: str, label: str, theme: Theme) -> Figure:
-    """What the reports of a run say of ``name``, and its median."""
+    """Draw the values of ``name`` in the reports of a run, and their median."""
     figure, axes = _axes(run, theme, label)
     steps, values = run.series("train", name)
     axes.plot(steps, values, color=theme.main, linewidth=2 if name == "lr" else 1)

@@ -33,7 +33,7 @@ OPACITY, WRONG = 0.45, 0.8                               # of predicted cells, a
 
 @dataclass(frozen=True)
 class Kind:
-    """What the images are, and how they are scored and drawn."""
+    """The kind of images, with its score and its colours."""
 
     image: str                                           # such as map
     score: str                                           # IoU or Dice
@@ -182,8 +182,8 @@ def _masks(axes: Axes, kind: Kind, found: Masks, m: int, place: dict[str, Any]) 
 
 
 def _part(true: np.ndarray, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the square begins and ends, along both dims, that holds all classes and a little around them; the whole image where
-    there are none."""
+    """Return the first and the last corner of the square that holds all classes and a margin; of the whole image where there are
+    none."""
     shape, there = np.array(true.shape), np.argwhere((true > 0) | (predicted > 0))
     if not len(there):
         return np.zeros(2, int), shape

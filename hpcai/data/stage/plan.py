@@ -49,8 +49,8 @@ def _is_file(path: Path, size: int, mtime_ns: int) -> bool:
 
 
 class Record(NamedTuple):
-    """What a target holds: ``files`` were whole when the record was written, each with its size and time in ns. ``verified``: their
-    SHA-256 were compared."""
+    """The contents of a target. ``files`` were whole when the record was written, each with its size and time in ns; ``verified``:
+    their SHA-256 were compared."""
 
     source: str
     verified: bool

@@ -118,6 +118,15 @@ def test_a_nan_never_reaches_the_weights_and_is_told_with_its_step_and_samples(w
         step.check(lambda index: f"sample of step {index}")
 
 
+def test_an_infinite_loss_with_a_finite_gradient_is_told_as_such() -> None:
+    step = Step(network(), lambda model, part: {"loss": loss(model, part)["loss"] + torch.inf}, StepConfig(), dist.alone())
+    before = [p.detach().clone() for p in step.model.parameters()]
+    step(batch(0))
+    assert not all(map(torch.equal, step.model.parameters(), before))
+    with pytest.raises(DivergedError, match="step 1: the loss is not finite on rank 0; its gradient is, and changed the weights"):
+        step.check()
+
+
 def test_the_average_of_weights_and_statistics_follows_and_is_put_back() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
