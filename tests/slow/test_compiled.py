@@ -12,11 +12,11 @@ pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels 
 pytestmark = pytest.mark.slow
 
 # Of each module: kernels in their first and last forms, and in all; registers of a thread at most, by kernel or "" for all; moves
-# of single values at most. Few programs fit a multiprocessor where a thread has more registers.
+# of single values at most (Triton 3.6 reads masks of rows so). Few programs fit a multiprocessor where a thread has more registers.
 WIDE = {"_forward": 64, "_backward": 128}
 MODULES: dict[str, tuple[int, int, dict[str, int], int]] = {
     "activations": (4, 4, {"_forward": 64, "_backward": 80}, 0), "attention": (10, 36, {"": 255}, 16),
-    "batchnorm": (10, 33, {"": 128}, 3), "eighths": (4, 22, {"": 64}, 6), "gates": (4, 12, {"_forward": 64, "_backward": 80}, 8),
+    "batchnorm": (10, 33, {"": 128}, 3), "eighths": (4, 22, {"": 64}, 6), "gates": (4, 12, {"_forward": 64, "_backward": 80}, 16),
     "layernorm": (4, 32, WIDE, 12), "philox": (4, 10, {"": 128}, 99), "rmsnorm": (4, 24, WIDE, 4), "rotary": (2, 12, {"": 96}, 0),
     "update": (4, 8, {"": 64}, 10),
 }  # fmt: skip
@@ -64,8 +64,8 @@ def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(
         if module == "eighths" and metadata.version("triton").startswith("3.6."):
             most = 120  # there a cast to rows and columns takes 118
         assert target == name and used <= most, f"{module} {kernel} on {name}: few programs fit a multiprocessor"
-        # Triton 3.6 and 3.7 keep up to four words of the widest kernels on the stack; numbers of Philox take ten.
-        assert local == 0 and stack <= (40 if module == "philox" else 16), f"{module} {kernel} on {name} spills"
+        # Triton 3.6 and 3.7 keep up to four words of the widest kernels on the stack; numbers of Philox take twelve.
+        assert local == 0 and stack <= (48 if module == "philox" else 16), f"{module} {kernel} on {name} spills"
         assert atomics == 0, f"{module} {kernel} on {name} adds in an order that changes"
         assert shared <= 48 << 10, f"{module} {kernel} on {name}: few programs fit a multiprocessor"
         assert single <= singles or kernel.startswith("_merge"), f"{module} {kernel} moves {single} of {moves} values one by one"
