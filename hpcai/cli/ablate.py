@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from hpcai import config, dist
+from hpcai.cli import tables
 from hpcai.cli.bench.timing import interval, machine, orders, wait
 from hpcai.cli.trial import On, Switch, find
 from hpcai.data.readers import available_memory
@@ -202,29 +202,27 @@ class Bench:
 
 
 def show(found: dict[str, Any]) -> None:
-    console = Console()
-    console.width = max(console.width, 132)
     where = "{ablate} on {device}, torch {torch}, {threads} threads, {processes} processes, load {load} to {load_after}; "
-    console.print(where.format(**found) + "{repeats} repeats of {steps} steps".format(**found))
+    print(where.format(**found) + "{repeats} repeats of {steps} steps".format(**found))
     for switch in found["switches"]:
         reason = f"; NOT HERE: {switch['why_not']}" if switch["why_not"] else "" if switch["on"] else "; not asked for"
-        console.print(f"  {switch['name']}: {switch['what']}{reason}", soft_wrap=True, markup=False)
+        print(f"  {switch['name']}: {switch['what']}{reason}")
     on_gpu = any(row.get("peak_bytes") is not None for row in found["cumulative"])
-    table = Table(caption="+ added to those above, times faster than plain; - left out alone, times slower than all")
-    for name in ("", "s a step", "times", *(["peak MB"] if on_gpu else []), "samples/s", "loss", "gradient"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    rows: list[list[str]] = []
     for sign, kind in (("+", "cumulative"), ("-", "left_out")):
         for row in found[kind]:
             name = row["name"] if row["name"] == "plain" else f"{sign} {row['name']}"
             if row["error"]:
-                table.add_row(name, "failed")
-                console.print(f"{name} failed: {row['error']}", soft_wrap=True, markup=False)
+                rows.append([name, "failed"])
+                print(f"{name} failed: {row['error']}")
                 continue
             cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else []
             far = ["" if (value := row[f"{of}_difference"]) is None else f"{value:.0e}" for of in ("loss", "gradient")]
-            table.add_row(name, f"{row['seconds']:.4g}", _factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}", *far)
-        table.add_section()
-    console.print(table)
+            took = f"{row['seconds']:.4g}", _factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}"
+            rows.append([name, *took, *far])
+    heads = "", "s a step", "times", *(["peak MB"] if on_gpu else []), "samples/s", "loss", "gradient"
+    print(*tables.lines(rows, heads), sep="\n")
+    print("+ added to those above, times faster than plain; - left out alone, times slower than all")
 
 
 def _factor(factor: dict[str, float] | None) -> str:

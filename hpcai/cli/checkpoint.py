@@ -8,9 +8,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Column, Table
-
+from hpcai.cli import tables
 from hpcai.errors import CheckpointError
 from hpcai.log import size
 
@@ -26,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("export takes a FILE to write, and show takes none")
     if words.file is not None:
         return give(words.folder, words.file)
-    return show(words.folder, Console())
+    return show(words.folder)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -55,24 +53,24 @@ def give(folder: Path, file: Path) -> int:
     return 0
 
 
-def show(folder: Path, console: Console) -> int:
+def show(folder: Path) -> int:
     """Print what is there -> 1 where a checkpoint is damaged. Raises CheckpointError where there is none."""
     from hpcai.train.saved import DamagedError, opened
 
-    steps = Table(Column("checkpoint", no_wrap=True), "step", "epoch", "processes", "tensors", "bytes", "files", "is")
-    bad = 0
+    rows, bad = [], 0
     for path in _checkpoints(folder):
         try:
             held = opened(path)
         except DamagedError as error:
-            steps.add_row(path.name, *["?"] * 6, str(error))
+            rows.append((path.name, *["?"] * 6, str(error)))
             bad += 1
             continue
         problem, run = held.damage(), held.run
         files = {part.file for parts in held.tensors.values() for part in parts}
         count = size(sum((path / name).stat().st_size for name in files))
         where = f"{run.progress.step:,}", str(run.progress.epoch), str(run.world), f"{len(held.tensors):,}", count, str(len(files))
-        steps.add_row(path.name, *where, problem or "whole")
+        rows.append((path.name, *where, problem or "whole"))
         bad += bool(problem)
-    console.print(steps)
+    heads = "checkpoint", "step", "epoch", "processes", "tensors", "bytes", "files", "is"
+    print(*tables.lines(rows, heads, left=("checkpoint", "is")), sep="\n")
     return 1 if bad else 0

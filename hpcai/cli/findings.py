@@ -75,14 +75,6 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def grid(rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Yield the lines of a table of text. All columns but the last have the width of their longest cell."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for row in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-
-
 def printable(text: str) -> str:
     """Return ``text`` without control characters and without what the terminal cannot encode: names come from other people's
     files."""

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcai.cli import tables
+
 Row = dict[str, Any]
 
 
@@ -128,18 +130,11 @@ def finish(found: Row, parts: Sequence[str], quiet: bool) -> int:
 
 def print_tables(found: Row, parts: Sequence[str]) -> None:
     """A table of the rows of each part; the first one says where they were measured."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
     threads = "one thread" if found["threads"] == 1 else f"{found['threads']} threads"
     title = f"{found['bench']}, torch {found['torch']}, {found['device']}, {threads}, load {found['load']}"
     for number, name in enumerate(part for part in parts if found.get(part)):
         rows = found[name] if isinstance(found[name], list) else [found[name]]
-        table = Table(title=f"{name}: {title}" if number == 0 else name, title_justify="left")
         keys = list(dict.fromkeys(key for row in rows for key in row))
-        for key in keys:
-            table.add_column(key.replace("_", " "), justify="right")
-        for row in rows:
-            table.add_row(*(str(row.get(key, "")) for key in keys))
-        console.print(table)
+        heads = [key.replace("_", " ") for key in keys]
+        print(f"{name}: {title}" if number == 0 else f"\n{name}")
+        print(*tables.lines(([row.get(key, "") for key in keys] for row in rows), heads, heads[:1]), sep="\n")

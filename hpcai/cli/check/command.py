@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcai import log
-from hpcai.cli import findings
+from hpcai.cli import findings, tables
 from hpcai.cli.findings import many, printable
 from hpcai.cli.progress import shown
 from hpcai.errors import HpcaiError
@@ -91,7 +91,7 @@ def _range(text: str) -> tuple[str, tuple[float | None, float | None]]:
 
 def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
     """Yield the splits, the findings by code with the first few of each, the figures, and the verdict: lines of text."""
-    yield from findings.grid(_splits(outcome))
+    yield from tables.lines(_splits(outcome))
     yield from findings.lines(outcome.findings)
     yield from _figures(outcome.figures)
     figures, samples = outcome.figures, sum(split.samples for split in outcome.splits)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from hpcai.cli.findings import grid
+from hpcai.cli import tables
 from hpcai.errors import ConfigError
 from hpcai.kernels import compiler
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     words = _parser().parse_args(argv)
     if words.ranks:
         return _job(words)
-    print(*grid(installation()), sep="\n")
+    print(*tables.lines(installation()), sep="\n")
     return 0
 
 

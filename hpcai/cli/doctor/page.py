@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
-from hpcai.cli import findings
+from hpcai.cli import findings, tables
 from hpcai.cli.doctor.findings import Finding, Report, groups
 from hpcai.cli.doctor.member import Member
 from hpcai.cli.doctor.storage import Folder
@@ -16,7 +16,7 @@ _SHOWN = 8  # sets of cores of a node, and findings of a kind
 def lines(report: Report, found: Sequence[Finding]) -> Iterator[str]:
     """Yield the report for a terminal."""
     yield title(report)
-    yield from findings.grid(rows(report))
+    yield from tables.lines(rows(report))
     yield from findings.lines(found, shown=_SHOWN)
     yield f"{findings.verdict(found)}: {findings.counts(found)}"
 

@@ -12,13 +12,13 @@ that the benchmark's reference needs at each batch. Along other axes than the on
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from hpcai.cli import tables
 from hpcai.cli.plan.planner import Job, Planner
 from hpcai.plan import machines
 from hpcai.plan.machines import MACHINES, Machine
@@ -94,47 +94,41 @@ def check(planner: Planner) -> list[Row]:
 
 
 def show(found: Row) -> None:
-    console = Console()
-    console.width = max(console.width, 132)
-    show_to_reader(lambda: _checked(found, console) if "check" in found else _jobs(found, console))
+    show_to_reader(lambda: print(*(_checked(found) if "check" in found else _jobs(found)), sep="\n"))
 
 
-def _checked(found: Row, console: Console) -> None:
-    table = Table(title=f"{found['plan']}: published and planned", title_justify="left")
-    for name in ("", "by", "GPUs", "ways", "batch", "published", "planned", "error", "at best"):
-        table.add_column(name, justify="right" if name not in ("", "by") else "left")
+def _checked(found: Row) -> Iterator[str]:
+    yield f"{found['plan']}: published and planned"
+    rows = []
     for one in found["check"]:
         unit, scale = ("ms a step", 1e3) if one["what"] == "step" else ("minutes", 1)
         gpus = f"{one['gpus']:,} {one['machine']}" + (f" + {one['evaluating']}" if one["evaluating"] else "")
         error = "taken from it" if one["error_percent"] is None else f"{one['error_percent']:+.0f} %"
         published, planned, least = (_number(scale * one[key]) for key in ("published", "planned", "at_best"))
-        table.add_row(unit, one["of"], gpus, str(one["ways"]), str(one["batch"]), published, planned, error, least)
-    console.print(table)
+        rows.append((unit, one["of"], gpus, one["ways"], one["batch"], published, planned, error, least))
+    yield from tables.lines(rows, ("", "by", "GPUs", "ways", "batch", "published", "planned", "error", "at best"), left=("", "by"))
 
 
-def _jobs(found: Row, console: Console) -> None:
+def _jobs(found: Row) -> Iterator[str]:
     slower = f"kernels {found['slower']:.2f} times slower than its rates"
-    console.print(f"{found['plan']} on {found['machine']}; {slower}; {found['source']}", soft_wrap=True)
+    yield f"{found['plan']} on {found['machine']}; {slower}; {found['source']}"
     if found["axes"]:
-        console.print("each of them over " + " x ".join(f"{name} {size}" for name, size in found["axes"].items()))
-    caption = "ms of a step: kernels, their starts, messages that nothing hides, stages with nothing to do, the loader; minutes in"
-    caption += " which training waits"
-    table = Table(caption=caption, caption_justify="left")
-    parts = "kernels", "starts", "messages", "idle", "loader"
-    for name in ("GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating"):
-        table.add_column(name, justify="right")
-    for rows in found["jobs"].values():
-        least = min((one["minutes"] for one in rows), default=0)
-        for one in rows:
+        yield "each of them over " + " x ".join(f"{name} {size}" for name, size in found["axes"].items())
+    rows: list[tuple[object, ...]] = []
+    for jobs in found["jobs"].values():
+        least = min((one["minutes"] for one in jobs), default=0)
+        for one in jobs:
             took = (_number(1e3 * one[key]) for key in ("step_s", "kernels_s", "launches_s", "messages_s", "idle_s", "loader_s"))
-            style = "bold" if one["minutes"] == least else None
             ends = f"{one['steps']:,.0f}", _number(one["minutes"]), _number(one["evaluation_minutes"])
-            sizes = f"{one['gpus']:,}", str(one["ways"]), str(one["batch"]), _number(one["memory_gb"])
-            table.add_row(*sizes, *took, *ends, style=style)
-        table.add_section()
-    console.print(table)
-    for gpus in [gpus for gpus, rows in found["jobs"].items() if not rows]:
-        console.print(f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory")
+            best = "best" if len(jobs) > 1 and one["minutes"] == least else ""
+            rows.append((f"{one['gpus']:,}", one["ways"], one["batch"], _number(one["memory_gb"]), *took, *ends, best))
+    parts = "kernels", "starts", "messages", "idle", "loader"
+    heads = "GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating", ""
+    yield from tables.lines(rows, heads)
+    yield "ms of a step: kernels, their starts, messages that nothing hides, stages with nothing to do, the loader;"
+    yield "minutes in which training waits for evaluations"
+    for gpus in [gpus for gpus, jobs in found["jobs"].items() if not jobs]:
+        yield f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory"
 
 
 def _number(value: float) -> str:

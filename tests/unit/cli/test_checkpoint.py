@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from hpcai import dist
 from hpcai.cli.checkpoint import main, show
@@ -17,26 +16,25 @@ from hpcai.train.saved import Progress, read_tensors
 from tests.unit.train.test_checkpoint import keeper, new_step
 
 
-def test_a_run_and_one_checkpoint_are_shown_and_damage_is_found(tmp_path: Path) -> None:
+def test_a_run_and_one_checkpoint_are_shown_and_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step, kept = new_step(), keeper(tmp_path / "checkpoints", keep=2)
     for count in (3, 7):
         kept.save(step, Progress(step=count, epoch=1))
-    console = Console(width=200, record=True)
-    assert show(tmp_path, console) == 0
-    text = console.export_text()
+    assert show(tmp_path) == 0
+    text = capsys.readouterr().out
     assert "step-00000003" in text and "step-00000007" in text and text.count("whole") == 2
-    assert show(tmp_path / "checkpoints/step-00000007", console) == 0
-    text = console.export_text()
+    assert show(tmp_path / "checkpoints/step-00000007") == 0
+    text = capsys.readouterr().out
     assert "step-00000007" in text and "step-00000003" not in text
 
     file = tmp_path / "checkpoints/step-00000003/tensors-000.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    assert show(tmp_path, console) == 1
-    assert "tensors-000.safetensors has changed since it was written" in console.export_text()
+    assert show(tmp_path) == 1
+    assert "tensors-000.safetensors has changed since it was written" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="no checkpoint is there"):
-        show(tmp_path / "elsewhere", console)
+        show(tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize("average", [None, 0.9])

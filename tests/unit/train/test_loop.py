@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_in_a_notebook() -> None:
     assert [report.step for report in result] == [5, 10, 15, 20]
     assert result.reports[-1]["loss"] < 0.5 * result.reports[0]["loss"]
     assert logging.getLogger().handlers == handlers, "a notebook keeps its own logging"
+
+
+def test_from_fit_to_a_loss_are_nine_calls() -> None:
+    found: list[str] = []
+
+    def counted(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        found[:] = [frame.name for frame in traceback.extract_stack()]
+        return loss(model, batch)
+
+    step = train.Step(nn.Linear(3, 1), counted, StepConfig(optimizer="sgd", lr=0.1), dist.alone())
+    train.fit(step, batches(), TrainConfig(steps=1))
+    assert len(calls := found[found.index("fit") :]) <= 9, f"{calls}: one more layer for everyone who reads the loop"
 
 
 def test_a_report_is_the_mean_of_its_steps() -> None:
