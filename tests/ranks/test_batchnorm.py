@@ -66,10 +66,12 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
 def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any]:
     """Weights and statistics of this rank, and those that are evaluated; one process has the groups as micro-batches."""
     model, alone = new_model(), mesh.world == 1
+    model.flat.eval()
     names, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     if not alone:
         group_batch_norm(model, mesh, group)
     assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)), "none is a copy"
+    assert model.second[1].training and not model.flat.training, "what is not trained stays so"
     sum_over(model, mesh["depth"])
     words: dict[str, Any] = {"optimizer": "sgd", "precision": "fp64", "lr": 0.1, "clip": 1.0, "average": 0.5 if folder else None}
     step = Step(model, loss, StepConfig(**words, accumulate=group if alone else 1), mesh)

@@ -41,6 +41,7 @@ def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
         with torch.no_grad():
             for p in model.parameters():
                 p.normal_()
+    model.register_buffer("mean", torch.full((2,), float(mesh.rank)))
     keys = list(model.state_dict())
     if mesh["depth"].size > 1:  # as if each rank of the axis saw half of every sample: halves add up to the whole
         sum_over(model, mesh["depth"])
@@ -49,6 +50,7 @@ def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
     step = Step(
         model, loss, StepConfig(precision="fp64", bucket_mb=bucket_mb, accumulate=accumulate, optimizer="sgd", lr=0.1), mesh
     )
+    assert not model.mean.any(), "buffers start equal, too"
     plain = step.forward_backward
     share = 1.0 / mesh["depth"].size
     step._share *= share
