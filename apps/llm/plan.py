@@ -18,7 +18,7 @@ from hpcai.parallel.pipeline import Pipeline
 
 _LLAMA31 = "width: 4096, layers: 32, heads: 32, key_heads: 8, inner: 14336, vocabulary: 128256"
 _ADAPTED = (f"model={{{_LLAMA31}, positions: 4096}}", "lora.dropout=0.0")
-_EIGHTHS = ("step.products=fp8",)
+_FLOAT8 = ("step.products=fp8",)
 _TRAINED = (f"model={{{_LLAMA31}, positions: 8192}}", "lora=null", "step.shard=optimizer")
 
 
@@ -34,8 +34,8 @@ class Plan(Workload):
         Published("step", 128 * 8192 / (8 * 10_682), "h100", 8, 128, words=_TRAINED, of="NVIDIA, bf16"),
         Published("step", 8 * 4096 / (8 * 17_809), "h100", 8, 8, words=_ADAPTED, of="NVIDIA, bf16"),
         Published("run", 116.1, "h100", 8, 8, ways=4, of="Juniper, DeepSpeed"),
-        Published("run", 24.69, "h200", 8, 8, ways=4, words=_EIGHTHS, of="NVIDIA, FP8"),
-        Published("run", 28.07, "h100", 8, 8, ways=4, words=_EIGHTHS, of="NVIDIA, FP8"),
+        Published("run", 24.69, "h200", 8, 8, ways=4, words=_FLOAT8, of="NVIDIA, FP8"),
+        Published("run", 28.07, "h100", 8, 8, ways=4, words=_FLOAT8, of="NVIDIA, FP8"),
     )
 
     def act(self, cfg: Any, model: nn.Module, mesh: Mesh) -> Pipeline | None:

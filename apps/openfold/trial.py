@@ -22,7 +22,7 @@ from hpcai.cli.trial import Case, Figure, On, Subject, Switch, Training
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
 from hpcai.dist.environment import place
-from hpcai.kernels import attention, compiler, gates, layernorm, outer, triangle
+from hpcai.kernels import attention, gates, layernorm, outer_product, triangle_multiplication, triton_support
 from hpcai.models.openfold import (
     FeatureConfig,
     OpenFold,
@@ -85,7 +85,7 @@ class Trial(Subject):
 
     def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
         on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size
-        same = compiler.MISSING if on_gpu else "on a CPU they are torch's own"
+        same = triton_support.MISSING if on_gpu else "on a CPU they are torch's own"
         every = [
             Switch("attention", "gated attention whose logits and probabilities are never in memory"),
             Switch("layer norms", "layer norms in one kernel each way, which give what the next product reads", same),
@@ -159,21 +159,21 @@ def plainly(but: On = frozenset()) -> Iterator[None]:
         return function(slice(0, count))
 
     def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
-        return gates.plain(x, g, mask).to(x.dtype)  # a mask in float32 would make the product wider than its kernels expect
+        return gates.reference(x, g, mask).to(x.dtype)  # a mask in float32 would make the product wider than its kernels expect
 
     def halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
-        return gates.plain_halves(xg, mask).to(xg.dtype)
+        return gates.reference_glu_halves(xg, mask).to(xg.dtype)
 
     forms: dict[str, Sequence[tuple[Any, str, Any]]] = {
-        "attention": [(attentions, "gated_attention", attention.plain)],
-        "layer norms": [(norms, "layer_norm", layernorm.plain)],
-        "gates": [(evoformer, "gate", gate), (evoformer, "halves", halves)],
+        "attention": [(attentions, "gated_attention", attention.reference)],
+        "layer norms": [(norms, "layer_norm", layernorm.reference)],
+        "gates": [(evoformer, "gate", gate), (evoformer, "glu_halves", halves)],
         "triangles": [
-            (evoformer, "product", triangle.plain), (evoformer, "channels_first", channels_first),
-            (attentions, "channels_first", channels_first),
+            (evoformer, "triangle_multiplication", triangle_multiplication.reference),
+            (evoformer, "channels_first", channels_first), (attentions, "channels_first", channels_first),
         ],
-        "outer product": [(evoformer, "outer_product", outer.plain)],
-        "parts": [(evoformer, "in_parts", whole), (layers, "in_parts", whole), (objective, "several", lambda *_: 1 << 60)],
+        "outer product": [(evoformer, "outer_product", outer_product.reference)],
+        "parts": [(evoformer, "map_chunks", whole), (layers, "map_chunks", whole), (objective, "chunk_size", lambda *_: 1 << 60)],
     }  # fmt: skip
     plain = [form for switch, some in forms.items() if switch not in but for form in some]
     ours = [(module, name, getattr(module, name)) for module, name, _ in plain]

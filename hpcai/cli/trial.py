@@ -27,7 +27,7 @@ from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
 from hpcai.dist.collect import gather_shares, sum_in_place
 from hpcai.dist.host import Collector
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 from hpcai.settings import RunConfig, StepConfig
 from hpcai.train.choices import fast_bf16
 from hpcai.train.evaluation import scoring
@@ -240,7 +240,7 @@ def when_on(cfg: StepConfig, mesh: Mesh, compiled: str) -> dict[str, str]:
 
 def _cannot_compile(kind: str) -> str | None:
     if kind == "cuda":
-        return compiler.MISSING
+        return triton_support.MISSING
     found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     return None if found else "there is no C++ compiler, which torch.compile needs here"
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels behind ``swiglu``, in float32 arithmetic: one each way, which read and write every value once.
+"""Triton kernels of ``swiglu``, in float32 arithmetic: one for each pass, which reads and writes every element once.
 
-Of 8,192 tokens of 14,336 channels in bf16 the forward pass moves 672 MiB and the backward pass 1,120; operations of torch, with a
-tensor between them, move 1,120 and 1,792, and keep silu(gate) besides.
+For 8,192 tokens of 14,336 channels in bf16 the forward pass moves 672 MiB and the backward pass 1,120; operations of torch, with an
+intermediate tensor, move 1,120 and 1,792, and save silu(gate), too.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE, WARPS = 4096, 8  # 16 values a thread of each tensor, as in gates_triton
+TILE, WARPS = 4096, 8  # 16 elements a thread of each tensor, as in gates_triton
 
 _jit = triton.jit(do_not_specialize=["count"])
 
 
 @triton.jit
 def _tile(count, UNIT: tl.constexpr, TILE: tl.constexpr):
-    """``count`` is in units, so that the compiler knows of which number of values loads are multiples."""
+    """``count`` is in units of ``UNIT`` elements, by which the compiler proves that loads are aligned."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     return at, at < count.to(tl.int64) * UNIT
 
@@ -46,7 +46,7 @@ def _backward(dy_, x_, g_, dx_, dg_, count, UNIT: tl.constexpr, TILE: tl.constex
     tl.store(dg_ + at, (dy * x * s * (1.0 + g * (1.0 - s))).to(dg_.dtype.element_ty), exists)
 
 
-def _words(x: Tensor) -> dict[str, Any]:
+def _launch_kwargs(x: Tensor) -> dict[str, Any]:
     unit = 8 if x.numel() % 8 == 0 else 1  # 16 bytes of a 16-bit type
     return {"count": x.numel() // unit, "UNIT": unit, "TILE": TILE, "num_warps": WARPS}
 
@@ -57,28 +57,28 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         y = torch.empty_like(up)
         with torch.cuda.device_of(up):
-            _forward[(triton.cdiv(up.numel(), TILE),)](up, gate, y, **_words(up))
+            _forward[(triton.cdiv(up.numel(), TILE),)](up, gate, y, **_launch_kwargs(up))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         with torch.cuda.device_of(up):
-            _backward[(triton.cdiv(up.numel(), TILE),)](grad.contiguous(), up, gate, by_up, by_gate, **_words(up))
-        return by_gate, by_up
+            _backward[(triton.cdiv(up.numel(), TILE),)](grad.contiguous(), up, gate, grad_up, grad_gate, **_launch_kwargs(up))
+        return grad_gate, grad_up
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, contiguous, of two tensors of one shape."""
+    """Return silu(gate) * up, contiguous. Raises ValueError for tensors of two shapes."""
     if gate.shape != up.shape:  # a kernel would read past the end
         raise ValueError(f"gate has shape {list(gate.shape)}, up {list(up.shape)}; expected the same")
     return _SwiGLU.apply(gate.contiguous(), up.contiguous())
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """(name, kernel, signature, constexprs, options) of what language models launch, for compilation ahead of time."""
+    """Yield (name, kernel, signature, constexprs, options) of the launches of language models, to compile them ahead of time."""
     for kernel, kind in product((_forward, _backward), ("bf16", "fp32")):
         fixed = {"UNIT": 8, "TILE": TILE}
         types = {n: f"*{kind}" if n[-1] == "_" else "i32" for n in kernel.arg_names}

@@ -1,15 +1,16 @@
-"""Batch, instance and group normalisation, alone or over several processes, with the sum before and the activation after them.
+"""Batch, instance and group normalisation, local or synchronised, fused with a residual sum and an activation.
 
     y = act(weight * (x - mean) / sqrt(variance + eps) + bias + plus)
 
-``x`` [B, C, ...] float32, float64, bfloat16 or float16; ``weight``, ``bias`` [C] and statistics float32 (float64 for a float64 x).
-Statistics are those of S samples, one after the other [S*C]: S = 1, all of a batch as one (batch norm, Ioffe and Szegedy 2015), or
-S = B, each for itself (instance norm, Ulyanov et al. 2016), where neighbouring channels may share them (group norm, Wu and He
-2018). They cover all processes over which ``total`` adds a small tensor, in place: one message forward, one backward.
+``x`` [B, C, ...] is float32, float64, bfloat16 or float16; ``weight``, ``bias`` [C] and statistics are float32 (float64 for a
+float64 x). Statistics [S*C] are those of S samples: S = 1, one for the batch (batch norm, Ioffe and Szegedy 2015), or S = B, one
+for each sample (instance norm, Ulyanov et al. 2016), which neighbouring channels may share (group norm, Wu and He 2018). They are
+synchronised over the ranks over which ``total`` sums a small tensor in place: one all-reduce in the forward pass, one in the
+backward pass.
 
-On CUDA and channels-last memory each pass over ``x`` is one Triton kernel for all samples (``batchnorm_triton``); elsewhere it is
-the plain-torch twin in this file. Nothing is read from the device. For the backward pass the kernels keep ``x`` alone, and work out
-anew what the activation saw, unless something was added there; the twin keeps y where a rectifier made it, which is quicker.
+On CUDA in channels-last memory each pass over ``x`` is one Triton kernel for all samples (``batchnorm_triton``); elsewhere it is
+the reference in this file. Nothing is read back from the device. The kernels save ``x`` alone and recompute the input of the
+activation, unless there is a residual; the reference saves y of a rectifier, which is faster.
 """
 
 from collections.abc import Callable
@@ -21,14 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 
 Total = Callable[[Tensor], Tensor]
 ACTIVATIONS = ("relu", "leaky_relu", "silu")
 
 
-class Rule(NamedTuple):
-    """What becomes of each value: statistics [S*C], weight and bias [C], the activation and the slope of a leaky rectifier."""
+class NormParams(NamedTuple):
+    """Statistics [S*C], weight and bias [C], the activation, and the slope of a leaky rectifier."""
 
     mean: Tensor
     variance: Tensor
@@ -43,37 +44,36 @@ class Rule(NamedTuple):
         return self.mean.numel() // self.weight.numel()
 
     @property
-    def numbers(self) -> tuple[Any, ...]:
-        """All but the activation."""
+    def kernel_args(self) -> tuple[Any, ...]:
+        """The fields that kernels take: all but the activation."""
         return *self[:5], self.slope
 
 
 def moments(x: Tensor, total: Total | None, samples: int = 1, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance [S*C/group] of ``group`` neighbouring channels each, in each of S ``samples``, and the count of
-    their values [] float64, over all processes."""
+    """Return mean and biased variance of ``group`` neighbouring channels of each sample [S*C/group], and the number of their
+    elements [] float64, over all ranks."""
     mean, variance = _passes(x).moments(x, samples, group)
-    return agreed(mean, variance, x.numel() // mean.numel(), total)
+    return all_reduce_moments(mean, variance, x.numel() // mean.numel(), total)
 
 
-def agreed(mean: Tensor, variance: Tensor, count: int, total: Total | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Means, biased variances and count [] float64 over all processes, from those of this one's ``count`` values each."""
+def all_reduce_moments(mean: Tensor, variance: Tensor, count: int, total: Total | None) -> tuple[Tensor, Tensor, Tensor]:
+    """All-reduce means and biased variances of ``count`` local elements each. Return them, and their count [] float64."""
     if total is None:
         return mean, variance, torch.full((), count, dtype=torch.float64, device=mean.device)
-    # Values and their squares are added in float64: a mean far larger than the deviation costs no digits, and counts may differ.
+    # Sums of squares in float64 lose no digits to a mean far larger than the deviation, and local counts may differ.
     wide = mean.double()
-    message = torch.cat((wide, variance.double() + wide.square(), wide.new_ones(1))) * count
-    sums = total(message)
-    every, squares = (sums[:-1] / sums[-1]).chunk(2)
-    return every.to(mean.dtype), (squares - every.square()).clamp_(min=0).to(mean.dtype), sums[-1]
+    sums = total(torch.cat((wide, variance.double() + wide.square(), wide.new_ones(1))) * count)
+    means, squares = (sums[:-1] / sums[-1]).chunk(2)
+    return means.to(mean.dtype), (squares - means.square()).clamp_(min=0).to(mean.dtype), sums[-1]
 
 
-def spread(value: Tensor, group: int) -> Tensor:
-    """What ``group`` neighbouring channels share, for each of them.   [..., C/group] -> [..., C] contiguous"""
+def repeat_groups(value: Tensor, group: int) -> Tensor:
+    """Repeat the values of groups for their channels.   [..., C/group] -> [..., C] contiguous"""
     return value if group == 1 else value.unsqueeze(-1).expand(*value.shape, group).flatten(-2).contiguous()
 
 
-def activated(z: Tensor, act: str | None, slope: float, inplace: bool = False) -> Tensor:
-    """The activation ``act`` of z, by torch."""
+def apply_activation(z: Tensor, act: str | None, slope: float, inplace: bool = False) -> Tensor:
+    """Return ``act`` of z, by torch."""
     if act == "relu":
         return F.relu(z, inplace)
     if act == "leaky_relu":
@@ -81,40 +81,37 @@ def activated(z: Tensor, act: str | None, slope: float, inplace: bool = False) -
     return F.silu(z, inplace) if act == "silu" else z
 
 
-def normalise(x: Tensor, rule: Rule, plus: Tensor | None = None) -> Tensor:
-    """y, in the dtype and memory format of ``x``."""
-    return _passes(x).normalise(x, rule, plus)
+def normalise(x: Tensor, params: NormParams, plus: Tensor | None = None) -> Tensor:
+    """Return y, in the dtype and memory format of ``x``."""
+    return _passes(x).normalise(x, params, plus)
 
 
-def keeps(x: Tensor, rule: Rule, plus: bool) -> bool:
-    """Whether ``gradients`` needs y, which is then to be kept."""
-    return _passes(x).keeps(rule, plus)
+def saves_output(x: Tensor, params: NormParams, plus: bool) -> bool:
+    """Whether ``gradients`` needs y."""
+    return _passes(x).saves_output(params, plus)
 
 
-def through(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule) -> Tensor:
-    """The gradient before the activation, from that after it, by torch."""
-    if rule.act == "silu":
-        return torch.ops.aten.silu_backward(dy, _Plain.normalise(x, rule._replace(act=None), None))
-    if rule.act == "leaky_relu":
-        return torch.ops.aten.leaky_relu_backward(dy, y, rule.slope, True)
-    return torch.ops.aten.threshold_backward(dy, y, 0) if rule.act == "relu" else dy
+def activation_backward(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams) -> Tensor:
+    """Return the gradient of the input of the activation, by torch."""
+    if params.act == "silu":
+        return torch.ops.aten.silu_backward(dy, _Reference.normalise(x, params._replace(act=None), None))
+    if params.act == "leaky_relu":
+        return torch.ops.aten.leaky_relu_backward(dy, y, params.slope, True)
+    return torch.ops.aten.threshold_backward(dy, y, 0) if params.act == "relu" else dy
 
 
-def gradients(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule, count: Tensor, total: Total | None, group: int = 1,
+def gradients(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams, count: Tensor, total: Total | None, group: int = 1,
               need_plus: bool = False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Gradients by x, plus, weight, bias; those by weight and bias count this process's values alone.
-
-    ``y``: what ``normalise`` returned, where ``keeps`` said so. dz, before the activation, is the gradient by plus.
-    """
-    passes, samples, channels = _passes(x), rule.samples, x.shape[1]
-    dz, both = passes.sums(dy.contiguous(memory_format=_format(x)), x, y, rule)
-    # A group's mean moves with each of its channels, as much as that one's weight says.
-    sums = (both.view(2, samples, channels) * rule.weight).view(2, -1, group)
+    """Return the gradients of x, plus, weight and bias; those of weight and bias are local. ``y``: output, if ``saves_output``."""
+    passes, samples, channels = _passes(x), params.samples, x.shape[1]
+    dz, both = passes.sums(dy.contiguous(memory_format=_format(x)), x, y, params)
+    # The statistics of a group depend on all of its channels, each with its own weight.
+    sums = (both.view(2, samples, channels) * params.weight).view(2, -1, group)
     sums = sums.squeeze(-1) if group == 1 else sums.sum(-1)
     if total is not None:
         sums = total(sums)
-    over = spread(sums / count, group)
-    dx = passes.by_input(dz, x, rule if y is None else rule._replace(act=None), *over)
+    means = repeat_groups(sums / count, group)
+    dx = passes.grad_input(dz, x, params if y is None else params._replace(act=None), *means)
     dweight, dbias = both if samples == 1 else both.view(2, samples, channels).sum(1)
     return dx, dz if need_plus else None, dweight, dbias
 
@@ -127,12 +124,12 @@ def _format(x: Tensor) -> torch.memory_format:
 
 
 def in_channels_last(x: Tensor) -> bool:
-    """Whether the channels of a map or a volume lie side by side in memory."""
+    """Whether a tensor of 4 or 5 dims is in channels-last memory."""
     return _format(x) is not torch.contiguous_format
 
 
 def _passes(x: Tensor) -> Any:
-    return _triton() if compiler.takes(x) and x.dtype != torch.float64 and in_channels_last(x) else _Plain
+    return _triton() if triton_support.is_supported(x) and x.dtype != torch.float64 and in_channels_last(x) else _Reference
 
 
 @cache
@@ -140,12 +137,12 @@ def _triton() -> Any:
     return import_module("hpcai.kernels.batchnorm_triton")
 
 
-class _Plain:
-    """The passes over the values by operations of torch, whose CPU forms are vectorised over channels-last memory."""
+class _Reference:
+    """The passes by operations of torch, which on CPUs are vectorised over channels-last memory."""
 
     @staticmethod
-    def keeps(rule: Rule, plus: bool) -> bool:
-        return rule.act in ("relu", "leaky_relu")
+    def saves_output(params: NormParams, plus: bool) -> bool:
+        return params.act in ("relu", "leaky_relu")
 
     @staticmethod
     def moments(x: Tensor, samples: int, group: int) -> Tensor:
@@ -154,35 +151,35 @@ class _Plain:
         return _merged(both, group) if group > 1 else both
 
     @staticmethod
-    def normalise(x: Tensor, rule: Rule, plus: Tensor | None) -> Tensor:
-        parts, repeated = _parts(x, rule.samples)
-        weight, bias = (v.repeat(repeated) for v in rule[2:4]) if repeated > 1 else rule[2:4]
-        each = zip(parts, rule.mean.chunk(len(parts)), rule.variance.chunk(len(parts)))
-        y = _shaped([F.batch_norm(part, mean, variance, weight, bias, eps=rule.eps) for part, mean, variance in each], x)
-        return activated(y if plus is None else y.add_(plus), rule.act, rule.slope, inplace=True)
+    def normalise(x: Tensor, params: NormParams, plus: Tensor | None) -> Tensor:
+        parts, repeated = _parts(x, params.samples)
+        weight, bias = (v.repeat(repeated) for v in params[2:4]) if repeated > 1 else params[2:4]
+        each = zip(parts, params.mean.chunk(len(parts)), params.variance.chunk(len(parts)))
+        y = _shaped([F.batch_norm(part, mean, variance, weight, bias, eps=params.eps) for part, mean, variance in each], x)
+        return apply_activation(y if plus is None else y.add_(plus), params.act, params.slope, inplace=True)
 
     @staticmethod
-    def sums(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-        """dz, the gradient before the activation, and the sums of dz*(x - mean)*invstd and of dz [2, S*C]."""
-        dz, invstd = through(dy, x, y, rule), (rule.variance + rule.eps).rsqrt()
-        parts, _ = _parts(x, rule.samples)
+    def sums(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams) -> tuple[Tensor, Tensor]:
+        """Return dz, the gradient of the input of the activation, and the sums of dz*(x - mean)*invstd and of dz [2, S*C]."""
+        dz, invstd = activation_backward(dy, x, y, params), (params.variance + params.eps).rsqrt()
+        parts, _ = _parts(x, params.samples)
         n = len(parts)
-        each = zip(_parts(dz, rule.samples)[0], parts, rule.mean.chunk(n), invstd.chunk(n))
+        each = zip(_parts(dz, params.samples)[0], parts, params.mean.chunk(n), invstd.chunk(n))
         return dz, _joined([_sums(*values) for values in each], -1)
 
     @staticmethod
-    def by_input(dz: Tensor, x: Tensor, rule: Rule, by_weight: Tensor, by_bias: Tensor) -> Tensor:
-        """invstd * (weight*dz - by_bias - (x - mean)*invstd*by_weight); dz is what ``sums`` made: the activation has no part."""
-        invstd = (rule.variance + rule.eps).rsqrt()
-        (parts, _), (dzs, _) = _parts(x, rule.samples), _parts(dz, rule.samples)
-        scale = invstd.view(rule.samples, -1) * rule.weight
-        given = (rule.mean, -invstd.square() * by_weight, -invstd * by_bias, scale.flatten())
-        return _shaped([_by_input(*values) for values in zip(dzs, parts, *(v.chunk(len(parts)) for v in given))], x)
+    def grad_input(dz: Tensor, x: Tensor, params: NormParams, grad_weight: Tensor, grad_bias: Tensor) -> Tensor:
+        """Return invstd * (weight*dz - grad_bias - (x - mean)*invstd*grad_weight), with the dz of ``sums``."""
+        invstd = (params.variance + params.eps).rsqrt()
+        (parts, _), (dzs, _) = _parts(x, params.samples), _parts(dz, params.samples)
+        scale = invstd.view(params.samples, -1) * params.weight
+        given = (params.mean, -invstd.square() * grad_weight, -invstd * grad_bias, scale.flatten())
+        return _shaped([_grad_input(*values) for values in zip(dzs, parts, *(v.chunk(len(parts)) for v in given))], x)
 
 
 def _moments(x: Tensor) -> Tensor:
-    """Mean and biased variance of each channel [2, C]."""
-    if not compiler.on_cpu(x):
+    """Return mean and biased variance of each channel [2, C]."""
+    if not triton_support.on_cpu(x):
         wide = x if x.dtype == torch.float64 else x.float()
         variance, mean = torch.var_mean(wide, [d for d in range(x.ndim) if d != 1], correction=0)
         return torch.stack((mean, variance))
@@ -193,23 +190,23 @@ def _moments(x: Tensor) -> Tensor:
 
 
 def _merged(both: Tensor, group: int) -> Tensor:
-    """Means and variances of as many values each [2, n], merged over ``group`` neighbours [2, n/group]."""
+    """Merge means and variances of equal counts over ``group`` neighbours.   [2, n] -> [2, n/group]"""
     means, variances = both.double().view(2, -1, group)
     every = means.mean(-1, keepdim=True)
     return torch.stack((every.squeeze(-1), (variances + (means - every).square()).mean(-1))).to(both.dtype)
 
 
 def _sums(dz: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    (dz, fold), (x, _) = (_folded(dz), _folded(x)) if compiler.on_cpu(x) else ((dz, 1), (x, 1))
+    (dz, fold), (x, _) = (_folded(dz), _folded(x)) if triton_support.on_cpu(x) else ((dz, 1), (x, 1))
     m, i = (v.repeat(fold) for v in (mean, invstd))
     _, *found = torch.ops.aten.native_batch_norm_backward(dz, x, torch.ones_like(m), m, m, m, i, True, 0.0, (False, True, True))
     both = torch.stack(found)
     return both if fold == 1 else both.view(2, fold, -1).sum(1, dtype=torch.float64).to(both.dtype)
 
 
-def _by_input(dz: Tensor, x: Tensor, mean: Tensor, slope: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """scale*dz + slope*(x - mean) + shift, in one pass or two."""
-    half = torch.full_like(scale, 0.5)  # and eps, which torch 2.11 wants above 0: the root of their sum is exactly 1
+def _grad_input(dz: Tensor, x: Tensor, mean: Tensor, slope: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return scale*dz + slope*(x - mean) + shift, in one pass or two."""
+    half = torch.full_like(scale, 0.5)  # with eps, which torch 2.11 wants above 0, the root of the sum is exactly 1
     dx = F.batch_norm(x, mean, half, slope, shift, eps=0.5)
     if dx.dtype == scale.dtype:
         return dx.addcmul_(dz, scale.view(1, -1, *[1] * (x.ndim - 2)))
@@ -217,8 +214,8 @@ def _by_input(dz: Tensor, x: Tensor, mean: Tensor, slope: Tensor, shift: Tensor,
 
 
 def _parts(x: Tensor, samples: int) -> tuple[tuple[Tensor, ...], int]:
-    """``x`` as batches whose channels have statistics of their own, and how often the channels of ``x`` are repeated in each. In
-    channels-last memory they are the samples; otherwise all samples stand beside each other as channels."""
+    """Split ``x`` into batches whose channels have separate statistics. Return them, and the repetitions of the channels in each.
+    In channels-last memory they are the samples; otherwise there is one, with the samples as channels."""
     if samples == 1:
         return (x,), 1
     return (x.split(1), 1) if in_channels_last(x) else ((x.reshape(1, -1, *x.shape[2:]),), samples)
@@ -229,18 +226,18 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _shaped(parts: list[Tensor], x: Tensor) -> Tensor:
-    """What became of the parts of ``x``, in its shape."""
+    """Join results of the parts of ``x`` in its shape."""
     y = _joined(parts, 0)
-    # A view is avoided where it can be: autograd copies gradients of a view that is changed in place.
+    # Not always a view: autograd copies the gradients of a view that is changed in place.
     return y if y.shape == x.shape else y.view(x.shape)
 
 
 def _folded(x: Tensor) -> tuple[Tensor, int]:
-    """``x`` with ``fold`` neighbouring places as channels beside each other [rows, fold * C, 1, 1], and ``fold``. Outside
-    channels-last memory, and in float64, ``x`` stays as it is and ``fold`` is 1.
+    """Return a view of ``x`` with ``fold`` neighbouring voxels as channels [rows, fold * C, 1, 1], and ``fold``, which is 1 outside
+    channels-last memory and in float64.
 
-    torch adds rows up in float32, one after the other. The variance of 64^3 voxels then has a relative error of 7e-5; with 64 sums
-    instead of one it is 3e-7, at no cost.
+    torch sums rows sequentially in float32, by which the variance of 64^3 voxels has a relative error of 7e-5. With 64 partial sums
+    it is 3e-7, at no cost.
     """
     if not in_channels_last(x) or x.dtype == torch.float64:
         return x, 1

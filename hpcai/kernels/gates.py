@@ -1,17 +1,17 @@
-"""Products with a sigmoid that keep only what they are given for the backward pass."""
+"""Products with a sigmoid whose saved tensors are their inputs alone."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 
 
 def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
-    """x * sigmoid(g) * mask, all of one shape or ``mask`` broadcast; on CUDA one kernel each way (``gates_triton``)."""
+    """Return x * sigmoid(g) * mask; on CUDA by one kernel for each pass (``gates_triton``). ``mask`` is broadcast to ``x``."""
     if torch.compiler.is_compiling():
-        return plain(x, g, mask)
+        return reference(x, g, mask)
     if _fused(x, g):
         from hpcai.kernels import gates_triton
 
@@ -20,28 +20,31 @@ def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _fused(x: Tensor, g: Tensor) -> bool:
-    """Whether the kernels take it: on a GPU, of one shape, in a type that they have."""
-    return compiler.takes(x) and x.dtype == g.dtype and x.dtype in (torch.bfloat16, torch.float32) and x.shape == g.shape
+    """Whether the Triton kernels support these tensors."""
+    alike = x.dtype == g.dtype and x.shape == g.shape
+    return triton_support.is_supported(x) and alike and x.dtype in (torch.bfloat16, torch.float32)
 
 
-def halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
-    """``gate`` of the halves of one tensor along dim 1, whose gradient is one tensor too.   [B, 2 C, ...] -> [B, C, ...]"""
+def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return ``gate`` of the halves of one tensor along dim 1. Its gradient is one tensor, too.   [B, 2 C, ...] -> [B, C, ...]"""
     if torch.compiler.is_compiling():
-        return plain_halves(xg, mask)
+        return reference_glu_halves(xg, mask)
     x, g = xg.chunk(2, 1)
     if _fused(x, g):
         from hpcai.kernels import gates_triton
 
-        return gates_triton.halves(xg, mask)
-    return _Halves.apply(xg, mask)
+        return gates_triton.glu_halves(xg, mask)
+    return _GLUHalves.apply(xg, mask)
 
 
-def plain_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
+def reference_glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the same as ``glu_halves``, by operations of torch."""
     x, g = xg.chunk(2, 1)
-    return plain(x, g, mask)
+    return reference(x, g, mask)
 
 
-def plain(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
+def reference(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the same as ``gate``, by operations of torch."""
     y = x * g.sigmoid()
     return y if mask is None else y * mask
 
@@ -59,7 +62,7 @@ class _Gate(torch.autograd.Function):
         return *_gradients(grad, x, g, mask, torch.empty_like(grad), torch.empty_like(grad)), None
 
 
-class _Halves(torch.autograd.Function):
+class _GLUHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, xg: Tensor, mask: Tensor | None) -> Tensor:
         ctx.save_for_backward(xg, mask)
@@ -77,7 +80,7 @@ class _Halves(torch.autograd.Function):
 
 
 def _gradients(grad: Tensor, x: Tensor, g: Tensor, mask: Tensor | None, d_x: Tensor, d_g: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of ``gate``, written into ``d_x`` and ``d_g``."""
+    """Write the gradients of ``gate`` into ``d_x`` and ``d_g``."""
     s = g.sigmoid()
     torch.mul(grad, s, out=d_x)
     if mask is not None:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels behind ``gate``, in float32 arithmetic: one each way, which read and write every value once.
+"""Triton kernels of ``gate``, in float32 arithmetic: one for each pass, which reads and writes every element once.
 
-Of the 256 projections of 256 x 256 pairs, as triangles have them, in bf16 the forward pass moves 96 MiB and the backward pass 160;
-the operations of the twin, with as many tensors between them, move 224 and 416.
+For the 256 projections of 256 x 256 pairs of a triangle multiplication in bf16, the forward pass moves 96 MiB and the backward pass
+160; the reference, with its intermediate tensors, moves 224 and 416.
 """
 
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Values of a tile: 16 a thread of each tensor, 8 KiB in bf16. At 3.35 TB/s (H100), with 0.8 us for a read, 20 KB must be on their
-# way to each of 132 multiprocessors; five programs that read two tensors (48 registers a thread in bf16) ask for 80 KiB.
+# Elements of a tile: 16 a thread of each tensor, 8 KiB in bf16. At 3.35 TB/s (H100) and a latency of 0.8 us, 20 KB must be in
+# flight to each of 132 multiprocessors; five programs that read two tensors (48 registers a thread in bf16) load 80 KiB.
 TILE, WARPS = 4096, 8
-# Adjacent values that one load may take: 16 bytes of a 16-bit type. Where a stride is no multiple of it, single values are moved.
+# Elements of a vector load: 16 bytes of a 16-bit type. Strides that are no multiples of it take scalar loads.
 UNIT = 8
 
-# Kernels are not specialised on sizes: otherwise each crop would be one more compilation.
+# Kernels are not specialised on sizes: each crop would be one more compilation.
 _jit = triton.jit(do_not_specialize=["rows", "inner", "units", "x0", "x1", "g0", "g1", "m0", "m1"])
 
 
 @triton.jit
 def _tile(rows, inner, units, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows of this program, each as a place among [outer, inner], its columns and which of all exist."""
+    """Return the rows of this program, their indices in [outer, inner], its columns, and the mask of its elements."""
     across = tl.cdiv(units * UNIT, COLUMNS)
     row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -62,7 +62,7 @@ def _backward(
     dy_, x_, g_, mask_, dx_, dg_, rows, inner, units, x0, x1, g0, g1, m0, m1, UNIT: tl.constexpr, SPREAD: tl.constexpr,
     LIKE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """``LIKE``: gradients lie as ``x`` and ``g`` do, otherwise without gaps."""
+    """``LIKE``: gradients have the strides of ``x`` and ``g``; otherwise they are contiguous."""
     row, outer, own, column, exists = _tile(rows, inner, units, UNIT, ROWS, COLUMNS)
     here = row.to(tl.int64)[:, None] * (units * UNIT) + column
     x_here, g_here = (outer * (x0 * UNIT) + own * (x1 * UNIT))[:, None], (outer * (g0 * UNIT) + own * (g1 * UNIT))[:, None]
@@ -83,11 +83,11 @@ class _Plan(NamedTuple):
     g: Tensor
     mask: Tensor | None
     programs: int
-    words: dict[str, Any]
+    kwargs: dict[str, Any]
 
 
 def _plan(x: Tensor, g: Tensor, mask: Tensor | None) -> _Plan:
-    """The tensors as the kernels can read them, which is mostly as they are, and how they lie."""
+    """Return the tensors in strides that the kernels can read, mostly their own, and the arguments of the launch."""
     dense = x.contiguous, g.contiguous
     for one, two, three in (
         (lambda: x, lambda: g, lambda: mask),
@@ -96,16 +96,17 @@ def _plan(x: Tensor, g: Tensor, mask: Tensor | None) -> _Plan:
         (*dense, lambda: mask if mask is None else mask.expand(x.shape).contiguous()),
     ):
         given = one(), two(), three()
-        words = _lying(*given)
-        if words is not None:
-            programs = triton.cdiv(words["rows"], words["ROWS"]) * triton.cdiv(words["units"] * words["UNIT"], words["COLUMNS"])
-            return _Plan(*given, programs, words)
-    raise AssertionError("tensors without gaps are one row")
+        kwargs = _launch_kwargs(*given)
+        if kwargs is not None:
+            columns = kwargs["units"] * kwargs["UNIT"]
+            programs = triton.cdiv(kwargs["rows"], kwargs["ROWS"]) * triton.cdiv(columns, kwargs["COLUMNS"])
+            return _Plan(*given, programs, kwargs)
+    raise AssertionError("contiguous tensors are one row")
 
 
-def _lying(x: Tensor, g: Tensor, mask: Tensor | None) -> dict[str, Any] | None:
-    """How all are [outer, inner, columns], with columns beside each other or, of a mask, one value for a row; None where they
-    cannot be."""
+def _launch_kwargs(x: Tensor, g: Tensor, mask: Tensor | None) -> dict[str, Any] | None:
+    """Return the arguments of a launch over [outer, inner, columns], with contiguous columns, or one element of the mask for a
+    row; None if the strides do not allow it."""
     steps = [t.expand(x.shape).stride() for t in (x, g, *([] if mask is None else [mask]))]
     dims: list[tuple[int, list[int]]] = []
     for size, each in zip(x.shape, zip(*steps)):
@@ -135,33 +136,33 @@ def _lying(x: Tensor, g: Tensor, mask: Tensor | None) -> dict[str, Any] | None:
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-        x, g, read, programs, words = _plan(x, g, mask)
+        x, g, read, programs, kwargs = _plan(x, g, mask)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.cuda.device_of(x):
-            _forward[(programs,)](x, g, read, y, **words)
+            _forward[(programs,)](x, g, read, y, **kwargs)
         ctx.save_for_backward(x, g, mask)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, g, mask, programs, words = _plan(*ctx.saved_tensors)
+        x, g, mask, programs, kwargs = _plan(*ctx.saved_tensors)
         dx, dg = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         with torch.cuda.device_of(x):
-            _backward[(programs,)](dy.contiguous(), x, g, mask, dx, dg, LIKE=False, **words)
+            _backward[(programs,)](dy.contiguous(), x, g, mask, dx, dg, LIKE=False, **kwargs)
         return dx, dg, None
 
 
-class _Halves(torch.autograd.Function):
+class _GLUHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, xg: Tensor, mask: Tensor | None) -> Tensor:
         xg = xg.contiguous()
         ctx.save_for_backward(xg, mask)
         x, g = xg.chunk(2, 1)
-        x, g, mask, programs, words = _plan(x, g, mask)
+        x, g, mask, programs, kwargs = _plan(x, g, mask)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.cuda.device_of(x):
-            _forward[(programs,)](x, g, mask, y, **words)
+            _forward[(programs,)](x, g, mask, y, **kwargs)
         return y
 
     @staticmethod
@@ -170,30 +171,29 @@ class _Halves(torch.autograd.Function):
         xg, mask = ctx.saved_tensors
         d = torch.empty_like(xg)
         (x, g), (dx, dg) = xg.chunk(2, 1), d.chunk(2, 1)
-        x, g, mask, programs, words = _plan(x, g, mask)
+        x, g, mask, programs, kwargs = _plan(x, g, mask)
         with torch.cuda.device_of(x):
-            _backward[(programs,)](dy.contiguous(), x, g, mask, dx, dg, LIKE=True, **words)
+            _backward[(programs,)](dy.contiguous(), x, g, mask, dx, dg, LIKE=True, **kwargs)
         return d, None
 
 
-def halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
-    """``gate`` of the halves of one tensor along dim 1, contiguous. Its gradient is written where the halves lie."""
-    return _Halves.apply(xg, mask)
+def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return ``gate`` of the halves of one tensor along dim 1, contiguous. Its gradient is one tensor, too."""
+    return _GLUHalves.apply(xg, mask)
 
 
 def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
-    """x * sigmoid(g) * mask, contiguous: channels-first products of triangles are then matrices that lie as batched products read
-    them, and entries with channels last lie as the next linear layer and the sum with them do.
+    """Return x * sigmoid(g) * mask, contiguous, as batched matrix products and linear layers read it.
 
-    Read as they are: parts of a tensor along a dim before the last, and masks that are broadcast along one run of dims. Others are
-    copied first.
+    Chunks of a tensor along a dim before the last, and masks that are broadcast along adjacent dims, are read in place. Tensors
+    with other strides are copied first.
     """
     return _Gate.apply(x, g, mask)
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """(name, kernel, signature, constexprs, options) of what OpenFold launches, for compilation ahead of time; and masks of whole
-    rows."""
+    """Yield (name, kernel, signature, constexprs, options) of the launches of OpenFold, and of masks with one element for a row, to
+    compile them ahead of time."""
     for kernel, kind, masked in product((_forward, _backward), ("bf16", "fp32"), ("", "mask", "mask of rows")):
         rows = 32 if masked == "mask of rows" else 1
         fixed = {"UNIT": UNIT, "SPREAD": rows > 1, "ROWS": rows, "COLUMNS": TILE // rows} | ({} if masked else {"mask_": None})

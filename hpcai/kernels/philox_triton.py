@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels behind ``philox``: one counter a lane, whose numbers it writes beside each other."""
+"""Triton kernels of ``philox``: each lane computes one counter and writes its elements next to each other."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +15,15 @@ BLOCK, WARPS = 256, 4
 @triton.jit
 def _uniform(high, low, WIDE: tl.constexpr):
     if WIDE:
-        made = ((high.to(tl.uint64) << 21) | (low >> 11).to(tl.uint64)).to(tl.float64) * 1.1102230246251565e-16
+        value = ((high.to(tl.uint64) << 21) | (low >> 11).to(tl.uint64)).to(tl.float64) * 1.1102230246251565e-16
     else:
-        made = (high >> 8).to(tl.float32) * 5.9604644775390625e-08
-    return made
+        value = (high >> 8).to(tl.float32) * 5.9604644775390625e-08
+    return value
 
 
 @triton.jit
 def _gauss(a, b, c, d, WIDE: tl.constexpr):
-    """Box and Muller's pair: of the words a and b in float32, of all four in float64."""
+    """Return the pair of Box and Muller: from the words a and b in float32, from all four in float64."""
     if WIDE:
         one = ((((a.to(tl.uint64) << 21) | (b >> 11).to(tl.uint64)).to(tl.float64)) + 0.5) * 1.1102230246251565e-16
         angle = ((c.to(tl.uint64) << 21) | (d >> 11).to(tl.uint64)).to(tl.float64) * 6.975736996017264e-16
@@ -35,8 +35,8 @@ def _gauss(a, b, c, d, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _numbers(a, b, c, d, KIND: tl.constexpr, WIDE: tl.constexpr):
-    """What a counter's words a, b, c, d give: four numbers, or two and the same two again."""
+def _elements(a, b, c, d, KIND: tl.constexpr, WIDE: tl.constexpr):
+    """Return the four elements of the words of a counter; in float64 two elements, twice."""
     if KIND == "bits":
         w, x, y, z = a.to(tl.int64), b.to(tl.int64), c.to(tl.int64), d.to(tl.int64)
     elif WIDE:
@@ -55,14 +55,14 @@ def _numbers(a, b, c, d, KIND: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _words(key, counter, upper):
-    """The four words of counters of 128 bits."""
+    """Return the four words of counters of 128 bits."""
     high, top = (counter >> 32).to(tl.uint32), (upper >> 32).to(tl.uint32)
     return tl.philox(key, counter.to(tl.uint32), high, upper.to(tl.uint32), top)
 
 
 @triton.jit(do_not_specialize=["first", "key", "upper"])
 def draw(out_, key_, first, key, upper, n, KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers ``first`` to ``first + n`` of one stream, whose key is ``key`` or lies at ``key_``."""
+    """Write elements ``first`` to ``first + n`` of one stream, whose key is ``key`` or is loaded from ``key_``."""
     key = key.to(tl.int64) if key_ is None else tl.load(key_)
     each: tl.constexpr = 2 if WIDE else 4
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -70,7 +70,7 @@ def draw(out_, key_, first, key, upper, n, KIND: tl.constexpr, WIDE: tl.constexp
     counter = first // each + start + tl.arange(0, BLOCK)
     upper = tl.zeros((BLOCK,), tl.int64) + upper.to(tl.int64)
     a, b, c, d = _words(key, counter, upper)
-    w, x, y, z = _numbers(a, b, c, d, KIND, WIDE)
+    w, x, y, z = _elements(a, b, c, d, KIND, WIDE)
     if WIDE:
         row = tl.interleave(w, x)
     else:
@@ -81,21 +81,21 @@ def draw(out_, key_, first, key, upper, n, KIND: tl.constexpr, WIDE: tl.constexp
 
 @triton.jit
 def draw_at(
-    out_, places_, keys_, uppers_, rows, count, per, KIND: tl.constexpr, WIDE: tl.constexpr, EACH_KEY: tl.constexpr,
+    out_, indices_, keys_, uppers_, rows, count, per, KIND: tl.constexpr, WIDE: tl.constexpr, EACH_KEY: tl.constexpr,
     EACH_UPPER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``count`` numbers from each of ``rows`` places on, of one stream or of one for each place; ``per`` lanes have a counter each
-    for a row, which is enough wherever it begins."""
+    """Write ``count`` elements from each of ``rows`` indices on, of one stream or of one stream for each index. ``per`` lanes
+    compute the counters of a row, which are enough wherever it begins."""
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, lane = lane // per, lane % per
     mask = row < rows
-    place = tl.load(places_ + row, mask, other=0)
+    index = tl.load(indices_ + row, mask, other=0)
     key = tl.load(keys_ + row, mask, other=0) if EACH_KEY else tl.load(keys_)
     upper = tl.load(uppers_ + row, mask, other=0) if EACH_UPPER else tl.zeros((BLOCK,), tl.int64) + tl.load(uppers_)
     each: tl.constexpr = 2 if WIDE else 4
-    a, b, c, d = _words(key, place // each + lane, upper)
-    w, x, y, z = _numbers(a, b, c, d, KIND, WIDE)
-    at = lane * each - place % each
+    a, b, c, d = _words(key, index // each + lane, upper)
+    w, x, y, z = _elements(a, b, c, d, KIND, WIDE)
+    at = lane * each - index % each
     out_ += row * count
     tl.store(out_ + at, w, mask & (at >= 0) & (at < count))
     tl.store(out_ + at + 1, x, mask & (at + 1 >= 0) & (at + 1 < count))
@@ -105,7 +105,7 @@ def draw_at(
 
 
 def run(kind: str, key: int | Tensor, first: int | Tensor, upper: int | Tensor, out: Tensor) -> None:
-    """Fill ``out`` [n] or, where ``first`` has places [*], out [*] or [*, n] from each on."""
+    """Fill ``out`` [n]; with indices [*] in ``first``, ``out`` [*] or [*, n]."""
     words: dict[str, Any] = {"KIND": kind, "WIDE": out.dtype == torch.float64, "BLOCK": BLOCK, "num_warps": WARPS}
     n, each = out.numel(), 2 if words["WIDE"] else 4
     with torch.cuda.device_of(out):
@@ -124,7 +124,7 @@ def run(kind: str, key: int | Tensor, first: int | Tensor, upper: int | Tensor, 
 
 
 def _rows(number: int | Tensor, first: Tensor) -> Tensor:
-    """One number, or one for each place, on its device."""
+    """Return one value, or one for each index, on its device."""
     if isinstance(number, int):
         return torch.full((1,), _signed(number), device=first.device)
     return number.expand(first.shape).contiguous() if number.numel() > 1 else number.reshape(1)
@@ -135,7 +135,7 @@ def _signed(number: int) -> int:
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """(name, kernel, signature, constexprs) of all that can be launched, for compilation ahead of time."""
+    """Yield (name, kernel, signature, constexprs) of all launches, to compile them ahead of time."""
     for kind, wide in (("bits", False), ("uniform", False), ("uniform", True), ("normal", False), ("normal", True)):
         fixed = {"KIND": kind, "WIDE": wide, "BLOCK": BLOCK}
         out = "*i64" if kind == "bits" else "*fp64" if wide else "*fp32"
@@ -143,6 +143,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         types |= dict.fromkeys(fixed, "constexpr")
         name = f"{kind} {'float64' if wide else 'int64' if kind == 'bits' else 'float32'}"
         yield f"draw {name}", draw, types, {"key_": None, **fixed}
-        every = {"EACH_KEY": True, "EACH_UPPER": True, **fixed}
-        at = {"out_": out} | dict.fromkeys(("places_", "keys_", "uppers_"), "*i64") | dict.fromkeys(("rows", "count", "per"), "i64")
-        yield f"draw_at {name}", draw_at, at | dict.fromkeys(every, "constexpr"), every
+        fixed |= {"EACH_KEY": True, "EACH_UPPER": True}
+        types = {"out_": out} | dict.fromkeys(("indices_", "keys_", "uppers_"), "*i64")
+        types |= dict.fromkeys(("rows", "count", "per"), "i64") | dict.fromkeys(fixed, "constexpr")
+        yield f"draw_at {name}", draw_at, types, fixed

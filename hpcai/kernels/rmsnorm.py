@@ -1,7 +1,7 @@
-"""Normalisation by the root of the mean square over the last dim (Zhang and Sennrich 2019): y = weight * x / sqrt(mean(x^2) + eps).
+"""RMS normalisation over the last dim (Zhang and Sennrich 2019): y = weight * x / sqrt(mean(x^2) + eps).
 
-On CUDA and for up to 8,192 channels one Triton kernel each way (``rmsnorm_triton``); elsewhere the twin in this file. Both compute
-in float32 at least and keep ``x`` and one number of each row.
+On CUDA and for up to 8,192 channels this is one Triton kernel for each pass (``rmsnorm_triton``). Arithmetic is in float32 at
+least. The saved tensors are ``x`` and one element of each row.
 """
 
 from typing import Any
@@ -9,23 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import compiler
-from hpcai.kernels.layernorm import _narrow
-from hpcai.kernels.room import several
+from hpcai.kernels import triton_support
+from hpcai.kernels.chunking import chunk_size
+from hpcai.kernels.layernorm import _autocast_dtype
 
-WIDEST = 8192  # channels: a program of the kernels holds whole rows
-_CPU = 1 << 18  # bytes of one tensor that a CPU computes with at a time: four of them stay in its cache
-_FEW = 1 << 14  # values that are made at once
+MAX_CHANNELS = 8192  # a program of the kernels holds full rows
+_CPU = 1 << 18  # bytes of a chunk of one tensor on a CPU: four of them fit its cache
+_SMALL = 1 << 14  # elements that are not chunked
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, narrow: bool = False) -> Tensor:
-    """x [..., C], weight [C] -> [..., C], contiguous, of the dtype of ``x``; inside autocast with ``narrow`` of autocast's, for
-    what only products read. float64 stays float64."""
-    dtype = _narrow(x) if narrow else x.dtype
-    if _few(x, weight):
+    """Return the normalised ``x``, contiguous, in its dtype.
+
+    ``narrow``: Return the dtype of autocast inside autocast, for results that only matrix products read. float64 stays float64.
+    Shape: x [..., C], weight [C] -> [..., C]
+    """
+    dtype = _autocast_dtype(x) if narrow else x.dtype
+    if _is_small(x, weight):
         return (x * _rstd(x, eps, x.dtype)).mul_(weight).to(dtype)
     if torch.compiler.is_compiling():
-        return plain(x, weight, eps).to(dtype)
+        return reference(x, weight, eps).to(dtype)
     if _fused(x):
         from hpcai.kernels import rmsnorm_triton
 
@@ -33,51 +36,51 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, narrow: bool = False)
     return _RMSNorm.apply(x, weight, eps, dtype)
 
 
-def plain(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """The same by operations of torch."""
+def reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """Return the same, by operations of torch."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
-def _few(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are a few tokens on a CPU without gradients, where starting operations is what takes the time.
-    What is made of them has the bits that it has with gradients: ``hpcai.nn.again`` makes it so."""
-    small = not torch.is_grad_enabled() and x.numel() <= _FEW and compiler.on_cpu(x) and not torch.compiler.is_compiling()
+def _is_small(x: Tensor, weight: Tensor) -> bool:
+    """Whether these are few tokens on a CPU without gradients, where most of the time is that of starting operations. The result
+    has the same bits with gradients."""
+    small = not torch.is_grad_enabled() and x.numel() <= _SMALL and triton_support.on_cpu(x) and not torch.compiler.is_compiling()
     return small and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
 
 
 def _fused(x: Tensor) -> bool:
-    """Whether the kernels take it: on a GPU, in a type and a width that they have."""
-    return compiler.takes(x) and x.dtype in (torch.bfloat16, torch.float32) and 0 < x.shape[-1] <= WIDEST
+    """Whether the Triton kernels support this tensor."""
+    return triton_support.is_supported(x) and x.dtype in (torch.bfloat16, torch.float32) and 0 < x.shape[-1] <= MAX_CHANNELS
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Some rows at a time, so that what is between lies in the cache."""
+    """RMS norm in chunks of rows, whose intermediate tensors fit the cache of a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide, rows = torch.promote_types(x.dtype, torch.float32), x.reshape(-1, x.shape[-1])
         y = torch.empty(rows.shape, dtype=dtype, device=x.device)
         rstd, factor = torch.empty(len(rows), 1, dtype=wide, device=x.device), weight.to(wide)
-        for own, r, out in _parts(rows, rstd, y):
-            _rstd(own, eps, wide, r)
-            out.copy_((own * r).mul_(factor))
+        for chunk, r, out in _chunks(rows, rstd, y):
+            _rstd(chunk, eps, wide, r)
+            out.copy_((chunk * r).mul_(factor))
         ctx.save_for_backward(x, weight, rstd)
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
-        rows, learns = x.reshape(-1, x.shape[-1]), ctx.needs_input_grad[1]
+        rows, needs_grad = x.reshape(-1, x.shape[-1]), ctx.needs_input_grad[1]
         d, factor = torch.empty_like(rows), weight.to(rstd.dtype)
-        by_weight = torch.zeros_like(factor)
-        for own, above, r, out in _parts(rows, grad.reshape(rows.shape), rstd, d):
-            hat, g = own * r, above * factor
-            if learns:
-                by_weight += (above * hat).sum(0)
-            along = (g * hat).sum(-1, keepdim=True).div_(-x.shape[-1])
-            out.copy_(g.addcmul_(hat, along).mul_(r))
-        return d.view(x.shape), by_weight.to(weight.dtype) if learns else None, None, None
+        grad_weight = torch.zeros_like(factor)
+        for chunk, dy, r, out in _chunks(rows, grad.reshape(rows.shape), rstd, d):
+            hat, g = chunk * r, dy * factor
+            if needs_grad:
+                grad_weight += (dy * hat).sum(0)
+            mean_g = (g * hat).sum(-1, keepdim=True).div_(-x.shape[-1])
+            out.copy_(g.addcmul_(hat, mean_g).mul_(r))
+        return d.view(x.shape), grad_weight.to(weight.dtype) if needs_grad else None, None, None
 
 
 def _rstd(x: Tensor, eps: float, wide: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -85,7 +88,7 @@ def _rstd(x: Tensor, eps: float, wide: torch.dtype, out: Tensor | None = None) -
     return found.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _parts(rows: Tensor, *others: Tensor) -> Any:
-    """The same rows of each."""
-    step = several(rows, 4 * max(rows.shape[-1], 1), _CPU)
+def _chunks(rows: Tensor, *others: Tensor) -> Any:
+    """Yield chunks of rows of all tensors."""
+    step = chunk_size(rows, 4 * max(rows.shape[-1], 1), _CPU)
     return zip(rows.split(step), *(x.split(step) for x in others))

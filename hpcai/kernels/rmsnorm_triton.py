@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels behind ``rms_norm``, in float32 arithmetic: a program holds whole rows, so each pass reads ``x`` once.
+"""Triton kernels of ``rms_norm``, in float32 arithmetic: a program holds full rows, so that each pass reads ``x`` once.
 
-Of 8,192 tokens of 4,096 channels in float32 the forward pass reads 128 MiB and writes 64 for products in bfloat16; the backward
-pass reads 192 MiB and writes 128. Sums over rows are parts of a fixed number of programs, added in a fixed order: no atomics, the
-same input gives the same bits.
+For 8,192 tokens of 4,096 channels in float32 the forward pass reads 128 MiB and writes 64 for products in bfloat16; the backward
+pass reads 192 MiB and writes 128. Sums over rows are partial sums of a fixed number of programs, added in a fixed order: there are
+no atomics, and the same input gives the same bits.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE = 4096  # values of a tile at least: 16 for each thread of 8 warps; a wider row has as many more warps
-# Programs of the backward pass: two rounds of two on each of an H100's multiprocessors. The number is not asked of the device, so
-# that the order of the sums is the same on every GPU.
+TILE = 4096  # elements of a tile, at least: 16 a thread of 8 warps; wider rows get more warps
+# Programs of the backward pass: two waves of two on each multiprocessor of an H100. The number is fixed, so that sums are added in
+# the same order on every GPU.
 PROGRAMS = 2 * 2 * 132
 
 _jit = triton.jit(do_not_specialize=["rows", "span", "eps"])
@@ -26,20 +26,20 @@ _jit = triton.jit(do_not_specialize=["rows", "span", "eps"])
 
 @triton.jit
 def _tile(tile, rows, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Rows of a tile, its places in memory, and which of them exist."""
+    """Return the rows of a tile, the offsets of its elements, and their mask."""
     row, channel = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
-    here = row.to(tl.int64)[:, None] * C + channel[None, :]
-    return row, here, (row < rows)[:, None] & (channel < C)[None, :]
+    offsets = row.to(tl.int64)[:, None] * C + channel[None, :]
+    return row, offsets, (row < rows)[:, None] & (channel < C)[None, :]
 
 
 @_jit
 def _forward(x_, weight_, y_, rstd_, rows, eps, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    row, here, mask = _tile(tl.program_id(0), rows, C, ROWS, WIDE)
+    row, offsets, mask = _tile(tl.program_id(0), rows, C, ROWS, WIDE)
     channel = tl.arange(0, WIDE)
     weight = tl.load(weight_ + channel, channel < C, other=0.0).to(tl.float32)[None, :]
-    x = tl.load(x_ + here, mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ + offsets, mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / C) + eps)
-    tl.store(y_ + here, (x * rstd[:, None] * weight).to(y_.dtype.element_ty), mask)
+    tl.store(y_ + offsets, (x * rstd[:, None] * weight).to(y_.dtype.element_ty), mask)
     if rstd_ is not None:
         tl.store(rstd_ + row, rstd, row < rows)
 
@@ -50,19 +50,19 @@ def _backward(
 ):  # fmt: skip
     channel, begin = tl.arange(0, WIDE), tl.program_id(0) * span
     weight = tl.load(weight_ + channel, channel < C, other=0.0).to(tl.float32)[None, :]
-    by_weight = tl.zeros((ROWS, WIDE), tl.float32)
+    grad_weight = tl.zeros((ROWS, WIDE), tl.float32)
     for tile in range(begin, tl.minimum(begin + span, tl.cdiv(rows, ROWS))):
-        row, here, mask = _tile(tile, rows, C, ROWS, WIDE)
-        dy = tl.load(dy_ + here, mask, other=0.0).to(tl.float32)
+        row, offsets, mask = _tile(tile, rows, C, ROWS, WIDE)
+        dy = tl.load(dy_ + offsets, mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ + row, row < rows, other=0.0)
-        hat = tl.load(x_ + here, mask, other=0.0).to(tl.float32) * rstd[:, None]
+        hat = tl.load(x_ + offsets, mask, other=0.0).to(tl.float32) * rstd[:, None]
         if partial_ is not None:
-            by_weight += dy * hat
+            grad_weight += dy * hat
         dy *= weight
-        along = tl.sum(dy * hat, 1) * (1.0 / C)
-        tl.store(dx_ + here, ((dy - hat * along[:, None]) * rstd[:, None]).to(dx_.dtype.element_ty), mask)
+        mean_g = tl.sum(dy * hat, 1) * (1.0 / C)
+        tl.store(dx_ + offsets, ((dy - hat * mean_g[:, None]) * rstd[:, None]).to(dx_.dtype.element_ty), mask)
     if partial_ is not None:
-        tl.store(partial_ + tl.program_id(0) * C + channel, tl.sum(by_weight, 0), channel < C)
+        tl.store(partial_ + tl.program_id(0) * C + channel, tl.sum(grad_weight, 0), channel < C)
 
 
 def _shape(C: int) -> dict[str, Any]:
@@ -76,13 +76,13 @@ def _options(C: int) -> dict[str, Any]:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, keep: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, save: bool) -> Tensor:
         rows, shape = x.numel() // x.shape[-1], _shape(x.shape[-1])
         y = torch.empty_like(x, dtype=dtype)
-        rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if keep else None
+        rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if save else None
         with torch.cuda.device_of(x):
             _forward[(triton.cdiv(rows, shape["ROWS"]),)](x, weight, y, rstd, rows, eps, **shape, **_options(x.shape[-1]))
-        if keep:
+        if save:
             ctx.save_for_backward(x, weight, rstd)
         return y
 
@@ -90,11 +90,11 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
-        dx, shape, learns = torch.empty_like(x), _shape(x.shape[-1]), ctx.needs_input_grad[1]
+        dx, shape, needs_grad = torch.empty_like(x), _shape(x.shape[-1]), ctx.needs_input_grad[1]
         tiles = triton.cdiv(len(rstd), shape["ROWS"])
         span = max(1, triton.cdiv(tiles, PROGRAMS))
         programs = triton.cdiv(tiles, span)
-        partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device) if learns else None
+        partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device) if needs_grad else None
         with torch.cuda.device_of(x):
             _backward[(programs,)](
                 dy.contiguous(), x, weight, rstd, dx, partial, len(rstd), span, **shape, **_options(x.shape[-1])
@@ -103,15 +103,15 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """The norm [..., C] of ``x`` in ``dtype``, contiguous. Raises ValueError for weights of another size."""
+    """Return the norm [..., C] of ``x`` in ``dtype``, contiguous. Raises ValueError for weights of another size."""
     if weight.shape != x.shape[-1:]:  # a kernel would read past the end
         raise ValueError(f"weight has shape {list(weight.shape)}; expected {list(x.shape[-1:])}, the channels of x")
-    keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _RMSNorm.apply(x.contiguous(), weight.contiguous(), eps, dtype, keep)
+    save = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _RMSNorm.apply(x.contiguous(), weight.contiguous(), eps, dtype, save)
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """(name, kernel, signature, constexprs, options) of what language models launch, for compilation ahead of time."""
+    """Yield (name, kernel, signature, constexprs, options) of the launches of language models, to compile them ahead of time."""
     kinds = ("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")
     for kernel, C, (x, y) in product((_forward, _backward), (2048, 4096, 5120, 8192), kinds):
         fixed, whole = _shape(C), {"x_": x, "dx_": x, "y_": y, "dy_": y}

@@ -1,8 +1,8 @@
-"""Rotations of queries and keys by their positions (Su et al. 2021): each channel with the one half of the channels on, as Llama
-has it, or of ``neighbours`` the first with the second, the third with the fourth and so on, as the paper and Flux have it.
+"""Rotary position embedding of queries and keys (Su et al. 2021).
 
-On CUDA one Triton kernel turns both (``rotary_triton``); elsewhere the twin in this file. The gradient is turned back, so nothing
-is kept but cosines and sines, which all layers share.   B texts, T tokens, H heads, D channels of a head.
+The first half of the channels is paired with the second half, as in Llama, or, ``interleaved``, each even channel with the next
+one, as in the paper and in Flux. On CUDA one Triton kernel rotates both tensors (``rotary_triton``). The saved tensors are cos and
+sin alone, which all layers share.   B batch, T tokens, H heads, D channels of a head.
 """
 
 from typing import Any
@@ -10,62 +10,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 
 
-def rotated(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool = False) -> tuple[Tensor, Tensor]:
-    """q [B, H, T, D], k [B, H or fewer, T, D], of any strides; cosines and sines [B or 1, T, D] of the pairs in their order, twice
-    beside one another -> both turned, of their dtypes."""
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Return rotated queries and keys.
+
+    Shape: q [B, H, T, D], k [B, H or fewer, T, D], of any strides; cos and sin [B or 1, T, D]: those of the D / 2 pairs, twice
+    """
     if torch.compiler.is_compiling():
-        return plain(q, cosines, sines, neighbours), plain(k, cosines, sines, neighbours)
-    if _fused(q, k):
+        return reference(q, cos, sin, interleaved), reference(k, cos, sin, interleaved)
+    if _is_fused(q, k):
         from hpcai.kernels import rotary_triton
 
-        return rotary_triton.rotated(q, k, cosines, sines, neighbours)
+        return rotary_triton.apply_rotary(q, k, cos, sin, interleaved)
     if torch.is_grad_enabled():
-        return _Rotation.apply(q, cosines, sines, neighbours), _Rotation.apply(k, cosines, sines, neighbours)
-    if q.shape[2] == 1:  # a token after those remembered: few operations are what counts
-        both = _turned(torch.cat((q, k), 1), cosines, sines, 1, neighbours)
+        return _Rotation.apply(q, cos, sin, interleaved), _Rotation.apply(k, cos, sin, interleaved)
+    if q.shape[2] == 1:  # decoding: the time is that of starting operations
+        both = _rotate(torch.cat((q, k), 1), cos, sin, 1, interleaved)
         return both[:, : q.shape[1]], both[:, q.shape[1] :]
-    return _turned(q, cosines, sines, 1, neighbours), _turned(k, cosines, sines, 1, neighbours)
+    return _rotate(q, cos, sin, 1, interleaved), _rotate(k, cos, sin, 1, interleaved)
 
 
-def plain(x: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool = False) -> Tensor:
-    """One of them by operations of torch."""
-    first, second = _pairs(x, neighbours)
-    c, s = (_pairs(angle[:, None].to(x.dtype), False)[0] for angle in (cosines, sines))
-    turned = first * c - second * s, second * c + first * s
-    return torch.stack(turned, -1).flatten(-2) if neighbours else torch.cat(turned, -1)
+def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Return one rotated tensor, by operations of torch."""
+    first, second = _pairs(x, interleaved)
+    c, s = (_pairs(angle[:, None].to(x.dtype), False)[0] for angle in (cos, sin))
+    rotated = first * c - second * s, second * c + first * s
+    return torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
 
 
-def _pairs(x: Tensor, neighbours: bool) -> tuple[Tensor, ...]:
-    return x.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else x.chunk(2, -1)
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
 
 
-def _fused(q: Tensor, k: Tensor) -> bool:
-    """Whether the kernel takes them: on a GPU, of one type, which it has."""
-    return compiler.takes(q) and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float32)
+def _is_fused(q: Tensor, k: Tensor) -> bool:
+    """Whether the Triton kernel supports these tensors."""
+    return triton_support.is_supported(q) and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float32)
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool) -> Tensor:
-        ctx.save_for_backward(cosines, sines)
-        ctx.neighbours = neighbours
-        return _turned(x, cosines, sines, 1, neighbours)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, 1, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        cosines, sines = ctx.saved_tensors
-        return _turned(grad, cosines, sines, -1, ctx.neighbours), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1, ctx.interleaved), None, None, None
 
 
-def _turned(x: Tensor, cosines: Tensor, sines: Tensor, sign: int, neighbours: bool) -> Tensor:
-    cosines, sines = cosines.unsqueeze(1).to(x.dtype), sines.unsqueeze(1)[..., : x.shape[-1] // 2].to(x.dtype)
-    if neighbours:
-        cosines = cosines[..., : x.shape[-1] // 2].repeat_interleave(2, -1)
-    y = x * cosines
-    (first, second), (own, other) = _pairs(x, neighbours), _pairs(y, neighbours)
-    own.addcmul_(second, sines, value=-sign)
-    other.addcmul_(first, sines, value=sign)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
+    cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1)[..., : x.shape[-1] // 2].to(x.dtype)
+    if interleaved:
+        cos = cos[..., : x.shape[-1] // 2].repeat_interleave(2, -1)
+    y = x * cos
+    (first, second), (own, other) = _pairs(x, interleaved), _pairs(y, interleaved)
+    own.addcmul_(second, sin, value=-sign)
+    other.addcmul_(first, sin, value=sign)
     return y

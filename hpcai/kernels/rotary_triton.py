@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernel behind ``rotated``, in float32 arithmetic: queries and keys in one launch, each value read and written once."""
+"""Triton kernel of ``apply_rotary``, in float32 arithmetic: one launch reads and writes queries and keys once."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -19,8 +19,10 @@ _jit = triton.jit(do_not_specialize=[
 
 
 @triton.jit
-def _turn(x_, y_, at, to, here, c, s, HALF: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    if NEIGHBOURS:  # read and written in their order: every other number of 16 bits would take twice the messages
+def _rotate_tile(
+    x_, y_, at, to, here, c, s, HALF: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    if INTERLEAVED:  # loads of pairs: every second element of 16 bits would double the transactions
         channel = tl.arange(0, 2 * WIDE)[None, :]
         exists = here & (channel < 2 * HALF)
         x = tl.load(x_ + at + channel, exists, other=0.0).to(tl.float32)
@@ -38,25 +40,26 @@ def _turn(x_, y_, at, to, here, c, s, HALF: tl.constexpr, TOKENS: tl.constexpr, 
 
 @_jit
 def _rotate(
-    q_, k_, cosines_, sines_, y_, z_, tokens, queries, keys, qb, qh, qt, kb, kh, kt, rb, rh, rt, sb, sh, st, ab,
-    SIGN: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    q_, k_, cos_, sin_, y_, z_, tokens, queries, keys, qb, qh, qt, kb, kh, kt, rb, rh, rt, sb, sh, st, ab,
+    SIGN: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one head. Steps between texts, heads and tokens in units: of q, k and both results; ``ab`` that of cosines."""
+    """Rotate a tile of tokens of one head. Strides of batch, heads and tokens, in units of ``UNIT`` elements: of q, k and both
+    results; ``ab`` is the batch stride of the cos."""
     token, first = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDE)[None, :]
-    head, text = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     here = (token < tokens)[:, None]
     exists = here & (first < HALF)
     token = token.to(tl.int64)[:, None]
-    angle = text * ab * UNIT + token * (2 * HALF) + first
-    c = tl.load(cosines_ + angle, exists, other=0.0).to(tl.float32)
-    s = tl.load(sines_ + angle, exists, other=0.0).to(tl.float32) * SIGN
+    angle = sample * ab * UNIT + token * (2 * HALF) + first
+    c = tl.load(cos_ + angle, exists, other=0.0).to(tl.float32)
+    s = tl.load(sin_ + angle, exists, other=0.0).to(tl.float32) * SIGN
     if head < queries:
-        at, to = text * qb + head * qh + token * qt, text * rb + head * rh + token * rt
-        _turn(q_, y_, at * UNIT, to * UNIT, here, c, s, HALF, TOKENS, WIDE, NEIGHBOURS)
+        at, to = sample * qb + head * qh + token * qt, sample * rb + head * rh + token * rt
+        _rotate_tile(q_, y_, at * UNIT, to * UNIT, here, c, s, HALF, TOKENS, WIDE, INTERLEAVED)
     else:
         head -= queries
-        at, to = text * kb + head * kh + token * kt, text * sb + head * sh + token * st
-        _turn(k_, z_, at * UNIT, to * UNIT, here, c, s, HALF, TOKENS, WIDE, NEIGHBOURS)
+        at, to = sample * kb + head * kh + token * kt, sample * sb + head * sh + token * st
+        _rotate_tile(k_, z_, at * UNIT, to * UNIT, here, c, s, HALF, TOKENS, WIDE, INTERLEAVED)
 
 
 def _shape(size: int) -> dict[str, Any]:
@@ -65,52 +68,52 @@ def _shape(size: int) -> dict[str, Any]:
     return {"HALF": half, "TOKENS": max(1, PAIRS // wide), "WIDE": wide}
 
 
-def _turned(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor, sign: int, neighbours: bool) -> tuple[Tensor, Tensor]:
+def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     y, z = (torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in (q, k))
-    (texts, queries, tokens, size), keys = q.shape, k.shape[1]
+    (batch, queries, tokens, size), keys = q.shape, k.shape[1]
     steps = [step for x in (q, k, y, z) for step in x.stride()[:3]]
-    steps.append(cosines.stride(0) if len(cosines) > 1 else 0)
+    steps.append(cos.stride(0) if len(cos) > 1 else 0)
     unit = 8 if all(step % 8 == 0 for step in (*steps, size // 2)) else 1  # 16 bytes of a 16-bit type
     shape, steps = _shape(size), [step // unit for step in steps]
     with torch.cuda.device_of(q):
-        _rotate[(triton.cdiv(tokens, shape["TOKENS"]), queries + keys, texts)](
-            q, k, cosines, sines, y, z, tokens, queries, keys, *steps, SIGN=sign, UNIT=unit, **shape,
-            NEIGHBOURS=neighbours, num_warps=WARPS,
+        _rotate[(triton.cdiv(tokens, shape["TOKENS"]), queries + keys, batch)](
+            q, k, cos, sin, y, z, tokens, queries, keys, *steps, SIGN=sign, UNIT=unit, **shape,
+            INTERLEAVED=interleaved, num_warps=WARPS,
         )
     return y, z
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cosines, sines)
-        ctx.neighbours = neighbours
-        return _turned(q, k, cosines, sines, 1, neighbours)
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _launch(q, k, cos, sin, 1, interleaved)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_q: Tensor, by_k: Tensor) -> Any:
-        cosines, sines = ctx.saved_tensors
-        return *_turned(by_q, by_k, cosines, sines, -1, ctx.neighbours), None, None, None
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return *_launch(grad_q, grad_k, cos, sin, -1, ctx.interleaved), None, None, None
 
 
-def rotated(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool = False) -> tuple[Tensor, Tensor]:
-    """q [B, H, T, D] and k [B, H or fewer, T, D], turned, with the heads of each token beside each other. Raises ValueError for
-    angles of other sizes."""
-    texts, (tokens, size) = q.shape[0], q.shape[2:]
-    expected = [(texts, tokens, size), (1, tokens, size)]
-    if k.shape[0] != texts or k.shape[2:] != q.shape[2:] or cosines.shape not in expected or sines.shape != cosines.shape:
-        shapes = ", ".join(str(list(x.shape)) for x in (q, k, cosines, sines))
-        raise ValueError(f"shapes {shapes} of q, k, cosines and sines; expected [B, H, T, D] twice and [B or 1, T, D] twice")
-    return _Rotation.apply(q, k, cosines.contiguous(), sines.contiguous(), neighbours)
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Return q [B, H, T, D] and k [B, H or fewer, T, D], rotated, in the memory order [B, T, H, D]. Raises ValueError for shapes
+    that do not fit."""
+    batch, (tokens, size) = q.shape[0], q.shape[2:]
+    expected = [(batch, tokens, size), (1, tokens, size)]
+    if k.shape[0] != batch or k.shape[2:] != q.shape[2:] or cos.shape not in expected or sin.shape != cos.shape:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, cos, sin))
+        raise ValueError(f"shapes {shapes} of q, k, cos and sin; expected [B, H, T, D] twice and [B or 1, T, D] twice")
+    return _Rotation.apply(q, k, cos.contiguous(), sin.contiguous(), interleaved)
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """(name, kernel, signature, constexprs, options) of what models launch, for compilation ahead of time."""
+    """Yield (name, kernel, signature, constexprs, options) of the launches of models, to compile them ahead of time."""
     kinds = ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")
-    for (kind, angles), size, neighbours in product(kinds, (64, 128), (False, True)):
-        fixed = {"SIGN": 1, "UNIT": 8, **_shape(size), "NEIGHBOURS": neighbours}
-        types = {n: f"*{angles if n in ('cosines_', 'sines_') else kind}" if n[-1] == "_" else "i32" for n in _rotate.arg_names}
+    for (kind, angles), size, interleaved in product(kinds, (64, 128), (False, True)):
+        fixed = {"SIGN": 1, "UNIT": 8, **_shape(size), "INTERLEAVED": interleaved}
+        types = {n: f"*{angles if n in ('cos_', 'sin_') else kind}" if n[-1] == "_" else "i32" for n in _rotate.arg_names}
         types |= dict.fromkeys(fixed, "constexpr")
-        yield f"_rotate {kind} {angles} D={size} {neighbours}", _rotate, types, fixed, {"num_warps": WARPS}
+        yield f"_rotate {kind} {angles} D={size} {interleaved}", _rotate, types, fixed, {"num_warps": WARPS}

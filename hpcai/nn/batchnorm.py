@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcai.kernels import batchnorm
-from hpcai.kernels.compiler import on_gpu
+from hpcai.kernels.triton_support import on_gpu
 from hpcai.untraced import untraced
 
 
@@ -91,11 +91,11 @@ class Normalise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None, slope: float,
                 total: Any, samples: int, group: int) -> Any:  # fmt: skip
         mean, variance, count = batchnorm.moments(x, total, samples, group)
-        each = batchnorm.spread(mean, group), batchnorm.spread(variance, group)
-        rule = batchnorm.Rule(*each, weight, bias, eps, act, slope)
+        each = batchnorm.repeat_groups(mean, group), batchnorm.repeat_groups(variance, group)
+        rule = batchnorm.NormParams(*each, weight, bias, eps, act, slope)
         y = batchnorm.normalise(x, rule, plus)
         ctx.rest, ctx.total, ctx.group, ctx.plus = rule[4:], total, group, plus is not None
-        ctx.save_for_backward(x, y if batchnorm.keeps(x, rule, ctx.plus) else None, count, *rule[:4])
+        ctx.save_for_backward(x, y if batchnorm.saves_output(x, rule, ctx.plus) else None, count, *rule[:4])
         ctx.mark_non_differentiable(mean, variance, count)
         return y, mean, variance, count
 
@@ -103,7 +103,7 @@ class Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         x, y, count, *values = ctx.saved_tensors
-        rule, need = batchnorm.Rule(*values, *ctx.rest), ctx.plus and ctx.needs_input_grad[1]
+        rule, need = batchnorm.NormParams(*values, *ctx.rest), ctx.plus and ctx.needs_input_grad[1]
         return *batchnorm.gradients(dy, x, y, rule, count, ctx.total, ctx.group, need), *[None] * 6
 
 
@@ -113,7 +113,7 @@ class _Fixed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float,
                 relu: bool) -> Tensor:  # fmt: skip
-        y = batchnorm.normalise(x, batchnorm.Rule(mean, variance, weight, bias, eps, "relu" if relu else None), plus)
+        y = batchnorm.normalise(x, batchnorm.NormParams(mean, variance, weight, bias, eps, "relu" if relu else None), plus)
         ctx.eps, ctx.plus = eps, plus is not None
         ctx.save_for_backward(x, y if relu else None, mean, variance, weight)
         return y

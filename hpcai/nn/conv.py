@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.kernels.compiler import on_cpu
+from hpcai.kernels.triton_support import on_cpu
 
 # torch sends a convolution of one float32 volume to oneDNN only when B*C*D*H is larger than this (2.11 to 2.13), and otherwise
 # unrolls it into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).

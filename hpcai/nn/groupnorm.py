@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.kernels.batchnorm import ACTIVATIONS, activated, in_channels_last
-from hpcai.kernels.compiler import on_gpu
+from hpcai.kernels.batchnorm import ACTIVATIONS, apply_activation, in_channels_last
+from hpcai.kernels.triton_support import on_gpu
 from hpcai.nn.batchnorm import Normalise, is_alone
 from hpcai.untraced import untraced
 
@@ -46,7 +46,7 @@ class PerSample(nn.Module):
         if compiling or self._is_torchs(x):  # the compiler fuses what follows itself
             wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
             y = F.group_norm(wide if compiling else x, self.channels // self.group, self.weight, self.bias, self.eps).to(x.dtype)
-            return activated(y, self.activation, self.slope, inplace=not compiling and self.activation != "silu")
+            return apply_activation(y, self.activation, self.slope, inplace=not compiling and self.activation != "silu")
         return self._fused(x)
 
     def _is_torchs(self, x: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.kernels.room import several
+from hpcai.kernels.chunking import chunk_size
 from hpcai.untraced import untraced
 
 IGNORE = -1  # a target that does not count
@@ -106,7 +106,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def _parts(rows: Tensor, weight: Tensor) -> Iterator[slice]:
-    step = several(rows, 4 * len(weight), _CPU)
+    step = chunk_size(rows, 4 * len(weight), _CPU)
     return (slice(begin, begin + step) for begin in range(0, len(rows), step))
 
 

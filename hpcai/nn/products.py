@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcai.errors import ConfigError
-from hpcai.kernels.eighths import eighth, product
+from hpcai.kernels.float8 import quantize, scaled_mm
 from hpcai.untraced import untraced
 
 Operands = Sequence[Any]  # tensors, of which some kinds of products have None
@@ -56,31 +56,31 @@ class Eighths(Products):
         return (linear.weight,)  # in its own precision: it is rounded once
 
     def outputs(self, x: Tensor, operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
-        rows: Any = eighth(x.reshape(-1, x.shape[-1]))
+        rows: Any = quantize(x.reshape(-1, x.shape[-1]))
         ys, scales = [], [rows.scale]
         for weight in operands:
-            narrow: Any = eighth(weight)
-            y = product(rows.rows, narrow.rows, rows.scale, narrow.scale, x.dtype, exact=False)
+            narrow: Any = quantize(weight)
+            y = scaled_mm(rows.rows, narrow.rows, rows.scale, narrow.scale, x.dtype, exact=False)
             ys.append(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], len(weight))))  # what is no view may be summed in place
             scales.append(narrow.scale)
         return ys, scales
 
     def slopes(self, dys: Sequence[Tensor], by_input: bool, by_weights: bool) -> Sequence[Any]:
-        return [(eighth(dy, torch.float8_e5m2, rows=by_input, columns=by_weights), dy.dtype) for dy in dys]
+        return [(quantize(dy, torch.float8_e5m2, rows=by_input, columns=by_weights), dy.dtype) for dy in dys]
 
     def by_input(self, slopes: Sequence[Any], operands: Operands, kept: Sequence[Tensor]) -> Tensor:
         found: Tensor | None = None
         for (slope, dtype), weight, scale in zip(slopes, operands, kept[1:]):
-            narrow: Any = eighth(weight, rows=False, columns=True, scale=scale)
-            part = product(slope.rows, narrow.columns, slope.scale, scale, dtype)
+            narrow: Any = quantize(weight, rows=False, columns=True, scale=scale)
+            part = scaled_mm(slope.rows, narrow.columns, slope.scale, scale, dtype)
             found = part if found is None else found.add_(part)
         assert found is not None
         return found
 
     def by_weights(self, slopes: Sequence[Any], x: Tensor, operands: Operands, kept: Sequence[Tensor]) -> list[Tensor | None]:
-        columns: Any = eighth(x, rows=False, columns=True, scale=kept[0]).columns
+        columns: Any = quantize(x, rows=False, columns=True, scale=kept[0]).columns
         return [
-            product(slope.columns, columns, slope.scale, kept[0], weight.dtype)
+            scaled_mm(slope.columns, columns, slope.scale, kept[0], weight.dtype)
             for (slope, _), weight in zip(slopes, operands)
         ]
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from hpcai.dist.collect import Scattered, gather_shares, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
-from hpcai.kernels.grouped import grouped_attention
+from hpcai.kernels.grouped_query_attention import grouped_query_attention
 from hpcai.untraced import untraced
 
 
@@ -90,7 +90,7 @@ class CausalContext(nn.Module):
                 mask: Any = causal_lower_right(part.shape[2], end)
                 if documents is not None:
                     mask = (documents[:, None, first:end, None] == documents[:, None, None, :end]).tril(first)
-                outs.append(grouped_attention(part, keys, values, mask))
+                outs.append(grouped_query_attention(part, keys, values, mask))
         return torch.cat(outs, 2)
 
 

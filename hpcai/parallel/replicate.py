@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 from hpcai.parallel.rows import Part, Row, Share, alike, check_dense, loose, place_of, sum_axes
 
 FEW = 4  # ranks whose gradients are added up in bfloat16: sums of 8 are off by 0.3 %, of 2,048 by a quarter
@@ -124,7 +124,8 @@ class GradientSums:
         check_dense(named)
         axes = {p: _axes(p, mesh) for p in named.values()}
         start_equal(model, mesh)
-        free = {n for n, p in named.items() if compiler.on_cpu(p) and not (axes[p] or fixed) and self._dtype(p, ()) == p.dtype}
+        alone = {n: p for n, p in named.items() if triton_support.on_cpu(p) and not (axes[p] or fixed)}
+        free = {n for n, p in alone.items() if self._dtype(p, ()) == p.dtype}
         bound = {name: p for name, p in named.items() if name not in free}
         groups = _group(bound, axes, bucket_mb * 1e6, decays)
         self.buckets = [self._bucket({n: named[n] for n in group}, axes[named[group[0]]], group[0] in decays) for group in groups]

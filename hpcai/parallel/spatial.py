@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.dist.collect import once, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
-from hpcai.kernels.compiler import on_gpu
+from hpcai.kernels.triton_support import on_gpu
 from hpcai.nn.batchnorm import BatchNorm
 from hpcai.nn.doubled import Doubled
 from hpcai.nn.groupnorm import GroupNorm

@@ -59,12 +59,12 @@ class Machine:
 
 
 def _gpu(
-    name: str, eighths: float | None, tera: float, wide: float, bandwidth: float, room: float, node: int, inside: float,
+    name: str, float8: float | None, tera: float, wide: float, bandwidth: float, room: float, node: int, inside: float,
     outside: float,
 ) -> Machine:  # fmt: skip
     """From the sheets: dense products in 8 bits, bfloat16 and TF32 (10^12 / s), memory (GB/s), memory (GB), links of a GPU
     (GB/s)."""
-    sheet = {1: eighths, 2: tera, 4: wide, 8: 60}
+    sheet = {1: float8, 2: tera, 4: wide, 8: 60}
     return Machine(
         name, {width: _PRODUCTS * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY * bandwidth * 1e9, room * 1e9,
         node, Link(15e-6, _WIRE * inside * 1e9), Link(20e-6, _WIRE * outside * 1e9), host=8e-6,

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpcai.errors import MeshError
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 
 _NO_WORK = {"_unsafe_view", "device", "lift_fresh", "promote_types", "is_set_to"}  # beside views and empty tensors
 _WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"}  # without reading what was there
@@ -142,7 +142,7 @@ class Paper(TorchDispatchMode):
             held.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             if self._kernels:
-                held.enter_context(mock.patch.object(compiler, "PLANNED", True))
+                held.enter_context(mock.patch.object(triton_support, "PLANNED", True))
                 held.enter_context(_launched(self))
             held.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_alike))  # whose sizes would be read
             held.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
@@ -358,7 +358,7 @@ def on_paper(world: int, kernels: bool = True, rank: int = 0) -> Iterator[Paper]
 @contextmanager
 def _launched(paper: Paper) -> Iterator[None]:
     """Kernels of Triton read and write each tensor that they are given once."""
-    if compiler.MISSING is not None:
+    if triton_support.MISSING is not None:
         yield
         return
     from triton.runtime.jit import JITFunction

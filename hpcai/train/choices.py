@@ -9,7 +9,7 @@ from torch import nn
 from hpcai.dist.collect import backend
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
-from hpcai.kernels import compiler, eighths
+from hpcai.kernels import float8, triton_support
 from hpcai.nn.products import multiply_in_eighths
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.shard import FullySharded, ShardedSums
@@ -39,16 +39,16 @@ def chosen(cfg: StepConfig, mesh: Mesh, captures: bool = False) -> tuple[StepCon
 
 
 def narrow_products(model: nn.Module, cfg: StepConfig, device: torch.device) -> list[str]:
-    """Let the linear layers of parts that say they have ``eighths``, less those of parts within that deny it, multiply as
+    """Let the linear layers of parts that say they have ``float8``, less those of parts within that deny it, multiply as
     ``cfg.products`` says -> a sentence about that. Raises ConfigError for a model that names none, and for a GPU that cannot."""
     if cfg.products == "precision":
         return []
-    if device.type == "cuda" and not eighths.multiplies(device):
+    if device.type == "cuda" and not float8.is_supported(device):
         raise ConfigError(
             f"step.products is fp8, but {torch.cuda.get_device_name(device)} does not multiply 8 bits, as those of compute "
             "capability 8.9 and more do; set it to precision"
         )
-    found = [(name, part) for name, part, named in _parts(model, "eighths") if named and isinstance(part, nn.Linear)]
+    found = [(name, part) for name, part, named in _parts(model, "float8") if named and isinstance(part, nn.Linear)]
     if not found:
         raise ConfigError(f"step.products is fp8, but {type(model).__name__} names no layers for it; set it to precision")
     for name, linear in found:
@@ -75,8 +75,8 @@ def tune(cfg: StepConfig, device: torch.device) -> list[str]:
     if device.type == "cuda" and asked["cudnn_benchmark"]:
         torch.backends.cudnn.benchmark = True
     why = "for this whole process" if device.type == "cuda" else f"without effect: this process computes on {device.type}"
-    plain = device.type == "cuda" and compiler.MISSING
-    slow = [f"kernels: plain operations of torch, which are slower: {compiler.MISSING}"] if plain else []
+    plain = device.type == "cuda" and triton_support.MISSING
+    slow = [f"kernels: plain operations of torch, which are slower: {triton_support.MISSING}"] if plain else []
     return slow + [f"step.{name}: {str(getattr(cfg, name)).lower()}, {why}" for name, is_asked in asked.items() if is_asked]
 
 

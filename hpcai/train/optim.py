@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpcai.dist.collect import gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
-from hpcai.kernels import update
+from hpcai.kernels import fused_optimizer
 from hpcai.parallel.rows import ALONE, Row, Share, held
 from hpcai.settings import StepConfig
 
@@ -22,7 +22,7 @@ _MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"]}
 class _State:
     """What an optimizer keeps for one row; ``segments``, ``lines`` and ``direction`` where it needs them (lamb, lars)."""
 
-    segments: update.Segments
+    segments: fused_optimizer.Segments
     lines: Tensor  # [parts] the parameters' lines in the table of norms
     direction: Tensor
 
@@ -74,7 +74,7 @@ class Optimizer:
             for state in self.states:
                 parts, weights = state.row.parts, state.weights
                 stretches = [(part.start, part.length) for part in parts]
-                state.segments = update.Segments(stretches, weights.device, len(weights))
+                state.segments = fused_optimizer.Segments(stretches, weights.device, len(weights))
                 state.lines = torch.tensor([line[part.name] for part in parts], dtype=torch.int64, device=weights.device)
                 if cfg.optimizer == "lamb":
                     state.direction = torch.zeros_like(weights)
@@ -94,13 +94,13 @@ class Optimizer:
             return
         for state, gradient in present:
             if cfg.optimizer == "sgd":
-                update.sgd_(
+                fused_optimizer.sgd_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, skip=skip,
                     momentum=cfg.momentum, weight_decay=state.decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov,
                     seed=self._seed, offset=state.row.first, **self._copies(state),
                 )  # fmt: skip
             else:
-                update.adam_(
+                fused_optimizer.adam_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
                     scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
                     decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.row.first, **self._copies(state),
@@ -116,10 +116,10 @@ class Optimizer:
         sums = []
         for state, gradient in present:
             if lars:
-                sums.append(update.lars_norms(state.weights, gradient, state.segments, scale=scale))
+                sums.append(fused_optimizer.lars_norms(state.weights, gradient, state.segments, scale=scale))
                 continue
             sums.append(
-                update.lamb_direction_(
+                fused_optimizer.lamb_direction_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], state.direction,
                     state.segments, step=self.count, scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps,
                     weight_decay=state.decay, seed=self._seed, offset=state.row.first,
@@ -128,15 +128,18 @@ class Optimizer:
         for (state, gradient), norms in zip(present, self._over_parts([state for state, _ in present], sums)):
             ratio = torch.ones_like(norms[:, 0])
             if state.row.decays:
-                ratio = update.trust_ratio(norms, weight_decay=state.decay, coefficient=cfg.trust if lars else 1.0, lars=lars)
+                coefficient = cfg.trust if lars else 1.0
+                ratio = fused_optimizer.trust_ratio(norms, weight_decay=state.decay, coefficient=coefficient, lars=lars)
             if lars:
-                update.lars_(
+                fused_optimizer.lars_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), state.segments, ratio, lr=self.lr, scale=scale,
                     skip=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed, offset=state.row.first,
                     **self._copies(state),
                 )  # fmt: skip
             else:
-                update.trust_(state.weights, state.direction, state.segments, ratio, lr=self.lr, skip=skip, **self._copies(state))
+                fused_optimizer.lamb_update_(
+                    state.weights, state.direction, state.segments, ratio, lr=self.lr, skip=skip, **self._copies(state)
+                )
 
     @staticmethod
     def _lines(rows: list[Row], axis: Axis, line: dict[str, int]) -> Tensor:

@@ -52,8 +52,8 @@ LOOP = {"fused optimizer", "garbage collection", "async evaluation"}
 MESH = dist.alone(torch.device("cpu"))
 PLACES: set[tuple[Any, str]] = {
     (attention, "gated_attention"), (attention, "channels_first"), (evoformer, "gate"), (evoformer, "channels_first"),
-    (evoformer, "outer_product"), (evoformer, "halves"), (evoformer, "product"), (layernorm, "layer_norm"),
-    (evoformer, "in_parts"), (layers, "in_parts"), (objective, "several"),
+    (evoformer, "outer_product"), (evoformer, "glu_halves"), (evoformer, "triangle_multiplication"), (layernorm, "layer_norm"),
+    (evoformer, "map_chunks"), (layers, "map_chunks"), (objective, "chunk_size"),
 }  # fmt: skip
 OURS = {place: getattr(*place) for place in PLACES}  # of the network and its loss, that have a plain form
 NONE: frozenset[str] = frozenset()
@@ -374,7 +374,7 @@ def test_each_switch_of_openfold_changes_what_runs() -> None:
     for name in ("attention", "layer norms", "gates", "triangles", "outer product", "parts"):
         with subject.around(frozenset({name})):
             seen[name] = {place for place in PLACES if getattr(*place).__module__ != "apps.openfold.trial"
-                          and not getattr(*place).__name__.startswith("plain")}  # fmt: skip
+                          and not getattr(*place).__name__.startswith("reference")}  # fmt: skip
     assert all(seen.values()) and set().union(*seen.values()) == PLACES
     assert sum(map(len, seen.values())) == len(PLACES), "each place belongs to one switch"
     with subject.around(frozenset(seen)):

@@ -73,7 +73,7 @@ class Rung:
 
 
 _KERNELS = "test_kernels", "test_capture", "test_one_rank", "test_doctor"
-_RUNTIME = "test_step", "test_together", "test_data", "test_eighths", "timing"
+_RUNTIME = "test_step", "test_together", "test_data", "test_float8", "timing"
 _MODELS = "test_cosmoflow", "test_deepcam", "test_unet3d", "test_dimenet", "test_openfold", "test_llm", "test_diffusion"
 _SCIENCE = "cosmoflow", "deepcam", "opencatalyst", "openfold-crop-256", "unet3d"
 _FULL = {"tests": ("test_full",), "apps": ("cosmoflow-batch-4", "unet3d-batch-7")}
@@ -127,9 +127,9 @@ _WHEELS, _CACHES = 16e6, 12e6  # bytes of wheels that travel to another machine,
 _LOOK = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 from importlib.util import find_spec
-found = {"compiler": compiler.MISSING, "absent": [name for name in sys.argv[2:] if find_spec(name) is None], "gpus": []}
+found = {"compiler": triton_support.MISSING, "absent": [name for name in sys.argv[2:] if find_spec(name) is None], "gpus": []}
 try:
     import torch
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcai.kernels import attention, batchnorm, compiler, philox, update
+from hpcai.kernels import attention, batchnorm, fused_optimizer, philox, triton_support
 from hpcai.models.diffusion import noise
 from hpcai.nn import BatchNorm
 from hpcai.nn.deferred import make
 from tests.gpu.machine import DEVICE, GPU, ON_GPU, cuda_alone, precisely
 from tests.unit.nn.test_deferred import built, made, values
 
-pytestmark = pytest.mark.skipif(ON_GPU and compiler.MISSING is not None, reason=f"kernels cannot be made: {compiler.MISSING}")
+MISSING = triton_support.MISSING
+pytestmark = pytest.mark.skipif(ON_GPU and MISSING is not None, reason=f"kernels cannot be compiled: {MISSING}")
 SHAPES = [(2, 728, 48, 72), (1, 48, 192, 288), (2, 91, 12, 18), (3, 6, 7, 5), (2, 32, 8, 16, 16)]
 
 
@@ -43,7 +44,7 @@ def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, small: float,
 
     assert attention._fused(qkvg) is ON_GPU
     found, again = learnt(attention.gated_attention, dtype), learnt(attention.gated_attention, dtype)
-    for ours, other, theirs in zip(found, again, learnt(attention.plain, torch.float32), strict=True):
+    for ours, other, theirs in zip(found, again, learnt(attention.reference, torch.float32), strict=True):
         assert ours.dtype == dtype and torch.equal(ours, other)
         assert float((ours.float() - theirs).detach().norm()) <= small * float(theirs.detach().norm())
 
@@ -121,7 +122,7 @@ def test_the_kernel_is_its_twin(kind: str) -> None:
         low = own["weights"].bfloat16()
         given = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0, "take": 0.1}
         scalars = {name: torch.tensor(value, device=device) for name, value in given.items()}
-        update.adam_(own["weights"], own["gradient"], own["first"], own["second"], **scalars, betas=(0.9, 0.99), eps=1e-8,
+        fused_optimizer.adam_(own["weights"], own["gradient"], own["first"], own["second"], **scalars, betas=(0.9, 0.99), eps=1e-8,
                      weight_decay=0.1, low=low, average=own["average"], seed=torch.tensor(7, device=device))  # fmt: skip
         found.append({name: row.cpu().float() for name, row in {**own, "low": low}.items()})
     for name, row in found[0].items():
@@ -195,7 +196,7 @@ def attended() -> list[Tensor]:
 def test_without_a_compiler_the_plain_twins_give_the_same(compute: Callable[[], list[Tensor]], monkeypatch: Any) -> None:
     precisely()
     by_kernels = compute()
-    monkeypatch.setattr(compiler, "MISSING", "there is no gcc")
-    assert not compiler.takes(torch.empty(1, device=GPU))
+    monkeypatch.setattr(triton_support, "MISSING", "there is no gcc")
+    assert not triton_support.is_supported(torch.empty(1, device=GPU))
     for found, expected in zip(compute(), by_kernels, strict=True):
         assert float((found - expected).detach().norm()) <= 4e-5 * float(expected.detach().norm())

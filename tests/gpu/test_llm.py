@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcai import dist
-from hpcai.kernels import compiler, documents, eighths
+from hpcai.kernels import float8, triton_support, varlen_attention
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig
 from hpcai.settings import StepConfig
@@ -15,11 +15,12 @@ from hpcai.train.choices import narrow_products
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GPU, GRAPH, ON_GPU, cuda_alone, nothing_waits, precisely
 
-pytestmark = pytest.mark.skipif(ON_GPU and compiler.MISSING is not None, reason=f"kernels cannot be made: {compiler.MISSING}")
+MISSING = triton_support.MISSING
+pytestmark = pytest.mark.skipif(ON_GPU and MISSING is not None, reason=f"kernels cannot be compiled: {MISSING}")
 LLAMA: dict[str, Any] = {"vocabulary": 90, "width": 64, "layers": 2, "heads": 4, "key_heads": 2, "inner": 96, "positions": 64}
 GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
 MODELS = {"llama": LLAMA, "gpt": GPT}
-OLD = ON_GPU and torch.cuda.is_available() and not eighths.multiplies(DEVICE)
+OLD = ON_GPU and torch.cuda.is_available() and not float8.is_supported(DEVICE)
 
 
 @cuda_alone  # elsewhere Triton's interpreter has run these cases
@@ -76,14 +77,14 @@ def test_documents_wait_for_nothing_and_are_those_of_a_mask() -> None:
     rows = (torch.rand(3, 500, device=GPU, generator=draw) < 0.03).cumsum(1)
     weight = torch.randn(3, 8, 500, 64, device=GPU, generator=draw, dtype=torch.bfloat16)
     with nothing_waits():
-        found = documents.attend(*leaves, rows)
+        found = varlen_attention.varlen_attention(*leaves, rows)
         found = [found, *torch.autograd.grad(found, leaves, weight)]
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    expected = documents.plain(*wide, rows)
+    expected = varlen_attention.reference(*wide, rows)
     for ours, theirs in zip(found, [expected, *torch.autograd.grad(expected, wide, weight.double())], strict=True):
         assert float((ours.double() - theirs).detach().norm()) <= 1e-2 * float(theirs.detach().norm())
     many = torch.arange(500, device=GPU).expand(3, -1)
-    assert documents.attend(*leaves, many).isnan().all(), "more documents than there is room for"
+    assert varlen_attention.varlen_attention(*leaves, many).isnan().all(), "more documents than there is room for"
 
 
 @cuda_alone
@@ -93,18 +94,18 @@ def test_documents_make_no_mask() -> None:
     rows = (torch.arange(tokens, device=GPU) // 700)[None]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    documents.attend(*leaves, rows).sum().backward()
+    varlen_attention.varlen_attention(*leaves, rows).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < tokens * tokens // 2, "half of one byte for each pair of tokens"
 
 
 @pytest.mark.skipif(OLD, reason="this GPU does not multiply 8 bits")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
 @pytest.mark.parametrize("model", MODELS)
-def test_in_eighths_a_captured_step_is_that_of_the_twins(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_fp8_a_captured_step_is_that_of_the_twins(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     precisely()
     steps = [new_step(model, precision=precision, products="fp8", capture=how) for how in ("none", "whole")]
     found = [[mean(step(batch(i))) for step in steps] for i in range(5)]
-    monkeypatch.setattr(eighths, "multiplies", lambda device: False)
+    monkeypatch.setattr(float8, "multiplies", lambda device: False)
     twin, wide = new_step(model, precision=precision, products="precision"), new_step(model, precision=precision)
     narrow_products(twin.model, twin.cfg.model_copy(update={"products": "fp8"}), torch.device("cpu"))
     for i, losses in enumerate(found):

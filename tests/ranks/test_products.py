@@ -24,7 +24,7 @@ MESHES: list[dict[str, int]] = [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "
 
 
 class Feed(nn.Module):
-    eighths = True
+    float8 = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import activations_triton, eighths, eighths_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
-from hpcai.kernels.fp8 import HALVINGS
+from hpcai.kernels import activations_triton, float8, float8_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
+from hpcai.kernels.float8_formats import MAX_EXPONENT
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # the interpreter truncates to bfloat16
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -165,7 +165,7 @@ def halves(kind: torch.dtype, device: str) -> None:
         xg, dy = draw(*shape).to(kind).requires_grad_(), draw(shape[0], shape[1] // 2, *shape[2:]).to(kind)
         mask = (draw(shape[0], 1, *shape[2:]) > 0).float() if masked else None
         x, g = (part.detach().requires_grad_() for part in xg.chunk(2, 1))
-        out, expected = gates_triton.halves(xg, mask), gates_triton.gate(x, g, mask)
+        out, expected = gates_triton.glu_halves(xg, mask), gates_triton.gate(x, g, mask)
         assert out.is_contiguous() and torch.equal(out, expected)
         (found,) = torch.autograd.grad(out, xg, dy)
         assert found.is_contiguous() and torch.equal(found, torch.cat(torch.autograd.grad(expected, (x, g), dy), 1))
@@ -233,7 +233,7 @@ def rotation(
     angle = draw(B if each else 1, T, D // 2).repeat(1, 1, 2)
     cosines, sines = angle.cos().to(of), angle.sin().to(of)
     leaves = [t.detach().requires_grad_() for t in (q, k)]
-    out = rotary_triton.rotated(*leaves, cosines, sines, neighbours)
+    out = rotary_triton.apply_rotary(*leaves, cosines, sines, neighbours)
     gradients = torch.autograd.grad(out, leaves, (dq, dk))
     C, S = cosines.double()[:, None], sines.double()[:, None]
     for given, found, sign in ((q, out[0], 1), (k, out[1], 1), (dq, gradients[0], -1), (dk, gradients[1], -1)):
@@ -248,7 +248,7 @@ def rotation(
 MATRICES = (37, 24), (128, 64), (1, 1), (150, 80), (16, 5), (129, 65)
 
 
-def eighth(shape: tuple[int, int], dtype: torch.dtype, kind: torch.dtype, device: str) -> None:
+def quantize(shape: tuple[int, int], dtype: torch.dtype, kind: torch.dtype, device: str) -> None:
     """A matrix in 8 bits, bit for bit as the twin makes it, of numbers of all sizes."""
     draw = _draw(device)
     x = (draw(*shape) * (4 * draw(*shape)).exp()).to(kind)
@@ -257,23 +257,23 @@ def eighth(shape: tuple[int, int], dtype: torch.dtype, kind: torch.dtype, device
         _is_twin(given, dtype)
     for bad in (torch.inf, -torch.inf, torch.nan):
         x[-1, -1] = bad
-        rows, columns, scale = eighths_triton.eighth(x, dtype, True, True, None)
+        rows, columns, scale = float8_triton.quantize(x, dtype, True, True, None)
         assert scale.isnan() and rows.double().isnan().all() and columns[:, : len(x)].double().isnan().all(), bad
 
 
 def scales(device: str) -> None:
     """At the ends of float32, and where one scale gives way to the next."""
-    for dtype in HALVINGS:
+    for dtype in MAX_EXPONENT:
         for most in (0.0, -0.0, 1e-45, 1e-40, 2.0**-126, 2.0**-118, 448.0, 448.0001, 57344.0, 57345.0, 1.0, 1.7499999, 3.3e38):
             _is_twin(torch.full((1, 16), most, device=device), dtype)
             _is_twin(torch.full((1, 16), -most, device=device).bfloat16(), dtype)
 
 
 def _is_twin(x: Tensor, dtype: torch.dtype) -> None:
-    expected = eighths.plain(x, dtype, True, True, None)
+    expected = float8.reference(x, dtype, True, True, None)
     known = expected.scale
     for rows, columns, scale in ((True, True, None), (True, False, known), (False, True, None), (True, True, known)):
-        found = eighths_triton.eighth(x, dtype, rows, columns, scale)
+        found = float8_triton.quantize(x, dtype, rows, columns, scale)
         for ours, theirs, wanted in zip(found, expected, (rows, columns, True), strict=True):
             assert (ours is not None) is wanted
             if wanted:

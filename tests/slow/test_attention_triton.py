@@ -56,7 +56,7 @@ def in_float32(shape, how, biased, far, present, tile, programs, spread):
     bias = bias.transpose(2, 3) if biased == "columns" else bias
     weight = None if spread else torch.randn(batch, rows, entries, heads * channels)
     given = qkvg, torch.randn(heads * channels), mask, bias, weight
-    found, expected = learnt(attention.gated_attention, *given), learnt(attention.plain, *given)
+    found, expected = learnt(attention.gated_attention, *given), learnt(attention.reference, *given)
     same(found, expected, 3e-6 if bias is None or not far else 1e-4)  # float32 has 5 digits after 300
     if how in ("lines", "turned"):
         assert found[1].stride() == qkvg.stride(), "the gradient lies as what it is of"
@@ -72,7 +72,7 @@ def in_bfloat16():
     mask, gate_bias, weight = torch.ones(1, 3, 40), torch.randn(32), torch.randn(1, 3, 40, 32).bfloat16()
     found = learnt(attention.gated_attention, qkvg, gate_bias, mask, bias, weight)
     assert [x.dtype for x in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
-    expected = learnt(attention.plain, *(x.double() for x in (qkvg, gate_bias, mask, bias, weight)))
+    expected = learnt(attention.reference, *(x.double() for x in (qkvg, gate_bias, mask, bias, weight)))
     for ours, theirs in zip(found, expected):
         assert (ours - theirs).norm() <= 0.015 * theirs.norm(), float((ours - theirs).norm() / theirs.norm())
 

@@ -39,20 +39,20 @@ def example(r, k):
     (mean, variance), (middle, square) = fused.moments(x, samples, group), exact(group)
     near("mean", mean, middle, square.sqrt())
     near("variance", variance, square, (2 + 0.05 * away / scale) * square)
-    mean, variance = (batchnorm.spread(t, group) for t in (mean, variance))
+    mean, variance = (batchnorm.repeat_groups(t, group) for t in (mean, variance))
     (weight, bias), (a, b) = torch.randn(2, channels), torch.randn(2, samples * channels)
     for t in (x, dy, y, plus):
         if t is not None and r.random() < 0.3:
             t[0, -1].fill_(r.choice([torch.nan, torch.inf, -torch.inf]))
     for found, expected in zip(fused.moments(x, samples, group), exact(group)):
         assert (found.isfinite() == expected.isfinite()).all(), "what is not finite stays, in its channel and its sample"
-    rule, over = batchnorm.Rule(mean, variance, weight, bias, 1e-5, act, slope), [samples, channels] + [1] * len(more)
+    rule, over = batchnorm.NormParams(mean, variance, weight, bias, 1e-5, act, slope), [samples, channels] + [1] * len(more)
     M, P, Q, I = (t.double().view(over) for t in (mean, a, b, (variance + 1e-5).rsqrt()))
     W, B = (t.double().view(1, *over[1:]) for t in (weight, bias))
     N, added = (x.double() - M) * I, 0.0 if plus is None else plus.double()
     z, terms, both = W * N + B, (W * N).abs() + B.abs(), (rule, rule._replace(act=None))
     y_ = fused.normalise(x, rule, plus)
-    near("y", y_, batchnorm.activated(z + added, act, slope), (terms + abs(added)) * max(slope, 1))
+    near("y", y_, batchnorm.apply_activation(z + added, act, slope), (terms + abs(added)) * max(slope, 1))
     if act in ("relu", "leaky_relu") and y is None:
         side = fused.normalise(x, both[1], None)
         z = torch.where((side <= 0) == (z <= 0), z, side.double())  # forward and backward have a value near 0 on the same side
@@ -69,7 +69,7 @@ def example(r, k):
     near("by weight", found[0], (dz * N).sum(dims).flatten(), (loose * N.abs()).sum(dims).flatten())
     near("by bias", found[1], dz.sum(dims).flatten(), loose.sum(dims).flatten())
     dz, rule = (dz, rule) if y is None else (before.double(), both[1])
-    dx = fused.by_input(before, x, rule, a, b)
+    dx = fused.grad_input(before, x, rule, a, b)
     near("dx", dx, I * (W * dz - Q - N * P), I * ((W * loose).abs() + Q.abs() + (N * P).abs()))
     assert all(t.dtype == whole and t.is_contiguous(memory_format=FORM[t.ndim]) for t in (y_, before, dx))
 
@@ -92,7 +92,7 @@ def network(r, channels, processes, group):
         leaves = [t.detach()[rows].to(layer.weight.dtype).contiguous(memory_format=form).requires_grad_(t.requires_grad)
                   for t in (x, plus) if t is not None]
         y = layer(*leaves) if layer is not reference else layer(leaves[0]) + (0 if plus is None else leaves[1])
-        y = batchnorm.activated(y, act, 0.01) if layer is reference else y
+        y = batchnorm.apply_activation(y, act, 0.01) if layer is reference else y
         y.backward(dy[rows].to(y.dtype))
         return [y, *(t.grad for t in leaves if t.requires_grad), layer.weight.grad, layer.bias.grad]
     cut = [slice(0, 3), slice(3, None)] if processes == 2 else [slice(None)]
@@ -116,7 +116,7 @@ every = (6, 91) * (times // 3) or (6,)
 kinds = [(channels, n, group) for channels in every for n in (1, 2) for group in (0, 1, {6: 3, 91: 7}[channels])]
 print(len([example(r, k) for k in range(8 * times)]), "examples", len([network(r, *kind) for kind in kinds]))
 with pytest.raises(ValueError, match="plus has shape"):
-    fused.normalise(torch.ones(2, 1, 1, 1), batchnorm.Rule(*torch.ones(4, 1), 0.1), torch.ones(1, 1, 1, 1))
+    fused.normalise(torch.ones(2, 1, 1, 1), batchnorm.NormParams(*torch.ones(4, 1), 0.1), torch.ones(1, 1, 1, 1))
 """
 
 

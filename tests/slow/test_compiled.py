@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 WIDE = {"_forward": 64, "_backward": 128}
 MODULES: dict[str, tuple[int, int, dict[str, int], int]] = {
     "activations": (4, 4, {"_forward": 64, "_backward": 80}, 0), "attention": (10, 36, {"": 255}, 16),
-    "batchnorm": (10, 33, {"": 128}, 3), "eighths": (4, 22, {"": 64}, 6), "gates": (4, 12, {"_forward": 64, "_backward": 80}, 16),
+    "batchnorm": (10, 33, {"": 128}, 3), "float8": (4, 22, {"": 64}, 6), "gates": (4, 12, {"_forward": 64, "_backward": 80}, 16),
     "layernorm": (4, 32, WIDE, 12), "philox": (4, 10, {"": 128}, 99), "rmsnorm": (4, 24, WIDE, 4), "rotary": (2, 12, {"": 96}, 0),
-    "update": (4, 8, {"": 64}, 10),
+    "fused_optimizer": (4, 8, {"": 64}, 10),
 }  # fmt: skip
 COMPILED = """
 import importlib, re, subprocess, sys, triton
@@ -52,7 +52,7 @@ for module in modules:
 def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(
     arch: str, name: str, which: str, tmp_path: Path
 ) -> None:
-    modules = [module for module in MODULES if (module, arch) != ("eighths", "80")]  # an A100 has no numbers of 8 bits
+    modules = [module for module in MODULES if (module, arch) != ("float8", "80")]  # an A100 has no numbers of 8 bits
     made = run(COMPILED, arch, str(tmp_path / "cubin"), which, *modules, TRITON_CACHE_DIR=str(tmp_path))
     print("architecture|module|registers|stack|local|shared|moves|of single values|atomics|casts|kernel", made, sep="\n")
     lines = [line.split("|") for line in made.splitlines()]
@@ -61,7 +61,7 @@ def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(
         used, stack, local, shared, moves, single, atomics = map(int, numbers)
         _, _, registers, singles = MODULES[module]
         most = registers.get(kernel.split()[0], registers.get("", 0))
-        if module == "eighths" and metadata.version("triton").startswith("3.6."):
+        if module == "float8" and metadata.version("triton").startswith("3.6."):
             most = 120  # there a cast to rows and columns takes 118
         assert target == name and used <= most, f"{module} {kernel} on {name}: few programs fit a multiprocessor"
         # Triton 3.6 and 3.7 keep up to four words of the widest kernels on the stack; numbers of Philox take twelve.

@@ -33,8 +33,8 @@ q, a = torch.ones(2, 3, 5, 4), torch.ones(1, 5, 4)
 for wrong in (
     lambda: rmsnorm_triton.rms_norm(torch.ones(3, 8), torch.ones(9), 1e-5, torch.float32),
     lambda: activations_triton.swiglu(torch.ones(3, 8), torch.ones(4, 8)),
-    lambda: rotary_triton.rotated(q, q[:, :, :4], a, a),
-    lambda: rotary_triton.rotated(q, q, a[:, :4], a[:, :4]),
+    lambda: rotary_triton.apply_rotary(q, q[:, :, :4], a, a),
+    lambda: rotary_triton.apply_rotary(q, q, a[:, :4], a[:, :4]),
 ):
     try:
         wrong()

@@ -294,7 +294,7 @@ def test_the_checkout_and_its_wheels_are_small_enough_to_travel() -> None:
 WHOLE = [pytest.param([name], marks=pytest.mark.claim) for name in run.RUNGS]
 
 
-@pytest.mark.parametrize("rung", [["R2", "--only", "test_eighths"], *WHOLE], ids=str)
+@pytest.mark.parametrize("rung", [["R2", "--only", "test_float8"], *WHOLE], ids=str)
 def test_a_rung_runs_without_a_gpu(rung: list[str], tmp_path: Path) -> None:
     """At tiny sizes. `make test-oldest` climbs all of them, with the torch of machines that have GPUs."""
     command = [sys.executable, run.__file__, "--rung", *rung, "--out", str(tmp_path), "--budget", "1000"]

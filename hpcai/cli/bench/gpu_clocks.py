@@ -15,7 +15,7 @@ import torch
 from torch.utils import flop_counter
 
 from hpcai.cli.bench.timing import Row, machine, wait
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 from hpcai.plan.paper import PRODUCTS
 
 GAP_US = 20.0
@@ -66,7 +66,7 @@ def _best(run: Callable[[int], object]) -> float:
 
 def facts(device: torch.device) -> Row:
     """This machine, and what it can do at best."""
-    found = {**machine(), "threads": torch.get_num_threads(), "triton": compiler.MISSING or "there"}
+    found = {**machine(), "threads": torch.get_num_threads(), "triton": triton_support.MISSING or "there"}
     if device.type == "cuda":
         known = torch.cuda.get_device_properties(device)
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
@@ -147,12 +147,12 @@ def operations(run: Callable[[], object]) -> int:
 
 @contextmanager
 def _by_twins() -> Iterator[None]:
-    before = compiler.MISSING
-    compiler.MISSING = "operations are counted"
+    before = triton_support.MISSING
+    triton_support.MISSING = "operations are counted"
     try:
         yield
     finally:
-        compiler.MISSING = before
+        triton_support.MISSING = before
 
 
 def told(problem: BaseException) -> str:

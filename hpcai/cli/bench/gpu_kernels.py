@@ -26,7 +26,7 @@ from hpcai import dist
 from hpcai.cli.bench import gpu_clocks as clocks
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
-from hpcai.kernels import attention, eighths, gates, layernorm, outer, philox, triangle, update
+from hpcai.kernels import attention, float8, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
 from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
 from hpcai.nn.graph import CudaGraph
 
@@ -217,7 +217,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 # ---- matrices in 8 bits
 
 
-def _both_ways(cast: Callable[..., eighths.Eighth], x: Tensor) -> Tensor:
+def _both_ways(cast: Callable[..., float8.Float8Tensor], x: Tensor) -> Tensor:
     found = cast(x, torch.float8_e4m3fn, rows=True, columns=True, scale=None).columns
     assert found is not None
     return found
@@ -232,10 +232,10 @@ def _scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float
 
 
 @cache
-def _segments(size: int, device: torch.device) -> update.Segments:
+def _segments(size: int, device: torch.device) -> fused_optimizer.Segments:
     """Of a hundred parameters, as long as they come."""
     each = max(size // 100 // 16 * 16, 16)
-    return update.Segments([(at, min(each, size - at)) for at in range(0, size, each)], device, size)
+    return fused_optimizer.Segments([(at, min(each, size - at)) for at in range(0, size, each)], device, size)
 
 
 def _about(w: Tensor) -> dict[str, Any]:
@@ -246,22 +246,22 @@ def _about(w: Tensor) -> dict[str, Any]:
 
 def _adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
     lr, step = _scalar(1e-3, w.device, w.dtype), _scalar(3, w.device)
-    update.adam_(w, g, m, v, lr=lr, step=step, betas=(0.9, 0.999), eps=1e-6, **_about(w))
+    fused_optimizer.adam_(w, g, m, v, lr=lr, step=step, betas=(0.9, 0.999), eps=1e-6, **_about(w))
     return w
 
 
 def _lamb(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
     about, segments, direction = _about(w), _segments(len(w), w.device), torch.empty_like(w)
     step = _scalar(3, w.device)
-    norms = update.lamb_direction_(w, g, m, v, direction, segments, step=step, betas=(0.9, 0.999), eps=1e-6, **about)
-    ratio = update.trust_ratio(norms, weight_decay=0.01)
-    update.trust_(w, direction, segments, ratio, lr=_scalar(1e-3, w.device, w.dtype), skip=about["skip"])
+    norms = fused_optimizer.lamb_direction_(w, g, m, v, direction, segments, step=step, betas=(0.9, 0.999), eps=1e-6, **about)
+    ratio = fused_optimizer.trust_ratio(norms, weight_decay=0.01)
+    fused_optimizer.lamb_update_(w, direction, segments, ratio, lr=_scalar(1e-3, w.device, w.dtype), skip=about["skip"])
     return w
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor) -> Tensor:
     lr = _scalar(1e-3, w.device, w.dtype)
-    update.sgd_(w, g, m, lr=lr, momentum=0.9, lr_in_momentum=False, nesterov=True, **_about(w))
+    fused_optimizer.sgd_(w, g, m, lr=lr, momentum=0.9, lr_in_momentum=False, nesterov=True, **_about(w))
     return w
 
 
@@ -313,7 +313,7 @@ KERNELS = [
         "attention", _attention,  # rows, entries, heads, channels
         {"rows": (128, 256, 8, 32), "columns": (256, 128, 8, 32, False), "triangle": (256, 256, 4, 32), "extra": (1024, 256, 8, 8),
          "template": (256, 256, 4, 16), "wide-heads": (256, 256, 4, 64), "short": (128, 16, 8, 32), "long": (128, 1024, 8, 32)},
-        (3, 40, 2, 16), attention.gated_attention, attention.plain, {"sdpa": _sdpa, "flex": partial(_compiled, _flexed)},
+        (3, 40, 2, 16), attention.gated_attention, attention.reference, {"sdpa": _sdpa, "flex": partial(_compiled, _flexed)},
     ),
     Kernel(
         "layernorm", _rows,  # rows, entries, channels
@@ -336,20 +336,21 @@ KERNELS = [
         {"volume": (2, 64, 64, 64, 64), "maps": (16, 320, 64, 64), "deep-maps": (16, 1280, 16, 16)},
         (2, 16, 6, 6, 6), partial(_normed, partial(GroupNorm, _GROUPS, activation="silu")), _group_norm,
     ),
-    Kernel("gate", _gate, {"triangle": (256, 256)}, (6, 8), gates.gate, gates.plain),  # entries, channels
-    Kernel("halves", _halves, {"triangle": (256, 256)}, (6, 8), gates.halves, gates.plain_halves),
+    Kernel("gate", _gate, {"triangle": (256, 256)}, (6, 8), gates.gate, gates.reference),  # entries, channels
+    Kernel("halves", _halves, {"triangle": (256, 256)}, (6, 8), gates.glu_halves, gates.reference_glu_halves),
     Kernel(
-        "triangle", _factors, {"outgoing": (256, 128)}, (6, 4), partial(triangle.product, outgoing=True),
-        partial(triangle.plain, outgoing=True), bytes=_products_bound,
+        "triangle", _factors, {"outgoing": (256, 128)}, (6, 4),
+        partial(triangle_multiplication.triangle_multiplication, outgoing=True),
+        partial(triangle_multiplication.reference, outgoing=True), bytes=_products_bound,
     ),
     Kernel(
         "outer", _outer, {"clusters": (128, 256, 32, 128), "extra": (1024, 256, 32, 128)},  # rows, entries, few, channels
-        (5, 6, 4, 8), outer.outer_product, outer.plain, bytes=_products_bound,
+        (5, 6, 4, 8), outer_product.outer_product, outer_product.reference, bytes=_products_bound,
     ),
     Kernel(
-        "eighths", lambda draw, rows, channels: [draw(rows, channels, fixed=True)],
+        "float8", lambda draw, rows, channels: [draw(rows, channels, fixed=True)],
         {"tokens": (8192, 4096), "activations": (8192, 14336), "weight": (4096, 4096)}, (40, 24),
-        partial(_both_ways, eighths.eighth), partial(_both_ways, eighths.plain),
+        partial(_both_ways, float8.quantize), partial(_both_ways, float8.reference),
         bytes=lambda inputs, both: 2 * inputs[0].nbytes + 2 * inputs[0].numel(),  # read for the scale, and to be cast
         learns=False,
     ),

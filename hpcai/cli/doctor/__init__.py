@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpcai.cli import tables
 from hpcai.errors import ConfigError
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 
 DISTRIBUTION = "hpcai-suite"
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
@@ -75,7 +75,7 @@ def installation() -> Iterator[tuple[str, str]]:
     yield "machine", f"{platform.platform()}, {cores} cores to use"
     for name in PROBES:
         yield from probe(name).items()
-    yield "Triton kernels", compiler.MISSING or "can be compiled"
+    yield "Triton kernels", triton_support.MISSING or "can be compiled"
     for name in EXTRAS:
         try:
             yield name, metadata.version(name)

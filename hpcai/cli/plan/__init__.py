@@ -122,11 +122,9 @@ def _jobs(found: Row) -> Iterator[str]:
             ends = f"{one['steps']:,.0f}", _number(one["minutes"]), _number(one["evaluation_minutes"])
             best = "best" if len(jobs) > 1 and one["minutes"] == least else ""
             rows.append((f"{one['gpus']:,}", one["ways"], one["batch"], _number(one["memory_gb"]), *took, *ends, best))
-    parts = "kernels", "starts", "messages", "idle", "loader"
-    heads = "GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating", ""
-    yield from tables.lines(rows, heads)
-    yield "ms of a step: kernels, their starts, messages that nothing hides, stages with nothing to do, the loader;"
-    yield "minutes in which training waits for evaluations"
+    parts = "kernels", "launches", "exposed", "idle", "loader"
+    yield from tables.lines(rows, ("GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating", ""))
+    yield "ms of a step: kernels, launches, exposed communication, pipeline bubbles, loader; minutes that training waits"
     for gpus in [gpus for gpus, jobs in found["jobs"].items() if not jobs]:
         yield f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory"
 

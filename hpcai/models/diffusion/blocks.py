@@ -245,7 +245,7 @@ class TransformerLayer(nn.Module):
     x [B, N, C], places of ``sizes``, tokens [B, N', J] -> [B, N, C]
     """
 
-    eighths = True  # its linear layers may multiply in 8 bits
+    float8 = True  # its linear layers may multiply in FP8
 
     def __init__(self, channels: int, heads: int, tokens: int) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x [B, T, C], waves of the time [B, 256], classes [B] -> the tokens, and what it was told [B, C]"""
 
-    eighths = True  # its linear layers may multiply in 8 bits
+    float8 = True  # its linear layers may multiply in FP8
 
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
-from hpcai.kernels.rotary import rotated
+from hpcai.kernels.rotary import apply_rotary
 from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import FluxConfig
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
     def turned(self, cosines: Tensor, sines: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = self.norm_q(q.unflatten(-1, (-1, self.size))), self.norm_k(k.unflatten(-1, (-1, self.size)))
-        return rotated(q.transpose(1, 2), k.transpose(1, 2), cosines, sines, neighbours=True)
+        return apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cosines, sines, interleaved=True)
 
 
 class JointAttention(Attention):
@@ -63,13 +63,13 @@ class JointAttention(Attention):
         q, k, text_q, text_k = (x.unflatten(-1, (-1, self.size)) for x in given)
         q = torch.cat((self.norm_added_q(text_q), self.norm_q(q)), 1)
         k = torch.cat((self.norm_added_k(text_k), self.norm_k(k)), 1)
-        return rotated(q.transpose(1, 2), k.transpose(1, 2), cosines, sines, neighbours=True)
+        return apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cosines, sines, interleaved=True)
 
 
 class Double(nn.Module):
     """Text and image have weights of their own.   x [B, T, C], text [B, N, C], c [B, C] -> x and text"""
 
-    eighths = True  # its linear layers may multiply in 8 bits
+    float8 = True  # its linear layers may multiply in FP8
 
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _fed(x: Tensor, y: Tensor, feed: nn.Module, gate: Tensor, shift: Tensor, sca
 class Single(nn.Module):
     """Text and image share weights, attention and the feed-forward part an input.   x [B, N + T, C], c [B, C] -> x"""
 
-    eighths = True
+    float8 = True
 
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
-from hpcai.kernels.layernorm import _narrow
+from hpcai.kernels.layernorm import _autocast_dtype
 from hpcai.models.diffusion.condition import Condition
 from hpcai.nn.again import again, cheap
 
@@ -27,8 +27,8 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Ten
     kept.   x [B, T, C], shift and scale [B, C] -> [B, T, C]"""
     shift, scale = shift[:, None], scale[:, None]
     if torch.compiler.is_compiling():
-        return (F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift).to(_narrow(x))
-    found: Tensor = _Modulated.apply(x, shift, scale, eps, _narrow(x))
+        return (F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift).to(_autocast_dtype(x))
+    found: Tensor = _Modulated.apply(x, shift, scale, eps, _autocast_dtype(x))
     return found
 
 
@@ -59,7 +59,7 @@ class Modulation(nn.Module):
     ``emb`` makes that, where a block makes it for itself.
     """
 
-    eighths = False  # its products are too small to gain from it
+    float8 = False  # its products are too small to gain from it
 
     def __init__(self, channels: int, parts: int, emb: nn.Module | None = None) -> None:
         super().__init__()

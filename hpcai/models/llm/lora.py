@@ -29,7 +29,7 @@ _FILE, _CONFIG, _BEFORE = "adapter_model.safetensors", "adapter_config.json", "b
 class Adapter(nn.Module):
     """s B A of the layer that it belongs to, to whose output it is added; cut as that layer is."""
 
-    eighths = False  # its products are too small to gain from it
+    float8 = False  # its products are too small to gain from it
 
     def __init__(self, linear: nn.Linear, cfg: LoRAConfig) -> None:
         super().__init__()

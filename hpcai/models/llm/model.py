@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu, swiglu
-from hpcai.kernels.compiler import on_cpu
-from hpcai.kernels.documents import attend
-from hpcai.kernels.grouped import grouped_attention
-from hpcai.kernels.rotary import rotated
+from hpcai.kernels.grouped_query_attention import grouped_query_attention
+from hpcai.kernels.rotary import apply_rotary
+from hpcai.kernels.triton_support import on_cpu
+from hpcai.kernels.varlen_attention import varlen_attention
 from hpcai.models.llm.config import LLMConfig, RotaryConfig
 from hpcai.nn.again import again, cheap
 from hpcai.nn.head import Head
@@ -40,12 +40,12 @@ class Causal(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if documents is not None:
-            return attend(q, k, v, documents)
+            return varlen_attention(q, k, v, documents)
         mask, new, before = None, q.shape[2], k.shape[2] - q.shape[2]
         if before and new > 1:
             mask = torch.ones(new, before + new, dtype=torch.bool, device=q.device).tril(before)
         causal = mask is None and new > 1
-        return grouped_attention(q, k, v, mask, causal)
+        return grouped_query_attention(q, k, v, mask, causal)
 
 
 class Attention(nn.Module):
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         found = together(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in found)
         if turn is not None:
-            q, k = rotated(q, k, *turn)  # not ``cheap``: nothing else keeps what they are made of
+            q, k = apply_rotary(q, k, *turn)  # not ``cheap``: nothing else keeps what they are made of
         if self.remember is not None:
             k, v = self.remember(k, v)
         return self.o_proj(self.attend(q, k, v, documents).transpose(1, 2).flatten(2))
@@ -98,7 +98,7 @@ class GELU(nn.Module):
 class Layer(nn.Module):
     """x [B, T, C] -> the same"""
 
-    eighths = True  # its linear layers may multiply in 8 bits
+    float8 = True  # its linear layers may multiply in FP8
 
     def __init__(self, cfg: LLMConfig) -> None:
         super().__init__()

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpcai.kernels.gates import gate, halves
-from hpcai.kernels.outer import outer_product
-from hpcai.kernels.room import in_parts
-from hpcai.kernels.triangle import product
+from hpcai.kernels.chunking import map_chunks
+from hpcai.kernels.gates import gate, glu_halves
+from hpcai.kernels.outer_product import outer_product
+from hpcai.kernels.triangle_multiplication import triangle_multiplication
 from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
 from hpcai.models.openfold.config import MsaConfig, PairConfig
 from hpcai.models.openfold.layers import Dropout, Linear, Transition, channels_first
@@ -64,23 +64,23 @@ class TriangleMultiplication(nn.Module):
         def edges(some: slice) -> Tensor:
             return self._sums(self.to_channels(self._factors(z, mask, some)))
 
-        x = in_parts(edges, hidden, z, 6 * one, _CPU, 1, self.to_channels.parts)  # [B, C, R/n, R]
+        x = map_chunks(edges, hidden, z, 6 * one, _CPU, 1, self.to_channels.parts)  # [B, C, R/n, R]
 
         def rows(some: slice) -> Tensor:
             return self._gated(x[:, :, some], self.linear_g(z[:, some]))
 
-        return in_parts(rows, x.shape[2], z, 5 * hidden * one // x.shape[2], _CPU, 1)
+        return map_chunks(rows, x.shape[2], z, 5 * hidden * one // x.shape[2], _CPU, 1)
 
     def _factors(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
         """Some channels of a, then of b.   [B, 2 c, R/n, R]"""
         weight, bias = self.linear_ab.weight, self.linear_ab.bias
         if some != slice(0, self.linear_z.in_features):
             weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (weight, bias))
-        return halves(channels_first(weight, bias, z), mask[:, None])
+        return glu_halves(channels_first(weight, bias, z), mask[:, None])
 
     def _sums(self, ab: Tensor) -> Tensor:
         """Over the third residues.   [B, 2 c/n, R, R] -> [B, c, R/n, R]"""
-        return self.to_rows(product(ab, self.outgoing))
+        return self.to_rows(triangle_multiplication(ab, self.outgoing))
 
     def _gated(self, x: Tensor, g: Tensor) -> Tensor:
         return gate(self.linear_z(self.layer_norm_out(x.permute(0, 2, 3, 1))), g)

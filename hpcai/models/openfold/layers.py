@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hpcai.kernels.room import in_parts
+from hpcai.kernels.chunking import map_chunks
 from hpcai.nn.layernorm import LayerNorm
 
 Start = Literal["lecun", "relu", "glorot", "final"]
@@ -49,7 +49,7 @@ class Transition(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         each = self.linear_1.out_features * x.element_size()
-        return in_parts(lambda some: self._of(rows[some]), len(rows), x, each, _CPU, 0).view(x.shape)
+        return map_chunks(lambda some: self._of(rows[some]), len(rows), x, each, _CPU, 0).view(x.shape)
 
     def _of(self, x: Tensor) -> Tensor:
         return self.linear_2(self.linear_1(self.layer_norm(x)).relu())  # in place would copy gradients: a linear layer gives a view

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import ConfigError
-from hpcai.kernels.room import several
+from hpcai.kernels.chunking import chunk_size
 from hpcai.models.openfold import residues, tables
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.geometry import Frames, rotation_of
@@ -120,7 +120,7 @@ def point_error(
         return ((error @ points_mask[:, :, None])[..., 0] * frames_mask[:, rows]).sum(1)
 
     count = frames_mask.shape[1]
-    step = several(points, points.numel() * points.element_size(), _CPU)
+    step = chunk_size(points, points.numel() * points.element_size(), _CPU)
     sums = points.new_zeros(len(points))
     for first in range(0, count, step):
         rows = slice(first, first + step)
@@ -140,7 +140,7 @@ def renamed(positions: Tensor, f: Mapping[str, Tensor]) -> Tensor:
     """1 for residues whose true distances fit the prediction better when twin atoms swap names (Algorithm 26).   [B, R]"""
     sums = []
     exists, ambiguous = f["atom14_gt_exists"], f["atom14_atom_is_ambiguous"]
-    step = several(positions, 14 * positions[..., 0].numel() * positions.element_size(), _CPU)
+    step = chunk_size(positions, 14 * positions[..., 0].numel() * positions.element_size(), _CPU)
     for name in ("atom14_gt_positions", "atom14_alt_gt_positions"):
         parts = []
         for first in range(0, positions.shape[1], step):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpcai.kernels.room import several
+from hpcai.kernels.chunking import chunk_size
 from hpcai.models.openfold import residues, tables
 
 TOLERANCE = 12.0  # deviations
@@ -88,7 +88,7 @@ class _Clashes(torch.autograd.Function):
     def forward(ctx: Any, positions: Tensor, radius: Tensor, exists: Tensor, index: Tensor) -> Tensor:
         batch, count = index.shape
         total, slope = positions.new_zeros(batch), torch.zeros_like(positions)
-        step = several(positions, 14 * 14 * 4 * count, _CPU)
+        step = chunk_size(positions, 14 * 14 * 4 * count, _CPU)
         place = torch.arange(14, device=positions.device)
         sulphur = (place[:, None, None] == _SULPHUR) & (place == _SULPHUR)  # [14, 1, 14]
         bond = (place[:, None, None] == _C) & (place == _N)

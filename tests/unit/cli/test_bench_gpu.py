@@ -15,7 +15,7 @@ from hpcai import config
 from hpcai.cli import apps, bench
 from hpcai.cli.bench import gpu_clocks, gpu_kernels, gpu_steps, timing
 from hpcai.cli.trial import find
-from hpcai.kernels import attention, compiler
+from hpcai.kernels import attention, triton_support
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,15 +48,15 @@ def test_operations_of_a_layer_are_those_of_its_products() -> None:
 
 
 def test_kernels_are_counted_by_their_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MISSING", None)
+    monkeypatch.setattr(triton_support, "MISSING", None)
     seen = []
-    monkeypatch.setattr(attention, "_fused", lambda qkvg: seen.append(compiler.takes(SimpleNamespace(is_cuda=True))))
+    monkeypatch.setattr(attention, "_fused", lambda qkvg: seen.append(triton_support.is_supported(SimpleNamespace(is_cuda=True))))
     rows, entries, heads, channels = 2, 8, 2, 4
     qkvg, gate_bias = torch.randn(1, rows, entries, 4, heads, channels), torch.zeros(heads * channels)
     mask = torch.ones(1, rows, entries)
     found = gpu_clocks.operations(lambda: attention.gated_attention(qkvg, gate_bias, mask))
     assert found == 2 * (2 * rows * heads * entries * entries * channels), "q k and p v"
-    assert seen == [False] and compiler.MISSING is None, "Triton is there again"
+    assert seen == [False] and triton_support.MISSING is None, "Triton is there again"
 
 
 def test_a_window_is_as_many_times_as_there_were_runs() -> None:

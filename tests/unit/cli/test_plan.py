@@ -89,7 +89,7 @@ def test_the_command_draws_and_says_what_it_found(
     assert found["slower"] == 2
     show(found)
     told = capsys.readouterr().out
-    assert "no batch that is known to reach the target" in told and "messages that nothing hides" in told
+    assert "no batch that is known to reach the target" in told and "exposed communication" in told
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcai import kernels
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 
 Asked = list[tuple[str, Any]]
 
@@ -17,7 +17,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
     """``asked(module, name=twin, ...)``: functions of ``hpcai.kernels.<module>_triton`` are these twins; what was asked of them, as
     (name, dtype of the first argument)."""
     found: Asked = []
-    monkeypatch.setattr(compiler, "takes", lambda x: True)
+    monkeypatch.setattr(triton_support, "is_supported", lambda x: True)
 
     def replace(module: str, **twins: Callable[..., Any]) -> Asked:
         double = ModuleType(module)

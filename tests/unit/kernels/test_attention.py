@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcai.kernels import attention, gates, outer, triangle
+from hpcai.kernels import attention, gates, outer_product, triangle_multiplication
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,7 +36,7 @@ def test_attention(bytes_: int, biased: bool, turned: bool, monkeypatch: pytest.
     mask = (torch.rand(batch, rows, entries) > 0.3).double()
     bias = torch.randn(batch, heads, entries, entries, dtype=torch.float64) if biased else None
     given = [qkvg, torch.randn(heads * channels, dtype=torch.float64), mask, bias]
-    both(attention.gated_attention, attention.plain, given, [0, 1, *([3] if biased else [])])
+    both(attention.gated_attention, attention.reference, given, [0, 1, *([3] if biased else [])])
 
 
 def test_logits_of_half_precision_are_not_rounded_to_it() -> None:
@@ -57,32 +57,33 @@ def test_a_row_with_nothing_in_it_is_a_mean(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bytes_", [1, 3000, 1 << 20])
 def test_outer_products(bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outer, "_CPU", bytes_)
+    monkeypatch.setattr(outer_product, "_CPU", bytes_)
     torch.manual_seed(0)
     shapes = (2, 3, 5, 4), (2, 3, 6, 4), (7, 16), (7,)
     given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    both(outer.outer_product, outer.plain, [*given, torch.rand(2, 5, 6, dtype=torch.float64) + 1], [0, 1, 2, 3])
+    both(outer_product.outer_product, outer_product.reference, [*given, torch.rand(2, 5, 6, dtype=torch.float64) + 1], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_gates(masked: bool) -> None:
     torch.manual_seed(0)
     x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind()
-    both(gates.gate, gates.plain, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
+    both(gates.gate, gates.reference, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_gates_of_halves(masked: bool) -> None:
     torch.manual_seed(0)
     mask = torch.rand(2, 1, 4, 5, dtype=torch.float64) if masked else None
-    both(gates.halves, gates.plain_halves, [torch.randn(2, 6, 4, 5, dtype=torch.float64), mask], [0])
+    both(gates.glu_halves, gates.reference_glu_halves, [torch.randn(2, 6, 4, 5, dtype=torch.float64), mask], [0])
 
 
 @pytest.mark.parametrize("outgoing", [True, False])
 def test_products_of_triangles(outgoing: bool) -> None:
     torch.manual_seed(0)
     ab = torch.randn(2, 6, 4, 5, dtype=torch.float64)
-    both(lambda ab: triangle.product(ab, outgoing), lambda ab: triangle.plain(ab, outgoing), [ab], [0])
+    ours, reference = triangle_multiplication.triangle_multiplication, triangle_multiplication.reference
+    both(lambda ab: ours(ab, outgoing), lambda ab: reference(ab, outgoing), [ab], [0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -93,5 +94,5 @@ def test_half_precision_keeps_its_types(dtype: torch.dtype) -> None:
     out = attention.gated_attention(qkvg, gate_bias, torch.ones(1, 3, 4), bias)
     grads = torch.autograd.grad(out.float().sum(), [qkvg, gate_bias, bias])
     assert out.dtype == dtype and [g.dtype for g in grads] == [dtype, torch.float32, dtype]
-    wide = attention.plain(qkvg.double(), gate_bias.double(), torch.ones(1, 3, 4).double(), bias.double())
+    wide = attention.reference(qkvg.double(), gate_bias.double(), torch.ones(1, 3, 4).double(), bias.double())
     assert (out.double() - wide).norm() <= torch.finfo(dtype).eps * wide.norm()

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from hpcai.kernels import activations, compiler, documents, rmsnorm, rotary
-from hpcai.kernels.grouped import grouped_attention
+from hpcai.kernels import activations, rmsnorm, rotary, triton_support, varlen_attention
+from hpcai.kernels.grouped_query_attention import grouped_query_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,18 +25,18 @@ def tanh(x: Tensor) -> Tensor:
 
 ANGLE = draw(2, 5, 3).repeat(1, 1, 2)
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...]]] = {
-    "root norm": (rmsnorm.rms_norm, rmsnorm.plain, (draw(3, 4, 7).transpose(0, 1), draw(7))),
-    "swiglu": (activations.swiglu, activations.plain_swiglu, (draw(5, 9), draw(5, 9) + 1)),
-    "swiglu, small": (activations.swiglu, activations.plain_swiglu, (draw(3, 9), draw(3, 9) + 1)),
-    "swiglu of others' strides": (activations.swiglu, activations.plain_swiglu, (30 * draw(9, 5).T, draw(5, 9) + 1)),
+    "root norm": (rmsnorm.rms_norm, rmsnorm.reference, (draw(3, 4, 7).transpose(0, 1), draw(7))),
+    "swiglu": (activations.swiglu, activations.reference_swiglu, (draw(5, 9), draw(5, 9) + 1)),
+    "swiglu, small": (activations.swiglu, activations.reference_swiglu, (draw(3, 9), draw(3, 9) + 1)),
+    "swiglu of others' strides": (activations.swiglu, activations.reference_swiglu, (30 * draw(9, 5).T, draw(5, 9) + 1)),
     "gelu": (activations.gelu, tanh, (3 * draw(4, 11).T,)),
     "queries": (
-        lambda q, k: rotary.rotated(q, k, ANGLE.cos(), ANGLE.sin()),
-        lambda q, k: tuple(rotary.plain(x, ANGLE.cos(), ANGLE.sin()) for x in (q, k)),
+        lambda q, k: rotary.apply_rotary(q, k, ANGLE.cos(), ANGLE.sin()),
+        lambda q, k: tuple(rotary.reference(x, ANGLE.cos(), ANGLE.sin()) for x in (q, k)),
         (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
     ),
     "neighbours": (
-        lambda q, k: rotary.rotated(q, k, ANGLE.cos(), ANGLE.sin(), True),
+        lambda q, k: rotary.apply_rotary(q, k, ANGLE.cos(), ANGLE.sin(), True),
         lambda q, k: tuple(by_complex_numbers(x) for x in (q, k)),
         (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
     ),
@@ -92,24 +92,24 @@ def test_norms_for_products_have_the_dtype_of_autocast() -> None:
 
 @pytest.fixture
 def given(asked: Any) -> list[tuple[str, torch.dtype]]:
-    asked("rmsnorm", rms_norm=lambda x, weight, eps, dtype: rmsnorm.plain(x, weight, eps).to(dtype))
+    asked("rmsnorm", rms_norm=lambda x, weight, eps, dtype: rmsnorm.reference(x, weight, eps).to(dtype))
     asked("activations", swiglu=lambda gate, up: gate)
-    found: list[tuple[str, torch.dtype]] = asked("rotary", rotated=lambda q, k, *_: (q, k))
+    found: list[tuple[str, torch.dtype]] = asked("rotary", apply_rotary=lambda q, k, *_: (q, k))
     return found
 
 
 def test_kernels_get_what_they_have(given: list[tuple[str, torch.dtype]]) -> None:
     def all_of(dtype: torch.dtype) -> None:
         x = torch.ones(1, 1, 2, 6, dtype=dtype)
-        rmsnorm.rms_norm(x, x[0, 0, 0]), activations.swiglu(x, x), rotary.rotated(x, x, x[0], x[0])
+        rmsnorm.rms_norm(x, x[0, 0, 0]), activations.swiglu(x, x), rotary.apply_rotary(x, x, x[0], x[0])
 
     all_of(torch.float64), all_of(torch.float16)
     rmsnorm.rms_norm(torch.ones(2, 8193), torch.ones(8193))
     one = torch.ones(1, 1, 2, 6)
-    activations.swiglu(one, one.bfloat16()), rotary.rotated(one, one.bfloat16(), one[0], one[0])
+    activations.swiglu(one, one.bfloat16()), rotary.apply_rotary(one, one.bfloat16(), one[0], one[0])
     assert not given, "the twin's"
     all_of(torch.float32), all_of(torch.bfloat16)
-    assert given == [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in ("rms_norm", "swiglu", "rotated")]
+    assert given == [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in ("rms_norm", "swiglu", "apply_rotary")]
 
 
 ROWS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5, 5]])
@@ -120,7 +120,7 @@ ROWS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 3, 3], [
 def test_documents_one_by_one_are_those_of_a_mask(keys: int, beside: bool) -> None:
     q, k, v = (draw(3, 9, heads, 8).transpose(1, 2) + n for n, heads in enumerate((4, keys, keys)))
     leaves = [(x if beside else x.contiguous()).detach().requires_grad_() for x in (q, k, v)]
-    found, expected = documents.attend(*leaves, ROWS), documents.plain(*leaves, ROWS)
+    found, expected = varlen_attention.varlen_attention(*leaves, ROWS), varlen_attention.reference(*leaves, ROWS)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weight = draw(*found.shape)
     for ours, theirs in zip(*(torch.autograd.grad(x, leaves, weight) for x in (found, expected)), strict=True):
@@ -130,10 +130,11 @@ def test_documents_one_by_one_are_those_of_a_mask(keys: int, beside: bool) -> No
 @pytest.mark.parametrize("knows_groups", [True, False])
 def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(knows_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a double of torch's attention of sequences, which CUDA alone has."""
-    ends, fits = documents._ends(ROWS, 9)
+    ends, fits = varlen_attention._cu_seqlens(ROWS, 9)
     assert ends.tolist() == [0, 3, 5, 9, 10, 18, 27, 27, 27, 27] and ends.dtype == torch.int32 and fits
-    assert documents._ends(ROWS, 6)[0].tolist() == [0, 3, 5, 9, 10, 18, 27] and documents._ends(ROWS, 6)[1]
-    assert not documents._ends(ROWS, 5)[1] and not documents._ends(ROWS, 3)[1]
+    ends, fits = varlen_attention._cu_seqlens(ROWS, 6)
+    assert ends.tolist() == [0, 3, 5, 9, 10, 18, 27] and fits
+    assert not varlen_attention._cu_seqlens(ROWS, 5)[1] and not varlen_attention._cu_seqlens(ROWS, 3)[1]
 
     def sequences(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, same: Tensor, most: int, also: int, enable_gqa: bool = False,
                   **words: Any) -> Tensor:  # fmt: skip
@@ -145,14 +146,14 @@ def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(knows_groups
         return torch.cat(outs, 2)[0].transpose(0, 1)
 
     known = {"window_size", "enable_gqa"} if knows_groups else {"window_size"}
-    monkeypatch.setattr(documents, "_varlen", lambda: (sequences, known))
-    monkeypatch.setattr(compiler, "PLANNED", True)
+    monkeypatch.setattr(varlen_attention, "_varlen_attn", lambda: (sequences, known))
+    monkeypatch.setattr(triton_support, "PLANNED", True)
     q, k, v = (draw(3, 9, heads, 8).transpose(1, 2).bfloat16() + n for n, heads in enumerate((4, 2, 2)))
-    expected = documents.plain(*(x.double() for x in (q, k, v)), ROWS)
-    torch.testing.assert_close(documents.attend(q, k, v, ROWS).double(), expected, rtol=2e-2, atol=2e-2)
-    monkeypatch.setattr(documents, "room", lambda tokens: 1)
-    assert documents.attend(q, k, v, ROWS).isnan().all()
-    assert torch.equal(documents.attend(q.double(), k.double(), v.double(), ROWS), expected), "16 bits alone"
+    expected = varlen_attention.reference(*(x.double() for x in (q, k, v)), ROWS)
+    torch.testing.assert_close(varlen_attention.varlen_attention(q, k, v, ROWS).double(), expected, rtol=2e-2, atol=2e-2)
+    monkeypatch.setattr(varlen_attention, "max_documents", lambda tokens: 1)
+    assert varlen_attention.varlen_attention(q, k, v, ROWS).isnan().all()
+    assert torch.equal(varlen_attention.varlen_attention(q.double(), k.double(), v.double(), ROWS), expected), "16 bits alone"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,13 +179,13 @@ def test_keys_of_several_heads_are_repeated_where_a_gpu_would_make_all_logits(
     kind: torch.dtype, mask: Any, repeated: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     q, k, v = (draw(2, heads, 5, 8).to(kind) + n for n, heads in enumerate((4, 2, 2)))
-    expected, torchs, asked = grouped_attention(q, k, v, mask, mask is None), F.scaled_dot_product_attention, []
+    expected, torchs, asked = grouped_query_attention(q, k, v, mask, mask is None), F.scaled_dot_product_attention, []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **words: Any) -> Tensor:
         asked.append((k.shape[1], words["enable_gqa"]))
         return torchs(q, k, v, NUMBERS if mask is CAUSAL else mask, **words)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(compiler, "PLANNED", True)
-    torch.testing.assert_close(grouped_attention(q, k, v, mask, mask is None), expected)
+    monkeypatch.setattr(triton_support, "PLANNED", True)
+    torch.testing.assert_close(grouped_query_attention(q, k, v, mask, mask is None), expected)
     assert asked == [(4, False) if repeated else (2, True)]

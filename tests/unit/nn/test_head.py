@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcai.kernels import room
+from hpcai.kernels import chunking
 from hpcai.nn import head as heads
 from hpcai.nn.head import IGNORE, Head
 from hpcai.plan.paper import on_paper
@@ -66,7 +66,7 @@ def most(run: Callable[[], object]) -> int:
         return record.peak - before
 
 
-@pytest.mark.parametrize("bytes", [heads._CPU, room._GPU])
+@pytest.mark.parametrize("bytes", [heads._CPU, chunking._GPU])
 def test_at_128k_words_a_fifth_of_the_memory_of_whole_logits_is_enough(bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, with the gradients, at the fullest moment: less than a fifth of one copy of all logits in float32."""
     monkeypatch.setattr(heads, "_CPU", bytes)  # parts of a CPU, and of a GPU

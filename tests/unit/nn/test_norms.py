@@ -64,7 +64,7 @@ class Plain(nn.Module):
 
     def forward(self, x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
         y = self.norm(x.contiguous())
-        return batchnorm.activated(y if plus is None else y + plus, self.act, 0.01)
+        return batchnorm.apply_activation(y if plus is None else y + plus, self.act, 0.01)
 
 
 CASES = [

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.kernels.eighths import eighth
+from hpcai.kernels.float8 import quantize
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
 from hpcai.nn.products import Joint, multiply_in_eighths, together
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {"vocabulary": 61, "width": 32, "layers": 2, "heads": 2,
 
 
 def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    found = eighth(x.reshape(-1, x.shape[-1]), dtype)
+    found = quantize(x.reshape(-1, x.shape[-1]), dtype)
     assert found.rows is not None
     return (found.rows.to(x.dtype) * found.scale.to(x.dtype)).view(x.shape)
 

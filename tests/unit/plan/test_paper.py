@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpcai.dist.collect import Scattered, agree, gather_objects, gather_shares, sum_in_place, swap_shares
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, parallelize, tables
 from hpcai.models.openfold.evoformer import Masks
 from hpcai.nn.deferred import deferred
@@ -142,7 +142,7 @@ def test_a_block_sends_on_paper_what_the_formula_says(ranks: int) -> None:
 def test_nothing_of_a_plan_stays() -> None:
     with pytest.raises(ZeroDivisionError), on_paper(4) as made, made.sizes():
         _ = 1 / 0
-    assert not torch_dist.is_initialized() and not compiler.PLANNED and torch.ones(2).sum().item() == 2
+    assert not torch_dist.is_initialized() and not triton_support.PLANNED and torch.ones(2).sum().item() == 2
     array = np.arange(3)
     with paper():
         assert isinstance(tables.on(array, torch.empty(1)), FakeTensor)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 from hpcai.models.llm import model as llm
 from hpcai.models.llm.config import RotaryConfig
 
@@ -60,7 +60,7 @@ def test_frequencies_are_made_once_for_settings_and_size_but_on_a_gpu_by_each_ca
     for size in (6, 6, 8, 6):
         assert found(torch.arange(3)[None], size)[0].shape == (1, 3, size)
     assert made == ["cpu"] * 2
-    monkeypatch.setattr(compiler, "PLANNED", True)
+    monkeypatch.setattr(triton_support, "PLANNED", True)
     for _ in range(2):
         found(torch.arange(3)[None])
     assert len(made) == 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.kernels import room
+from hpcai.kernels import chunking
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, embedders, loss
 from hpcai.models.openfold import objective as objectives
 from hpcai.models.openfold.config import ObjectiveConfig
@@ -155,8 +155,8 @@ def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(
 def test_a_long_chain_goes_by_parts_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is as large as all pairs many times over is never there at once, where there are no gradients."""
     model, batch = network().eval(), proteins.batch([14, 14])
-    whole, counts, part = model(batch), list[int](), room.several
-    monkeypatch.setattr(room, "several", lambda x, each, cpu: counts.append(part(x, each, 2000)) or counts[-1])  # type: ignore[func-returns-value]
+    whole, counts, part = model(batch), list[int](), chunking.chunk_size
+    monkeypatch.setattr(chunking, "several", lambda x, each, cpu: counts.append(part(x, each, 2000)) or counts[-1])  # type: ignore[func-returns-value]
     parts = model(batch)
     assert len(counts) > 40 > max(counts)
     for name in ("msa", "pair", "single", "positions"):

@@ -20,15 +20,15 @@ def cast(x, kind, to, how):
         return torch.from_numpy(x).to(formats[to]).view(torch.uint8).numpy()
     return x.astype(np.uint32) << 16 if (kind, to) == (tl.bfloat16, tl.float32) else theirs(x, kind, to, how)
 interpreter._convert_float = cast
-from hpcai.kernels import eighths_triton
+from hpcai.kernels import float8_triton
 from tests.slow import formulas
 count = 0
 for number, shape in enumerate(formulas.MATRICES):
-    eighths_triton.TILE, eighths_triton.PROGRAMS = ((512, 2), (8192, 512), (512, 3))[number % 3]
-    for at, dtype in enumerate(formulas.HALVINGS):
+    float8_triton.TILE, float8_triton.PROGRAMS = ((512, 2), (8192, 512), (512, 3))[number % 3]
+    for at, dtype in enumerate(formulas.MAX_EXPONENT):
         kinds = torch.float32, torch.bfloat16
         for kind in kinds if sys.argv[1] == "all" else (kinds[(number + at) % 2],):
-            formulas.eighth(shape, dtype, kind, "cpu")
+            formulas.quantize(shape, dtype, kind, "cpu")
             count += 1
 formulas.scales("cpu")
 print(count, "cases")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.errors import ConfigError
-from hpcai.kernels.update import Segments, adam_, lamb_direction_, lars_, lars_norms, sgd_, trust_, trust_ratio
+from hpcai.kernels.fused_optimizer import Segments, adam_, lamb_direction_, lamb_update_, lars_, lars_norms, sgd_, trust_ratio
 
 SIZES = st.sampled_from([1, 15, 16, 17, 1000, 262_143, 262_144, 262_145, 600_000])
 BETAS = {"betas": (0.9, 0.999), "eps": 1e-8}
@@ -77,7 +77,7 @@ def test_lamb_and_lars_follow_their_formulas_with_padding_and_empty_segments(dty
     torch.testing.assert_close(direction.double(), u, **tolerance)
     ratio = trust_ratio(sums, weight_decay=0.05)
     assert ratio[[0, 2, 3, 5]].tolist() == [1, 1, 1, 1] and abs(ratio[4] - expected[4, 0].sqrt() / expected[4, 1].sqrt()) < 1e-5
-    trust_(w, direction, segments, ratio, lr=s["lr"], skip=s["skip"])
+    lamb_update_(w, direction, segments, ratio, lr=s["lr"], skip=s["skip"])
     torch.testing.assert_close(w.double(), old - 0.125 * per_element(ratio) * u, **tolerance)
 
     old, velocity = w.double().clone(), m.clone()
@@ -113,7 +113,7 @@ def every_update(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], take: Te
         for inside in (True, False):
             sgd_(x["w"], g, x["m"], momentum=0.9, lr_in_momentum=inside, **fixed, **after, **rounds, **s)
         sums = lamb_direction_(x["w"], g, x["m"], x["v"], torch.empty(n), segments, step=step, **BETAS, **fixed, **rounds, **quiet)
-        trust_(x["w"], x["direction"], segments, trust_ratio(sums, weight_decay=0.1), lr=s["lr"], skip=s["skip"], **after)
+        lamb_update_(x["w"], x["direction"], segments, trust_ratio(sums, weight_decay=0.1), lr=s["lr"], skip=s["skip"], **after)
         ratio = trust_ratio(lars_norms(x["w"], g, segments, scale=s["scale"]), weight_decay=0.1, lars=True)
         lars_(x["w"], g, x["m"], segments, ratio, momentum=0.9, **fixed, **after, **rounds, **s)
 
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused() -> None:
         r"segment 1 is \(3, 2\), expected a start from 4": lambda: Segments([(0, 4), (3, 2)], "cpu"),
         r"need a seed": lambda: sgd_(w, w, half, **s),
         r"gradient is torch.float32 \[3\]": lambda: sgd_(w, rand(3), w.clone(), **s),
-        r"takes a share of the weights, but take is None": lambda: sgd_(w, w, w.clone(), average=w.clone(), **s),
+        r"an average needs take, its rate": lambda: sgd_(w, w, w.clone(), average=w.clone(), **s),
     }.items():
         with pytest.raises(ConfigError, match=match):
             call()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpcai.kernels import compiler
+from hpcai.kernels import triton_support
 from hpcai.settings import StepConfig
 from hpcai.train.choices import tune
 
@@ -31,18 +31,18 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with_headers(monkeypatch, tmp_path)
     if not headers:
         (tmp_path / "Python.h").unlink()
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: name if name == found else None)
-    monkeypatch.setattr(compiler, "find_spec", lambda name: triton or None)
+    monkeypatch.setattr(triton_support.shutil, "which", lambda name: name if name == found else None)
+    monkeypatch.setattr(triton_support, "find_spec", lambda name: triton or None)
     monkeypatch.setenv("CC", named) if named else monkeypatch.delenv("CC", raising=False)
-    assert says in (compiler.missing() or "")
+    assert says in (triton_support.missing_requirement() or "")
 
 
 def test_without_it_a_gpu_takes_the_twins_and_a_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
-    monkeypatch.setattr(compiler, "MISSING", None)
-    assert compiler.takes(on_gpu) and not compiler.takes(on_cpu)
+    monkeypatch.setattr(triton_support, "MISSING", None)
+    assert triton_support.is_supported(on_gpu) and not triton_support.is_supported(on_cpu)
     assert not tune(StepConfig(), torch.device("cuda"))
-    monkeypatch.setattr(compiler, "MISSING", "there is no gcc")
-    assert not compiler.takes(on_gpu)
+    monkeypatch.setattr(triton_support, "MISSING", "there is no gcc")
+    assert not triton_support.is_supported(on_gpu)
     assert tune(StepConfig(), torch.device("cuda")) == ["kernels: plain operations of torch, which are slower: there is no gcc"]
     assert not tune(StepConfig(), torch.device("cpu"))

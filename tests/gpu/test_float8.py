@@ -6,25 +6,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpcai.kernels import compiler, eighths
-from hpcai.kernels.eighths import HALVINGS, eighth, product
+from hpcai.kernels import float8, triton_support
+from hpcai.kernels.float8 import MAX_EXPONENT, quantize, scaled_mm
 from tests.gpu.machine import DEVICE, GPU, ON_GPU, cuda_alone, nothing_waits
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
-OLD = ON_GPU and torch.cuda.is_available() and not eighths.multiplies(torch.device(DEVICE))
+OLD = ON_GPU and torch.cuda.is_available() and not float8.is_supported(torch.device(DEVICE))
 new = pytest.mark.skipif(OLD, reason="this GPU has no numbers of 8 bits: compute capability 8.9 has")
 
 
 @new
 @cuda_alone  # elsewhere Triton's interpreter has run these cases
-@pytest.mark.skipif(compiler.MISSING is not None, reason=f"kernels cannot be made: {compiler.MISSING}")
-@pytest.mark.parametrize("dtype", HALVINGS)
+@pytest.mark.skipif(triton_support.MISSING is not None, reason=f"kernels cannot be made: {triton_support.MISSING}")
+@pytest.mark.parametrize("dtype", MAX_EXPONENT)
 def test_the_kernels_of_matrices_in_8_bits_are_their_twin(dtype: torch.dtype) -> None:
     from tests.slow import formulas
 
     for kind in (torch.float32, torch.bfloat16):
         for shape in (*formulas.MATRICES, (2048, 4096), (5000, 1000)):
-            formulas.eighth(shape, dtype, kind, GPU)
+            formulas.quantize(shape, dtype, kind, GPU)
     formulas.scales(GPU)
 
 
@@ -35,14 +35,14 @@ def test_a_matrix_of_more_than_two_thousand_million_numbers_has_its_last_row() -
         pytest.skip("needs 9 GB of the GPU")
     x = torch.zeros((1 << 17) + 3, 1 << 14, dtype=torch.bfloat16, device=DEVICE)
     x[-1].normal_()
-    found, alone = eighth(x, columns=True), eighth(x[-1:])
+    found, alone = quantize(x, columns=True), quantize(x[-1:])
     assert found.rows is not None and found.columns is not None and alone.rows is not None
     assert torch.equal(found.scale, alone.scale) and not found.columns[:, len(x) :].float().any()
     for last in (found.rows[-1], found.columns[:, len(x) - 1]):
         assert torch.equal(last.float(), alone.rows[0].float())
 
 
-@pytest.mark.parametrize("dtype", HALVINGS)
+@pytest.mark.parametrize("dtype", MAX_EXPONENT)
 def test_a_cast_of_the_gpu_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     """From where two numbers of the format meet, and from all in between."""
     table = torch.arange(256, dtype=torch.uint8).view(dtype).float()
@@ -50,7 +50,7 @@ def test_a_cast_of_the_gpu_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     middle = (table[1:] + table[:-1]) / 2
     x = torch.cat([table, middle, middle * (1 + 2.0**-20), middle * (1 - 2.0**-20), torch.randn(5000), torch.randn(5000) * 2.0**-8])
     x = x.view(-1, 1).expand(-1, 2)
-    expected, found = (eighth(x.to(device), dtype, columns=True) for device in ("cpu", GPU))
+    expected, found = (quantize(x.to(device), dtype, columns=True) for device in ("cpu", GPU))
     for ours, theirs in zip(found, expected, strict=True):
         assert ours is not None and theirs is not None and ours.dtype == theirs.dtype
         assert torch.equal(ours.cpu().double(), theirs.double())
@@ -63,14 +63,14 @@ def test_a_cast_of_the_gpu_is_that_of_the_cpu(dtype: torch.dtype) -> None:
 def test_a_product_of_the_gpu_is_its_twin(kinds: tuple[torch.dtype, torch.dtype], M: int, N: int, K: int, exact: bool) -> None:
     """Relative to the sizes of what is added up: Hopper's fast sums keep 13 bits of a fraction."""
     draw = torch.Generator().manual_seed(0)
-    a, b = (eighth(torch.randn(rows, K, generator=draw).to(DEVICE), kind) for rows, kind in zip((M, N), kinds))
+    a, b = (quantize(torch.randn(rows, K, generator=draw).to(DEVICE), kind) for rows, kind in zip((M, N), kinds))
     assert a.rows is not None and b.rows is not None
     given, scales = (a.rows, b.rows), (a.scale, b.scale)
-    expected = eighths.plain_product(*given, *scales, torch.float64)
+    expected = float8.reference_scaled_mm(*given, *scales, torch.float64)
     terms = (a.rows.double() * a.scale).abs() @ (b.rows.double() * b.scale).abs().t()
     for dtype, rough in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
-        found = product(*given, *scales, dtype, exact)
-        assert found.dtype == dtype and found.shape == (M, N) and torch.equal(found, product(*given, *scales, dtype, exact))
+        found = scaled_mm(*given, *scales, dtype, exact)
+        assert found.dtype == dtype and found.shape == (M, N) and torch.equal(found, scaled_mm(*given, *scales, dtype, exact))
         assert ((found.double() - expected).abs() <= (2.0**-12 if exact else 2.0**-8) * terms + rough * expected.abs()).all()
 
 
@@ -80,9 +80,9 @@ def test_casts_and_products_are_captured_without_waiting_and_an_infinity_shows()
     x, w = torch.randn(40, 64, device=DEVICE), torch.randn(32, 64, device=DEVICE)
 
     def run() -> torch.Tensor:
-        a, b = eighth(x.bfloat16()), eighth(w.bfloat16())
+        a, b = quantize(x.bfloat16()), quantize(w.bfloat16())
         assert a.rows is not None and b.rows is not None
-        return product(a.rows, b.rows, a.scale, b.scale, torch.bfloat16)
+        return scaled_mm(a.rows, b.rows, a.scale, b.scale, torch.bfloat16)
 
     run()
     with nothing_waits():
@@ -103,5 +103,5 @@ def test_casts_run_at_the_speed_of_memory() -> None:
     from hpcai.cli.bench import gpu_clocks, gpu_kernels
 
     words = SimpleNamespace(tiny=False, repeats=7, variants=["ours"], rates=gpu_clocks.rates(DEVICE))
-    rows = [row for name in ("eighths-tokens", "eighths-activations") for row in gpu_kernels.measure(name, words)]
+    rows = [row for name in ("float8-tokens", "float8-activations") for row in gpu_kernels.measure(name, words)]
     assert all(row["graph"] and row["of_copy"] >= 0.6 for row in rows), rows

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcai.kernels import compiler, eighths
-from hpcai.kernels.eighths import eighth, product
+from hpcai.kernels import float8, triton_support
+from hpcai.kernels.float8 import quantize, scaled_mm
 from hpcai.plan.machines import find
 from hpcai.plan.paper import Run, on_paper
 from hpcai.plan.price import price
@@ -35,7 +35,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def whole(x: Tensor, dtype: torch.dtype) -> Tensor:
-    found = eighth(x, dtype)
+    found = quantize(x, dtype)
     assert found.rows is not None
     return found.rows.double() * found.scale
 
@@ -48,7 +48,7 @@ def whole(x: Tensor, dtype: torch.dtype) -> Tensor:
 def test_the_scale_is_the_smallest_power_of_two_that_is_enough(greatest: float, dtype: torch.dtype, most: float) -> None:
     x = torch.zeros(3, 5)
     x[1, 2], x[2, 3] = -greatest, greatest / 3
-    found, given = eighth(x, dtype).scale, float(x.abs().max())
+    found, given = quantize(x, dtype).scale, float(x.abs().max())
     assert found.shape == () and found.dtype == torch.float32 and math.frexp(float(found))[0] == 0.5
     assert given <= most * float(found) and given > most * float(found) / 2
 
@@ -56,31 +56,31 @@ def test_the_scale_is_the_smallest_power_of_two_that_is_enough(greatest: float, 
 @pytest.mark.parametrize("dtype", [E4, E5])
 def test_nothing_and_next_to_nothing_have_a_scale(dtype: torch.dtype) -> None:
     for x in (torch.zeros(3, 5), -torch.zeros(3, 5), torch.zeros(0, 5), torch.zeros(3, 0)):
-        found = eighth(x, dtype, columns=True)
+        found = quantize(x, dtype, columns=True)
         assert float(found.scale) == 1 and found.rows is not None and found.columns is not None
         assert found.rows.shape == x.shape and found.columns.shape == (x.shape[1], 16 * (len(x) > 0))
         assert not found.rows.double().any() and not found.columns.double().any()
     for tiny in (1e-45, 1e-40, NONE):
-        found = eighth(torch.full((2, 2), tiny), dtype)
+        found = quantize(torch.full((2, 2), tiny), dtype)
         assert float(found.scale) == NONE and found.rows is not None and found.rows.double().isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_shows_in_the_product(bad: float, kind: torch.dtype) -> None:
-    x, w = draw(16, 32).to(kind), eighth(draw(16, 32))
+    x, w = draw(16, 32).to(kind), quantize(draw(16, 32))
     x[3, 4] = bad
     for dtype in (E4, E5):
-        found = eighth(x, dtype)
+        found = quantize(x, dtype)
         assert found.scale.isnan() and found.rows is not None and w.rows is not None
-        assert product(found.rows, w.rows, found.scale, w.scale, torch.float32).isnan().all()
+        assert scaled_mm(found.rows, w.rows, found.scale, w.scale, torch.float32).isnan().all()
 
 
 def test_a_scale_that_is_given_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(5, 7).float()
-    expected = eighth(x, columns=True)
-    monkeypatch.setattr(eighths, "_most", None)
-    found = eighth(x, columns=True, scale=expected.scale)
+    expected = quantize(x, columns=True)
+    monkeypatch.setattr(float8, "_amax", None)
+    found = quantize(x, columns=True, scale=expected.scale)
     assert found.scale is expected.scale and same(found.rows, expected.rows) and same(found.columns, expected.columns)
 
 
@@ -91,7 +91,7 @@ def test_a_scale_that_is_given_is_not_looked_for(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [E4, E5])
 def test_every_number_becomes_the_nearest_of_the_format(dtype: torch.dtype, kind: torch.dtype) -> None:
     table, x = values(dtype), (draw(64, 48) * (3 * draw(64, 48, seed=1)).exp()).to(kind)
-    scale = eighth(x, dtype).scale.double()
+    scale = quantize(x, dtype).scale.double()
     near = (x.double().flatten() / scale)[:, None].sub(table).abs().amin(1).view_as(x)
     assert torch.equal((whole(x, dtype) - x.double()).abs() / scale, near)
 
@@ -117,20 +117,20 @@ def test_rounding_is_that_of_the_format_alone(dtype: torch.dtype, small: float, 
 def test_columns_are_the_rows_transposed_with_zeros_behind(T: int, C: int, kind: torch.dtype) -> None:
     x = draw(C, T).to(kind).t()
     assert T == 1 or C == 1 or not x.is_contiguous()
-    found = eighth(x.requires_grad_(), columns=True)
+    found = quantize(x.requires_grad_(), columns=True)
     assert found.rows is not None and found.columns is not None and not found.rows.requires_grad
     assert found.rows.is_contiguous() and found.columns.is_contiguous() and found.columns.shape == (C, -(-T // 16) * 16)
     assert same(found.columns[:, :T], found.rows.t()) and not found.columns[:, T:].double().any()
-    assert same(found.rows, eighth(x.contiguous()).rows)
-    alone = eighth(x, rows=False, columns=True)
-    assert alone.rows is None and same(alone.columns, found.columns) and eighth(x).columns is None
+    assert same(found.rows, quantize(x.contiguous()).rows)
+    alone = quantize(x, rows=False, columns=True)
+    assert alone.rows is None and same(alone.columns, found.columns) and quantize(x).columns is None
 
 
 # ---- products
 
 
 def matrices(M: int = 5, N: int = 32, K: int = 48, first: torch.dtype = E4, second: torch.dtype = E4) -> tuple[Any, ...]:
-    a, b = eighth(3 * draw(M, K), first), eighth(0.1 * draw(N, K, seed=1), second)
+    a, b = quantize(3 * draw(M, K), first), quantize(0.1 * draw(N, K, seed=1), second)
     return a.rows, b.rows, a.scale, b.scale
 
 
@@ -138,20 +138,20 @@ def matrices(M: int = 5, N: int = 32, K: int = 48, first: torch.dtype = E4, seco
 def test_a_product_is_that_of_torch(kinds: tuple[torch.dtype, torch.dtype]) -> None:
     a, b, *scales = matrices(first=kinds[0], second=kinds[1])
     exact = (a.double() * scales[0]) @ (b.double() * scales[1]).t()
-    torch.testing.assert_close(product(a, b, *scales, torch.float64), exact, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(scaled_mm(a, b, *scales, torch.float64), exact, rtol=1e-14, atol=1e-14)
     for dtype, rough in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)):
-        found = product(a, b, *scales, dtype)
+        found = scaled_mm(a, b, *scales, dtype)
         assert found.dtype == dtype and ((found.double() - exact).abs() <= rough * (exact.abs() + 1)).all()
     theirs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.float32)
-    torch.testing.assert_close(product(a, b, *scales, torch.float32), theirs, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(scaled_mm(a, b, *scales, torch.float32), theirs, rtol=2e-6, atol=2e-6)
     theirs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16)
-    torch.testing.assert_close(product(a, b, *scales, torch.bfloat16), theirs, rtol=2.0**-7, atol=1e-5)
+    torch.testing.assert_close(scaled_mm(a, b, *scales, torch.bfloat16), theirs, rtol=2.0**-7, atol=1e-5)
 
 
 def test_scales_far_apart_do_not_vanish_on_the_way() -> None:
     a, b, *_ = matrices()
     far = torch.full((), 2.0**-126), torch.full((), 2.0**119)
-    found, expected = product(a, b, *far, torch.float32), product(a, b, *(torch.ones(()) for _ in far), torch.float32)
+    found, expected = scaled_mm(a, b, *far, torch.float32), scaled_mm(a, b, *(torch.ones(()) for _ in far), torch.float32)
     assert torch.equal(found, expected * 2.0**-7)
 
 
@@ -159,15 +159,15 @@ def test_scales_far_apart_do_not_vanish_on_the_way() -> None:
 
 
 def test_kernels_get_what_they_have(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, gpu = asked("eighths", eighth=eighths.plain), SimpleNamespace(major=8, minor=9)
+    given, gpu = asked("float8", quantize=float8.reference), SimpleNamespace(major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     for shape, dtype in (((2, 3), torch.float16), ((2, 3), torch.float64), ((0, 3), torch.float32)):
-        eighth(torch.ones(shape, dtype=dtype))
+        quantize(torch.ones(shape, dtype=dtype))
     assert not given, "the twin's"
-    eighth(torch.ones(2, 3)), eighth(torch.ones(2, 3).bfloat16())
+    quantize(torch.ones(2, 3)), quantize(torch.ones(2, 3).bfloat16())
     gpu.minor = 6
-    eighth(torch.ones(2, 3))
-    assert given == [("eighth", torch.float32), ("eighth", torch.bfloat16)], "an older GPU has no such numbers"
+    quantize(torch.ones(2, 3))
+    assert given == [("quantize", torch.float32), ("quantize", torch.bfloat16)], "an older GPU has no such numbers"
 
 
 def test_a_gpu_multiplies_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,34 +178,34 @@ def test_a_gpu_multiplies_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         return torchs(*args, **words)
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
-    expected = product(*given, torch.float32)
-    monkeypatch.setattr(compiler, "PLANNED", True)
-    torch.testing.assert_close(product(*given, torch.float32), expected)
-    product(*given, torch.bfloat16, exact=False)
+    expected = scaled_mm(*given, torch.float32)
+    monkeypatch.setattr(triton_support, "PLANNED", True)
+    torch.testing.assert_close(scaled_mm(*given, torch.float32), expected)
+    scaled_mm(*given, torch.bfloat16, exact=False)
     assert asked == [{"out_dtype": torch.float32, "use_fast_accum": False}, {"out_dtype": torch.bfloat16, "use_fast_accum": True}]
-    product(*given, torch.float64)
-    monkeypatch.setattr(compiler, "PLANNED", False)
-    product(*given, torch.bfloat16)
+    scaled_mm(*given, torch.float64)
+    monkeypatch.setattr(triton_support, "PLANNED", False)
+    scaled_mm(*given, torch.bfloat16)
     assert len(asked) == 2, "float64, and a CPU, have the twin"
 
 
 # ---- on paper
 
 
-@pytest.mark.skipif(compiler.MISSING is not None, reason=f"kernels cannot be made: {compiler.MISSING}")
+@pytest.mark.skipif(triton_support.MISSING is not None, reason=f"kernels cannot be made: {triton_support.MISSING}")
 def test_a_plan_counts_what_a_gpu_would_do() -> None:
     T, C, N = 1000, 64, 32
     with on_paper(1) as made, made.sizes():
         x, w = torch.empty(T, C, dtype=torch.bfloat16), torch.empty(N, C, dtype=E4)
         with made.recording() as record:
-            found = eighth(x, columns=True)
+            found = quantize(x, columns=True)
             assert found.rows is not None
-            y = product(found.rows, w, found.scale, found.scale, torch.bfloat16)
+            y = scaled_mm(found.rows, w, found.scale, found.scale, torch.bfloat16)
         assert y.shape == (T, N) and y.dtype == torch.bfloat16
         with made.recording() as beside:
             torch.mm(torch.empty(T, C, dtype=torch.bfloat16), torch.empty(C, N, dtype=torch.bfloat16))
     first, second, third = record.events
-    assert isinstance(first, Run) and (first.name, first.bytes) == ("_most", T * C * 2 + 8 * 4), "8 programs, a number each"
+    assert isinstance(first, Run) and (first.name, first.bytes) == ("_amax", T * C * 2 + 8 * 4), "8 programs, a number each"
     assert isinstance(second, Run) and (second.name, second.bytes) == ("_cast", T * C * 3 + C * 1008 + 8 * 4 + 4)
     assert third == Run("_scaled_mm", 2 * T * C * N, T * C + N * C + T * N * 2 + 8, 1)
     for gpu, faster in (("h100", 2.0), ("b200", 2.0), ("a100", 1.0)):

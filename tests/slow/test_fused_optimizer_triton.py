@@ -8,13 +8,13 @@ pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels 
 
 PROGRAM = """
 import random, sys, torch
-from hpcai.kernels import update, update_triton
-from hpcai.kernels.update import Segments, adam_, lamb_direction_, lars_, lars_norms, sgd_, trust_
+from hpcai.kernels import fused_optimizer, fused_optimizer_triton
+from hpcai.kernels.fused_optimizer import Segments, adam_, lamb_direction_, lars_, lars_norms, sgd_, lamb_update_
 
-class OnTriton(update.Operands):
+class OnTriton(fused_optimizer.Operands):
     def __init__(self, *rows, **after):
         super().__init__(*rows, **after)
-        self.triton = update_triton
+        self.triton = fused_optimizer_triton
 
 def close(name, found, expected):
     if found.dtype != torch.bfloat16:
@@ -42,7 +42,7 @@ def example(r):
     take, ratio = torch.tensor(r.choice([1.0, 0.7, 0.5, 0.001])), torch.linspace(0.5, 2, segments.count)
 
     def run(row_class):
-        update.Operands = row_class
+        fused_optimizer.Operands = row_class
         x = {k: None if t is None else t.clone() for k, t in rows.items()}
         after, rounding = dict(low=x["low"], average=x["average"], take=take), dict(seed=seed, offset=offset)
         w, g, m, v, moments = *list(x.values())[:4], dict(scale=scale, skip=skip, weight_decay=decay)
@@ -53,7 +53,7 @@ def example(r):
         elif kind == "lamb":
             x["direction"] = d = torch.zeros(n)
             x["sums"] = lamb_direction_(w, g, m, v, d, segments, step=step, betas=betas, eps=1e-6, **moments, **rounding)
-            trust_(w, d, segments, ratio, lr=lr, skip=skip, **after)
+            lamb_update_(w, d, segments, ratio, lr=lr, skip=skip, **after)
         else:
             x["sums"] = lars_norms(w, g, segments, scale=scale)
             lars_(w, g, m, segments, ratio, lr=lr, momentum=momentum, **moments, **after, **rounding)
@@ -66,8 +66,8 @@ def example(r):
         elif row is not None and not skip:
             close(name, fused[name], row)
 
-Plain, r, sums, total = update.Operands, random.Random(int(sys.argv[1])), torch.rand(1500, 2), torch.empty(2, 2)
-update_triton.fold[(2,)](sums, torch.tensor([3, 1400, 1500]), total, BLOCK=512)
+Plain, r, sums, total = fused_optimizer.Operands, random.Random(int(sys.argv[1])), torch.rand(1500, 2), torch.empty(2, 2)
+fused_optimizer_triton.fold[(2,)](sums, torch.tensor([3, 1400, 1500]), total, BLOCK=512)
 close("total", total, torch.stack([sums[3:1400].sum(0), sums[1400:].sum(0)]))
 print(len([example(r) for k in range(int(sys.argv[2]))]), "examples")
 """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels behind ``update``, in float32 arithmetic. Code that depends on a pointer that is None is not compiled."""
+"""Triton kernels of ``fused_optimizer``, in float32 arithmetic. Code that depends on a pointer that is None is not compiled."""
 
 import math
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcai.kernels.update import Operands
+from hpcai.kernels.fused_optimizer import Operands
 
 
 @triton.jit
-def _bits(seed_, place):
-    """32 random bits for each place, those of ``update._Bits``."""
+def _random_bits(seed_, position):
+    """Return the 32 random bits of each position, as ``fused_optimizer._StochasticRounding``."""
     z = tl.load(seed_).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     z = z ^ (z >> 31)
-    x = place * 0x9E3779B1 + z.to(tl.uint32)
+    x = position * 0x9E3779B1 + z.to(tl.uint32)
     x = ((x ^ (x >> 16)) + (z >> 32).to(tl.uint32)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0xD35A2D97
     return x ^ (x >> 16)
@@ -28,7 +28,7 @@ def _bits(seed_, place):
 
 @triton.jit
 def _store(row_, value, mask, noise):
-    """Store a moment; in bfloat16 with 16 random bits added below those that it keeps, and a NaN in the form that remains one."""
+    """Store a moment, in bfloat16 with stochastic rounding."""
     if row_.dtype.element_ty == tl.bfloat16:
         upper = (value.to(tl.uint32, bitcast=True) + noise) >> 16
         value = tl.where(value == value, upper, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -36,15 +36,15 @@ def _store(row_, value, mask, noise):
 
 
 @triton.jit
-def _complement(x):
-    """1 - exp(x) for x <= 0 without cancellation: Adam's bias corrections are 1 - beta^step."""
+def _one_minus_exp(x):
+    """Return 1 - exp(x) for x <= 0 without cancellation: Adam's bias corrections are 1 - beta^step."""
     series = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8)))))))
     return tl.where(x > -0.5, series, 1.0 - tl.exp(x))
 
 
 @triton.jit
-def _follow(low_, average_, take_, w, at, mask):
-    """Store what follows the weights: their narrow copy and their average."""
+def _store_copies(low_, average_, take_, w, at, mask):
+    """Update the bfloat16 copy and the average of the weights."""
     if low_ is not None:
         tl.store(low_ + at, w.to(tl.bfloat16), mask)
     if average_ is not None:
@@ -67,7 +67,7 @@ def update(
     if skip_ is not None:
         last = tl.where(tl.load(skip_) == 1.0, first, last)
     mask = lane < tl.minimum(last - first, BLOCK).to(tl.int32)
-    kept = lane < tl.minimum(tl.maximum(counted - first, 0), BLOCK).to(tl.int32)
+    in_norm = lane < tl.minimum(tl.maximum(counted - first, 0), BLOCK).to(tl.int32)
     w = tl.load(w_ + first + lane, mask, other=0.0)
     u = tl.load(g_ + first + lane, mask, other=0.0).to(tl.float32)
     if scale_ is not None:
@@ -75,7 +75,7 @@ def update(
     lr = tl.load(lr_) if lr_ is not None else 0.0
     noise = tl.zeros((BLOCK,), tl.uint32)
     if seed_ is not None:
-        noise = _bits(seed_, (first + offset).to(tl.uint32) + lane.to(tl.uint32))
+        noise = _random_bits(seed_, (first + offset).to(tl.uint32) + lane.to(tl.uint32))
     if KIND == "adam" or KIND == "adamw" or KIND == "lamb":
         if KIND == "adam":
             u += decay * w
@@ -86,7 +86,7 @@ def update(
         _store(m_ + first + lane, m, mask, noise & 0xFFFF)
         _store(v_ + first + lane, v, mask, noise >> 16)
         step = tl.load(step_)
-        u = m / (_complement(log1 * step) * (tl.sqrt(v) / tl.sqrt(_complement(log2 * step)) + eps))
+        u = m / (_one_minus_exp(log1 * step) * (tl.sqrt(v) / tl.sqrt(_one_minus_exp(log2 * step)) + eps))
         if KIND == "lamb":
             u += decay * w
             tl.store(direction_ + first + lane, u, mask)
@@ -98,7 +98,7 @@ def update(
         u += decay * w
         if ratio_ is not None:
             ratio = tl.load(ratio_ + tl.load(table_ + 4 * block), first < counted, other=1.0)
-            u *= tl.where(kept, ratio, 1.0)
+            u *= tl.where(in_norm, ratio, 1.0)
         if KIND == "inside":
             u *= lr
         if m_ is not None:
@@ -107,16 +107,16 @@ def update(
             u = u + mu * v if NESTEROV else v
         w -= lr * u if KIND == "outside" else u
     if sums_ is not None:
-        tl.store(sums_ + 2 * block, tl.sum(tl.where(kept, w * w, 0.0)))
-        tl.store(sums_ + 2 * block + 1, tl.sum(tl.where(kept, u * u, 0.0)))
+        tl.store(sums_ + 2 * block, tl.sum(tl.where(in_norm, w * w, 0.0)))
+        tl.store(sums_ + 2 * block + 1, tl.sum(tl.where(in_norm, u * u, 0.0)))
     else:
         tl.store(w_ + first + lane, w, mask)
-        _follow(low_, average_, take_, w, first + lane, mask)
+        _store_copies(low_, average_, take_, w, first + lane, mask)
 
 
 @triton.jit
 def fold(sums_, upto_, total_, BLOCK: tl.constexpr):
-    """The sums of a segment from those of its blocks, always in one order."""
+    """Add the partial sums of the blocks of a segment, in a fixed order."""
     segment, pair = tl.program_id(0).to(tl.int64), tl.arange(0, 2)
     total, first, last = tl.zeros((BLOCK, 2), tl.float64), tl.load(upto_ + segment), tl.load(upto_ + segment + 1)
     while first < last:
@@ -127,19 +127,20 @@ def fold(sums_, upto_, total_, BLOCK: tl.constexpr):
 
 
 def run(
-    given: Operands, kind: str, lr: Tensor | None = None, step: Tensor | None = None, betas: tuple[float, float] = (0.0, 0.0),
+    operands: Operands, kind: str, lr: Tensor | None = None, step: Tensor | None = None, betas: tuple[float, float] = (0.0, 0.0),
     eps: float = 0.0, mu: float = 0.0, decay: float = 0.0, nesterov: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Launch the kernels; kinds "lamb" and "norms" -> [S, 2] sums of squares."""
-    s, w, n, (m, v) = given.segments, given.weights, given.weights.numel(), (*given.moments, None, None)[:2]
+    """Launch the kernels. Kinds "lamb" and "norms" return sums of squares [S, 2]."""
+    s, w, n, (m, v) = operands.segments, operands.weights, operands.weights.numel(), (*operands.moments, None, None)[:2]
     block, blocks, align = (1024, triton.cdiv(n, 1024), 1) if s is None else (s.block, len(s.table), s.align)
     sums = w.new_empty(blocks, 2) if kind in ("lamb", "norms") else None
     log1, log2 = (math.log(beta) if beta else -math.inf for beta in betas)
     with torch.cuda.device_of(w):
         update[(blocks,)](
-            w, given.gradient, m, v, given.low, given.average, given.direction, given.ratio, None if s is None else s.table, sums,
-            lr, given.take, step, given.scale, given.skip, given.seed, n, given.offset, log1, 1 - betas[0], log2, betas[1],
-            1 - betas[1], eps, mu, decay, KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
+            w, operands.gradient, m, v, operands.low, operands.average, operands.direction, operands.ratio, None if s is None else
+            s.table, sums, lr, operands.take, step, operands.scale, operands.skip, operands.seed, n, operands.offset, log1, 1 -
+            betas[0], log2, betas[1], 1 - betas[1], eps, mu, decay, KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block,
+            num_warps=block // 256,
         )  # fmt: skip
         if s is None or sums is None:
             return None
@@ -149,8 +150,8 @@ def run(
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """(name, kernel, signature, constexprs) of what training launches, for compilation ahead of time."""
-    for kind, given, rounded in (
+    """Yield (name, kernel, signature, constexprs) of the launches of training, to compile them ahead of time."""
+    for kind, operands, rounded in (
         ("adam", "m_ v_ average_ take_ low_ lr_ step_ scale_ skip_", "g_"),
         ("adamw", "m_ v_ average_ take_ low_ lr_ step_ scale_ skip_ seed_", "g_ m_ v_"),
         ("lamb", "m_ v_ direction_ table_ sums_ step_ scale_ skip_ seed_", "g_ m_ v_"),
@@ -159,7 +160,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         ("outside", "m_ low_ average_ take_ lr_ scale_ skip_ seed_", "g_ m_"),
         ("norms", "table_ sums_ scale_", "g_"),
     ):
-        names, present, half = update.arg_names, ["w_", "g_", *given.split()], rounded.split()
+        names, present, half = update.arg_names, ["w_", "g_", *operands.split()], rounded.split()
         fixed: dict[str, Any] = {x: None for x in names if x.endswith("_") and x not in present}
         fixed |= {"KIND": kind, "NESTEROV": kind == "outside", "ALIGN": 16, "BLOCK": 2048 if "table_" in present else 1024}
         types = {"low_": "*bf16", "table_": "*i64", "seed_": "*i64", "n": "i64", "offset": "i64", **dict.fromkeys(half, "*bf16")}
