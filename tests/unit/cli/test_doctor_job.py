@@ -111,6 +111,9 @@ def test_what_has_several_causes_is_told_by_each() -> None:
         ("cores", "error", (0, 1)), ("cores", "error", (2, 3)), ("threads", "warning", (0, 1)), ("threads", "warning", (2, 3))]
     two_of_five = links(lambda one, other: bool({2, 3} & {one, other}), 5)  # half of the links of each other rank are slow
     assert [found.ranks for found in judge(ranks_of(5, 5, network=two_of_five))] == [(2,), (3,)]
+    crowded = {rank: {"cpus": (0, 1)} for rank in (0, 1)}  # whose links among themselves alone are slow for that
+    found = judge(ranks_of(but=crowded, network=links(lambda one, other: other == 3)))
+    assert [(one.code, one.ranks) for one in found] == [("threads", (0, 1)), ("links", (3,))]
 
 
 def test_an_outlier_is_above_twice_the_median_and_five_deviations() -> None:
