@@ -52,7 +52,7 @@ class PrivateError(Exception):
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "plain": np.asarray, "fortran": np.asfortranarray, "turned": np.transpose, "back": lambda a: a[..., ::-1],
-    "gaps": lambda a: np.repeat(a, 2, -1)[..., ::2],
+    "gaps": lambda a: np.repeat(a, 2, -1)[..., ::2], "channels first": lambda a: np.moveaxis(a, -1, 0),
 }  # fmt: skip
 
 
