@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,8 @@ def test_a_nan_leaves_its_step_and_samples_and_is_found_again(poisoned: Path, tm
         assert (bundle(run) / f"rank-{one['rank']:05d}.safetensors").exists()
     samples = [sample for one in files for sample in one["samples"]]
     assert len(samples) == 8 and {"index": bad, "text": "train/universe_00003.h5 row 1"} in samples
+    (saved,) = (run / "checkpoints").glob("step-*")
+    shutil.copytree(saved, saved.with_name(f"{saved.name[:-1]}2"))  # one of the step itself is too late
     codes, said = ended(lambda: replay.main([str(run / LAST)]), tmp_path / "replayed", 1)
     assert codes == [0] and "made again from step 1" in said, said
     assert "conv_seq.0.conv (Conv3d) is the first whose output is not finite; neither was its input" in said
