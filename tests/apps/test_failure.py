@@ -152,4 +152,6 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["replay", str(tmp_path)]) == 2 and "rank-00000.json: cannot be read" in capsys.readouterr().err
     whole = {"kind": "crash", "run": "../x", "rank": 0, "world": 1, "time": 0, "step": 1, "where": "", "settings": {"mesh": {}}}
     (tmp_path / "rank-00000.json").write_text(json.dumps(whole))
+    stopped = {"kind": "stopped", "run": "../y", "rank": 1, "time": -1}  # by a clock that is behind, and never the cause
+    (tmp_path / "rank-00001.json").write_text(json.dumps(whole | stopped))
     assert main(["replay", str(tmp_path)]) == 2 and "the run was of '../x'; expected one of the apps" in capsys.readouterr().err
