@@ -70,6 +70,7 @@ RULES = [
     (ranks_of(but=gpus("a", "b", "c")), "error: rank 3 on n2: found no GPU, but ranks 0-2 on"),
     (ranks_of(but={**gpus("a", "b", "c"), 3: {"gpu_problem": "is lost"}}), "error: rank 3 on n2: is lost"),
     (ranks_of(but=gpus("a", "b", "c", "d", node=3)), "warning: rank 3 on n2: cores are on NUMA node 0, the GPU is at 3; "),
+    (ranks_of(but=gpus("a", "b", "c", "d", node=3), cpus=tuple(range(8))), ""),  # not bound: a GPU's node may have no cores
     (ranks_of(but={1: {"cpus": (1, 2, 3)}}), "warning: ranks 0-1 on n1: are bound to the same CPUs (partly), expected cores of"),
     (ranks_of(cpus=tuple(range(8))), ""),  # not bound, and there are cores for all threads
     (ranks_of(2, cpus=tuple(range(8)), threads=8),
