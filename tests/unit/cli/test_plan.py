@@ -61,6 +61,13 @@ def test_copies_beyond_those_recorded_concern_gradients_alone(tiny: Planner) -> 
     assert many.sent > few.sent and many.seconds > few.seconds
 
 
+def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:
+    """Four bytes a parameter: weights, their average and moments twice, the gradient twice; Adam has two moments, SGD one."""
+    records = [tiny.recorded(1, 1, 1, (f"step.optimizer={name}",))[0][1].record for name in ("adam", "sgd")]
+    adam, sgd = (sum(event.bytes for event in record.events if getattr(event, "name", "") == "update") for record in records)
+    assert adam * (2 + 2 + 2 + 2) == sgd * (2 + 2 + 4 + 2) > 0
+
+
 def test_slowness_is_that_of_a_step(tiny: Planner) -> None:
     on = machine("h100")
     assert tiny.measured(tiny.fitting(1, 1, 1, machine("h100", slower=5.0)).step.seconds, on) == pytest.approx(5, rel=5e-3)
