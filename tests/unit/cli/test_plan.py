@@ -11,7 +11,7 @@ from apps.openfold.trial import Trial
 from hpcai.cli import apps, main
 from hpcai.cli.plan import show
 from hpcai.cli.plan.planner import Planner
-from hpcai.cli.plan.workload import find
+from hpcai.cli.plan.workload import Evaluation, find
 from hpcai.errors import ConfigError
 from hpcai.plan.machines import find as machine
 
@@ -53,6 +53,7 @@ def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) ->
     assert job.evaluation == pytest.approx(job.minutes - train / 60)
     waits = tiny.job(256, 1, 256, machine("h100"))  # for thirteen evaluations by all of them
     assert waits.minutes == pytest.approx((train + 520 / 40 * score * 32 / 256) / 60)
+    assert [Evaluation(1, 1.0, **when).times(100.0, 4) for when in ({"every": 20.0, "first": 40.0}, {"steps": 10})] == [3.0, 2.5]
 
 
 def test_copies_beyond_those_recorded_concern_gradients_alone(tiny: Planner) -> None:
