@@ -21,7 +21,7 @@ from hpcai import dist
 from hpcai.dist import launch
 from hpcai.dist.environment import ALONE, Place, expand, place
 from hpcai.dist.launch import device
-from hpcai.dist.watch import Watch, _Hub
+from hpcai.dist.watch import Watch, _Hub, _messages
 from hpcai.errors import LaunchError, MeshError
 
 CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
@@ -215,6 +215,15 @@ def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: py
     told = json.loads(ranks[2].makefile().readline())
     assert (told["code"], told["first"], told["stop"]) == (1, 1, "rank 1 failed: text")
     assert capfd.readouterr().err == "rank 1: ?[2J?]0;title?red\n"
+
+
+def test_a_message_may_come_in_pieces() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        found = _messages(near)
+        for piece in (b'{"a": 1}\n{"b', b'": 2}\n'):
+            far.sendall(piece)
+            assert next(found) == ({"a": 1} if b"a" in piece else {"b": 2})
 
 
 def test_the_store_of_one_node_listens_on_its_loopback_alone() -> None:
