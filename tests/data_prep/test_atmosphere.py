@@ -154,12 +154,15 @@ def test_what_looks_like_a_cyclone_is_refused(name):
     assert not objects.cyclones and not (objects.mask == 1).any()
 
 
-@pytest.mark.parametrize("names, part", [("", 1), ("PSL", 0), ("U850 V850", 0.3), ("T500 T200", 0), ("T500", 0), ("V850 U850", 9)])
+@pytest.mark.parametrize(
+    "names, part",
+    [("", 1), ("PSL", 0), ("U850 V850", 0.3), ("U850 V850", -1), ("T500 T200", 0), ("T500", 0), ("V850 U850", 9)],
+)
 def test_every_part_of_the_rule_for_cyclones_counts(names, part):
     calm_fields, fields = (Weather(REGION, calm(vortices=some)).fields() for some in ((), (CYCLONE,)))
     for channel in map(list(VARIABLES).index, names.split()):
         left = calm_fields[..., channel] + (fields - calm_fields)[..., channel] * part
-        fields[..., channel] = 15 if part == 9 else left                  # a gale without vorticity, or weaker
+        fields[..., channel] = 15 if part == 9 else left                  # a gale without vorticity, weaker, or turned
     assert len(detection.detect(REGION, fields).cyclones) == (not names)
 
 
