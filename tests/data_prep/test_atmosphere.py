@@ -208,6 +208,9 @@ def test_across_the_seam_of_the_globe_they_stay_whole():
     assert len(here.cyclones) == len(seam.cyclones) == len(here.rivers) == len(seam.rivers) == 1
     assert (np.roll(here.mask, 180, axis=1) == seam.mask).mean() > 0.9999
     assert seam.rivers[0].length == pytest.approx(here.rivers[0].length, rel=0.01)
+    corner = np.array([[1, 0, 0], [0, 0, 2]])
+    detection._join_seam(corner)
+    assert corner[0, 0] == corner[1, 2]
 
 
 def test_the_planted_and_the_found_agree_over_many_scenes():
