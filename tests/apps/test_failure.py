@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,8 @@ def test_a_nan_leaves_its_step_and_samples_and_is_found_again(poisoned: Path, tm
         assert (bundle(run) / f"rank-{one['rank']:05d}.safetensors").exists()
     samples = [sample for one in files for sample in one["samples"]]
     assert len(samples) == 8 and {"index": bad, "text": "train/universe_00003.h5 row 1"} in samples
+    (saved,) = (run / "checkpoints").glob("step-*")
+    shutil.copytree(saved, saved.with_name(f"{saved.name[:-1]}2"))  # one of the step itself is too late
     codes, said = ended(lambda: replay.main([str(run / LAST)]), tmp_path / "replayed", 1)
     assert codes == [0] and "made again from step 1" in said, said
     assert "conv_seq.0.conv (Conv3d) is the first whose output is not finite; neither was its input" in said
@@ -149,4 +152,6 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["replay", str(tmp_path)]) == 2 and "rank-00000.json: cannot be read" in capsys.readouterr().err
     whole = {"kind": "crash", "run": "../x", "rank": 0, "world": 1, "time": 0, "step": 1, "where": "", "settings": {"mesh": {}}}
     (tmp_path / "rank-00000.json").write_text(json.dumps(whole))
+    stopped = {"kind": "stopped", "run": "../y", "rank": 1, "time": -1}  # by a clock that is behind, and never the cause
+    (tmp_path / "rank-00001.json").write_text(json.dumps(whole | stopped))
     assert main(["replay", str(tmp_path)]) == 2 and "the run was of '../x'; expected one of the apps" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpcai.cli import verify_resume
 from hpcai.cli.forks import forked
@@ -77,6 +78,14 @@ def test_a_process_that_hangs_after_another_was_killed_fails(capsys, monkeypatch
     assert verify_resume.main(["cosmoflow"]) == 1
     shown = capsys.readouterr().out
     assert "1 kills of all of 2 processes, in a save: 1 saves left half written" in shown and "after 1 kills" in shown
+
+
+def test_weights_of_changing_numbers_are_as_close_as_the_references_times_ten(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    killer = verify_resume._Killer("cosmoflow", [], Path(), None)  # type: ignore[arg-type]
+    killer.references[2] = {"model/w": torch.ones(3)}
+    monkeypatch.setattr(verify_resume, "_last", lambda run: {"model/w": torch.tensor([1.0, 1.0, 0.75])})
+    problems = [killer.judge(Path(), used, apart).problem for used, apart in (([1, 2], 0.026), ([1, 2], 0.024), ([2, 2], 0.026))]
+    assert problems == ["", "weights differ by 0.25, allowed 0.24", "1 tensors differ, first model/w"]
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:

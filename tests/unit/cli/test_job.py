@@ -369,7 +369,7 @@ home = pathlib.Path({home!r})
 number = len(list(home.glob("*.job"))) + 1
 words = sys.argv[1:]
 environ = dict(pair.split("=", 1) for at, word in enumerate(words) if word == "-v" for pair in [words[at + 1]])
-waits = [word for word in words if word.startswith("depend=")]
+waits = [word for word in words if "depend" in word]
 (home / f"{{number}}.job").write_text(json.dumps({{"script": words[-1], "environ": environ, "waits": waits}}))
 print(f"{{number}}.stand-in")
 """
@@ -377,11 +377,12 @@ print(f"{{number}}.stand-in")
 
 @pytest.fixture
 def qsub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in: it notes each job and numbers it. ``finish`` then runs one, as PBS would."""
+    """A stand-in, also for sbatch: it notes each job and numbers it. ``started`` then runs one, as PBS would."""
     home = tmp_path / "pbs"
     home.mkdir()
     (home / "qsub").write_text(PBS.format(python=sys.executable, home=str(home)))
     (home / "qsub").chmod(0o755)
+    (home / "sbatch").symlink_to("qsub")
     (home / "nodes").write_text("localhost\n" * 2)
     monkeypatch.setenv("PATH", f"{home}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     return home
@@ -461,7 +462,7 @@ def change(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def test_chains_and_arrays_of_pbs(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chains_and_arrays_of_pbs_and_chains_of_slurm(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An array is a job for each run, since one of a PBS array could not submit itself again."""
     common = ["--site", "pbs", "--nodes", "1", "--time", "30", "--any-directory", "--submit"]
     assert main([*small(tmp_path / "chain", f"data.directory={tmp_path}"), *common, "--chain", "3"]) == 0
@@ -470,6 +471,9 @@ def test_chains_and_arrays_of_pbs(qsub: Path, tmp_path: Path, capsys: pytest.Cap
     jobs = [json.loads((qsub / f"{number}.job").read_text()) for number in range(1, 6)]
     assert [job["waits"] for job in jobs] == [[], ["depend=afternotok:1.stand-in"], ["depend=afternotok:2.stand-in"], [], []]
     assert [job["environ"] for job in jobs[3:]] == [{"HPCAI_TASK": "0"}, {"HPCAI_TASK": "1"}]
+    slurm = [*small(tmp_path / "slurm", f"data.directory={tmp_path}"), "--site", "generic", *common[2:], "--chain", "2"]
+    assert main(slurm) == 0 and "HPCAI_REQUEUE=0\n" in (tmp_path / "slurm/job.sh").read_text()
+    assert json.loads((qsub / "7.job").read_text())["waits"] == ["--dependency=afternotok:6.stand-in"]
 
 
 def test_a_scheduler_that_refuses_is_quoted(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

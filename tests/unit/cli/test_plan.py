@@ -11,7 +11,7 @@ from apps.openfold.trial import Trial
 from hpcai.cli import apps, main
 from hpcai.cli.plan import show
 from hpcai.cli.plan.planner import Planner
-from hpcai.cli.plan.workload import find
+from hpcai.cli.plan.workload import Evaluation, find
 from hpcai.errors import ConfigError
 from hpcai.plan.machines import find as machine
 
@@ -53,12 +53,20 @@ def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) ->
     assert job.evaluation == pytest.approx(job.minutes - train / 60)
     waits = tiny.job(256, 1, 256, machine("h100"))  # for thirteen evaluations by all of them
     assert waits.minutes == pytest.approx((train + 520 / 40 * score * 32 / 256) / 60)
+    assert [Evaluation(1, 1.0, **when).times(100.0, 4) for when in ({"every": 20.0, "first": 40.0}, {"steps": 10})] == [3.0, 2.5]
 
 
 def test_copies_beyond_those_recorded_concern_gradients_alone(tiny: Planner) -> None:
     few, many = (tiny.fitting(2, copies, 1, machine("h100")).step for copies in (32, 1024))
     assert (few.messages, few.memory, few.launches) == (many.messages, many.memory, many.launches)
     assert many.sent > few.sent and many.seconds > few.seconds
+
+
+def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:
+    """Four bytes a parameter: weights, their average and moments twice, the gradient twice; Adam has two moments, SGD one."""
+    records = [tiny.recorded(1, 1, 1, (f"step.optimizer={name}",))[0][1].record for name in ("adam", "sgd")]
+    adam, sgd = (sum(event.bytes for event in record.events if getattr(event, "name", "") == "update") for record in records)
+    assert adam * (2 + 2 + 2 + 2) == sgd * (2 + 2 + 4 + 2) > 0
 
 
 def test_slowness_is_that_of_a_step(tiny: Planner) -> None:

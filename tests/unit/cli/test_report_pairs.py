@@ -48,6 +48,8 @@ def test_every_sample_is_drawn_true_to_the_right_and_predicted_upwards(theme: An
 def test_the_table_has_errors_and_those_of_a_constant() -> None:
     rows = table([Pair("a", np.array([1.0, 3.0]), np.array([1.0, 2.0])), Pair("b", np.ones(2), np.zeros(2), "K")], "said").rows
     assert [*rows[0]] == ["a", "2", "0.5000", "0.7071", "0.5", "1", "1"]
+    constant = Pair("c", np.array([1.0, 3.0]), np.array([1.0, 2.0]), constant=("nothing", 0.0))
+    assert [*table([constant]).rows[0]][2:] == ["0.9000", "0.7071", "0.5", "2.236", "2"]
     assert rows[1][0] == "b [K]" and rows[1][2] == "nan" and math.isnan(Pair("b", np.ones(2), np.zeros(2)).r2())
 
 

@@ -18,12 +18,12 @@ from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
 from tests.pages import text, written
 
-TRAIN = {"metric": "mae", "target": 0.2, "better": "lower"}
+TRAIN = {"metric": "mae", "target": 0.2}
 
 
 def made(
     folder: Path, seed: int = 0, lr: float = 1e-3, best: float = 0.1, rate: float = 100.0, app: str = "toy", metric: str = "mae",
-    start: Any = (), joules: float | None = 50.0, steps: int = 40,
+    start: Any = (), joules: float | None = 50.0, steps: int = 40, better: str = "lower",
 ) -> Path:  # fmt: skip
     """A run of 40 steps, a second each, stopped at the 20th and resumed with a clock that begins again; its metric falls evenly."""
     events: list[dict[str, Any]] = [{"kind": "start", "time": 0.0, "name": app, "world": 2, "device": "cpu",
@@ -37,7 +37,7 @@ def made(
         values = {"joules": joules * 10, "samples": 10, "gpu_limits_w": [300.0, 300.0]}
         events.append({"kind": "energy", "time": 0.0, "step": steps} | values)
     events.append({"kind": "stop", "time": 0.0, "step": steps, "reason": "finished", "seconds": 20, "target_reached": False})
-    settings = {"train": TRAIN | {"metric": metric, "seed": seed}, "step": {"lr": lr, "betas": [0.9, 0.99]},
+    settings = {"train": TRAIN | {"metric": metric, "seed": seed, "better": better}, "step": {"lr": lr, "betas": [0.9, 0.99]},
                 "report": {"directory": str(folder)}, "model": {"note": "<script>"}}  # fmt: skip
     return written(folder, events, settings)
 
@@ -104,6 +104,11 @@ def test_seeds_alone(tmp_path: Path) -> None:
     assert "all 2 0.11 ± 0.01414" in found
     found = compared(*(made(tmp_path / name, 3) for name in ("again", "anew")))
     assert "Over seeds" not in found and "Nothing: settings, versions and processes are the same." in found
+
+
+def test_the_time_to_a_target_is_that_of_the_first_evaluation_that_is_good_enough(tmp_path: Path) -> None:
+    for better, seconds in ("lower", 20.0), ("higher", 10.0):  # 0.3, 0.2, 0.1 and 0 after 10 s each
+        assert several._to_target(report.read(made(tmp_path / better, best=0.0, better=better))) == seconds
 
 
 def test_versions_processes_and_runs_that_are_not_far_yet(tmp_path: Path) -> None:

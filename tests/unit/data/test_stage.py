@@ -502,7 +502,7 @@ def test_command(source: Path, target: Path, capsys: pytest.CaptureFixture[str],
     assert err.startswith("staged: 0 B of ") and tree(target) == tree(source)
     assert hpcai([*words, "--json", "--no-verify", "--node", "$MY_DISK"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["kept"], found["read"], found["bytes"], found["verified"]) == (size, 0, size, False)
+    assert [found[name] for name in ("kept", "read", "bytes", "verified", "gb_per_s")] == [size, 0, size, False, 0.0]
     assert found["nodes"][0]["node"] == str(target.parent)
 
 

@@ -388,6 +388,10 @@ def test_a_file_that_cannot_be_described_is_asked_when_it_is_read(tmp_path: Path
     for index, wanted in enumerate(made[1]):
         same(rows.read(index), wanted)
     assert rows.column("count").tolist() == [wanted["count"] for wanted in made[1]]
+    first, *others = entries(folder)
+    write_index(folder, {"files": [first | {"bytes": first["bytes"] - 1}, *others]})
+    with pytest.raises(DataError, match=r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json"):
+        Rows(folder, FIELDS)
     (folder / "u1.h5").write_bytes(b"no HDF5")
     with pytest.raises(DataError, match=r"u1.h5: cannot be read as HDF5"):
         write_index(folder, {"files": [{"name": "u1.h5", "rows": 1, "bytes": 7}]})

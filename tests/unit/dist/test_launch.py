@@ -21,7 +21,7 @@ from hpcai import dist
 from hpcai.dist import launch
 from hpcai.dist.environment import ALONE, Place, expand, place
 from hpcai.dist.launch import device
-from hpcai.dist.watch import Watch, _Hub
+from hpcai.dist.watch import Watch, _Hub, _messages
 from hpcai.errors import LaunchError, MeshError
 
 CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
@@ -200,19 +200,30 @@ def test_strangers_at_the_hub_do_no_harm() -> None:
 
 
 def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    hub = _Hub(2, "secret", "127.0.0.1")
+    hub = _Hub(3, "secret", "127.0.0.1")
     assert hub._door.getsockname()[0] == "127.0.0.1"
     threading.Thread(target=hub.serve, daemon=True).start()
     with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as stranger:
         stranger.sendall(b'{"token": "guess", "rank": 1, "name": "me"}\n')
         assert stranger.recv(1) == b"", "who does not know the token is sent away, and takes no rank's place"
-    ranks = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(2)]
+    ranks = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(3)]
     for rank, line in enumerate(ranks):
         line.sendall(json.dumps({"token": "secret", "rank": rank, "name": f"rank {rank}"}).encode() + b"\n")
     ranks[1].sendall(b'{"failed": "text", "words": "\\u001b[2J\\u001b]0;title\\u0007red", "code": 0, "ours": false}\n')
-    told = json.loads(ranks[0].makefile().readline())
+    time.sleep(0.1)  # what follows from it on another rank is not told as the cause
+    ranks[0].sendall(b'{"failed": "peer closed", "words": "peer closed", "code": 1, "ours": false}\n')
+    told = json.loads(ranks[2].makefile().readline())
     assert (told["code"], told["first"], told["stop"]) == (1, 1, "rank 1 failed: text")
     assert capfd.readouterr().err == "rank 1: ?[2J?]0;title?red\n"
+
+
+def test_a_message_may_come_in_pieces() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        found = _messages(near)
+        for piece in (b'{"a": 1}\n{"b', b'": 2}\n'):
+            far.sendall(piece)
+            assert next(found) == ({"a": 1} if b"a" in piece else {"b": 2})
 
 
 def test_the_store_of_one_node_listens_on_its_loopback_alone() -> None:

@@ -70,6 +70,8 @@ def test_exit_codes(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     (made / "train" / "index.json").unlink()
     assert run(made) == 0 and run(made, "--strict") == 1
     assert "usable, with warnings: 5 files" in capsys.readouterr().out
+    os.truncate(next((made / "validation").glob("*.h5")), 5000)  # its rows are those of the index
+    assert run(made) == 1 and "FAILED: 5 files, 20 samples" in capsys.readouterr().out
     assert run(tmp_path / "nowhere") == 2
     assert capsys.readouterr().err.startswith(f"hpcai data check: {tmp_path}/nowhere: no such folder; name the folder")
 

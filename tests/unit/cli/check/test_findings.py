@@ -131,6 +131,7 @@ FAULTS = [
           repairable=True),
     Fault("stranger", on("train/x.h5", lambda p: write(p, values(7))), "train/x.h5", text="a loader may leave it out"),
     Fault("missing", on("train/u2.h5", Path.unlink), "train/u2.h5", text="copy it again from its source, or take its entry out"),
+    Fault("missing", on("train", lambda p: reword(p, lambda e: e.append({"name": "x.rec"}))), "train/x.rec", text="is in"),
     Fault("leftover", on("train/.u2.h5.partial", lambda p: p.write_bytes(b"x")), "train/.u2.h5.partial", text="delete it when"),
     Fault("empty", on("test", Path.mkdir), "test", text="holds neither *.h5 nor *.npy; make it again", beside=frozenset({"index"})),
     Fault("empty", lambda made, patch: [shutil.rmtree(made / name) for name in ("train", "validation")], ".", text="nor a folder"),

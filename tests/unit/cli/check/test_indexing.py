@@ -1,6 +1,7 @@
 """``hpcai data check --index``: an index is made of what is there, a table of what is whole; all else stays as it is."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,14 +84,15 @@ def test_a_table_is_written_after_a_check(made: Path, capsys: pytest.CaptureFixt
     assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
 
 
-def test_there_is_no_table_of_a_folder_that_is_not_right(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("spoil", "said"), [(lambda path: os.truncate(path, 5000), "is cut off"),
+                                             (lambda path: flip(path, 9000, 3), "its SHA-256 is")])  # fmt: skip
+def test_there_is_no_table_of_a_folder_that_is_not_right(made: Path, capsys: Any, spoil: Any, said: str) -> None:
     reword(made / "validation", lambda files: files.append({"name": "../u"}))
-    data = bytearray((made / "train" / "u1.h5").read_bytes())
-    (made / "train" / "u1.h5").write_bytes(data[:-1])
+    spoil(made / "train" / "u1.h5")
     before = everything(made)
     assert run(made, "--index") == 1
     out = capsys.readouterr().out
-    assert "train/index.json: refused: no table while files are not as the index says (u1.h5: is cut off" in out
+    assert f"train/index.json: refused: no table while files are not as the index says (u1.h5: {said}" in out
     assert "validation/index.json: refused: no table while files are not as the index says (index.json: cannot be used" in out
     assert everything(made) == before
     for folder in (made / "train", made / "validation"):
