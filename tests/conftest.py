@@ -1,10 +1,12 @@
-"""For all tests: the same examples every time, no time limit on one example, nothing written beside the tests, and at the end what
-this machine could not run."""
+"""For all tests: the same examples every time, no time limit on one example, one folder of temporary files that goes with them, and
+at the end what this machine could not run."""
 
 import contextlib
 import ctypes
 import gc
 import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,8 @@ settings.load_profile("house")
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of tests/gpu, run by themselves (make gpu). Autograd then counts no GPU, and starts no
     threads for GPUs: no fork could run a backward pass beside them. Later, a fake tensor of a CUDA build would count as one."""
+    if not hasattr(config, "workerinput"):  # launchers and processes that are killed leave files behind
+        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcai-tests-")
     gpu = Path(__file__).parent / "gpu"
     alone = all(Path(word.partition("::")[0]).resolve().is_relative_to(gpu) for word in config.args)
     if alone and os.environ.get("HPCAI_TEST_DEVICE") != "cpu":
@@ -56,6 +60,11 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: a run collects garbage at its start, which would look at all of it again in each test."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.OK and not hasattr(session.config, "workerinput"):  # otherwise there is something to look at
+        session.config.add_cleanup(lambda: shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True))
 
 
 def pytest_unconfigure() -> None:

@@ -156,7 +156,7 @@ def test_a_long_chain_goes_by_parts_and_is_the_same(monkeypatch: pytest.MonkeyPa
     """What is as large as all pairs many times over is never there at once, where there are no gradients."""
     model, batch = network().eval(), proteins.batch([14, 14])
     whole, counts, part = model(batch), list[int](), chunking.chunk_size
-    monkeypatch.setattr(chunking, "several", lambda x, each, cpu: counts.append(part(x, each, 2000)) or counts[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(chunking, "chunk_size", lambda x, each, cpu: counts.append(part(x, each, 2000)) or counts[-1])  # type: ignore[func-returns-value]
     parts = model(batch)
     assert len(counts) > 40 > max(counts)
     for name in ("msa", "pair", "single", "positions"):
