@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.ranks import launch
 
 settings.register_profile("house", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.load_profile("house")
+_BEGAN = time.time()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,7 +65,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if exitstatus == pytest.ExitCode.OK and not hasattr(session.config, "workerinput"):  # otherwise there is something to look at
+    if hasattr(session.config, "workerinput"):
+        return
+    for left in Path("/tmp").glob("hydra_hwloc_xmlfile_*"):  # of each mpiexec of MPICH that was killed, which takes no other folder
+        if left.stat().st_uid == os.getuid() and left.stat().st_mtime > _BEGAN:
+            left.unlink()
+    if exitstatus == pytest.ExitCode.OK:  # otherwise there is something to look at
         session.config.add_cleanup(lambda: shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True))
 
 
