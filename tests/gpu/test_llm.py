@@ -105,7 +105,7 @@ def test_in_fp8_a_captured_step_is_that_of_the_twins(model: str, precision: str,
     precisely()
     steps = [new_step(model, precision=precision, products="fp8", capture=how) for how in ("none", "whole")]
     found = [[mean(step(batch(i))) for step in steps] for i in range(5)]
-    monkeypatch.setattr(float8, "multiplies", lambda device: False)
+    monkeypatch.setattr(float8, "is_supported", lambda device: False)
     twin, wide = new_step(model, precision=precision, products="precision"), new_step(model, precision=precision)
     narrow_products(twin.model, twin.cfg.model_copy(update={"products": "fp8"}), torch.device("cpu"))
     for i, losses in enumerate(found):
