@@ -27,7 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of tests/gpu, run by themselves (make gpu). Autograd then counts no GPU, and starts no
     threads for GPUs: no fork could run a backward pass beside them. Later, a fake tensor of a CUDA build would count as one."""
     if not hasattr(config, "workerinput"):  # launchers and processes that are killed leave files behind
-        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcai-tests-")
+        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcai-")
+        config.option.basetemp = config.option.basetemp or f"{tempfile.tempdir}/tests"  # short: there are sockets below it
     gpu = Path(__file__).parent / "gpu"
     alone = all(Path(word.partition("::")[0]).resolve().is_relative_to(gpu) for word in config.args)
     if alone and os.environ.get("HPCAI_TEST_DEVICE") != "cpu":

@@ -64,7 +64,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 if sys.argv[1] == "as tests begin":
     from tests import conftest
-    conftest.pytest_configure(SimpleNamespace(args=["tests/unit"]))
+    conftest.pytest_configure(SimpleNamespace(args=["tests/unit"], workerinput={}))
 def learn():
     (x := torch.ones(3, requires_grad=True)).square().sum().backward()
     return x.grad.sum().item()
