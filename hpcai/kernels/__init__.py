@@ -1,1 +1,1 @@
-"""Fused operations, each with its plain-torch twin in the same file."""
+"""Fused operations, each with its reference by operations of torch in the same file."""

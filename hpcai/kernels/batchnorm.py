@@ -173,8 +173,8 @@ class _Reference:
         invstd = (params.variance + params.eps).rsqrt()
         (parts, _), (dzs, _) = _parts(x, params.samples), _parts(dz, params.samples)
         scale = invstd.view(params.samples, -1) * params.weight
-        given = (params.mean, -invstd.square() * grad_weight, -invstd * grad_bias, scale.flatten())
-        return _shaped([_grad_input(*values) for values in zip(dzs, parts, *(v.chunk(len(parts)) for v in given))], x)
+        coefficients = (params.mean, -invstd.square() * grad_weight, -invstd * grad_bias, scale.flatten())
+        return _shaped([_grad_input(*values) for values in zip(dzs, parts, *(v.chunk(len(parts)) for v in coefficients))], x)
 
 
 def _moments(x: Tensor) -> Tensor:
@@ -199,8 +199,8 @@ def _merged(both: Tensor, group: int) -> Tensor:
 def _sums(dz: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     (dz, fold), (x, _) = (_folded(dz), _folded(x)) if triton_support.on_cpu(x) else ((dz, 1), (x, 1))
     m, i = (v.repeat(fold) for v in (mean, invstd))
-    _, *found = torch.ops.aten.native_batch_norm_backward(dz, x, torch.ones_like(m), m, m, m, i, True, 0.0, (False, True, True))
-    both = torch.stack(found)
+    _, *sums = torch.ops.aten.native_batch_norm_backward(dz, x, torch.ones_like(m), m, m, m, i, True, 0.0, (False, True, True))
+    both = torch.stack(sums)
     return both if fold == 1 else both.view(2, fold, -1).sum(1, dtype=torch.float64).to(both.dtype)
 
 

@@ -102,15 +102,14 @@ def lamb_direction_(weights: Tensor, gradient: Tensor, first: Tensor, second: Te
                     **kwargs: Any) -> Tensor:  # fmt: skip
     """First half of LAMB (You et al. 2020): moments, and ``direction`` [n] = m_hat/(sqrt(v_hat) + eps) + weight_decay*w.
 
-    Return sums of squares of weights and direction [S, 2], in the dtype of the weights, as ``direction``; undefined if ``skip`` is
-    1.
+    Return sums of squares of weights and direction [S, 2], in the dtype of the weights; undefined if ``skip`` is 1.
     """
     operands = Operands(weights, gradient, (first, second), scale, skip, segments=segments, direction=direction, **kwargs)
     return _adam(operands, "lamb", None, step, betas, eps, weight_decay)
 
 
 def lamb_update_(weights: Tensor, direction: Tensor, segments: Segments, ratio: Tensor, *, lr: Tensor, skip: Tensor,
-           **kwargs: Any) -> None:  # fmt: skip
+                 **kwargs: Any) -> None:  # fmt: skip
     """Second half of LAMB: w -= lr * ratio[segment] * direction.   ``ratio`` [S]"""
     _sgd_update(Operands(weights, direction, (), None, skip, segments=segments, ratio=ratio, **kwargs), "inside", lr, 0.0, 0.0)
 

@@ -95,12 +95,12 @@ def _plan(x: Tensor, g: Tensor, mask: Tensor | None) -> _Plan:
         (*dense, lambda: mask if mask is None else mask.contiguous()),
         (*dense, lambda: mask if mask is None else mask.expand(x.shape).contiguous()),
     ):
-        given = one(), two(), three()
-        kwargs = _launch_kwargs(*given)
+        tensors = one(), two(), three()
+        kwargs = _launch_kwargs(*tensors)
         if kwargs is not None:
             columns = kwargs["units"] * kwargs["UNIT"]
             programs = triton.cdiv(kwargs["rows"], kwargs["ROWS"]) * triton.cdiv(columns, kwargs["COLUMNS"])
-            return _Plan(*given, programs, kwargs)
+            return _Plan(*tensors, programs, kwargs)
     raise AssertionError("contiguous tensors are one row")
 
 

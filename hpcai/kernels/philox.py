@@ -90,12 +90,12 @@ def _draw(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None,
         upper = upper.to(out.device, torch.int64)
     if isinstance(first, int) and isinstance(upper, Tensor):
         raise ConfigError(f"philox.{kind}: first is {first} and upper a tensor; expected a tensor of indices, too")
-    made = out if out.dtype in (torch.int64, torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
+    result = out if out.dtype in (torch.int64, torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
     if triton_support.is_supported(out):
-        _triton().run(kind, key, first, upper, made)
+        _triton().run(kind, key, first, upper, result)
     else:
-        _reference(kind, key, first, count, upper, made)
-    return out if made is out else out.copy_(made)
+        _reference(kind, key, first, count, upper, result)
+    return out if result is out else out.copy_(result)
 
 
 @cache
@@ -104,35 +104,35 @@ def _triton() -> Any:
 
 
 def _reference(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None, upper: int | Tensor, out: Tensor) -> None:
-    each = 2 if out.dtype == torch.float64 else 4  # elements of a counter
+    per = 2 if out.dtype == torch.float64 else 4  # elements of a counter
     flat, threads = out.view(-1), torch.get_num_threads()
-    room = _Workspace(_BLOCK * threads, kind, out)  # torch gives a thread 2^15 elements, or more
+    workspace = _Workspace(_BLOCK * threads, kind, out)  # torch gives a thread 2^15 elements, or more
     if isinstance(first, int):
-        at, k = 0, _halves(key)
-        begin, skipped = divmod(first, each)
-        while at < len(flat):
-            size = min(room.size, -(-(skipped + len(flat) - at) // each))
-            counters = torch.arange(begin, begin + size, out=room.rows[0][:size])
-            found = room.elements(counters, k, _halves(upper))[skipped : skipped + len(flat) - at]
-            flat[at : at + len(found)] = found
-            at, begin, skipped = at + len(found), begin + size, 0
+        position, k = 0, _halves(key)
+        begin, skipped = divmod(first, per)
+        while position < len(flat):
+            size = min(workspace.size, -(-(skipped + len(flat) - position) // per))
+            counters = torch.arange(begin, begin + size, out=workspace.rows[0][:size])
+            values = workspace.elements(counters, k, _halves(upper))[skipped : skipped + len(flat) - position]
+            flat[position : position + len(values)] = values
+            position, begin, skipped = position + len(values), begin + size, 0
         return
-    starts, wanted = first.reshape(-1, 1), 1 if count is None else count
+    starts, columns_per_row = first.reshape(-1, 1), 1 if count is None else count
     keys, uppers = (x.expand(first.shape).reshape(-1, 1) if isinstance(x, Tensor) else x for x in (key, upper))
-    into = flat.view(len(starts), wanted)
-    for rows, columns in _tiles(len(starts), wanted, room.size, each):
+    into = flat.view(len(starts), columns_per_row)
+    for rows, columns in _tiles(len(starts), columns_per_row, workspace.size, per):
         begin, width = starts[rows] + columns.start, columns.stop - columns.start
-        counters = begin.div(each, rounding_mode="floor") + torch.arange((width + each - 2) // each + 1, device=out.device)
+        counters = begin.div(per, rounding_mode="floor") + torch.arange((width + per - 2) // per + 1, device=out.device)
         key, upper = (x[rows] if isinstance(x, Tensor) else x for x in (keys, uppers))
-        found = room.elements(counters, _halves(key), _halves(upper))
-        at = begin.remainder(each) + torch.arange(width, device=out.device)
-        into[rows, columns] = found.view(len(begin), -1).gather(1, at)
+        values = workspace.elements(counters, _halves(key), _halves(upper))
+        position = begin.remainder(per) + torch.arange(width, device=out.device)
+        into[rows, columns] = values.view(len(begin), -1).gather(1, position)
 
 
-def _tiles(rows: int, columns: int, counters: int, each: int) -> Iterator[tuple[slice, slice]]:
+def _tiles(rows: int, columns: int, counters: int, per: int) -> Iterator[tuple[slice, slice]]:
     """Yield tiles of a table of elements that take at most ``counters`` counters, wherever each row begins."""
-    width = min(columns, (counters - 2) * each)
-    height = max(counters // ((width + each - 2) // each + 1), 1)
+    width = min(columns, (counters - 2) * per)
+    height = max(counters // ((width + per - 2) // per + 1), 1)
     for c in range(0, columns, width):
         for r in range(0, rows, height):
             yield slice(r, min(r + height, rows)), slice(c, min(c + width, columns))
@@ -142,9 +142,9 @@ def _halves(key: int | Tensor) -> tuple[Any, Any]:
     return key & WORD, (key >> 32) & WORD
 
 
-def _words(rows: list[Tensor], free: list[Tensor], key: tuple[Any, Any]) -> list[Tensor]:
+def _words(rows: list[Tensor], buffers: list[Tensor], key: tuple[Any, Any]) -> list[Tensor]:
     """Compute ten rounds in place. Bits above 32 are cleared where they would matter: in factors, and at the end."""
-    (a, b, c, d), (p, q), (low, high) = rows, free, key
+    (a, b, c, d), (p, q), (low, high) = rows, buffers, key
     for _ in range(_ROUNDS):
         torch.mul(a, _FACTORS[0], out=p)
         torch.mul(c, _FACTORS[1], out=q)
@@ -172,29 +172,30 @@ class _Workspace:
         a.copy_(counters).bitwise_and_(WORD)
         for row, half in zip((c, d), upper):
             row.copy_(half) if isinstance(half, Tensor) else row.fill_(half)
-        found = [word.view(-1) for word in _words([a, b, c, d], [p, q], key)]
+        values = [word.view(-1) for word in _words([a, b, c, d], [p, q], key)]
         if self.made.dtype == torch.float64:
-            for high, low in (found[:2], found[2:]):
+            for high, low in (values[:2], values[2:]):
                 high.bitwise_left_shift_(32).bitwise_or_(low).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
-            found, size = found[::2], 53
+            values, size = values[::2], 53
         else:
             size = 32
-        made = self.made[: n * len(found)].view(n, len(found))
+        result = self.made[: n * len(values)].view(n, len(values))
         if self.kind == "normal":
-            for one in range(0, len(found), 2):
-                _gauss(found[one], found[one + 1], size, made[:, one], made[:, one + 1], [real[:n] for real in self.reals])
+            for index in range(0, len(values), 2):
+                pair = values[index], values[index + 1], size, result[:, index], result[:, index + 1]
+                _gauss(*pair, [real[:n] for real in self.reals])
         else:
-            for one, word in enumerate(found):
-                made[:, one] = word.bitwise_right_shift_(8) if self.kind == "uniform" and size == 32 else word
+            for index, word in enumerate(values):
+                result[:, index] = word.bitwise_right_shift_(8) if self.kind == "uniform" and size == 32 else word
             if self.kind == "uniform":
-                made.mul_(2.0 ** -(53 if size == 53 else 24))
-        return made.view(-1)
+                result.mul_(2.0 ** -(53 if size == 53 else 24))
+        return result.view(-1)
 
 
-def _gauss(one: Tensor, other: Tensor, size: int, x: Tensor, y: Tensor, room: list[Tensor]) -> None:
-    """Write the pair of Box and Muller for words of ``size`` bits."""
-    radius, angle, turned = room
-    radius.copy_(one).add_(0.5).mul_(2.0**-size).log_().mul_(-2.0).sqrt_()  # in (0, 1]; the radius of 1 is 0
-    angle.copy_(other).mul_(2 * math.pi * 2.0**-size)
-    torch.mul(radius, torch.cos(angle, out=turned), out=x)
+def _gauss(first: Tensor, second: Tensor, size: int, x: Tensor, y: Tensor, workspace: list[Tensor]) -> None:
+    """Write the pair of Box and Muller for two words of ``size`` bits."""
+    radius, angle, scratch = workspace
+    radius.copy_(first).add_(0.5).mul_(2.0**-size).log_().mul_(-2.0).sqrt_()  # in (0, 1]; the radius of 1 is 0
+    angle.copy_(second).mul_(2 * math.pi * 2.0**-size)
+    torch.mul(radius, torch.cos(angle, out=scratch), out=x)
     torch.mul(radius, angle.sin_(), out=y)

@@ -106,21 +106,21 @@ def draw_at(
 
 def run(kind: str, key: int | Tensor, first: int | Tensor, upper: int | Tensor, out: Tensor) -> None:
     """Fill ``out`` [n]; with indices [*] in ``first``, ``out`` [*] or [*, n]."""
-    words: dict[str, Any] = {"KIND": kind, "WIDE": out.dtype == torch.float64, "BLOCK": BLOCK, "num_warps": WARPS}
-    n, each = out.numel(), 2 if words["WIDE"] else 4
+    kwargs: dict[str, Any] = {"KIND": kind, "WIDE": out.dtype == torch.float64, "BLOCK": BLOCK, "num_warps": WARPS}
+    n, each = out.numel(), 2 if kwargs["WIDE"] else 4
     with torch.cuda.device_of(out):
         if isinstance(first, int):
             assert isinstance(upper, int)
             programs = triton.cdiv(n + first % each, BLOCK * each)
-            given = (key, first, 0) if isinstance(key, Tensor) else (None, first, _signed(key))
-            draw[(programs,)](out, *given, _signed(upper), n, **words)
+            arguments = (key, first, 0) if isinstance(key, Tensor) else (None, first, _signed(key))
+            draw[(programs,)](out, *arguments, _signed(upper), n, **kwargs)
             return
         count = out.shape[-1] if out.ndim > first.ndim else 1
         per = (count + each - 2) // each + 1
         keys, uppers = (_rows(x, first) for x in (key, upper))
         each_one = {"EACH_KEY": keys.numel() > 1, "EACH_UPPER": uppers.numel() > 1}
         programs = triton.cdiv(first.numel() * per, BLOCK)
-        draw_at[(programs,)](out, first.contiguous(), keys, uppers, first.numel(), count, per, **each_one, **words)
+        draw_at[(programs,)](out, first.contiguous(), keys, uppers, first.numel(), count, per, **each_one, **kwargs)
 
 
 def _rows(number: int | Tensor, first: Tensor) -> Tensor:

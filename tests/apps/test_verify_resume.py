@@ -80,7 +80,7 @@ def test_a_process_that_hangs_after_another_was_killed_fails(capsys, monkeypatch
     assert "1 kills of all of 2 processes, in a save: 1 saves left half written" in shown and "after 1 kills" in shown
 
 
-def test_weights_of_changing_numbers_are_as_close_as_the_references_times_ten(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_weights_of_changing_numbers_are_as_close_as_the_references_times_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     killer = verify_resume._Killer("cosmoflow", [], Path(), None)  # type: ignore[arg-type]
     killer.references[2] = {"model/w": torch.ones(3)}
     monkeypatch.setattr(verify_resume, "_last", lambda run: {"model/w": torch.tensor([1.0, 1.0, 0.75])})

@@ -31,10 +31,10 @@ def measured(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-_AGAIN = "openfold-crop-256-all-kept"  # the longest, a form of another
+_CLAIM = "openfold-crop-256-all-kept"  # takes the longest, and is a form of another one
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.claim] * (x == _AGAIN)) for x in gpu_steps.cases()])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.claim] * (x == _CLAIM)) for x in gpu_steps.cases()])
 def test_a_published_step(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = measured(capsys, "apps", "--case", name)
     eager, *others = found["rows"]
