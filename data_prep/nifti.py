@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from data_prep.extras import needed
 from hpcai.errors import DataError
-from hpcai.packed import gunzip
+from hpcai.gzip_file import gunzip
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
 ALIGNED = 1e-3          # share of an axis that may lean toward another

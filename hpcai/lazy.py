@@ -7,7 +7,7 @@ from typing import Any
 from hpcai.errors import MissingExtraError
 
 
-def lazy(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], list[str]]:
+def attach(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], list[str]]:
     """``__getattr__`` and ``__all__`` of ``package``; ``modules`` maps each module to the public names that it holds.
 
     A module must not bear the name of what it exports: on second use the submodule would stand in its place.
@@ -22,7 +22,7 @@ def lazy(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[
     return __getattr__, list(home)
 
 
-def optional(module: str, purpose: str, extra: str) -> Any:
+def import_optional(module: str, purpose: str, extra: str) -> Any:
     """A module of an optional package, which ``extra`` brings. Raises MissingExtraError: "structures need gemmi: pip install ..."
     where ``purpose`` is "structures need"."""
     try:

@@ -36,10 +36,10 @@ class Tape(TorchDispatchMode):
         self.operations.append((function, args, kwargs, fresh))
         return made
 
-    def warm(self, function: Callable[[], Any]) -> None:
+    def warm_up(self, function: Callable[[], Any]) -> None:
         function()
 
-    def record(self, function: Callable[[], Any]) -> Any:
+    def capture(self, function: Callable[[], Any]) -> Any:
         try:
             with self:
                 return function()

@@ -245,7 +245,7 @@ class Judging:
         import torch
 
         from hpcai.models.diffusion import Diffusion, DiffusionConfig, load_later, parallelize
-        from hpcai.nn.deferred import deferred, make
+        from hpcai.nn.deferred_init import deferred, materialize
         from hpcai.nn.weights import read_settings
 
         file = path / "model.safetensors" if path.is_dir() else path
@@ -255,7 +255,7 @@ class Judging:
         self._fits(file, settings)
         with deferred():
             model = load_later(Diffusion(settings), path, partial(parallelize, mesh=self.mesh))
-        return make(model, self.mesh.device, dtype=torch.bfloat16 if self.narrow else torch.float32).eval()
+        return materialize(model, self.mesh.device, dtype=torch.bfloat16 if self.narrow else torch.float32).eval()
 
     def _fits(self, file: Path, settings: Any) -> None:
         latents, vae, texts = settings.latents, self.opened.vae, self.opened.texts

@@ -43,7 +43,7 @@ from hpcai.models.diffusion import (
 )
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.load import KINDS
-from hpcai.nn import Conv2d, GroupNorm, LayerNorm, doubled, periodic
+from hpcai.nn import Conv2d, GroupNorm, LayerNorm, upsample_conv, periodic
 from hpcai.nn.conv import Conv3d
 
 _GPU = torch.cuda.is_available()
@@ -188,10 +188,10 @@ def _padded(x: Tensor, dims: Sequence[int]) -> Tensor:
 @contextmanager
 def _contiguous() -> Iterator[None]:
     """Inside, nothing makes channels-last memory of what lies in contiguous memory."""
-    copied = ("to_places", "spread_weight")
+    copied = ("to_places", "fold_upsampling")
     every: list[tuple[Any, str, Any]] = [(blocks, name, partial(_copied, getattr(blocks, name))) for name in copied]
     every += [(module, "places_last", Tensor.contiguous) for module in (blocks, unet)]
-    every += [(module, "around", _padded) for module in (doubled, periodic)]
+    every += [(module, "circular_pad", _padded) for module in (upsample_conv, periodic)]
     ours = [(module, name, getattr(module, name)) for module, name, _ in every]
     try:
         for module, name, function in every:

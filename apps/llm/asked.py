@@ -33,7 +33,7 @@ def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
 
     from hpcai.models.llm import LLM, Tokenizer, load_adapter, load_later, merge, parallelize, stages
     from hpcai.models.llm.load import of_run, read_settings
-    from hpcai.nn.deferred import deferred, make
+    from hpcai.nn.deferred_init import deferred, materialize
     from hpcai.train.choices import fast_bf16
 
     settings = read_settings(cfg.weights)
@@ -46,7 +46,7 @@ def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
         with deferred():
             model = parallelize(LLM(settings), mesh)
         act = stages(model, mesh)
-        make(load_later(model, cfg.weights), **where)
+        materialize(load_later(model, cfg.weights), **where)
     else:
         model = LLM.load(cfg.weights).to(where["dtype"])
     if cfg.adapter is not None:

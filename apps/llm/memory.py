@@ -247,7 +247,7 @@ def _backward(cfg: Config, sizes: Sizes, tokens: int) -> float:
 
 
 def _head(cfg: Config, sizes: Sizes, tokens: int) -> float:
-    """The last norm, and logits of some tokens at a time, backward (hpcai.nn.head)."""
+    """The last norm, and logits of some tokens at a time, backward (hpcai.nn.lm_head)."""
     m, n, (hidden, product) = cfg.model, sizes.tensor, _widths(cfg)
     wide, words = max(hidden, 4), -(-m.vocabulary // n)
     logits, weight = min(tokens, max(_LOGITS // (4 * words), 1)) * words, words * m.width

@@ -22,7 +22,7 @@ from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
 from hpcai.models.llm.load import hub_config
 from hpcai.models.llm.objective import within
-from hpcai.nn.head import IGNORE, Head
+from hpcai.nn.lm_head import IGNORE_INDEX, LMHead
 
 _GPU = torch.cuda.is_available()
 _ROWS = 4 if _GPU else 2
@@ -75,7 +75,7 @@ class Trial(Subject):
     def build(self, cfg: Any, mesh: Mesh, on: On) -> nn.Module:
         model = parallelize(LLM(cfg.model), mesh)
         if "logits" not in on and mesh["tensor"].size == 1:
-            exchange(model, {Head: _AllLogits})
+            exchange(model, {LMHead: _AllLogits})
         return model if cfg.lora is None else adapt(model, cfg.lora)
 
     def random(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
@@ -109,12 +109,12 @@ def _about(cfg: Any) -> About:
     )  # fmt: skip
 
 
-class _AllLogits(Head):
+class _AllLogits(LMHead):
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         logits = F.linear(hidden, self.weight)
         if targets is None:
             return logits
-        found = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        found = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return found.view(targets.shape)
 
 
@@ -128,7 +128,7 @@ def _transformers(cfg: Any, batch: Batch) -> Form:
     def mean(model: Any, batch: Batch) -> dict[str, Any]:
         places = None if batch.documents is None else within(batch.documents[:, :-1])
         logits, targets = model(batch.tokens[:, :-1], position_ids=places, **cached).logits, batch.targets
-        return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)}
 
     return Form(theirs.train().to(batch.tokens.device), mean)
 

@@ -23,7 +23,7 @@ from hpcai.models.openfold.features import Templates, collate
 from hpcai.models.openfold.residues import ATOM37_EXISTS, LETTERS
 from hpcai.models.openfold.structures import write_structure
 from hpcai.models.openfold.templates import features_of
-from hpcai.nn.weights import taken_from
+from hpcai.nn.weights import set_origin
 from hpcai.programs import start
 from hpcai.train import Run
 
@@ -227,7 +227,7 @@ def network(cfg: Config) -> OpenFold:
     except RuntimeError as problem:
         first = str(problem).splitlines()[1].strip()
         raise CheckpointError(f"start.weights: {path}: of another network than the settings of model: {first}") from problem
-    taken_from(model, path)
+    set_origin(model, path)
     return model
 
 

@@ -1,8 +1,8 @@
 """Samples from files to the device."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 
-__getattr__, __all__ = lazy(
+__getattr__, __all__ = attach(
     __name__,
     {
         ".direct": ["Reader", "Memory"],

@@ -1,8 +1,8 @@
 """Processes and the named axes they form."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 
-__getattr__, __all__ = lazy(
+__getattr__, __all__ = attach(
     __name__,
     {
         ".environment": ["Place", "place"],

@@ -1,11 +1,11 @@
 """Batch, instance and group normalisation, local or synchronised, fused with a residual sum and an activation.
 
-    y = act(weight * (x - mean) / sqrt(variance + eps) + bias + plus)
+    y = act(weight * (x - mean) / sqrt(variance + eps) + bias + residual)
 
 ``x`` [B, C, ...] is float32, float64, bfloat16 or float16; ``weight``, ``bias`` [C] and statistics are float32 (float64 for a
 float64 x). Statistics [S*C] are those of S samples: S = 1, one for the batch (batch norm, Ioffe and Szegedy 2015), or S = B, one
 for each sample (instance norm, Ulyanov et al. 2016), which neighbouring channels may share (group norm, Wu and He 2018). They are
-synchronised over the ranks over which ``total`` sums a small tensor in place: one all-reduce in the forward pass, one in the
+synchronised over the ranks over which ``all_reduce`` sums a small tensor in place: one all-reduce in the forward pass, one in the
 backward pass.
 
 On CUDA in channels-last memory each pass over ``x`` is one Triton kernel for all samples (``batchnorm_triton``); elsewhere it is
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hpcai.kernels import triton_support
 
-Total = Callable[[Tensor], Tensor]
+AllReduce = Callable[[Tensor], Tensor]
 ACTIVATIONS = ("relu", "leaky_relu", "silu")
 
 
@@ -49,20 +49,20 @@ class NormParams(NamedTuple):
         return *self[:5], self.slope
 
 
-def moments(x: Tensor, total: Total | None, samples: int = 1, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def moments(x: Tensor, all_reduce: AllReduce | None, samples: int = 1, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and biased variance of ``group`` neighbouring channels of each sample [S*C/group], and the number of their
     elements [] float64, over all ranks."""
     mean, variance = _passes(x).moments(x, samples, group)
-    return all_reduce_moments(mean, variance, x.numel() // mean.numel(), total)
+    return all_reduce_moments(mean, variance, x.numel() // mean.numel(), all_reduce)
 
 
-def all_reduce_moments(mean: Tensor, variance: Tensor, count: int, total: Total | None) -> tuple[Tensor, Tensor, Tensor]:
+def all_reduce_moments(mean: Tensor, variance: Tensor, count: int, all_reduce: AllReduce | None) -> tuple[Tensor, Tensor, Tensor]:
     """All-reduce means and biased variances of ``count`` local elements each. Return them, and their count [] float64."""
-    if total is None:
+    if all_reduce is None:
         return mean, variance, torch.full((), count, dtype=torch.float64, device=mean.device)
     # Sums of squares in float64 lose no digits to a mean far larger than the deviation, and local counts may differ.
     wide = mean.double()
-    sums = total(torch.cat((wide, variance.double() + wide.square(), wide.new_ones(1))) * count)
+    sums = all_reduce(torch.cat((wide, variance.double() + wide.square(), wide.new_ones(1))) * count)
     means, squares = (sums[:-1] / sums[-1]).chunk(2)
     return means.to(mean.dtype), (squares - means.square()).clamp_(min=0).to(mean.dtype), sums[-1]
 
@@ -81,14 +81,14 @@ def apply_activation(z: Tensor, act: str | None, slope: float, inplace: bool = F
     return F.silu(z, inplace) if act == "silu" else z
 
 
-def normalise(x: Tensor, params: NormParams, plus: Tensor | None = None) -> Tensor:
+def normalise(x: Tensor, params: NormParams, residual: Tensor | None = None) -> Tensor:
     """Return y, in the dtype and memory format of ``x``."""
-    return _passes(x).normalise(x, params, plus)
+    return _passes(x).normalise(x, params, residual)
 
 
-def saves_output(x: Tensor, params: NormParams, plus: bool) -> bool:
+def saves_output(x: Tensor, params: NormParams, residual: bool) -> bool:
     """Whether ``gradients`` needs y."""
-    return _passes(x).saves_output(params, plus)
+    return _passes(x).saves_output(params, residual)
 
 
 def activation_backward(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams) -> Tensor:
@@ -100,20 +100,20 @@ def activation_backward(dy: Tensor, x: Tensor, y: Tensor | None, params: NormPar
     return torch.ops.aten.threshold_backward(dy, y, 0) if params.act == "relu" else dy
 
 
-def gradients(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams, count: Tensor, total: Total | None, group: int = 1,
-              need_plus: bool = False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of x, plus, weight and bias; those of weight and bias are local. ``y``: output, if ``saves_output``."""
+def gradients(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams, count: Tensor, all_reduce: AllReduce | None,
+              group: int = 1, need_residual: bool = False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Return gradients of x, residual, weight and bias; those of weight and bias are local. ``y``: output, if ``saves_output``."""
     passes, samples, channels = _passes(x), params.samples, x.shape[1]
     dz, both = passes.sums(dy.contiguous(memory_format=_format(x)), x, y, params)
     # The statistics of a group depend on all of its channels, each with its own weight.
     sums = (both.view(2, samples, channels) * params.weight).view(2, -1, group)
     sums = sums.squeeze(-1) if group == 1 else sums.sum(-1)
-    if total is not None:
-        sums = total(sums)
+    if all_reduce is not None:
+        sums = all_reduce(sums)
     means = repeat_groups(sums / count, group)
     dx = passes.grad_input(dz, x, params if y is None else params._replace(act=None), *means)
     dweight, dbias = both if samples == 1 else both.view(2, samples, channels).sum(1)
-    return dx, dz if need_plus else None, dweight, dbias
+    return dx, dz if need_residual else None, dweight, dbias
 
 
 def _format(x: Tensor) -> torch.memory_format:
@@ -141,7 +141,7 @@ class _Reference:
     """The passes by operations of torch, which on CPUs are vectorised over channels-last memory."""
 
     @staticmethod
-    def saves_output(params: NormParams, plus: bool) -> bool:
+    def saves_output(params: NormParams, residual: bool) -> bool:
         return params.act in ("relu", "leaky_relu")
 
     @staticmethod
@@ -151,12 +151,12 @@ class _Reference:
         return _merged(both, group) if group > 1 else both
 
     @staticmethod
-    def normalise(x: Tensor, params: NormParams, plus: Tensor | None) -> Tensor:
+    def normalise(x: Tensor, params: NormParams, residual: Tensor | None) -> Tensor:
         parts, repeated = _parts(x, params.samples)
         weight, bias = (v.repeat(repeated) for v in params[2:4]) if repeated > 1 else params[2:4]
         each = zip(parts, params.mean.chunk(len(parts)), params.variance.chunk(len(parts)))
         y = _shaped([F.batch_norm(part, mean, variance, weight, bias, eps=params.eps) for part, mean, variance in each], x)
-        return apply_activation(y if plus is None else y.add_(plus), params.act, params.slope, inplace=True)
+        return apply_activation(y if residual is None else y.add_(residual), params.act, params.slope, inplace=True)
 
     @staticmethod
     def sums(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams) -> tuple[Tensor, Tensor]:

@@ -250,19 +250,19 @@ def moments(x: Tensor, samples: int, group: int) -> Tensor:
         return _merged(partial, plan, group, True)
 
 
-def normalise(x: Tensor, params: NormParams, plus: Tensor | None) -> Tensor:
-    """Return act(weight * (x - mean) / sqrt(variance + eps) + bias + plus), in the dtype and memory format of ``x``."""
+def normalise(x: Tensor, params: NormParams, residual: Tensor | None) -> Tensor:
+    """Return act(weight * (x - mean) / sqrt(variance + eps) + bias + residual), in the dtype and memory format of ``x``."""
     plan = _plan(x, params.samples)
-    (plus,) = _like(x, plan.form, plus=plus)
+    (residual,) = _like(x, plan.form, residual=residual)
     y = torch.empty_like(x, memory_format=plan.form)
     with torch.cuda.device_of(x):
-        _normalise[plan.grid](x, plus, y, *params.kernel_args, *plan.sizes, ACT=params.act, **plan.shape)
+        _normalise[plan.grid](x, residual, y, *params.kernel_args, *plan.sizes, ACT=params.act, **plan.shape)
     return y
 
 
-def saves_output(params: NormParams, plus: bool) -> bool:
+def saves_output(params: NormParams, residual: bool) -> bool:
     """Whether the backward pass needs y: the input of the activation is recomputed, unless there is a residual."""
-    return plus and params.act is not None
+    return residual and params.act is not None
 
 
 def sums(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams) -> tuple[Tensor, Tensor]:

@@ -43,31 +43,31 @@ def _one_minus_exp(x):
 
 
 @triton.jit
-def _store_copies(low_, average_, take_, w, at, mask):
+def _store_copies(bf16_, average_, average_rate_, w, at, mask):
     """Update the bfloat16 copy and the average of the weights."""
-    if low_ is not None:
-        tl.store(low_ + at, w.to(tl.bfloat16), mask)
+    if bf16_ is not None:
+        tl.store(bf16_ + at, w.to(tl.bfloat16), mask)
     if average_ is not None:
         a = tl.load(average_ + at, mask, other=0.0)
-        tl.store(average_ + at, a + tl.load(take_) * (w - a), mask)
+        tl.store(average_ + at, a + tl.load(average_rate_) * (w - a), mask)
 
 
 @triton.jit
 def update(
-    w_, g_, m_, v_, low_, average_, direction_, ratio_, table_, sums_, lr_, take_, step_, scale_, skip_, seed_, n,
-    offset, log1, take1, log2, beta2, take2, eps, mu, decay, KIND: tl.constexpr, NESTEROV: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    w_, g_, m_, v_, bf16_, average_, direction_, ratio_, table_, sums_, lr_, average_rate_, step_, scale_, found_inf_, seed_, n,
+    offset, log_beta1, one_minus_beta1, log_beta2, beta2, one_minus_beta2, eps, mu, decay, KIND: tl.constexpr,
+    NESTEROV: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if table_ is None:
-        first, last, counted = block * BLOCK, n, n
+        first, last, norm_end = block * BLOCK, n, n
     else:
         first, last = tl.load(table_ + 4 * block + 1) * ALIGN, tl.load(table_ + 4 * block + 2) * ALIGN
-        counted = tl.load(table_ + 4 * block + 3)
-    if skip_ is not None:
-        last = tl.where(tl.load(skip_) == 1.0, first, last)
+        norm_end = tl.load(table_ + 4 * block + 3)
+    if found_inf_ is not None:
+        last = tl.where(tl.load(found_inf_) == 1.0, first, last)
     mask = lane < tl.minimum(last - first, BLOCK).to(tl.int32)
-    in_norm = lane < tl.minimum(tl.maximum(counted - first, 0), BLOCK).to(tl.int32)
+    in_norm = lane < tl.minimum(tl.maximum(norm_end - first, 0), BLOCK).to(tl.int32)
     w = tl.load(w_ + first + lane, mask, other=0.0)
     u = tl.load(g_ + first + lane, mask, other=0.0).to(tl.float32)
     if scale_ is not None:
@@ -81,12 +81,12 @@ def update(
             u += decay * w
         m = tl.load(m_ + first + lane, mask, other=0.0).to(tl.float32)
         v = tl.load(v_ + first + lane, mask, other=0.0).to(tl.float32)
-        m += take1 * (u - m)
-        v = beta2 * v + take2 * u * u
+        m += one_minus_beta1 * (u - m)
+        v = beta2 * v + one_minus_beta2 * u * u
         _store(m_ + first + lane, m, mask, noise & 0xFFFF)
         _store(v_ + first + lane, v, mask, noise >> 16)
         step = tl.load(step_)
-        u = m / (_one_minus_exp(log1 * step) * (tl.sqrt(v) / tl.sqrt(_one_minus_exp(log2 * step)) + eps))
+        u = m / (_one_minus_exp(log_beta1 * step) * (tl.sqrt(v) / tl.sqrt(_one_minus_exp(log_beta2 * step)) + eps))
         if KIND == "lamb":
             u += decay * w
             tl.store(direction_ + first + lane, u, mask)
@@ -97,7 +97,7 @@ def update(
     elif KIND == "inside" or KIND == "outside":
         u += decay * w
         if ratio_ is not None:
-            ratio = tl.load(ratio_ + tl.load(table_ + 4 * block), first < counted, other=1.0)
+            ratio = tl.load(ratio_ + tl.load(table_ + 4 * block), first < norm_end, other=1.0)
             u *= tl.where(in_norm, ratio, 1.0)
         if KIND == "inside":
             u *= lr
@@ -111,7 +111,7 @@ def update(
         tl.store(sums_ + 2 * block + 1, tl.sum(tl.where(in_norm, u * u, 0.0)))
     else:
         tl.store(w_ + first + lane, w, mask)
-        _store_copies(low_, average_, take_, w, first + lane, mask)
+        _store_copies(bf16_, average_, average_rate_, w, first + lane, mask)
 
 
 @triton.jit
@@ -134,13 +134,13 @@ def run(
     s, w, n, (m, v) = operands.segments, operands.weights, operands.weights.numel(), (*operands.moments, None, None)[:2]
     block, blocks, align = (1024, triton.cdiv(n, 1024), 1) if s is None else (s.block, len(s.table), s.align)
     sums = w.new_empty(blocks, 2) if kind in ("lamb", "norms") else None
-    log1, log2 = (math.log(beta) if beta else -math.inf for beta in betas)
+    log_beta1, log_beta2 = (math.log(beta) if beta else -math.inf for beta in betas)
     with torch.cuda.device_of(w):
         update[(blocks,)](
-            w, operands.gradient, m, v, operands.low, operands.average, operands.direction, operands.ratio, None if s is None else
-            s.table, sums, lr, operands.take, step, operands.scale, operands.skip, operands.seed, n, operands.offset, log1, 1 -
-            betas[0], log2, betas[1], 1 - betas[1], eps, mu, decay, KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block,
-            num_warps=block // 256,
+            w, operands.gradient, m, v, operands.bf16_copy, operands.average, operands.direction, operands.ratio,
+            None if s is None else s.table, sums, lr, operands.average_rate, step, operands.scale, operands.found_inf,
+            operands.seed, n, operands.offset, log_beta1, 1 - betas[0], log_beta2, betas[1], 1 - betas[1], eps, mu, decay, KIND=kind,
+            NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
         )  # fmt: skip
         if s is None or sums is None:
             return None
@@ -152,18 +152,18 @@ def run(
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     """Yield (name, kernel, signature, constexprs) of the launches of training, to compile them ahead of time."""
     for kind, operands, rounded in (
-        ("adam", "m_ v_ average_ take_ low_ lr_ step_ scale_ skip_", "g_"),
-        ("adamw", "m_ v_ average_ take_ low_ lr_ step_ scale_ skip_ seed_", "g_ m_ v_"),
-        ("lamb", "m_ v_ direction_ table_ sums_ step_ scale_ skip_ seed_", "g_ m_ v_"),
-        ("inside", "low_ average_ take_ ratio_ table_ lr_ skip_", ""),
-        ("inside", "m_ low_ average_ take_ ratio_ table_ lr_ scale_ skip_", "g_"),
-        ("outside", "m_ low_ average_ take_ lr_ scale_ skip_ seed_", "g_ m_"),
+        ("adam", "m_ v_ average_ average_rate_ bf16_ lr_ step_ scale_ found_inf_", "g_"),
+        ("adamw", "m_ v_ average_ average_rate_ bf16_ lr_ step_ scale_ found_inf_ seed_", "g_ m_ v_"),
+        ("lamb", "m_ v_ direction_ table_ sums_ step_ scale_ found_inf_ seed_", "g_ m_ v_"),
+        ("inside", "bf16_ average_ average_rate_ ratio_ table_ lr_ found_inf_", ""),
+        ("inside", "m_ bf16_ average_ average_rate_ ratio_ table_ lr_ scale_ found_inf_", "g_"),
+        ("outside", "m_ bf16_ average_ average_rate_ lr_ scale_ found_inf_ seed_", "g_ m_"),
         ("norms", "table_ sums_ scale_", "g_"),
     ):
         names, present, half = update.arg_names, ["w_", "g_", *operands.split()], rounded.split()
         fixed: dict[str, Any] = {x: None for x in names if x.endswith("_") and x not in present}
         fixed |= {"KIND": kind, "NESTEROV": kind == "outside", "ALIGN": 16, "BLOCK": 2048 if "table_" in present else 1024}
-        types = {"low_": "*bf16", "table_": "*i64", "seed_": "*i64", "n": "i64", "offset": "i64", **dict.fromkeys(half, "*bf16")}
+        types = {"bf16_": "*bf16", "table_": "*i64", "seed_": "*i64", "n": "i64", "offset": "i64", **dict.fromkeys(half, "*bf16")}
         types = {x: types.get(x, "*fp32" if x in present else "fp32") for x in names} | dict.fromkeys(fixed, "constexpr")
         yield f"{kind} {' '.join(x + 'bf16' if x in half else x for x in present)}", update, types, fixed
     yield "fold", fold, {"sums_": "*fp32", "upto_": "*i64", "total_": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 512}

@@ -12,26 +12,26 @@ from hpcai.kernels import triton_support
 MAX_CHANNELS = 1024  # a program of the kernels holds full rows
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, narrow: bool = False) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, autocast_output: bool = False) -> Tensor:
     """Return the normalised ``x``, contiguous, with statistics in float32 at least.
 
     Outside autocast the result has the dtype of ``x``, inside that of torch's layer norm: float32 on a GPU.
 
-    ``narrow``: Return the dtype of autocast inside autocast, for results that only matrix products read, which would cast them
-    anyway. float64 stays float64.
+    ``autocast_output``: Return the dtype of autocast inside autocast, for results that only matrix products read, which would
+    cast them anyway. float64 stays float64.
     Shape: x [..., C] of any strides; weight and bias [C] -> [..., C]
     """
     if weight is not None and bias is not None and not torch.compiler.is_compiling() and _fused(x):
         from hpcai.kernels import layernorm_triton
 
-        return layernorm_triton.layer_norm(x, weight, bias, eps, _autocast_dtype(x) if narrow else _output_dtype(x))
-    return reference(x, weight, bias, eps, narrow)
+        return layernorm_triton.layer_norm(x, weight, bias, eps, _autocast_dtype(x) if autocast_output else _output_dtype(x))
+    return reference(x, weight, bias, eps, autocast_output)
 
 
-def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, narrow: bool = False) -> Tensor:
+def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, autocast_output: bool = False) -> Tensor:
     """Return the same, by torch's operation."""
     y = torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return y.to(_autocast_dtype(y)) if narrow else y
+    return y.to(_autocast_dtype(y)) if autocast_output else y
 
 
 def _fused(x: Tensor) -> bool:
@@ -41,8 +41,8 @@ def _fused(x: Tensor) -> bool:
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
-    narrows = not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64  # meta has no autocast
-    return torch.get_autocast_dtype(device) if narrows else x.dtype
+    enabled = not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64  # meta has no autocast
+    return torch.get_autocast_dtype(device) if enabled else x.dtype
 
 
 def _output_dtype(x: Tensor) -> torch.dtype:

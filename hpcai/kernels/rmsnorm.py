@@ -18,13 +18,14 @@ _CPU = 1 << 18  # bytes of a chunk of one tensor on a CPU: four of them fit its 
 _SMALL = 1 << 14  # elements that are not chunked
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, narrow: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, autocast_output: bool = False) -> Tensor:
     """Return the normalised ``x``, contiguous, in its dtype.
 
-    ``narrow``: Return the dtype of autocast inside autocast, for results that only matrix products read. float64 stays float64.
+    ``autocast_output``: Return the dtype of autocast inside autocast, for results that only matrix products read. float64 stays
+    float64.
     Shape: x [..., C], weight [C] -> [..., C]
     """
-    dtype = _autocast_dtype(x) if narrow else x.dtype
+    dtype = _autocast_dtype(x) if autocast_output else x.dtype
     if _is_small(x, weight):
         return (x * _rstd(x, eps, x.dtype)).mul_(weight).to(dtype)
     if torch.compiler.is_compiling():

@@ -1,8 +1,8 @@
-"""Layers that two or more models use, for one process."""
+"""Layers that two or more models use. Each runs on one process; ``hpcai.parallel`` substitutes sharded ones."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 
-__getattr__, __all__ = lazy(
+__getattr__, __all__ = attach(
     __name__,
     {
         ".batchnorm": ["BatchNorm"],
@@ -10,6 +10,6 @@ __getattr__, __all__ = lazy(
         ".layernorm": ["LayerNorm"],
         ".groupnorm": ["GroupNorm"],
         ".conv": ["Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d"],
-        ".sizes": ["Multiples"],
+        ".divisible_shape": ["DivisibleShape"],
     },
 )

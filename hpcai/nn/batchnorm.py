@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hpcai.dynamo import disable_dynamo
 from hpcai.kernels import batchnorm
 from hpcai.kernels.triton_support import on_gpu
-from hpcai.untraced import untraced
 
 
-def is_alone(total: nn.Module) -> bool:
+def is_local(all_reduce: nn.Module) -> bool:
     """Whether the seam for statistics over several processes adds nothing: it is empty, or its ``axes`` are."""
-    return isinstance(total, nn.Identity) or not getattr(total, "axes", True)
+    return isinstance(all_reduce, nn.Identity) or not getattr(all_reduce, "axes", True)
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -28,46 +28,46 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
                  affine: bool = True, track_running_stats: bool = True) -> None:  # fmt: skip
         super().__init__(channels, eps, momentum, affine, track_running_stats)
         self.relu = relu
-        self.total = nn.Identity()
+        self.all_reduce = nn.Identity()
 
-    def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(x)
-        alone, compiling = is_alone(self.total), torch.compiler.is_compiling()
+        alone, compiling = is_local(self.all_reduce), torch.compiler.is_compiling()
         if not alone and compiling:
-            return self._untraced(x, plus)
+            return self._fused_eager(x, residual)
         if not alone or (on_gpu(x) and not compiling):
-            return self._fused(x, plus)
+            return self._fused(x, residual)
         y = super().forward(x)  # on one CPU torch's own is as good, and the compiler fuses what follows itself
         if compiling:
-            y = y if plus is None else y + plus.to(y.dtype)
+            y = y if residual is None else y + residual.to(y.dtype)
             return F.relu(y) if self.relu else y
-        y = y if plus is None else y.add_(plus)
+        y = y if residual is None else y.add_(residual)
         return y.relu_() if self.relu else y
 
-    @untraced
-    def _untraced(self, x: Tensor, plus: Tensor | None) -> Tensor:
+    @disable_dynamo
+    def _fused_eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
-        return self._fused(x, plus)
+        return self._fused(x, residual)
 
-    def _fused(self, x: Tensor, plus: Tensor | None) -> Tensor:
-        alone = is_alone(self.total)
+    def _fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        alone = is_local(self.all_reduce)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.weight is None:
             weight, bias = (x.new_full((self.num_features,), value, dtype=wide) for value in (1.0, 0.0))
         else:
             weight, bias = self.weight.to(wide), self.bias.to(wide)
-        if plus is not None:
-            plus = plus.to(x.dtype)
+        if residual is not None:
+            residual = residual.to(x.dtype)
         if not self.training and self.running_mean is not None and self.running_var is not None:
-            return _Fixed.apply(x, plus, weight, bias, self.running_mean.to(wide), self.running_var.to(wide), self.eps, self.relu)
-        total, act = None if alone else self.total, "relu" if self.relu else None
-        y, mean, variance, count = Normalise.apply(x, plus, weight, bias, self.eps, act, 0.0, total, 1, 1)
+            return _NormaliseEval.apply(x, residual, weight, bias, self.running_mean.to(wide), self.running_var.to(wide), self.eps, self.relu)
+        all_reduce, act = None if alone else self.all_reduce, "relu" if self.relu else None
+        y, mean, variance, count = Normalise.apply(x, residual, weight, bias, self.eps, act, 0.0, all_reduce, 1, 1)
         if self.training and self.running_mean is not None:
-            self._track(mean, variance, count)
+            self._update_running_stats(mean, variance, count)
         return y
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         momentum: Any = self.momentum
@@ -88,14 +88,14 @@ class Normalise(torch.autograd.Function):
     ``total``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None, slope: float,
-                total: Any, samples: int, group: int) -> Any:  # fmt: skip
-        mean, variance, count = batchnorm.moments(x, total, samples, group)
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None, slope: float,
+                all_reduce: Any, samples: int, group: int) -> Any:  # fmt: skip
+        mean, variance, count = batchnorm.moments(x, all_reduce, samples, group)
         each = batchnorm.repeat_groups(mean, group), batchnorm.repeat_groups(variance, group)
-        rule = batchnorm.NormParams(*each, weight, bias, eps, act, slope)
-        y = batchnorm.normalise(x, rule, plus)
-        ctx.rest, ctx.total, ctx.group, ctx.plus = rule[4:], total, group, plus is not None
-        ctx.save_for_backward(x, y if batchnorm.saves_output(x, rule, ctx.plus) else None, count, *rule[:4])
+        params = batchnorm.NormParams(*each, weight, bias, eps, act, slope)
+        y = batchnorm.normalise(x, params, residual)
+        ctx.rest, ctx.total, ctx.group, ctx.plus = params[4:], all_reduce, group, residual is not None
+        ctx.save_for_backward(x, y if batchnorm.saves_output(x, params, ctx.plus) else None, count, *params[:4])
         ctx.mark_non_differentiable(mean, variance, count)
         return y, mean, variance, count
 
@@ -103,18 +103,18 @@ class Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         x, y, count, *values = ctx.saved_tensors
-        rule, need = batchnorm.NormParams(*values, *ctx.rest), ctx.plus and ctx.needs_input_grad[1]
-        return *batchnorm.gradients(dy, x, y, rule, count, ctx.total, ctx.group, need), *[None] * 6
+        params, need = batchnorm.NormParams(*values, *ctx.rest), ctx.plus and ctx.needs_input_grad[1]
+        return *batchnorm.gradients(dy, x, y, params, count, ctx.total, ctx.group, need), *[None] * 6
 
 
-class _Fixed(torch.autograd.Function):
+class _NormaliseEval(torch.autograd.Function):
     """Normalisation with statistics that are given."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float,
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float,
                 relu: bool) -> Tensor:  # fmt: skip
-        y = batchnorm.normalise(x, batchnorm.NormParams(mean, variance, weight, bias, eps, "relu" if relu else None), plus)
-        ctx.eps, ctx.plus = eps, plus is not None
+        y = batchnorm.normalise(x, batchnorm.NormParams(mean, variance, weight, bias, eps, "relu" if relu else None), residual)
+        ctx.eps, ctx.plus = eps, residual is not None
         ctx.save_for_backward(x, y if relu else None, mean, variance, weight)
         return y
 

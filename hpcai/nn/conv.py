@@ -16,7 +16,7 @@ from hpcai.kernels.triton_support import on_cpu
 _UNROLLED_UP_TO = 20480
 # The gradients of one volume with no more voxels than this are products with the volume unrolled, because oneDNN would spend its
 # time on reordering the weights (by input and weights, 320 channels at 4^3: 15 ms as products, 24 as halves; 256 at 8^3: 61, 41).
-_PRODUCTS_UP_TO = 128
+_MATMUL_UP_TO = 128
 
 Triple = tuple[int, ...]
 
@@ -35,14 +35,14 @@ def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple
 
     [B, C, D, H, W] -> [B, O, D', H', W']
     """
-    if _would_lose_gradients(x, weight):
+    if _leaves_grad_weight_unwritten(x, weight):
         return _in_float32(F.conv3d, x, weight, bias, stride, padding, dilation, groups)
     if on_cpu(x) and x.ndim == 5 and groups == 1 and not torch.compiler.is_compiling():
         if weight.shape[2:].numel() == 1 and not any(padding) and x.is_contiguous(memory_format=torch.channels_last_3d):
             down, up, across = stride
             return F.linear(_rows(x[:, :, ::down, ::up, ::across]), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)
         if _would_be_unrolled(x, weight):
-            return _Direct.apply(channels_last(x), weight, bias, stride, padding, dilation)
+            return _OneDNNConv3d.apply(channels_last(x), weight, bias, stride, padding, dilation)
     return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
 
 
@@ -77,7 +77,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 4, 1)
 
 
-def _would_lose_gradients(x: Tensor, weight: Tensor) -> bool:
+def _leaves_grad_weight_unwritten(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's gradient of the weights would hold unwritten memory, as it does in bfloat16 on a CPU where a volume is less
     deep than the kernel (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in
     float32."""
@@ -111,7 +111,7 @@ def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _Direct(torch.autograd.Function):
+class _OneDNNConv3d(torch.autograd.Function):
     """The convolution of one float32 volume by oneDNN, where torch would unroll it. Forward is an operation of torch; backward,
     for which torch has none, is by ``conv3d_gradients``. It has no second derivative."""
 
@@ -132,24 +132,24 @@ class _Direct(torch.autograd.Function):
 
 
 def conv3d_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, stride: Triple, padding: Triple, dilation: Triple, groups: int, want: Sequence[bool],
+    dy: Tensor, x: Tensor, weight: Tensor, stride: Triple, padding: Triple, dilation: Triple, groups: int, output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of ``conv3d`` by its input, weight and bias, where ``want`` says so. One float32 volume that torch would unroll is
     computed as two samples or as products."""
-    by_input, by_weight, by_bias = want
+    by_input, by_weight, by_bias = output_mask
     if on_cpu(x) and groups == 1 and _would_be_unrolled(x, weight):
         dx = dweight = None
         if by_input or by_weight:
-            way = _products if dy.shape[2] == 1 or dy.shape[2:].numel() <= _PRODUCTS_UP_TO else _halves
+            way = _gradients_by_matmul if dy.shape[2] == 1 or dy.shape[2:].numel() <= _MATMUL_UP_TO else _gradients_by_halves
             dx, dweight = way(channels_last(dy), channels_last(x), weight, (stride, padding, dilation), by_input, by_weight)
         return dx, dweight, dy.sum((0, 2, 3, 4)) if by_bias else None
     sizes = [weight.shape[0]] if by_bias else None
     how = (stride, padding, dilation, False, (0, 0, 0), groups)
-    found: Any = torch.ops.aten.convolution_backward(dy, x, weight, sizes, *how, tuple(want))
+    found: Any = torch.ops.aten.convolution_backward(dy, x, weight, sizes, *how, tuple(output_mask))
     return found
 
 
-def _products(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
+def _gradients_by_matmul(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
               by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients by x and weight as matrix products, with the volume unrolled into [P', kernel * C]."""
     (stride, padding, dilation), kernel, channels = how, weight.shape[2:], x.shape[1]
@@ -174,7 +174,7 @@ def _products(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, 
     return dx, dweight
 
 
-def _halves(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
+def _gradients_by_halves(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
             by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients by x and weight, with ``dy`` cut into two samples along D, each with the part of the volume that it is made of: for
     two samples torch takes oneDNN."""
@@ -204,7 +204,7 @@ class Conv3d(nn.Conv3d):
         """[B, C, D, H, W] -> [B, O, D', H', W']"""
         if self.padding_mode == "zeros" and not isinstance(self.padding, str):
             return conv3d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-        if _would_lose_gradients(x, self.weight):
+        if _leaves_grad_weight_unwritten(x, self.weight):
             return _in_float32(self._conv_forward, x, self.weight, self.bias)
         return super().forward(x)
 
@@ -234,7 +234,7 @@ class Conv2d(nn.Conv2d):
         if self.groups > 1 and self.dilation != (1, 1) and on_cpu(x) and _in_bfloat16(self.weight):
             return _in_float32(self._conv_forward, x, self.weight, self.bias)
         if not self._is_product(x):
-            return _Apart.of(self, x) if self.dilation != (1, 1) and _slow_weights(self, x) else super().forward(x)
+            return _MixedFormatConv.of(self, x) if self.dilation != (1, 1) and _slow_weights(self, x) else super().forward(x)
         down, across = self.stride
         return F.linear(x[:, :, ::down, ::across].permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
@@ -254,7 +254,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
         if output_size is None and _slow_weights(self, x):
-            return _Apart.of(self, x)
+            return _MixedFormatConv.of(self, x)
         return super().forward(x, output_size)
 
 
@@ -275,14 +275,14 @@ def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
     )
 
 
-class _Apart(torch.autograd.Function):
+class _MixedFormatConv(torch.autograd.Function):
     """A convolution whose gradient by the input is computed in channels-last memory, and that by the weights in contiguous."""
 
     @staticmethod
     def of(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:
         transposed = isinstance(conv, nn.ConvTranspose2d)
         how = (conv.stride, conv.padding, conv.dilation, transposed, conv.output_padding, conv.groups)
-        return _Apart.apply(x, conv.weight, conv.bias, how)
+        return _MixedFormatConv.apply(x, conv.weight, conv.bias, how)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:

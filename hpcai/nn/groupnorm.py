@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpcai.dynamo import disable_dynamo
 from hpcai.kernels.batchnorm import ACTIVATIONS, apply_activation, in_channels_last
 from hpcai.kernels.triton_support import on_gpu
-from hpcai.nn.batchnorm import Normalise, is_alone
-from hpcai.untraced import untraced
+from hpcai.nn.batchnorm import Normalise, is_local
 
 
-class PerSample(nn.Module):
+class PerSampleNorm(nn.Module):
     """A norm with statistics of each sample, over groups of neighbouring channels, then ``activation``: relu, leaky_relu with
     ``slope``, silu or None.   [B, C, ...] -> the same, in the same memory format
 
@@ -27,37 +27,37 @@ class PerSample(nn.Module):
     weight: Any
     bias: Any
 
-    def follow(self, channels: int, group: int, activation: str | None, slope: float) -> None:
+    def set_activation(self, channels: int, group: int, activation: str | None, slope: float) -> None:
         """What the norm of torch, whose weights this one has, does not know."""
         if activation is not None and activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected None or one of {', '.join(ACTIVATIONS)}")
         if not slope > 0:  # the backward pass takes the side from the sign of the output
             raise ValueError(f"slope is {slope}; expected a number above 0; for 0 take activation='relu'")
         self.channels, self.group, self.activation, self.slope = channels, group, activation, slope
-        self.total = nn.Identity()
+        self.all_reduce = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim < 2 or x.shape[1] != self.channels:
             raise ValueError(f"input has shape {list(x.shape)}; expected [B, {self.channels}, ...]")
-        alone, compiling = is_alone(self.total), torch.compiler.is_compiling()
+        alone, compiling = is_local(self.all_reduce), torch.compiler.is_compiling()
         if not alone:
-            return self._untraced(x) if compiling else self._fused(x)
-        self._refuse_one(x, 1)
-        if compiling or self._is_torchs(x):  # the compiler fuses what follows itself
+            return self._fused_eager(x) if compiling else self._fused(x)
+        self._check_count(x, 1)
+        if compiling or self._prefers_torch(x):  # the compiler fuses what follows itself
             wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
             y = F.group_norm(wide if compiling else x, self.channels // self.group, self.weight, self.bias, self.eps).to(x.dtype)
             return apply_activation(y, self.activation, self.slope, inplace=not compiling and self.activation != "silu")
         return self._fused(x)
 
-    def _is_torchs(self, x: Tensor) -> bool:
+    def _prefers_torch(self, x: Tensor) -> bool:
         """Whether torch's group norm is quicker and as exact. In channels-last memory it takes long with as many groups as channels
         and over bfloat16, and adds rows up in float32, one after the other: 64^3 of them are wrong by 3e-5."""
         if on_gpu(x) or not in_channels_last(x):
             return not on_gpu(x)
         return self.group > 1 and x.dtype.itemsize >= 4 and x.shape[2:].numel() <= 2**15
 
-    @untraced
-    def _untraced(self, x: Tensor) -> Tensor:
+    @disable_dynamo
+    def _fused_eager(self, x: Tensor) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
         return self._fused(x)
 
@@ -67,13 +67,13 @@ class PerSample(nn.Module):
             weight, bias = (x.new_full((self.channels,), value, dtype=wide) for value in (1.0, 0.0))
         else:
             weight, bias = self.weight.to(wide), self.bias.to(wide)
-        total = None if is_alone(self.total) else self.total
+        total = None if is_local(self.all_reduce) else self.all_reduce
         how = self.eps, self.activation, self.slope, total, len(x), self.group
         y, _, _, count = Normalise.apply(x, None, weight, bias, *how)
-        self._refuse_one(x, count)
+        self._check_count(x, count)
         return y
 
-    def _refuse_one(self, x: Tensor, count: Tensor | int) -> None:
+    def _check_count(self, x: Tensor, count: Tensor | int) -> None:
         # More than one value here are more than one in all: nothing is read from the device.
         if x.shape[2:].numel() * self.group < 2 and int(count) < 2:
             raise ValueError(
@@ -82,7 +82,7 @@ class PerSample(nn.Module):
             )
 
 
-class GroupNorm(PerSample, nn.GroupNorm):
+class GroupNorm(PerSampleNorm, nn.GroupNorm):
     """``nn.GroupNorm`` of maps and volumes with the activation that follows it; see ``PerSample``.   [B, C, ...] -> the same
 
     Keys are those of ``nn.GroupNorm``. Raises ValueError where ``groups`` does not divide ``channels``.
@@ -93,4 +93,4 @@ class GroupNorm(PerSample, nn.GroupNorm):
         if groups < 1 or channels % groups:
             raise ValueError(f"{channels} channels cannot make {groups} groups; give a number that divides {channels}")
         super().__init__(groups, channels, eps, affine)
-        self.follow(channels, channels // groups, activation, slope)
+        self.set_activation(channels, channels // groups, activation, slope)

@@ -1,4 +1,4 @@
-"""A network that is asked for an answer, in the midst of its training or without any."""
+"""Inference with a model, during training or without it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,15 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def asked(model: nn.Module, weight: Tensor) -> Iterator[torch.dtype]:
-    """Inside, ``model`` is in evaluation mode, without gradients, in bf16 if its ``weight`` is. Gives the dtype of its input."""
-    narrow, training = weight.dtype == torch.bfloat16, model.training
+def inference_mode(model: nn.Module, weight: Tensor) -> Iterator[torch.dtype]:
+    """Context manager: ``model`` is in evaluation mode, without gradients, and under bfloat16 autocast if its ``weight`` is bfloat16.
+
+    Yield the dtype of its input. The exit restores the mode of the model.
+    """
+    is_bf16, training = weight.dtype == torch.bfloat16, model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
-            yield torch.float32 if narrow else weight.dtype
+        with torch.no_grad(), torch.autocast(weight.device.type, torch.bfloat16, enabled=is_bf16):
+            yield torch.float32 if is_bf16 else weight.dtype
     finally:
         model.train(training)

@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from hpcai.nn.groupnorm import PerSample
+from hpcai.nn.groupnorm import PerSampleNorm
 
 
-class InstanceNorm(PerSample, nn.modules.instancenorm._InstanceNorm):
+class InstanceNorm(PerSampleNorm, nn.modules.instancenorm._InstanceNorm):
     """``nn.InstanceNorm`` of any number of dims, with weights and without running statistics, then an activation; see
     ``PerSample``: each channel is a group.   [B, C, ...] -> the same
 
@@ -14,4 +14,4 @@ class InstanceNorm(PerSample, nn.modules.instancenorm._InstanceNorm):
 
     def __init__(self, channels: int, activation: str | None = None, slope: float = 0.01, eps: float = 1e-5) -> None:
         super().__init__(channels, eps, affine=True)
-        self.follow(channels, 1, activation, slope)
+        self.set_activation(channels, 1, activation, slope)

@@ -8,17 +8,19 @@ from hpcai.kernels.layernorm import layer_norm
 
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` of one dim, by one kernel each way on a GPU.   [..., C] of any strides -> [..., C], contiguous
+    """``nn.LayerNorm`` over the last dim, by one kernel for each pass on a GPU.
 
-    ``narrow``: under autocast the result has autocast's dtype, for layers that only products read; without it, float32 on a GPU.
+    ``autocast_output``: Under autocast the result has the dtype of autocast, for layers that only matrix products read. Otherwise it
+    is float32 on a GPU.
+    Shape: x [..., C] of any strides -> [..., C], contiguous
     Raises ValueError for several dims.
     """
 
-    def __init__(self, channels: int, *more: Any, narrow: bool = False, **words: Any) -> None:
-        super().__init__(channels, *more, **words)
+    def __init__(self, channels: int, *args: Any, autocast_output: bool = False, **kwargs: Any) -> None:
+        super().__init__(channels, *args, **kwargs)
         if len(self.normalized_shape) != 1:
             raise ValueError(f"LayerNorm over {list(self.normalized_shape)}; expected one number of channels, use nn.LayerNorm")
-        self.narrow = narrow
+        self.autocast_output = autocast_output
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, self.narrow)
+        return layer_norm(x, self.weight, self.bias, self.eps, self.autocast_output)

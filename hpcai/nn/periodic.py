@@ -15,20 +15,20 @@ from hpcai.nn.conv import Conv2d, Conv3d
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def around(x: Tensor, dims: Sequence[int]) -> Tensor:
+def circular_pad(x: Tensor, dims: Sequence[int]) -> Tensor:
     """``x`` [B, C, ...] with one more place on both sides of each of these dims, the one at its other end, in channels-last memory
     (``F.pad`` with circular would lose that)."""
-    found: Tensor = _Around.apply(x, tuple(dims)) if dims else x
+    found: Tensor = _CircularPad.apply(x, tuple(dims)) if dims else x
     return found
 
 
-class _Around(torch.autograd.Function):
+class _CircularPad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> Tensor:
         ctx.dims = dims
         sizes = [n + 2 * (dim in dims) for dim, n in enumerate(x.shape)]
         y = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=_FORMATS[x.ndim])
-        _within(y, dims).copy_(x)
+        _interior(y, dims).copy_(x)
         for dim in dims:  # one after the other, so that the last fills the corners
             n = x.shape[dim]
             y.narrow(dim, 0, 1).copy_(y.narrow(dim, n, 1))
@@ -43,28 +43,28 @@ class _Around(torch.autograd.Function):
             n = dy.shape[dim] - 2
             dy.narrow(dim, n, 1).add_(dy.narrow(dim, 0, 1))
             dy.narrow(dim, 1, 1).add_(dy.narrow(dim, n + 1, 1))
-        return _within(dy, ctx.dims).contiguous(memory_format=_FORMATS[dy.ndim]), None
+        return _interior(dy, ctx.dims).contiguous(memory_format=_FORMATS[dy.ndim]), None
 
 
-def _within(y: Tensor, dims: Sequence[int]) -> Tensor:
+def _interior(y: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in dims:
         y = y.narrow(dim, 1, y.shape[dim] - 2)
     return y
 
 
-class _Periodic:
+class _CircularConv:
     """A convolution of whose dims some are periodic: 3 places wide, and without padding along these."""
 
-    wrapped: tuple[int, ...] = ()
+    circular_dims: tuple[int, ...] = ()
     """dims of its input [B, C, ...]"""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(around(x, self.wrapped))  # type: ignore[misc]
+        return super().forward(circular_pad(x, self.circular_dims))  # type: ignore[misc]
 
 
-class PeriodicConv2d(_Periodic, Conv2d):
+class PeriodicConv2d(_CircularConv, Conv2d):
     """``hpcai.nn.Conv2d`` of a map that is periodic along the dims ``wrapped``.   [B, C, H, W] -> [B, O, H', W']"""
 
 
-class PeriodicConv3d(_Periodic, Conv3d):
+class PeriodicConv3d(_CircularConv, Conv3d):
     """``hpcai.nn.Conv3d`` of a volume that is periodic along the dims ``wrapped``.   [B, C, D, H, W] -> [B, O, D', H', W']"""

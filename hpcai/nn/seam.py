@@ -1,4 +1,4 @@
-"""Where the forms of parallelism take hold of a model."""
+"""The points of a model at which ``hpcai.parallel`` inserts communication."""
 
 from typing import Any
 
@@ -6,13 +6,15 @@ from torch import Tensor, nn
 
 
 class Seam(nn.Module):
-    """A place where a process needs what others hold: nothing outside a cluster.
+    """A submodule that communicates with the other ranks of a model-parallel group; the default is the identity.
 
-    ``parts``: into how many equal ones what passes here is divided. Sizes of the whole may be told. What a model computes between
-    ``begin`` and ``finish`` does not wait for others, nor does its backward pass; what passes is finished once, or never.
+    ``begin`` starts the communication and returns a handle, ``finish`` waits for it: the computation between them overlaps with it,
+    as does its backward pass. Each handle is finished at most once. ``sizes`` are sizes of the unsharded tensor.
+
+    ``num_shards``: The number of equal shards of the tensor that passes here.
     """
 
-    parts = 1
+    num_shards = 1
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         return x
@@ -20,5 +22,5 @@ class Seam(nn.Module):
     def begin(self, x: Tensor, *sizes: int) -> Any:
         return x
 
-    def finish(self, passing: Any) -> Tensor:
-        return passing
+    def finish(self, handle: Any) -> Tensor:
+        return handle

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from hpcai.config import Settings, mistake
 from hpcai.errors import CheckpointError, ConfigError
 
-Shape = TypeVar("Shape", bound=Settings)
-Network = TypeVar("Network", bound=nn.Module)
+SettingsT = TypeVar("SettingsT", bound=Settings)
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # What checkpoints of torch, Lightning, DeepSpeed and the MLPerf codes put around weights and before their names. An average of the
 # weights comes first.
-_AROUND = ("ema", "params", "alphafold_state_dict", "state_dict", "model_state_dict", "module", "model", "best_model_state_dict")
-_BEFORE = re.compile(r"^(?:_forward_module\.|averaged_model\.|module\.|model\.|_orig_mod\.)+")
+_CONTAINERS = ("ema", "params", "alphafold_state_dict", "state_dict", "model_state_dict", "module", "model", "best_model_state_dict")
+_PREFIXES = re.compile(r"^(?:_forward_module\.|averaged_model\.|module\.|model\.|_orig_mod\.)+")
 
 
-class Portable(nn.Module):
+class PretrainedMixin(nn.Module):
     """A network that goes into a file together with its settings, and comes out of one by the ``load.py`` of its package."""
 
     cfg: Any
@@ -35,13 +35,13 @@ class Portable(nn.Module):
     """``__package__`` of the network's module"""
 
     @property
-    def about(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         """What a file of weights says of the network: its kind and settings, and the word for tensors of torch without which some
         libraries refuse it."""
         settings = self.cfg.model_dump(mode="json")
         return {"format": "pt", "hpcai": json.dumps({"model": self.package.rpartition(".")[2], "settings": settings})}
 
-    def files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
+    def output_files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
         """What a run leaves for people: functions that write a file, by its name. ``export(path)`` writes the weights of the last
         checkpoint (``hpcai.train.saved``)."""
         return {"model.safetensors": export}
@@ -58,10 +58,10 @@ class Portable(nn.Module):
         path, state = Path(path), {name: value.detach().cpu() for name, value in (weights or self.state_dict()).items()}
         partial = path.with_name(f".{path.name}.partial")  # renamed when it is whole
         if form == "hpcai":
-            _write(partial, self.about, state)
+            _write(partial, self.metadata, state)
         else:
             try:
-                _write_for_others(partial, import_module(f"{self.package}.load"), self.cfg, state, form)
+                _write_form(partial, import_module(f"{self.package}.load"), self.cfg, state, form)
             except CheckpointError as problem:
                 raise CheckpointError(f"{path}: {problem}") from problem
         partial.replace(path)
@@ -78,7 +78,7 @@ def _write(path: Path, about: dict[str, str], state: Mapping[str, Tensor]) -> No
     path.chmod(0o644)  # safetensors makes a file for its owner only
 
 
-def _write_for_others(path: Path, others: Any, cfg: Settings, state: Mapping[str, Tensor], form: str) -> None:
+def _write_form(path: Path, others: Any, cfg: Settings, state: Mapping[str, Tensor], form: str) -> None:
     forms = getattr(others, "FORMS", ())
     if form not in forms:
         raise CheckpointError(f"there is no form {form!r} of weights; expected one of {', '.join(('hpcai', *forms))}")
@@ -90,7 +90,7 @@ def _write_for_others(path: Path, others: Any, cfg: Settings, state: Mapping[str
             torch.save(found, file)
 
 
-def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor], Shape | None]:
+def load_state(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict[str, Tensor], SettingsT | None]:
     """Weights by name, and the settings that travelled with them, if any did: from a safetensors file, from arrays of numpy (.npz),
     or from a torch state dict, alone or within a checkpoint. Raises CheckpointError."""
     if not path.is_file():
@@ -105,7 +105,7 @@ def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor
             with np.load(path, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays}, None
         # Mapped, so that a checkpoint's optimizer is not read.
-        return _plain(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), path), None
+        return _unwrap(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), path), None
     except (CheckpointError, ConfigError):
         raise
     except Exception as problem:  # every reader has errors of its own for a damaged file
@@ -116,13 +116,13 @@ def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor
         raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from problem
 
 
-def read_settings(path: Path, kind: str, settings: type[Shape]) -> Shape | None:
+def read_settings(path: Path, kind: str, settings: type[SettingsT]) -> SettingsT | None:
     """The settings that travelled with the weights of a safetensors file, if any did; no weight is read. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return _told(path, file.metadata(), kind, settings)
+            return _embedded_settings(path, file.metadata(), kind, settings)
     except (OSError, SafetensorError) as problem:
         raise CheckpointError(f"{path}: no safetensors file, or damaged: {problem}") from problem
 
@@ -132,16 +132,16 @@ def _is_numpy(path: Path) -> bool:
         return all(name.endswith(".npy") for name in file.namelist())
 
 
-def _safetensors(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor], Shape | None]:
+def _safetensors(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict[str, Tensor], SettingsT | None]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
-        found = _told(path, file.metadata(), kind, settings)
-    return (_plain(state, path), None) if found is None else (state, found)
+        found = _embedded_settings(path, file.metadata(), kind, settings)
+    return (_unwrap(state, path), None) if found is None else (state, found)
 
 
-def _told(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: type[Shape]) -> Shape | None:
+def _embedded_settings(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: type[SettingsT]) -> SettingsT | None:
     about = json.loads((metadata or {}).get("hpcai", "{}"))
     if not about:
         return None
@@ -153,13 +153,13 @@ def _told(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: t
         raise ConfigError(f"{path}: settings inside the file: {mistake(problem)}") from problem
 
 
-def _plain(found: Any, path: Path) -> dict[str, Tensor]:
+def _unwrap(found: Any, path: Path) -> dict[str, Tensor]:
     """The weights alone, without what is around them and before their names."""
-    while isinstance(found, Mapping) and (inner := next((k for k in _AROUND if isinstance(found.get(k), Mapping)), None)):
+    while isinstance(found, Mapping) and (inner := next((k for k in _CONTAINERS if isinstance(found.get(k), Mapping)), None)):
         found = found[inner]
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise CheckpointError(f"{path}: expected names with tensors, alone or under one of {', '.join(_AROUND)}")
-    state = {_BEFORE.sub("", name): value for name, value in found.items()}
+        raise CheckpointError(f"{path}: expected names with tensors, alone or under one of {', '.join(_CONTAINERS)}")
+    state = {_PREFIXES.sub("", name): value for name, value in found.items()}
     if len(state) != len(found):
         raise CheckpointError(f"{path}: several tensors of one name, but for what is before it; save one state dict alone")
     state.pop("n_averaged", None)  # a count, which torch keeps beside its averages
@@ -170,7 +170,7 @@ def _plain(found: Any, path: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def names_known(path: Path, state: Mapping[str, Tensor], expected: str) -> Iterator[None]:
+def check_names(path: Path, state: Mapping[str, Tensor], expected: str) -> Iterator[None]:
     """Inside, the sizes of a network are read off its weights. Raises CheckpointError where one is missing or of other dims."""
     try:
         yield
@@ -180,24 +180,24 @@ def names_known(path: Path, state: Mapping[str, Tensor], expected: str) -> Itera
         raise CheckpointError(f"{path}: {what}; expected the names {expected}, found {known}") from problem
 
 
-def agree(path: Path, sizes: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def check_sizes(path: Path, sizes: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raises CheckpointError where the sizes of weights are not those that settings ask for."""
     for name, size in sizes.items():
         if asked[name] != size:
             raise CheckpointError(f"{path}: the weights have {name} {size}, the settings {asked[name]}; load without settings")
 
 
-def filled(model: Network, state: Mapping[str, Tensor], path: Path) -> Network:
+def load_into(model: ModelT, state: Mapping[str, Tensor], path: Path) -> ModelT:
     """``model`` with these weights, in evaluation mode. Raises CheckpointError where they do not fit."""
     try:
         model.load_state_dict(state)
     except RuntimeError as problem:
         raise CheckpointError(f"{path}: not the weights of a {type(model).__name__}: {problem}") from problem
-    taken_from(model, path)
+    set_origin(model, path)
     return model.eval()
 
 
-def taken_from(model: nn.Module, path: Path) -> None:
+def set_origin(model: nn.Module, path: Path) -> None:
     """Record that all parameters are those of a file (``parameter.origin``). A checkpoint names the file in place of those that are
     frozen; who changes such a parameter removes its ``origin``."""
     for parameter in model.parameters():

@@ -31,7 +31,7 @@ from hpcai.dist.collect import Scattered, backend, gather_shares, once, swap_sha
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
-from hpcai.untraced import untraced
+from hpcai.dynamo import disable_dynamo
 
 
 class _Seam(Seam):
@@ -65,16 +65,16 @@ class _Crossed(_Seam):
     def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
         raise NotImplementedError
 
-    @untraced
+    @disable_dynamo
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         return self.finish(self.begin(x, *sizes))
 
-    @untraced
+    @disable_dynamo
     def begin(self, x: Tensor, *sizes: int) -> "Passing":
         crossing = Crossing(*self._ways(x, *sizes))
         return Passing(_Begin.apply(x, crossing), crossing)
 
-    @untraced
+    @disable_dynamo
     def finish(self, passing: "Passing") -> Tensor:
         return _Finish.apply(*passing)
 
@@ -113,14 +113,14 @@ class ToChannels(Move):
         super().__init__(axis, 2, 3)
 
     @property
-    def parts(self) -> int:  # type: ignore[override]
+    def num_shards(self) -> int:  # type: ignore[override]
         return self.axis.size
 
-    @untraced
+    @disable_dynamo
     def begin(self, x: Tensor, *sizes: int) -> "Passing":
         return super().begin(x.unflatten(1, (2, -1)), 2, x.shape[1] // 2, x.shape[3], x.shape[3])
 
-    @untraced
+    @disable_dynamo
     def finish(self, passing: "Passing") -> Tensor:
         return super().finish(passing).flatten(1, 2)
 
@@ -131,7 +131,7 @@ class ToRows(Move):
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis, 2, 1)
 
-    @untraced
+    @disable_dynamo
     def begin(self, x: Tensor, *sizes: int) -> "Passing":
         return super().begin(x, x.shape[1] * self.axis.size)
 

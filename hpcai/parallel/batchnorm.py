@@ -43,7 +43,7 @@ def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batch
     use_ours(model)
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            module.add_module("total", SumInPlace(axis))
+            module.add_module("all_reduce", SumInPlace(axis))
     return model
 
 

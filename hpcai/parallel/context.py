@@ -21,7 +21,7 @@ from hpcai.dist.collect import Scattered, gather_shares, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
-from hpcai.untraced import untraced
+from hpcai.dynamo import disable_dynamo
 
 
 class Own(nn.Module):
@@ -72,7 +72,7 @@ class CausalContext(nn.Module):
         super().__init__()
         self.axis, self.again = axis.meet(), again
 
-    @untraced
+    @disable_dynamo
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         from torch.nn.attention.bias import causal_lower_right  # it imports torch's compiler
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hpcai.dist.collect import Scattered, gather_shares
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
-from hpcai.nn.frozen import Frozen
+from hpcai.nn.quantized import QuantizedLinear
 from hpcai.parallel.replicate import Bucket, GradientSums, start_equal
 from hpcai.parallel.rows import ALONE, Part, Row, Share, alike, place_of, row_of, sum_axes, within
 
@@ -142,7 +142,7 @@ class FullySharded:
     block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
 
     ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, and frozen weights are
-    held so, except for modules that say they are ``wide``; sums are float32. Of parameters without memory (``nn.deferred``) each
+    held so, except for modules that say they are ``wide``; sums are float32. Of parameters without memory (``deferred_init``) each
     process draws its share alone.
     """
 
@@ -158,7 +158,7 @@ class FullySharded:
         self.buckets: list[Bucket] = []
         self.between, self.cut = axes or (ALONE, mesh["replicate"])
         named = dict(model.named_parameters())
-        if held := next((name for name, part in model.named_modules() if isinstance(part, Frozen)), None):
+        if held := next((name for name, part in model.named_modules() if isinstance(part, QuantizedLinear)), None):
             why = f"step.shard is weights, but {held} holds weights that are not trained in fewer bits (lora.frozen)"
             raise ConfigError(f"{why}; set step.shard=optimizer or none")
         start_equal(model, mesh)

@@ -27,13 +27,13 @@ from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
 from hpcai.kernels.triton_support import on_gpu
 from hpcai.nn.batchnorm import BatchNorm
-from hpcai.nn.doubled import Doubled
+from hpcai.nn.upsample_conv import UpsampleConv
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.instancenorm import InstanceNorm
 from hpcai.parallel.batchnorm import SumInPlace, use_ours
 from hpcai.parallel.halo import Convolution, Exchange, How, Range, Route, Traffic
 from hpcai.parallel.replicate import sum_over
-from hpcai.untraced import untraced
+from hpcai.dynamo import disable_dynamo
 
 Sizes = tuple[int, ...]  # of the whole, by dim: D, H, W
 Inputs = Callable[[Sequence[int]], tuple[Any, ...]]
@@ -276,7 +276,7 @@ class Layer(nn.Module):
             return super().forward(x, *args, **kwargs)
         return self._apart(x, *args, **kwargs)
 
-    @untraced
+    @disable_dynamo
     def _apart(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
         return self.over(x, self.cut.whole(self.name, self.places(x, *args, **kwargs)), *args, **kwargs)
@@ -379,7 +379,7 @@ class _Convolution(Layer):
         """How many places of the other end it sees beyond each end of ``dim``."""
         if self.padding_mode == "circular":
             return int(self.padding[dim - 2])
-        return 1 if dim in getattr(self, "wrapped", ()) else 0
+        return 1 if dim in getattr(self, "circular_dims", ()) else 0
 
     def over(self, x: Tensor, size: Sizes, *given: Any) -> Tensor:
         routes, around, how, out = self.planned(size)
@@ -521,16 +521,17 @@ class _GlobalMean(Layer):
 
 
 class _Norm(Layer):
-    """Instance, group and batch norms, whose ``total`` adds up moments over the axes over which the level is cut."""
+    """Instance, group and batch norms, whose ``all_reduce`` adds up moments over the axes over which the level is cut."""
 
     def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self
-        whole = layer.total
-        layer.total = SumInPlace(*whole.axes, *self.cut.cut_axes(size))  # one for this pass: its backward adds over the same axes
+        whole = layer.all_reduce
+        # One for this pass: its backward adds over the same axes.
+        layer.all_reduce = SumInPlace(*whole.axes, *self.cut.cut_axes(size))
         try:
             return super(Layer, self).forward(x, *args, **kwargs)
         finally:
-            layer.total = whole
+            layer.all_reduce = whole
 
 
 class Join(nn.Module):
@@ -585,7 +586,7 @@ _KINDS: dict[type[nn.Module], type[Layer]] = {
     **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _GlobalMean),
     **dict.fromkeys((BatchNorm, InstanceNorm, GroupNorm), _Norm),
     nn.Upsample: _Upsample,
-    Doubled: _Convolution,
+    UpsampleConv: _Convolution,
     Join: _Join,
 }
 # Layers of torch that leave places where they are.
@@ -607,8 +608,8 @@ def _swap(model: nn.Module, cut: Cut, kinds: Mapping[type[nn.Module], type[Layer
         why = layer.check()
         if why is not None:
             raise MeshError(f"spatial: {name} has {why}")
-        if kind is _Norm and not isinstance(layer.total, SumInPlace):
-            layer.total = SumInPlace()
+        if kind is _Norm and not isinstance(layer.all_reduce, SumInPlace):
+            layer.all_reduce = SumInPlace()
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
-from hpcai.nn.deferred import tell_names
+from hpcai.nn.deferred_init import record_names
 from hpcai.parallel.rows import set_apart
 
 
@@ -63,7 +63,7 @@ class Stages:
 
     def _cut(self, mesh: Mesh) -> None:
         axis, holders = mesh["pipeline"], dict[Tensor, set[int]]()
-        tell_names(self.model)
+        record_names(self.model)
         parameters = self.model.named_parameters(remove_duplicate=False)
         for name, tensor in (*parameters, *self.model.named_buffers(remove_duplicate=False)):
             within = {self.rank_of[stage] for unit, stage in self._stage_of.items() if name.startswith(f"{unit}.")}

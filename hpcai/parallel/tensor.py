@@ -21,13 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.dist.collect import Scattered, gather_shares, sum_in_place
 from hpcai.dist.mesh import Axis
+from hpcai.dynamo import disable_dynamo
 from hpcai.errors import ConfigError, MeshError
-from hpcai.nn.frozen import Frozen, Kind
-from hpcai.nn.head import Head, Words
-from hpcai.nn.products import Here, Joint, Tokens, Waiting
+from hpcai.nn.lm_head import LMHead, VocabShard
+from hpcai.nn.matmul import FusedLinear, LocalResult, Pending, SequenceShard
+from hpcai.nn.quantized import QuantizedLinear, WeightFormat
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import cut
-from hpcai.untraced import untraced
 
 
 def cut_outputs(
@@ -75,18 +75,18 @@ def cut_words(embedding: nn.Embedding, axis: Axis, sequence: int | None = None) 
     _turn(embedding, CutWords, axis=axis.meet(), sequence=sequence)
 
 
-def cut_head(head: Head, axis: Axis, sequence: int | None = None) -> None:
+def cut_head(head: LMHead, axis: Axis, sequence: int | None = None) -> None:
     """Leave of ``head``, in place, this rank's words; its cross entropy is that of all words, and logits are never gathered.
     ``sequence``: the dim of the input along which it is cut, as in ``cut_outputs``."""
     if axis.size == 1:
         return
     cut(head.weight, 0, axis)
-    head.words = _Words(axis.meet(), head.out_features, sequence)
+    head.vocab = _Words(axis.meet(), head.out_features, sequence)
 
 
-def freeze(linear: nn.Linear, kind: Kind) -> None:
+def freeze(linear: nn.Linear, kind: WeightFormat) -> None:
     """Hold the weight of ``linear``, in place, in the bits of ``kind``, without gradients; one that was cut stays cut. Ranks that
-    hold parts of its inputs call this together, or, where it has no numbers yet, ``make`` (``hpcai.nn.deferred``). Raises
+    hold parts of its inputs call this together, or, where it has no numbers yet, ``make`` (``hpcai.nn.deferred_init``). Raises
     ConfigError where the layer is of another kind."""
     found = next((frozen for frozen, before in _FROZEN.items() if type(linear) is before), None)
     if found is None:
@@ -96,12 +96,12 @@ def freeze(linear: nn.Linear, kind: Kind) -> None:
     _turn(linear, found, bits=kind)
     linear.register_parameter("scale", None)
     if linear.weight.device.type != "meta":
-        linear.weights_made()  # type: ignore[operator]
+        linear.post_materialize()  # type: ignore[operator]
 
 
-def thaw(linear: Frozen, dtype: torch.dtype) -> None:
+def thaw(linear: QuantizedLinear, dtype: torch.dtype) -> None:
     """Make of ``linear``, in place, what it was before ``freeze``, with the weights that it has computed with."""
-    linear.widen(dtype)
+    linear.dequantize(dtype)
     linear.__class__ = _FROZEN[type(linear)]  # type: ignore[assignment]
     del linear.bits
 
@@ -109,25 +109,25 @@ def thaw(linear: Frozen, dtype: torch.dtype) -> None:
 def parts_with_tokens(model: nn.Module) -> list[Any]:
     """What of ``model`` says by ``sequence`` along which dim tokens are cut between its layers."""
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "sequence")]
-    return parts + [part.words for part in model.modules() if isinstance(part, Head) and isinstance(part.words, _Words)]
+    return parts + [part.vocab for part in model.modules() if isinstance(part, LMHead) and isinstance(part.vocab, _Words)]
 
 
-class CutOutputs(Joint):
+class CutOutputs(FusedLinear):
     """``cut_outputs``: x [T, C] or, with a sequence that is cut, [T/n, C] -> [T, C'/n]"""
 
-    sends = True
+    communicates = True
     axis: Axis
     sequence: int | None
 
     @property
-    def tokens(self) -> Tokens:
+    def sequence_shard(self) -> SequenceShard:
         return _Tokens(self.axis, self.sequence)
 
 
-class CutInputs(Joint):
+class CutInputs(FusedLinear):
     """``cut_inputs``: x [T, C/n] -> [T, C'] or, with a sequence that is cut, [T/n, C']"""
 
-    sends = True
+    communicates = True
     axis: Axis
     sequence: int | None
 
@@ -135,19 +135,21 @@ class CutInputs(Joint):
         return super().finish(_Leave.apply(y, self.axis, self.sequence))
 
 
-class FrozenOutputs(Frozen, CutOutputs):
+class FrozenOutputs(QuantizedLinear, CutOutputs):
     """``freeze`` after ``cut_outputs``"""
 
 
-class FrozenInputs(Frozen, CutInputs):
+class FrozenInputs(QuantizedLinear, CutInputs):
     """``freeze`` after ``cut_inputs``: scales are those of all ranks' inputs"""
 
-    def _greatest(self, top: Tensor) -> Tensor:
+    def _amax(self, top: Tensor) -> Tensor:
         torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
         return top
 
 
-_FROZEN: dict[type[Frozen], type[nn.Linear]] = {Frozen: nn.Linear, FrozenOutputs: CutOutputs, FrozenInputs: CutInputs}
+_FROZEN: dict[type[QuantizedLinear], type[nn.Linear]] = {
+    QuantizedLinear: nn.Linear, FrozenOutputs: CutOutputs, FrozenInputs: CutInputs,
+}  # fmt: skip
 
 
 class CutWords(nn.Embedding):
@@ -156,7 +158,7 @@ class CutWords(nn.Embedding):
     axis: Axis
     sequence: int | None
 
-    @untraced
+    @disable_dynamo
     def forward(self, words: Tensor) -> Tensor:
         """words [T] -> [T, C] or, with a sequence that is cut, [T/n, C]"""
         first, end = _own(self.num_embeddings, self.axis)
@@ -168,31 +170,31 @@ class CutWords(nn.Embedding):
         return _Leave.apply(y.where(is_own[..., None], nothing[..., None].to(y.dtype)), self.axis, self.sequence)
 
 
-class _Words(Words):
+class _Words(VocabShard):
     """Some of a head's words."""
 
     def __init__(self, axis: Axis, words: int, sequence: int | None) -> None:
         self.axis, self.sequence = axis, sequence
-        self.first, _ = _own(words, axis)
+        self.start, _ = _own(words, axis)
         self._widths = [words * (rank + 1) // axis.size - words * rank // axis.size for rank in range(axis.size)]
 
-    def enter(self, hidden: Tensor) -> Tensor:
+    def gather_hidden(self, hidden: Tensor) -> Tensor:
         return hidden if self.sequence is None else _Gathering(hidden, self.axis, self.sequence).wait()
 
-    def agree(self, logs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def all_reduce(self, logs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         top = logs.clone()
         torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
         total, target = sum_in_place(torch.stack(((logs - top).exp(), target)), self.axis)
         return total.log() + top, target
 
-    def join(self, logits: Tensor) -> Tensor:
+    def gather_logits(self, logits: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise ConfigError("logits of words that are cut are joined without gradients alone; give targets, and train by entropy")
         alike = F.pad(logits, (0, max(self._widths) - logits.shape[-1]))[None]
         whole = _Gathering(alike, self.axis, 0).wait()
         return torch.cat([part[..., :n] for part, n in zip(whole, self._widths)], -1)
 
-    def leave(self, gradient: Tensor) -> Tensor:
+    def reduce_grad_input(self, gradient: Tensor) -> Tensor:
         return _Summing(gradient, self.axis, self.sequence).wait()
 
 
@@ -233,16 +235,16 @@ class _Summing:
         return self._sum
 
 
-class _Tokens(Tokens):
+class _Tokens(SequenceShard):
     """Where outputs are cut, and tokens between layers with ``dim``."""
 
     def __init__(self, axis: Axis, dim: int | None) -> None:
         self._axis, self._dim = axis, dim
 
-    def gather(self, x: Tensor) -> Waiting:
-        return Here(x) if self._dim is None else _Gathering(x, self._axis, self._dim)
+    def all_gather(self, x: Tensor) -> Pending:
+        return LocalResult(x) if self._dim is None else _Gathering(x, self._axis, self._dim)
 
-    def sum(self, gradient: Tensor) -> Waiting:
+    def reduce_scatter(self, gradient: Tensor) -> Pending:
         return _Summing(gradient, self._axis, self._dim)
 
 

@@ -182,14 +182,14 @@ class Paper(TorchDispatchMode):
         return tree_map(lambda x: torch.empty_like(x, memory_format=torch.preserve_format) if isinstance(x, Tensor) else x, batch)
 
     def fill(self, model: nn.Module) -> nn.Module:
-        """Give the parameters that ``model`` has on the meta device (``hpcai.nn.deferred``) memory on paper."""
+        """Give the parameters that ``model`` has on the meta device (``hpcai.nn.deferred_init``) memory on paper."""
         made: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter not in made:
                     size = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
                     made[parameter] = nn.Parameter(size, parameter.requires_grad)
-                    made[parameter].__dict__.update({key: x for key, x in vars(parameter).items() if key != "deferred"})
+                    made[parameter].__dict__.update({key: x for key, x in vars(parameter).items() if key != "init_trace"})
                 if parameter is not None:
                     module._parameters[name] = made[parameter]
         return model

@@ -1,8 +1,8 @@
 """The one training loop and its parts."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 
-__getattr__, __all__ = lazy(
+__getattr__, __all__ = attach(
     __name__,
     {
         ".step": ["Step", "MicroBatches"],

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.data.assemble import tree_map
 from hpcai.dist.watch import before_groups_end
 from hpcai.errors import ConfigError
-from hpcai.nn.graph import Graph, graph_factory, no_collection
+from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
 from hpcai.train import rng
 
 _WARM = 2  # steps of a shape in which libraries choose their algorithms, and collectives connect, before it is recorded
@@ -111,7 +111,7 @@ class Capture:
         slot.runs += 1
         given, reads, values = self._moved(batch), _Reads(), []
         watch = reads if slot.runs == 1 and self.traced else nullcontext()
-        slot.graph.warm(lambda: values.append(self._run(given, watch)))
+        slot.graph.warm_up(lambda: values.append(self._run(given, watch)))
         if reads.first:
             self.close()
             what = f"{reads.first} makes the host wait for the device, which cannot be captured"
@@ -122,8 +122,8 @@ class Capture:
         """The slot with its graph; None where there can be none."""
         static, last, numbers, began = tree_map(batch, self._room), _Last(), rng.state(), time.perf_counter()
         try:
-            with no_collection():
-                slot.values = slot.graph.record(lambda: self._run(static, last if self.traced else nullcontext()))
+            with no_gc():
+                slot.values = slot.graph.capture(lambda: self._run(static, last if self.traced else nullcontext()))
         except (RuntimeError, NotImplementedError) as error:
             by, first = f" by {last}" if last.function else "", next(iter(str(error).strip().splitlines()), "")
             self.close()

@@ -26,7 +26,7 @@ from hpcai.dist.host import uncollected
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
 from hpcai.errors import CheckpointError
-from hpcai.nn.weights import Portable
+from hpcai.nn.weights import PretrainedMixin
 from hpcai.parallel.rows import Share, alike, place_of
 from hpcai.settings import CheckpointConfig
 from hpcai.train import tensorfile
@@ -127,8 +127,8 @@ class Checkpoints:
         run = {"format": FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
         run |= {"frozen": frozen, "origins": origins}
         run |= {"data": self.data, "versions": dict(VERSIONS)}
-        if isinstance(step.model, Portable):
-            run["about"] = step.model.about
+        if isinstance(step.model, PretrainedMixin):
+            run["about"] = step.model.metadata
         saved = Saved(progress.step, final, 0.0, self._own.bytes)
 
         def write() -> Saved | CheckpointError:

@@ -10,7 +10,7 @@ from hpcai.dist.collect import backend
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.kernels import float8, triton_support
-from hpcai.nn.products import multiply_in_eighths
+from hpcai.nn.matmul import convert_to_float8
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.shard import FullySharded, ShardedSums
 from hpcai.settings import StepConfig
@@ -52,7 +52,7 @@ def narrow_products(model: nn.Module, cfg: StepConfig, device: torch.device) -> 
     if not found:
         raise ConfigError(f"step.products is fp8, but {type(model).__name__} names no layers for it; set it to precision")
     for name, linear in found:
-        multiply_in_eighths(linear, name)
+        convert_to_float8(linear, name)
     slow = "" if device.type == "cuda" else f"; {device.type} rounds as a GPU does, and is not faster for it"
     return [f"step.products: {len(found)} linear layers multiply in 8 bits of floating point{slow}"]
 

@@ -95,20 +95,20 @@ class Optimizer:
         for state, gradient in present:
             if cfg.optimizer == "sgd":
                 fused_optimizer.sgd_(
-                    state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, skip=skip,
+                    state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, found_inf=skip,
                     momentum=cfg.momentum, weight_decay=state.decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov,
                     seed=self._seed, offset=state.row.first, **self._copies(state),
                 )  # fmt: skip
             else:
                 fused_optimizer.adam_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
-                    scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
+                    scale=scale, found_inf=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
                     decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.row.first, **self._copies(state),
                 )  # fmt: skip
 
     def _copies(self, state: _State) -> dict[str, Any]:
         """What the pass that updates the weights also writes: narrow weights and their average."""
-        return {"low": state.low, "average": state.average, "take": self.take}
+        return {"bf16_copy": state.low, "average": state.average, "average_rate": self.take}
 
     def _adapted(self, present: list[tuple[_State, Tensor]], scale: Tensor | None, skip: Tensor) -> None:
         """Update parameters at rates that their norms decide: a share's sums are added over the ranks that hold the others."""
@@ -121,7 +121,7 @@ class Optimizer:
             sums.append(
                 fused_optimizer.lamb_direction_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], state.direction,
-                    state.segments, step=self.count, scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps,
+                    state.segments, step=self.count, scale=scale, found_inf=skip, betas=cfg.betas, eps=cfg.eps,
                     weight_decay=state.decay, seed=self._seed, offset=state.row.first,
                 )
             )  # fmt: skip
@@ -133,12 +133,12 @@ class Optimizer:
             if lars:
                 fused_optimizer.lars_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), state.segments, ratio, lr=self.lr, scale=scale,
-                    skip=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed, offset=state.row.first,
+                    found_inf=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed, offset=state.row.first,
                     **self._copies(state),
                 )  # fmt: skip
             else:
                 fused_optimizer.lamb_update_(
-                    state.weights, state.direction, state.segments, ratio, lr=self.lr, skip=skip, **self._copies(state)
+                    state.weights, state.direction, state.segments, ratio, lr=self.lr, found_inf=skip, **self._copies(state)
                 )
 
     @staticmethod

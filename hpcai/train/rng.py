@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcai import startup
-from hpcai.nn.deferred import deferred
+from hpcai.nn.deferred_init import deferred
 
 
 def seed_all(seed: int) -> None:
@@ -30,7 +30,7 @@ def seed_step(seed: int, copy: int, step: int) -> None:
 
 @contextmanager
 def seeds(seed: int) -> Iterator[None]:
-    """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``nn.deferred``); what else is
+    """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``deferred_init``); what else is
     drawn is the same on all processes. Steps seed their own random numbers, for each copy of the model others."""
     startup.now("network")
     seed_all(seed)

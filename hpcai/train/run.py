@@ -15,7 +15,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.durable import claim, release
 from hpcai.errors import CheckpointError
 from hpcai.mllog import Benchmark, MlperfLog
-from hpcai.nn.weights import Portable
+from hpcai.nn.weights import PretrainedMixin
 from hpcai.stop import REQUEUE
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.evaluation import RowsOf, predict
@@ -120,9 +120,9 @@ class Run:
         if result.reason == "signal":
             return
         checkpoints = self.checkpoints
-        if checkpoints is not None and isinstance(step.model, Portable):
+        if checkpoints is not None and isinstance(step.model, PretrainedMixin):
             load = type(step.model).load
-            files = step.model.files(lambda path, **words: export(checkpoints.found()[-1], path, load, **words))
+            files = step.model.output_files(lambda path, **words: export(checkpoints.found()[-1], path, load, **words))
             for name, write in files.items():
                 self.keep(name, write)
         if function is not None and batches is not None:

@@ -13,7 +13,7 @@ from hpcai import startup
 from hpcai.dist.collect import distinct, gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
-from hpcai.nn.deferred import make, tell_names
+from hpcai.nn.deferred_init import materialize, record_names
 from hpcai.parallel.rows import Row, total
 from hpcai.settings import StepConfig
 from hpcai.train import rng
@@ -67,9 +67,9 @@ class Step:
         self._seed = torch.initial_seed()
         self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
         if cfg.shard == "weights" and mesh["replicate"].size > 1 and any(p.is_meta for p in model.parameters()):
-            tell_names(model.to(dtype) if dtype else model)  # no process makes it whole
+            record_names(model.to(dtype) if dtype else model)  # no process makes it whole
         else:
-            make(model, mesh.device, dtype=dtype)
+            materialize(model, mesh.device, dtype=dtype)
         self.notes += narrow_products(self.model, cfg, mesh.device)
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []

@@ -23,7 +23,7 @@ from hpcai.cli.plan.planner import Planner
 from hpcai.dist import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, loss, parallelize, stages
-from hpcai.nn.deferred import deferred
+from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import pipeline
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.rows import loose

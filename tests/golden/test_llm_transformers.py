@@ -156,7 +156,7 @@ def left(step: Step, tmp_path: Path) -> Path:
     """The folder that a run leaves of its last checkpoint."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), step.mesh)
     saved = checkpoints.save(step, Progress(step=2)).path
-    for name, write in step.model.files(lambda path, **words: export(saved, path, LLM.load, **words)).items():  # type: ignore[operator]
+    for name, write in step.model.output_files(lambda path, **words: export(saved, path, LLM.load, **words)).items():  # type: ignore[operator]
         (tmp_path / "left" / name).parent.mkdir(parents=True, exist_ok=True)
         write(tmp_path / "left" / name)
     return tmp_path / "left"

@@ -17,7 +17,7 @@ from hpcai.data.direct import Memory, Reader
 from hpcai.data.gds import GdsReader
 from hpcai.data.layout import Layout, hdf5, npy
 from hpcai.data.loader import Loader
-from hpcai.nn.graph import graph_factory
+from hpcai.nn.cuda_graph import graph_factory
 from tests.gpu.machine import DEVICE, ON_GPU, busy, nothing_waits, wait
 
 COUNT, SHAPE = 48, (16, 32, 32, 4)
@@ -88,7 +88,7 @@ def test_pinned_memory_comes_and_goes_in_threads_while_graphs_are_recorded(caplo
         x, new_graph = torch.ones(1 << 16, device=DEVICE), graph_factory(pool) if ON_GPU else None
         while new_graph is not None and not all(one.done() for one in under_way):
             graph = new_graph()
-            graph.record(lambda: x.add(1))
+            graph.capture(lambda: x.add(1))
             graph.replay()
         for one in under_way:
             one.result()

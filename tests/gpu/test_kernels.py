@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from hpcai.kernels import attention, batchnorm, fused_optimizer, philox, triton_support
 from hpcai.models.diffusion import noise
 from hpcai.nn import BatchNorm
-from hpcai.nn.deferred import make
+from hpcai.nn.deferred_init import materialize
 from tests.gpu.machine import DEVICE, GPU, ON_GPU, cuda_alone, precisely
-from tests.unit.nn.test_deferred import built, made, values
+from tests.unit.nn.test_deferred_init import built, made, values
 
 MISSING = triton_support.MISSING
 pytestmark = pytest.mark.skipif(ON_GPU and MISSING is not None, reason=f"kernels cannot be compiled: {MISSING}")
@@ -120,10 +120,10 @@ def test_the_kernel_is_its_twin(kind: str) -> None:
     for device in ("cpu", GPU):
         own = {name: row.clone().to(device) for name, row in rows.items()}
         low = own["weights"].bfloat16()
-        given = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0, "take": 0.1}
+        given = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "found_inf": 0.0, "average_rate": 0.1}
         scalars = {name: torch.tensor(value, device=device) for name, value in given.items()}
         fused_optimizer.adam_(own["weights"], own["gradient"], own["first"], own["second"], **scalars, betas=(0.9, 0.99), eps=1e-8,
-                     weight_decay=0.1, low=low, average=own["average"], seed=torch.tensor(7, device=device))  # fmt: skip
+                     weight_decay=0.1, bf16_copy=low, average=own["average"], seed=torch.tensor(7, device=device))  # fmt: skip
         found.append({name: row.cpu().float() for name, row in {**own, "low": low}.items()})
     for name, row in found[0].items():
         rough = name == "low" or (kind == "bf16 moments" and name in ("first", "second"))
@@ -170,7 +170,7 @@ def test_noise_of_samples_is_that_of_the_cpu_also_by_a_graph_whose_samples_chang
 
 def test_weights_drawn_on_the_gpu_are_those_of_the_cpu() -> None:
     whole = values(made())
-    for name, x in make(built(), GPU).named_parameters():
+    for name, x in materialize(built(), GPU).named_parameters():
         torch.testing.assert_close(x.detach().cpu(), whole[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig
-from hpcai.nn.deferred import deferred
+from hpcai.nn.deferred_init import deferred
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks import training

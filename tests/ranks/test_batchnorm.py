@@ -40,7 +40,7 @@ class Network(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(self.conv(x))
-        x = self.third(self.second(x), plus=x)
+        x = self.third(self.second(x), residual=x)
         x = self.volume(x[:, :, None])[:, :, 0]
         return self.out(self.flat(x.mean((2, 3)) + x.amax((2, 3))))
 
@@ -153,7 +153,7 @@ def test_copies_may_have_different_numbers_of_samples(rows: list[int]) -> None:
 
 def only_evaluating(mesh: Mesh) -> int:
     model = group_batch_norm(new_model(), mesh, 2)
-    return sum(not isinstance(norm.total, nn.Identity) for norm in model.modules() if isinstance(norm, BatchNorm))
+    return sum(not isinstance(norm.all_reduce, nn.Identity) for norm in model.modules() if isinstance(norm, BatchNorm))
 
 
 def test_processes_that_only_evaluate_may_be_any_number() -> None:

@@ -17,7 +17,7 @@ STEPS = 4 * WARM + 2
 
 
 class Refusing(Tape):
-    def record(self, function: Any) -> Any:
+    def capture(self, function: Any) -> Any:
         super().record(function)
         raise RuntimeError("out of memory")
 

@@ -12,7 +12,7 @@ from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.parallel import parallelize
-from hpcai.nn.deferred import deferred
+from hpcai.nn.deferred_init import deferred
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.training import Case, cut_equals_whole

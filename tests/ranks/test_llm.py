@@ -12,7 +12,7 @@ from hpcai.errors import ConfigError, MeshError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig
 from hpcai.models.llm.load import read_config
-from hpcai.nn.deferred import deferred, make
+from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.language_model import LLAMA, checkpoints_go_round, cut_equals_whole, sharded
@@ -48,7 +48,7 @@ def parts_of_a_folder(mesh: Mesh) -> Pieces:
     folder = DATA / "llm" / "llama31_tiny" / "hf"
     with deferred(0):
         model = llm.parallelize(LLM(read_config(folder)), mesh)
-    make(llm.load_later(model, folder), "cpu")
+    materialize(llm.load_later(model, folder), "cpu")
     return pieces(Step(model, llm.loss, StepConfig(precision="fp32", capture="none"), mesh))
 
 

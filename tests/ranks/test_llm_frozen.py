@@ -10,7 +10,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LoRAConfig
 from hpcai.models.llm.load import read_config
-from hpcai.nn.deferred import deferred
+from hpcai.nn.deferred_init import deferred
 from hpcai.parallel.rows import place_of
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints

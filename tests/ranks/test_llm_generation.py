@@ -11,7 +11,7 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, Tokenizer, complete
-from hpcai.nn.deferred import deferred, make
+from hpcai.nn.deferred_init import deferred, materialize
 from tests.ranks.launch import on_ranks
 
 LLAMA = {"vocabulary": 260, "width": 16, "layers": 4, "heads": 4, "key_heads": 2, "inner": 24, "positions": 40}
@@ -32,7 +32,7 @@ def built(mesh: Mesh, sizes: dict[str, Any]) -> tuple[LLM, Any]:
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
     act = llm.stages(model, mesh)
-    make(model, "cpu", dtype=torch.float64)
+    materialize(model, "cpu", dtype=torch.float64)
     return model, act
 
 

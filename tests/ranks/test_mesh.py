@@ -45,7 +45,7 @@ def uses(mesh: Mesh) -> list[list[int]]:
     others = mesh.channel("copy"), mesh.channel("copy")
     assert groups() == 5 and len({axis.group for axis in (aside, *others)}) == 3 and members(others[1]) == found[0]
     twin = mesh.beside(norms)
-    assert groups() == 6 and twin[0].total.axes == (mesh.aside("replicate"),), "and its copy a channel, for a thread"
+    assert groups() == 6 and twin[0].all_reduce.axes == (mesh.aside("replicate"),), "and its copy a channel, for a thread"
     again = Mesh(mesh.sizes, 4, mesh.rank)
     assert members(again["depth"]) == found[0] and again["depth"].group is depth.group and groups() == 6
     return found

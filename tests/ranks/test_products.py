@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hpcai.dist.mesh import Mesh
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig
-from hpcai.nn.deferred import deferred
-from hpcai.nn.products import together
+from hpcai.nn.deferred_init import deferred
+from hpcai.nn.matmul import fused_linear
 from hpcai.parallel import tensor
 from hpcai.parallel.tensor import cut_inputs, cut_outputs
 from hpcai.settings import StepConfig
@@ -31,7 +31,7 @@ class Feed(nn.Module):
         self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 128), nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = together(x, self.gate, self.up)
+        gate, up = fused_linear(x, self.gate, self.up)
         return self.down(gate * up.unflatten(-1, (-1, 2)).sum(-1))
 
 

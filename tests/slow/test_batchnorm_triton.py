@@ -12,7 +12,7 @@ FORMULAS = """
 import itertools, pytest, random, sys, torch
 from hpcai.kernels import batchnorm, batchnorm_triton as fused
 from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
-from hpcai.nn.groupnorm import PerSample
+from hpcai.nn.groupnorm import PerSampleNorm
 ULP = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter truncates to bfloat16
 FORM = {4: torch.channels_last, 5: torch.channels_last_3d}
 def near(name, found, expected, terms):
@@ -101,9 +101,9 @@ def network(r, channels, processes, group):
         layers = [make() for _ in rows]
         for layer, heard in zip(layers, said[::-1]):
             layer.load_state_dict(reference.state_dict())
-            layer.total = Total() if processes == 2 else layer.total
-            layer.total.heard, layer.total.said = iter(heard), []
-        found, said = [run(layer, part) for layer, part in zip(layers, rows)], [layer.total.said for layer in layers]
+            layer.all_reduce = Total() if processes == 2 else layer.all_reduce
+            layer.all_reduce.heard, layer.all_reduce.said = iter(heard), []
+        found, said = [run(layer, part) for layer, part in zip(layers, rows)], [layer.all_reduce.said for layer in layers]
     for expected, *parts in zip(run(reference, slice(None)), *found, strict=True):
         found = sum(parts) if expected.ndim == 1 else torch.cat(parts, 2 if group else 0)
         torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-4 if expected.ndim == 1 else 1e-5)  # 120 terms of 10
@@ -111,11 +111,11 @@ def network(r, channels, processes, group):
         torch.testing.assert_close(layer.get_buffer(name).double(), expected.double(), rtol=1e-6, atol=1e-6)
 r, batchnorm._passes, _ = random.Random(7), lambda x: fused, torch.manual_seed(0)
 times = int(sys.argv[1])  # 8 examples have every width, 24 each of them in every precision
-PerSample._is_torchs = lambda self, x: False
+PerSampleNorm._prefers_torch = lambda self, x: False
 every = (6, 91) * (times // 3) or (6,)
 kinds = [(channels, n, group) for channels in every for n in (1, 2) for group in (0, 1, {6: 3, 91: 7}[channels])]
 print(len([example(r, k) for k in range(8 * times)]), "examples", len([network(r, *kind) for kind in kinds]))
-with pytest.raises(ValueError, match="plus has shape"):
+with pytest.raises(ValueError, match="residual has shape"):
     fused.normalise(torch.ones(2, 1, 1, 1), batchnorm.NormParams(*torch.ones(4, 1), 0.1), torch.ones(1, 1, 1, 1))
 """
 

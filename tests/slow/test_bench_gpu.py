@@ -132,10 +132,10 @@ def test_calls_of_a_kernel_are_timed_in_a_graph_that_takes_long_enough(fails: bo
         def __init__(self, *given: Any) -> None:
             pass
 
-        def warm(self, function: Any) -> None:
+        def warm_up(self, function: Any) -> None:
             function()
 
-        def record(self, function: Any) -> None:
+        def capture(self, function: Any) -> None:
             if fails:
                 raise RuntimeError("operation not permitted when stream is capturing")
             called.clear()

@@ -44,8 +44,8 @@ def example(r):
     def run(row_class):
         fused_optimizer.Operands = row_class
         x = {k: None if t is None else t.clone() for k, t in rows.items()}
-        after, rounding = dict(low=x["low"], average=x["average"], take=take), dict(seed=seed, offset=offset)
-        w, g, m, v, moments = *list(x.values())[:4], dict(scale=scale, skip=skip, weight_decay=decay)
+        after, rounding = dict(bf16_copy=x["low"], average=x["average"], average_rate=take), dict(seed=seed, offset=offset)
+        w, g, m, v, moments = *list(x.values())[:4], dict(scale=scale, found_inf=skip, weight_decay=decay)
         if kind in ("adam", "adamw"):
             adam_(w, g, m, v, lr=lr, step=step, betas=betas, eps=1e-8, decoupled=kind == "adamw", **moments, **after, **rounding)
         elif kind in ("sgd", "keras"):
@@ -53,7 +53,7 @@ def example(r):
         elif kind == "lamb":
             x["direction"] = d = torch.zeros(n)
             x["sums"] = lamb_direction_(w, g, m, v, d, segments, step=step, betas=betas, eps=1e-6, **moments, **rounding)
-            lamb_update_(w, d, segments, ratio, lr=lr, skip=skip, **after)
+            lamb_update_(w, d, segments, ratio, lr=lr, found_inf=skip, **after)
         else:
             x["sums"] = lars_norms(w, g, segments, scale=scale)
             lars_(w, g, m, segments, ratio, lr=lr, momentum=momentum, **moments, **after, **rounding)

@@ -31,8 +31,8 @@ ALLOWED = {
     "models/unet3d/model.py: segment": "takes the arrays of a person",
     "models/unet3d/objective.py: slices": "pictures, which the host reads",
     "models/unet3d/volume.py: resample": "takes the arrays of a person",
-    "nn/notes.py: _first": "where the numbers of a new weight begin",
-    "nn/weights.py: read": "reads a file of weights",
+    "nn/init_trace.py: _row_starts": "where the elements of a new weight begin",
+    "nn/weights.py: load_state": "reads a file of weights",
     "train/optim.py: _lines": "an optimizer is built once",
 }
 """These run once, or never on the device in a step."""

@@ -28,7 +28,7 @@ from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
 from hpcai.kernels import attention, float8, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
 from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
-from hpcai.nn.graph import CudaGraph
+from hpcai.nn.cuda_graph import CudaGraph
 
 Function = Callable[..., Tensor]
 _CACHE = 256 << 20  # bytes of inputs that the last-level cache of no GPU holds
@@ -241,7 +241,7 @@ def _segments(size: int, device: torch.device) -> fused_optimizer.Segments:
 def _about(w: Tensor) -> dict[str, Any]:
     """What all updates are told."""
     seed = _scalar(1, w.device, torch.int64)
-    return {"skip": _scalar(0, w.device), "scale": None, "weight_decay": 0.01, "seed": seed}
+    return {"found_inf": _scalar(0, w.device), "scale": None, "weight_decay": 0.01, "seed": seed}
 
 
 def _adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def _lamb(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
     step = _scalar(3, w.device)
     norms = fused_optimizer.lamb_direction_(w, g, m, v, direction, segments, step=step, betas=(0.9, 0.999), eps=1e-6, **about)
     ratio = fused_optimizer.trust_ratio(norms, weight_decay=0.01)
-    fused_optimizer.lamb_update_(w, direction, segments, ratio, lr=_scalar(1e-3, w.device, w.dtype), skip=about["skip"])
+    fused_optimizer.lamb_update_(w, direction, segments, ratio, lr=_scalar(1e-3, w.device, w.dtype), found_inf=about["found_inf"])
     return w
 
 
@@ -470,8 +470,8 @@ def per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tuple[float
             call(i)
 
     try:
-        graph.warm(calls)
-        graph.record(calls)
+        graph.warm_up(calls)
+        graph.capture(calls)
     except RuntimeError:
         return statistics.median(statistics.mean(clocks.window(call, 2 * count)) for _ in range(repeats)), False
     try:

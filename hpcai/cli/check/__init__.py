@@ -8,9 +8,9 @@ No file is believed: the HDF5 library, which a damaged file can crash or hang, r
 can be found, and ``indexing`` what ``--index`` writes.
 """
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 
-__getattr__, __all__ = lazy(
+__getattr__, __all__ = attach(
     __name__,
     {
         ".command": ["main"],

@@ -17,7 +17,7 @@ from hpcai import config
 from hpcai.cli.plan.workload import Published, find
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
-from hpcai.nn.deferred import deferred
+from hpcai.nn.deferred_init import deferred
 from hpcai.parallel.replicate import FEW
 from hpcai.parallel.stages import evenly
 from hpcai.plan import machines

@@ -1,9 +1,9 @@
 """CosmoFlow: cosmological parameters from the matter of a universe."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 
-__getattr__, _names = lazy(
+__getattr__, _names = attach(
     __name__,
     {
         ".model": ["CosmoFlow", "log_density", "to_physical"],

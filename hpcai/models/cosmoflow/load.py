@@ -27,16 +27,16 @@ def load_weights(path: str | Path, cfg: CosmoFlowConfig | None = None) -> CosmoF
     """
     path = Path(path)
     state, found = _read(path)
-    with weights.names_known(path, state, "conv_seq.0.conv.weight, dense1.weight, ..."):
+    with weights.check_names(path, state, "conv_seq.0.conv.weight, dense1.weight, ..."):
         sizes, outputs = _sizes(state), len(state["output.weight"])
     if cfg is not None:
-        weights.agree(path, sizes, {name: getattr(cfg, name) for name in sizes})
+        weights.check_sizes(path, sizes, {name: getattr(cfg, name) for name in sizes})
     if found is None:
         edge = sizes.pop("edge")
         found = (cfg or _named(outputs)).model_copy(update=sizes)
         if found.edge != edge or cfg is None:
             found = found.model_copy(update={"size": edge << sizes["blocks"]})
-    return weights.filled(CosmoFlow(found), state, path)
+    return weights.load_into(CosmoFlow(found), state, path)
 
 
 def _sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
@@ -72,7 +72,7 @@ def from_keras(weights: Sequence[np.ndarray]) -> dict[str, Tensor]:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
     if not h5py.is_hdf5(path):
-        return weights.read(path, "cosmoflow", CosmoFlowConfig)
+        return weights.load_state(path, "cosmoflow", CosmoFlowConfig)
     try:
         return from_keras(_keras_arrays(path)), None
     except CheckpointError:

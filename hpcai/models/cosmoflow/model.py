@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.nn.conv import Conv3d
-from hpcai.nn.inference import asked
-from hpcai.nn.weights import Portable
+from hpcai.nn.inference import inference_mode
+from hpcai.nn.weights import PretrainedMixin
 
 SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
 MOST = 1e13  # counts in a cell; no simulation yet has as many particles in all
@@ -35,7 +35,7 @@ class Block(nn.Module):
         return F.leaky_relu(self.pool(self.conv(x)), SLOPE)
 
 
-class CosmoFlow(Portable):
+class CosmoFlow(PretrainedMixin):
     """[B, C, D, H, W] log(1 + counts) -> [B, P] parameters scaled to [-1, 1]. Weights and activations are channels-last."""
 
     package = __package__
@@ -91,7 +91,7 @@ class CosmoFlow(Portable):
         if cfg.low is None or cfg.high is None:
             raise ConfigError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
         weight = self.output.weight
-        with asked(self, weight) as dtype:
+        with inference_mode(self, weight) as dtype:
             scaled = self(log_density(counts.to(weight.device), dtype)).double().cpu()
         physical = to_physical(scaled, cfg).numpy()
         return {name: float(column[0]) if one else column for name, column in zip(cfg.parameters, physical.T)}

@@ -1,9 +1,9 @@
 """DeepCAM: tropical cyclones and atmospheric rivers in maps of the weather."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 from hpcai.models.deepcam.config import CLASSES, STRIDE, UNITS, VARIABLES, DeepCamConfig
 
-__getattr__, _names = lazy(
+__getattr__, _names = attach(
     __name__,
     {
         ".model": ["DeepCam"],

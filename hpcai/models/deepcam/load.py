@@ -25,21 +25,21 @@ def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
     weights and must agree with it. Raises CheckpointError for a file that is none of these or does not fit.
     """
     path = Path(path)
-    state, found = weights.read(path, "deepcam", DeepCamConfig)
-    with weights.names_known(path, state, "of the reference (xception_features.conv1.weight)"):
+    state, found = weights.load_state(path, "deepcam", DeepCamConfig)
+    with weights.check_names(path, state, "of the reference (xception_features.conv1.weight)"):
         sizes = _sizes(state)
     if found is None:
         found = (cfg or _named(sizes)).model_copy(update={name: sizes[name] for name in ("divide", "middle")})
     asked = cfg or found
     told = {"variables": len(asked.variables), "classes": len(asked.classes), "divide": asked.divide, "middle": asked.middle}
-    weights.agree(path, sizes, told)
+    weights.check_sizes(path, sizes, told)
     with torch.device("meta"):
         names = list(DeepCam(found).state_dict())
     if set(state) != set(names):
         state = _renamed(state, names, path)
         if cfg is None:
             found = found.model_copy(update={"skip": "before"})
-    return weights.filled(DeepCam(found), state, path)
+    return weights.load_into(DeepCam(found), state, path)
 
 
 def _renamed(state: Mapping[str, Tensor], names: list[str], path: Path) -> dict[str, Tensor]:

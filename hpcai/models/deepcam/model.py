@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from hpcai.errors import ConfigError
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 from hpcai.models.deepcam.fields import padded, stacked
-from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, Multiples
-from hpcai.nn.inference import asked
-from hpcai.nn.weights import Portable
+from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, DivisibleShape
+from hpcai.nn.inference import inference_mode
+from hpcai.nn.weights import PretrainedMixin
 
 Rectified = nn.Identity  # stands where the reference has a rectifier, which Norm has taken in, so that keys keep their numbers
 
@@ -36,8 +36,8 @@ class Norm(nn.Module):
         super().__init__()
         self.bn = BatchNorm(channels, relu)
 
-    def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
-        return self.bn(x, plus)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.bn(x, residual)
 
 
 class Separable(nn.Module):
@@ -70,7 +70,7 @@ class Block(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.skipbn(self.skip(x), plus=self.rep(x))
+        return self.skipbn(self.skip(x), residual=self.rep(x))
 
 
 class MiddleBlock(nn.Module):
@@ -89,7 +89,7 @@ class MiddleBlock(nn.Module):
         y = x
         for layer in inner:
             y = layer(y)
-        return norm(y, plus=x)
+        return norm(y, residual=x)
 
 
 class Xception(nn.Module):
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
         return self.last_deconv(self.deconv2(self.conv1(x)))
 
 
-class DeepCam(Portable):
+class DeepCam(PretrainedMixin):
     """[B, V, H, W] variables scaled to [0, 1] -> [B, classes, H, W] logits. Weights and activations are channels-last.
 
     H and W are any multiples of 16; raises ValueError for others.
@@ -233,7 +233,7 @@ class DeepCam(Portable):
         self.upsample = Decoder(256 // cfg.divide, 48 // cfg.divide, len(cfg.classes))
         self.total: nn.Module = nn.Identity()  # seam: sums over a map that is cut
         self.whole: nn.Module = nn.Identity()  # seam: all of a map that is cut
-        self.fits: nn.Module = Multiples(STRIDE, "cells")
+        self.fits: nn.Module = DivisibleShape(STRIDE, "cells")
         # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
         self.register_buffer("class_weights", torch.tensor(cfg.frequencies or [1.0] * len(cfg.classes)) ** -0.125, persistent=False)
         low, high = (torch.tensor(cfg.low or 0.0), torch.tensor(cfg.high or 1.0))
@@ -269,7 +269,7 @@ class DeepCam(Portable):
         whole = stacked(fields, self.cfg, units)
         weight, (height, width) = self.conv2.weight, whole.shape[1:3]
         guesses = []
-        with asked(self, weight) as dtype:
+        with inference_mode(self, weight) as dtype:
             for one in padded(whole):  # maps are large: one at a time
                 values = torch.from_numpy(one[None]).to(weight.device, dtype)
                 guesses.append(self(self.scaled(values)).argmax(1)[0, :height, :width].cpu().numpy())

@@ -1,6 +1,6 @@
 """Diffusion and flow matching: networks that take noise away, and autoencoders of what they see."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 from hpcai.models.diffusion.config import (
     DiffusionConfig,
     FieldsConfig,
@@ -11,7 +11,7 @@ from hpcai.models.diffusion.config import (
     VAEConfig,
 )
 
-__getattr__, _names = lazy(
+__getattr__, _names = attach(
     __name__,
     {
         ".condition": ["NOTHING", "Condition"],

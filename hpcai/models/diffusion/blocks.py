@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from hpcai.kernels.activations import geglu
 from hpcai.nn.conv import Conv2d, Conv3d
-from hpcai.nn.doubled import Doubled, spread_weight
+from hpcai.nn.upsample_conv import UpsampleConv, fold_upsampling
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.periodic import PeriodicConv2d, PeriodicConv3d
-from hpcai.nn.products import together
+from hpcai.nn.matmul import fused_linear
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 # Places for each channel from which an ``Up`` gains more than sums of its weights take: 4 maps of 8 x 8 for 256 channels (25 ms
@@ -122,13 +122,13 @@ class Up(nn.Module):
     def __init__(self, space: Space, channels: int) -> None:
         super().__init__()
         self.conv = convolution(space, channels, channels)
-        self.doubled = Doubled(space.dims, space.wrapped)
+        self.doubled = UpsampleConv(space.dims, space.wrapped)
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         twice = tuple(2 * n for n in x.shape[2:])
         sizes = twice if sizes is None else tuple(sizes)
         if self.is_cut or (self.joined and sizes == twice and x.numel() >= _WORTH * x.shape[1] ** 2):
-            return self.doubled(x, spread_weight(self.conv.weight), self.conv.bias)
+            return self.doubled(x, fold_upsampling(self.conv.weight), self.conv.bias)
         return self.conv(places_last(F.interpolate(x, size=sizes, mode="nearest")))
 
 
@@ -198,8 +198,8 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor, sizes: Sequence[int], others: Tensor | None = None) -> Tensor:
         if others is None:
-            return self.to_out[0](self.attend(*together(x, self.to_q, self.to_k, self.to_v), sizes))
-        return self.to_out[0](self.attend(self.to_q(x), *together(others, self.to_k, self.to_v)))
+            return self.to_out[0](self.attend(*fused_linear(x, self.to_q, self.to_k, self.to_v), sizes))
+        return self.to_out[0](self.attend(self.to_q(x), *fused_linear(others, self.to_k, self.to_v)))
 
 
 class SelfAttention(Heads):
@@ -249,9 +249,9 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, channels: int, heads: int, tokens: int) -> None:
         super().__init__()
-        self.norm1, self.attn1 = LayerNorm(channels, narrow=True), Heads(channels, heads)
-        self.norm2, self.attn2 = LayerNorm(channels, narrow=True), Heads(channels, heads, tokens)
-        self.norm3, self.ff = LayerNorm(channels, narrow=True), FeedForward(channels)
+        self.norm1, self.attn1 = LayerNorm(channels, autocast_output=True), Heads(channels, heads)
+        self.norm2, self.attn2 = LayerNorm(channels, autocast_output=True), Heads(channels, heads, tokens)
+        self.norm3, self.ff = LayerNorm(channels, autocast_output=True), FeedForward(channels)
 
     def forward(self, x: Tensor, sizes: Sequence[int], tokens: Tensor) -> Tensor:
         x = x + self.attn1(self.norm1(x), sizes)

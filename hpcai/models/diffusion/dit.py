@@ -14,9 +14,9 @@ from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import DiTConfig
 from hpcai.models.diffusion.tokens import WAVES, Feed, Modulation, attend, check, in_heads, modulated, run, start
-from hpcai.nn.again import cheap
-from hpcai.nn.products import together
-from hpcai.nn.weights import Portable
+from hpcai.nn.recompute import cheap
+from hpcai.nn.matmul import fused_linear
+from hpcai.nn.weights import PretrainedMixin
 
 
 class Patches(nn.Module):
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(cfg.width, cfg.width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.to_out(attend(*(in_heads(y, self.size) for y in together(x, self.to_q, self.to_k, self.to_v))))
+        return self.to_out(attend(*(in_heads(y, self.size) for y in fused_linear(x, self.to_q, self.to_k, self.to_v))))
 
 
 class Block(nn.Module):
@@ -82,7 +82,7 @@ class Block(nn.Module):
         return x + feed_gate[:, None] * self.ff(cheap(modulated, x, feed_shift, feed_scale, 1e-5)), c
 
 
-class DiT(Portable):
+class DiT(PretrainedMixin):
     """x [B, inputs, S, S], time [B] in levels of a schedule, condition.classes [B] -> [B, outputs, S, S]
 
     Without classes, and with as many as there are: none of them; in training ``cfg.dropout`` of the samples lose theirs (Ho and

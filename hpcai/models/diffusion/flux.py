@@ -15,10 +15,10 @@ from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import FluxConfig
 from hpcai.models.diffusion.tokens import WAVES, Feed, Modulation, attend, check, in_heads, modulated, run, start
-from hpcai.nn.again import cheap
-from hpcai.nn.products import together
+from hpcai.nn.recompute import cheap
+from hpcai.nn.matmul import fused_linear
 from hpcai.nn.rmsnorm import RMSNorm
-from hpcai.nn.weights import Portable
+from hpcai.nn.weights import PretrainedMixin
 
 Angles = tuple[Tensor, Tensor]
 _EPS, _LEVELS = 1e-6, 1000.0
@@ -52,8 +52,8 @@ class JointAttention(Attention):
         self.to_out, self.to_add_out = nn.Sequential(nn.Linear(cfg.width, cfg.width)), nn.Linear(cfg.width, cfg.width)
 
     def forward(self, x: Tensor, text: Tensor, turn: Angles) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        q, k, v = together(x, self.to_q, self.to_k, self.to_v)
-        text_q, text_k, text_v = together(text, self.add_q_proj, self.add_k_proj, self.add_v_proj)
+        q, k, v = fused_linear(x, self.to_q, self.to_k, self.to_v)
+        text_q, text_k, text_v = fused_linear(text, self.add_q_proj, self.add_k_proj, self.add_v_proj)
         q, k = cheap(self.both_turned, *turn, q, k, text_q, text_k)
         y = attend(q, k, in_heads(torch.cat((text_v, v), 1), self.size))
         text, x = y.split((text.shape[1], x.shape[1]), 1)
@@ -100,7 +100,7 @@ class Single(nn.Module):
     def forward(self, x: Tensor, c: Tensor, turn: Angles) -> Tensor:
         shift, scale, gate = self.norm(c)
         linears = self.attn.to_q, self.attn.to_k, self.attn.to_v, self.proj_mlp
-        q, k, v, inner = together(cheap(modulated, x, shift, scale), *linears)
+        q, k, v, inner = fused_linear(cheap(modulated, x, shift, scale), *linears)
         return x + gate[:, None] * self.proj_out(cheap(_beside, self.attn(q, k, v, turn), inner))
 
 
@@ -121,7 +121,7 @@ class Told(nn.Module):
         return c if self.guidance_embedder is None else c + self.guidance_embedder(guidance)
 
 
-class Flux(Portable):
+class Flux(PretrainedMixin):
     """x [B, inputs / 4, H, W], time [B] from 0 (the sample) to 1 (noise), condition.tokens [B, N, J], condition.pooled [B, J'] and,
     where it was distilled, condition.guidance [B] -> [B, inputs / 4, H, W]
 

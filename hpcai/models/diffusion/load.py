@@ -17,8 +17,8 @@ from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
-from hpcai.nn.deferred import read_later
-from hpcai.nn.stored import store, stored
+from hpcai.nn.deferred_init import load_deferred
+from hpcai.nn.safetensors_files import save_sharded, open_tensors
 
 if TYPE_CHECKING:
     from hpcai.models.diffusion.model import Diffusion
@@ -59,7 +59,7 @@ def read_folder(path: str | Path) -> tuple[Settings, State]:
     """
     path = Path(path)
     kind, cfg = _settings(path)
-    tensors = stored(path / _INDEX if (path / _INDEX).exists() else path / FILE)
+    tensors = open_tensors(path / _INDEX if (path / _INDEX).exists() else path / FILE)
     found: State = {}
     for name, one in tensors.items():
         tensor = one[tuple(slice(None) for _ in one.size)]
@@ -91,7 +91,7 @@ def load_network(path: str | Path) -> Any:
 
 
 def load_later(model: "Diffusion", path: str | Path, cut: Callable[["Diffusion"], Any]) -> "Diffusion":
-    """``model``, which is built in ``hpcai.nn.deferred``, cut by ``cut``, with weights that are read when they are made: those of
+    """``model``, which is built in ``nn.deferred_init``, cut by ``cut``, with weights that are read when they are made: those of
     its network from a folder of diffusers, or all from a file of ours or the folder of a run. Of transformers each process reads
     the part that it holds. Raises CheckpointError for weights that do not fit, before any is read."""
     path = Path(path)
@@ -103,16 +103,16 @@ def load_later(model: "Diffusion", path: str | Path, cut: Callable[["Diffusion"]
     if type(found) is not type(model.cfg.network):
         kinds = [type(one).__name__.removesuffix("Config") for one in (found, model.cfg.network)]
         raise CheckpointError(f"{path}: the weights are of a {kinds[0]}, the settings of model name a {kinds[1]}; change either")
-    weights.agree(path, found.model_dump(exclude=_FREE), model.cfg.network.model_dump())
+    weights.check_sizes(path, found.model_dump(exclude=_FREE), model.cfg.network.model_dump())
     if not of_others:
         cut(model)
-        read_later(model, _file(path))
+        load_deferred(model, _file(path))
     elif isinstance(model.network, UNet):  # some files have its products as convolutions
         model.network = load_network(path).train()
         cut(model)
     else:
         cut(model)
-        read_later(model.network, path / _INDEX if (path / _INDEX).exists() else path / FILE)
+        load_deferred(model.network, path / _INDEX if (path / _INDEX).exists() else path / FILE)
     return model
 
 
@@ -124,7 +124,7 @@ def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, 
         raise CheckpointError(f"{folder}: diffusers has no class for these settings of a {type(cfg).__name__}: {_reason(cfg)}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    store(kind.to_names(state), folder, FILE, shard)
+    save_sharded(kind.to_names(state), folder, FILE, shard)
     (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
 
 
@@ -447,14 +447,14 @@ def load_weights(path: str | Path, cfg: DiffusionConfig | None = None) -> Any:
     from hpcai.models.diffusion.model import Diffusion
 
     path = _file(path)
-    state, found = weights.read(path, "diffusion", DiffusionConfig)
+    state, found = weights.load_state(path, "diffusion", DiffusionConfig)
     if found is None:
         raise CheckpointError(f"{path}: weights without settings; expected a file that hpcai has written")
     if bad := next((name for name, tensor in state.items() if not tensor.isfinite().all()), None):
         raise CheckpointError(f"{path}: {bad} has numbers that are not finite; fetch or save it again")
     if cfg is not None:
-        weights.agree(path, found.model_dump(exclude={"sampler", "unconditional", "objective"}), cfg.model_dump())
-    return weights.filled(Diffusion(cfg or found), state, path)
+        weights.check_sizes(path, found.model_dump(exclude={"sampler", "unconditional", "objective"}), cfg.model_dump())
+    return weights.load_into(Diffusion(cfg or found), state, path)
 
 
 def _file(path: str | Path) -> Path:

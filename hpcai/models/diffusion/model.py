@@ -23,7 +23,7 @@ from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import plan, sample
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import Latents
-from hpcai.nn.weights import Portable
+from hpcai.nn.weights import PretrainedMixin
 
 logger = logging.getLogger(__name__)
 _SLACK = 1e-3  # of a parameter's range, half of which is 1
@@ -31,7 +31,7 @@ _AT_ONCE = 64  # samples that are drawn together, where nothing else is said
 _NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux}
 
 
-class Diffusion(Portable):
+class Diffusion(PretrainedMixin):
     """network(x [B, C, ...], time [B], condition) -> what ``objective`` says that it says [B, C', ...].
 
     ``seed``: of the random numbers of training, which are counted (``hpcai.models.diffusion.noise``).

@@ -16,7 +16,7 @@ from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
 from hpcai.kernels.layernorm import _autocast_dtype
 from hpcai.models.diffusion.condition import Condition
-from hpcai.nn.again import again, cheap
+from hpcai.nn.recompute import recompute_cheap, cheap
 
 WAVES = 256  # numbers that say a time
 _LAST, _TOLD = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")
@@ -105,7 +105,7 @@ def run(block: nn.Module, recompute: str, *given: Any) -> Any:
     """``block(*given)``, which keeps for the backward pass what ``recompute`` leaves."""
     if recompute == "layers" and torch.is_grad_enabled():
         return checkpoint(block, *given, use_reentrant=False)
-    with again(recompute == "selective"):
+    with recompute_cheap(recompute == "selective"):
         return block(*given)
 
 

@@ -1,9 +1,9 @@
 """DimeNet++: energies and forces of atoms, such as adsorbates on catalysts."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 from hpcai.models.dimenet.config import DimeNetConfig, ObjectiveConfig
 
-__getattr__, _names = lazy(
+__getattr__, _names = attach(
     __name__,
     {
         ".model": ["DimeNet"],

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpcai.errors import DataError
-from hpcai.lazy import optional
+from hpcai.lazy import import_optional
 from hpcai.models.dimenet.fields import fields
 from hpcai.models.dimenet.graph import Sizes, Structure, atoms, join
 from hpcai.models.dimenet.objective import Batch
@@ -55,7 +55,7 @@ def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any =
     ``found``: what ``energy_and_forces`` says of them; otherwise a frame's own labels. Edges lead from row 0 of ``edge_index``
     [2, E] to row 1; ``cell_offsets`` [E, 3] are whole cells, ``distances`` [E] angstrom. Numbers keep their precision.
     """
-    geometric = optional("torch_geometric.data", "Data need", "peers")
+    geometric = import_optional("torch_geometric.data", "Data need", "peers")
     made = [geometric.Data(**_tensors(frame)) for frame in _labelled(given, found)]
     return made[0] if isinstance(given, Structure | Frame) else geometric.Batch.from_data_list(made)
 
@@ -63,7 +63,7 @@ def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any =
 def to_ase(given: Structure | Frame | Sequence[Structure | Frame], found: Any = None) -> Any:
     """ASE's ``Atoms``, or a list of several, whose calculator holds energy and forces, if they are known, and whose held atoms are
     fixed; ``found`` as for ``to_data``."""
-    ase = optional("ase", "Atoms need", "opencatalyst")
+    ase = import_optional("ase", "Atoms need", "opencatalyst")
     calculators, constraints = import_module("ase.calculators.singlepoint"), import_module("ase.constraints")
     made = []
     for frame in _labelled(given, found):

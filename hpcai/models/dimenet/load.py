@@ -66,12 +66,12 @@ def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:
     does not fit.
     """
     path = Path(path)
-    state, found = weights.read(path, "dimenet", DimeNetConfig)
+    state, found = weights.load_state(path, "dimenet", DimeNetConfig)
     if found is None:
-        with weights.names_known(path, state, "of the reference (rbf.freq, emb.emb.weight, ...)"):
+        with weights.check_names(path, state, "of the reference (rbf.freq, emb.emb.weight, ...)"):
             sizes = _sizes(state)
         if cfg is not None:
-            weights.agree(path, sizes, {name: getattr(cfg, name) for name in sizes})
+            weights.check_sizes(path, sizes, {name: getattr(cfg, name) for name in sizes})
         found = (cfg or DimeNetConfig(angles="detached")).model_copy(update=sizes)
     elif cfg is not None and cfg != found:
         raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
@@ -79,7 +79,7 @@ def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:
     for name, value in model.state_dict().items():
         if name.endswith("lin_up.bias") and name not in state:
             state[name] = value.new_zeros(value.shape)
-    return weights.filled(model, state, path)
+    return weights.load_into(model, state, path)
 
 
 def _sizes(state: Mapping[str, Tensor]) -> dict[str, int]:

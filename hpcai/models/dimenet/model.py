@@ -18,9 +18,9 @@ from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph, Structure, fits, join
 from hpcai.models.dimenet.tables import collect, place, spread, turn, unplace
-from hpcai.nn.inference import asked
-from hpcai.nn.swish import swish
-from hpcai.nn.weights import Portable
+from hpcai.nn.inference import inference_mode
+from hpcai.nn.double_backward import silu
+from hpcai.nn.weights import PretrainedMixin
 
 
 class Prediction(NamedTuple):
@@ -68,9 +68,9 @@ class Embedding(nn.Module):
         h = self.emb(graph.numbers)
         # One matrix times the three joined is three matrices; two of them act on atoms, which are fewer.
         of_centre, of_other, of_distance = self.lin.weight.chunk(3, 1)
-        x = nn.functional.linear(swish(self.lin_rbf(radial)), of_distance, self.lin.bias)
+        x = nn.functional.linear(silu(self.lin_rbf(radial)), of_distance, self.lin.bias)
         x = x + spread(nn.functional.linear(h, of_centre), graph.centre, graph.incoming)
-        return swish(x + spread(nn.functional.linear(h, of_other), graph.other, graph.outgoing))
+        return silu(x + spread(nn.functional.linear(h, of_other), graph.other, graph.outgoing))
 
 
 class Residual(nn.Module):
@@ -79,7 +79,7 @@ class Residual(nn.Module):
         self.lin1, self.lin2 = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + swish(self.lin2(swish(self.lin1(x))))
+        return x + silu(self.lin2(silu(self.lin1(x))))
 
 
 class Interaction(nn.Module):
@@ -100,13 +100,13 @@ class Interaction(nn.Module):
         self.around = Around(cfg)
 
     def forward(self, m: Tensor, graph: Graph, functions: Functions) -> Tensor:
-        x = swish(self.lin_kj(m)) * (functions.radial @ (self.lin_rbf2.weight @ self.lin_rbf1.weight).T)
-        x = swish(self.lin_down(x))
+        x = silu(self.lin_kj(m)) * (functions.radial @ (self.lin_rbf2.weight @ self.lin_rbf1.weight).T)
+        x = silu(self.lin_down(x))
         x = self.around(x, graph, functions, self.lin_sbf2.weight @ self.lin_sbf1.weight)
-        x = swish(self.lin_ji(m)) + swish(self.lin_up(x))
+        x = silu(self.lin_ji(m)) + silu(self.lin_up(x))
         for layer in self.layers_before_skip:
             x = layer(x)
-        x = swish(self.lin(x)) + m
+        x = silu(self.lin(x)) + m
         for layer in self.layers_after_skip:
             x = layer(x)
         return x
@@ -156,12 +156,12 @@ class Output(nn.Module):
         said = (self.lin_rbf(functions.radial) * m).to(functions.radial.dtype)  # fifty of them are added
         x = self.lin_up(collect(said, graph.centre, graph.incoming))
         for layer in self.lins:
-            x = swish(layer(x))
+            x = silu(layer(x))
         with torch.autocast(x.device.type, enabled=False):  # energies of atoms add up to small differences
             return nn.functional.linear(x.to(said.dtype), self.lin.weight.to(said.dtype))
 
 
-class DimeNet(Portable):
+class DimeNet(PretrainedMixin):
     """A graph -> energies of its structures and forces on its atoms."""
 
     package = __package__
@@ -216,7 +216,7 @@ class DimeNet(Portable):
         if not given:
             return []
         weight = self.emb.emb.weight
-        with asked(self, weight) as dtype:
+        with inference_mode(self, weight) as dtype:
             graph = join(given).to(weight.device, dtype)
             energy, forces = self.physical(graph, self(graph))
         sizes = [len(structure.positions) for structure in given]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpcai.errors import DataError
-from hpcai.lazy import optional
+from hpcai.lazy import import_optional
 
 TIE = 1e-4  # between equal distances; float32 rounds those of a slab by 1e-6, and bonds differ by more
 NEAREST = 1e-3  # least distance of two atoms
@@ -128,7 +128,7 @@ def _complete(cell: Floats, periodic: Bools) -> Floats:
 
 def _search(r: Floats, box: Floats, periodic: Bools, cutoff: float) -> tuple[Ints, Ints, NDArray[np.int32]]:
     """i [E], j [E] and S [E, 3] of all pairs within the cutoff, and perhaps a few just beyond, in any order."""
-    vesin = optional("vesin", "neighbour lists need", "opencatalyst")
+    vesin = import_optional("vesin", "neighbour lists need", "opencatalyst")
     search = vesin.NeighborList(cutoff=cutoff * (1 + 1e-9), full_list=True, n_threads=1)
     i, j, offset = search.compute(r, box, periodic, "ijS")
     return i.astype(np.int64), j.astype(np.int64), offset.astype(np.int32)

@@ -1,9 +1,9 @@
 """Language models: text to tokens, decoders of tokens, tokens to text."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 from hpcai.models.llm.config import LLMConfig, LoRAConfig, SamplingConfig
 
-__getattr__, _names = lazy(
+__getattr__, _names = attach(
     __name__,
     {
         ".generation": ["complete", "generate"],

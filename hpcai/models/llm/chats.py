@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from hpcai.errors import DataError, HpcaiError
-from hpcai.lazy import optional
+from hpcai.lazy import import_optional
 
 EXPECTED = "a list such as [{'role': 'user', 'content': 'text'}]"
 _MARKS = [chr(0xFDD0 + n) for n in range(32)]  # noncharacters of Unicode, which no text should have
@@ -88,8 +88,8 @@ def _without(marked: str, literal: str, begin: str, end: str) -> Rendered:
 
 @lru_cache(8)
 def _compiled(template: str) -> Any:
-    sandbox = optional("jinja2.sandbox", "chat templates need", "llm")
-    nodes, extension = (optional(f"jinja2.{name}", "chat templates need", "llm") for name in ("nodes", "ext"))
+    sandbox = import_optional("jinja2.sandbox", "chat templates need", "llm")
+    nodes, extension = (import_optional(f"jinja2.{name}", "chat templates need", "llm") for name in ("nodes", "ext"))
 
     class Generation(extension.Extension):  # type: ignore[name-defined]
         """{% generation %} ... {% endgeneration %}"""

@@ -24,8 +24,8 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.config import SamplingConfig
 from hpcai.models.llm.model import LLM, Causal
 from hpcai.models.llm.undivided import attentions, holding, last_stage, undivided
-from hpcai.nn.graph import Graph, graph_factory, no_collection
-from hpcai.nn.head import Head
+from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
+from hpcai.nn.lm_head import LMHead
 from hpcai.parallel.pipeline import Pipeline
 
 _BLOCK = 128  # places of the first recorded step; later ones look at twice as many each
@@ -130,11 +130,11 @@ class Generation(Iterator[list[int | None]]):
             step()
         elif span not in self._warm:
             self._warm[span] = self.graph()
-            self._warm[span].warm(step)  # libraries choose their algorithms, and collectives connect
+            self._warm[span].warm_up(step)  # libraries choose their algorithms, and collectives connect
         elif span not in self._graphs:
             try:
-                with no_collection():
-                    self._warm[span].record(step)
+                with no_gc():
+                    self._warm[span].capture(step)
             except (RuntimeError, NotImplementedError) as problem:
                 reason = next(iter(str(problem).strip().splitlines()), "")
                 raise ConfigError(f"a step of generation cannot be recorded: {reason}; give capture=False") from problem
@@ -168,7 +168,7 @@ class Generation(Iterator[list[int | None]]):
         was = model.training
         if was:
             model.eval()
-        if tokens.shape[1] > 1 and isinstance(model.lm_head, Head):
+        if tokens.shape[1] > 1 and isinstance(model.lm_head, LMHead):
             hook = model.lm_head.register_forward_pre_hook(_last_alone)
         try:
             # A graph would read weights that autocast keeps when they are gone.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpcai.errors import DataError
 from hpcai.models.llm.undivided import holding, last_stage, undivided
-from hpcai.nn.head import IGNORE
+from hpcai.nn.lm_head import IGNORE_INDEX
 
 
 def likelihoods(model: Any, context: Sequence[int], choices: Sequence[Sequence[int]], act: Any = None) -> list[float]:
@@ -64,4 +64,4 @@ def _rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor,
         end = len(first) + len(second)
         whole[row, :end] = torch.tensor([*first, *second])
         counted[row, len(first) : end] = True
-    return whole[:, :-1], whole[:, 1:].where(counted[:, 1:], IGNORE)
+    return whole[:, :-1], whole[:, 1:].where(counted[:, 1:], IGNORE_INDEX)

@@ -15,8 +15,8 @@ from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn import weights
-from hpcai.nn.deferred import read_later
-from hpcai.nn.stored import Stored, store, stored
+from hpcai.nn.deferred_init import load_deferred
+from hpcai.nn.safetensors_files import LazyTensor, save_sharded, open_tensors
 
 _INDEX, _FILE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _USELESS = re.compile(r".*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # what older files hold beside weights
@@ -38,7 +38,7 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     """
     path, origins = of_run(Path(path)), dict[str, Path]()
     if not path.is_dir():
-        state, found = weights.read(path, "llm", LLMConfig)
+        state, found = weights.load_state(path, "llm", LLMConfig)
         if found is None:
             raise CheckpointError(f"{path}: weights without settings; give the folder that has {_CONFIG} beside them")
     else:
@@ -52,7 +52,7 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
         raise CheckpointError(f"{path}: {bad} has numbers that are not finite; fetch or save it again")
     if cfg is not None:
         sizes = found.model_dump(exclude={"dropout", "recompute", "deviation", "positions"})
-        weights.agree(path, sizes, cfg.model_dump())
+        weights.check_sizes(path, sizes, cfg.model_dump())
         found = cfg
     with torch.device("meta"):
         model = LLM(found)
@@ -70,14 +70,14 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
 
 
 def load_later(model: LLM, folder: str | Path) -> LLM:
-    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama, a
+    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred_init`` and may be cut, read from a folder of Llama, a
     file of ours or the folder of a run, which holds one, when they are made: of each the part that is held. Raises CheckpointError
     for weights that do not fit, before any is read."""
     folder = of_run(Path(folder))
-    there = _names(folder, model.cfg) if folder.is_dir() else stored(folder)
+    there = _names(folder, model.cfg) if folder.is_dir() else open_tensors(folder)
     source = folder if (folder / _INDEX).exists() or not folder.is_dir() else folder / _FILE
     model.home = folder if folder.is_dir() else folder.parent
-    read_later(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
+    load_deferred(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
     for name, parameter in model.named_parameters():
         parameter.origin = str(there[name].path.resolve())  # type: ignore[attr-defined]
     return model
@@ -88,7 +88,7 @@ def save_folder(state: Mapping[str, Tensor], cfg: LLMConfig, folder: str | Path,
     ``shard`` bytes with their index. Raises CheckpointError for a model that they have no name for."""
     folder, about = Path(folder), hub_config(cfg, next(iter(state.values())).dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    store(_for_others(state, cfg), folder, _FILE, shard)
+    save_sharded(_for_others(state, cfg), folder, _FILE, shard)
     (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n")
 
 
@@ -203,9 +203,9 @@ def hub_config(cfg: LLMConfig, dtype: torch.dtype) -> dict[str, Any]:
 # ---- names
 
 
-def _names(folder: Path, cfg: LLMConfig) -> dict[str, Stored]:
+def _names(folder: Path, cfg: LLMConfig) -> dict[str, LazyTensor]:
     """The tensors of a folder that are weights of the model. Raises CheckpointError where there are others, or a wrong index."""
-    there = stored(folder if (folder / _INDEX).exists() else folder / _FILE)
+    there = open_tensors(folder if (folder / _INDEX).exists() else folder / _FILE)
     found = {name: tensor for name, tensor in there.items() if not _USELESS.fullmatch(name)}
     with torch.device("meta"):
         known = _for_others(LLM(cfg).state_dict(), cfg)

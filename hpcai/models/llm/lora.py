@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.llm.config import LoRAConfig
 from hpcai.models.llm.model import LLM
-from hpcai.nn.frozen import Frozen
-from hpcai.nn.stored import stored
+from hpcai.nn.quantized import QuantizedLinear
+from hpcai.nn.safetensors_files import open_tensors
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import ALONE, place_of, sum_axes
 from hpcai.parallel.tensor import CutInputs, CutOutputs, cut_inputs, cut_outputs, freeze, thaw
@@ -92,7 +92,7 @@ def merge(model: LLM) -> LLM:
     """
     dtypes = {adapter.lora_A.weight.dtype for _, _, adapter in _adapted(model)}
     for part in model.modules():
-        if isinstance(part, Frozen):
+        if isinstance(part, QuantizedLinear):
             thaw(part, *dtypes)
     for _, linear, adapter in list(_adapted(model)):
         with torch.no_grad():
@@ -141,7 +141,7 @@ def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
     CheckpointError for adapters of another model or kind, or that are damaged; the model then is as it was."""
     folder = Path(folder)
     cfg = read_adapter_config(folder)
-    there = stored(folder / _FILE)
+    there = open_tensors(folder / _FILE)
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.rpartition(".")[2] in cfg.targets]
     wanted = {_theirs(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}
     if wrong := sorted(wanted ^ set(there)) or ([] if wanted else ["no adapter of a layer that is here"]):

@@ -23,13 +23,13 @@ from hpcai.kernels.rotary import apply_rotary
 from hpcai.kernels.triton_support import on_cpu
 from hpcai.kernels.varlen_attention import varlen_attention
 from hpcai.models.llm.config import LLMConfig, RotaryConfig
-from hpcai.nn.again import again, cheap
-from hpcai.nn.head import Head
+from hpcai.nn.recompute import recompute_cheap, cheap
+from hpcai.nn.lm_head import LMHead
 from hpcai.nn.layernorm import LayerNorm
-from hpcai.nn.products import together
+from hpcai.nn.matmul import fused_linear
 from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.nn.seam import Seam
-from hpcai.nn.weights import Portable
+from hpcai.nn.weights import PretrainedMixin
 
 
 class Causal(nn.Module):
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.remember: Any = None  # seam: what generation keeps of the tokens before, (k, v) -> (k, v) of all
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
-        found = together(x, self.q_proj, self.k_proj, self.v_proj)
+        found = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in found)
         if turn is not None:
             q, k = apply_rotary(q, k, *turn)  # not ``cheap``: nothing else keeps what they are made of
@@ -80,7 +80,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(cfg.inner, cfg.width, cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(cheap(swiglu, *together(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(cheap(swiglu, *fused_linear(x, self.gate_proj, self.up_proj)))
 
 
 class GELU(nn.Module):
@@ -132,9 +132,9 @@ class Body(nn.Module):
         self.layers, self.norm = nn.ModuleList(Layer(cfg) for _ in range(cfg.layers)), _norm(cfg)
 
 
-class LLM(Portable):
+class LLM(PretrainedMixin):
     """tokens [B, T] -> logits [B, T, V]; with ``targets`` [B, T] the cross entropy of each token instead [B, T], 0 where the target
-    is ``hpcai.nn.head.IGNORE``.
+    is ``hpcai.nn.lm_head.IGNORE_INDEX``.
 
     ``positions`` [B, T] count within a text, 0, 1, ... unless they are given; ``documents`` [B, T] keep those that lie one behind
     another in a row apart (with tokens remembered: of all of them). Raises DataError for more tokens than there are positions.
@@ -149,7 +149,7 @@ class LLM(Portable):
         self.cfg = cfg = cfg or LLMConfig.preset("llama2-7b")
         self.home: Path | None = None  # the folder that weights came from
         self.own: nn.Module = Seam()  # a process may have some of the tokens
-        self.model, self.lm_head = Body(cfg), Head(cfg.width, cfg.vocabulary)
+        self.model, self.lm_head = Body(cfg), LMHead(cfg.width, cfg.vocabulary)
         self.total: nn.Module = Seam()  # and what it has counted of them is a part
         if cfg.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -196,11 +196,11 @@ class LLM(Portable):
             if self.cfg.recompute == "layers" and torch.is_grad_enabled():
                 x = checkpoint(layer, x, turn, documents, use_reentrant=False)
                 continue
-            with again(self.cfg.recompute == "selective"):
+            with recompute_cheap(self.cfg.recompute == "selective"):
                 x = layer(x, turn, documents)
         return self.lm_head(self.model.norm(x), targets)
 
-    def files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
+    def output_files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
         """The folder that Hugging Face's libraries read where they know such a model, or that of its adapters, as peft has it."""
         other = import_module(f"{__package__}.{'lora' if self.adapters else 'load'}")
         return cast("dict[str, Callable[[Path], Any]]", other.files(self, export))
@@ -242,4 +242,4 @@ def angles(cfg: RotaryConfig, size: int, positions: Tensor, dtype: torch.dtype) 
 
 
 def _norm(cfg: LLMConfig) -> nn.Module:
-    return RMSNorm(cfg.width, cfg.eps) if cfg.norm == "rms" else LayerNorm(cfg.width, eps=cfg.eps, narrow=True)
+    return RMSNorm(cfg.width, cfg.eps) if cfg.norm == "rms" else LayerNorm(cfg.width, eps=cfg.eps, autocast_output=True)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcai.nn.head import IGNORE
+from hpcai.nn.lm_head import IGNORE_INDEX
 
 
 class Batch(NamedTuple):
@@ -26,21 +26,21 @@ class Batch(NamedTuple):
         """[B, T] the token that follows, where it counts."""
         found = self.tokens[:, 1:]
         if self.counted is not None:
-            return found.where(self.counted[:, 1:], IGNORE)
-        return found if self.documents is None else found.where(self.documents.diff(dim=1) == 0, IGNORE)
+            return found.where(self.counted[:, 1:], IGNORE_INDEX)
+        return found if self.documents is None else found.where(self.documents.diff(dim=1) == 0, IGNORE_INDEX)
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Any]:
     """The mean cross entropy of the tokens that count, in nats, as (sum, count)."""
     entropy, targets = _entropy(model, batch)
-    count = (targets != IGNORE).sum().to(entropy.dtype)
+    count = (targets != IGNORE_INDEX).sum().to(entropy.dtype)
     return {"loss": (model.total(entropy.sum()), count), "tokens": count}
 
 
 def score(model: Any, batch: Batch) -> dict[str, Any]:
     """``loss``, nats of a token, and where the text is known ``bits_per_byte``, each as (sum, count)."""
     entropy, targets = _entropy(model, batch)
-    total, count = model.total(entropy.sum()), (targets != IGNORE).sum().to(entropy.dtype)
+    total, count = model.total(entropy.sum()), (targets != IGNORE_INDEX).sum().to(entropy.dtype)
     found = {"loss": (total, count)}
     if batch.bytes is not None:
         found["bits_per_byte"] = (total / math.log(2), batch.bytes.sum().to(entropy.dtype))
@@ -52,7 +52,7 @@ def entropies(model: Any, batch: Batch) -> dict[str, Tensor]:
     entropy, targets = _entropy(model, batch)
     whole = torch.zeros(targets.shape, dtype=entropy.dtype, device=entropy.device)
     whole[:, model.own(torch.arange(targets.shape[1], device=entropy.device)[None])[0]] = entropy
-    return {"tokens": batch.tokens, "nats": model.total(whole), "counted": targets != IGNORE}
+    return {"tokens": batch.tokens, "nats": model.total(whole), "counted": targets != IGNORE_INDEX}
 
 
 def _entropy(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpcai.errors import ConfigError, DataError, HpcaiError
-from hpcai.lazy import optional
+from hpcai.lazy import import_optional
 from hpcai.models.llm.chats import render
 
 BYTES = "bytes"
@@ -122,7 +122,7 @@ class Tokenizer:
         least = 257 + len(special)
         if size < least:
             raise ConfigError(f"a vocabulary of {size}: expected {least} or more, for 256 bytes and {least - 256} special tokens")
-        library = optional("tokenizers", "training a tokenizer needs", "llm")
+        library = import_optional("tokenizers", "training a tokenizer needs", "llm")
         steps = library.pre_tokenizers
         made = library.Tokenizer(library.models.BPE())
         level = steps.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -299,7 +299,7 @@ class Tokenizer:
 
     def _backend(self, special: bool = False) -> Any:
         if special not in self._backends:
-            library = optional("tokenizers", "tokenizers other than bytes need", "llm")
+            library = import_optional("tokenizers", "tokenizers other than bytes need", "llm")
             made = _guarded(lambda: library.Tokenizer.from_str(self._text), self.where)
             made.no_truncation()  # some published files cut texts
             made.no_padding()

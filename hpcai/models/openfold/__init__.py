@@ -1,9 +1,9 @@
 """OpenFold: the structure of a protein from its sequence and its relatives', as AlphaFold 2 has it."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 from hpcai.models.openfold.config import ObjectiveConfig, OpenFoldConfig
 
-__getattr__, _names = lazy(
+__getattr__, _names = attach(
     __name__,
     {
         ".model": ["OpenFold", "Prediction"],

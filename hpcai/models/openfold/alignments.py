@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hpcai.errors import DataError
 from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
-from hpcai.packed import gunzip
+from hpcai.gzip_file import gunzip
 
 AGAIN = "make it again, or leave it out"
 NOT_FOR_MONOMERS = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows that pair chains, and templates

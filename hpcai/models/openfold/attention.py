@@ -50,7 +50,7 @@ class RowAttention(nn.Module):
 
     def __init__(self, channels: int, pair: int, head: int, heads: int) -> None:
         super().__init__()
-        self.layer_norm_m, self.layer_norm_z = LayerNorm(channels, narrow=True), LayerNorm(pair, narrow=True)
+        self.layer_norm_m, self.layer_norm_z = LayerNorm(channels, autocast_output=True), LayerNorm(pair, autocast_output=True)
         self.linear_z = Linear(pair, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
         self.every_row = Seam()  # a sequence meets every pair
@@ -67,7 +67,7 @@ class ColumnAttention(nn.Module):
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
         super().__init__()
-        self.layer_norm_m = LayerNorm(channels, narrow=True)
+        self.layer_norm_m = LayerNorm(channels, autocast_output=True)
         self.attention = GatedAttention(channels, head, heads)
 
     def forward(self, m: Tensor, mask: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class TriangleAttention(nn.Module):
     def __init__(self, channels: int, head: int, heads: int, starting: bool) -> None:
         super().__init__()
         self.starting = starting
-        self.layer_norm = LayerNorm(channels, narrow=True)
+        self.layer_norm = LayerNorm(channels, autocast_output=True)
         self.linear = Linear(channels, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
         self.every_row = Seam()  # a row meets every pair of its columns

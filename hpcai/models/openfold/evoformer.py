@@ -43,7 +43,7 @@ class TriangleMultiplication(nn.Module):
     def __init__(self, channels: int, hidden: int, outgoing: bool) -> None:
         super().__init__()
         self.outgoing = outgoing
-        self.layer_norm_in, self.layer_norm_out = LayerNorm(channels, narrow=True), LayerNorm(hidden, narrow=True)
+        self.layer_norm_in, self.layer_norm_out = LayerNorm(channels, autocast_output=True), LayerNorm(hidden, autocast_output=True)
         self.linear_ab = Linear(channels, 4 * hidden)  # projections of a and b, then their gates
         self.linear_g = Linear(channels, channels, start="final")
         self.linear_z = Linear(hidden, channels, start="final")
@@ -64,7 +64,7 @@ class TriangleMultiplication(nn.Module):
         def edges(some: slice) -> Tensor:
             return self._sums(self.to_channels(self._factors(z, mask, some)))
 
-        x = map_chunks(edges, hidden, z, 6 * one, _CPU, 1, self.to_channels.parts)  # [B, C, R/n, R]
+        x = map_chunks(edges, hidden, z, 6 * one, _CPU, 1, self.to_channels.num_shards)  # [B, C, R/n, R]
 
         def rows(some: slice) -> Tensor:
             return self._gated(x[:, :, some], self.linear_g(z[:, some]))
@@ -94,7 +94,7 @@ class OuterProductMean(nn.Module):
 
     def __init__(self, channels: int, pair: int, hidden: int) -> None:
         super().__init__()
-        self.layer_norm = LayerNorm(channels, narrow=True)
+        self.layer_norm = LayerNorm(channels, autocast_output=True)
         self.linear_1, self.linear_2 = Linear(channels, hidden), Linear(channels, hidden)
         self.linear_out = Linear(hidden**2, pair, start="final")
         self.every_residue = Seam()  # a residue meets every other
@@ -197,7 +197,7 @@ class TemplateStack(nn.Module):
     def __init__(self, channels: int, blocks: int, cfg: PairConfig, save: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(PairUpdate(channels, cfg, attention_first=True) for _ in range(blocks))
-        self.layer_norm = LayerNorm(channels, narrow=True)
+        self.layer_norm = LayerNorm(channels, autocast_output=True)
         self.save = save
 
     def forward(self, t: Tensor, mask: Tensor) -> Tensor:

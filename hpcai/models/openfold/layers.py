@@ -42,7 +42,7 @@ class Transition(nn.Module):
 
     def __init__(self, channels: int, widen: int) -> None:
         super().__init__()
-        self.layer_norm = LayerNorm(channels, narrow=True)
+        self.layer_norm = LayerNorm(channels, autocast_output=True)
         self.linear_1 = Linear(channels, widen * channels, start="relu")
         self.linear_2 = Linear(widen * channels, channels, start="final")
 

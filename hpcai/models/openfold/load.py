@@ -303,7 +303,7 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
     templates (as many as attend within a template). Raises CheckpointError for a file that is none of these or does not fit.
     """
     path = Path(path)
-    state, found = files.read(path, _MODEL, OpenFoldConfig)
+    state, found = files.load_state(path, _MODEL, OpenFoldConfig)
     form: Form = "hpcai" if found is not None else _lineage(state, path)
     if found is not None and cfg is not None and cfg != found:
         raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")

@@ -18,7 +18,7 @@ from hpcai.models.openfold.layers import Linear
 from hpcai.models.openfold.residues import LETTERS, PLACE
 from hpcai.models.openfold.structure import Atoms, StructureModule
 from hpcai.nn.seam import Seam
-from hpcai.nn.weights import Portable
+from hpcai.nn.weights import PretrainedMixin
 
 _CA, _CB, _GLYCINE = PLACE["CA"], PLACE["CB"], LETTERS.index("G")
 _PSI = 2  # its index among the seven torsion angles
@@ -41,7 +41,7 @@ class Previous(NamedTuple):
     positions: Tensor  # [B, R, 37, 3] angstrom
 
 
-class OpenFold(Portable):
+class OpenFold(PretrainedMixin):
     """Features -> Prediction."""
 
     package = __package__

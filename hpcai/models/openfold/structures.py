@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpcai.errors import DataError
-from hpcai.lazy import optional
+from hpcai.lazy import import_optional
 from hpcai.models.openfold.residues import ATOMS, LETTERS, NAMES, PLACE, UNKNOWN
-from hpcai.packed import gunzip
+from hpcai.gzip_file import gunzip
 
 AGAIN = "fetch it again, or leave it out"
 TYPE = {letter: number for number, letter in enumerate(LETTERS)}
@@ -76,7 +76,7 @@ class _Polymer:
 
 
 def _gemmi() -> Any:
-    return optional("gemmi", "structures need", "openfold")
+    return import_optional("gemmi", "structures need", "openfold")
 
 
 def read_mmcif(path: Path, chain: str | None = None) -> Entry:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcai.errors import DataError
-from hpcai.lazy import optional
+from hpcai.lazy import import_optional
 from hpcai.models.openfold.alignments import Hit, agree, alike, encode, read_hhr
 from hpcai.models.openfold.features import TEMPLATES
 from hpcai.models.openfold.residues import GAP, PLACE, UNKNOWN
@@ -172,7 +172,7 @@ def _first(part: Array, whole: Array) -> int:
 
 def _aligned(part: Array, whole: Array) -> Array:
     """The letter of ``whole`` that each letter of ``part`` is aligned to, -1 where there is none; long gaps cost little."""
-    gemmi = optional("gemmi", "alignments of chains need", "openfold")
+    gemmi = import_optional("gemmi", "alignments of chains need", "openfold")
     found = gemmi.align_string_sequences([str(code) for code in part], [str(code) for code in whole], [])
     residues = np.full(len(part), -1)
     at = [0, 0]

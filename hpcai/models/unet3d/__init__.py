@@ -1,9 +1,9 @@
 """3D U-Net: kidneys and their tumours in computed tomography."""
 
-from hpcai.lazy import lazy
+from hpcai.lazy import attach
 from hpcai.models.unet3d.config import UNet3DConfig
 
-__getattr__, _names = lazy(
+__getattr__, _names = attach(
     __name__,
     {
         ".model": ["UNet3D"],

@@ -21,12 +21,12 @@ def load_weights(path: str | Path, cfg: UNet3DConfig | None = None) -> UNet3D:
     with it. Raises CheckpointError for a file that is none of these or does not fit.
     """
     path = Path(path)
-    state, found = weights.read(path, "unet3d", UNet3DConfig)
-    with weights.names_known(path, state, "input_block.conv1.0.weight, ..., output.conv.weight"):
+    state, found = weights.load_state(path, "unet3d", UNet3DConfig)
+    with weights.check_names(path, state, "input_block.conv1.0.weight, ..., output.conv.weight"):
         sizes = _sizes(state)
     if cfg is not None:
-        weights.agree(path, sizes, {"channels": cfg.channels, "filters": cfg.filters, "outputs": len(cfg.classes)})
-    return weights.filled(UNet3D(found or cfg or _named(**sizes)), state, path)
+        weights.check_sizes(path, sizes, {"channels": cfg.channels, "filters": cfg.filters, "outputs": len(cfg.classes)})
+    return weights.load_into(UNet3D(found or cfg or _named(**sizes)), state, path)
 
 
 def _sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:

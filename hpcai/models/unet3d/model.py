@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hpcai.models.unet3d.config import UNet3DConfig
 from hpcai.models.unet3d.volume import normalise, refuse, resample, resampled_shape
 from hpcai.models.unet3d.windows import Windows
-from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, Multiples
+from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, DivisibleShape
 from hpcai.nn.conv import channels_last
-from hpcai.nn.inference import asked
-from hpcai.nn.weights import Portable
+from hpcai.nn.inference import inference_mode
+from hpcai.nn.weights import PretrainedMixin
 
 
 class Layer(nn.Sequential):
@@ -66,7 +66,7 @@ class Output(nn.Module):
         return self.conv(x)
 
 
-class UNet3D(Portable):
+class UNet3D(PretrainedMixin):
     """[B, C, D, H, W] normalised intensities -> [B, classes, D, H, W] logits.
 
     D, H and W are any multiples of ``cfg.stride``; raises ValueError for others.
@@ -84,7 +84,7 @@ class UNet3D(Portable):
         self.upsample = nn.ModuleList(Up(i, o) for i, o in pairwise((widths[-1], *reversed(widths))))
         self.output = Output(widths[0], len(cfg.classes))
         self.total: nn.Module = nn.Identity()  # seam: sums over a volume that is cut
-        self.fits: nn.Module = Multiples(cfg.stride, "voxels")
+        self.fits: nn.Module = DivisibleShape(cfg.stride, "voxels")
         self.windows = Windows(cfg.window, cfg.overlap)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
@@ -110,7 +110,7 @@ class UNet3D(Portable):
         refuse(image, None, spacing_mm)
         shape = resampled_shape(image.shape, spacing_mm, self.cfg.spacing_mm)
         weight, values = self.output.conv.weight, torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]
-        with asked(self, weight) as dtype:
+        with inference_mode(self, weight) as dtype:
             logits, _ = self.windows(self, values.to(weight.device, dtype), crop=False)
         best, mask = None, np.zeros(image.shape, np.uint8)
         for k in range(len(self.cfg.classes)):  # one class at a time: the volume's own grid may be large

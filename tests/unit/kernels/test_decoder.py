@@ -85,9 +85,9 @@ def test_norms_for_products_have_the_dtype_of_autocast() -> None:
     x, weight = torch.ones(2, 6), torch.ones(6)
     with torch.autocast("cpu", torch.bfloat16):
         assert rmsnorm.rms_norm(x, weight).dtype == torch.float32
-        assert rmsnorm.rms_norm(x, weight, narrow=True).dtype == torch.bfloat16
-        assert rmsnorm.rms_norm(x.double(), weight, narrow=True).dtype == torch.float64
-    assert rmsnorm.rms_norm(x, weight, narrow=True).dtype == torch.float32
+        assert rmsnorm.rms_norm(x, weight, autocast_output=True).dtype == torch.bfloat16
+        assert rmsnorm.rms_norm(x.double(), weight, autocast_output=True).dtype == torch.float64
+    assert rmsnorm.rms_norm(x, weight, autocast_output=True).dtype == torch.float32
 
 
 @pytest.fixture

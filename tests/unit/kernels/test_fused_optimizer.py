@@ -34,7 +34,7 @@ def per_element(ratio: Tensor) -> Tensor:
 
 
 def scalars(lr: float = 0.1, scale: float = 1.0, skip: float = 0.0) -> dict[str, Tensor]:
-    return {name: torch.tensor(x) for name, x in (("lr", lr), ("scale", scale), ("skip", skip))}
+    return {name: torch.tensor(x) for name, x in (("lr", lr), ("scale", scale), ("found_inf", skip))}
 
 
 class Trap(TorchDispatchMode):
@@ -70,14 +70,14 @@ def test_lamb_and_lars_follow_their_formulas_with_padding_and_empty_segments(dty
     old, g64, direction = w.double().clone(), 0.5 * g.double(), torch.empty_like(w)
     m64, v64 = 0.9 * m.double() + 0.1 * g64, 0.99 * v.double() + 0.01 * g64**2
     u = m64 / (1 - 0.9**3) / ((v64 / (1 - 0.99**3)).sqrt() + 1e-6) + 0.05 * old
-    sums = lamb_direction_(w, g, m, v, direction, segments, step=torch.tensor(3.0), scale=s["scale"], skip=s["skip"],
+    sums = lamb_direction_(w, g, m, v, direction, segments, step=torch.tensor(3.0), scale=s["scale"], found_inf=s["found_inf"],
                            betas=(0.9, 0.99), eps=1e-6, weight_decay=0.05)  # fmt: skip
     expected = squares(old, u)
     torch.testing.assert_close(sums.double(), expected, rtol=4e-6, atol=1e-6)
     torch.testing.assert_close(direction.double(), u, **tolerance)
     ratio = trust_ratio(sums, weight_decay=0.05)
     assert ratio[[0, 2, 3, 5]].tolist() == [1, 1, 1, 1] and abs(ratio[4] - expected[4, 0].sqrt() / expected[4, 1].sqrt()) < 1e-5
-    lamb_update_(w, direction, segments, ratio, lr=s["lr"], skip=s["skip"])
+    lamb_update_(w, direction, segments, ratio, lr=s["lr"], found_inf=s["found_inf"])
     torch.testing.assert_close(w.double(), old - 0.125 * per_element(ratio) * u, **tolerance)
 
     old, velocity = w.double().clone(), m.clone()
@@ -96,8 +96,8 @@ def test_lamb_and_lars_follow_their_formulas_with_padding_and_empty_segments(dty
 def test_average_low_copy_and_scale_follow_the_weights(n: int, keep: float, half: bool) -> None:
     g = rand(n, 2, torch.bfloat16 if half else torch.float32)
     before, w, average, expected, low = g.clone(), rand(n), rand(n, 5), rand(n, 5), torch.zeros(n, dtype=torch.bfloat16)
-    sgd_(w, g, None, momentum=0.0, weight_decay=0.0, lr_in_momentum=False, low=low, average=average, take=torch.tensor(1 - keep),
-         **scalars(0.1, 0.3))  # fmt: skip
+    sgd_(w, g, None, momentum=0.0, weight_decay=0.0, lr_in_momentum=False, bf16_copy=low, average=average,
+         average_rate=torch.tensor(1 - keep), **scalars(0.1, 0.3))  # fmt: skip
     torch.testing.assert_close(w, rand(n) - 0.1 * 0.3 * g.float(), rtol=1e-6, atol=3e-7)
     assert torch.equal(low, w.bfloat16()) and torch.equal(g, before)
     torch.testing.assert_close(average, expected.lerp_(w, 1 - keep), rtol=1e-6, atol=5e-7)
@@ -105,7 +105,8 @@ def test_average_low_copy_and_scale_follow_the_weights(n: int, keep: float, half
 
 def every_update(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], take: Tensor) -> None:
     n, step, fixed, rounds = len(g), torch.tensor(2.0), {"weight_decay": 0.1}, {"seed": torch.tensor(7)}
-    after, quiet = {"low": x["low"], "average": x["average"], "take": take}, {"scale": s["scale"], "skip": s["skip"]}
+    after = {"bf16_copy": x["low"], "average": x["average"], "average_rate": take}
+    quiet = {"scale": s["scale"], "found_inf": s["found_inf"]}
     segments = Segments([(0, n // 2), (n // 2 + 1, 3)], "cpu", n)
     with Trap():
         for decoupled in (True, False):
@@ -113,7 +114,8 @@ def every_update(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], take: Te
         for inside in (True, False):
             sgd_(x["w"], g, x["m"], momentum=0.9, lr_in_momentum=inside, **fixed, **after, **rounds, **s)
         sums = lamb_direction_(x["w"], g, x["m"], x["v"], torch.empty(n), segments, step=step, **BETAS, **fixed, **rounds, **quiet)
-        lamb_update_(x["w"], x["direction"], segments, trust_ratio(sums, weight_decay=0.1), lr=s["lr"], skip=s["skip"], **after)
+        lamb_update_(x["w"], x["direction"], segments, trust_ratio(sums, weight_decay=0.1), lr=s["lr"], found_inf=s["found_inf"],
+                     **after)  # fmt: skip
         ratio = trust_ratio(lars_norms(x["w"], g, segments, scale=s["scale"]), weight_decay=0.1, lars=True)
         lars_(x["w"], g, x["m"], segments, ratio, momentum=0.9, **fixed, **after, **rounds, **s)
 
@@ -171,7 +173,7 @@ def test_what_does_not_fit_is_refused() -> None:
         r"segment 1 is \(3, 2\), expected a start from 4": lambda: Segments([(0, 4), (3, 2)], "cpu"),
         r"need a seed": lambda: sgd_(w, w, half, **s),
         r"gradient is torch.float32 \[3\]": lambda: sgd_(w, rand(3), w.clone(), **s),
-        r"an average needs take, its rate": lambda: sgd_(w, w, w.clone(), average=w.clone(), **s),
+        r"average needs average_rate": lambda: sgd_(w, w, w.clone(), average=w.clone(), **s),
     }.items():
         with pytest.raises(ConfigError, match=match):
             call()

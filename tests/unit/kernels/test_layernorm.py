@@ -34,7 +34,7 @@ def test_it_is_the_formula_in_value_and_gradient(how: str) -> None:
 
 def test_it_has_the_keys_and_the_numbers_of_torch() -> None:
     torch.manual_seed(0)
-    theirs, ours = nn.LayerNorm(6, 1e-3), LayerNorm(6, 1e-3, narrow=True)
+    theirs, ours = nn.LayerNorm(6, 1e-3), LayerNorm(6, 1e-3, autocast_output=True)
     nn.init.normal_(theirs.weight), nn.init.normal_(theirs.bias)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(4, 6)
@@ -56,7 +56,7 @@ def test_it_has_the_keys_and_the_numbers_of_torch() -> None:
     ],
 )
 def test_autocast_decides_only_what_products_read(x: Any, inside: Any, narrow: bool, found: Any) -> None:
-    layer, wide = LayerNorm(6, narrow=narrow), torch.promote_types(x, torch.float32)
+    layer, wide = LayerNorm(6, autocast_output=narrow), torch.promote_types(x, torch.float32)
     with torch.autocast("cpu", inside, enabled=inside is not None):
         y = layer.to(torch.float64 if x == torch.float64 else wide)(torch.randn(4, 6).to(x))
     assert y.dtype == found
@@ -68,7 +68,7 @@ def test_autocast_decides_only_what_products_read(x: Any, inside: Any, narrow: b
 ])  # fmt: skip
 def test_kernels_give_what_torch_gives_on_a_gpu(x: Any, narrow: bool, found: Any, asked: Any) -> None:
     """There its layer norm is float32 under autocast, whatever it is given."""
-    given, layer = asked("layernorm", layer_norm=kernel), LayerNorm(6, narrow=narrow)
+    given, layer = asked("layernorm", layer_norm=kernel), LayerNorm(6, autocast_output=narrow)
     assert layer(torch.ones(2, 6, dtype=x)).dtype == x
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.ones(2, 6, dtype=x)).dtype == found

@@ -187,7 +187,7 @@ def test_gradients_in_two_memory_formats_are_those_of_one(kind: str, bias: bool)
     ours.to(memory_format=torch.channels_last)
     x = torch.randn(2, 5, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = ours(x)
-    assert "_Apart" in type(y.grad_fn).__name__ and y.is_contiguous(memory_format=torch.channels_last)
+    assert "_MixedFormatConv" in type(y.grad_fn).__name__ and y.is_contiguous(memory_format=torch.channels_last)
     leaves = [x.detach(), *(p.detach() for p in ours.parameters())]
     compare(partial(with_weights, ours), partial(with_weights, plain.double()), leaves, 1e-5)
     ours.requires_grad_(False)

@@ -42,7 +42,7 @@ def pair(kind: type, ndim: int, act: str | None, dtype: torch.dtype, seam: bool 
         nn.init.normal_(parameter)
     assert list(theirs.state_dict()) == list(ours.to(dtype).state_dict())
     ours.load_state_dict(theirs.state_dict())
-    ours.total = Seam() if seam else ours.total
+    ours.all_reduce = Seam() if seam else ours.all_reduce
     return theirs, ours
 
 
@@ -170,7 +170,7 @@ def test_the_norm_of_a_cut_volume_is_the_whole_one_with_two_small_messages(kind:
     for _ in range(3):  # each round one message more is right, first that of the forward pass
         found, now = [], []
         for rank, cut in enumerate(cuts):
-            ours.total = seam = Seam(said[1 - rank])
+            ours.all_reduce = seam = Seam(said[1 - rank])
             found.append(run(ours, *(t[:, :, cut].contiguous(memory_format=form) for t in (dy, x))))
             now.append(seam.said)
         said = now
@@ -187,11 +187,11 @@ def test_wrong_shapes_and_one_voxel_in_the_whole_volume_are_refused() -> None:
             norm(torch.zeros(2, 4, 3, 3))
     one = torch.randn(2, 5, 1, 1, 1)
     for norm in (InstanceNorm(5), GroupNorm(5, 5)):
-        for total in (norm.total, Seam()):
-            norm.total = total  # type: ignore[assignment]
+        for total in (norm.all_reduce, Seam()):
+            norm.all_reduce = total  # type: ignore[assignment]
             with pytest.raises(ValueError, match="one value per channel"):
                 norm(one)
-        norm.total = Seam([torch.ones(2 * 2 * 5 + 1, dtype=torch.float64)])  # type: ignore[assignment]
+        norm.all_reduce = Seam([torch.ones(2 * 2 * 5 + 1, dtype=torch.float64)])  # type: ignore[assignment]
         assert norm(one).isfinite().all(), "another process has one more"
     assert GroupNorm(1, 5)(one).isfinite().all(), "five channels are five values"
 

@@ -19,7 +19,7 @@ from hpcai.errors import MeshError
 from hpcai.kernels import triton_support
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, parallelize, tables
 from hpcai.models.openfold.evoformer import Masks
-from hpcai.nn.deferred import deferred
+from hpcai.nn.deferred_init import deferred
 from hpcai.plan.machines import find
 from hpcai.plan.paper import PRODUCTS, Paper, Run, Send, Wait, on_paper
 

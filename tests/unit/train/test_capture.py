@@ -14,8 +14,8 @@ from torch import nn
 from hpcai import dist
 from hpcai.dist import watch
 from hpcai.errors import ConfigError, DivergedError
-from hpcai.nn import graph
-from hpcai.nn.graph import CudaGraph, graph_factory
+from hpcai.nn import cuda_graph
+from hpcai.nn.cuda_graph import CudaGraph, graph_factory
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.capture import _WARM as WARM
 from hpcai.train.capture import Capture, shapes
@@ -215,7 +215,7 @@ class Failing(Tape):
         if self.where == where:
             raise RuntimeError(f"no {where} today\nCUDA kernel errors might be asynchronous")
 
-    def record(self, function: Any) -> Any:
+    def capture(self, function: Any) -> Any:
         found = super().record(function)
         self.fail("capture")
         return found
@@ -305,7 +305,7 @@ class Cuda:
 def test_after_a_capture_that_failed_stream_memory_and_random_numbers_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     with pytest.raises(RuntimeError, match="previous error"):
-        CudaGraph("pool", "side").record(lambda: None)
+        CudaGraph("pool", "side").capture(lambda: None)
     assert cuda.now == "main"
     assert cuda.calls == ["_cuda_endAllocateToPool pool", "_cuda_releasePool pool", "reset", "set numbers"]
 
@@ -315,7 +315,7 @@ def test_each_capture_has_a_pool_of_its_own_for_all_its_graphs(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: object())
-    monkeypatch.setattr(graph, "_idle_streams", {})
+    monkeypatch.setattr(cuda_graph, "_idle_streams", {})
     captures = [Capture(lambda part: part, 4) for _ in range(2)]
     assert [capture.graph()._pool for capture in (*captures, *captures)] == ["a", "b", "a", "b"]  # type: ignore[attr-defined]
     first, second = (capture.graph()._stream for capture in captures)  # type: ignore[attr-defined]

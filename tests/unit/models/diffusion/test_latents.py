@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, load_later, loss, save_folder, score
 from hpcai.models.diffusion.noise import HELD_LATENTS, LATENTS, numbers
-from hpcai.nn.deferred import deferred, make
+from hpcai.nn.deferred_init import deferred, materialize
 
 WORDS: dict[str, Any] = {
     "unet": {"inputs": 2, "outputs": 2, "tokens": 6, "channels": (8, 16), "blocks": 1, "attention": ("cross", "none"),
@@ -110,7 +110,7 @@ def test_training_may_begin_with_weights_of_others(kind: str, form: str, tmp_pat
         assert torch.equal(Diffusion.load(tmp_path).no_tokens, made.no_tokens) and made.no_tokens.any()
     with deferred(0):
         begun = load_later(Diffusion(made.cfg, seed=3), tmp_path, lambda model: model)
-    make(begun, "cpu")
+    materialize(begun, "cpu")
     assert begun.training and torch.equal(begun.no_tokens, made.no_tokens) == (form == "ours")
     for name, parameter in begun.named_parameters():
         assert torch.equal(parameter, made.get_parameter(name)), name

@@ -15,7 +15,7 @@ from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.load import from_config, save_folder, to_config
 from hpcai.models.diffusion.tokens import modulated
-from hpcai.nn.products import Joint
+from hpcai.nn.matmul import FusedLinear
 from hpcai.settings import StepConfig
 from hpcai.train.choices import narrow_products
 from hpcai.train.compiling import blocks
@@ -110,7 +110,7 @@ def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind:
     model, (x, time) = network(kind), samples()
     before = model(x, time, asked(kind))
     narrow_products(model, StepConfig(products="fp8"), torch.device("cpu"))
-    names = {name for name, part in model.named_modules() if isinstance(part, Joint)}
+    names = {name for name, part in model.named_modules() if isinstance(part, FusedLinear)}
     assert not [name for name in names if "embed" in name or "norm" in name or name.startswith("proj")]
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and "transformer_blocks" in name]
     assert names == {name for name in linears if "norm" not in name} and names

@@ -109,7 +109,7 @@ def test_memory_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
 
 
 class Unable(Tape):
-    def record(self, function: Any) -> Any:
+    def capture(self, function: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 

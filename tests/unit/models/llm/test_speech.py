@@ -15,7 +15,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer, load_later, speech
 from hpcai.models.llm.load import read_settings
 from hpcai.models.llm.speech import Saying
-from hpcai.nn.deferred import deferred, make
+from hpcai.nn.deferred_init import deferred, materialize
 from tests.stored import DATA
 
 GOLDEN = DATA / "llm" / "tokenizer"
@@ -161,7 +161,7 @@ def test_the_folder_of_a_run_is_a_model_with_its_tokenizer(tmp_path: Path) -> No
     trained().save(tmp_path)
     with deferred():
         later = LLM(read_settings(tmp_path))
-    make(load_later(later, tmp_path), "cpu")
+    materialize(load_later(later, tmp_path), "cpu")
     assert later.tokenizer.identity == trained().identity and later.lm_head.weight is later.model.embed_tokens.weight
     assert str(later.eval().generate("ab", most=9)) == str(LLM.load(tmp_path / "model.safetensors").generate("ab", most=9))
 

@@ -23,8 +23,8 @@ from hpcai.dist import alone
 from hpcai.dist.mesh import Axis
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models import cosmoflow, deepcam, dimenet, openfold, unet3d
-from hpcai.nn import notes
-from hpcai.nn.deferred import deferred, make, read_later, tell_names
+from hpcai.nn import init_trace
+from hpcai.nn.deferred_init import deferred, load_deferred, materialize, record_names
 from hpcai.parallel.rows import cut
 
 
@@ -84,7 +84,7 @@ def built(kind: Callable[[], nn.Module] = Everything, seed: int = 1) -> Any:
 
 
 def made(kind: Callable[[], nn.Module] = Everything, seed: int = 1) -> Any:
-    return make(built(kind, seed), "cpu")
+    return materialize(built(kind, seed), "cpu")
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -131,11 +131,11 @@ def test_numbers_are_of_the_kind_of_an_ordinary_models(name: str) -> None:
     with train.seeds(1):
         model = MODELS[name]()
     assert all(p.is_meta for p in model.parameters())
-    make(model, "cpu")
+    materialize(model, "cpu")
     assert all(torch.equal(b, c) for b, c in zip(ordinary.buffers(), model.buffers(), strict=True))
     for (key, p), (other, q) in zip(ordinary.named_parameters(), model.named_parameters(), strict=True):
         assert (key, p.shape, p.stride(), p.dtype, p.requires_grad) == (other, q.shape, q.stride(), q.dtype, q.requires_grad)
-        assert type(q) is nn.Parameter and q.is_leaf and not hasattr(q, "deferred")
+        assert type(q) is nn.Parameter and q.is_leaf and not hasattr(q, "init_trace")
         p, q = p.detach().double(), q.detach().double()
         if len(p.unique()) < 3 or key in ("waves", "given.weight", "freq", "rbf.freq"):
             torch.testing.assert_close(q, p, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
@@ -152,28 +152,28 @@ def test_numbers_are_of_the_kind_of_an_ordinary_models(name: str) -> None:
 
 def test_any_part_has_the_numbers_of_the_whole_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, r = values(made()), random.Random(5)
-    for length in (notes._BLOCK, 50):  # blocks that begin everywhere
-        monkeypatch.setattr(notes, "_BLOCK", length)
+    for length in (init_trace._BLOCK, 50):  # blocks that begin everywhere
+        monkeypatch.setattr(init_trace, "_BLOCK", length)
         for _ in range(4):
             model = built()
             stretches = {name: some(p.shape, r) for name, p in model.named_parameters()}
             for name, parameter in model.named_parameters():
                 placed(parameter, stretches[name])
-            for name, parameter in make(model, "cpu").named_parameters():
+            for name, parameter in materialize(model, "cpu").named_parameters():
                 assert torch.equal(parameter, box(whole[name], stretches[name])), (name, stretches[name])
 
 
 def test_every_parameter_is_drawn_by_its_name_its_seed_and_its_index_alone() -> None:
     whole, other, again = values(made()), values(made(seed=2)), built()
     state = torch.get_rng_state()
-    again = make(again, "cpu", seed=2)
+    again = materialize(again, "cpu", seed=2)
     assert torch.equal(torch.get_rng_state(), state), "no global generator is used"
     for name, x in again.named_parameters():
         assert torch.equal(x, other[name]), name
     inner = made(lambda: nn.ModuleDict({"a": Everything()}))
     kept = built()
-    tell_names(kept)
-    outer = make(nn.ModuleDict({"a": kept}), "cpu")
+    record_names(kept)
+    outer = materialize(nn.ModuleDict({"a": kept}), "cpu")
     for name in DRAWN:
         assert not torch.equal(other[name], whole[name]), f"{name} does not depend on the seed"
         assert not torch.equal(inner.get_parameter(f"a.{name}"), whole[name]), f"{name} does not depend on its name"
@@ -188,7 +188,7 @@ def test_a_parameter_of_several_modules_stays_one_and_keeps_what_was_said_of_it(
         model.first, model.second = nn.ParameterList([shared]), nn.ParameterList([shared])
     model.wide.sum_axes = ("depth",)
     model.batch.running_mean.place = "here"
-    make(model, "cpu", dtype=torch.float64)
+    materialize(model, "cpu", dtype=torch.float64)
     assert model.tied.weight is model.uniform.weight and model.first[0] is model.second[0] and model.wide.sum_axes == ("depth",)
     assert model.batch.running_mean.place == "here" and model.batch.running_mean.dtype == torch.float64
     assert model.memory._flat_weights[0] is model.memory.weight_ih_l0
@@ -251,7 +251,7 @@ def measured() -> list[str]:
         model = built(lambda: deep(layers))
         for k, layer in enumerate(model):
             cut(layer.weight, k % 2, Axis("tensor", 4, 1))
-        make(model, "cpu")
+        materialize(model, "cpu")
 
     def values_of_its_own() -> None:
         made(lambda: nn.ParameterList(torch.ones(1 << 18) for _ in range(96)))
@@ -291,7 +291,7 @@ READS: dict[str, Callable[[nn.Linear], Any]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_an_operation_that_needs_numbers_is_refused_with_its_line(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"aten.{name} at \S*test_deferred.py:\d+ \(.*\) reads the numbers of a parameter"):
+    with pytest.raises(ConfigError, match=rf"aten.{name} at \S*test_deferred_init.py:\d+ \(.*\) reads the numbers of a parameter"):
         built(lambda: Reading(READS[name]))
 
 
@@ -301,9 +301,9 @@ def test_what_cannot_be_made_is_refused_by_its_name() -> None:
     model = built(lambda: nn.Linear(3, 3))
     nn.init.zeros_(model.bias)
     with pytest.raises(ConfigError, match="parameter bias was written after deferred"):
-        make(model, "cpu")
+        materialize(model, "cpu")
     with pytest.raises(ConfigError, match=r"parameter 0.weight is on the meta device, but not of deferred \(a deepcopy is not\)"):
-        make(nn.Sequential(copy.deepcopy(built(lambda: nn.Linear(3, 3)))), "cpu")
+        materialize(nn.Sequential(copy.deepcopy(built(lambda: nn.Linear(3, 3)))), "cpu")
 
 
 # ---- from files
@@ -329,17 +329,17 @@ def test_weights_that_are_read_later_are_those_of_the_files_cut_or_whole(tmp_pat
     state, model, r = kept(tmp_path, parts), built(), random.Random(1)
     source = tmp_path / "model.safetensors" if parts == 1 else tmp_path
     stretches = {name: some(p.shape, r) for name, p in model.named_parameters()}
-    read_later(model, source, "net.{}".format)
-    whole = make(model, "cpu").state_dict()
+    load_deferred(model, source, "net.{}".format)
+    whole = materialize(model, "cpu").state_dict()
     assert torch.equal(whole.pop("tied.weight"), state["net.uniform.weight"])
     for name, x in whole.items():
         assert torch.equal(x, state[f"net.{name}"]), name
     model = built()
     for name, parameter in model.named_parameters():
         placed(parameter, stretches[name])
-    read_later(model, source, "net.{}".format)
+    load_deferred(model, source, "net.{}".format)
     assert all(p.is_meta for p in model.parameters())
-    for name, x in make(model, "cpu").named_parameters():
+    for name, x in materialize(model, "cpu").named_parameters():
         assert torch.equal(x, box(state[f"net.{name}"], stretches[name])), name
 
 
@@ -347,10 +347,10 @@ def test_files_that_do_not_fit_are_refused_before_anything_is_read(tmp_path: Pat
     state, model = kept(tmp_path), built()
     file, before = tmp_path / "model.safetensors", model.batch.running_mean.clone()
     with pytest.raises(CheckpointError, match=r"weights of this Everything: normal is missing; .* and \d+ more$") as problem:
-        read_later(model, file)
+        load_deferred(model, file)
     assert str(problem.value).count("is missing") == 10
     state["net.wide"] = state["net.wide"].T.contiguous()
     save_file({key: x.contiguous() for key, x in state.items()}, file)
     with pytest.raises(CheckpointError, match=r"net.wide is \[9, 31\], expected \[31, 9\]$"):
-        read_later(model, file, "net.{}".format)
+        load_deferred(model, file, "net.{}".format)
     assert torch.equal(model.batch.running_mean, before)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from hpcai import dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
-from hpcai.nn.deferred import deferred, make
-from hpcai.nn.frozen import Frozen, rounded, scales
+from hpcai.nn.deferred_init import deferred, materialize
+from hpcai.nn.quantized import QuantizedLinear, int8_scales, quantize_int8
 from hpcai.parallel.tensor import freeze, thaw
 from hpcai.settings import StepConfig
 from hpcai.train.choices import narrow
@@ -46,8 +46,8 @@ def test_the_product_and_its_gradient_are_those_of_the_wide_weight(bits: str) ->
 def test_weights_are_off_by_half_a_scale_at_most() -> None:
     weight = torch.randn(50, 300) * torch.logspace(-6, 3, 50)[:, None]
     weight[7] = 0
-    scale = scales(weight.abs().amax(1))
-    found = rounded(weight, scale)
+    scale = int8_scales(weight.abs().amax(1))
+    found = quantize_int8(weight, scale)
     assert torch.equal(scale, scale.bfloat16().float()) and found.abs().amax() <= 127 and not found[7].any()
     assert ((found * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
     few = torch.arange(50) != 7
@@ -87,14 +87,14 @@ def frozen_model(**words: Any) -> LLM:
 
 
 def test_little_more_than_a_byte_of_each_weight_stays() -> None:
-    parts = [part for part in make(frozen_model(frozen="8bit"), "cpu").modules() if isinstance(part, Frozen)]
+    parts = [part for part in materialize(frozen_model(frozen="8bit"), "cpu").modules() if isinstance(part, QuantizedLinear)]
     held = sum(parameter.nbytes for part in parts for parameter in part.parameters(recurse=False))
     assert len(parts) == 7 * 3 and 1 < held / sum(part.weight.numel() for part in parts) <= 1.1
 
 
 @pytest.mark.parametrize("bits", ["8bit", "bf16"])
 def test_what_is_merged_is_what_was_trained(bits: Any) -> None:
-    model = make(frozen_model(frozen=bits, targets=("q_proj", "down_proj")), "cpu").double()
+    model = materialize(frozen_model(frozen=bits, targets=("q_proj", "down_proj")), "cpu").double()
     for name, parameter in model.named_parameters():
         if "lora" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -103,7 +103,7 @@ def test_what_is_merged_is_what_was_trained(bits: Any) -> None:
         before = model(tokens)
         llm.merge(model)  # type: ignore[arg-type]
         torch.testing.assert_close(model(tokens), before, rtol=0, atol=1e-11)
-    assert not any(isinstance(part, Frozen) for part in model.modules())
+    assert not any(isinstance(part, QuantizedLinear) for part in model.modules())
     assert all(p.requires_grad and p.dtype == torch.float64 for p in model.parameters())
 
 
@@ -125,7 +125,7 @@ def test_adapters_learn_beside_8_bits_as_beside_16() -> None:
 
 
 def test_narrow_parameters_leave_8_bits_and_scales_as_they_are() -> None:
-    model: Any = make(frozen_model(frozen="8bit"), "cpu")
+    model: Any = materialize(frozen_model(frozen="8bit"), "cpu")
     layer = model.model.layers[0].self_attn.q_proj
     weight, scale = layer.weight.clone(), layer.scale.clone()
     narrow(model)

@@ -14,61 +14,61 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import philox
-from hpcai.nn.stored import Stored
+from hpcai.nn.safetensors_files import LazyTensor
 
 Box = tuple[slice, ...]
 
 _BLOCK = 1 << 18  # numbers that one thread has under way: 1 MiB in float32
-FILLS = ("fill_", "zero_")
-DRAWS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, dict[str, Any]], Tensor]]] = {
+FILL_OPS = ("fill_", "zero_")
+RANDOM_OPS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, dict[str, Any]], Tensor]]] = {
     "uniform_": (philox.uniform, lambda x, w: x.mul_(w["to"] - w["from"]).add_(w["from"])),
     "normal_": (philox.normal, lambda x, w: x.mul_(w["std"]).add_(w["mean"])),
 }
 
 
 @dataclass
-class Record:
+class InitTrace:
     """How a parameter of ``size`` gets its numbers: from ``base`` (None: the first note writes them all), and then by ``notes``."""
 
     seed: int
     size: tuple[int, ...]
-    base: Tensor | Stored | None
-    notes: list["Note"] = field(default_factory=list)
+    base: Tensor | LazyTensor | None
+    ops: list["InitOp"] = field(default_factory=list)
     draws: int = 0
     name: str | None = None
     version: int | None = None  # of the parameter when notes ended
 
-    def write(self, local: Tensor, stretches: Sequence[Sequence[tuple[int, int]]], seed: int | None) -> None:
+    def write(self, local: Tensor, ranges: Sequence[Sequence[tuple[int, int]]], seed: int | None) -> None:
         """Write to ``local`` its numbers, which are those ``stretches`` of the whole in each dim, one after another."""
-        base, notes = self.base, self.notes
-        if not all(note.by_element for note in notes):
-            base, notes = self._whole(seed), []
-        for here, there in _boxes(stretches, local):
+        base, notes = self.base, self.ops
+        if not all(note.is_elementwise for note in notes):
+            base, notes = self._full(seed), []
+        for here, there in _chunks(ranges, local):
             x = local[here]
             if notes:
-                x = torch.empty(x.shape, dtype=_wide(notes[0].dtype), device=x.device)
+                x = torch.empty(x.shape, dtype=_compute_dtype(notes[0].dtype), device=x.device)
             if base is not None:
                 x.copy_(base[there])
-            first = _first(there, self.size, x) if notes else torch.empty(0)
+            first = _row_starts(there, self.size, x) if notes else torch.empty(0)
             for note in notes:
-                x = x.to(_wide(note.dtype))
-                note.do(x, first, seed)
+                x = x.to(_compute_dtype(note.dtype))
+                note.apply(x, first, seed)
             if notes:
                 local[here] = x
 
-    def _whole(self, seed: int | None) -> Tensor:
+    def _full(self, seed: int | None) -> Tensor:
         """The whole tensor, by doing again all that was done."""
-        x = torch.empty(self.size, dtype=self.notes[0].dtype)
+        x = torch.empty(self.size, dtype=self.ops[0].dtype)
         if self.base is not None:
             x.copy_(self.base[tuple(slice(0, n) for n in self.size)])
-        for note in self.notes:
-            x = torch.empty_strided(self.size, note.layout, dtype=note.dtype).copy_(x)
-            note.do(x if note.lies is None else x.as_strided(*note.lies), torch.zeros(1, dtype=torch.int64), seed)
+        for note in self.ops:
+            x = torch.empty_strided(self.size, note.strides, dtype=note.dtype).copy_(x)
+            note.apply(x if note.view is None else x.as_strided(*note.view), torch.zeros(1, dtype=torch.int64), seed)
         return x
 
 
 @dataclass(frozen=True, eq=False)
-class Note:
+class InitOp:
     """An operation on a parameter of ``layout`` (strides) and ``dtype``, or on what ``lies`` (size, strides, offset) in its memory.
 
     ``...`` stands for that among the arguments. ``number``: which it is of the random operations on the parameter of ``record``.
@@ -77,11 +77,11 @@ class Note:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    lies: tuple[Any, ...] | None
-    layout: tuple[int, ...]
+    view: tuple[Any, ...] | None
+    strides: tuple[int, ...]
     dtype: torch.dtype
-    record: Record
-    number: int
+    trace: InitTrace
+    draw: int
 
     @property
     def name(self) -> str:
@@ -92,19 +92,19 @@ class Note:
         return torch.Tag.nondeterministic_seeded in self.func.tags
 
     @property
-    def by_element(self) -> bool:
+    def is_elementwise(self) -> bool:
         """Whether it does to a part what it does to the whole."""
         scalars = all(not isinstance(x, Tensor) or x.ndim == 0 for x in tree_leaves((self.args, self.kwargs)))
-        alike = self.name in (*DRAWS, *FILLS) or (torch.Tag.pointwise in self.func.tags and not self.is_random)
-        return self.lies is None and scalars and alike
+        alike = self.name in (*RANDOM_OPS, *FILL_OPS) or (torch.Tag.pointwise in self.func.tags and not self.is_random)
+        return self.view is None and scalars and alike
 
-    def do(self, x: Tensor, first: Tensor, seed: int | None) -> None:
+    def apply(self, x: Tensor, first: Tensor, seed: int | None) -> None:
         """To ``x``, of which equally long rows begin at ``first`` [r] in the whole."""
-        if self.is_random and self.name in DRAWS:
-            draw, shape = DRAWS[self.name]
+        if self.is_random and self.name in RANDOM_OPS:
+            draw, shape = RANDOM_OPS[self.name]
             words = {a.name: a.default_value for a in self.func._schema.arguments}
             words |= dict(zip(words, self.args)) | self.kwargs
-            out = torch.empty(x.shape, dtype=_wide(x.dtype), device=x.device)
+            out = torch.empty(x.shape, dtype=_compute_dtype(x.dtype), device=x.device)
             if len(first) == 1:
                 draw(self._key(seed), int(first), x.numel(), out=out.view(-1))
             elif x.numel():
@@ -118,17 +118,17 @@ class Note:
             self.func(*args, **kwargs)
 
     def _key(self, seed: int | None) -> int:
-        if self.record.name is None:
+        if self.trace.name is None:
             raise ConfigError(f"{self.name}: its numbers were copied from a parameter that is not in the model; keep that one")
-        text = f"{self.record.seed if seed is None else seed} {self.record.name} {self.number}"
+        text = f"{self.trace.seed if seed is None else seed} {self.trace.name} {self.draw}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1  # seeds of torch have a sign
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _boxes(stretches: Sequence[Sequence[tuple[int, int]]], local: Tensor) -> Iterator[tuple[Box, Box]]:
+def _chunks(stretches: Sequence[Sequence[tuple[int, int]]], local: Tensor) -> Iterator[tuple[Box, Box]]:
     """Parts of ``local`` with few numbers, cut in dim 0, and where they are in the whole."""
     most = _BLOCK * (torch.get_num_threads() if local.device.type == "cpu" else 64)
     dims: list[list[tuple[slice, slice]]] = []
@@ -143,7 +143,7 @@ def _boxes(stretches: Sequence[Sequence[tuple[int, int]]], local: Tensor) -> Ite
         yield tuple(here for here, _ in pairs), tuple(there for _, there in pairs)
 
 
-def _first(box: Box, size: tuple[int, ...], x: Tensor) -> Tensor:
+def _row_starts(box: Box, size: tuple[int, ...], x: Tensor) -> Tensor:
     """Where the rows of a box begin in the whole: what lies together, from the last dim on that is not whole.   [r]"""
     dim = max((d for d, part in enumerate(box) if part != slice(0, size[d])), default=0)
     first = torch.tensor([box[dim].start * math.prod(size[dim + 1 :]) if box else 0])

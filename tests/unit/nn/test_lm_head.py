@@ -8,21 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcai.kernels import chunking
-from hpcai.nn import head as heads
-from hpcai.nn.head import IGNORE, Head
+from hpcai.nn import lm_head as heads
+from hpcai.nn.lm_head import IGNORE_INDEX, LMHead
 from hpcai.plan.paper import on_paper
 
 
-def whole(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+def whole(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
     wide = head(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none").view(targets.shape)
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(targets.shape)
 
 
-def given(dtype: torch.dtype = torch.float64) -> tuple[Head, Tensor, Tensor, Tensor]:
+def given(dtype: torch.dtype = torch.float64) -> tuple[LMHead, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     hidden, targets = torch.randn(3, 7, 8, dtype=dtype, requires_grad=True), torch.randint(0, 11, (3, 7))
-    targets[0, :2] = IGNORE
-    return Head(8, 11).to(dtype), hidden, targets, torch.randn(3, 7, dtype=torch.promote_types(dtype, torch.float32))
+    targets[0, :2] = IGNORE_INDEX
+    return LMHead(8, 11).to(dtype), hidden, targets, torch.randn(3, 7, dtype=torch.promote_types(dtype, torch.float32))
 
 
 @pytest.mark.parametrize("bytes", [1, 200, 1 << 20])
@@ -30,7 +30,7 @@ def test_parts_are_the_whole(bytes: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(heads, "_CPU", bytes)  # a token at a time, four, all
     head, hidden, targets, above = given()
     found: list[tuple[Tensor, ...]] = []
-    for way in (whole, Head.forward):
+    for way in (whole, LMHead.forward):
         value = way(head, hidden, targets)
         found.append((value.detach(), *torch.autograd.grad(value, (hidden, head.weight), above)))
     for own, right in zip(*found):
@@ -73,7 +73,7 @@ def test_at_128k_words_a_fifth_of_the_memory_of_whole_logits_is_enough(bytes: in
     words, tokens, channels = 128_256, 4096, 64
 
     def step() -> None:
-        hidden, head = torch.empty(tokens, channels, requires_grad=True), Head(channels, words)
+        hidden, head = torch.empty(tokens, channels, requires_grad=True), LMHead(channels, words)
         head(hidden, torch.zeros(tokens, dtype=torch.int64)).sum().backward()
 
     assert most(step) < 0.2 * 4 * words * tokens
@@ -84,7 +84,7 @@ def test_a_weight_that_is_not_trained_has_no_gradient_nor_memory_for_one() -> No
     right = torch.autograd.grad(head(hidden, targets), hidden, above)[0]
     head.requires_grad_(False)
     with on_paper(1) as paper, paper.sizes():
-        wide, rows = Head(64, 4096).requires_grad_(False), torch.empty(8, 64, requires_grad=True)
+        wide, rows = LMHead(64, 4096).requires_grad_(False), torch.empty(8, 64, requires_grad=True)
         with paper.recording() as record:
             before = paper._bytes
             wide(rows, torch.zeros(8, dtype=torch.int64)).sum().backward()

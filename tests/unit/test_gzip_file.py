@@ -8,9 +8,9 @@ import pytest
 
 from data_prep import nifti
 from hpcai.errors import DataError
+from hpcai.gzip_file import gunzip
 from hpcai.models.openfold.alignments import read_alignment
 from hpcai.models.openfold.structures import read_mmcif
-from hpcai.packed import gunzip
 
 
 @pytest.fixture

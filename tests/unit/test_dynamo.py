@@ -7,7 +7,7 @@ import sys
 import torch
 from torch._dynamo.utils import counters
 
-from hpcai.untraced import untraced
+from hpcai.dynamo import disable_dynamo
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "matplotlib")
 
@@ -40,7 +40,7 @@ def test_it_runs_as_it_is_between_two_compiled_parts() -> None:
         return x * 2
 
     class Layer(torch.nn.Module):
-        @untraced
+        @disable_dynamo
         def apart(self, x: torch.Tensor) -> torch.Tensor:
             """Its name and text stay."""
             return noted(x)

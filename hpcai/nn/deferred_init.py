@@ -28,20 +28,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.nn.notes import DRAWS, FILLS, Note, Record
-from hpcai.nn.stored import Stored, stored
+from hpcai.nn.init_trace import FILL_OPS, RANDOM_OPS, InitOp, InitTrace
+from hpcai.nn.safetensors_files import LazyTensor, open_tensors
 
-_COPIES = ("clone", "_to_copy", "cat")  # by which a parameter is cut, or gets another dtype or order of memory
-_tapes: list["_Tape"] = []  # that run
+_COPY_OPS = ("clone", "_to_copy", "cat")  # by which a parameter is cut, or gets another dtype or order of memory
+_active: list["_Recorder"] = []  # that run
 
 
-class _Tape(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
-        self.at: dict[int, nn.Parameter] = {}  # recorded ones by address of their memory, also of what was theirs
-        self._kept: list[torch.UntypedStorage] = []  # so that no other gets these addresses
-        self._taken = WeakIdKeyDictionary()  # a real parameter that is registered again is the same again
+        self.parameters: dict[int, nn.Parameter] = {}  # recorded ones by address of their memory, also of what was theirs
+        self._storages: list[torch.UntypedStorage] = []  # so that no other gets these addresses
+        self._registered = WeakIdKeyDictionary()  # a real parameter that is registered again is the same again
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,106 +50,106 @@ class _Tape(TorchDispatchMode):
     def register(self, module: nn.Module, name: str, parameter: Any) -> Any:
         """Called by torch where a module gets a parameter."""
         plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided and parameter.device.type != "meta"
-        if not plain or self not in _tapes:
+        if not plain or self not in _active:
             return None
-        if parameter not in self._taken:
+        if parameter not in self._registered:
             base = parameter.detach()
             meta = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
             made: Any = nn.Parameter(meta, parameter.requires_grad)
-            made.__dict__.update(parameter.__dict__, deferred=Record(self.seed, tuple(base.shape), base))
-            self._taken[parameter] = made
-            self.keep(made)
-        return self._taken[parameter]
+            made.__dict__.update(parameter.__dict__, init_trace=InitTrace(self.seed, tuple(base.shape), base))
+            self._registered[parameter] = made
+            self.track(made)
+        return self._registered[parameter]
 
-    def keep(self, parameter: nn.Parameter) -> None:
+    def track(self, parameter: nn.Parameter) -> None:
         memory = parameter.untyped_storage()
-        self._kept.append(memory)
-        self.at[memory._cdata] = parameter
+        self._storages.append(memory)
+        self.parameters[memory._cdata] = parameter
 
-    def of(self, x: Any) -> Any:
+    def find(self, x: Any) -> Any:
         """The recorded parameter in whose memory ``x`` lies, or None."""
-        if self not in _tapes or not isinstance(x, Tensor) or x.device.type != "meta":
+        if self not in _active or not isinstance(x, Tensor) or x.device.type != "meta":
             return None
-        return self.at.get(x.untyped_storage()._cdata)
+        return self.parameters.get(x.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, schema = kwargs or {}, func.overloadpacket.__name__, func._schema
         with torch._C.DisableTorchFunction():
-            if all(self.of(x) is None for x in tree_leaves((args, kwargs))):
+            if all(self.find(x) is None for x in tree_leaves((args, kwargs))):
                 return func(*args, **kwargs)
             words = dict(zip((a.name for a in schema.arguments), args)) | kwargs
             if written := tree_leaves([words.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]):
-                self._note(func, args, kwargs, written)
+                self._record(func, args, kwargs, written)
                 return written[0] if schema.returns else None
             on_meta = str(kwargs.get("device") or "meta") == "meta"
             if name.endswith("_like") or name.startswith("new_"):
                 return func(*args, **kwargs | ({"device": torch.device("cpu")} if on_meta else {}))
-            if (name in _COPIES and on_meta) or all(result.alias_info for result in schema.returns):
+            if (name in _COPY_OPS and on_meta) or all(result.alias_info for result in schema.returns):
                 return func(*args, **kwargs)
-            raise _reads(name)
+            raise _read_error(name)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
-        name, target, parameter = func.overloadpacket.__name__, written[0], self.of(written[0])
+    def _record(self, func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
+        name, target, parameter = func.overloadpacket.__name__, written[0], self.find(written[0])
         others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not target]
         if parameter is None or len(written) > 1 or torch.Tag.inplace_view in func.tags:
-            raise _reads(name)
-        record, all_of_it = parameter.deferred, _lies(target) == _lies(parameter)
+            raise _read_error(name)
+        record, all_of_it = parameter.init_trace, _geometry(target) == _geometry(parameter)
         uncut = tuple(parameter.shape) == record.size
         copied = others[0] if name == "copy_" and all_of_it and uncut and others[0].shape == target.shape else None
-        source = self.of(copied)
-        if copied is not None and source is not None and _lies(source) == _lies(copied) and source.deferred.size == record.size:
-            record.base, record.notes = source.deferred.base, list(source.deferred.notes)
+        source = self.find(copied)
+        if copied is not None and source is not None and _geometry(source) == _geometry(copied) and source.init_trace.size == record.size:
+            record.base, record.ops = source.init_trace.base, list(source.init_trace.ops)
         elif any(x.device.type == "meta" for x in others):
-            raise _reads(name)
+            raise _read_error(name)
         elif copied is not None:
-            record.base, record.notes = copied.detach().to(target.dtype, copy=True), []
+            record.base, record.ops = copied.detach().to(target.dtype, copy=True), []
         else:
             kept = {id(x): x.detach().clone() for x in others} | {id(target): ...}
             args, kwargs = tree_map(lambda x: kept.get(id(x), x), (args, kwargs))
             kwargs.pop("generator", None)
-            lies = None if all_of_it else (*_lies(target)[:2], target.storage_offset() - parameter.storage_offset())
-            note = Note(func, args, kwargs, lies, parameter.stride(), parameter.dtype, record, record.draws)
-            if not uncut and not note.by_element:
-                raise ConfigError(f"deferred: {name} at {_where()} writes to a part of a parameter after it was cut; do so before")
-            if all_of_it and name in (*DRAWS, *FILLS):
-                record.base, record.notes = None, []
+            lies = None if all_of_it else (*_geometry(target)[:2], target.storage_offset() - parameter.storage_offset())
+            note = InitOp(func, args, kwargs, lies, parameter.stride(), parameter.dtype, record, record.draws)
+            if not uncut and not note.is_elementwise:
+                raise ConfigError(f"deferred: {name} at {_caller()} writes to a part of a parameter after it was cut; do so before")
+            if all_of_it and name in (*RANDOM_OPS, *FILL_OPS):
+                record.base, record.ops = None, []
             record.draws += note.is_random
-            record.notes.append(note)
+            record.ops.append(note)
 
 
-def _lies(x: Tensor) -> tuple[Any, ...]:
+def _geometry(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.stride(), x.storage_offset()
 
 
-def _reads(name: str) -> ConfigError:
+def _read_error(name: str) -> ConfigError:
     return ConfigError(
-        f"deferred: aten.{name} at {_where()} reads the numbers of a parameter, which has none yet; compute with a tensor of "
+        f"deferred: aten.{name} at {_caller()} reads the numbers of a parameter, which has none yet; compute with a tensor of "
         "your own and copy_ it into the parameter, or build the model outside of deferred"
     )
 
 
-def _where() -> str:
+def _caller() -> str:
     """The innermost line of a model or an app, outside torch and this file."""
     frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown place"
 
 
-class _Seen(TorchFunctionMode):
+class _MetaOverrides(TorchFunctionMode):
     """torch leaves tensors of the meta device out, in ``nn.init.orthogonal_`` and others: a recorded parameter does not say that it
     is one, and a number that is written into it does not become one."""
 
-    def __init__(self, tape: _Tape) -> None:
+    def __init__(self, tape: _Recorder) -> None:
         super().__init__()
-        self.tape = tape
+        self.recorder = tape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) is Tensor.is_meta and self.tape.of(args[0]) is not None:
+        if getattr(func, "__self__", None) is Tensor.is_meta and self.recorder.find(args[0]) is not None:
             return False
-        if func is Tensor.__setitem__ and not isinstance(args[2], Tensor) and self.tape.of(args[0]) is not None:
+        if func is Tensor.__setitem__ and not isinstance(args[2], Tensor) and self.recorder.find(args[0]) is not None:
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
         found = func(*args, **(kwargs or {}))
-        if func == Tensor.data.__set__ and "deferred" in vars(args[0]):  # type: ignore[attr-defined]
-            self.tape.keep(args[0])
+        if func == Tensor.data.__set__ and "init_trace" in vars(args[0]):  # type: ignore[attr-defined]
+            self.recorder.track(args[0])
         return found
 
 
@@ -157,71 +157,71 @@ class _Seen(TorchFunctionMode):
 def deferred(seed: int = 0) -> Iterator[None]:
     """Inside, modules get parameters without memory, and what is done to these is noted (see the top of this file). Raises
     ConfigError where their numbers are read."""
-    tape, ordinary = _Tape(seed), nn.init._no_grad_trunc_normal_
+    tape, ordinary = _Recorder(seed), nn.init._no_grad_trunc_normal_
 
     def truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
         """By the inverse of the distribution; torch draws again what is out of bounds, and so must look at it."""
-        if tape.of(tensor) is None:
+        if tape.find(tensor) is None:
             return ordinary(tensor, mean, std, a, b, generator=generator)
         low, high = (math.erf((x - mean) / (std * math.sqrt(2.0))) for x in (a, b))
         with torch.no_grad():
             return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
 
     hook = register_module_parameter_registration_hook(tape.register)
-    _tapes.append(tape)
+    _active.append(tape)
     nn.init._no_grad_trunc_normal_ = truncated
     try:
-        with tape, _Seen(tape):
+        with tape, _MetaOverrides(tape):
             yield
     finally:
         hook.remove()
-        _tapes.remove(tape)
+        _active.remove(tape)
         nn.init._no_grad_trunc_normal_ = ordinary
-    for parameter in tape.at.values():
-        if record := vars(parameter).get("deferred"):
+    for parameter in tape.parameters.values():
+        if record := vars(parameter).get("init_trace"):
             record.version = parameter._version
 
 
 # ---- numbers
 
 
-def tell_names(model: nn.Module) -> None:
+def record_names(model: nn.Module) -> None:
     """Have parameters remember their names in ``model``, on which their random numbers depend. ``make`` does so; call it earlier
     where a part of the model is made, or parameters get other names."""
     for name, parameter in model.named_parameters():
-        if record := getattr(parameter, "deferred", None):
+        if record := getattr(parameter, "init_trace", None):
             record.name = record.name or name
 
 
 @torch.no_grad()
-def make(model: nn.Module, device: torch.device | str, seed: int | None = None, *, dtype: torch.dtype | None = None) -> nn.Module:
+def materialize(model: nn.Module, device: torch.device | str, seed: int | None = None, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Give each parameter of ``model`` that has no memory its numbers on ``device``: the part that its ``place`` says, where it
-    has one. Parameters that modules share stay one, and attributes stay. All else is moved as by ``.to``. A method ``weights_made``
+    has one. Parameters that modules share stay one, and attributes stay. All else is moved as by ``.to``. A method ``post_materialize``
     of a module is called as soon as its own parameters have numbers, and may replace them.
 
     ``seed``: in place of that of ``deferred``. ``dtype``: what all floating numbers are converted to. Raises ConfigError for a
     tensor whose numbers are not known, CheckpointError for a file that cannot be read.
     """
-    running, _tapes[:] = _tapes[:], []  # inside of deferred, too
+    running, _active[:] = _active[:], []  # inside of deferred, too
     try:
-        tell_names(model)
+        record_names(model)
         made: dict[nn.Parameter, nn.Parameter] = {}
         for path, module in model.named_modules():
             own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None and parameter.is_meta}
             for name, parameter in own.items():
                 if parameter not in made:
-                    made[parameter] = _made(parameter, f"{path}.{name}".lstrip("."), torch.device(device), seed)
+                    made[parameter] = _materialize_parameter(parameter, f"{path}.{name}".lstrip("."), torch.device(device), seed)
                 module._parameters[name] = made[parameter]
-            if own and (then := getattr(module, "weights_made", None)) is not None:
+            if own and (then := getattr(module, "post_materialize", None)) is not None:
                 then()
                 made.update((parameter, module._parameters[name]) for name, parameter in own.items())
-        _move(model, device, dtype)
+        _move_tensors(model, device, dtype)
     finally:
-        _tapes[:] = running
+        _active[:] = running
     return model
 
 
-def _move(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
+def _move_tensors(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
     """Move what is real; buffers keep their attributes."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -235,9 +235,9 @@ def _move(model: nn.Module, device: torch.device | str, dtype: torch.dtype | Non
         vars(buffers[name]).update(attributes)
 
 
-def _made(parameter: nn.Parameter, name: str, device: torch.device, seed: int | None) -> nn.Parameter:
-    record: Record | None = getattr(parameter, "deferred", None)
-    size, stretches = _place(parameter)
+def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.device, seed: int | None) -> nn.Parameter:
+    record: InitTrace | None = getattr(parameter, "init_trace", None)
+    size, stretches = _shard_ranges(parameter)
     if record is None:
         raise ConfigError(f"parameter {name} is on the meta device, but not of deferred (a deepcopy is not); build it there")
     if record.version not in (None, parameter._version):
@@ -249,18 +249,18 @@ def _made(parameter: nn.Parameter, name: str, device: torch.device, seed: int | 
     local = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     record.write(local, stretches, seed)
     made = nn.Parameter(local, parameter.requires_grad)
-    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != "deferred"})
-    del vars(parameter)["deferred"]  # whose base may be memory
+    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != "init_trace"})
+    del vars(parameter)["init_trace"]  # whose base may be memory
     return made
 
 
-def _place(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
+def _shard_ranges(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
     """The size of the whole, and the stretches of it in each dim that ``tensor`` holds."""
     place = getattr(tensor, "place", None)
     return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if place is None else (tuple(place.size), place.stretches)
 
 
-def read_later(model: nn.Module, source: str | Path, names: Callable[[str], str] = str) -> None:
+def load_deferred(model: nn.Module, source: str | Path, file_key: Callable[[str], str] = str) -> None:
     """Have ``make`` read the parameters without memory from safetensors, of each the part that is held. Parameters and buffers
     with memory are read now.
 
@@ -268,11 +268,11 @@ def read_later(model: nn.Module, source: str | Path, names: Callable[[str], str]
     that in the model; of a tensor with several names one is enough. Raises CheckpointError for what is missing or of another size,
     before anything is read.
     """
-    there, wrong, known, found = stored(Path(source)), list[str](), dict[Tensor, list[str]](), dict[Tensor, Stored]()
+    there, wrong, known, found = open_tensors(Path(source)), list[str](), dict[Tensor, list[str]](), dict[Tensor, LazyTensor]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        known.setdefault(tensor, []).append(names(name))
+        known.setdefault(tensor, []).append(file_key(name))
     for tensor, keys in known.items():
-        key, size = next((key for key in keys if key in there), None), _place(tensor)[0]
+        key, size = next((key for key in keys if key in there), None), _shard_ranges(tensor)[0]
         if key is None or there[key].size != size:
             wrong.append(f"{keys[0]} is missing" if key is None else f"{key} is {list(there[key].size)}, expected {list(size)}")
         else:
@@ -281,8 +281,8 @@ def read_later(model: nn.Module, source: str | Path, names: Callable[[str], str]
         more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise CheckpointError(f"{source}: not the weights of this {type(model).__name__}: {'; '.join(wrong[:10])}{more}")
     for tensor, one in found.items():
-        record = Record(0, one.size, one)
+        record = InitTrace(0, one.size, one)
         if tensor.device.type == "meta":  # ``is_meta`` says otherwise inside of deferred
-            tensor.deferred = record  # type: ignore[attr-defined]
+            tensor.init_trace = record  # type: ignore[attr-defined]
         else:
-            record.write(tensor.detach(), _place(tensor)[1], None)
+            record.write(tensor.detach(), _shard_ranges(tensor)[1], None)

@@ -12,7 +12,7 @@ from hpcai import dist
 from hpcai.kernels.float8 import quantize
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
-from hpcai.nn.products import Joint, multiply_in_eighths, together
+from hpcai.nn.matmul import FusedLinear, convert_to_float8, fused_linear
 from hpcai.settings import StepConfig
 from hpcai.train import compiling
 from hpcai.train.step import Step
@@ -30,13 +30,13 @@ def layers(count: int = 3, bias: bool = True) -> list[nn.Linear]:
     torch.manual_seed(0)
     found = [nn.Linear(32, 16 * (n + 1), bias, dtype=torch.float64) for n in range(count)]
     for number, linear in enumerate(found):
-        multiply_in_eighths(linear, f"layer {number}")
+        convert_to_float8(linear, f"layer {number}")
     return found
 
 
 def test_in_eighths_the_product_and_both_gradients_are_those_of_rounded_factors() -> None:
     made, x = layers(), torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
-    ys = together(x, *made)
+    ys = fused_linear(x, *made)
     slopes = [torch.randn_like(y) for y in ys]
     found = torch.autograd.grad(ys, [x, *(linear.weight for linear in made), *(linear.bias for linear in made)], slopes)
     by_x = torch.zeros_like(x)
@@ -54,7 +54,7 @@ def test_together_is_each_by_itself() -> None:
     made, x = layers(), torch.randn(7, 32, dtype=torch.float64, requires_grad=True)
     linears = [*made, nn.Linear(32, 16, dtype=torch.float64)]
     for some in (made, linears):
-        ys, alone = together(x, *some), [linear(x) for linear in some]
+        ys, alone = fused_linear(x, *some), [linear(x) for linear in some]
         assert all(torch.equal(one, other) for one, other in zip(ys, alone))
         one, other = (torch.autograd.grad([y.square().sum() for y in found], x)[0] for found in (ys, alone))
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
@@ -93,7 +93,7 @@ def test_a_model_learns_in_eighths_as_without() -> None:
     assert one[0] - one[-1] > 1 and abs((other[0] - other[-1]) / (one[0] - one[-1]) - 1) < 0.02, (one[-1], other[-1])
     (note,) = [note for note in narrow.notes if note.startswith("step.products")]
     assert "14 linear layers multiply in 8 bits of floating point; cpu rounds as a GPU does" in note
-    assert {name for name, part in narrow.model.named_modules() if isinstance(part, Joint)} == {
+    assert {name for name, part in narrow.model.named_modules() if isinstance(part, FusedLinear)} == {
         f"model.layers.{n}.{part}_proj" for n in range(2)
         for part in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
     }  # fmt: skip

@@ -13,10 +13,10 @@ import torch
 class Graph(Protocol):
     """Records what a function does on the device, and does it again."""
 
-    def warm(self, function: Callable[[], Any]) -> None:
+    def warm_up(self, function: Callable[[], Any]) -> None:
         """Do it once, where it will be recorded."""
 
-    def record(self, function: Callable[[], Any]) -> Any:
+    def capture(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns, whose memory ``replay`` fills. Nothing is done on the device."""
 
     def replay(self) -> None: ...
@@ -31,13 +31,13 @@ class CudaGraph:
     def __init__(self, pool: Any, stream: Any) -> None:
         self._pool, self._stream, self.graph = pool, stream, torch.cuda.CUDAGraph()
 
-    def warm(self, function: Callable[[], Any]) -> None:
+    def warm_up(self, function: Callable[[], Any]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def record(self, function: Callable[[], Any]) -> Any:
+    def capture(self, function: Callable[[], Any]) -> Any:
         torch.cuda.synchronize()
         before, here = torch.cuda.current_stream(), torch.cuda.current_device()
         generator = torch.cuda.default_generators[here]
@@ -79,7 +79,7 @@ def graph_factory(owner: Any, device: torch.device | None = None) -> Callable[[]
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def no_gc() -> Iterator[None]:
     """A collection in the middle of a capture could free CUDA memory, which ends it."""
     was = gc.isenabled()
     gc.collect()

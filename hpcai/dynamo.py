@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
+def disable_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, which is never traced, with all that it calls: a compiled one that comes to it is in two parts there."""
     frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):

@@ -14,25 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.nn.products import Joint, Operands, Products
+from hpcai.nn.matmul import FusedLinear, Matmul, Operands
 
-Kind = Literal["bf16", "8bit"]
+WeightFormat = Literal["bf16", "8bit"]
 
-_MOST = 127
+_INT8_MAX = 127
 _BLOCK = 1 << 20  # weights that are rounded at a time
 
 
-class Rounded(Products):
+class Int8Matmul(Matmul):
     """With weights of 8 or 16 bits that have no gradients: two operands of a layer, weight [C', C] and scale [C'] or None. Of the
     weight is kept what lies in memory anyway."""
 
-    def of(self, linear: Any) -> tuple[Tensor | None, ...]:
+    def operands_of(self, linear: Any) -> tuple[Tensor | None, ...]:
         return linear.weight, linear.scale
 
     def outputs(self, x: Tensor, operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
-        return [_product(x, weight, scale) for weight, scale in _pairs(operands)], []
+        return [_linear(x, weight, scale) for weight, scale in _pairs(operands)], []
 
-    def by_input(self, slopes: Sequence[Any], operands: Operands, kept: Sequence[Tensor]) -> Tensor:
+    def grad_input(self, slopes: Sequence[Any], operands: Operands, kept: Sequence[Tensor]) -> Tensor:
         found: Tensor | None = None
         for slope, (weight, scale) in zip(slopes, _pairs(operands)):
             slope = slope if scale is None else slope * scale.to(slope.dtype)
@@ -41,46 +41,46 @@ class Rounded(Products):
         return found
 
 
-class Frozen(Joint):
+class QuantizedLinear(FusedLinear):
     """A linear layer without gradients of its own.   x [T, C] -> [T, C']
 
     ``weights_made`` turns its weight to what ``bits`` says; until then it is that of an ordinary layer, or has no numbers
     (``hpcai.nn.deferred``).
     """
 
-    products: Products = Rounded()
-    bits: Kind
+    products: Matmul = Int8Matmul()
+    bits: WeightFormat
     weight: nn.Parameter
     scale: nn.Parameter | None
     """of each output [C'] where weights have 8 bits"""
 
     @torch.no_grad()
-    def weights_made(self) -> None:
+    def post_materialize(self) -> None:
         """``deferred.make`` calls this when the weight has numbers, before that of the next layer is made."""
         if self.weight.dtype == torch.int8:  # one that was real when it was frozen, and within ``deferred`` is made again
             return
         scale = None
         if self.bits == "8bit":
-            scale = scales(self._greatest(self.weight.abs().amax(1)))
-            self.scale = _like(self.weight, scale)
+            scale = int8_scales(self._amax(self.weight.abs().amax(1)))
+            self.scale = _parameter_like(self.weight, scale)
             if (place := getattr(self.weight, "place", None)) is not None:
                 axes = place.axes if place.stretches[1] == ((0, place.size[1]),) else ()  # those of inputs that are cut are alike
                 self.scale.place = replace(place, size=place.size[:1], stretches=place.stretches[:1], axes=axes)  # type: ignore[attr-defined]
-        self.weight = _like(self.weight, rounded(self.weight, scale))
+        self.weight = _parameter_like(self.weight, quantize_int8(self.weight, scale))
 
-    def _greatest(self, top: Tensor) -> Tensor:
+    def _amax(self, top: Tensor) -> Tensor:
         """The greatest absolute weights of outputs [C'], from those of the inputs that are here."""
         return top
 
     @torch.no_grad()
-    def widen(self, dtype: torch.dtype) -> None:
+    def dequantize(self, dtype: torch.dtype) -> None:
         """Make the weight what is computed with, in ``dtype``."""
         weight = self.weight.to(dtype)
-        self.weight = _like(self.weight, weight if self.scale is None else weight.mul_(self.scale[:, None]))
+        self.weight = _parameter_like(self.weight, weight if self.scale is None else weight.mul_(self.scale[:, None]))
         del self.scale
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     y = F.linear(x, weight.to(x.dtype))
     return y if scale is None else y * scale.to(y.dtype)  # torch 2.11 traces what a function changes in place and returns wrongly
 
@@ -89,13 +89,13 @@ def _pairs(operands: Operands) -> Any:
     return zip(operands[::2], operands[1::2])
 
 
-def scales(top: Tensor) -> Tensor:
+def int8_scales(top: Tensor) -> Tensor:
     """Scales with which weights of at most ``top`` have 8 bits, a little greater than need be: such as bfloat16 has, so that they
     stay the same in whatever dtype a model is converted to.   [C'] -> [C']"""
-    return torch.where(top == 0, 1, (top * ((1 + 2**-8) / _MOST))).bfloat16().to(top.dtype)
+    return torch.where(top == 0, 1, (top * ((1 + 2**-8) / _INT8_MAX))).bfloat16().to(top.dtype)
 
 
-def rounded(weight: Tensor, scale: Tensor | None) -> Tensor:
+def quantize_int8(weight: Tensor, scale: Tensor | None) -> Tensor:
     """``weight`` in int8, or without a scale in bfloat16.   [C', C]"""
     if scale is None:
         return weight.bfloat16()
@@ -106,7 +106,7 @@ def rounded(weight: Tensor, scale: Tensor | None) -> Tensor:
     return found
 
 
-def _like(weight: nn.Parameter, numbers: Tensor) -> nn.Parameter:
+def _parameter_like(weight: nn.Parameter, numbers: Tensor) -> nn.Parameter:
     """A parameter that is not trained, of which is known what is known of ``weight``: where it lies, and of which file it is."""
     made = nn.Parameter(numbers, requires_grad=False)
     made.__dict__.update(weight.__dict__)

@@ -1,4 +1,4 @@
-"""x * sigmoid(x), for networks whose loss holds a derivative of the network."""
+"""SiLU with a cheap double backward pass, for networks whose loss contains a derivative of the network."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class _Swish(torch.autograd.Function):
+class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return torch.nn.functional.silu(x)
@@ -17,11 +17,11 @@ class _Swish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        return _Slope.apply(g, *ctx.saved_tensors)
+        return _SiLUBackward.apply(g, *ctx.saved_tensors)
 
 
-class _Slope(torch.autograd.Function):
-    """g * s'(x) in one pass, and its derivatives g' * s'(x) and g' * g * s''(x)."""
+class _SiLUBackward(torch.autograd.Function):
+    """grad_output * s'(x) in one pass, and its derivatives h * s'(x) and h * grad_output * s''(x)."""
 
     @staticmethod
     def forward(g: Tensor, x: Tensor) -> Tensor:
@@ -38,12 +38,12 @@ class _Slope(torch.autograd.Function):
         # s'' = y (1 - y) (2 + x (1 - 2 y))
         curve = torch.addcmul(x, x, y, value=-2).add_(2)
         second = torch.ops.aten.sigmoid_backward(h * g, y) * curve
-        return _Slope.apply(h, x), second
+        return _SiLUBackward.apply(h, x), second
 
 
-def swish(x: Tensor) -> Tensor:
-    """x * sigmoid(x). torch's own, differentiated twice, keeps six temporary tensors of the size of its input; this keeps two.
+def silu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(x). Differentiated twice it takes two temporary tensors of the size of its input, torch's function six.
 
-    Under torch.compile it is torch's own: there the second derivative of a function like ours comes out wrong (torch 2.13).
+    Under ``torch.compile`` it is torch's: there the second derivative of a custom autograd function is wrong (torch 2.13).
     """
-    return torch.nn.functional.silu(x) if torch.compiler.is_compiling() else _Swish.apply(x)
+    return torch.nn.functional.silu(x) if torch.compiler.is_compiling() else _SiLU.apply(x)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcai.nn.again import again, cheap
+from hpcai.nn.recompute import cheap, recompute_cheap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +42,7 @@ squashed.calls = 0  # type: ignore[attr-defined]
 def learnt(wanted: bool, **autocast: Any) -> tuple[list[Tensor], int]:
     squashed.calls = 0  # type: ignore[attr-defined]
     net, x = Net(), torch.arange(20.0).view(5, 4) / 10
-    with torch.autocast("cpu", **{"enabled": False, **autocast}), again(wanted):
+    with torch.autocast("cpu", **{"enabled": False, **autocast}), recompute_cheap(wanted):
         y = net(x)
     y.float().square().sum().backward()
     return [y.detach(), *(p.grad for p in net.parameters() if p.grad is not None)], squashed.calls  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def test_a_result_is_neither_held_after_the_forward_pass_nor_after_the_backward_
         return y
 
     up = nn.Linear(4, 4)
-    with again():
+    with recompute_cheap():
         y = net(cheap(noted, up(torch.ones(3, 4))))
     assert made[0]() is None, "after the forward pass"
     y.sum().backward()
@@ -75,7 +75,7 @@ def test_a_compiler_decides_by_itself() -> None:
     net, x = Net(), torch.ones(5, 4)
 
     def run(x: Tensor) -> Tensor:
-        with again():
+        with recompute_cheap():
             return net(x)
 
     compiled = torch.compile(run, backend="aot_eager")

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.nn.conv import conv_transpose3d
-from hpcai.nn.periodic import around
+from hpcai.nn.periodic import circular_pad
 
 
-class Doubled(nn.Module):
+class UpsampleConv(nn.Module):
     """Each place twice along each dim, and a convolution of 3 places of them, given by what ``spread_weight`` makes of its weights.
 
     x [B, C, ...], weight [C, C', 4, ...], bias [C'] -> [B, C', 2...]. ``wrapped``: the periodic dims of ``x``.
@@ -23,19 +23,19 @@ class Doubled(nn.Module):
 
     transposed, groups, padding_mode = True, 1, "zeros"
 
-    def __init__(self, dims: int, wrapped: Sequence[int] = ()) -> None:
+    def __init__(self, dims: int, circular_dims: Sequence[int] = ()) -> None:
         super().__init__()
-        self.wrapped = tuple(wrapped)
+        self.circular_dims = tuple(circular_dims)
         self.kernel_size, self.stride, self.padding = (4,) * dims, (2,) * dims, (1,) * dims
         self.dilation, self.output_padding = (1,) * dims, (0,) * dims
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding = tuple(p + 2 * (dim in self.wrapped) for dim, p in enumerate(self.padding, 2))
+        padding = tuple(p + 2 * (dim in self.circular_dims) for dim, p in enumerate(self.padding, 2))
         transposed: Any = F.conv_transpose2d if x.ndim == 4 else conv_transpose3d
-        return transposed(around(x, self.wrapped), weight, bias, self.stride, padding)
+        return transposed(circular_pad(x, self.circular_dims), weight, bias, self.stride, padding)
 
 
-def spread_weight(weight: Any) -> Tensor:
+def fold_upsampling(weight: Any) -> Tensor:
     """The weights of a transposed convolution of stride 2 that doubles a map or a volume and convolves it.
 
     [C', C, 3, ...] -> [C, C', 4, ...] in channels-last memory; along each dim (a, b, c) becomes (c, b + c, a + b, a).

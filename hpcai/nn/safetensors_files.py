@@ -13,7 +13,7 @@ from hpcai.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Stored:
+class LazyTensor:
     """A tensor in a file; ``stored[box]`` reads the box, a slice for each dim. Raises CheckpointError."""
 
     path: Path
@@ -21,37 +21,37 @@ class Stored:
     size: tuple[int, ...]
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
-        with _opened(self.path) as file:
+        with _open(self.path) as file:
             return file.get_slice(self.key)[box] if self.size else file.get_tensor(self.key)
 
 
-def stored(source: Path) -> dict[str, Stored]:
+def open_tensors(source: Path) -> dict[str, LazyTensor]:
     """All tensors of a file, of the files that an index (.json) names, or of a folder with ``model.safetensors.index.json``. Raises
     CheckpointError, also where a tensor is not where the index says."""
     index = source / "model.safetensors.index.json" if source.is_dir() else source
     if index.suffix != ".json":
-        return _inside(source)
+        return _list_tensors(source)
     try:
         where = {str(name): index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as problem:
         raise CheckpointError(f"{index}: no index of safetensors files: {problem!r}; expected a weight_map") from problem
-    found: dict[str, Stored] = {}
+    found: dict[str, LazyTensor] = {}
     for path in sorted(set(where.values())):
-        found |= _inside(path)
+        found |= _list_tensors(path)
     for name, path in where.items():
         if name not in found or found[name].path != path:
             raise CheckpointError(f"{index}: {name} is not in {path.name}, as the index says; fetch or save the folder again")
     return found
 
 
-def store(tensors: Mapping[str, Tensor], folder: Path, name: str, most: int) -> None:
+def save_sharded(tensors: Mapping[str, Tensor], folder: Path, name: str, max_bytes: int) -> None:
     """Tensors as safetensors files of at most ``most`` bytes in ``folder``, as Hugging Face's libraries read them: ``name``, such
     as model.safetensors, or several that bear their numbers, with an index. Each file is there when it is whole."""
     from safetensors.torch import save_file
 
     files: list[dict[str, Tensor]] = [{}]
     for key, tensor in tensors.items():
-        if files[-1] and sum(x.nbytes for x in files[-1].values()) + tensor.nbytes > most:
+        if files[-1] and sum(x.nbytes for x in files[-1].values()) + tensor.nbytes > max_bytes:
             files.append({})
         files[-1][key] = tensor.detach().cpu().contiguous()
     stem, many = name.removesuffix(".safetensors"), len(files)
@@ -70,13 +70,13 @@ def store(tensors: Mapping[str, Tensor], folder: Path, name: str, most: int) -> 
         index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
 
 
-def _inside(path: Path) -> dict[str, Stored]:
-    with _opened(path) as file:
-        return {key: Stored(path, key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}  # noqa: SIM118 not a dict
+def _list_tensors(path: Path) -> dict[str, LazyTensor]:
+    with _open(path) as file:
+        return {key: LazyTensor(path, key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}  # noqa: SIM118 not a dict
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -85,11 +85,11 @@ def _opened(path: Path) -> Iterator[Any]:
     except FileNotFoundError as problem:
         raise CheckpointError(f"{path}: is not there; fetch or save the folder again") from problem
     except (OSError, SafetensorError) as problem:
-        why = "a pointer of Git LFS in place of the file; fetch it by git lfs pull" if _is_pointer(path) else problem
+        why = "a pointer of Git LFS in place of the file; fetch it by git lfs pull" if _is_lfs_pointer(path) else problem
         raise CheckpointError(f"{path}: no safetensors file, or damaged: {why}") from problem
 
 
-def _is_pointer(path: Path) -> bool:
+def _is_lfs_pointer(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
