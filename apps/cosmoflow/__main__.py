@@ -22,7 +22,7 @@ def main(cfg: Config) -> None:
             model = cosmoflow.parallelize(cosmoflow.CosmoFlow(shape), mesh)
         step = train.Step(model, cosmoflow.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=cosmoflow.error, run=run)
-        run.finish(step, result, cosmoflow.pairs, validation, run.writer("predictions.npz", write_pairs, shape))
+        run.finish(step, result, cosmoflow.pairs, validation, run.file_writer("predictions.npz", write_pairs, shape))
     raise SystemExit(result.exit_code)
 
 

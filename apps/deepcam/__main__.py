@@ -22,7 +22,7 @@ def main(cfg: Config) -> None:
             model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group, size)
         step = train.Step(model, deepcam.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=deepcam.score, run=run)
-        run.finish(step, result, deepcam.maps, pictures, run.writer("maps.npz", write_maps, shape))
+        run.finish(step, result, deepcam.maps, pictures, run.file_writer("maps.npz", write_maps, shape))
     raise SystemExit(result.exit_code)
 
 

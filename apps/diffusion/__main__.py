@@ -29,7 +29,7 @@ def main(cfg: Config) -> None:
         metric = partial(metric, place=cfg.data.evaluation_place)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=metric, run=run)
         members = partial(diffusion.ensemble, members=cfg.data.members)
-        run.finish(step, result, members, drawn, run.writer("ensembles.npz", write_ensembles, shape))
+        run.finish(step, result, members, drawn, run.file_writer("ensembles.npz", write_ensembles, shape))
     raise SystemExit(result.exit_code)
 
 

@@ -125,14 +125,14 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
     """What is to be judged. Of a checkpoint the first process exports the weights into a file in the run's folder, which goes once
     they are judged. Raises DataError for a run without checkpoints, or whose events do not tell of one."""
     from hpcai.dist.collect import agree
-    from hpcai.train.saved import export, found, step_of
+    from hpcai.train.checkpoint_reader import export, list_checkpoints, step_number
 
     if not cfg.checkpoints:
         yield Weights(cfg.weights)
         return
     times = {event["step"]: event["time"] for event in log.read_metrics(cfg.weights / log.METRICS) if event["kind"] == "checkpoint"}
-    every = agree(found(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.everyone)
-    if not every or (unknown := [path for path in every if step_of(path) not in times]):
+    every = agree(list_checkpoints(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.everyone)
+    if not every or (unknown := [path for path in every if step_number(path) not in times]):
         what = f"{unknown[0]}: not in {log.METRICS}" if every else f"{cfg.weights}: has no checkpoint"
         raise DataError(f"{what}; give weights=RUN of a run that has kept some, or leave checkpoints out")
     path = cfg.weights / ".judged.safetensors"
@@ -146,7 +146,7 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
                 problem = str(error)
             if problem := agree(problem, mesh.everyone):
                 raise DataError(problem)
-            yield Weights(path, step_of(checkpoint), times[step_of(checkpoint)])
+            yield Weights(path, step_number(checkpoint), times[step_number(checkpoint)])
     finally:
         if mesh.is_first:
             path.unlink(missing_ok=True)
@@ -206,14 +206,14 @@ class Judging:
         from apps.diffusion.judges import Clip, Features, statistics
         from data_prep import encoders
         from hpcai.dist.collect import agree
-        from hpcai.train.choices import fast_bf16
+        from hpcai.train.auto_settings import has_fast_bf16
 
         assert cfg.captions is not None
         mesh.only("score", "replicate", "tensor")
         self.cfg, self.mesh = cfg, mesh
         self.captions: list[str] = agree(captions_of(cfg.captions, cfg.count) if mesh.is_first else [], mesh.everyone)
         on_gpu = mesh.device.type == "cuda"
-        self.narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and on_gpu and fast_bf16(mesh.device))
+        self.narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and on_gpu and has_fast_bf16(mesh.device))
         self.true = None if cfg.statistics is None else statistics(cfg.statistics)
         self.features = None if cfg.features is None else Features(cfg.features, mesh.device)
         self.clip = None if cfg.clip is None else Clip(cfg.clip, mesh.device)
@@ -225,9 +225,9 @@ class Judging:
         """All scores of the model at ``path``, the same on all processes."""
         import torch
 
-        from hpcai.train.measure import Measured
+        from hpcai.train.metrics import MetricSums
 
-        model, copies, measured = self.model(path), self.mesh["replicate"], Measured()
+        model, copies, measured = self.model(path), self.mesh["replicate"], MetricSums()
         mine = range(copies.rank, len(self.captions), copies.size)
         some = max(1, len(mine) // _TOLD)
         for at in range(0, len(mine), self.cfg.batch):

@@ -34,10 +34,10 @@ def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
     from hpcai.models.llm import LLM, Tokenizer, load_adapter, load_later, merge, parallelize, stages
     from hpcai.models.llm.load import of_run, read_settings
     from hpcai.nn.deferred_init import deferred, materialize
-    from hpcai.train.choices import fast_bf16
+    from hpcai.train.auto_settings import has_fast_bf16
 
     settings = read_settings(cfg.weights)
-    narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and fast_bf16(mesh.device))
+    narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
     where: dict[str, Any] = {"device": mesh.device, "dtype": torch.bfloat16 if narrow else torch.float32}
     is_cut, in_stages = mesh["tensor"].size * mesh["pipeline"].size > 1, mesh["pipeline"].size > 1
     same_names = settings.rotary is not None or of_run(cfg.weights).is_file()

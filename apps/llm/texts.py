@@ -27,7 +27,7 @@ def keep_tokenizer(run: train.Run, cfg: Config) -> None:
     """Keep the tokenizer of the rows, so that the folder of the run speaks."""
     for name in (CONTENT, CONFIG, TEMPLATE):
         if (source := cfg.data.directory / name).is_file():
-            run.keep(name, lambda path, source=source: shutil.copyfile(source, path))
+            run.write_file(name, lambda path, source=source: shutil.copyfile(source, path))
 
 
 def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:
@@ -38,11 +38,11 @@ def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor])
     given = min(_GIVEN, len(some[0]) // 2)
     with step.average.applied(), step.autocast():
         ends = [] if tokenizer.eos is None else [tokenizer.eos]
-        made = complete(step.model, [row[:given] for row in some], _SAMPLING, ends, words=tokenizer.size, act=step.act)
+        made = complete(step.model, [row[:given] for row in some], _SAMPLING, ends, words=tokenizer.size, act=step.pipeline)
     if not rows:
         return
     texts = [list(map(tokenizer.decode, (row[:given], new, row[given : given + _MADE]))) for row, new in zip(some, made)]
-    run.keep("text.npz", lambda path: write(path, rows, codes(rows, tokenizer), texts))
+    run.write_file("text.npz", lambda path: write(path, rows, codes(rows, tokenizer), texts))
 
 
 def codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, float]:

@@ -239,12 +239,12 @@ def keep_structures(run: Run, data: DataConfig, found: dict[str, torch.Tensor]) 
     names = [name.decode() for name in rows.column("name")[found["index"].numpy()]]
     rows.close()
     arrays = {name: value.numpy() for name, value in found.items() if name != "index"}
-    run.keep("structures.npz", lambda path: np.savez_compressed(path, names=np.array(names), **arrays))  # type: ignore[arg-type]
+    run.write_file("structures.npz", lambda path: np.savez_compressed(path, names=np.array(names), **arrays))  # type: ignore[arg-type]
     ends = np.cumsum(arrays["residues"])
     for name, part in zip(names, (slice(end - count, end) for end, count in zip(ends, arrays["residues"]))):
         aatype, positions, confidence = (arrays[kind][part] for kind in ("aatype", "predicted", "plddt"))
         mask = ATOM37_EXISTS[aatype]
-        run.keep(
+        run.write_file(
             f"structures/{name}.cif",
             lambda path, a=aatype, x=positions, m=mask, b=confidence, n=name: write_structure(path, a, x, m, b, name=n),
         )

@@ -51,7 +51,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
 
     from hpcai.dist.collect import agree, gather_objects
     from hpcai.models.openfold import OpenFold, folding, parallelize
-    from hpcai.train.choices import fast_bf16
+    from hpcai.train.auto_settings import has_fast_bf16
 
     todo = read_fasta(cfg.chains)
     homes = [alignments_of(chain.name, cfg.alignments, len(todo)) for chain in todo]
@@ -63,7 +63,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
         print(f"{len(missing)} of {len(todo)} chains to fold, into {cfg.out}", flush=True)
     mine = dealt([len(todo[number].sequence) for number in missing], copies.size)[copies.rank]
     model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if mine or mesh.copy.size > 1 else None
-    narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and fast_bf16(mesh.device))
+    narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
 
     def read(chain: Chain, home: Path | None) -> tuple[dict[str, Any], str]:
         """What the network reads of a chain, or why one of the processes that would fold it cannot."""

@@ -22,7 +22,7 @@ def main(cfg: Config) -> None:
             model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group)
         step = train.Step(model, unet3d.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=unet3d.score, run=run)
-        run.finish(step, result, unet3d.slices, pictures, run.writer("maps.npz", write_slices, cfg.model))
+        run.finish(step, result, unet3d.slices, pictures, run.file_writer("maps.npz", write_slices, cfg.model))
     raise SystemExit(result.exit_code)
 
 

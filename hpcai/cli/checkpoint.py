@@ -29,9 +29,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Those of a folder, oldest first. Raises CheckpointError where there is none."""
-    from hpcai.train.saved import found
+    from hpcai.train.checkpoint_reader import list_checkpoints
 
-    every = [folder] if (folder / "manifest.json").is_file() else found(folder) or found(folder / "checkpoints")
+    every = (
+        [folder] if (folder / "manifest.json").is_file() else list_checkpoints(folder) or list_checkpoints(folder / "checkpoints")
+    )
     if not every:
         raise CheckpointError(f"{folder}: no checkpoint is there; expected a run's directory, its checkpoints, or one step-...")
     return every
@@ -39,7 +41,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def give(folder: Path, file: Path) -> int:
     """Write the weights of the newest checkpoint. Raises CheckpointError, and then there is no ``file``, or the one of before."""
-    from hpcai.train.saved import export
+    from hpcai.train.checkpoint_reader import export
 
     newest, partial = _checkpoints(folder)[-1], file.with_name(f".{file.name}.partial")
     try:
@@ -55,17 +57,17 @@ def give(folder: Path, file: Path) -> int:
 
 def show(folder: Path) -> int:
     """Print what is there -> 1 where a checkpoint is damaged. Raises CheckpointError where there is none."""
-    from hpcai.train.saved import DamagedError, opened
+    from hpcai.train.checkpoint_reader import DamagedError, open_checkpoint
 
     rows, bad = [], 0
     for path in _checkpoints(folder):
         try:
-            held = opened(path)
+            held = open_checkpoint(path)
         except DamagedError as error:
             rows.append((path.name, *["?"] * 6, str(error)))
             bad += 1
             continue
-        problem, run = held.damage(), held.run
+        problem, run = held.find_damage(), held.run
         files = {part.file for parts in held.tensors.values() for part in parts}
         count = size(sum((path / name).stat().st_size for name in files))
         where = f"{run.progress.step:,}", str(run.progress.epoch), str(run.world), f"{len(held.tensors):,}", count, str(len(files))

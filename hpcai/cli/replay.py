@@ -33,8 +33,8 @@ from hpcai.data.assemble import tree_map
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.environment import place
 from hpcai.errors import ConfigError, DataError
-from hpcai.train.failure import read
-from hpcai.train.saved import found
+from hpcai.train.flight_recorder import read_bundle
+from hpcai.train.checkpoint_reader import list_checkpoints
 from hpcai.train.step import Step
 
 _PATIENCE = 1e6  # seconds: a run that hung is replayed until it hangs again
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="own folder, seen by all processes (BUNDLE/replay)")
     given = parser.parse_intermixed_args(argv)
     bundle = given.bundle.resolve()
-    told = read(bundle)
+    told = read_bundle(bundle)
     cause = min(told, key=lambda one: (one["kind"] == "stopped", one["time"]))
     if cause["run"] not in apps.every():
         raise ConfigError(f"{bundle}: the run was of {cause['run']!r}; expected one of the apps {', '.join(apps.every())}")
@@ -77,7 +77,7 @@ def linked(checkpoints: Path, scratch: Path, step: int) -> int:
     """Put links to the checkpoints before ``step`` into ``scratch`` -> the number of the newest. Several processes may do so
     at once. Whether they are whole is seen when the run goes on from one.
     """
-    older = [path for path in found(checkpoints) if int(path.name.removeprefix("step-")) < step]
+    older = [path for path in list_checkpoints(checkpoints) if int(path.name.removeprefix("step-")) < step]
     try:
         for path in older:
             own = scratch / "checkpoints" / path.name
@@ -140,7 +140,7 @@ def _closely(number: int, samples: dict[int, Any]) -> Iterator[None]:
             return usual(step, batch, lr)
         with searched(step.model, batch) as seen:
             usual(step, batch, lr)
-        bad = int(step.first_bad()[0].item()) == number - 1
+        bad = int(step.first_failures()[0].item()) == number - 1
         every = gather_objects(tuple(seen), step.mesh.everyone)
         if step.mesh.is_first and bad:
             for rank, lines in enumerate(every):

@@ -29,9 +29,9 @@ from hpcai.dist.collect import gather_shares, sum_in_place
 from hpcai.dist.host import Collector
 from hpcai.kernels import triton_support
 from hpcai.settings import RunConfig, StepConfig
-from hpcai.train.choices import fast_bf16
-from hpcai.train.evaluation import scoring
-from hpcai.train.optim import decayed
+from hpcai.train.auto_settings import has_fast_bf16
+from hpcai.train.evaluation import choose_evaluation
+from hpcai.train.optim import match_decay_names
 from hpcai.train.step import Step
 
 On = frozenset[str]
@@ -234,7 +234,7 @@ def of_the_loop(cfg: Any, mesh: Mesh, compiled: str) -> list[Switch]:
 
 def when_on(cfg: StepConfig, mesh: Mesh, compiled: str) -> dict[str, str]:
     """Precision and compilation when they are on: as the settings have it, or otherwise the best there is."""
-    narrow = cfg.precision if cfg.precision.startswith("bf16") else "bf16" if fast_bf16(mesh.device) else "fp32"
+    narrow = cfg.precision if cfg.precision.startswith("bf16") else "bf16" if has_fast_bf16(mesh.device) else "fp32"
     return {"precision": narrow, "compile": compiled if cfg.compile == "none" else cfg.compile}
 
 
@@ -275,7 +275,9 @@ class Training:
         self.step = _step(app, cfg, mesh, on)
         self.step.model.train()
         validation = self._batches("validation", _EVALUATED)
-        self.scores: Any = scoring(self.step, app.metric, validation, "background" if "async evaluation" in on else "wait")
+        self.scores: Any = choose_evaluation(
+            self.step, app.metric, validation, "background" if "async evaluation" in on else "wait"
+        )
         self.training, self.runs = cast(Any, None), 0
 
     def numerics(self) -> tuple[float, Tensor]:
@@ -294,7 +296,7 @@ class Training:
         for module in drops:
             module.train()
         found = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
-        for bucket in step.sums.buckets:  # an update may scale gradients where they lie
+        for bucket in step.reducer.buckets:  # an update may scale gradients where they lie
             if hasattr(bucket, "own"):  # of the sum each process has its share
                 gather_shares(bucket.flat, bucket.own, copies).wait()
             found |= {part.name: part.whole(bucket.flat) for part in bucket.parts}
@@ -349,7 +351,7 @@ class ByTorch(Step):
         super().__init__(model, function, cfg, mesh, **words)
         for state in self.optimizer.states:
             state.moments.clear()
-        self.by_torch = torch_optimizer(model, cfg, decayed(model, cfg))
+        self.by_torch = torch_optimizer(model, cfg, match_decay_names(model, cfg))
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Any]:
         for group in self.by_torch.param_groups:

@@ -28,7 +28,7 @@ from hpcai import log
 from hpcai.cli import apps
 from hpcai.cli.forks import forked
 from hpcai.errors import ConfigError
-from hpcai.train.saved import found, read_tensors
+from hpcai.train.checkpoint_reader import list_checkpoints, read_tensors
 
 MOST_KILLS = 5                      # of one run
 ROUNDING = 10.0                     # times what the references differ by
@@ -212,7 +212,7 @@ def _starts(run: Path) -> int:
 
 
 def _last(run: Path) -> dict[str, Tensor]:
-    made = found(run / "checkpoints")
+    made = list_checkpoints(run / "checkpoints")
     if not made:
         raise ConfigError(f"{run}: a finished run left no checkpoint")
     return read_tensors(made[-1])

@@ -43,7 +43,7 @@ class PretrainedMixin(nn.Module):
 
     def output_files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
         """What a run leaves for people: functions that write a file, by its name. ``export(path)`` writes the weights of the last
-        checkpoint (``hpcai.train.saved``)."""
+        checkpoint (``hpcai.train.checkpoint_reader``)."""
         return {"model.safetensors": export}
 
     @classmethod

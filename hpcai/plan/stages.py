@@ -36,8 +36,8 @@ class Stage:
 
 @dataclass
 class OneByOne:
-    """Acts as ``pipeline`` (``hpcai.train.step.Act``) on the stages of one rank, one after another. ``sent``: size and type of
-    what every stage but the last sends; None: what the first one of this rank does."""
+    """Acts as ``pipeline`` (``train.step.ForwardBackward``) on the stages of one rank, one after another. ``sent``: size and type
+    of what every stage but the last sends; None: what the first one of this rank does."""
 
     paper: Paper
     pipeline: Pipeline

@@ -1,6 +1,6 @@
 """Checkpoints to resume from: whole or not there.
 
-A checkpoint is a folder ``step-00000120`` of a few files of tensors (``train/tensorfile``: anything that reads safetensors opens
+A checkpoint is a folder ``step-00000120`` of a few files of tensors (``train/shard_file``: anything that reads safetensors opens
 them), an index that says who wrote what of them and what SHA-256 each block has, the state of the run, and a manifest that seals
 both. It is written as ``.step-00000120.partial``, flushed, and renamed once the manifest is there; only then are old ones removed.
 Which rank writes what follows from how the weights are cut, so that no plan is gathered. Nothing is a pickle.
@@ -29,19 +29,32 @@ from hpcai.errors import CheckpointError
 from hpcai.nn.weights import PretrainedMixin
 from hpcai.parallel.rows import Share, alike, place_of
 from hpcai.settings import CheckpointConfig
-from hpcai.train import tensorfile
-from hpcai.train.aside import later
-from hpcai.train.saved import FORMAT, INDEX, MANIFEST, RUN, DamagedError, Held, Progress, RunFile, found, opened, sealed, step_of
+from hpcai.train import shard_file
+from hpcai.train.background import submit
+from hpcai.train.checkpoint_reader import (
+    FORMAT,
+    INDEX,
+    MANIFEST,
+    RUN,
+    CheckpointReader,
+    DamagedError,
+    Progress,
+    RunFile,
+    file_digest,
+    list_checkpoints,
+    open_checkpoint,
+    step_number,
+)
+from hpcai.train.shard_file import Box
 from hpcai.train.step import Step
-from hpcai.train.tensorfile import Box
 
 VERSIONS = {"hpcai": __version__, "torch": torch.__version__}
 
-_PATIENCE = 600.0  # seconds that the end of a failed run waits for a save
+_WAIT_TIMEOUT = 600.0  # seconds that the end of a failed run waits for a save
 
 
 @dataclass
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was written: seconds since ``begin``, bytes of all its tensors."""
 
     step: int
@@ -50,7 +63,7 @@ class Saved:
     bytes: int
 
 
-class _Own:
+class _StagingBuffer:
     """What this process writes: ``boxes`` of its memory, and room for them on the ``host``, one behind another."""
 
     def __init__(self) -> None:
@@ -59,25 +72,25 @@ class _Own:
         self.ranks: list[int] = []  # of all that write, and the first process
         self.writers: Axis | None = None  # a channel for them
         self.bytes = 0  # of all processes
-        self._made: tuple[Any, ...] = ()
-        self._room: list[Tensor] = []
+        self._key: tuple[Any, ...] = ()
+        self._views: list[Tensor] = []
         self._ready: Any = None
 
-    def renew(self, step: Step, writers: int, frozen: Collection[str]) -> bool:
+    def allocate(self, step: Step, writers: int, frozen: Collection[str]) -> bool:
         """Find the boxes of ``step``, but for weights that are ``frozen`` -> whether these are in other memory than at the last
         call."""
-        step.sums.settle()
+        step.reducer.settle()
         tensors = (*step.model.parameters(), *step.model.buffers())
-        made = (step, *(getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors))
-        if made == self._made:
+        key = (step, *(getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors))
+        if key == self._key:
             return False
-        self._made, self.boxes = made, tensorfile.own(_boxes(step, step.mesh, frozen), writers)
-        self.host, self._room = tensorfile.room(self.boxes, step.mesh.device.type == "cuda")
+        self._key, self.boxes = key, shard_file.boxes_to_write(_boxes(step, step.mesh, frozen), writers)
+        self.host, self._views = shard_file.allocate(self.boxes, step.mesh.device.type == "cuda")
         return True
 
     @torch.no_grad()
     def copy(self) -> None:
-        for into, box in zip(self._room, self.boxes):
+        for into, box in zip(self._views, self.boxes):
             into.copy_(box.tensor, non_blocking=True)
         self._ready = torch.cuda.current_stream().record_event() if self.host.is_pinned() else None
 
@@ -100,143 +113,143 @@ class Checkpoints:
         self.directory, self.cfg, self.mesh = Path(directory), cfg, mesh
         self.settings, self.frozen = settings or {}, frozen
         self.data = ""
-        self.notes: list[str] = []
-        self._refused: list[Path] = []
-        self._own = _Own()
+        self.messages: list[str] = []
+        self._damaged: list[Path] = []
+        self._staging = _StagingBuffer()
         self._frozen: tuple[Step, dict[str, str], dict[str, str]] | None = None
-        self._under_way: Future[Saved | CheckpointError] | None = None
+        self._future: Future[SavedCheckpoint | CheckpointError] | None = None
 
-    def save(self, step: Step, progress: Progress) -> Saved:
+    def save(self, step: Step, progress: Progress) -> SavedCheckpoint:
         """Write a checkpoint. After a CheckpointError nothing has changed and older ones are whole."""
-        self.begin(step, progress)
-        outcome = self.finish()
+        self.async_save(step, progress)
+        outcome = self.wait()
         if isinstance(outcome, CheckpointError):
             raise outcome
         return outcome
 
-    def begin(self, step: Step, progress: Progress) -> None:
+    def async_save(self, step: Step, progress: Progress) -> None:
         """Begin to write a checkpoint. It returns once this process's part is copied to the host (on a GPU, once that is ordered),
         and a thread writes it while training goes on. ``finish`` comes before the next one."""
         began = time.perf_counter()
-        step.average.level()
-        frozen, origins = self._not_saved(step)
-        if self._own.renew(step, self.cfg.writers, frozen):
-            self._meet()
-        self._own.copy()
+        step.average.sync_buffers()
+        frozen, origins = self._frozen_files(step)
+        if self._staging.allocate(step, self.cfg.writers, frozen):
+            self._connect_writers()
+        self._staging.copy()
         final = self.directory / f"step-{progress.step:08d}"
         run = {"format": FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
         run |= {"frozen": frozen, "origins": origins}
         run |= {"data": self.data, "versions": dict(VERSIONS)}
         if isinstance(step.model, PretrainedMixin):
             run["about"] = step.model.metadata
-        saved = Saved(progress.step, final, 0.0, self._own.bytes)
+        saved = SavedCheckpoint(progress.step, final, 0.0, self._staging.bytes)
 
-        def write() -> Saved | CheckpointError:
+        def write() -> SavedCheckpoint | CheckpointError:
             problem = self._write(final, run, progress.step)
             saved.seconds = time.perf_counter() - began
             if not problem:
                 return saved
-            whole = self.found()
+            whole = self.paths()
             left = f"{whole[-1].name} is the newest whole checkpoint" if whole else "there is no checkpoint yet"
             return CheckpointError(f"{final} cannot be written: {problem}; {left}")
 
-        self._under_way = later(write, "checkpoint")
+        self._future = submit(write, "checkpoint")
 
     @property
-    def under_way(self) -> bool:
+    def pending(self) -> bool:
         """Whether a save was begun that ``finish`` has not ended."""
-        return self._under_way is not None
+        return self._future is not None
 
     @property
-    def outcome(self) -> Saved | CheckpointError | None:
+    def outcome(self) -> SavedCheckpoint | CheckpointError | None:
         """Of the save that is under way: what this process has heard of it, which on the first one is all there is, or None."""
-        return self._under_way.result() if self._under_way is not None and self._under_way.done() else None
+        return self._future.result() if self._future is not None and self._future.done() else None
 
-    def finish(self) -> Saved | CheckpointError:
+    def wait(self) -> SavedCheckpoint | CheckpointError:
         """Wait for the save that is under way -> what became of it, the same on all processes."""
-        assert self._under_way is not None
-        own, self._under_way = self._under_way.result(), None
-        text = agree(str(own) if isinstance(own, CheckpointError) else "", self.mesh.everyone)
-        return own if str(own) == text or not text else CheckpointError(text)
+        assert self._future is not None
+        local, self._future = self._future.result(), None
+        text = agree(str(local) if isinstance(local, CheckpointError) else "", self.mesh.everyone)
+        return local if str(local) == text or not text else CheckpointError(text)
 
-    def settle(self) -> None:
+    def wait_local(self) -> None:
         """Wait until this process has written what it has begun to write, at the end of a run that failed."""
-        if self._under_way is not None:
+        if self._future is not None:
             with suppress(TimeoutError):
-                self._under_way.exception(_PATIENCE)
+                self._future.exception(_WAIT_TIMEOUT)
 
-    def _not_saved(self, step: Step) -> tuple[dict[str, str], dict[str, str]]:
+    def _frozen_files(self, step: Step) -> tuple[dict[str, str], dict[str, str]]:
         """Weights that are not trained and are those of a file (``parameter.origin``): SHA-256 of the file by name, and the file by
         SHA-256. The first process reads each once. Raises CheckpointError on all processes where it cannot."""
         if self._frozen is None or self._frozen[0] is not step:
             named = ((name, getattr(p, "origin", None)) for name, p in step.model.named_parameters() if not p.requires_grad)
-            own = {name: origin for name, origin in named if origin}
-            every = {name: origin for part in distinct(own or None, self.mesh.everyone).values() for name, origin in part.items()}
+            local = {name: origin for name, origin in named if origin}
+            origins = {name: path for part in distinct(local or None, self.mesh.everyone).values() for name, path in part.items()}
 
-            def sealed_once() -> dict[str, str]:
+            def compute_digests() -> dict[str, str]:
                 try:
-                    return {path: sealed(Path(path))["sha256"] for path in sorted(set(every.values()))}
+                    return {path: file_digest(Path(path))["sha256"] for path in sorted(set(origins.values()))}
                 except OSError as error:
                     text = f"{error.filename}: {error.strerror}, but weights that are not trained were read from it; put it back"
                     raise CheckpointError(text) from error
 
-            seals = by_first(sealed_once, self.mesh.everyone)
-            self._frozen = step, {n: seals[path] for n, path in every.items()}, {seal: path for path, seal in seals.items()}
+            digests = by_first(compute_digests, self.mesh.everyone)
+            self._frozen = step, {n: digests[path] for n, path in origins.items()}, {seal: path for path, seal in digests.items()}
         return self._frozen[1:]
 
-    def _meet(self) -> None:
+    def _connect_writers(self) -> None:
         """Find out once who writes. Those that do get a channel for threads, and so does the first process."""
-        own, everyone = self._own, self.mesh.everyone
-        told = torch.zeros(everyone.size + 1, dtype=torch.int64)
-        told[everyone.rank], told[-1] = bool(own.boxes), len(own.host)
-        *writes, own.bytes = sum_in_place(told, everyone).tolist()
-        own.ranks = [rank for rank, has in enumerate(writes) if has or rank == 0]
-        own.writers = self.mesh.among("checkpoint", own.ranks) if everyone.rank in own.ranks else None
+        staging, everyone = self._staging, self.mesh.everyone
+        counts = torch.zeros(everyone.size + 1, dtype=torch.int64)
+        counts[everyone.rank], counts[-1] = bool(staging.boxes), len(staging.host)
+        *has_boxes, staging.bytes = sum_in_place(counts, everyone).tolist()
+        staging.ranks = [rank for rank, has in enumerate(has_boxes) if has or rank == 0]
+        staging.writers = self.mesh.among("checkpoint", staging.ranks) if everyone.rank in staging.ranks else None
 
     def _write(self, final: Path, run: dict[str, Any], number: int) -> str:
         """What the thread of each process does -> why it failed, or nothing. The first one hears of all others' failures."""
-        own, partial, seal = self._own, self.directory / f".{final.name}.partial", dict[str, Any]()
-        if own.writers is None:
+        staging, partial, file = self._staging, self.directory / f".{final.name}.partial", dict[str, Any]()
+        if staging.writers is None:
             return ""
-        first = own.writers.rank == 0
-        problem = agree(_tried(lambda: self._clear(partial)) if first else "", own.writers)
+        first = staging.writers.rank == 0
+        problem = agree(_error_of(lambda: self._clear(partial)) if first else "", staging.writers)
         if problem:
             return problem
 
         def write() -> None:
-            nonlocal seal
-            if own.boxes:
-                own.wait()
-                seal = {name: tensorfile.write(partial / name, own.boxes, own.host, self.mesh.everyone.rank)}
+            nonlocal file
+            if staging.boxes:
+                staging.wait()
+                file = {name: shard_file.write(partial / name, staging.boxes, staging.host, self.mesh.everyone.rank)}
 
-        name = f"tensors-{own.writers.rank:03d}.safetensors"
-        problem = _tried(write)
-        told = to_first((problem, seal), own.writers)
+        name = f"tensors-{staging.writers.rank:03d}.safetensors"
+        problem = _error_of(write)
+        outcomes = to_first((problem, file), staging.writers)
         if first:
-            problem = next((text for text, _ in told if text), "")
-            files = {name: each for _, seals in told for name, each in seals.items()}
-            problem = problem or _tried(lambda: self._commit(partial, final, files, run, number))
+            problem = next((text for text, _ in outcomes if text), "")
+            files = {name: each for _, seals in outcomes for name, each in seals.items()}
+            problem = problem or _error_of(lambda: self._commit(partial, final, files, run, number))
             if problem:
                 shutil.rmtree(partial, ignore_errors=True)
         return problem
 
     def _commit(self, partial: Path, final: Path, files: dict[str, Any], run: dict[str, Any], number: int) -> None:
         _write(partial / RUN, json.dumps(run, indent=1))
-        _write(partial / INDEX, json.dumps({"format": FORMAT, "block": tensorfile.BLOCK, "files": files}))
-        seals = {name: sealed(partial / name) for name in (INDEX, RUN)}
-        _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": seals}, indent=1))
+        _write(partial / INDEX, json.dumps({"format": FORMAT, "block": shard_file.BLOCK, "files": files}))
+        digests = {name: file_digest(partial / name) for name in (INDEX, RUN)}
+        _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": digests}, indent=1))
         flush(partial)
-        for path in {*self._refused, final}:
-            _set_aside(path)
-        self._refused = []
+        for path in {*self._damaged, final}:
+            _rename_damaged(path)
+        self._damaged = []
         partial.rename(final)
         flush(self.directory)
-        older = [path for path in self.found() if step_of(path) < number]
+        older = [path for path in self.paths() if step_number(path) < number]
         for path in older[: len(older) + 1 - self.cfg.keep]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def found(self) -> list[Path]:
-        return found(self.directory)
+    def paths(self) -> list[Path]:
+        return list_checkpoints(self.directory)
 
     @uncollected()
     def resume(self, step: Step) -> Progress | None:
@@ -244,82 +257,82 @@ class Checkpoints:
         ``save`` sets them aside as ``damaged-...``.
         """
         if self.cfg.resume == "never":
-            if agree(bool(self.found()), self.mesh.everyone):
+            if agree(bool(self.paths()), self.mesh.everyone):
                 raise CheckpointError(
                     f"{self.directory} holds checkpoints of an earlier run, and checkpoint.resume is never; "
                     "choose another report.directory, remove them, or set checkpoint.resume=auto"
                 )
             return None
         if self.mesh.is_first and self.directory.is_dir():
-            self.notes += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
-        for path in reversed(agree(self.found(), self.mesh.everyone)):
+            self.messages += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
+        for path in reversed(agree(self.paths(), self.mesh.everyone)):
             try:
-                held = by_first(functools.partial(opened, path), self.mesh.everyone)
-                self._load(held, step)
-                return held.run.progress
+                reader = by_first(functools.partial(open_checkpoint, path), self.mesh.everyone)
+                self._load(reader, step)
+                return reader.run.progress
             except DamagedError as damage:
-                self.notes.append(f"{path.name} is passed over: {damage}")
-                self._refused.append(path)
-        if self._refused:
+                self.messages.append(f"{path.name} is passed over: {damage}")
+                self._damaged.append(path)
+        if self._damaged:
             raise CheckpointError(
-                f"{self.directory}: no checkpoint is whole ({'; '.join(self.notes)}); training would begin anew: if that is meant, "
-                "remove them or choose another report.directory"
+                f"{self.directory}: no checkpoint is whole ({'; '.join(self.messages)}); training would begin anew; "
+                "if that is meant, remove them or choose another report.directory"
             )
         return None
 
-    def _load(self, held: Held, step: Step) -> None:
+    def _load(self, reader: CheckpointReader, step: Step) -> None:
         """Put a checkpoint into ``step``. Raises DamagedError."""
         everyone = self.mesh.everyone
-        self._compare(held.path, held.run)
-        wanted = _boxes(step, self.mesh, self._still_frozen(held, step))
-        self._check_names(held, wanted)
-        for act in (lambda: held.damage(everyone.rank, everyone.size), lambda: held.fill(wanted, self.cfg.writers)):
+        self._check_run(reader.path, reader.run)
+        boxes = _boxes(step, self.mesh, self._absent_frozen(reader, step))
+        self._check_names(reader, boxes)
+        for check in (lambda: reader.find_damage(everyone.rank, everyone.size), lambda: reader.fill(boxes, self.cfg.writers)):
             try:
-                problem = act()
+                problem = check()
             except Exception as error:
                 problem = _reason(error)
-            if problem := self._first_of(problem):
+            if problem := self._first_problem(problem):
                 raise DamagedError(problem)
-        progress = held.run.progress
-        step.optimizer.refresh()
-        step.sums.spread()
+        progress = reader.run.progress
+        step.optimizer.cast_master_weights()
+        step.reducer.spread()
         step.count = progress.step
 
-    def _still_frozen(self, held: Held, step: Step) -> set[str]:
+    def _absent_frozen(self, reader: CheckpointReader, step: Step) -> set[str]:
         """Weights that the checkpoint has not, since they are those of a file. One that it has is read, and saved from then on."""
-        frozen, origins = self._not_saved(step)
-        run, path = held.run, held.path
+        frozen, origins = self._frozen_files(step)
+        run, path = reader.run, reader.path
         for name, parameter in step.model.named_parameters():
-            if name in frozen and f"model/{name}" in held.tensors:
+            if name in frozen and f"model/{name}" in reader.tensors:
                 del parameter.origin  # type: ignore[attr-defined]
-        if kept := {name for name in frozen if f"model/{name}" in held.tensors}:
-            self._frozen = step, {name: seal for name, seal in frozen.items() if name not in kept}, origins
+        if saved := {name for name in frozen if f"model/{name}" in reader.tensors}:
+            self._frozen = step, {name: digest for name, digest in frozen.items() if name not in saved}, origins
         for name, seal in frozen.items():
-            made = name not in run.frozen and seal in run.origins  # of that file, such as scales where weights now have 8 bits
-            if name not in kept and not made and run.frozen.get(name) != seal:
+            derived = name not in run.frozen and seal in run.origins  # of that file, such as scales where weights now have 8 bits
+            if name not in saved and not derived and run.frozen.get(name) != seal:
                 was = run.frozen.get(name, "none")
                 raise CheckpointError(
                     f"{path}: {name} is not trained and was that of {run.origins.get(was, 'no file')} (SHA-256 {was}); now it is "
                     f"that of {origins[seal]} (SHA-256 {seal}); begin with the same weights, or choose another report.directory"
                 )
-        return set(frozen) - kept
+        return set(frozen) - saved
 
-    def _check_names(self, held: Held, state: Sequence[Box]) -> None:
+    def _check_names(self, reader: CheckpointReader, boxes: Sequence[Box]) -> None:
         """Refuse a checkpoint that lacks a tensor of the run, or has it in another size."""
-        wrong = [(box.name, f"no {box.name!r}") for box in state if box.name not in held.tensors]
-        if not wrong:
-            pairs = ((box, held.sizes[box.name]) for box in state)
-            wrong = [(box.name, f"{box.name!r} as {list(n)}, not {list(box.size)}") for box, n in pairs if n != box.size]
-        names = list(dict.fromkeys(text for _, text in wrong))
+        mismatches = [(box.name, f"no {box.name!r}") for box in boxes if box.name not in reader.tensors]
+        if not mismatches:
+            pairs = ((box, reader.sizes[box.name]) for box in boxes)
+            mismatches = [(box.name, f"{box.name!r} as {list(n)}, not {list(box.size)}") for box, n in pairs if n != box.size]
+        names = list(dict.fromkeys(text for _, text in mismatches))
         text = ", ".join(names[:10]) + (f" (and {len(names) - 10} more)" if len(names) > 10 else "")
-        if text := self._first_of(f"{text}; it belongs to another {wrong[0][0].partition('/')[0]}" if wrong else ""):
-            raise CheckpointError(f"{held.path}: holds {text}")
+        if text := self._first_problem(f"{text}; it belongs to another {mismatches[0][0].partition('/')[0]}" if mismatches else ""):
+            raise CheckpointError(f"{reader.path}: holds {text}")
 
-    def _first_of(self, problem: str) -> str:
+    def _first_problem(self, problem: str) -> str:
         """The problem of the first process that has one, or nothing."""
         return next(iter(distinct(problem or None, self.mesh.everyone).values()), "")
 
-    def _compare(self, path: Path, run: RunFile) -> None:
+    def _check_run(self, path: Path, run: RunFile) -> None:
         """Refuse what may not differ between a run and the checkpoint that it goes on from, and note what else does."""
         for section in self.frozen:
             if changes := _changes(run.settings.get(section), self.settings.get(section), section):
@@ -331,11 +344,11 @@ class Checkpoints:
             text = f"{path.name} was trained on another data set ({run.data} then, {self.data} now)"
             if not self.cfg.other_data:
                 raise CheckpointError(f"{path.parent}: {text}; set checkpoint.other_data=true if that is meant")
-            self.notes.append(text)
-        others = {name: was for name, was in run.versions.items() if VERSIONS.get(name, was) != was}
-        self.notes += [f"{name}: {was} then, {VERSIONS[name]} now" for name, was in others.items()]
-        told = {name for name in run.settings.keys() & self.settings.keys() if name not in (*self.frozen, "report")}
-        self.notes += [text for name in sorted(told) for text in _changes(run.settings[name], self.settings[name], name)]
+            self.messages.append(text)
+        versions = {name: was for name, was in run.versions.items() if VERSIONS.get(name, was) != was}
+        self.messages += [f"{name}: {was} then, {VERSIONS[name]} now" for name, was in versions.items()]
+        sections = {name for name in run.settings.keys() & self.settings.keys() if name not in (*self.frozen, "report")}
+        self.messages += [text for name in sorted(sections) for text in _changes(run.settings[name], self.settings[name], name)]
 
     def _clear(self, partial: Path) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
@@ -344,7 +357,7 @@ class Checkpoints:
         partial.mkdir()
 
 
-def _tried(action: Callable[[], None]) -> str:
+def _error_of(action: Callable[[], None]) -> str:
     """Why ``action`` failed, or nothing."""
     try:
         action()
@@ -356,8 +369,8 @@ def _tried(action: Callable[[], None]) -> str:
 def _boxes(step: Step, mesh: Mesh, frozen: Collection[str] = ()) -> list[Box]:
     """All that resuming needs but weights that are ``frozen``, by name and without a copy: weights in full precision, and this
     rank's boxes of those that are divided."""
-    step.sums.settle()
-    weights, state = step.sums.idle() | step.optimizer.weights(), step.model.state_dict(keep_vars=True)
+    step.reducer.settle()
+    weights, state = step.reducer.idle() | step.optimizer.weights(), step.model.state_dict(keep_vars=True)
     # A tied weight has further names. Weights that were gathered for an evaluation are other tensors before ``state_dict``.
     first = {parameter: name for name, parameter in step.model.named_parameters()}
     parts: dict[str, dict[str, Tensor | Share]] = {
@@ -368,10 +381,10 @@ def _boxes(step: Step, mesh: Mesh, frozen: Collection[str] = ()) -> list[Box]:
     }
     everyone = alike(torch.empty(0), mesh)
     return [box for kind, part in parts.items() for name, value in part.items()
-            for box in _boxes_of(f"{kind}/{name}", value, mesh, everyone)]  # fmt: skip
+            for box in _boxes_of_tensor(f"{kind}/{name}", value, mesh, everyone)]  # fmt: skip
 
 
-def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh, everyone: tuple[Axis, ...]) -> Iterator[Box]:
+def _boxes_of_tensor(name: str, value: Tensor | Share, mesh: Mesh, everyone: tuple[Axis, ...]) -> Iterator[Box]:
     if isinstance(value, Share):
         for offsets, tensor in value.part.boxes(value.row):
             yield Box(name, value.part.place.size, offsets, tensor, value.copies)
@@ -383,7 +396,7 @@ def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh, everyone: tuple[Axis
             yield Box(name, place.size, offsets, value[part], copies)
 
 
-def _set_aside(path: Path) -> None:
+def _rename_damaged(path: Path) -> None:
     """Rename what stands where a checkpoint is written, or was refused, so that nobody takes it for one and nothing is lost."""
     if path.exists() or path.is_symlink():
         names = (path.with_name(f"damaged-{path.name}{f'.{again}' if again else ''}") for again in range(1000))

@@ -33,19 +33,19 @@ from hpcai.settings import StepConfig
 logger = logging.getLogger(__name__)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of ``model``: children of an nn.ModuleList or nn.Sequential where two or more have the same class.
 
     The outermost ones count; torch's own layers do not, nor does a list or stage that holds blocks itself. A block whose like are
     on other stages of a pipeline is repeated too.
     """
-    return list(dict.fromkeys(_blocks(model)))
+    return list(dict.fromkeys(_iterate_blocks(model)))
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def _iterate_blocks(module: nn.Module) -> Iterator[nn.Module]:
     kinds = Counter(type(child) for child in module.children())
     for child in module.children():
-        inner = list(_blocks(child))
+        inner = list(_iterate_blocks(child))
         bases = [base for base in type(child).__mro__ if base is not nn.Module]
         layer = not list(child.children()) and any(base.__module__.startswith("torch.nn.") for base in bases)
         stage = isinstance(child, nn.ModuleList | nn.ModuleDict) or (inner and isinstance(child, nn.Sequential))
@@ -57,51 +57,51 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def compile_model(
-    model: nn.Module, how: Literal["none", "blocks", "whole"], dynamic: bool | None = False, backend: str = "inductor"
+    model: nn.Module, mode: Literal["none", "blocks", "whole"], dynamic: bool | None = False, backend: str = "inductor"
 ) -> int:
     """Have ``model`` compiled at its next call, in place, so that checkpoint keys stay; returns how many modules were chosen.
 
     ``blocks`` compiles each repeated block: torch compiles blocks that are alike once. Raises ConfigError when there is none.
     """
-    if how == "none":
+    if mode == "none":
         return 0
-    chosen = [model] if how == "whole" else blocks(model)
-    if not chosen:
+    modules = [model] if mode == "whole" else repeated_blocks(model)
+    if not modules:
         raise ConfigError(f"compile: blocks, but {type(model).__name__} repeats none in a list or sequence; set compile: whole")
     # Blocks of one class share one code object, whose versions torch counts: by size, training or not, gradients or not. Past
     # its limit (8) it would run them uncompiled.
-    kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in chosen}
+    kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in modules}
     most = max(Counter(kind for kind, _ in kinds).values())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * most)
     options = {"options": {"triton.cudagraphs": False}} if backend == "inductor" else {}  # a step is captured as a whole
-    for module in chosen:
+    for module in modules:
         # torch passes over a call that never leaves its own files, such as that of layers in an nn.Sequential, and says nothing.
         of_torch = all(type(part).__module__.startswith("torch.") for part in module.modules())
-        call = _entered(module) if of_torch else module._call_impl
+        call = _call_outside_torch(module) if of_torch else module._call_impl
         module._compiled_call_impl = torch.compile(call, dynamic=dynamic, fullgraph=False, backend=backend, **options)  # type: ignore[call-overload]
-    return len(chosen)
+    return len(modules)
 
 
-def _entered(module: nn.Module) -> Callable[..., Any]:
+def _call_outside_torch(module: nn.Module) -> Callable[..., Any]:
     def call(*inputs: Any, **words: Any) -> Any:
         return module._call_impl(*inputs, **words)
 
     return call
 
 
-class Counts:
+class CompileCounts:
     """What torch.compile did in this process since this was made. Made after the first steps, it counts what should not be."""
 
     def __init__(self) -> None:
-        self._since, self._then = time.time(), _counted()
+        self._since, self._start = time.time(), _dynamo_counters()
 
     def read(self) -> dict[str, Any]:
         """The counts: graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame, also for other sizes of a
         block), given_up (frames past the limit of versions, which run uncompiled), found and made (Inductor's code, forward and
         backward, that an earlier job, another process of the node or a graph like it had left, or nobody), and why: the most
         frequent reasons by count."""
-        now = {name: counter - self._then[name] for name, counter in _counted().items()}  # a Counter keeps what is above zero
-        before, versions = self._then["versions"], now["versions"]
+        now = {name: counter - self._start[name] for name, counter in _dynamo_counters().items()}  # a Counter keeps positive counts
+        before, versions = self._start["versions"], now["versions"]
         return {
             "graphs": int(now["stats"]["unique_graphs"]),
             "seconds": round(sum(now["seconds"].values()), 3),
@@ -115,31 +115,31 @@ class Counts:
 
     def describe(self) -> str:
         """One sentence for the log."""
-        found = self.read()
-        text = "compiled {graphs} graphs in {seconds:.1f} s, {graph_breaks} graph breaks, {recompiles} recompiles".format(**found)
-        text += f", {found['given_up']} functions given up after too many versions" if found["given_up"] else ""
-        if found["found"]:
-            text += f", {found['found']} of {found['found'] + found['made']} parts found ready"
-        return text + "".join(f"; {n} x {reason}" for reason, n in found["why"].items())
+        counts = self.read()
+        text = "compiled {graphs} graphs in {seconds:.1f} s, {graph_breaks} graph breaks, {recompiles} recompiles".format(**counts)
+        text += f", {counts['given_up']} functions given up after too many versions" if counts["given_up"] else ""
+        if counts["found"]:
+            text += f", {counts['found']} of {counts['found'] + counts['made']} parts found ready"
+        return text + "".join(f"; {n} x {reason}" for reason, n in counts["why"].items())
 
     def _recompile_reasons(self) -> list[str]:
-        known: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _started() else []  # the last 64
+        known: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _dynamo_loaded() else []  # last 64
         recent = [m for m in known if (getattr(m, "start_time_us", 0) or 0) / 1e6 >= self._since]
-        return [_short(re.sub(r"^\d+/\d+: ", "", why)) for m in recent if (why := getattr(m, "recompile_reason", None))]
+        return [_shorten(re.sub(r"^\d+/\d+: ", "", why)) for m in recent if (why := getattr(m, "recompile_reason", None))]
 
 
-def _started() -> bool:
+def _dynamo_loaded() -> bool:
     return "torch._dynamo.convert_frame" in sys.modules  # if not, nothing was compiled, and the import would cost a second
 
 
-def _counted() -> dict[str, Counter]:
+def _dynamo_counters() -> dict[str, Counter]:
     """torch's own counters. They are not its public interface: what a version lacks counts as nothing."""
-    inside = torch._dynamo.utils if _started() else None
+    inside = torch._dynamo.utils if _dynamo_loaded() else None
     counters, times = getattr(inside, "counters", {}), getattr(inside, "compilation_time_metrics", {})
-    versions = getattr(torch._dynamo.convert_frame, "FRAME_COMPILE_COUNTER", {}) if _started() else {}
+    versions = getattr(torch._dynamo.convert_frame, "FRAME_COMPILE_COUNTER", {}) if _dynamo_loaded() else {}
     breaks: Counter = Counter()
     for reason, n in counters.get("graph_break", {}).items():
-        breaks[_short(reason)] += n
+        breaks[_shorten(reason)] += n
     return {
         "stats": Counter(counters.get("stats", {})),
         "inductor": Counter(counters.get("inductor", {})),
@@ -149,7 +149,7 @@ def _counted() -> dict[str, Counter]:
     }
 
 
-def _short(reason: str) -> str:
+def _shorten(reason: str) -> str:
     return " ".join(re.split(r"\n\s*(?:Hint|Developer debug context)", reason)[0].replace("Explanation: ", "").split())[:200]
 
 
@@ -157,19 +157,19 @@ def cache_key(settings: Mapping[str, Any]) -> str:
     """Names compiled code by what it depends on: GPU, CPU, system, torch, Triton, CUDA and ``settings`` of model and step."""
     gpu = [torch.cuda.get_device_name(), torch.cuda.get_device_capability()] if torch.cuda.is_available() else None
     triton = [part.version for part in metadata.distributions(name="triton")]
-    facts = [torch.__version__, torch.version.git_version, torch.version.cuda, triton, sys.version_info[:2], gpu, _cpu(), settings]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    key = [torch.__version__, torch.version.git_version, torch.version.cuda, triton, sys.version_info[:2], gpu, _cpu_id(), settings]
+    return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _cpu() -> list[str]:
+def _cpu_id() -> list[str]:
     """What names this processor: kernels in C++ are built for it, and would end the process on an older one."""
     names = r"^(?:model name|cpu family|model|flags|CPU implementer|CPU part|Features)\s*:.*$"
-    listed = Path("/proc/cpuinfo")
-    first = listed.read_text().split("\n\n")[0] if listed.exists() else ""
+    cpuinfo = Path("/proc/cpuinfo")
+    first = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else ""
     return [os.uname().machine, os.confstr("CS_GNU_LIBC_VERSION") or "", *re.findall(names, first, re.MULTILINE)]
 
 
-def restore(folder: Path, key: str) -> bool:
+def restore_cache(folder: Path, key: str) -> bool:
     """Have torch keep compiled code on this node's disk, filled from the archive of ``key`` in ``folder``; False without one.
 
     Call it on every process, before anything is compiled. The place is below TORCHINDUCTOR_CACHE_DIR, otherwise TMPDIR. A damaged
@@ -178,9 +178,9 @@ def restore(folder: Path, key: str) -> bool:
     """
     path = folder / f"{key}.zip"
     try:
-        home = _use(key)
-        _check_mine(folder.resolve())
-        _check_mine(path)
+        home = _set_cache_dir(key)
+        _check_owner(folder.resolve())
+        _check_owner(path)
         with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix=".new-", dir=home) as new:
             if archive.comment != key.encode():
                 raise ValueError("made for something else")
@@ -196,7 +196,7 @@ def restore(folder: Path, key: str) -> bool:
     return False
 
 
-def store(folder: Path, key: str) -> None:
+def store_cache(folder: Path, key: str) -> None:
     """Archive what was compiled since ``restore(folder, key)``, if anything was. One process of the job calls it."""
     path, home = folder / f"{key}.zip", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     new = folder / f".{key}.{os.uname().nodename}.{os.getpid()}"
@@ -205,7 +205,7 @@ def store(folder: Path, key: str) -> None:
         names = {os.path.relpath(os.path.join(where, file), home) for where, _, files in found for file in files}
         busy = {Path(name).stem for name in names if name.endswith(".lock") and _is_locked(home / name)}  # g++ is at work
         names = {n for n in names if not re.search(r"(^|/)\.|\.lock$", n) and Path(n).name.split(".")[0] not in busy}
-        if not names or _holds(path, key, names):
+        if not names or _archive_contains(path, key, names):
             return
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -220,21 +220,21 @@ def store(folder: Path, key: str) -> None:
         logger.warning("compiled code is not kept at %s: %s", path, error)
 
 
-def _holds(path: Path, key: str, names: set[str]) -> bool:
+def _archive_contains(path: Path, key: str, names: set[str]) -> bool:
     with suppress(Exception):  # one that is damaged, or may be another's, is written anew
-        _check_mine(path)
+        _check_owner(path)
         with zipfile.ZipFile(path) as archive:
             return archive.comment == key.encode() and names <= set(archive.namelist()) and archive.testzip() is None
     return False
 
 
-def _use(key: str) -> Path:
+def _set_cache_dir(key: str) -> Path:
     """Name to torch and Triton the folder on this node for compiled code of ``key``, and return it."""
     before, ours = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), f"hpcai-compiled-{os.getuid()}"
     base = Path(before or tempfile.gettempdir())
     home = (base.parent if base.parent.name == ours else base / ours) / key
     home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_mine(home.parent)
+    _check_owner(home.parent)
     home.mkdir(exist_ok=True)
     if os.environ.get("TRITON_CACHE_DIR") in (None, f"{before}/triton"):
         os.environ["TRITON_CACHE_DIR"] = str(home / "triton")
@@ -246,7 +246,7 @@ def _use(key: str) -> Path:
     return home
 
 
-def _check_mine(path: Path) -> None:
+def _check_owner(path: Path) -> None:
     """Raises PermissionError where somebody else may have put what lies at ``path``."""
     about = path.lstat()
     if stat.S_ISLNK(about.st_mode):
@@ -264,19 +264,19 @@ def _is_locked(path: Path) -> bool:
     return True
 
 
-class Compiled:
+class CompiledModel:
     """``model`` compiled in place by ``cfg.compile``, beginning with the code that ``cfg.compile_cache`` holds for it."""
 
     def __init__(self, model: nn.Module, cfg: StepConfig, mesh: Mesh) -> None:
         self._folder, self._first = cfg.compile_cache, mesh.is_first
         relevant = {name: getattr(cfg, name) for name in ("precision", "products", "compile", "accumulate", "shard")}
         self._key = cache_key({"model": repr(model), **relevant})
-        began = self._folder is not None and restore(self._folder, self._key)
+        restored = self._folder is not None and restore_cache(self._folder, self._key)
         count = compile_model(model, cfg.compile)
-        kept = ", beginning with the code of an earlier job" if began else ""
-        self.note = f"step.compile: {count} module{'s' if count > 1 else ''} of {type(model).__name__}{kept}"
-        self._counts = Counts()
-        self._told = 0
+        suffix = ", beginning with the code of an earlier job" if restored else ""
+        self.message = f"step.compile: {count} module{'s' if count > 1 else ''} of {type(model).__name__}{suffix}"
+        self._counts = CompileCounts()
+        self._logged_graphs = 0
 
     @property
     def seconds(self) -> float:
@@ -285,9 +285,9 @@ class Compiled:
     def news(self) -> list[str]:
         """What has been compiled since the start, if more than at the last call; then it is also stored for later jobs."""
         graphs = self._counts.read()["graphs"]
-        if graphs == self._told:
+        if graphs == self._logged_graphs:
             return []
-        self._told = graphs
+        self._logged_graphs = graphs
         if self._folder is not None and self._first:
-            store(self._folder, self._key)
+            store_cache(self._folder, self._key)
         return [self._counts.describe()]

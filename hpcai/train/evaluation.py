@@ -18,99 +18,99 @@ from hpcai.dist.collect import agree, distinct, least, rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.settings import AXES
-from hpcai.train.aside import later
-from hpcai.train.failure import PULSE, resting
-from hpcai.train.measure import Measured, Total, Value
-from hpcai.train.step import Step, Whole, samples_in
+from hpcai.train.background import submit
+from hpcai.train.flight_recorder import HEARTBEAT, pause_watchdog
+from hpcai.train.metrics import MetricSums, Total, Value
+from hpcai.train.step import SingleStage, Step, samples_in
 
 T = TypeVar("T")
 Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total]]
-RowsOf = Callable[[nn.Module, Any], dict[str, Tensor]]
+PredictFunction = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
-Found = tuple[dict[str, float], float]  # metrics, and the seconds that it took to find them
-_WAITING = 2  # at most so many evaluations are under way; the next one waits, for each holds a copy of the weights
+TimedMetrics = tuple[dict[str, float], float]  # metrics, and the seconds that it took to find them
+_MAX_PENDING = 2  # at most so many evaluations are under way; the next one waits, for each holds a copy of the weights
 
 
 @torch.no_grad()
 def evaluate(step: Step, metric: Metric, batches: Any) -> dict[str, float]:
     """Each metric over every sample exactly once, whatever the number of processes and however uneven their parts."""
     with step.average.applied():
-        return score(step, step.act, metric, batches, step.mesh["replicate"], step.mesh.device)
+        return compute_metrics(step, step.pipeline, metric, batches, step.mesh["replicate"], step.mesh.device)
 
 
 @torch.no_grad()
-def score(step: Step, act: Any, metric: Metric, batches: Any, axis: Axis, device: torch.device) -> dict[str, float]:
+def compute_metrics(step: Step, pipeline: Any, metric: Metric, batches: Any, axis: Axis, device: torch.device) -> dict[str, float]:
     """Each metric of the model of ``act`` as it is, with sums added over ``axis`` on ``device``."""
-    measured = Measured()
-    for batch in _batches(act.model, batches):
-        if (values := act.forward(metric, batch, step.autocast)) is not None:
-            measured.add(values, samples_in(batch))
-    return _told(measured.reduce(axis, device, uneven=True), step)
+    sums = MetricSums()
+    for batch in _eval_mode_batches(pipeline.model, batches):
+        if (values := pipeline.forward(metric, batch, step.autocast)) is not None:
+            sums.add(values, samples_in(batch))
+    return _broadcast_from_outputs(sums.reduce(axis, device, uneven=True), step)
 
 
-def _told(found: T, step: Step) -> T:
+def _broadcast_from_outputs(result: T, step: Step) -> T:
     """What the stage of a pipeline found that alone has the outputs of the model."""
-    return agree(found, step.mesh["pipeline"], step.act.source)
+    return agree(result, step.mesh["pipeline"], step.pipeline.source)
 
 
 @torch.no_grad()
-def predict(step: Step, function: RowsOf, batches: Any) -> dict[str, Tensor]:
+def predict(step: Step, function: PredictFunction, batches: Any) -> dict[str, Tensor]:
     """Rows that ``function(model, batch)`` gives for every sample, from all copies, on the CPU of the first process; nothing on all
     others, which keep no more than what they have made until it is fetched."""
-    parts: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     with step.average.applied():
-        for batch in _batches(step.model, batches):
-            for name, value in (step.act.forward(function, batch, step.autocast) or {}).items():
-                parts.setdefault(name, []).append(value.cpu())
+        for batch in _eval_mode_batches(step.model, batches):
+            for name, value in (step.pipeline.forward(function, batch, step.autocast) or {}).items():
+                outputs.setdefault(name, []).append(value.cpu())
     mesh, rows = step.mesh, dict[str, Tensor]()
     if any(mesh[name].rank for name in AXES if name not in ("replicate", "pipeline", "evaluate")):
         return rows  # another process has the same
-    copies = mesh.over("replicate", "pipeline")
-    own = {name: torch.cat(values) for name, values in parts.items()}
-    kinds = distinct({name: (value.shape[1:], value.dtype) for name, value in own.items()} or None, copies)
-    for name, (shape, dtype) in max(kinds.values(), key=len, default={}).items():
-        rows[name] = rows_to_first(own.get(name, torch.empty((0, *shape), dtype=dtype)), copies)
+    ranks = mesh.over("replicate", "pipeline")
+    local = {name: torch.cat(values) for name, values in outputs.items()}
+    specs = distinct({name: (value.shape[1:], value.dtype) for name, value in local.items()} or None, ranks)
+    for name, (shape, dtype) in max(specs.values(), key=len, default={}).items():
+        rows[name] = rows_to_first(local.get(name, torch.empty((0, *shape), dtype=dtype)), ranks)
     return rows if mesh.rank == 0 else {}
 
 
-class Kept:
+class SampleCache:
     """Batches that are read once and then stay on the device, for a validation set that fits there."""
 
     def __init__(self, batches: Any) -> None:
-        self._batches, self._kept = batches, list[Any]()
-        self.samples, self._whole = batches.samples, False
+        self._batches, self._cached = batches, list[Any]()
+        self.samples, self._complete = batches.samples, False
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        if self._whole:
-            yield from self._kept
+        if self._complete:
+            yield from self._cached
             return
-        self._kept = []
+        self._cached = []
         for batch in self._batches.epoch(epoch):
-            self._kept.append(batch)
+            self._cached.append(batch)
             yield batch
-        self._whole = True
+        self._complete = True
 
     def news(self) -> list[str]:
         return list(self._batches.news())
 
 
-def _batches(model: nn.Module, batches: Any) -> Iterator[Any]:
+def _eval_mode_batches(model: nn.Module, batches: Any) -> Iterator[Any]:
     """The batches, with the model in evaluation mode meanwhile."""
-    was = model.training
+    was_training = model.training
     model.eval()
     try:
         for batch in batches.epoch(0) if hasattr(batches, "epoch") else batches:
             yield batch
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
     finally:
-        model.train(was)
+        model.train(was_training)
 
 
 # ---- when, and by which processes
 
 
 @dataclass
-class Scored:
+class Evaluation:
     """Metrics of the weights at ``position``, and the seconds that it took to find them."""
 
     position: Position
@@ -118,12 +118,12 @@ class Scored:
     seconds: float
 
 
-class Here:
+class InlineEvaluation:
     """Evaluation by the processes that train, which wait for it."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         self.step, self.metric, self.validation = step, metric, validation
-        self._done: list[Scored] = []
+        self._done: list[Evaluation] = []
 
     @property
     def pending(self) -> bool:
@@ -132,9 +132,9 @@ class Here:
     def start(self, position: Position) -> None:
         began = time.perf_counter()
         values = evaluate(self.step, self.metric, self.validation)
-        self._done.append(Scored(position, values, time.perf_counter() - began))
+        self._done.append(Evaluation(position, values, time.perf_counter() - began))
 
-    def results(self, wait: bool = False) -> list[Scored]:
+    def results(self, wait: bool = False) -> list[Evaluation]:
         """The evaluations that all processes of the run know to be done; with ``wait``, all that were started."""
         done, self._done = self._done, []
         return done
@@ -143,54 +143,54 @@ class Here:
         """No evaluation follows."""
 
 
-class Beside(Here):
+class BackgroundEvaluation(InlineEvaluation):
     """Evaluation of a copy of the weights in a thread, while training goes on. Subclasses say which processes do it."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         super().__init__(step, metric, validation)
         self._stream = torch.cuda.Stream() if step.mesh.device.type == "cuda" else None
-        self._under_way: list[tuple[Position, Future[Found]]] = []
+        self._futures: list[tuple[Position, Future[TimedMetrics]]] = []
 
     @property
     def pending(self) -> bool:
-        return bool(self._under_way or self._done)
+        return bool(self._futures or self._done)
 
     def start(self, position: Position) -> None:
-        if len(self._under_way) >= _WAITING:
+        if len(self._futures) >= _MAX_PENDING:
             self._done += self._take(1)
         weights = self.step.snapshot()
         ready: Any = torch.cuda.current_stream().record_event() if self._stream else None
 
-        def act() -> Found:
+        def run() -> TimedMetrics:
             with torch.cuda.stream(self._stream):  # None: no stream
                 if self._stream is not None:
                     self._stream.wait_event(ready)
-                return self._scored(weights)
+                return self._evaluate(weights)
 
-        before = self._under_way[-1][1] if self._under_way else None
-        self._under_way.append((position, later(act, "evaluation", before)))
+        before = self._futures[-1][1] if self._futures else None
+        self._futures.append((position, submit(run, "evaluation", before)))
 
-    def _scored(self, weights: dict[str, Tensor]) -> Found:
+    def _evaluate(self, weights: dict[str, Tensor]) -> TimedMetrics:
         """The metrics of ``weights``."""
         raise NotImplementedError
 
-    def _agreed(self, count: int) -> int:
+    def _agree_count(self, count: int) -> int:
         """How many evaluations are taken, where ``count`` are done on this process: the same on all of them."""
         raise NotImplementedError
 
-    def results(self, wait: bool = False) -> list[Scored]:
+    def results(self, wait: bool = False) -> list[Evaluation]:
         done, self._done = self._done, []
-        count = len(self._under_way)
+        count = len(self._futures)
         if not wait and count:
-            count = self._agreed(sum(future.done() for _, future in self._under_way))
+            count = self._agree_count(sum(future.done() for _, future in self._futures))
         return done + self._take(count)
 
-    def _take(self, count: int) -> list[Scored]:
-        taken, self._under_way = self._under_way[:count], self._under_way[count:]
-        return [Scored(position, *future.result()) for position, future in taken]
+    def _take(self, count: int) -> list[Evaluation]:
+        taken, self._futures = self._futures[:count], self._futures[count:]
+        return [Evaluation(position, *future.result()) for position, future in taken]
 
 
-class Background(Beside):
+class TrainingRanksEvaluation(BackgroundEvaluation):
     """Evaluation by the processes that train, with a copy of the model."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
@@ -206,76 +206,78 @@ class Background(Beside):
         self.axis, self.everyone = step.mesh.aside("replicate"), step.mesh.aside("everyone")
 
     @torch.no_grad()
-    def _scored(self, weights: dict[str, Tensor]) -> Found:
+    def _evaluate(self, weights: dict[str, Tensor]) -> TimedMetrics:
         began = time.perf_counter()
         for name, tensor in self.model.state_dict().items():
             tensor.copy_(weights[name])
-        values = score(self.step, Whole(self.model), self.metric, self.validation, self.axis, torch.device("cpu"))
+        values = compute_metrics(self.step, SingleStage(self.model), self.metric, self.validation, self.axis, torch.device("cpu"))
         return values, time.perf_counter() - began
 
-    def _agreed(self, count: int) -> int:
+    def _agree_count(self, count: int) -> int:
         return int(least(torch.tensor(count), self.everyone).item())
 
 
-class Elsewhere(Beside):
+class DedicatedRanksEvaluation(BackgroundEvaluation):
     """Evaluation by processes set apart for it, which get the weights from the first copy of the model; see ``serve``."""
 
-    def _scored(self, weights: dict[str, Tensor]) -> Found:
+    def _evaluate(self, weights: dict[str, Tensor]) -> TimedMetrics:
         link = self.step.mesh.link
-        answer: Found = ({}, 0.0)
+        result: TimedMetrics = ({}, 0.0)
         if link.size > 1:  # a process of another copy hears from the first copy's in _take
             packed = torch.cat([t.cpu().contiguous().flatten().view(torch.uint8) for t in weights.values()])
             agree({"weights": [tensor.dtype for tensor in weights.values()]}, link)
             torch_dist.broadcast(packed, group=link.group, group_src=0)
-            answer = agree(answer, link, source=1)
-        return answer
+            result = agree(result, link, source=1)
+        return result
 
-    def _agreed(self, count: int) -> int:
+    def _agree_count(self, count: int) -> int:
         return agree(count, self.step.mesh.everyone)
 
-    def _take(self, count: int) -> list[Scored]:
-        taken, self._under_way = self._under_way[:count], self._under_way[count:]
-        with resting():
-            own = [future.result() for _, future in taken]
-        told = agree(own, self.step.mesh.everyone) if taken else []  # the first copy alone has heard
-        return [Scored(position, *found) for (position, _), found in zip(taken, told)]
+    def _take(self, count: int) -> list[Evaluation]:
+        taken, self._futures = self._futures[:count], self._futures[count:]
+        with pause_watchdog():
+            local = [future.result() for _, future in taken]
+        results = agree(local, self.step.mesh.everyone) if taken else []  # the first copy alone has heard
+        return [Evaluation(position, *result) for (position, _), result in zip(taken, results)]
 
     def close(self, reason: str) -> None:
-        for _, future in self._under_way:  # these are not asked for any more, but end before the others hear of the end
+        for _, future in self._futures:  # these are not asked for any more, but end before the others hear of the end
             future.exception()
         if self.step.mesh.link.size > 1:
             agree({"end": reason}, self.step.mesh.link)
 
 
-def scoring(step: Step, metric: Metric | None, validation: Any, how: Literal["wait", "background"]) -> Here | None:
+def choose_evaluation(
+    step: Step, metric: Metric | None, validation: Any, mode: Literal["wait", "background"],
+) -> InlineEvaluation | None:  # fmt: skip
     """How this process's part of the job has its weights evaluated. Raises ConfigError where the settings contradict each other."""
     if metric is None:
         if step.mesh.sizes["evaluate"]:
             raise ConfigError(f"mesh.evaluate is {step.mesh.sizes['evaluate']}, but nothing is evaluated; set it to 0")
         return None
     if step.mesh.sizes["evaluate"]:
-        if how == "background":
+        if mode == "background":
             raise ConfigError("train.evaluate is background, but mesh.evaluate gives it processes of its own; keep one of them")
-        return Elsewhere(step, metric, validation)
-    return (Background if how == "background" else Here)(step, metric, validation)
+        return DedicatedRanksEvaluation(step, metric, validation)
+    return (TrainingRanksEvaluation if mode == "background" else InlineEvaluation)(step, metric, validation)
 
 
-def serve(step: Step, metric: Metric, validation: Any) -> str:
+def serve_evaluations(step: Step, metric: Metric, validation: Any) -> str:
     """Evaluate the weights that come, on the processes of ``mesh.evaluate``, until the training ends -> why it ended."""
     mesh: Mesh = step.mesh
     state = list(step.model.state_dict().values())
-    word: dict[str, Any] = {}
+    header: dict[str, Any] = {}
     while True:
-        with resting():
-            word = agree(word, mesh.link)
-        if "end" in word:
-            return str(word["end"])
-        kinds = word["weights"]
-        sizes = [tensor.numel() * kind.itemsize for tensor, kind in zip(state, kinds)]
+        with pause_watchdog():
+            header = agree(header, mesh.link)
+        if "end" in header:
+            return str(header["end"])
+        dtypes = header["weights"]
+        sizes = [tensor.numel() * kind.itemsize for tensor, kind in zip(state, dtypes)]
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
         torch_dist.broadcast(incoming, group=mesh.link.group, group_src=0)
         began = time.perf_counter()
-        for tensor, part, kind in zip(state, incoming.split(sizes), kinds):
+        for tensor, part, kind in zip(state, incoming.split(sizes), dtypes):
             tensor.copy_(part.clone().view(kind).view(tensor.shape))  # a clone is aligned
-        values = score(step, step.act, metric, validation, mesh["replicate"], mesh.device)
+        values = compute_metrics(step, step.pipeline, metric, validation, mesh["replicate"], mesh.device)
         agree((values, time.perf_counter() - began), mesh.link, source=1)

@@ -20,14 +20,14 @@ from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.rows import place_of
 from hpcai.settings import TrainConfig
 from hpcai.stop import interrupts_put_off
-from hpcai.train.checkpoint import VERSIONS, Saved
-from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
-from hpcai.train.failure import PULSE
-from hpcai.train.measure import Measured, Value, means
+from hpcai.train.checkpoint import VERSIONS, SavedCheckpoint
+from hpcai.train.checkpoint_reader import Progress
+from hpcai.train.evaluation import Evaluation, Metric, Position, SampleCache, choose_evaluation, serve_evaluations
+from hpcai.train.flight_recorder import HEARTBEAT
+from hpcai.train.metrics import MetricSums, Value, means
 from hpcai.train.profile import Profile
 from hpcai.train.run import Report, Result, Run
-from hpcai.train.saved import Progress
-from hpcai.train.schedule import rate
+from hpcai.train.schedule import make_lr_schedule
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
 
@@ -78,26 +78,26 @@ def fit(
     if cfg.target is not None and evaluate is None:
         raise ConfigError(f"train.target is {cfg.target:g}, but nothing is evaluated; give evaluate and validation, or no target")
     if cfg.keep_validation and validation is not None:
-        validation = Kept(validation if hasattr(validation, "epoch") else Batches(validation))
+        validation = SampleCache(validation if hasattr(validation, "epoch") else Batches(validation))
     run = run or Run("", None, step.mesh)
     check_power_cap(step.mesh.device, cfg.power_cap)
     if not step.mesh.trains and evaluate is not None:
-        run.failures.arm()
-        with StopSignals(step.mesh), run.failures.watching(cfg.hang_after):  # the others stop when they have agreed to
-            return Result(serve(step, evaluate, validation), Progress())
+        run.flight_recorder.arm()
+        with StopSignals(step.mesh), run.flight_recorder.watch_hang(cfg.hang_after):  # the others stop when they have agreed to
+            return Result(serve_evaluations(step, evaluate, validation), Progress())
     loader = data if hasattr(data, "epoch") else Batches(data)
-    return _Training(step, loader, cfg, validation, evaluate, run).go()
+    return _Training(step, loader, cfg, validation, evaluate, run).train()
 
 
-def _parameters(model: nn.Module, mesh: Mesh) -> int:
+def _count_parameters(model: nn.Module, mesh: Mesh) -> int:
     """Of the whole model, of which this process may have a part."""
-    own = sum(max(parameter.numel(), math.prod(place_of(parameter).size)) for parameter in model.parameters())
-    return int(sum_in_place(torch.tensor(own), mesh["pipeline"]).item())
+    local = sum(max(parameter.numel(), math.prod(place_of(parameter).size)) for parameter in model.parameters())
+    return int(sum_in_place(torch.tensor(local), mesh["pipeline"]).item())
 
 
 @dataclass
 class _Reading:
-    """Sums of the steps up to ``position``, on their way to the host; the last values are what ``Step.first_bad`` gave."""
+    """Sums of the steps up to ``position``, on their way to the host; the last values are what ``Step.first_failures`` gave."""
 
     is_report: bool
     names: list[str]
@@ -110,31 +110,31 @@ class _Training:
     def __init__(self, step: Step, data: Any, cfg: TrainConfig, validation: Any, metric: Metric | None, run: Run) -> None:
         self.step, self.data, self.cfg, self.mesh = step, data, cfg, step.mesh
         self.validation, self.metric = validation, metric
-        self.scores = scoring(step, metric, validation, cfg.evaluate)
+        self.evaluation = choose_evaluation(step, metric, validation, cfg.evaluate)
         self.gpu, self._energy = Gpu(self.mesh.device), 0.0
         self.processors: Processors | None = None  # of the node, on the first process there
-        self._nodes = self._seen_before = 0
-        self._scored: Position | None = None  # where the target was reached
+        self._nodes = self._first_sample = 0
+        self._target_position: Position | None = None  # where the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
-        self.rate: Callable[[int], float] = rate(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
-        self.measured = Measured()
+        self.lr_at: Callable[[int], float] = make_lr_schedule(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
+        self.metric_sums = MetricSums()
         self.progress, self.result = Progress(), Result("finished", Progress())
-        self._reported = self._saved = self._compared = 0
+        self._reported = self._saved = self._replicas_checked = 0
         self._reading: _Reading | None = None
-        self._told: Saved | CheckpointError | None = None
-        self._since: tuple[float, int] = (0.0, 0)
+        self._logged_save: SavedCheckpoint | CheckpointError | None = None
+        self._report_start: tuple[float, int] = (0.0, 0)
 
-    def go(self) -> Result:
+    def train(self) -> Result:
         startup.now("other")
         if self.checkpoints:
             self.checkpoints.data = getattr(self.data, "identity", "")
         with startup.during("checkpoint"):
             resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress
-        self._reported = self._saved = self._compared = self.progress.step
-        self._seen_before = self.progress.seen
-        self._start(self.progress.step if resumed else None)
+        self._reported = self._saved = self._replicas_checked = self.progress.step
+        self._first_sample = self.progress.seen
+        self._log_start(self.progress.step if resumed else None)
         self.step.model.train()
         ended = self.progress.ended
         done = ended == "target" or (ended == "finished" and self.progress.step >= self.steps)
@@ -142,37 +142,37 @@ class _Training:
             warm_collectives(self.mesh)
         folder = self.run.directory
         with (
-            self.run.failures.watching(self.cfg.hang_after, self._whereabouts),
-            self._divergence_told(),
+            self.run.flight_recorder.watch_hang(self.cfg.hang_after, self._describe_state),
+            self._log_divergence(),
             StopSignals(self.mesh) as signals,
             Collector(self.cfg.collect_every) as self.collector,
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
         ):
-            self._since = (time.perf_counter(), self.progress.seen)
+            self._report_start = (time.perf_counter(), self.progress.seen)
             reason = ended if done else self._epochs(signals)
             self.progress.ended = self.result.reason = reason
             if done:
                 self.reports.emit("note", step=self.progress.step, text=f"this run had ended: {reason}; nothing is left to do")
             else:
-                self._report()
+                self._flush_reports()
                 self._save(final=True)
         if reason == "signal":
             self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.cause}")
         if not done:
-            self._tell_energy()
-        at = self._scored or self._position()
+            self._log_energy()
+        at = self._target_position or self._position()
         self.reports.emit("stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target")
-        if self.scores is not None:
-            self.scores.close(reason)
+        if self.evaluation is not None:
+            self.evaluation.close(reason)
         return self.result
 
     @contextmanager
-    def _divergence_told(self) -> Iterator[None]:
+    def _log_divergence(self) -> Iterator[None]:
         try:
             yield
         except BaseException as problem:
             if self.checkpoints is not None:
-                self.checkpoints.settle()
+                self.checkpoints.wait_local()
             if not isinstance(problem, DivergedError):
                 raise
             where = self._position()
@@ -186,59 +186,59 @@ class _Training:
             left = (self.data.samples - self.progress.sample) / self.data.size
             more = self.steps - self.progress.step > left  # another epoch follows
             for batch in self.data.epoch(self.progress.epoch, self.progress.sample, self.progress.late, more):
-                values = self.step(batch, self.rate(self.progress.step))
-                self._made(values)
+                values = self.step(batch, self.lr_at(self.progress.step))
+                self._after_step(values)
                 if self.progress.step >= self.steps:  # a signal now changes nothing: the end is evaluated and saved
                     break
-                if self._target_is_reached():
+                if self._target_reached():
                     return "target"
-                if signals.agreed():
-                    return "target" if self._target_is_reached(wait=True) else "signal"
+                if signals.should_stop():
+                    return "target" if self._target_reached(wait=True) else "signal"
             else:
                 self.progress.epoch, self.progress.sample, self.progress.late = self.progress.epoch + 1, 0, []
             last = self.progress.step >= self.steps
             since = self.progress.epoch - (self.cfg.evaluate_from or self.cfg.evaluate_every)
             if last or (since >= 0 and since % self.cfg.evaluate_every == 0):
                 self._evaluate()
-            if self._target_is_reached(wait=last):
+            if self._target_reached(wait=last):
                 return "target"
             if not last and self._save_is_due(end_of_epoch=True):
                 self._save()
         return "finished"
 
-    def _made(self, values: dict[str, Value]) -> None:
+    def _after_step(self, values: dict[str, Value]) -> None:
         """Do what follows each step: sums, counters, and the reports and checkpoints that are due."""
-        self._tell()
-        PULSE.beats += 1
+        self._log_reading()
+        HEARTBEAT.beats += 1
         if self.processors is not None:
             self.processors.keep()
-        self.measured.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
+        self.metric_sums.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1
         self.progress.sample += self.data.size
         self.progress.seen += self.data.size
         if startup.running():
-            self._tell_startup()
+            self._log_startup()
         self.collector.at(self.progress.step)
-        self.profile.at(self.progress.step)
+        self.profile.after_step(self.progress.step)
         report = self.progress.step % self.cfg.report_every == 0
-        next_look = self.progress.step + (self.cfg.report_every if report else 1)
-        compare = self.cfg.agree_every is not None and next_look - self._compared > self.cfg.agree_every
-        self._read(report, compare)
-        if not self.lags:
-            self._tell()
+        next_reading = self.progress.step + (self.cfg.report_every if report else 1)
+        check_replicas = self.cfg.agree_every is not None and next_reading - self._replicas_checked > self.cfg.agree_every
+        self._start_reading(report, check_replicas)
+        if not self.reports_lag:
+            self._log_reading()
         if self.checkpoints is not None:
-            self._tell_save(self.checkpoints.outcome)
+            self._log_save(self.checkpoints.outcome)
         # The last step of an epoch is saved after its evaluation, which a run that resumes would otherwise do again.
         if self.progress.sample < self.data.samples and self.progress.step < self.steps and self._save_is_due():
             self._save()
 
-    def _tell_startup(self) -> None:
+    def _log_startup(self) -> None:
         """Tell once how long each part took up to the end of the first step."""
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
-        own = startup.end(self.step.compiled)
-        every = gather_numbers([own.get(part, 0.0) for part in startup.PARTS], self.mesh.everyone).tolist()
-        parts = startup.slowest([dict(zip(startup.PARTS, seconds)) for seconds in every])
+        local = startup.end(self.step.compiled)
+        by_rank = gather_numbers([local.get(part, 0.0) for part in startup.PARTS], self.mesh.everyone).tolist()
+        parts = startup.slowest([dict(zip(startup.PARTS, seconds)) for seconds in by_rank])
         self.reports.emit("startup", step=self.progress.step, seconds=sum(parts.values()), parts=parts)
 
     def _save_is_due(self, end_of_epoch: bool = False) -> bool:
@@ -247,63 +247,63 @@ class _Training:
         every = self.checkpoints.cfg.every_steps
         return end_of_epoch if every is None else self.progress.step % every == 0
 
-    def _report(self) -> None:
+    def _flush_reports(self) -> None:
         """Read and tell everything up to the last step; raises DivergedError before a bad number is shown or saved."""
-        self._tell()
-        self._read(report=True, compare=self.cfg.agree_every is not None)
-        self._tell()
+        self._log_reading()
+        self._start_reading(report=True, check_replicas=self.cfg.agree_every is not None)
+        self._log_reading()
 
     @property
-    def lags(self) -> bool:
+    def reports_lag(self) -> bool:
         """Whether a report is told one step later."""
         return self.mesh.device.type == "cuda"
 
-    def _read(self, report: bool, compare: bool) -> None:
+    def _start_reading(self, report: bool, check_replicas: bool) -> None:
         """Begin to read what was measured (``report``), once it is summed over all processes, and whether weights are still alike
         where they should be (``compare``): one copy to the host.
 
         On a GPU the copy is waited for after the next step has been started, so that the GPU never waits for the host.
         """
         report = report and self._reported != self.progress.step
-        compare = compare and self._compared != self.progress.step and self.step.agreement.needed
-        if not (report or compare):
+        check_replicas = check_replicas and self._replicas_checked != self.progress.step and self.step.replica_check.has_replicas
+        if not (report or check_replicas):
             return
-        names, values, ready = self.measured.names if report else [], self.step.first_bad(compare).double(), None
+        names, values, ready = self.metric_sums.names if report else [], self.step.first_failures(check_replicas).double(), None
         if report:
-            values = torch.cat((self.measured.pack(names, self.mesh["replicate"], self.mesh.device), values))
+            values = torch.cat((self.metric_sums.all_reduce(names, self.mesh["replicate"], self.mesh.device), values))
             self._reported = self.progress.step
-        if compare:
-            self._compared = self.progress.step
+        if check_replicas:
+            self._replicas_checked = self.progress.step
         if self.mesh.device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
             ready = torch.cuda.current_stream().record_event()
         self._reading = _Reading(report, names, values, ready, self._position())
 
-    def _tell(self) -> None:
+    def _log_reading(self) -> None:
         if self._reading is None:
             return
         reading, self._reading = self._reading, None
         if reading.ready is not None:
             reading.ready.synchronize()
         *sums, first_bad, unlike = reading.values.tolist()
-        self.step.check(self._samples_of, int(first_bad))
-        self.step.agreement.tell(int(unlike), reading.position["step"])
+        self.step.check(self._describe_samples, int(first_bad))
+        self.step.replica_check.raise_if_divergent(int(unlike), reading.position["step"])
         if not reading.is_report:
             return
         values = means(reading.names, sums)
-        now, (then, seen) = time.perf_counter(), self._since
+        now, (then, seen) = time.perf_counter(), self._report_start
         self.progress.seconds += now - then
         step, samples = reading.position["step"], reading.position["samples"]
-        self._since = (now, samples)
+        self._report_start = (now, samples)
         self.result.reports.append(Report(step, values))
-        self._tell_news(self.data)
-        self._tell_news(self.step)
+        self._log_news(self.data)
+        self._log_news(self.step)
         self.reports.emit(
             "train", **reading.position, seconds=self.progress.seconds, samples_per_second=(samples - seen) / max(now - then, 1e-9),
-            lr=self.rate(step - 1), **values, **self._gpu(samples - seen),
+            lr=self.lr_at(step - 1), **values, **self._gpu_readings(samples - seen),
         )  # fmt: skip
 
-    def _gpu(self, samples: int) -> dict[str, float]:
+    def _gpu_readings(self, samples: int) -> dict[str, float]:
         """Readings of this process's GPU, and how many of its part of ``samples`` a joule bought."""
         readings = self.gpu.readings()
         if "energy_j" in readings:
@@ -311,45 +311,45 @@ class _Training:
             readings |= {"samples_per_joule": samples / self.mesh.world / spent} if spent > 0 else {}
         return {f"gpu_{name}": value for name, value in readings.items()}
 
-    def _tell_energy(self) -> None:
+    def _log_energy(self) -> None:
         """Tell once, at the end, what the run has taken since its start: sums over all processes, as far as there are counters."""
         readings = self.gpu.readings()
         limits = list(distinct(readings.get("power_limit_w"), self.mesh.everyone).values())
-        own = {"gpu": readings.get("energy_j")}
-        own |= self.processors.joules() if self.processors else {}
-        each = [own.get(kind) for kind in ENERGY]
-        flat = torch.tensor([*(joules or 0.0 for joules in each), *(joules is not None for joules in each)], dtype=torch.float64)
+        local = {"gpu": readings.get("energy_j")}
+        local |= self.processors.joules() if self.processors else {}
+        each = [local.get(kind) for kind in ENERGY]
+        flat = torch.tensor([*(x or 0.0 for x in each), *(x is not None for x in each)], dtype=torch.float64)
         sums = sum_in_place(flat, self.mesh.everyone).tolist()
         counted = {kind: int(count) for kind, count in zip(ENERGY, sums[len(ENERGY) :]) if count}
         if not counted:
             return
         joules = {f"{kind}_joules": total for kind, total in zip(ENERGY, sums) if kind in counted}
         joules |= {"gpu_limits_w": [min(limits), max(limits)]} if limits else {}
-        samples, total = self.progress.seen - self._seen_before, sum(sums[: len(ENERGY)])
+        samples, total = self.progress.seen - self._first_sample, sum(sums[: len(ENERGY)])
         self.reports.emit(
             "energy", step=self.progress.step, joules=total, joules_per_sample=total / max(samples, 1), samples=samples, **joules,
             gpus=counted.get("gpu", 0), world=self.mesh.world, nodes_counted=counted.get("cpu", 0), nodes=self._nodes,
         )  # fmt: skip
 
-    def _tell_news(self, of: Any) -> None:
-        for text in of.news() if hasattr(of, "news") else ():  # a list of batches has none
+    def _log_news(self, source: Any) -> None:
+        for text in source.news() if hasattr(source, "news") else ():  # a list of batches has none
             self.reports.emit("note", step=self.progress.step, text=text)
 
-    def _samples_of(self, step: int) -> str:
+    def _describe_samples(self, step: int) -> str:
         """What this process read for 0-based ``step``."""
-        return self.data.describe(*self._begun_at(step))
+        return self.data.describe(*self._position_before(step))
 
-    def _begun_at(self, step: int) -> tuple[int, int]:
+    def _position_before(self, step: int) -> tuple[int, int]:
         """Epoch of 0-based ``step``, and the samples that it had delivered before."""
         epoch, first = self.progress.epoch, self.progress.sample - (self.progress.step - step) * self.data.size
         while first < 0 < epoch:
             epoch, first = epoch - 1, first + self.data.samples
         return epoch, first
 
-    def _whereabouts(self, step: int | None) -> dict[str, Any]:
+    def _describe_state(self, step: int | None) -> dict[str, Any]:
         """For a failure: where the run stands, and what this process read for ``step``, counted from 1 (the one under way)."""
         step = step or self.progress.step + 1
-        epoch, first = self._begun_at(step - 1)
+        epoch, first = self._position_before(step - 1)
         if hasattr(self.data, "taken"):
             samples: Any = [{"index": index, "text": text} for index, text in self.data.taken(epoch, first)]
         else:
@@ -358,38 +358,38 @@ class _Training:
         return {"step": step, "position": at, "samples": samples, "progress": asdict(self.progress)}
 
     def _evaluate(self) -> None:
-        if self.scores is not None:
-            self._report()
+        if self.evaluation is not None:
+            self._flush_reports()
             began = time.perf_counter()
-            self.scores.start(self._position())
-            self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
+            self.evaluation.start(self._position())
+            self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
 
-    def _target_is_reached(self, wait: bool = False) -> bool:
+    def _target_reached(self, wait: bool = False) -> bool:
         """Tell the evaluations that are done (``wait``: all) -> whether one is as good as asked, the same on all processes."""
-        if self.scores is None or not self.scores.pending:
+        if self.evaluation is None or not self.evaluation.pending:
             return False
         if not wait and self.progress.sample and self.progress.step % self.cfg.report_every:
             return False  # looked at with the reports, when the host waits anyway
         began = time.perf_counter()
-        found = self.scores.results(wait)
-        self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
-        reached = [self._judge(scored) for scored in found]
+        evaluations = self.evaluation.results(wait)
+        self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
+        reached = [self._log_evaluation(scored) for scored in evaluations]
         return any(reached)
 
-    def _judge(self, scored: Scored) -> bool:
-        self._tell_news(self.validation)
-        self._tell_news(self.step)  # what an evaluation compiled is kept, too
-        step = scored.position["step"]
-        self.result.evaluations.append(Report(step, scored.values))
-        self.reports.emit("evaluate", **scored.position, **{**scored.values, "seconds": scored.seconds})
-        if bad := [f"{name} is {value}" for name, value in scored.values.items() if not math.isfinite(value)]:
+    def _log_evaluation(self, evaluation: Evaluation) -> bool:
+        self._log_news(self.validation)
+        self._log_news(self.step)  # what an evaluation compiled is kept, too
+        step = evaluation.position["step"]
+        self.result.evaluations.append(Report(step, evaluation.values))
+        self.reports.emit("evaluate", **evaluation.position, **{**evaluation.values, "seconds": evaluation.seconds})
+        if bad := [f"{name} is {value}" for name, value in evaluation.values.items() if not math.isfinite(value)]:
             advice = "though the loss is finite; look at what the metric divides by, and at the validation samples"
             self.reports.emit("note", step=step, text=f"evaluation of step {step}: {', '.join(bad)}, {advice}")
         if self.cfg.metric is None or (self.cfg.target is None and self.cfg.hopeless is None):
             return False
-        if self.cfg.metric not in scored.values:
-            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but what is evaluated is {', '.join(scored.values)}")
-        value = scored.values[self.cfg.metric]
+        if self.cfg.metric not in evaluation.values:
+            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but what is evaluated is {', '.join(evaluation.values)}")
+        value = evaluation.values[self.cfg.metric]
         higher = self.cfg.better == "higher"
         if self.cfg.hopeless is not None and not (value > self.cfg.hopeless if higher else value < self.cfg.hopeless):
             raise DivergedError(
@@ -399,38 +399,38 @@ class _Training:
         if self.cfg.target is None:
             return False
         reached = value >= self.cfg.target if higher else value <= self.cfg.target
-        if reached and self._scored is None:
-            self._scored = scored.position
+        if reached and self._target_position is None:
+            self._target_position = evaluation.position
             text = f"target reached: {self.cfg.metric} {value:.6g}, asked {self.cfg.target:g}"
-            later = f", by the weights of step {step}" if step < self.progress.step else ""
-            self.reports.emit("note", step=step, text=text + later)
+            suffix = f", by the weights of step {step}" if step < self.progress.step else ""
+            self.reports.emit("note", step=step, text=text + suffix)
         return reached
 
     def _save(self, final: bool = False) -> None:
         """Begin to save a checkpoint. One that cannot be written is told, and the next is tried; the last one must succeed."""
-        self._report()
+        self._flush_reports()
         if self.checkpoints is None:
             return
-        self._finish_save(final)
+        self._wait_for_save(final)
         if self._saved != self.progress.step:
             self.progress.late = self.data.late() if self.progress.sample else []
             began = time.perf_counter()
             with interrupts_put_off():
-                self.checkpoints.begin(self.step, self.progress)
-            self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
+                self.checkpoints.async_save(self.step, self.progress)
+            self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
             self._saved = self.progress.step
-        if final and isinstance(outcome := self._finish_save(final), CheckpointError):
+        if final and isinstance(outcome := self._wait_for_save(final), CheckpointError):
             raise outcome
 
-    def _finish_save(self, final: bool) -> Saved | CheckpointError | None:
+    def _wait_for_save(self, final: bool) -> SavedCheckpoint | CheckpointError | None:
         """Wait for the checkpoint that is under way, if there is one. Where that holds training up, it is told."""
-        if self.checkpoints is None or not self.checkpoints.under_way:
+        if self.checkpoints is None or not self.checkpoints.pending:
             return None
         waits, began = self.checkpoints.outcome is None, time.perf_counter()
-        outcome = self.checkpoints.finish()
+        outcome = self.checkpoints.wait()
         waited = time.perf_counter() - began
-        self._since = (self._since[0] + waited, self._since[1])
-        self._tell_save(outcome)
+        self._report_start = (self._report_start[0] + waited, self._report_start[1])
+        self._log_save(outcome)
         if isinstance(outcome, CheckpointError):
             self._saved = -1
         elif waits and not final:
@@ -438,12 +438,12 @@ class _Training:
             self.reports.emit("note", step=self.progress.step, text=text)
         return outcome
 
-    def _tell_save(self, outcome: Saved | CheckpointError | None) -> None:
+    def _log_save(self, outcome: SavedCheckpoint | CheckpointError | None) -> None:
         """Tell, once, of a checkpoint that is written, or cannot be."""
-        if outcome is None or outcome is self._told:
+        if outcome is None or outcome is self._logged_save:
             return
-        self._told = outcome
-        if isinstance(outcome, Saved):
+        self._logged_save = outcome
+        if isinstance(outcome, SavedCheckpoint):
             path, seconds, size = str(outcome.path), outcome.seconds, outcome.bytes
             self.reports.emit("checkpoint", step=outcome.step, path=path, seconds=seconds, bytes=size)
         else:
@@ -453,22 +453,22 @@ class _Training:
         epoch = self.progress.epoch + self.progress.sample / (len(self.data) * self.data.size)
         return {"step": self.progress.step, "epoch": round(epoch, 6), "samples": self.progress.seen}
 
-    def _start(self, resumed: int | None) -> None:
+    def _log_start(self, resumed: int | None) -> None:
         self.run.begin()
-        here = digest(socket.gethostname())
-        hosts = gather_numbers([here], self.mesh.everyone, torch.int64).flatten().tolist()
+        host = digest(socket.gethostname())
+        hosts = gather_numbers([host], self.mesh.everyone, torch.int64).flatten().tolist()
         nodes = self._nodes = len(set(hosts))
-        if hosts.index(here) == self.mesh.everyone.rank:
+        if hosts.index(host) == self.mesh.everyone.rank:
             self.processors = Processors()
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), versions=dict(VERSIONS),
-            parameters=_parameters(self.step.model, self.mesh),
+            parameters=_count_parameters(self.step.model, self.mesh),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
             train_samples=getattr(self.data, "counted", self.data.samples),  # those from which an epoch's are drawn
             validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip
-        for text in (*(self.checkpoints.notes if self.checkpoints else ()), *self.step.notes):
+        for text in (*(self.checkpoints.messages if self.checkpoints else ()), *self.step.messages):
             self.reports.emit("note", step=self.progress.step, text=text)
         if self.processors is not None and self.processors.closed:
             text = f"energy of processors is not counted where this user may not read it: {self.processors.closed}"

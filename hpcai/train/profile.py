@@ -15,7 +15,7 @@ from hpcai.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Ranks = Literal["first", "all"]
-_NOTHING = nullcontext()
+_NO_SPAN = nullcontext()
 _gpu: bool | None = None
 _tracing = False
 
@@ -26,7 +26,7 @@ def span(name: str) -> AbstractContextManager[object]:
     global _gpu
     if _gpu is None:
         _gpu = torch.cuda.is_available()
-    traced = torch.profiler.record_function(name) if _tracing else _NOTHING
+    traced = torch.profiler.record_function(name) if _tracing else _NO_SPAN
     return _marked(name, traced) if _gpu else traced
 
 
@@ -55,18 +55,18 @@ class Profile:
         self.path = (directory or Path()) / "profile" / f"rank-{mesh.job.rank:04d}.json.gz"
         self._cuda, self._done = mesh.device.type == "cuda", done
         self._trace: torch.profiler.profile | None = None
-        self._step: AbstractContextManager[object] = _NOTHING
+        self._step: AbstractContextManager[object] = _NO_SPAN
 
     def __enter__(self) -> "Profile":
-        self._at(self._done)
+        self._advance(self._done)
         return self
 
-    def at(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         """After ``step``, before anything of the next."""
         if self.first <= step + 1 and step <= self.last:
-            self._at(step)
+            self._advance(step)
 
-    def _at(self, step: int) -> None:
+    def _advance(self, step: int) -> None:
         if self._trace is not None:
             self._step.__exit__(None, None, None)
         if self._trace is not None and step >= self.last:
@@ -108,5 +108,5 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._trace is not None:  # the run ends within the profiled steps
             self._step.__exit__(None, None, None)
-            with suppress(Exception) if error else _NOTHING:  # a GPU that failed cannot be waited for; its error is what counts
+            with suppress(Exception) if error else _NO_SPAN:  # a GPU that failed cannot be waited for; its error is what counts
                 self._stop(self._trace)

@@ -22,10 +22,10 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_step(seed: int, copy: int, step: int) -> None:
+def seed_step(seed: int, replica: int, step: int) -> None:
     """Seed every generator for one step of one copy of a model."""
-    told = hashlib.blake2b(f"{seed} {copy} {step}".encode(), digest_size=8)
-    seed_all(int.from_bytes(told.digest()) >> 1)
+    digest = hashlib.blake2b(f"{seed} {replica} {step}".encode(), digest_size=8)
+    seed_all(int.from_bytes(digest.digest()) >> 1)
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def state() -> dict[str, Tensor]:
     """Every generator of this process as tensors, which a checkpoint can hold without a pickle."""
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    found = {
+    tensors = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
@@ -51,16 +51,16 @@ def state() -> dict[str, Tensor]:
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    return tensors
 
 
-def restore(own: dict[str, Tensor]) -> None:
+def restore(tensors: dict[str, Tensor]) -> None:
     """Put back what ``state()`` gave."""
-    torch.set_rng_state(own["torch"])
-    gauss = own["python_gauss"].item()
-    random.setstate((3, tuple(own["python"].tolist()), None if gauss != gauss else gauss))
-    numbers = own["numpy"].numpy()
-    np.random.set_state(("MT19937", numbers[:-2].astype(np.uint32), int(numbers[-2]), int(numbers[-1]), own["numpy_gauss"].item()))
-    if "cuda" in own:
-        torch.cuda.set_rng_state(own["cuda"])
+    torch.set_rng_state(tensors["torch"])
+    gauss = tensors["python_gauss"].item()
+    random.setstate((3, tuple(tensors["python"].tolist()), None if gauss != gauss else gauss))
+    words = tensors["numpy"].numpy()
+    np.random.set_state(("MT19937", words[:-2].astype(np.uint32), int(words[-2]), int(words[-1]), tensors["numpy_gauss"].item()))
+    if "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])

@@ -18,9 +18,9 @@ from hpcai.mllog import Benchmark, MlperfLog
 from hpcai.nn.weights import PretrainedMixin
 from hpcai.stop import REQUEUE
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.evaluation import RowsOf, predict
-from hpcai.train.failure import Failures
-from hpcai.train.saved import Progress, export
+from hpcai.train.checkpoint_reader import Progress, export
+from hpcai.train.evaluation import PredictFunction, predict
+from hpcai.train.flight_recorder import FlightRecorder
 from hpcai.train.step import Step
 
 
@@ -70,13 +70,13 @@ class Run:
             mlperf = None if benchmark is None else lambda path, echo: MlperfLog(path, benchmark, echo)
             self.reports = log.reports(self.directory, cfg.report.sinks, mesh.is_first, mlperf)
         self.checkpoints: Checkpoints | None = None
-        self.failures = Failures(name, self.directory, self.settings, mesh)
+        self.flight_recorder = FlightRecorder(name, self.directory, self.settings, mesh)
         self._cfg = cfg
         self._owner: IO[str] | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings)
-            self.reports.sinks += (self.failures,)
-            logging.getLogger().addHandler(self.failures)
+            self.reports.sinks += (self.flight_recorder,)
+            logging.getLogger().addHandler(self.flight_recorder)
 
     def begin(self) -> None:
         """Take the directory and write the settings. ``fit`` calls it once nothing stands against the run, so that a refused one
@@ -87,17 +87,17 @@ class Run:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._owner = self._owner or claim(self.directory)
                 (self.directory / "checkpoints").mkdir(exist_ok=True)
-                self.keep("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
-                self.failures.arm()
+                self.write_file("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
+                self.flight_recorder.arm()
             except (OSError, CheckpointError) as error:
                 problem = str(error)
                 if isinstance(error, OSError):
                     problem = f"{error.filename or self.directory}: {error.strerror}; choose another report.directory"
         if problem := agree(problem, self.mesh.everyone):
             raise CheckpointError(problem)
-        self.failures.arm()
+        self.flight_recorder.arm()
 
-    def keep(self, name: str, write: Callable[[Path], Any]) -> None:
+    def write_file(self, name: str, write: Callable[[Path], Any]) -> None:
         """Keep a file of the run, on the first process: ``write(path)`` makes it beside its place, then it is renamed."""
         if self.directory is not None and self.mesh.is_first:
             path = self.directory / name
@@ -106,13 +106,13 @@ class Run:
             write(partial)
             partial.replace(path)
 
-    def writer(self, name: str, write: Callable[..., Any], *words: Any) -> Callable[[Any], None]:
+    def file_writer(self, name: str, write: Callable[..., Any], *args: Any) -> Callable[[Any], None]:
         """A function that keeps what it is given as the file ``name``, by ``write(path, found, *words)``."""
-        return lambda found: self.keep(name, lambda path: write(path, found, *words))
+        return lambda found: self.write_file(name, lambda path: write(path, found, *args))
 
     def finish(
-        self, step: Step, result: Result, function: RowsOf | None = None, batches: Any = None,
-        keep: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
+        self, step: Step, result: Result, function: PredictFunction | None = None, batches: Any = None,
+        save_rows: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
     ) -> None:  # fmt: skip
         """Leave the model's ``files`` for people, such as model.safetensors of the last checkpoint, and ``keep`` the rows that
         ``function`` gives for ``batches``, if there are any: all processes call it, and the first alone has rows. A run that was
@@ -122,19 +122,19 @@ class Run:
         checkpoints = self.checkpoints
         if checkpoints is not None and isinstance(step.model, PretrainedMixin):
             load = type(step.model).load
-            files = step.model.output_files(lambda path, **words: export(checkpoints.found()[-1], path, load, **words))
+            files = step.model.output_files(lambda path, **words: export(checkpoints.paths()[-1], path, load, **words))
             for name, write in files.items():
-                self.keep(name, write)
+                self.write_file(name, write)
         if function is not None and batches is not None:
-            keep(predict(step, function, batches))
+            save_rows(predict(step, function, batches))
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            self.failures.tell(error)
-        logging.getLogger().removeHandler(self.failures)
+            self.flight_recorder.record(error)
+        logging.getLogger().removeHandler(self.flight_recorder)
         self.reports.close()
         if self._owner is not None:
             release(self._owner)

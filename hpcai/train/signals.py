@@ -35,6 +35,6 @@ class StopSignals:
         """Which signal it was, and of another process on which."""
         return self.received or self._boundary.by
 
-    def agreed(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether all processes stop here, since one was asked to: the same answer on each, which calls it after every step."""
         return self._boundary.passed(self.received)

@@ -17,19 +17,19 @@ from hpcai.nn.deferred_init import materialize, record_names
 from hpcai.parallel.rows import Row, total
 from hpcai.settings import StepConfig
 from hpcai.train import rng
-from hpcai.train.agreement import NEVER, Agreement
-from hpcai.train.average import Average
+from hpcai.train.auto_settings import build_reducer, enable_float8, resolve_auto, set_backend_flags
 from hpcai.train.capture import Capture, Graph
-from hpcai.train.choices import chosen, gradient_sums, narrow_products, tune
-from hpcai.train.compiling import Compiled
-from hpcai.train.measure import Value, finishes
+from hpcai.train.compiling import CompiledModel
+from hpcai.train.metrics import Value, has_finish
 from hpcai.train.optim import Optimizer
 from hpcai.train.profile import span
+from hpcai.train.replica_check import NEVER, ReplicaCheck
+from hpcai.train.weight_averaging import WeightAverage
 
 Loss = Callable[..., dict[str, Value]]
 
 
-class Act(Protocol):
+class ForwardBackward(Protocol):
     """What goes forward and backward through ``model``: ``Whole``, or a schedule of stages where no process has the whole model
     (``hpcai.parallel.pipeline.Pipeline``)."""
 
@@ -37,9 +37,9 @@ class Act(Protocol):
     source: int
     """the rank along the axis pipeline that has the outputs"""
 
-    def backward(self, measure: Callable[[Any, Any], Any], parts: Sequence[Any], around: Callable[[], Any]) -> list[Any]: ...
+    def backward(self, measure: Callable[[Any, Any], Any], parts: Sequence[Any], autocast: Callable[[], Any]) -> list[Any]: ...
 
-    def forward(self, function: Callable[[Any, Any], Any], batch: Any, around: Callable[[], Any]) -> Any: ...
+    def forward(self, function: Callable[[Any, Any], Any], batch: Any, autocast: Callable[[], Any]) -> Any: ...
 
 
 class Step:
@@ -57,12 +57,12 @@ class Step:
 
     def __init__(
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
-        act: Act | None = None, graph: Callable[[], Graph] | None = None,
+        pipeline: ForwardBackward | None = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
         startup.now("network")
-        tries = cfg.capture == "auto"
-        self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
-        self.notes += tune(cfg, mesh.device)
+        fallback = cfg.capture == "auto"
+        self.cfg, self.messages = resolve_auto(cfg, mesh, graph is not None)
+        self.messages += set_backend_flags(cfg, mesh.device)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
         self._seed = torch.initial_seed()
         self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
@@ -70,37 +70,39 @@ class Step:
             record_names(model.to(dtype) if dtype else model)  # no process makes it whole
         else:
             materialize(model, mesh.device, dtype=dtype)
-        self.notes += narrow_products(self.model, cfg, mesh.device)
-        self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
-        self.notes += [self._compiled.note] if self._compiled else []
-        self.sums = gradient_sums(self.model, mesh, cfg)
-        self.optimizer = Optimizer(self.sums.rows, cfg)
+        self.messages += enable_float8(self.model, cfg, mesh.device)
+        self._compiled = CompiledModel(self.model, cfg, mesh) if cfg.compile != "none" else None
+        self.messages += [self._compiled.message] if self._compiled else []
+        self.reducer = build_reducer(self.model, mesh, cfg)
+        self.optimizer = Optimizer(self.reducer.rows, cfg)
         kinds: dict[Any, list[Row]] = {}
-        for row in self.sums.rows:
+        for row in self.reducer.rows:
             kinds.setdefault((row.others, row.counts), []).append(row)
-        self._alike = list(kinds.values())  # rows whose other parts lie along the same axes
-        self.average = Average(self.model, self.optimizer, self.sums, cfg)
-        self.agreement = Agreement(self.sums, self.optimizer, mesh)
-        each = cfg.clip_per == "sample"
-        if each and mesh.copy.size > 1:
+        self._norm_groups = list(kinds.values())  # rows whose other parts lie along the same axes
+        self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
+        self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
+        per_sample = cfg.clip_per == "sample"
+        if per_sample and mesh.copy.size > 1:
             raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
         stages = mesh["pipeline"].size
-        if stages > 1 and act is None:
-            raise ConfigError(f"mesh.pipeline is {stages}, but the step has no schedule of stages; give act=Pipeline(model, mesh)")
-        self.act: Act = act if act is not None and stages > 1 else Whole(self.model, self.sums)
-        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._each if each else self._forward_backward
-        self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
+        if stages > 1 and pipeline is None:
+            raise ConfigError(f"mesh.pipeline is {stages}, but the step has no pipeline; give pipeline=Pipeline(model, mesh)")
+        self.pipeline: ForwardBackward = pipeline if pipeline is not None and stages > 1 else SingleStage(self.model, self.reducer)
+        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = (
+            self._per_sample_gradients if per_sample else self._forward_backward
+        )
+        self._weight = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self._first_bad = torch.full((2,), NEVER, dtype=torch.int64, device=mesh.device)  # by gradient, by own loss
+        self._first_nonfinite = torch.full((2,), NEVER, dtype=torch.int64, device=mesh.device)  # by gradient, by own loss
         self._steps = 0
         self._capture: Capture | None = None
         if cfg.capture != "none":
             inside = self._iterate if cfg.capture == "whole" else self._gradients
-            self._capture = Capture(inside, cfg.capture_shapes, graph, traced=cfg.compile == "none", tries=tries)
+            self._capture = Capture(inside, cfg.capture_shapes, graph, traced=cfg.compile == "none", fallback=fallback)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         startup.now("first step")
-        self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
+        self.optimizer.set_lr(self.cfg.lr if lr is None else lr)
         rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
             values = (self._capture or self._gradients)(batch)
@@ -129,33 +131,33 @@ class Step:
 
     def _gradients(self, batch: Any) -> dict[str, Value]:
         with span("gradients"):
-            self.sums.zero()
+            self.reducer.zero()
             values = self.forward_backward(self.model, batch)
         with span("sums"):
-            self.sums.finish()
+            self.reducer.finish()
         return values
 
     def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
-        parts, words = split(batch, self.cfg.accumulate), {}
+        parts, kwargs = split(batch, self.cfg.accumulate), {}
         if self.counts is not None:
             counted = torch.stack([self.counts(part) for part in parts]).sum(0)
-            words = {"counts": sum_in_place(counted, self.mesh["replicate"]) * self._share}
+            kwargs = {"counts": sum_in_place(counted, self.mesh["replicate"]) * self._weight}
 
         def measure(model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
-            values = self.loss(model, part, **words)
-            head = _loss_in(values)
-            told = {name: _detach(value) for name, value in values.items()}
-            return head[0] if isinstance(head, tuple) else head * self._share, told
+            values = self.loss(model, part, **kwargs)
+            loss = _get_loss(values)
+            detached = {name: _detach(value) for name, value in values.items()}
+            return loss[0] if isinstance(loss, tuple) else loss * self._weight, detached
 
-        self.sums.last = False  # which one is the last, the act may know
-        return _mean(self.act.backward(measure, parts, self.autocast))
+        self.reducer.last = False  # which one is the last, the pipeline may know
+        return _combine_micro_batches(self.pipeline.backward(measure, parts, self.autocast))
 
-    def _each(self, model: nn.Module, batch: Any) -> dict[str, Value]:
+    def _per_sample_gradients(self, model: nn.Module, batch: Any) -> dict[str, Value]:
         """``_forward_backward`` for micro-batches of one sample, whose gradients are clipped before they are added."""
         assert self.cfg.clip is not None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        every: list[dict[str, Value]] = []
-        added: list[Tensor] = []
+        values_of_parts: list[dict[str, Value]] = []
+        summed: list[Tensor] = []
         for part in split(batch, self.cfg.accumulate):
             if (count := samples_in(part)) != 1:
                 raise ConfigError(
@@ -164,22 +166,22 @@ class Step:
                 )
             with self.autocast():
                 values = self.loss(model, part)
-            head = _loss_in(values)
-            values["loss"] = mean = head[0] / head[1] if isinstance(head, tuple) else head
+            loss = _get_loss(values)
+            values["loss"] = mean = loss[0] / loss[1] if isinstance(loss, tuple) else loss
             gradients = torch.autograd.grad(mean, parameters, allow_unused=True, materialize_grads=True)
             wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
             norm = torch.stack(torch._foreach_norm(wide, 2, dtype=self.optimizer.lr.dtype)).square().sum().sqrt()
-            clipped = torch._foreach_mul(wide, self._share * (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0))
-            added = list(torch._foreach_add(added, clipped) if added else clipped)
-            every.append({name: _detach(value) for name, value in values.items()})
-        _Give.apply(added, *parameters).backward()
-        return _mean(every)
+            clipped = torch._foreach_mul(wide, self._weight * (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0))
+            summed = list(torch._foreach_add(summed, clipped) if summed else clipped)
+            values_of_parts.append({name: _detach(value) for name, value in values.items()})
+        _InjectGradients.apply(summed, *parameters).backward()
+        return _combine_micro_batches(values_of_parts)
 
     @torch.no_grad()
     def _update(self, values: dict[str, Value]) -> None:
-        norm, scale, own = self._norm(), None, _loss_in(values)
-        if isinstance(own, tuple):  # a sum: its gradient is divided by what was counted everywhere
-            own, count = own
+        norm, scale, loss = self._norm(), None, _get_loss(values)
+        if isinstance(loss, tuple):  # a sum: its gradient is divided by what was counted everywhere
+            loss, count = loss
             count = count.to(norm, copy=True) if isinstance(count, Tensor) else norm.new_full((), count)
             scale = 1.0 / sum_in_place(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
             norm = norm * scale
@@ -188,21 +190,21 @@ class Step:
             scale = clip if scale is None else scale * clip
         # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
         # stay those of the last good step.
-        bad = ~torch.stack((norm.isfinite(), own.isfinite().reshape(())))
-        self._first_bad.copy_(torch.minimum(self._first_bad, torch.where(bad, self._count, NEVER)))
-        skip = (self._first_bad[0] < NEVER).float()
+        bad = ~torch.stack((norm.isfinite(), loss.isfinite().reshape(())))
+        self._first_nonfinite.copy_(torch.minimum(self._first_nonfinite, torch.where(bad, self._count, NEVER)))
+        skip = (self._first_nonfinite[0] < NEVER).float()
         with span("update"):
             self.optimizer.step(scale, skip)
-            self.sums.spread()
+            self.reducer.spread()
         self.average.update()
         self._count += 1
 
     def _norm(self) -> Tensor:
         """L2 norm of the whole gradient, over all parts of it."""
         squares = []
-        for rows in self._alike:
-            found = [gradient for row in rows if (gradient := row.gradient()) is not None]
-            norms = torch._foreach_norm(found, 2, dtype=self.optimizer.lr.dtype) if found else [torch.zeros_like(self.optimizer.lr)]
+        for rows in self._norm_groups:
+            grads = [gradient for row in rows if (gradient := row.gradient()) is not None]
+            norms = torch._foreach_norm(grads, 2, dtype=self.optimizer.lr.dtype) if grads else [torch.zeros_like(self.optimizer.lr)]
             squares.append((rows[0], torch.stack(norms).square().sum()))
         return total(squares).sqrt()
 
@@ -221,80 +223,81 @@ class Step:
 
     def news(self) -> list[str]:
         """What there is to tell of the steps since the last call, on any process. All processes ask together."""
-        told = self._compiled.news() if self._compiled else []
+        messages = self._compiled.news() if self._compiled else []
         if self._capture is None:
-            return told
-        made, self._capture.made = self._capture.made, []
-        told += made
-        if not self._capture.tries:
-            return told
-        own, self._capture.news = self._capture.news, []
-        every = distinct(own, self.mesh.everyone)
-        alike = len(every) == 1
-        return every[0] + told if alike else [f"rank {n}: {text}" for n, texts in every.items() for text in texts] + told
+            return messages
+        recorded, self._capture.recorded_messages = self._capture.recorded_messages, []
+        messages += recorded
+        if not self._capture.fallback:
+            return messages
+        fallbacks, self._capture.fallback_messages = self._capture.fallback_messages, []
+        by_rank = distinct(fallbacks, self.mesh.everyone)
+        same = len(by_rank) == 1
+        return by_rank[0] + messages if same else [f"rank {n}: {text}" for n, texts in by_rank.items() for text in texts] + messages
 
-    def first_bad(self, compare: bool = False) -> Tensor:
+    def first_failures(self, compare: bool = False) -> Tensor:
         """On the device, the least on any process: 0-based step with the first loss or gradient that is not finite, and, with
         ``compare``, the number of the first parameter that is not the same where it should be; otherwise huge numbers.   [2]"""
-        unlike = self.agreement.first_unlike() if compare else torch.full_like(self._count, NEVER)
-        return least(torch.stack((self._first_bad.amin(), unlike)), self.mesh.everyone)
+        divergent = self.replica_check.first_divergent_parameter() if compare else torch.full_like(self._count, NEVER)
+        return least(torch.stack((self._first_nonfinite.amin(), divergent)), self.mesh.everyone)
 
     def check(self, samples: Callable[[int], str] | None = None, first: int | None = None) -> None:
         """Raise DivergedError on every process when a loss or a gradient was not finite. Reads the device: between steps only.
 
         ``samples(step)`` names what this process read for a step; ``first`` is what ``first_bad`` gave, where it has been read.
         """
-        first = int(self.first_bad()[0].item()) if first is None else first
+        first = int(self.first_failures()[0].item()) if first is None else first
         if first == NEVER:
             return
-        bad, own = self._first_bad.tolist()
+        bad, own = self._first_nonfinite.tolist()
         seen = gather_objects((bad, own, samples(own) if samples and own == first else ""), self.mesh.everyone)
         ranks = [(rank, s[2]) for rank, s in enumerate(seen) if s[1] == first]
-        what = "the loss" if ranks else "the gradient"
-        where = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"
+        source = "the loss" if ranks else "the gradient"
+        ranks_text = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"
         skipped = any(s[0] == first for s in seen)
-        kept = f"weights stay those of step {first}" if skipped else "its gradient is, and changed the weights"
+        consequence = f"weights stay those of step {first}" if skipped else "its gradient is, and changed the weights"
         raise DivergedError(
-            f"step {first + 1}: {what} is not finite on {where}; {kept} and nothing was saved since; "
+            f"step {first + 1}: {source} is not finite on {ranks_text}; {consequence} and nothing was saved since; "
             f"look at these samples, or lower step.lr (now {self.cfg.lr:g}), lengthen step.schedule.warmup or set step.clip",
             first + 1,
         )
 
 
-class Whole:
+class SingleStage:
     """What goes forward and backward through a model that one process calls as a whole. A schedule of stages has the same methods.
 
     ``around()`` is a context in which the model computes (autocast).
     """
 
-    def __init__(self, model: nn.Module, sums: Any = None) -> None:
-        self.model, self.sums, self.source = model, sums, 0
+    def __init__(self, model: nn.Module, reducer: Any = None) -> None:
+        self.model, self.reducer, self.source = model, reducer, 0
 
     def backward(
-        self, measure: Callable[[nn.Module, Any], tuple[Tensor, dict[str, Value]]], parts: Sequence[Any], around: Callable[[], Any],
+        self, measure: Callable[[nn.Module, Any], tuple[Tensor, dict[str, Value]]], parts: Sequence[Any],
+        autocast: Callable[[], Any],
     ) -> list[dict[str, Value]]:  # fmt: skip
         """Leave the gradient of what ``measure(model, part)`` gives first, over all parts -> what it gives second, of each."""
-        every: list[dict[str, Value]] = []
+        values_of_parts: list[dict[str, Value]] = []
         for part in parts:
-            self.sums.last = part is parts[-1]
-            with around():
+            self.reducer.last = part is parts[-1]
+            with autocast():
                 scalar, values = measure(self.model, part)
             scalar.backward()
-            every.append(values)
-        return every
+            values_of_parts.append(values)
+        return values_of_parts
 
-    def forward(self, function: Callable[[nn.Module, Any], Any], batch: Any, around: Callable[[], Any]) -> Any:
+    def forward(self, function: Callable[[nn.Module, Any], Any], batch: Any, autocast: Callable[[], Any]) -> Any:
         """``function(model, batch)``, or None on processes that do not have the outputs of the model."""
-        with around():
+        with autocast():
             return function(self.model, batch)
 
 
-class _Give(torch.autograd.Function):
+class _InjectGradients(torch.autograd.Function):
     """A zero whose gradients are ``given``: they reach the hooks of parameters as if a backward pass had found them."""
 
     @staticmethod
-    def forward(ctx: Any, given: Sequence[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.given = given
+    def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.given = gradients
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
@@ -306,25 +309,25 @@ class MicroBatches(tuple):
     """A batch that comes as its micro-batches, for samples that cannot be cut along a first dim."""
 
 
-def split(batch: Any, parts: int) -> list[Any]:
+def split(batch: Any, count: int) -> list[Any]:
     """``parts`` equal pieces of every tensor of ``batch`` along its first dim. Raises DataError when they are not equal."""
     if isinstance(batch, MicroBatches):
-        if len(batch) != parts:
-            raise DataError(f"a batch comes as {len(batch)} micro-batches, step.accumulate is {parts}; give it as many")
+        if len(batch) != count:
+            raise DataError(f"a batch comes as {len(batch)} micro-batches, step.accumulate is {count}; give it as many")
         return list(batch)
-    if parts == 1 or batch is None:  # what a batch may have, and this one has not
-        return [batch] * parts
+    if count == 1 or batch is None:  # what a batch may have, and this one has not
+        return [batch] * count
     if isinstance(batch, Tensor):
-        if len(batch) % parts:
+        if len(batch) % count:
             raise DataError(
-                f"a batch of {len(batch)} samples per process does not split into {parts} micro-batches (step.accumulate)"
+                f"a batch of {len(batch)} samples per process does not split into {count} micro-batches (step.accumulate)"
             )
-        return list(batch.chunk(parts))
+        return list(batch.chunk(count))
     if isinstance(batch, dict):
-        columns = {key: split(value, parts) for key, value in batch.items()}
-        return [{key: column[i] for key, column in columns.items()} for i in range(parts)]
+        columns = {key: split(value, count) for key, value in batch.items()}
+        return [{key: column[i] for key, column in columns.items()} for i in range(count)]
     if isinstance(batch, (tuple, list)):
-        rows = zip(*(split(value, parts) for value in batch))
+        rows = zip(*(split(value, count) for value in batch))
         return [type(batch)(*row) if hasattr(batch, "_fields") else type(batch)(row) for row in rows]
     raise DataError(f"a batch holds a {type(batch).__name__}; expected tensors in tuples, named tuples or dicts")
 
@@ -338,32 +341,32 @@ def samples_in(batch: Any) -> int:
     return len(batch)
 
 
-def _loss_in(values: dict[str, Value]) -> Value:
-    head = values.get("loss")
-    if not isinstance(head[0] if isinstance(head, tuple) else head, Tensor):
-        found = f", 'loss' as a {type(head).__name__}" if "loss" in values else ""
+def _get_loss(values: dict[str, Value]) -> Value:
+    loss = values.get("loss")
+    if not isinstance(loss[0] if isinstance(loss, tuple) else loss, Tensor):
+        found = f", 'loss' as a {type(loss).__name__}" if "loss" in values else ""
         raise ConfigError(
             f"the loss function returned {sorted(values)}{found}; expected a scalar tensor named 'loss' among them, or (sum, count)"
         )
-    if wrong := sorted(name for name, value in values.items() if finishes(value)):
+    if wrong := sorted(name for name, value in values.items() if has_finish(value)):
         raise ConfigError(
             f"the loss function returned {', '.join(wrong)} as (sums, finish), which an evaluation can report, but no step; "
             "return a mean or (sum, count), or move it to the metric"
         )
-    return head  # type: ignore[return-value]
+    return loss  # type: ignore[return-value]
 
 
 def _detach(value: Value) -> Value:
     return (value[0].detach(), value[1]) if isinstance(value, tuple) else value.detach()
 
 
-def _mean(every: list[dict[str, Value]]) -> dict[str, Value]:
+def _combine_micro_batches(values_of_parts: list[dict[str, Value]]) -> dict[str, Value]:
     """What equal micro-batches measured together: the mean of means, the sum of pairs."""
-    if len(every) == 1:
-        return every[0]
+    if len(values_of_parts) == 1:
+        return values_of_parts[0]
     merged: dict[str, Value] = {}
-    for name in every[0]:
-        column = [values[name] for values in every]
+    for name in values_of_parts[0]:
+        column = [values[name] for values in values_of_parts]
         if isinstance(column[0], tuple):
             merged[name] = (sum(c[0] for c in column), sum(c[1] for c in column))  # type: ignore[assignment]
         else:

@@ -14,7 +14,7 @@ import pytest
 from hpcai.cli import replay
 from hpcai.cli.forks import forked
 from hpcai.data.sampler import Shuffled
-from hpcai.train.failure import LAST, read
+from hpcai.train.flight_recorder import LAST_FAILURE, read_bundle
 from hpcai.train.step import Step
 from tests.apps.running import told
 from tests.apps.smallest import COSMOFLOW
@@ -40,7 +40,7 @@ def ended(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[in
 
 def bundle(run: Path) -> Path:
     (found,) = run.glob("failure-*")
-    assert found == (run / LAST).resolve()
+    assert found == (run / LAST_FAILURE).resolve()
     return found
 
 
@@ -50,7 +50,7 @@ def test_a_nan_leaves_its_step_and_samples_and_is_found_again(poisoned: Path, tm
     words = [f"train.seed={seed}", "checkpoint.every_steps=1"]
     codes, said = ended(APP.command(poisoned, run, *words), tmp_path / "said", 2)
     assert codes == [1, 1] and "step 2: the loss is not finite" in said, said
-    files = read(bundle(run))
+    files = read_bundle(bundle(run))
     assert [one["rank"] for one in files] == [0, 1] and bundle(run).name.startswith("failure-00000002-")
     for one in files:
         assert (one["kind"], one["step"], one["position"]) == ("nan", 2, {"epoch": 0, "sample": 8, "of": 24})
@@ -62,14 +62,14 @@ def test_a_nan_leaves_its_step_and_samples_and_is_found_again(poisoned: Path, tm
     assert len(samples) == 8 and {"index": bad, "text": "train/universe_00003.h5 row 1"} in samples
     (saved,) = (run / "checkpoints").glob("step-*")
     shutil.copytree(saved, saved.with_name(f"{saved.name[:-1]}2"))  # one of the step itself is too late
-    codes, said = ended(lambda: replay.main([str(run / LAST)]), tmp_path / "replayed", 1)
+    codes, said = ended(lambda: replay.main([str(run / LAST_FAILURE)]), tmp_path / "replayed", 1)
     assert codes == [0] and "made again from step 1" in said, said
     assert "conv_seq.0.conv (Conv3d) is the first whose output is not finite; neither was its input" in said
     assert "13 (train/universe_00003.h5 row 1)" in said and said.count("is the first") == 1 and "going back" not in said, said
-    assert not (run / LAST / "replay").exists() and len(list(run.glob("failure-*"))) == 1
+    assert not (run / LAST_FAILURE / "replay").exists() and len(list(run.glob("failure-*"))) == 1
     with h5py.File(poisoned / "train" / "universe_00003.h5", "r+") as file:
         before, file["counts"][1, 3, 3, 3, 0] = file["counts"][1, 3, 3, 3, 0], 0
-    codes, said = ended(lambda: replay.main([str(run / LAST)]), tmp_path / "well", 1)
+    codes, said = ended(lambda: replay.main([str(run / LAST_FAILURE)]), tmp_path / "well", 1)
     with h5py.File(poisoned / "train" / "universe_00003.h5", "r+") as file:
         file["counts"][1, 3, 3, 3, 0] = before
     assert codes == [1] and "ended well" in said, said
@@ -109,7 +109,7 @@ def test_a_hang_ends_the_job_and_says_where_each_rank_stands(data: Path, tmp_pat
     assert "no step was finished for 2 s (train.hang_after); all stacks are in" in said
     assert "  rank 1: step 3, in sleeps_for_ever (" in said and "time.sleep(1000)), called by call (" in said, said
     assert said.count("in sleeps_for_ever") == 1 and "failed as well" not in said, "once, not by each rank"
-    files = read(bundle(tmp_path / "run"))
+    files = read_bundle(bundle(tmp_path / "run"))
     assert [(one["kind"], one["step"], len(one["samples"])) for one in files] == [("hang", 3, 4)] * 2
     assert [any("sleeps_for_ever" in line for line in one["threads"][0]["stack"]) for one in files] == [False, True]
     assert any("hpcai/train/loop.py" in line for line in files[0]["threads"][0]["stack"])
@@ -129,19 +129,19 @@ def test_a_crash_leaves_a_bundle_of_every_rank(data: Path, tmp_path: Path, monke
     in_a_step(monkeypatch, 2, breaks)
     codes, said = ended(APP.command(data, tmp_path / "run"), tmp_path / "said", 2)
     assert codes == [1, 1] and "a cable was pulled" in said, said
-    other, cause = read(bundle(tmp_path / "run"))
+    other, cause = read_bundle(bundle(tmp_path / "run"))
     assert (cause["kind"], cause["step"], len(cause["samples"])) == ("crash", 2, 4) and "in breaks" in cause["error"]["traceback"]
     assert other["kind"] == "stopped" and "a cable was pulled" in other["error"]["text"] and other["step"] in (1, 2)
-    codes, said = ended(lambda: replay.main([str(tmp_path / "run" / LAST)]), tmp_path / "replayed", 1)
+    codes, said = ended(lambda: replay.main([str(tmp_path / "run" / LAST_FAILURE)]), tmp_path / "replayed", 1)
     assert codes == [0] and "a cable was pulled" in said and "from the beginning" in said and "failed again" in said, said
 
 
 def test_a_run_that_ends_well_leaves_none_and_takes_the_link_of_an_earlier_failure(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / LAST).symlink_to("failure-00000001-19700101-000000")
+    (run / LAST_FAILURE).symlink_to("failure-00000001-19700101-000000")
     assert APP.here(data, run, "train.hang_after=60") == 0
-    assert not list(run.glob("*failure*")) and not (run / LAST).is_symlink() and told(run)
+    assert not list(run.glob("*failure*")) and not (run / LAST_FAILURE).is_symlink() and told(run)
 
 
 def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from hpcai import config, dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer
 from hpcai.models.llm.load import save_folder
-from hpcai.train.optim import decayed
+from hpcai.train.optim import match_decay_names
 from tests.apps.promises import Promises
 from tests.apps.running import ROOT, damaged, told
 from tests.apps.smallest import LLM as APP
@@ -144,8 +144,8 @@ def test_what_cannot_fit_is_refused_before_anything_is_made(
 
 def test_the_weights_of_all_layers_decay_and_those_of_adapters_where_they_are_trained() -> None:
     words, model = Config().step, LLM(LLMConfig(vocabulary=9, width=8, layers=1, heads=2, inner=8, positions=4))
-    assert decayed(model, words) == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
-    assert len(decayed(llm.adapt(model, llm.LoRAConfig(rank=2)), words)) == 2 * len(llm.LoRAConfig().targets)
+    assert match_decay_names(model, words) == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    assert len(match_decay_names(llm.adapt(model, llm.LoRAConfig(rank=2)), words)) == 2 * len(llm.LoRAConfig().targets)
 
 
 def test_weights_of_other_sizes_and_tokenizers_are_refused(

@@ -109,11 +109,11 @@ def job(cfg: Config, world: int) -> Iterator[Paper]:
     votes = {"torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p": known}  # stages of torch >= 2.13 vote
     with ExitStack() as held:
         for place, function in {
-            "hpcai.train.choices.GradientSums": fixed,
+            "hpcai.train.auto_settings.GradientSums": fixed,
             "hpcai.parallel.pipeline.Pipeline._learned": learned,
             "hpcai.parallel.pipeline.Pipeline._told": lambda *_: [{}],
             "hpcai.parallel.pipeline._Stage.forward": lambda stage, *hidden, number: stage._act(0, hidden[0] if hidden else None),
-            "hpcai.train.step._mean": lambda every: {},
+            "hpcai.train.step._combine_micro_batches": lambda every: {},
             **(votes if hasattr(schedules._PipelineSchedule, "_warmup_p2p") else {}),
         }.items():
             held.enter_context(mock.patch(place, function))
@@ -147,7 +147,7 @@ def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
             act = stages(model, mesh, **cfg.stages.model_dump())
             model = model if cfg.lora is None else adapt(model, cfg.lora)
         with paper.sizes():
-            step = Step(paper.fill(model), loss, cfg.step, mesh, act=act)
+            step = Step(paper.fill(model), loss, cfg.step, mesh, pipeline=act)
             gc.collect()
             between = paper._bytes
             tokens = torch.empty(cfg.data.batch // mesh["replicate"].size, TOKENS + 1, dtype=torch.int64)
@@ -156,8 +156,8 @@ def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
             found = sum(getattr(p, "_local_tensor", p).nbytes for p in step.model.parameters() if not p.requires_grad)
             for state in step.optimizer.states:
                 rest = (state._master, state.average, getattr(state, "direction", None), *state.moments.values())
-                found += sum(x.nbytes for x in (state.row.weights, state.row.gradient(), *rest) if x is not None)
-            for bucket in step.sums.buckets:
+                found += sum(x.nbytes for x in (state.flat_param.weights, state.flat_param.gradient(), *rest) if x is not None)
+            for bucket in step.reducer.buckets:
                 if hasattr(bucket, "own"):  # of weights and gradients all is there, and the row has a share
                     found += bucket.weights.nbytes - bucket.own.numel() * bucket.weights.element_size() + bucket.flat.nbytes
     return found, between, record.peak

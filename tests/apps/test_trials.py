@@ -24,7 +24,7 @@ from hpcai.models.openfold import attention, evoformer, layers, objective
 from hpcai.nn import BatchNorm, Conv2d, layernorm
 from hpcai.parallel.axial import Move
 from hpcai.parallel.batchnorm import SumInPlace
-from hpcai.train.evaluation import Background, Here
+from hpcai.train.evaluation import TrainingRanksEvaluation, InlineEvaluation
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -112,7 +112,8 @@ def test_plain_is_plain_and_all_is_ours(app: str) -> None:
     own = subject.whole(subject.known(cfg), MESH)
     convolutions = (nn.Conv2d, nn.Conv3d)
     keys, kinds = [], []
-    for on, step, scores, every in ((NONE, trial.ByTorch, Here, None), (own | LOOP, Step, Background, 1000)):
+    runs = (NONE, trial.ByTorch, InlineEvaluation, None), (own | LOOP, Step, TrainingRanksEvaluation, 1000)
+    for on, step, scores, every in runs:
         with subject.trial(cfg, MESH, on) as training:
             model: Any = training.step.model
             assert type(training.step) is step and type(training.scores) is scores and training.collector.every == every
@@ -151,7 +152,7 @@ def test_torch_s_optimizer_makes_the_same_steps(optimizer: str) -> None:
 
 
 def test_what_cannot_be_had_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "fast_bf16", lambda device: False)
+    monkeypatch.setattr(trial, "has_fast_bf16", lambda device: False)
     monkeypatch.setattr(trial.shutil, "which", lambda name: None)
     subject, cfg = made("cosmoflow", "step.optimizer=lamb", "model.size=128")
     why = {switch.name: switch.why_not or "" for switch in subject.every_switch(cfg, MESH)}

@@ -11,7 +11,7 @@ from hpcai.cli.forks import forked
 from hpcai.cli.verify_resume import Kill, Result, Verdict, verify
 from hpcai.errors import ConfigError
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import found
+from hpcai.train.checkpoint_reader import list_checkpoints
 from tests.apps import universes
 from tests.apps.running import ROOT
 
@@ -53,7 +53,7 @@ def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, ca
 
     def strike(self, run, ranks):  # type: ignore[no-untyped-def]
         with forked(self.command(run), tmp_path / "out") as forks:
-            while not found(run / "checkpoints"):
+            while not list_checkpoints(run / "checkpoints"):
                 assert forks.processes[0].is_alive()
                 time.sleep(0.001)
             forks.processes[0].kill()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcai.train.saved import found as checkpoints
+from hpcai.train.checkpoint_reader import list_checkpoints as checkpoints
 from tests.apps.running import App
 from tests.apps.universes import make
 from tests.cluster.one_machine_slurm import OneMachineSlurm

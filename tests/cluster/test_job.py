@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcai.train.saved import found as checkpoints
+from hpcai.train.checkpoint_reader import list_checkpoints as checkpoints
 from tests.cluster.one_machine_slurm import OneMachineSlurm
 from tests.cluster.submitted import Submit, losses, of, start_again, wait_for_step
 

@@ -26,7 +26,7 @@ from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.alignments import read_alignment, read_hhr
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress
+from hpcai.train.checkpoint_reader import Progress
 from tests import proteins
 from tests.data_prep.test_trajectories import relaxation, write_rows
 from tests.fuzz.attack import Reader

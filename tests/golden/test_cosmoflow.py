@@ -10,7 +10,7 @@ import torch
 from hpcai import dist, train
 from hpcai.models import cosmoflow
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
-from hpcai.train.schedule import rate
+from hpcai.train.schedule import make_lr_schedule
 from tests.hashed import hashed
 from tests.stored import DATA, arrays, digest, told
 
@@ -115,6 +115,6 @@ def test_the_learning_rate_of_every_epoch(name: str) -> None:
     expected = told("cosmoflow/lr_schedules")[name]
     lr, words = SCHEDULES[name]
     steps = 7
-    at = rate(train.ScheduleConfig(**{"decay": "steps", "held": True} | words), lr, steps, steps * len(expected))
+    at = make_lr_schedule(train.ScheduleConfig(**{"decay": "steps", "held": True} | words), lr, steps, steps * len(expected))
     for epoch, value in enumerate(expected):
         assert [at(epoch * steps), at(epoch * steps + steps - 1)] == pytest.approx([value, value], rel=1e-12), epoch

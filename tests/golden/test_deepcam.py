@@ -11,7 +11,7 @@ from hpcai.models import deepcam
 from hpcai.models.deepcam import Batch, DeepCam, DeepCamConfig
 from hpcai.models.deepcam.objective import confusion, iou
 from hpcai.settings import ScheduleConfig, StepConfig
-from hpcai.train.schedule import rate
+from hpcai.train.schedule import make_lr_schedule
 from tests.hashed import fill, hashed
 from tests.stored import arrays, check_thinned, digest, told
 
@@ -115,7 +115,7 @@ def test_schedules_are_the_references_step_by_step() -> None:
             words |= {"decay_at": tuple(map(float, about["milestones"]))}
         else:
             words |= {"decay": "cosine", "length": about["T_max"]}
-        at = rate(ScheduleConfig(**words), base * about["warmup_factor"], 1000, 10**6)
+        at = make_lr_schedule(ScheduleConfig(**words), base * about["warmup_factor"], 1000, 10**6)
         for step, expected in case["lr_used_at_step"].items():
             first = not name.endswith("last0")  # that torch counted its first step as 0
             assert at(int(step) - first) == pytest.approx(expected, rel=1e-12, abs=1e-18), f"{name}, step {step}"

@@ -11,7 +11,7 @@ from apps.opencatalyst.settings import STD, Config
 from hpcai import config
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, join, loss
 from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, harmonics, zeros
-from hpcai.train.schedule import rate
+from hpcai.train.schedule import make_lr_schedule
 from tests.stored import arrays, told
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,5 +120,5 @@ def test_functions_of_distance_and_angle() -> None:
 def test_the_schedule() -> None:
     about = told("dimenet/lr_schedule")
     cfg = config.load(Config, ROOT / "apps/opencatalyst/configs/batch2048.yaml")
-    found = rate(cfg.step.schedule, cfg.step.lr, 976, 976 * 48)
+    found = make_lr_schedule(cfg.step.schedule, cfg.step.lr, 976, 976 * 48)
     assert [found(step) / cfg.step.lr for step in about["steps"]] == pytest.approx(about["mult"], rel=1e-9)

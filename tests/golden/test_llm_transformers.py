@@ -22,7 +22,7 @@ from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, 
 from hpcai.models.llm.load import _for_others
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress, export
+from hpcai.train.checkpoint_reader import Progress, export
 from hpcai.train.step import Step
 
 _WHY = "{} is not installed: files for others, and from them, are NOT tested; pip install hpcai-suite[peers]"

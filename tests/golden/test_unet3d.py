@@ -13,7 +13,7 @@ from hpcai.models import unet3d
 from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig
 from hpcai.models.unet3d.objective import dice
 from hpcai.settings import ScheduleConfig
-from hpcai.train.schedule import rate
+from hpcai.train.schedule import make_lr_schedule
 from tests.hashed import hashed
 from tests.ranks.launch import on_ranks
 from tests.stored import arrays, check_thinned, digest, told
@@ -121,6 +121,6 @@ WARM_UPS = [("reference", 0.8, 200), ("nvidia_gbs56", 2.0, 1000), ("nvidia_gbs84
 def test_the_warm_up_is_the_references(which: str, lr: float, warmup: int) -> None:
     """By epoch, counted from 1."""
     cfg = ScheduleConfig(unit="epochs", warmup=warmup, start=1e-4, first_step=1, held=True)
-    rates = rate(cfg, lr, 1, 10_000)
+    rates = make_lr_schedule(cfg, lr, 1, 10_000)
     for epoch, value in read("lr_schedules")["lr"][which].items():
         assert rates(int(epoch) - 1) == pytest.approx(value, rel=1e-6), epoch

@@ -7,7 +7,7 @@ import torch
 from hpcai import dist, train
 from hpcai.models import cosmoflow
 from hpcai.settings import StepConfig
-from hpcai.train.measure import Measured
+from hpcai.train.metrics import MetricSums
 from tests.gpu.machine import GPU, cuda_alone, nothing_waits, precisely
 
 SIZE = 32
@@ -42,7 +42,7 @@ def test_bf16_is_close_to_fp32() -> None:
 
 @pytest.mark.parametrize("words", [{"optimizer": "sgd", "clip": 1.0, "average": 0.9}, {"precision": "bf16", "accumulate": 2}])
 def test_a_step_reads_nothing_from_the_gpu(words: dict) -> None:
-    step, sums = new_step(GPU, **words), Measured()
+    step, sums = new_step(GPU, **words), MetricSums()
     data = [batch(GPU, seed=i) for i in range(4)]
     step(data[0])
     with nothing_waits():

@@ -11,7 +11,7 @@ from hpcai.kernels import float8, triton_support, varlen_attention
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig
 from hpcai.settings import StepConfig
-from hpcai.train.choices import narrow_products
+from hpcai.train.auto_settings import enable_float8
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GPU, GRAPH, ON_GPU, cuda_alone, nothing_waits, precisely
 
@@ -107,7 +107,7 @@ def test_in_fp8_a_captured_step_is_that_of_the_twins(model: str, precision: str,
     found = [[mean(step(batch(i))) for step in steps] for i in range(5)]
     monkeypatch.setattr(float8, "is_supported", lambda device: False)
     twin, wide = new_step(model, precision=precision, products="precision"), new_step(model, precision=precision)
-    narrow_products(twin.model, twin.cfg.model_copy(update={"products": "fp8"}), torch.device("cpu"))
+    enable_float8(twin.model, twin.cfg.model_copy(update={"products": "fp8"}), torch.device("cpu"))
     for i, losses in enumerate(found):
         assert losses[1] == pytest.approx(losses[0], rel=1e-4 if precision == "fp32" else 1e-2)
         assert losses[0] == pytest.approx(mean(twin(batch(i))), rel=1e-3 if precision == "fp32" else 1e-2)

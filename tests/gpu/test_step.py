@@ -15,11 +15,11 @@ from hpcai.dist.host import Gpu
 from hpcai.models import cosmoflow
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train import rng
-from hpcai.train.capture import _WARM as WARM
-from hpcai.train.capture import shapes
+from hpcai.train.capture import _WARMUP_STEPS as WARM
+from hpcai.train.capture import batch_signature
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.profile import Profile, span
-from hpcai.train.saved import Progress
+from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GRAPH, cuda_alone
 
@@ -70,7 +70,7 @@ def test_dropout_differs_between_replays_and_recording_leaves_no_trace() -> None
     assert capture is not None and capture.recorded() == 0
     before = {name: t.clone() for name, t in step.optimizer.weights().items()}  # type: ignore[union-attr]
     state = rng.state()
-    assert capture._record(capture._slots[shapes(part)], part) is not None
+    assert capture._record(capture._slots[batch_signature(part)], part) is not None
     assert all(torch.equal(before[name], t) for name, t in step.optimizer.weights().items())  # type: ignore[arg-type]
     assert all(torch.equal(x, state[name]) for name, x in rng.state().items() if "gauss" not in name)
     assert step.optimizer.count == WARM
@@ -118,7 +118,7 @@ def test_readings_of_the_gpu_and_a_trace_of_chosen_steps(tmp_path: Path) -> None
         for i in range(1, 5):
             with span("mine"):
                 step(batch(i))
-            profile.at(i)
+            profile.after_step(i)
     with gzip.open(tmp_path / "profile/rank-0000.json.gz") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert names.count("mine") >= 2 and any("conv" in name.lower() or "gemm" in name.lower() for name in names)

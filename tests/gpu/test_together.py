@@ -17,7 +17,7 @@ from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.loop import fit
 from hpcai.train.run import Result, Run
-from hpcai.train.saved import Progress
+from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GRAPH, ON_GPU, nothing_waits, precisely
 

@@ -213,10 +213,10 @@ def _live(rank: int, ranks: int, split: Path, tensors: int, folder: Path, port: 
     _Training._save = finished_save  # type: ignore[method-assign]
     counts.seam(_Training, "_epochs", "step", _STEPS, then="end")
     counts.seam(_Training, "_save", "save")
-    counts.seam(_Training, "_read", "report", 0, due=lambda training, report, compare: report or compare)
-    counts.seam(_Training, "_tell", "report", due=lambda training: training._reading is not None)
+    counts.seam(_Training, "_start_reading", "report", 0, due=lambda training, report, check_replicas: report or check_replicas)
+    counts.seam(_Training, "_log_reading", "report", due=lambda training: training._reading is not None)
     counts.seam(_Training, "_evaluate", "evaluation")
-    counts.seam(_Training, "_judge", "evaluation", 0)
+    counts.seam(_Training, "_log_evaluation", "evaluation", 0)
     with dist.start(cfg.mesh, torch.device("cpu")) as mesh:
         sums = _trained(cfg, split, tensors, mesh)
         counts.now(_OWN)
@@ -239,4 +239,4 @@ def _trained(cfg: RunConfig, split: Path, tensors: int, mesh: Mesh) -> int:
     ):
         step = Step(Light(tensors), loss, cfg.step, mesh)
         fit(step, training, cfg.train, validation=validation, evaluate=error, run=run)
-    return sum(len(bucket.axes) for bucket in getattr(step.sums, "buckets", ()))
+    return sum(len(bucket.axes) for bucket in getattr(step.reducer, "buckets", ()))

@@ -13,10 +13,10 @@ Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]
 def pieces(step: Step) -> Pieces:
     """What this rank holds of weights, gradients, moments and averages: name, size of the whole, offsets there, numbers."""
     found: Pieces = []
-    step.sums.settle()
+    step.reducer.settle()
     for state in step.optimizer.states:
-        rows = {"weight": state.weights, "gradient": state.row.gradient(), "average": state.average, **state.moments}
-        for part in state.row.parts:
+        rows = {"weight": state.weights, "gradient": state.flat_param.gradient(), "average": state.average, **state.moments}
+        for part in state.flat_param.parts:
             for what, row in rows.items():
                 if row is not None:
                     boxes = part.boxes(row)

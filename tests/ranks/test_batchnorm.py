@@ -15,7 +15,7 @@ from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress
+from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -75,7 +75,7 @@ def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any
     sum_over(model, mesh["depth"])
     words: dict[str, Any] = {"optimizer": "sgd", "precision": "fp64", "lr": 0.1, "clip": 1.0, "average": 0.5 if folder else None}
     step = Step(model, loss, StepConfig(**words, accumulate=group if alone else 1), mesh)
-    step._share /= mesh["depth"].size
+    step._weight /= mesh["depth"].size
     copies = mesh["replicate"]
     for i in range(STEPS):
         x, y = batch(i)

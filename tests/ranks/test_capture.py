@@ -8,7 +8,7 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig
-from hpcai.train.capture import _WARM as WARM
+from hpcai.train.capture import _WARMUP_STEPS as WARM
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.tape import Tape

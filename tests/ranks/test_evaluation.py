@@ -15,7 +15,7 @@ from hpcai.dist.collect import distinct, rows_to_first
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig
 from hpcai.train import Step, evaluate, predict
-from hpcai.train.measure import Measured
+from hpcai.train.metrics import MetricSums
 from tests.numbers import Numbers
 from tests.ranks.launch import on_ranks
 
@@ -83,7 +83,7 @@ def told(features: torch.Tensor, scores: torch.Tensor, signal: torch.Tensor) -> 
 
 def added(mesh: Mesh, sizes: tuple[int, ...]) -> tuple[dict[str, float], list[int], list[str]]:
     """What is measured where each rank has its part of the rows, in batches of 3; messages by dtype; on this rank finished."""
-    axis, measured, done = mesh["replicate"], Measured(), list[str]()
+    axis, measured, done = mesh["replicate"], MetricSums(), list[str]()
     parts = [sum(sizes[r :: axis.size]) for r in range(axis.size)]
     first = sum(parts[: axis.rank])
     for start in range(first, first + parts[axis.rank], 3):

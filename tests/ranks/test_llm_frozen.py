@@ -14,7 +14,7 @@ from hpcai.nn.deferred_init import deferred
 from hpcai.parallel.rows import place_of
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress, opened
+from hpcai.train.checkpoint_reader import Progress, open_checkpoint
 from hpcai.train.step import Step
 from tests.ranks.language_model import batches, cut_equals_whole, new_step
 from tests.ranks.launch import on_ranks
@@ -90,7 +90,7 @@ def gone_on(mesh: Mesh, folder: Path, before: str, after: str) -> tuple[list[Pie
         now = kept(each)
         each(rows(mesh, 2))
         found.append([now, pieces(each) + still(each.model)])
-    return found[0], found[1], [name for name in opened(saved).tensors if name.startswith("model/")]
+    return found[0], found[1], [name for name in open_checkpoint(saved).tensors if name.startswith("model/")]
 
 
 @pytest.mark.parametrize(("before", "after"), [("8bit", "8bit"), ("as they are", "8bit"), ("8bit", "bf16")])

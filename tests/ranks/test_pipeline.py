@@ -14,9 +14,9 @@ from hpcai.errors import ConfigError, DivergedError
 from hpcai.parallel.pipeline import Pipeline
 from hpcai.settings import StepConfig
 from hpcai.train import rng
-from hpcai.train.compiling import blocks
+from hpcai.train.compiling import repeated_blocks
 from hpcai.train.evaluation import evaluate, predict
-from hpcai.train.step import Step, Whole
+from hpcai.train.step import Step, SingleStage
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case, checkpoints_go_round, cut_equals_whole
 
@@ -108,7 +108,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Ste
     words = {"precision": "fp64", "clip": 0.5, "average": 0.9, "weight_decay": 0.1, "bucket_mb": 1e-3}
     words |= {name: value for name, value in case.items() if name not in ("model", "how")}
     words["accumulate"] = case.get("accumulate", 4) // mesh["replicate"].size
-    return Step(model, function, StepConfig(**words), mesh, act=act)
+    return Step(model, function, StepConfig(**words), mesh, pipeline=act)
 
 
 def batch(step: int, samples: int = 8) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ def flipped(mesh: Mesh, name: str, model: str, rank: int) -> list[str]:
             weight: Any = step.optimizer.weights()[name]
             weight.part.whole(weight.row).view(torch.int64).flatten()[0] ^= 1
         try:
-            step.agreement.tell(int(step.first_bad(compare=True)[1].item()), step.count)
+            step.replica_check.raise_if_divergent(int(step.first_failures(compare=True)[1].item()), step.count)
         except DivergedError as error:
             told.append(str(error))
     return told
@@ -282,7 +282,7 @@ def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
     block draws one, and which blocks may be compiled one by one."""
     step, ran = new_step(mesh, {"model": "untied", "how": {"sizes": [1, 3]}}), list[str]()
     names = {module: name for name, module in step.model.named_modules()}
-    for block in blocks(step.model):
+    for block in repeated_blocks(step.model):
         block.register_forward_hook(lambda block, *_: ran.append(names[block]))
         block.register_forward_hook(drawing)
     step(batch(0))
@@ -292,7 +292,7 @@ def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
     ran.clear()  # of the first step, which also finds out what stages send
     step(batch(2))
     held = {".".join(name.split(".")[:2]) for name, _ in step.model.named_parameters()}
-    return held, ran, drawn, [names[block] for block in blocks(step.model)]
+    return held, ran, drawn, [names[block] for block in repeated_blocks(step.model)]
 
 
 def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
@@ -305,5 +305,5 @@ def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
 def test_a_pipeline_of_one_rank_is_the_whole_model() -> None:
     model = Network()
     names = [name for name, _ in model.named_parameters()]
-    step = Step(model, loss, StepConfig(), Mesh({}), act=Pipeline(model, Mesh({})))
-    assert isinstance(step.act, Whole) and [name for name, _ in step.model.named_parameters()] == names
+    step = Step(model, loss, StepConfig(), Mesh({}), pipeline=Pipeline(model, Mesh({})))
+    assert isinstance(step.pipeline, SingleStage) and [name for name, _ in step.model.named_parameters()] == names

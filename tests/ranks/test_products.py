@@ -64,7 +64,7 @@ def fed(mesh: Mesh, sequence: bool) -> Pieces:
 def test_whole_in_eighths_is_not_whole_without() -> None:
     with pytest.MonkeyPatch.context() as patch:
         right = joined([fed(Mesh({}), False)])
-        patch.setattr("hpcai.train.step.narrow_products", lambda *_: [])
+        patch.setattr("hpcai.train.step.enable_float8", lambda *_: [])
         wide = joined([fed(Mesh({}), False)])
     assert all(np.abs(right[name] / wide[name] - 1).max() > 1e-4 for name in right if name.endswith("gradient"))
 
@@ -87,7 +87,7 @@ def read(mesh: Mesh, products: str, shard: str = "none") -> tuple[Pieces, list[f
         model = llm.parallelize(LLM(LLMConfig(**sizes, recompute="selective")), mesh)
     words: dict[str, Any] = {"precision": "fp64", "products": products, "optimizer": "sgd", "lr": 0.1, "capture": "none"}
     words["shard"] = shard
-    step = Step(model, llm.loss, StepConfig(**words, accumulate=2), mesh, act=llm.stages(model, mesh))
+    step = Step(model, llm.loss, StepConfig(**words, accumulate=2), mesh, pipeline=llm.stages(model, mesh))
     rows = torch.randint(0, 61, (4, 33), generator=torch.Generator().manual_seed(0))
     rows = rows.chunk(mesh["replicate"].size)[mesh["replicate"].rank]
     found = [step(Batch(rows))["loss"] for _ in range(3)]

@@ -53,19 +53,19 @@ def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
     assert not model.mean.any(), "buffers start equal, too"
     plain = step.forward_backward
     share = 1.0 / mesh["depth"].size
-    step._share *= share
+    step._weight *= share
     for _ in range(2):  # a second step finds no trace of the first
         for p, before in zip(model.parameters(), expected_model.parameters()):
             torch.testing.assert_close(p, before, rtol=0, atol=0)
-        step.sums.zero()
+        step.reducer.zero()
         plain(model, part)
-        step.sums.finish()
+        step.reducer.finish()
         for p, gradient in zip(model.parameters(), expected):
             torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-14)
             assert p.grad.stride() == p.stride()
     assert list(model.state_dict()) == keys
     if mesh["replicate"].size > 1:
-        flats = [bucket.flat for bucket in step.sums.buckets]
+        flats = [bucket.flat for bucket in step.reducer.buckets]
         inside = [any(f.data_ptr() <= p.grad.data_ptr() < f.data_ptr() + f.nbytes for f in flats) for p in model.parameters()]
         assert all(inside), "gradients are views of their buckets"
 

@@ -165,15 +165,15 @@ def test_training_does_not_stop_for_an_evaluation(tmp_path: Path, axes: dict[str
 
 def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int]:
     """Where beside the training one process has its results later than the other."""
-    scored = evaluation.Background._scored
+    original = evaluation.TrainingRanksEvaluation._evaluate
 
     def late(self: Any, weights: Any) -> Any:
-        found = scored(self, weights)
+        found = original(self, weights)
         time.sleep(0.02 * mesh.rank)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation.Background, "_scored", late)
+        patch.setattr(evaluation.TrainingRanksEvaluation, "_evaluate", late)
         result = run(mesh, evaluate, cfg={"epochs": 200, "metric": "mae", "target": 2.0, "report_every": 1})
     return result.reason, [r.step for r in result.evaluations], result.progress.step
 

@@ -70,7 +70,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     sum_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample: halves add up to the whole
     words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "average": 0.9, "bucket_mb": 2e-3} | case
     step = Step(model, loss, StepConfig(**words), mesh)
-    step._share /= mesh["depth"].size
+    step._weight /= mesh["depth"].size
     return step
 
 
@@ -119,7 +119,7 @@ def state_size(mesh: Mesh, shard: str) -> tuple[int, int, int]:
     step = new_step(mesh, {"shard": shard, "bucket_mb": 25.0})
     train(step, batches(mesh, {}, 0, 1))
     state = sum(t.nbytes for s in step.optimizer.states for t in (*s.moments.values(), s.average))
-    local = sum(s.row.weights.nbytes for s in step.optimizer.states)
+    local = sum(s.flat_param.weights.nbytes for s in step.optimizer.states)
     return state, local, sum(p.numel() for p in step.model.parameters())
 
 
@@ -176,12 +176,12 @@ def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
     step = Step(big, lambda m, b: {"loss": m(b).square().mean()}, StepConfig(shard=shard), mesh)
     part = torch.randn(2, 1000)
     step(part)
-    step.sums.settle()
+    step.reducer.settle()
     torch_dist.barrier()
     before = bytes_sent()
     for _ in range(steps):
         step(part)
-    step.sums.settle()
+    step.reducer.settle()
     torch_dist.barrier()
     return bytes_sent() - before, sum(p.nbytes for p in big.parameters())
 
@@ -198,7 +198,7 @@ def events(mesh: Mesh) -> list[str]:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     step = Step(model, lambda m, b: {"loss": m(b).sum()}, StepConfig(shard="optimizer", bucket_mb=1e-4), mesh)
     seen: list[str] = []
-    for bucket in step.sums.buckets:
+    for bucket in step.reducer.buckets:
         launch, arrive = bucket.launch, bucket.arrive  # type: ignore[attr-defined]
         share, name = bucket.spread, bucket.parts[-1].name  # type: ignore[attr-defined]
         bucket.launch = lambda f=launch: (seen.append("sum"), f())[1]  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.models import cosmoflow, deepcam, unet3d
 from hpcai.settings import StepConfig
 from hpcai.train import rng
-from hpcai.train.measure import Measured
+from hpcai.train.metrics import MetricSums
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -94,7 +94,7 @@ def trained(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], 
         torch.manual_seed(5)
         losses.append(step(case.batch(number, mesh, mine))["loss"].item())
     with torch.no_grad():
-        measured = Measured()
+        measured = MetricSums()
         measured.add(case.score(model.eval(), mesh), 1)
         scores = measured.reduce(alone()["replicate"], torch.device("cpu"))
     state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}  # a queue loses tensors

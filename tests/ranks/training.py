@@ -17,7 +17,7 @@ from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import CheckpointConfig
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress, read_tensors
+from hpcai.train.checkpoint_reader import Progress, read_tensors
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.pieces import Pieces, joined, pieces, same
@@ -54,7 +54,7 @@ def train(step: Step, batches: Iterable[Any], first: int = 0) -> Trained:
     step.check()
     values = {name: float(x[0]) / float(x[1]) if isinstance(x, tuple) else float(x) for name, x in told.items()}
     found = Trained(held(step), step._norm().item(), values)
-    assert step.first_bad(compare=True)[1] > step.count, "what copies hold is the same"
+    assert step.first_failures(compare=True)[1] > step.count, "what copies hold is the same"
     return found
 
 

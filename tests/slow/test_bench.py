@@ -23,7 +23,7 @@ from hpcai.cli.bench.timing import alternate
 from hpcai.cli.trial import find
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
-from hpcai.train.choices import fast_bf16
+from hpcai.train.auto_settings import has_fast_bf16
 from tests.apps.universes import make
 from tests.ranks.launch import on_ranks
 from tests.slow.trying import ROOT, bench, until
@@ -57,7 +57,7 @@ def test_a_step_is_faster_than_that_of_the_plain_form(app: str, least: float, wo
 
 
 def test_with_the_precision_that_an_app_takes_deepcam_is_much_faster() -> None:
-    if not fast_bf16(torch.device("cpu")):
+    if not has_fast_bf16(torch.device("cpu")):
         pytest.skip("this CPU does not compute in bfloat16 at full speed")
     words = ("deepcam", "steps", "model.divide=1", "data.batch=2", "--precision", "auto")
     until(lambda row: row["plain_over_ours"] >= 1.3, lambda: bench(*words)["steps"][0])
@@ -90,7 +90,7 @@ def test_the_loop_costs_less_than_2_percent() -> None:
         values["loss"].backward()
         return values
 
-    step.sums.zero, step.forward_backward = clock()(step.sums.zero), clock()(bare)  # type: ignore[method-assign]
+    step.reducer.zero, step.forward_backward = clock()(step.reducer.zero), clock()(bare)  # type: ignore[method-assign]
     step.optimizer.step = clock()(step.optimizer.step)  # type: ignore[method-assign]
 
     def overhead() -> float:
@@ -133,7 +133,7 @@ def layers(millions: float = 10.0) -> nn.ParameterList:
 def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other() -> None:
     step = Step(layers(), lambda model, batch: {}, StepConfig(average=0.999, optimizer="adam"), dist.alone())
     plain = layers()
-    step.sums.zero()
+    step.reducer.zero()
     for parameter in (*step.model.parameters(), *plain):
         parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.normal_()
     means = [parameter.detach().clone() for parameter in plain]
@@ -145,7 +145,7 @@ def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other
             for mean, parameter in zip(means, plain):
                 mean.lerp_(parameter, 0.001)
 
-    step.optimizer.set_rate(1e-3)
+    step.optimizer.set_lr(1e-3)
     runs = {"torch": theirs, "ours": partial(step.optimizer.step, None, torch.zeros(()))}
     until(lambda spent: spent["torch"] >= 2.0 * spent["ours"], lambda: alternate(runs, 7))
 

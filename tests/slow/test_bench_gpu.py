@@ -12,7 +12,7 @@ from hpcai.cli import bench
 from hpcai.cli.bench import gpu_kernels, gpu_steps
 from hpcai.cli.trial import find
 from hpcai.data import Endless
-from hpcai.train.capture import shapes
+from hpcai.train.capture import batch_signature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MEASURED = {
@@ -52,11 +52,11 @@ def test_batches_of_the_loader_have_the_shapes_of_those_on_the_device(name: str)
     """Otherwise a captured step would be captured once more, or refused."""
     app, case = gpu_steps._cases()[name]
     made = gpu_steps.Bench(name, find(app), case, SimpleNamespace(tiny=True))
-    known = [shapes(batch) for batch in made.batches]
+    known = [batch_signature(batch) for batch in made.batches]
     assert len(set(map(str, known))) == len(case.turns)
     cfg = made.app.in_files(made.settings("eager", case.turns[-1]), 4, ("train",))
     with made.app.loader(cfg, made.mesh, "train", name="train", sampler=Endless(4, 2 * cfg.data.batch)) as loader:
-        assert [shapes(batch) for batch in loader.epoch(0)] == [known[len(case.turns) - 1]] * 2
+        assert [batch_signature(batch) for batch in loader.epoch(0)] == [known[len(case.turns) - 1]] * 2
 
 
 @pytest.mark.parametrize("kernel", gpu_kernels.KERNELS, ids=lambda kernel: kernel.name)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "hpcai"
-PARTS = "models/**/*", "nn/*", "kernels/*", "parallel/*", "train/step", "train/optim", "train/average", "train/measure"
+PARTS = "models/**/*", "nn/*", "kernels/*", "parallel/*", "train/step", "train/optim", "train/weight_averaging", "train/metrics"
 MAKERS = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "FloatTensor", "LongTensor"}
-BEGIN = {"forward", "backward", "loss", "zero", "finish", "spread", "settle", "sums", "__call__", "_update", "pack"}
+BEGIN = {"forward", "backward", "loss", "zero", "finish", "spread", "settle", "sums", "__call__", "_update", "all_reduce"}
 """Where a step enters these folders, beside every function of the kernels; with them goes each function that they name, and so on.
 Names alone are compared, which finds too many rather than too few; ``__init__`` is left out."""
 ALLOWED = {
@@ -33,7 +33,6 @@ ALLOWED = {
     "models/unet3d/volume.py: resample": "takes the arrays of a person",
     "nn/init_trace.py: _row_starts": "where the elements of a new weight begin",
     "nn/weights.py: load_state": "reads a file of weights",
-    "train/optim.py: _lines": "an optimizer is built once",
 }
 """These run once, or never on the device in a step."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -24,7 +24,7 @@ from hpcai.cli.bench.timing import Row, alternate, apart, finish, high_water, ma
 from hpcai.cli.trial import Form, Subject, find, torch_optimizer
 from hpcai.errors import ConfigError
 from hpcai.train import Step, rng
-from hpcai.train.optim import decayed
+from hpcai.train.optim import match_decay_names
 
 PARTS = ("steps", "memory")
 
@@ -145,7 +145,7 @@ def plainly(form: Form, cfg: Any, batch: Any, device: torch.device) -> Callable[
     """A training step as one would write it first, with torch's optimizer; returns the loss."""
     model, narrow = form.model.to(device), cfg.step.precision == "bf16"
     try:
-        decays = decayed(model, cfg.step)
+        decays = match_decay_names(model, cfg.step)
     except ConfigError:  # the names of a peer's parameters are others
         decays = set()
     optimizer = torch_optimizer(model, cfg.step, decays)

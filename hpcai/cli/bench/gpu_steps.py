@@ -41,7 +41,7 @@ from hpcai.cli.trial import Case, Subject, find
 from hpcai.data import Endless
 from hpcai.dist.host import Gpu
 from hpcai.train import Step
-from hpcai.train.agreement import NEVER
+from hpcai.train.replica_check import NEVER
 from hpcai.train.capture import close_all
 
 _CAPTURED, _COMPILED = "step.capture=whole", "step.compile=blocks"
@@ -180,8 +180,8 @@ class Bench:
             if variant in _FED or not self.on_gpu:
                 last = [s for window in each for s in window[turns - 1 :: turns]]
                 found |= self._fed(step, variant, lr, statistics.median(last))
-        found |= {"finite": int(step.first_bad()[0]) == NEVER}
-        return found | ({"notes": news} if (news := [*step.notes, *step.news()]) else {})
+        found |= {"finite": int(step.first_failures()[0]) == NEVER}
+        return found | ({"notes": news} if (news := [*step.messages, *step.news()]) else {})
 
     def _count(self, run: Any) -> int:
         """Steps of a window, so many turns: fewer where a step is long."""

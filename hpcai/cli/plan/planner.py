@@ -156,15 +156,15 @@ class Planner:
             with paper.sizes():
                 settings = cfg.step.model_copy(update={"optimizer": optimizer, "accumulate": min(parts, 2)})
                 act = OneByOne(paper, pipeline, self._sent if place else None) if pipeline else None
-                step = Step(paper.fill(model), load.subject.loss, settings, mesh, counts=load.subject.counted, act=act)
+                step = Step(paper.fill(model), load.subject.loss, settings, mesh, counts=load.subject.counted, pipeline=act)
                 step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # one is recorded, though sums are as of several
                 directions = cfg.step.optimizer == "lamb" and [torch.zeros_like(state.weights) for state in step.optimizer.states]
                 batch = paper.fake(real)
                 _once(paper, step)
                 with paper.recording() as record:
-                    step.sums.spread()
+                    step.reducer.spread()
                     if act is not None:
-                        step.sums.settle()
+                        step.reducer.settle()
                     step._gradients(batch)
                     paper.once(lambda: _update(paper, step))()
             del directions  # which lamb keeps beside
@@ -400,14 +400,14 @@ def _has(schema: Any, key: str) -> bool:
 def _update(paper: Paper, step: Step) -> None:
     """Clipping and update: gradients are read twice, all else is read and written."""
     for state in step.optimizer.states:
-        gradient = state.row.gradient()
+        gradient = state.flat_param.gradient()
         rest = [state.weights, state.low, state.average, *state.moments.values()]
         paper.ran("update", 2 * sum(x.nbytes for x in rest if x is not None) + 2 * (0 if gradient is None else gradient.nbytes))
 
 
 def _once(paper: Paper, step: Step) -> None:
     """Sums of gradients, and what is before and after them, belong to a step and not to each of its micro-batches."""
-    sums: Any = step.sums
+    sums: Any = step.reducer
     for owner, name in ((sums, "spread"), (sums, "zero"), (sums, "finish"), *((bucket, "launch") for bucket in sums.buckets)):
         setattr(owner, name, paper.once(getattr(owner, name)))
 

@@ -1,7 +1,7 @@
 """How good drawn fields are, as members of an ensemble, in their spectra and in their distribution.
 
 Scores of ensembles, spectra, histograms and features are sums over samples that may lie on many processes. Functions that end in
-``_sums`` give (sums, finish), as an evaluation takes them (``train.measure``): sums are added over batches and processes, and
+``_sums`` give (sums, finish), as an evaluation takes them (``train.metrics``): sums are added over batches and processes, and
 ``finish(*sums)`` makes the scores, by name. Everything is computed in float64.
 
 M members of an ensemble, B samples, P places (any dims), S shells of wave numbers, K bins, N rows of D features

@@ -51,7 +51,7 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
 
 
 def stages(model: LLM, mesh: Mesh, **words: Any) -> Pipeline | None:
-    """What goes through the layers of ``model`` where they are cut over ``pipeline``, for ``Step(..., act=)``; None elsewhere.
+    """What goes through the layers of ``model`` where they are cut over ``pipeline``, for ``Step(..., pipeline=)``; None elsewhere.
     ``words``: schedule and sizes, as ``Pipeline`` has them."""
     if mesh["pipeline"].size == 1:
         return None

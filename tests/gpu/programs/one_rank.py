@@ -40,7 +40,7 @@ with Watch(0, 1, "127.0.0.1", store, os._exit):  # as hpcai.dist.start has, whic
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
     cfg = StepConfig(capture="whole", bucket_mb=0.005)
     step = Step(model, lambda model, x: {"loss": model(x).square().mean()}, cfg, mesh, graph=GRAPH)
-    buckets = step.sums.buckets
+    buckets = step.reducer.buckets
     for bucket in buckets:
         bucket.axes = (Axis("replicate", 1, 0, Line([0])),)
     given = torch.ones(16, 64, device=DEVICE)

@@ -12,7 +12,7 @@ from hpcai.errors import CheckpointError
 from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, loss
 from hpcai.settings import StepConfig
 from hpcai.train import Step
-from hpcai.train.saved import Progress, read_tensors
+from hpcai.train.checkpoint_reader import Progress, read_tensors
 from tests.unit.train.test_checkpoint import keeper, new_step
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hpcai.kernels import triton_support
 from hpcai.settings import StepConfig
-from hpcai.train.choices import tune
+from hpcai.train.auto_settings import set_backend_flags
 
 
 def with_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -41,8 +41,9 @@ def test_without_it_a_gpu_takes_the_twins_and_a_run_says_so(monkeypatch: pytest.
     on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
     monkeypatch.setattr(triton_support, "MISSING", None)
     assert triton_support.is_supported(on_gpu) and not triton_support.is_supported(on_cpu)
-    assert not tune(StepConfig(), torch.device("cuda"))
+    assert not set_backend_flags(StepConfig(), torch.device("cuda"))
     monkeypatch.setattr(triton_support, "MISSING", "there is no gcc")
     assert not triton_support.is_supported(on_gpu)
-    assert tune(StepConfig(), torch.device("cuda")) == ["kernels: plain operations of torch, which are slower: there is no gcc"]
-    assert not tune(StepConfig(), torch.device("cpu"))
+    (message,) = set_backend_flags(StepConfig(), torch.device("cuda"))
+    assert message == "kernels: plain operations of torch, which are slower: there is no gcc"
+    assert not set_backend_flags(StepConfig(), torch.device("cpu"))

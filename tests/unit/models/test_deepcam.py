@@ -14,7 +14,7 @@ from hpcai.models import deepcam
 from hpcai.models.deepcam import CLASSES, VARIABLES, Batch, DeepCam, DeepCamConfig
 from hpcai.models.deepcam.fields import stacked
 from hpcai.nn import BatchNorm
-from hpcai.train.measure import Measured
+from hpcai.train.metrics import MetricSums
 
 LOW = tuple(float(i) for i in range(16))
 SMALL = DeepCamConfig(divide=8, middle=1, low=LOW, high=tuple(2 * x + 10 for x in LOW))
@@ -175,7 +175,7 @@ def test_an_all_background_map_trains_and_scores() -> None:
 
 
 def numbers(*scores: Any, samples: int = 1) -> dict[str, float]:
-    measured = Measured()
+    measured = MetricSums()
     for score in scores:
         measured.add(score, samples)
     return measured.reduce(dist.alone()["replicate"], torch.device("cpu"))

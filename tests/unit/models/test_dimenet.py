@@ -12,7 +12,7 @@ from scipy.spatial.transform import Rotation
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score, sizes
 from hpcai.models.dimenet.triplets import WithTriplets
-from hpcai.train.choices import narrow
+from hpcai.train.auto_settings import cast_to_bf16
 from tests.atoms import SMALL, crystal, network, structure
 from tests.unit.models.watched import Without
 
@@ -90,7 +90,7 @@ def test_a_new_network_has_matrices_of_glorot_s_variance_and_says_nothing() -> N
 def test_under_bf16_the_sums_stay_wide() -> None:
     model, graph = network(dtype=torch.float32), join([structure(0), structure(1)]).to("cpu", torch.float32)
     expected = model(graph)
-    narrow(model)
+    cast_to_bf16(model)
     assert model.rbf.freq.dtype == torch.float32 and model.emb.lin.weight.dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         found = model(graph)

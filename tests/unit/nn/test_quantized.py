@@ -13,7 +13,7 @@ from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.nn.quantized import QuantizedLinear, int8_scales, quantize_int8
 from hpcai.parallel.tensor import freeze, thaw
 from hpcai.settings import StepConfig
-from hpcai.train.choices import narrow
+from hpcai.train.auto_settings import cast_to_bf16
 from hpcai.train.step import Step
 from tests.stored import DATA, arrays
 
@@ -128,6 +128,6 @@ def test_narrow_parameters_leave_8_bits_and_scales_as_they_are() -> None:
     model: Any = materialize(frozen_model(frozen="8bit"), "cpu")
     layer = model.model.layers[0].self_attn.q_proj
     weight, scale = layer.weight.clone(), layer.scale.clone()
-    narrow(model)
+    cast_to_bf16(model)
     assert torch.equal(layer.weight, weight) and layer.weight.dtype == torch.int8
     assert layer.scale.dtype == torch.bfloat16 and torch.equal(layer.scale.float(), scale)

@@ -17,11 +17,11 @@ from hpcai.errors import ConfigError, DivergedError
 from hpcai.nn import cuda_graph
 from hpcai.nn.cuda_graph import CudaGraph, graph_factory
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train.capture import _WARM as WARM
-from hpcai.train.capture import Capture, shapes
+from hpcai.train.capture import _WARMUP_STEPS as WARM
+from hpcai.train.capture import Capture, batch_signature
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.measure import Measured
-from hpcai.train.saved import Progress
+from hpcai.train.checkpoint_reader import Progress
+from hpcai.train.metrics import MetricSums
 from hpcai.train.step import Step
 from tests.tape import Tape
 
@@ -96,7 +96,7 @@ OPTIMIZERS = [
 def test_captured_is_eager_bit_for_bit(how: str, words: dict[str, Any]) -> None:
     eager, captured = new_step("whole", **words), new_step(how, **words)
     eager._capture = None  # the same rows, but nothing recorded
-    sums = [Measured(), Measured()]
+    sums = [MetricSums(), MetricSums()]
     for i, rate in enumerate((1e-3, 0.0, 2e-3, 5e-4, 3e-3, 1e-3, 2e-3, 1e-3)):
         part = batch(i, 4 if i in (1, 3, 6) else 8)  # a second shape, and back
         values = [step(part, rate) for step in (eager, captured)]
@@ -122,13 +122,13 @@ def test_recording_leaves_no_trace_bit_for_bit() -> None:
     for i in range(WARM):
         step(batch(i))
     before, random, capture = contents(step), torch.get_rng_state(), step._capture
-    counts = step.count, step._count.clone(), step._first_bad.clone()
+    counts = step.count, step._count.clone(), step._first_nonfinite.clone()
     assert capture is not None and capture.recorded() == 0
-    slot = capture._record(capture._slots[shapes(batch(0))], batch(7))
+    slot = capture._record(capture._slots[batch_signature(batch(0))], batch(7))
     assert slot is not None and capture.recorded() == 1
     same(contents(step), before)
     assert torch.equal(torch.get_rng_state(), random)
-    assert step.count == counts[0] and torch.equal(step._count, counts[1]) and torch.equal(step._first_bad, counts[2])
+    assert step.count == counts[0] and torch.equal(step._count, counts[1]) and torch.equal(step._first_nonfinite, counts[2])
 
 
 @pytest.mark.parametrize("how", ["forward", "whole"])
@@ -199,7 +199,8 @@ def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
     with pytest.raises(ConfigError, match="step.capture is whole, but there is no GPU: this process computes on cpu"):
         Step(Network(), loss, StepConfig(capture="whole"), here)
     step = Step(Network(), loss, StepConfig(capture="auto"), here)
-    assert step.cfg.capture == "none" and step.notes == ["step.capture: none, since there is no GPU: this process computes on cpu"]
+    assert step.cfg.capture == "none"
+    assert step.messages == ["step.capture: none, since there is no GPU: this process computes on cpu"]
 
 
 class Failing(Tape):

@@ -20,9 +20,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DivergedError
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train import checkpoint, rng, saved
+from hpcai.train import checkpoint, checkpoint_reader, rng
 from hpcai.train.checkpoint import VERSIONS, Checkpoints
-from hpcai.train.saved import Progress, read_tensors
+from hpcai.train.checkpoint_reader import Progress, read_tensors
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -110,9 +110,9 @@ def test_a_half_written_one_is_ignored_named_and_cleared_by_the_next_save(tmp_pa
     (left / "tensors-000.safetensors").write_bytes(b"half")
     again = keeper(tmp_path)
     assert again.resume(new_step()).step == 1
-    assert again.notes == [".step-00000002.partial was not finished and is ignored"]
+    assert again.messages == [".step-00000002.partial was not finished and is ignored"]
     again.save(step, Progress(step=2))
-    assert not left.exists() and [p.name for p in again.found()] == ["step-00000001", "step-00000002"]
+    assert not left.exists() and [p.name for p in again.paths()] == ["step-00000001", "step-00000002"]
 
 
 def test_old_ones_are_removed_after_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_old_ones_are_removed_after_the_new_one_is_whole(tmp_path: Path) -> None
     for count in range(1, 5):
         train(step, 1)
         kept.save(step, Progress(step=count))
-    assert [p.name for p in kept.found()] == ["step-00000003", "step-00000004"]
+    assert [p.name for p in kept.paths()] == ["step-00000003", "step-00000004"]
 
 
 def full(*args: Any, **words: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: py
     step, kept = new_step(), keeper(tmp_path)
     train(step, 1)
     kept.save(step, Progress(step=1))
-    for place, name in ((checkpoint.tensorfile, "write"), (checkpoint, "_write")):
+    for place, name in ((checkpoint.shard_file, "write"), (checkpoint, "_write")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, full)
             with pytest.raises(
@@ -180,7 +180,7 @@ def write_or_read(mesh: Mesh, path: str, write: bool) -> tuple[list[float], list
         assert kept.resume(step) == Progress(step=2, sample=8)
     before = sums(step)
     train(step, 1)
-    return before, sums(step), kept.notes
+    return before, sums(step), kept.messages
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}], ids=str)
@@ -200,7 +200,7 @@ def fails_on_one(mesh: Mesh, path: str) -> str:
     step = new_step(mesh)
     train(step, 1)
     if mesh.rank == 1:
-        checkpoint.tensorfile.write = full
+        checkpoint.shard_file.write = full
     with pytest.raises(CheckpointError) as problem:
         keeper(Path(path), mesh).save(step, Progress(step=1))
     return str(problem.value)
@@ -247,7 +247,7 @@ def resealed(path: Path, name: str, text: str) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     (path / name).write_text(text)
     if name != "manifest.json":
-        manifest["files"][name] = saved.sealed(path / name)
+        manifest["files"][name] = checkpoint_reader.file_digest(path / name)
         (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -328,7 +328,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     act(path, *words)
     again = keeper(tmp_path, keep=3)
     assert again.resume(step) == Progress(step=1)
-    (note,) = again.notes
+    (note,) = again.messages
     assert note.startswith("step-00000002 is passed over: ") and message in note
     again.save(step, Progress(step=2))  # the damaged one is replaced
     assert keeper(tmp_path).resume(new_step()) == Progress(step=2)
@@ -352,19 +352,19 @@ def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_
     again = keeper(tmp_path, settings=changed)
     again.data = "six files, 1f2e"
     assert again.resume(step).step == 1
-    assert again.notes == [f"hpcai: 0.0.1 then, {__version__} now", "data.batch: 4 then, 8 now", "step.lr: 0.1 then, 0.2 now"]
+    assert again.messages == [f"hpcai: 0.0.1 then, {__version__} now", "data.batch: 4 then, 8 now", "step.lr: 0.1 then, 0.2 now"]
     again.data = "seven files, 77aa"
     with pytest.raises(CheckpointError, match=r"another data set \(six files, 1f2e then, seven files, 77aa now\); set checkpoint"):
         again.resume(step)
     meant = keeper(tmp_path, settings=settings, other_data=True)
     meant.data = again.data
-    assert meant.resume(step).step == 1 and len(meant.notes) == 2
+    assert meant.resume(step).step == 1 and len(meant.messages) == 2
 
 
 def writes_and_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[int, int]]], int, int]:
     """Writes and resumes in blocks of 96 bytes: who wrote each file, in how many blocks; how many blocks this process has compared,
     and how many bytes it has read after that."""
-    usual, fill, reads = checkpoint.tensorfile._Files.read, saved.Held.fill, [[]]
+    usual, fill, reads = checkpoint.shard_file._OpenFiles.read, checkpoint_reader.CheckpointReader.fill, [[]]
 
     def read(files: Any, file: str, at: int, into: torch.Tensor) -> None:
         reads[-1].append(len(into))
@@ -375,9 +375,9 @@ def writes_and_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[int, i
         return fill(*words)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.tensorfile, "BLOCK", 96)
-        patch.setattr(checkpoint.tensorfile._Files, "read", read)
-        patch.setattr(saved.Held, "fill", filled)
+        patch.setattr(checkpoint.shard_file, "BLOCK", 96)
+        patch.setattr(checkpoint.shard_file._OpenFiles, "read", read)
+        patch.setattr(checkpoint_reader.CheckpointReader, "fill", filled)
         step, kept = new_step(mesh), keeper(Path(path), mesh, writers=2)
         folder = kept.save(step, Progress(step=1)).path
         assert keeper(Path(path), mesh, writers=2).resume(step) == Progress(step=1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpcai.errors import ConfigError
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.train import compiling
-from hpcai.train.compiling import Counts, blocks, cache_key, compile_model, restore, store
+from hpcai.train.compiling import CompileCounts, cache_key, compile_model, repeated_blocks, restore_cache, store_cache
 
 NOTHING = "compiled 0 graphs in 0.0 s, 0 graph breaks, 0 recompiles"
 
@@ -64,12 +64,12 @@ def test_blocks_are_the_outermost_repeated_children_and_never_torchs_layers() ->
         (nests, nests.body), (stages, [*stages[0], *stages[1]]), (small, small), (lists, lists[0]),
         (cosmoflow, cosmoflow.conv_seq), (Model(Block(), nn.Linear(8, 8), nn.Linear(8, 8)), []), (nn.Linear(8, 8), []),
     ):  # fmt: skip
-        assert blocks(model) == list(expected)
+        assert repeated_blocks(model) == list(expected)
 
 
 @pytest.mark.parametrize(("how", "count"), [("none", 0), ("blocks", 4), ("whole", 1)])
 def test_keys_values_and_gradients_stay_and_blocks_that_are_alike_are_compiled_once(how: str, count: int) -> None:
-    model, x, counts = Model().double(), torch.randn(5, 8, dtype=torch.float64), Counts()
+    model, x, counts = Model().double(), torch.randn(5, 8, dtype=torch.float64), CompileCounts()
     keys, plain = list(model.state_dict()), model(x)
     gradients = torch.autograd.grad(plain.square().sum(), list(model.parameters()))
     assert compile_model(model, how, backend="aot_eager") == count  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_keys_values_and_gradients_stay_and_blocks_that_are_alike_are_compiled_o
 
 def test_many_kinds_of_a_block_are_all_compiled_and_a_model_without_blocks_is_refused() -> None:
     widths = [8, 16, 24, 8, 32, 40, 48, 56, 64, 72, 80]
-    model, counts = nn.ModuleList([Block(width) for width in widths]), Counts()
+    model, counts = nn.ModuleList([Block(width) for width in widths]), CompileCounts()
     assert compile_model(model, "blocks", backend="eager") == len(widths)
     for width, block in zip(widths, model):
         block(torch.randn(2, width))
@@ -93,21 +93,21 @@ def test_many_kinds_of_a_block_are_all_compiled_and_a_model_without_blocks_is_re
 
 
 def test_graph_breaks_are_counted_with_their_reasons() -> None:
-    model, counts = nn.Sequential(Talks()), Counts()
+    model, counts = nn.Sequential(Talks()), CompileCounts()
     compile_model(model, "whole", backend="eager")
     model(torch.ones(3))
     read = counts.read()
     breaks = read["graph_breaks"]  # two; torch 2.14 counts the first one twice
     assert breaks == sum(read["why"].values()) in (2, 3) and f"{breaks} graph breaks" in counts.describe()
     assert any("print" in reason for reason in read["why"]) and any("item()" in reason for reason in read["why"])
-    assert "Hint" not in counts.describe() and Counts().describe() == NOTHING
+    assert "Hint" not in counts.describe() and CompileCounts().describe() == NOTHING
 
 
 def test_recompiles_are_counted_with_their_reasons_and_so_is_giving_up() -> None:
-    model, counts = Model(), Counts()
+    model, counts = Model(), CompileCounts()
     compile_model(model, "whole", backend="eager")
     model(torch.randn(2, 8))
-    later = Counts()
+    later = CompileCounts()
     model(torch.randn(2, 8))
     assert later.describe() == NOTHING
     model(torch.randn(3, 8))
@@ -116,7 +116,7 @@ def test_recompiles_are_counted_with_their_reasons_and_so_is_giving_up() -> None
     for rows in range(4, 20):
         model(torch.randn(rows, 8))
     assert counts.read()["given_up"] == 1 and "given up" in counts.describe()
-    dynamic, counts = Model(), Counts()
+    dynamic, counts = Model(), CompileCounts()
     compile_model(dynamic, "blocks", dynamic=True, backend="eager")
     for rows in (2, 3, 4):
         dynamic(torch.randn(rows, 8))
@@ -127,11 +127,11 @@ def test_the_key_names_settings_and_machine(monkeypatch: pytest.MonkeyPatch) -> 
     key = cache_key({"how": "blocks", "shape": (4, 8)})
     assert key == cache_key({"shape": (4, 8), "how": "blocks"}) and key.isalnum()
     keys = {key, cache_key({"how": "whole", "shape": (4, 8)}), cache_key({})}
-    assert any(line.startswith(("flags", "Features")) for line in compiling._cpu())
+    assert any(line.startswith(("flags", "Features")) for line in compiling._cpu_id())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     changes = (torch, "__version__", "9"), (torch.version, "cuda", "99"), (torch.cuda, "is_available", lambda: True)
-    for place, name, value in (*changes, (compiling, "_cpu", list)):
+    for place, name, value in (*changes, (compiling, "_cpu_id", list)):
         monkeypatch.setattr(place, name, value)
         keys.add(cache_key({"how": "blocks", "shape": (4, 8)}))
     assert len(keys) == 7
@@ -143,27 +143,27 @@ def home() -> Path:
 
 def test_what_was_compiled_comes_back_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, path = tmp_path / "shared", tmp_path / "shared/k1.zip"
-    assert not restore(shared, "k1")
+    assert not restore_cache(shared, "k1")
     first = home()
     assert first.is_relative_to(tmp_path / "one") and os.environ["TRITON_CACHE_DIR"] == str(first / "triton")
-    assert not restore(shared, "k1") and home() == first  # once more in the same process
+    assert not restore_cache(shared, "k1") and home() == first  # once more in the same process
     for name in ("ab/x.so", "ab/.123.tmp", "ab/busy.main.so", "locks/x.lock", "locks/busy.lock"):
         (first / name).parent.mkdir(exist_ok=True)
         (first / name).write_text("code")
     with open(first / "locks/busy.lock", "rb") as held:  # g++ is at work
         fcntl.flock(held, fcntl.LOCK_EX)
-        store(shared, "k1")
+        store_cache(shared, "k1")
         before = path.stat().st_mtime_ns
-        store(shared, "k1")
+        store_cache(shared, "k1")
     assert path.stat().st_mtime_ns == before and list(shared.iterdir()) == [path]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "two"))
-    assert restore(shared, "k1") and home().is_relative_to(tmp_path / "two")
+    assert restore_cache(shared, "k1") and home().is_relative_to(tmp_path / "two")
     assert {str(p.relative_to(home())): p.read_text() for p in home().rglob("*") if p.is_file()} == {"ab/x.so": "code"}
     (home() / "ab/x.so").write_text("co")  # left by a job that was killed
-    assert restore(shared, "k1") and (home() / "ab/x.so").read_text() == "code"
-    assert not restore(shared, "k2") and not list(home().iterdir())
+    assert restore_cache(shared, "k1") and (home() / "ab/x.so").read_text() == "code"
+    assert not restore_cache(shared, "k2") and not list(home().iterdir())
     (home() / "y.so").write_text("other")
-    store(shared, "k1")  # not what this process compiles for
+    store_cache(shared, "k1")  # not what this process compiles for
     assert path.stat().st_mtime_ns == before
 
 
@@ -172,9 +172,9 @@ def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared, path = tmp_path / "shared", tmp_path / "shared/k.zip"
-    restore(shared, "other" if harm == "foreign" else "k")
+    restore_cache(shared, "other" if harm == "foreign" else "k")
     (home() / "x.so").write_bytes(code := os.urandom(5000))
-    store(shared, home().name)
+    store_cache(shared, home().name)
     (home() / "x.so").unlink()
     whole = next(shared.iterdir()).read_bytes()
     path.write_bytes(whole[:900] + b"??" + whole[902:] if harm == "flipped" else whole)
@@ -183,11 +183,11 @@ def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
     with monkeypatch.context() as patch:
         if harm == "other user":
             os.chown(path, 12345, -1) if os.getuid() == 0 else patch.setattr(os, "getuid", lambda: 12345)
-        assert not restore(shared, "k")
+        assert not restore_cache(shared, "k")
     assert f"{path} is not used: " in caplog.text and not list(home().iterdir())
     (home() / "x.so").write_bytes(code)
-    store(shared, "k")
-    assert restore(shared, "k")
+    store_cache(shared, "k")
+    assert restore_cache(shared, "k")
 
 
 @pytest.mark.parametrize("harm", ["link", "open"])
@@ -203,5 +203,5 @@ def test_a_folder_of_this_node_that_others_can_write_is_not_used(
     else:
         ours.mkdir()
         ours.chmod(0o777)
-    assert not restore(tmp_path / "shared", "k") and str(ours) in caplog.text
+    assert not restore_cache(tmp_path / "shared", "k") and str(ours) in caplog.text
     assert home() == before and not [*theirs.iterdir(), *ours.iterdir()]

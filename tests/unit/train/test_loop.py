@@ -19,9 +19,9 @@ from hpcai.cli.report import main as report
 from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
-from hpcai.train import loop, tensorfile
+from hpcai.train import loop, shard_file
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import read_tensors
+from hpcai.train.checkpoint_reader import read_tensors
 from tests.ranks.launch import on_ranks
 
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_pa
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The write of step 2 lasts until step 3 is made: what is saved are the weights of step 2. The save of step 4 waits for it."""
-    third, write, step = threading.Event(), tensorfile.write, new_step()
+    third, write, step = threading.Event(), shard_file.write, new_step()
     seen: dict[int, list[torch.Tensor]] = {}
 
     def slow(*words: Any) -> bytes:
@@ -220,7 +220,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
         time.sleep(0.3)
         return write(*words)
 
-    monkeypatch.setattr(tensorfile, "write", slow)
+    monkeypatch.setattr(shard_file, "write", slow)
     plain = step.forward_backward
 
     def forward_backward(model: nn.Module, batch: Any) -> Any:
@@ -241,8 +241,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
 
 
 def test_a_run_that_fails_first_finishes_the_checkpoint_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, step = tensorfile.write, new_step()
-    monkeypatch.setattr(tensorfile, "write", lambda *words: (time.sleep(0.5), write(*words))[1])
+    write, step = shard_file.write, new_step()
+    monkeypatch.setattr(shard_file, "write", lambda *words: (time.sleep(0.5), write(*words))[1])
     plain = step.forward_backward
     step.forward_backward = lambda model, batch: plain(model, batch) if step.count < 3 else 1 / 0  # type: ignore[return-value]
     with new_run(tmp_path, every_steps=2) as run, pytest.raises(ZeroDivisionError):
@@ -291,9 +291,9 @@ def test_a_signal_stops_at_a_step_boundary(tmp_path: Path) -> None:
 def test_a_whole_checkpoint_is_never_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int, reason: str) -> None:
     """A signal right after a save, or at the last step: replacing the newest checkpoint would leave none for an instant."""
     saved: list[int] = []
-    begin = Checkpoints.begin
+    async_save = Checkpoints.async_save
     monkeypatch.setattr(
-        Checkpoints, "begin", lambda self, step, progress: (saved.append(progress.step), begin(self, step, progress))[1]
+        Checkpoints, "async_save", lambda self, step, progress: (saved.append(progress.step), async_save(self, step, progress))[1]
     )
     step = interrupted(signal.SIGTERM, when)
     with new_run(tmp_path, every_steps=1) as run:

@@ -8,7 +8,7 @@ from hpcai import dist
 from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import GradientSums
 from hpcai.settings import StepConfig
-from hpcai.train.optim import Optimizer, decayed
+from hpcai.train.optim import Optimizer, match_decay_names
 
 RATES = [0.0, 0.05, 0.1, 0.1, 0.025, 0.0, 0.01]
 
@@ -28,7 +28,7 @@ def _layout(p: torch.Tensor) -> torch.memory_format:
 
 
 def new(model: nn.Module, cfg: StepConfig) -> Optimizer:
-    return Optimizer(GradientSums(model, dist.alone(torch.device("cpu")), decays=decayed(model, cfg)).rows, cfg)
+    return Optimizer(GradientSums(model, dist.alone(torch.device("cpu")), decays=match_decay_names(model, cfg)).rows, cfg)
 
 
 def run(cfg: StepConfig) -> nn.Module:
@@ -37,7 +37,7 @@ def run(cfg: StepConfig) -> nn.Module:
     for step, lr in enumerate(RATES):
         for p, g in zip(model.parameters(), gradients(model, step)):
             p.grad = g
-        optimizer.set_rate(lr)
+        optimizer.set_lr(lr)
         optimizer.step(None, torch.tensor(0.0))
     return model
 

@@ -26,7 +26,7 @@ def train(watch: Profile, first: int, last: int) -> None:
         for step in range(first, last + 1):
             with span(f"forward of {step}"):
                 torch.ones(8, 8) @ torch.ones(8, 8)
-            watch.at(step)
+            watch.after_step(step)
 
 
 @pytest.mark.parametrize(

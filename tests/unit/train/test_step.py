@@ -13,8 +13,8 @@ from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.models.cosmoflow import Batch
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.measure import Measured, Value
-from hpcai.train.saved import Progress
+from hpcai.train.checkpoint_reader import Progress
+from hpcai.train.metrics import MetricSums, Value
 from hpcai.train.step import Step, split
 from tests.ranks.launch import on_ranks
 
@@ -86,7 +86,7 @@ class NoHostRead(TorchDispatchMode):
 
 @pytest.mark.parametrize("cfg", [StepConfig(), StepConfig(optimizer="sgd", clip=1.0, accumulate=2, average=0.9)])
 def test_nothing_is_read_from_the_device_inside_a_step(cfg: StepConfig) -> None:
-    step, sums = Step(network(), loss, cfg, dist.alone()), Measured()
+    step, sums = Step(network(), loss, cfg, dist.alone()), MetricSums()
     step(batch())
     with NoHostRead():
         for seed in range(3):
@@ -195,7 +195,7 @@ def after_a_step(mesh: Mesh, several: bool, accumulate: int, clip: float | None)
     step = Step(nn.Linear(3, 2), two_means if several else tokens, cfg, mesh, counts=counted if several else None)
     axis = mesh["replicate"]
     values = step(uneven().chunk(axis.size)[axis.rank])
-    measured = Measured()
+    measured = MetricSums()
     measured.add(values, 1)
     return [w for p in step.model.parameters() for w in p.detach().flatten().tolist()], measured.reduce(axis, mesh.device)["loss"]
 
@@ -264,7 +264,7 @@ def test_bf16_params_leaves_running_statistics_and_their_layers_in_fp32() -> Non
     step.check()
     assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2 + [torch.bfloat16] * 2
     assert all(w.dtype == torch.float32 for w in step.optimizer.weights().values())  # type: ignore[union-attr]
-    gradients = [row.gradient() for row in step.sums.rows]
+    gradients = [row.gradient() for row in step.reducer.rows]
     assert all(g.dtype == torch.float32 for g in gradients), "micro-batches are added up in float32"
 
 
@@ -291,7 +291,7 @@ def test_auto_precision_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda t=tiles: t)
         step = Step(network(), loss, StepConfig(precision="auto"), dist.alone(torch.device("cpu")))
-        assert step.cfg.precision == expected and step.notes[0].startswith(f"step.precision: {expected}, since cpu ")
+        assert step.cfg.precision == expected and step.messages[0].startswith(f"step.precision: {expected}, since cpu ")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])

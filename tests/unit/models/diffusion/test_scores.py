@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcai import dist
 from hpcai.errors import DataError
 from hpcai.models.diffusion import scores
-from hpcai.train.measure import Measured
+from hpcai.train.metrics import MetricSums
 from tests.stored import arrays, told
 
 ENSEMBLE, SPECTRA, POINTS, SETS = (
@@ -27,7 +27,7 @@ def near(found: Any, right: Tensor, small: float = 1e-12) -> None:
 
 def finished(*totals: scores.Total) -> dict[str, float]:
     """What an evaluation reports of batches whose sums these are."""
-    measured = Measured()
+    measured = MetricSums()
     for total in totals:
         measured.add({"scores": total}, 1)
     return measured.reduce(dist.alone()["replicate"], torch.device("cpu"))

@@ -17,8 +17,8 @@ from hpcai.models.diffusion.load import from_config, save_folder, to_config
 from hpcai.models.diffusion.tokens import modulated
 from hpcai.nn.matmul import FusedLinear
 from hpcai.settings import StepConfig
-from hpcai.train.choices import narrow_products
-from hpcai.train.compiling import blocks
+from hpcai.train.auto_settings import enable_float8
+from hpcai.train.compiling import repeated_blocks
 from tests.unit.models.watched import kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,7 +109,7 @@ def test_gradients_are_the_same_to_the_bit(kind: str, autocast: dict[str, Any]) 
 def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind: str) -> None:
     model, (x, time) = network(kind), samples()
     before = model(x, time, asked(kind))
-    narrow_products(model, StepConfig(products="fp8"), torch.device("cpu"))
+    enable_float8(model, StepConfig(products="fp8"), torch.device("cpu"))
     names = {name for name, part in model.named_modules() if isinstance(part, FusedLinear)}
     assert not [name for name in names if "embed" in name or "norm" in name or name.startswith("proj")]
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and "transformer_blocks" in name]
@@ -117,7 +117,7 @@ def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind:
     found = model(x, time, asked(kind))
     assert 0 < (found - before).norm() < 0.2 * before.norm()
     found.square().sum().backward()
-    assert len(blocks(model)) == (2 if kind == "dit" else 4), "which are compiled and gathered one by one"
+    assert len(repeated_blocks(model)) == (2 if kind == "dit" else 4), "which are compiled and gathered one by one"
 
 
 # ---- what is refused

@@ -17,8 +17,8 @@ from hpcai.cli.forks import forked
 from hpcai.cli.replay import searched
 from hpcai.errors import DataError
 from hpcai.settings import ReportConfig, RunConfig, StepConfig, TrainConfig
-from hpcai.train import failure, rng
-from hpcai.train.failure import LAST, PULSE, Failures, read, resting, standing
+from hpcai.train import flight_recorder, rng
+from hpcai.train.flight_recorder import HEARTBEAT, LAST_FAILURE, FlightRecorder, describe_ranks, pause_watchdog, read_bundle
 
 
 def run_in(folder: Path | None) -> train.Run:
@@ -35,20 +35,20 @@ def fails_in(folder: Path, before: Any = lambda: None) -> None:
 def test_a_bundle_holds_logs_events_random_state_and_the_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the first error"), run_in(tmp_path) as run:
         run.begin()
-        run.failures.whereabouts = lambda step: {"step": 7, "samples": 1 / 0}
+        run.flight_recorder.describe_state = lambda step: {"step": 7, "samples": 1 / 0}
         for number in range(300):
             logging.getLogger("any").warning("line %d", number)
             run.reports.emit("train", step=number, loss=float("nan"))
         state = rng.state()["torch"]
         raise DataError("the first error")
-    (told,) = read(tmp_path / LAST)
+    (told,) = read_bundle(tmp_path / LAST_FAILURE)
     assert len(told["log"]) == 200 and told["log"][-1].endswith("WARNING any: line 299")
     assert len(told["events"]) == 100 and told["events"][-1]["loss"] == "NaN"
     assert told["error"]["text"] == "the first error" and "raise DataError" in told["error"]["traceback"]
     assert told["step"] == 0 and "ZeroDivisionError" in told["position"], "what cannot be told hides nothing else"
     assert "MainThread" in told["threads"][0]["thread"] and told["pid"] == os.getpid()
-    assert torch.equal(load_file(tmp_path / LAST / "rank-00000.safetensors")["torch"], state)
-    assert all(not isinstance(handler, Failures) for handler in logging.getLogger().handlers)
+    assert torch.equal(load_file(tmp_path / LAST_FAILURE / "rank-00000.safetensors")["torch"], state)
+    assert all(not isinstance(handler, FlightRecorder) for handler in logging.getLogger().handlers)
 
 
 def test_what_is_no_failure_leaves_nothing(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_full_disk_does_not_hide_the_first_error_and_keeps_no_half_bundle(tmp_
 
 
 def test_a_file_system_that_hangs_does_not_hold_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "_WRITING", 0.2)
-    monkeypatch.setattr(Failures, "_write", lambda *words: time.sleep(3))
+    monkeypatch.setattr(flight_recorder, "_WRITE_TIMEOUT", 0.2)
+    monkeypatch.setattr(FlightRecorder, "_write", lambda *words: time.sleep(3))
     began = time.monotonic()
     with pytest.raises(DataError, match="the first error"):
         fails_in(tmp_path)
@@ -92,7 +92,7 @@ def test_a_file_system_that_hangs_does_not_hold_the_first_error(tmp_path: Path, 
 def test_processes_that_stand_alike_share_a_line_and_the_rarest_comes_first() -> None:
     told = [{"rank": rank, "step": 4, "where": "wait (a.py:1: w)" if rank != 5 else "sleep (b.py:2: s)"} for rank in range(9)]
     told = [one for one in told if one["rank"] != 7]
-    assert standing(told, 10).splitlines() == [
+    assert describe_ranks(told, 10).splitlines() == [
         "  rank 5: step 4, in sleep (b.py:2: s)",
         "  ranks 7,9: wrote nothing: its node is gone, its disk full, or a call holds the interpreter",
         "  ranks 0-4,6,8: step 4, in wait (a.py:1: w)",
@@ -102,10 +102,10 @@ def test_processes_that_stand_alike_share_a_line_and_the_rarest_comes_first() ->
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Any, patience: float = 0.3) -> list[float]:
     """What the watchdog would have ended while ``act`` ran."""
     ends: list[float] = []
-    monkeypatch.setattr(Failures, "_end", lambda self, patience: ends.append(patience))
+    monkeypatch.setattr(FlightRecorder, "_end_job", lambda self, patience: ends.append(patience))
     with run_in(tmp_path) as run:
         run.begin()
-        with run.failures.watching(patience):
+        with run.flight_recorder.watch_hang(patience):
             act()
     return ends
 
@@ -115,21 +115,21 @@ def test_only_what_stands_still_is_a_hang(tmp_path: Path, monkeypatch: pytest.Mo
         time.sleep(0.9)
 
     def stands() -> None:
-        PULSE.beats += 1
+        HEARTBEAT.beats += 1
         time.sleep(0.9)
 
     def moves() -> None:
         for _ in range(9):
-            PULSE.beats += 1
+            HEARTBEAT.beats += 1
             time.sleep(0.1)
 
     def rests() -> None:
-        PULSE.beats += 1
-        with resting():
+        HEARTBEAT.beats += 1
+        with pause_watchdog():
             time.sleep(0.9)
 
     def saves() -> None:
-        PULSE.beats += 1
+        HEARTBEAT.beats += 1
         partial = tmp_path / "checkpoints" / ".step-00000001.partial"
         partial.mkdir()
         for size in range(9):
@@ -147,10 +147,10 @@ def test_steps_and_batches_of_an_evaluation_count(tmp_path: Path) -> None:
         return {"loss": model(batch).square().mean()}
 
     step = train.Step(nn.Linear(2, 1), loss, StepConfig(), dist.alone())
-    before = PULSE.beats
+    before = HEARTBEAT.beats
     batches = [torch.randn(2, 2) for _ in range(4)]
     train.fit(step, batches, TrainConfig(steps=3), validation=batches, evaluate=loss)
-    assert PULSE.beats - before == 3 + 4
+    assert HEARTBEAT.beats - before == 3 + 4
 
 
 @pytest.mark.parametrize("where", ["batch", "second", "loss"])

@@ -10,13 +10,13 @@ from hpcai import dist
 from hpcai.errors import ConfigError
 from hpcai.settings import StepConfig
 from hpcai.train import Step
-from hpcai.train.measure import Measured
+from hpcai.train.metrics import MetricSums
 
 HERE, CPU = dist.alone()["replicate"], torch.device("cpu")
 
 
 def numbers(*batches: dict[str, Any]) -> dict[str, float]:
-    measured = Measured()
+    measured = MetricSums()
     for batch in batches:
         measured.add(batch, 2)
     return measured.reduce(HERE, CPU)

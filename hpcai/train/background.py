@@ -10,7 +10,7 @@ import torch
 T = TypeVar("T")
 
 
-def later(function: Callable[[], T], name: str, after: "Future[T] | None" = None) -> "Future[T]":
+def submit(function: Callable[[], T], name: str, after: "Future[T] | None" = None) -> "Future[T]":
     """``function()`` in a thread that does not keep the process alive, once ``after`` is done."""
     future: Future[T] = Future()
 

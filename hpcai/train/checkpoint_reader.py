@@ -17,8 +17,8 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
-from hpcai.train import tensorfile
-from hpcai.train.tensorfile import BLOCK, Block, Box, Stored
+from hpcai.train import shard_file
+from hpcai.train.shard_file import BLOCK, Block, Box, StoredBox
 
 INDEX, RUN, MANIFEST = "index.json", "run.json", "manifest.json"
 FORMAT: Literal[3] = 3
@@ -45,14 +45,14 @@ class Progress:
 # What the JSON files of a checkpoint hold.
 
 
-class _Seal(BaseModel):
+class _FileDigest(BaseModel):
     bytes: Count
     sha256: str
 
 
 class _Manifest(BaseModel):
     format: Literal[3]
-    files: dict[FileName, _Seal]
+    files: dict[FileName, _FileDigest]
 
 
 class RunFile(BaseModel):
@@ -71,7 +71,7 @@ class RunFile(BaseModel):
     """which model the weights are of, as the files of weights say it"""
 
 
-class _Stretch(BaseModel):
+class _ByteRange(BaseModel):
     writer: Count
     at: Count
     bytes: Count
@@ -82,7 +82,7 @@ class File(BaseModel):
     bytes: Count
     header: Count
     sha256: str
-    stretches: list[_Stretch]
+    stretches: list[_ByteRange]
 
 
 class Index(BaseModel):
@@ -94,13 +94,13 @@ class Index(BaseModel):
 
     def blocks(self) -> list[Block]:
         """Return the blocks of all files."""
-        found: list[Block] = []
+        blocks: list[Block] = []
         for name, file in self.files.items():
             for stretch in file.stretches:
                 for number, seal in enumerate(stretch.sha256):
                     at = stretch.at + number * self.block
-                    found.append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), seal))
-        return found
+                    blocks.append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), seal))
+        return blocks
 
 
 class DamagedError(CheckpointError):
@@ -108,23 +108,23 @@ class DamagedError(CheckpointError):
 
 
 @dataclass
-class Held:
+class CheckpointReader:
     """What a checkpoint holds: its run, its files, the boxes of each tensor and where they lie, and the size of each tensor."""
 
     path: Path
     run: RunFile
     index: Index
-    tensors: dict[str, list[Stored]] = field(default_factory=dict)
+    tensors: dict[str, list[StoredBox]] = field(default_factory=dict)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def damage(self, part: int = 0, parts: int = 1) -> str:
+    def find_damage(self, index: int = 0, count: int = 1) -> str:
         """Return an error message for the first damaged block of part ``part`` of ``parts``, or an empty text."""
-        every = self.index.blocks()
-        return tensorfile.wrong(self.path, every[len(every) * part // parts : len(every) * (part + 1) // parts])
+        blocks = self.index.blocks()
+        return shard_file.verify_blocks(self.path, blocks[len(blocks) * index // count : len(blocks) * (index + 1) // count])
 
-    def fill(self, wanted: Sequence[Box], readers: int = 1) -> str:
+    def fill(self, boxes: Sequence[Box], readers: int = 1) -> str:
         """Read the numbers of each box -> what is damaged, or nothing. Ranks that hold the same boxes call this together."""
-        return tensorfile.read(self.path, [(box, self.tensors[box.name]) for box in wanted], readers)
+        return shard_file.read(self.path, [(box, self.tensors[box.name]) for box in boxes], readers)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Some tensors, whole, on one process. Raises CheckpointError where they cannot be read."""
@@ -137,28 +137,28 @@ class Held:
 J = TypeVar("J", bound=BaseModel)
 
 
-def _told(file: Path, kind: type[J]) -> J:
+def _read_json(file: Path, schema: type[J]) -> J:
     """The content of a JSON file. Raises DamagedError where it cannot be read or is not of its kind."""
     try:
-        return kind.model_validate_json(file.read_bytes())
+        return schema.model_validate_json(file.read_bytes())
     except OSError as problem:
         raise DamagedError(f"{file.name} cannot be read ({type(problem).__name__})") from problem
     except ValidationError as problem:
         first = problem.errors()[0]
-        where = ".".join(map(str, first["loc"][:3]))
-        raise DamagedError(f"{file.name} cannot be read ({where + ': ' if where else ''}{first['msg']})") from problem
+        location = ".".join(map(str, first["loc"][:3]))
+        raise DamagedError(f"{file.name} cannot be read ({location + ': ' if location else ''}{first['msg']})") from problem
 
 
-def found(directory: Path) -> list[Path]:
+def list_checkpoints(directory: Path) -> list[Path]:
     """Complete-looking checkpoints in a run's folder ``checkpoints``, oldest first."""
     folders = directory.glob("step-*") if directory.is_dir() else ()
-    return sorted((p for p in folders if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=step_of)
+    return sorted((p for p in folders if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=step_number)
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, whole, by name: on one process, without the model. Raises CheckpointError for a damaged one."""
-    held = _whole(checkpoint)
-    return held.read(held.tensors)
+    reader = _open_verified(checkpoint)
+    return reader.read(reader.tensors)
 
 
 def export(
@@ -168,103 +168,103 @@ def export(
     on one process, some tensors at a time. Weights that were not trained are ``load``ed from their own file; None: by the model of
     ours that the checkpoint names. ``names`` gives the name of a weight in the file, and None for one that was trained and is to be
     left out; with it none that was not trained is written. Raises CheckpointError."""
-    held = _whole(checkpoint)
-    known, run = held.tensors, held.run
+    reader = _open_verified(checkpoint)
+    stored, run = reader.tensors, reader.run
     if not run.about:
         raise CheckpointError(f"{checkpoint}: does not say which model its weights are of; go on with the run, which leaves them")
-    own = [name.removeprefix("model/") for name in known if name.startswith("model/")]
-    called = {name: name if names is None else names(name) for name in own}
-    source = {told: f"average/{name}" if f"average/{name}" in known else f"model/{name}" for name, told in called.items() if told}
-    others = _of_files(checkpoint, run, load) if names is None else {}
-    sizes = {name: (known[key][0].dtype, list(held.sizes[key])) for name, key in source.items()}
-    sizes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in others.items()}
-    ordered = sorted(sizes, key=lambda name: (name in others, -sizes[name][0].itemsize, name))
+    parameters = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
+    exported = {name: name if names is None else names(name) for name in parameters}
+    source = {out: f"average/{name}" if f"average/{name}" in stored else f"model/{name}" for name, out in exported.items() if out}
+    frozen = _load_frozen(checkpoint, run, load) if names is None else {}
+    sizes = {name: (stored[key][0].dtype, list(reader.sizes[key])) for name, key in source.items()}
+    sizes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in frozen.items()}
+    ordered = sorted(sizes, key=lambda name: (name in frozen, -sizes[name][0].itemsize, name))
     ends = list(accumulate(math.prod(size) * dtype.itemsize for dtype, size in map(sizes.__getitem__, ordered)))
     entries: dict[str, Any] = {"__metadata__": run.about}
     for name, begin, end in zip(ordered, [0, *ends], ends):
-        entries[name] = {"dtype": tensorfile.KINDS[sizes[name][0]], "shape": sizes[name][1], "data_offsets": [begin, end]}
+        entries[name] = {"dtype": shard_file.DTYPE_NAMES[sizes[name][0]], "shape": sizes[name][1], "data_offsets": [begin, end]}
     with path.open("wb") as file:
-        file.write(tensorfile.head(entries))
-        for some in _some(ordered[: len(source)], ends):
-            for tensor in held.read(source[name] for name in some).values():
+        file.write(shard_file.encode_header(entries))
+        for some in _group_by_bytes(ordered[: len(source)], ends):
+            for tensor in reader.read(source[name] for name in some).values():
                 file.write(_bytes(tensor))
         for name in ordered[len(source) :]:
-            file.write(_bytes(others[name]))
+            file.write(_bytes(frozen[name]))
 
 
-def _of_files(checkpoint: Path, run: RunFile, load: Callable[[str], nn.Module] | None) -> dict[str, Tensor]:
+def _load_frozen(checkpoint: Path, run: RunFile, load: Callable[[str], nn.Module] | None) -> dict[str, Tensor]:
     """Weights that are not in the checkpoint, from the files that it names."""
-    found: dict[str, Tensor] = {}
-    for seal, origin in run.origins.items():
-        if not Path(origin).is_file() or sealed(Path(origin))["sha256"] != seal:
-            raise CheckpointError(f"{checkpoint}: weights that were not trained are of {origin} (SHA-256 {seal}); put it back")
-        kind = re.search(r'"model": "(\w+)"', run.about.get("hpcai", ""))
-        if load is None and (kind is None or find_spec(f"hpcai.models.{kind[1]}") is None):
+    weights: dict[str, Tensor] = {}
+    for digest, origin in run.origins.items():
+        if not Path(origin).is_file() or file_digest(Path(origin))["sha256"] != digest:
+            raise CheckpointError(f"{checkpoint}: weights that were not trained are of {origin} (SHA-256 {digest}); put it back")
+        package = re.search(r'"model": "(\w+)"', run.about.get("hpcai", ""))
+        if load is None and (package is None or find_spec(f"hpcai.models.{package[1]}") is None):
             raise CheckpointError(f"{checkpoint}: holds a model that hpcai does not have; its run leaves the weights at its end")
-        state = (load or import_module(f"hpcai.models.{kind and kind[1]}.load").load_weights)(origin).state_dict()
-        found |= {name: state[name].contiguous() for name, other in run.frozen.items() if other == seal}
-    return found
+        state = (load or import_module(f"hpcai.models.{package and package[1]}.load").load_weights)(origin).state_dict()
+        weights |= {name: state[name].contiguous() for name, other in run.frozen.items() if other == digest}
+    return weights
 
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _some(names: list[str], ends: list[int], most: int = 1 << 28) -> Iterator[list[str]]:
+def _group_by_bytes(names: list[str], ends: list[int], max_bytes: int = 1 << 28) -> Iterator[list[str]]:
     """``names`` in groups of about ``most`` bytes, from where the tensor of each ends."""
-    parts = groupby(zip(names, ends), lambda pair: pair[1] // most)
+    parts = groupby(zip(names, ends), lambda pair: pair[1] // max_bytes)
     return ([name for name, _ in part] for _, part in parts)
 
 
-def _whole(checkpoint: Path) -> Held:
+def _open_verified(checkpoint: Path) -> CheckpointReader:
     """A checkpoint of which every byte was compared with its SHA-256."""
     try:
-        held = opened(checkpoint)
-        if problem := held.damage():
+        reader = open_checkpoint(checkpoint)
+        if problem := reader.find_damage():
             raise DamagedError(problem)
-        return held
+        return reader
     except DamagedError as damage:
         raise CheckpointError(f"{checkpoint}: {damage}") from damage
 
 
-def opened(path: Path) -> Held:
+def open_checkpoint(path: Path) -> CheckpointReader:
     """A checkpoint as far as its JSON files, the sizes of the others and their headers tell. Raises DamagedError."""
-    manifest = _told(path / MANIFEST, _Manifest)
+    manifest = _read_json(path / MANIFEST, _Manifest)
     for name in sorted({*manifest.files, RUN, INDEX}):
         if name not in manifest.files or not (path / name).is_file():
             raise DamagedError(f"{name} is missing")
-        if sealed(path / name) != manifest.files[name].model_dump():
+        if file_digest(path / name) != manifest.files[name].model_dump():
             raise DamagedError(f"{name} has changed since it was written (size or SHA-256)")
-    held = Held(path, _told(path / RUN, RunFile), _told(path / INDEX, Index))
-    for name, part in _parts(path, held.index):
+    reader = CheckpointReader(path, _read_json(path / RUN, RunFile), _read_json(path / INDEX, Index))
+    for name, part in _stored_boxes(path, reader.index):
         width = part.dtype.itemsize
         fits = math.prod(part.sizes) * width == part.end - part.at and part.at % width == 0
-        inside = any(s.at <= part.at and part.end <= s.at + s.bytes for s in held.index.files[part.file].stretches)
+        inside = any(s.at <= part.at and part.end <= s.at + s.bytes for s in reader.index.files[part.file].stretches)
         if not (fits and inside and len(part.offsets) == len(part.sizes)):
             raise DamagedError(f"{name!r} is placed where no file of it is")
-        held.tensors.setdefault(name, []).append(part)
-    for name, parts in held.tensors.items():
-        held.sizes[name] = parts[0].sizes
+        reader.tensors.setdefault(name, []).append(part)
+    for name, parts in reader.tensors.items():
+        reader.sizes[name] = parts[0].sizes
         if len(parts) > 1 or any(parts[0].offsets):
             ends = ([o + n for o, n in zip(part.offsets, part.sizes)] for part in parts)
-            held.sizes[name] = tuple(map(max, zip(*ends)))
-        if sum(math.prod(part.sizes) for part in parts) != math.prod(held.sizes[name]):
+            reader.sizes[name] = tuple(map(max, zip(*ends)))
+        if sum(math.prod(part.sizes) for part in parts) != math.prod(reader.sizes[name]):
             raise DamagedError(f"only parts of {name!r} are there")
-    if not held.tensors:
+    if not reader.tensors:
         raise DamagedError(f"{INDEX} names no file of tensors")
-    return held
+    return reader
 
 
-def _parts(path: Path, index: Index) -> Iterator[tuple[str, Stored]]:
+def _stored_boxes(path: Path, index: Index) -> Iterator[tuple[str, StoredBox]]:
     """The boxes of all tensors. Raises DamagedError."""
     try:
         for name, file in index.files.items():
-            yield from tensorfile.listed(name, _header(path / name, file, index.block))
+            yield from shard_file.list_tensors(name, _read_header(path / name, file, index.block))
     except ValueError as problem:
         raise DamagedError(f"a header cannot be read ({problem})") from problem
 
 
-def _header(path: Path, file: File, block: int) -> bytes:
+def _read_header(path: Path, file: File, block: int) -> bytes:
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -279,10 +279,10 @@ def _header(path: Path, file: File, block: int) -> bytes:
     return header
 
 
-def step_of(path: Path) -> int:
+def step_number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def sealed(file: Path) -> dict[str, Any]:
+def file_digest(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}

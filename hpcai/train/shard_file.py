@@ -26,12 +26,12 @@ from hpcai.dist.mesh import Axis
 BLOCK = 16 << 20
 """Bytes of which each has a SHA-256 of its own"""
 _ALIGN = 4096  # a header fills whole pages
-KINDS = {
+DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_TYPES = {kind: dtype for dtype, kind in KINDS.items()}
-_PART = re.compile(r"(.+)\[(\d+:\d+(?:,\d+:\d+)*)\]", re.DOTALL)  # of a tensor: its name, and from where to where in each dim
+_DTYPES = {kind: dtype for dtype, kind in DTYPE_NAMES.items()}
+_SHARD_KEY = re.compile(r"(.+)\[(\d+:\d+(?:,\d+:\d+)*)\]", re.DOTALL)  # of a tensor: its name, and from where to where in each dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Box:
     size: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: Tensor
-    copies: tuple[Axis, ...] = ()
+    replica_axes: tuple[Axis, ...] = ()
 
     @property
     def key(self) -> str:
@@ -52,45 +52,45 @@ class Box:
         return self.name if tuple(self.tensor.shape) == self.size else f"{self.name}[{','.join(parts)}]"
 
 
-def dealt(found: Sequence[Box], most: int) -> Iterator[tuple[tuple[Axis, ...], list[list[Box]]]]:
+def assign_writers(boxes: Sequence[Box], limit: int) -> Iterator[tuple[tuple[Axis, ...], list[list[Box]]]]:
     """Distribute boxes, by bytes, over the first ``most`` ranks that hold the same ones; a list for each set of replicated axes.
     Numbers of wide types come first, so that each lies at a multiple of its own size."""
-    for copies in dict.fromkeys(box.copies for box in found):
-        alike = sorted((box for box in found if box.copies == copies), key=lambda box: -box.tensor.itemsize)
-        parts: list[list[Box]] = [[] for _ in range(min(most, math.prod(axis.size for axis in copies)))]
-        total, done = sum(box.tensor.nbytes for box in alike), 0
-        for box in alike:
+    for axes in dict.fromkeys(box.replica_axes for box in boxes):
+        replicated = sorted((box for box in boxes if box.replica_axes == axes), key=lambda box: -box.tensor.itemsize)
+        parts: list[list[Box]] = [[] for _ in range(min(limit, math.prod(axis.size for axis in axes)))]
+        total, done = sum(box.tensor.nbytes for box in replicated), 0
+        for box in replicated:
             parts[min((done + box.tensor.nbytes // 2) * len(parts) // max(total, 1), len(parts) - 1)].append(box)
             done += box.tensor.nbytes
-        yield copies, parts
+        yield axes, parts
 
 
-def own(found: Sequence[Box], most: int) -> list[Box]:
+def boxes_to_write(boxes: Sequence[Box], limit: int) -> list[Box]:
     """Return the boxes of ``found`` that this process writes."""
-    mine = [box for copies, parts in dealt(found, most) if _place(copies) < len(parts) for box in parts[_place(copies)]]
-    return sorted(mine, key=lambda box: -box.tensor.itemsize)
+    local = [box for axes, parts in assign_writers(boxes, limit) if _rank_in(axes) < len(parts) for box in parts[_rank_in(axes)]]
+    return sorted(local, key=lambda box: -box.tensor.itemsize)
 
 
-def room(boxes: Sequence[Box], pinned: bool = False) -> tuple[Tensor, list[Tensor]]:
+def allocate(boxes: Sequence[Box], pinned: bool = False) -> tuple[Tensor, list[Tensor]]:
     """Memory for the numbers of ``boxes``, one behind another, and the part of each."""
     ends = list(accumulate((box.tensor.nbytes for box in boxes), initial=0))
     memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
-    parts = [memory[a:b].view(box.tensor.dtype).view(box.tensor.shape) for a, b, box in zip(ends, ends[1:], boxes)]
-    return memory, parts
+    views = [memory[a:b].view(box.tensor.dtype).view(box.tensor.shape) for a, b, box in zip(ends, ends[1:], boxes)]
+    return memory, views
 
 
-def _place(axes: Sequence[Axis]) -> int:
+def _rank_in(axes: Sequence[Axis]) -> int:
     """This rank's number among those along ``axes``."""
-    place = 0
+    index = 0
     for axis in axes:
-        place = place * axis.size + axis.rank
-    return place
+        index = index * axis.size + axis.rank
+    return index
 
 
 # ---- writing
 
 
-def head(entries: Mapping[str, Any]) -> bytes:
+def encode_header(entries: Mapping[str, Any]) -> bytes:
     """What a file begins with: a length, and JSON of ``entries`` that fills whole pages."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
@@ -100,28 +100,28 @@ def head(entries: Mapping[str, Any]) -> bytes:
 def write(path: Path, boxes: Sequence[Box], memory: Tensor, writer: int) -> dict[str, Any]:
     """Write a file of ``boxes``, whose numbers are in ``memory``, and wait for the disk -> what the index says of the file."""
     ends = list(accumulate((box.tensor.nbytes for box in boxes), initial=0))
-    header = head({
-        box.key: {"dtype": KINDS[box.tensor.dtype], "shape": tuple(box.tensor.shape), "data_offsets": span}
+    header = encode_header({
+        box.key: {"dtype": DTYPE_NAMES[box.tensor.dtype], "shape": tuple(box.tensor.shape), "data_offsets": span}
         for box, *span in zip(boxes, ends, ends[1:])
     })  # fmt: skip
-    seals, numbers = [], memory.numpy().data
+    digests, content = [], memory.numpy().data
     with path.open("wb") as file:
         file.write(header)
-        for first in range(0, len(numbers), BLOCK):
-            block: Any = numbers[first : first + BLOCK]
-            seals.append(hashlib.sha256(block).hexdigest())
+        for first in range(0, len(content), BLOCK):
+            block: Any = content[first : first + BLOCK]
+            digests.append(hashlib.sha256(block).hexdigest())
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    stretch = {"writer": writer, "at": len(header), "bytes": len(numbers), "sha256": seals}
+    stretch = {"writer": writer, "at": len(header), "bytes": len(content), "sha256": digests}
     seal = hashlib.sha256(header).hexdigest()
-    return {"bytes": len(header) + len(numbers), "header": len(header), "sha256": seal, "stretches": [stretch]}
+    return {"bytes": len(header) + len(content), "header": len(header), "sha256": seal, "stretches": [stretch]}
 
 
 # ---- reading
 
 
-class Stored(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor in a file, from ``at`` to ``end``."""
 
     dtype: torch.dtype
@@ -141,22 +141,22 @@ class Block(NamedTuple):
     sha256: str
 
 
-def listed(file: str, header: bytes) -> Iterator[tuple[str, Stored]]:
+def list_tensors(file: str, header: bytes) -> Iterator[tuple[str, StoredBox]]:
     """The names of tensors, and the boxes of them that ``file`` has. Raises ValueError where the header is none of ours."""
     try:
-        for key, told in json.loads(header[8:]).items():
-            begin, end = told["data_offsets"]
-            sizes, part = tuple(told["shape"]), _PART.fullmatch(key)
-            offsets = tuple(int(dim.partition(":")[0]) for dim in part[2].split(",")) if part else (0,) * len(sizes)
+        for key, entry in json.loads(header[8:]).items():
+            begin, end = entry["data_offsets"]
+            sizes, shard = tuple(entry["shape"]), _SHARD_KEY.fullmatch(key)
+            offsets = tuple(int(dim.partition(":")[0]) for dim in shard[2].split(",")) if shard else (0,) * len(sizes)
             if {*map(type, (begin, *sizes))} != {int} or min((begin, *sizes)) < 0:
                 raise TypeError(f"{key!r} is no box")
             at = len(header)
-            yield part[1] if part else key, Stored(_TYPES[told["dtype"]], offsets, sizes, file, at + begin, at + end)
+            yield shard[1] if shard else key, StoredBox(_DTYPES[entry["dtype"]], offsets, sizes, file, at + begin, at + end)
     except (LookupError, TypeError, AttributeError, RecursionError) as problem:
         raise ValueError(f"{type(problem).__name__}: {problem}") from problem
 
 
-class _Files(ExitStack):
+class _OpenFiles(ExitStack):
     """Files of a folder, each of which is opened once."""
 
     def __init__(self, folder: Path) -> None:
@@ -175,10 +175,10 @@ class _Files(ExitStack):
             view = view[count:]
 
 
-def wrong(folder: Path, blocks: Sequence[Block]) -> str:
+def verify_blocks(folder: Path, blocks: Sequence[Block]) -> str:
     """Return an error message for the first damaged block, or an empty text."""
     memory = torch.empty(max((block.length for block in blocks), default=0), dtype=torch.uint8)
-    with _Files(folder) as files:
+    with _OpenFiles(folder) as files:
         for block in blocks:
             content = memory[: block.length]
             with suppress(OSError):
@@ -189,61 +189,61 @@ def wrong(folder: Path, blocks: Sequence[Block]) -> str:
     return ""
 
 
-def read(folder: Path, wanted: Sequence[tuple[Box, Sequence[Stored]]], readers: int) -> str:
+def read(folder: Path, requests: Sequence[tuple[Box, Sequence[StoredBox]]], readers: int) -> str:
     """Fill each box from those stored of its tensor -> why a file cannot be read, or nothing. Ranks that hold the same boxes call
     this together: at most ``readers`` of them read, each its part, and pass it on."""
-    stored, problem = {id(box): parts for box, parts in wanted}, ""
-    for copies, dealt_out in dealt([box for box, _ in wanted], readers):
-        place, alone = _place(copies), math.prod(axis.size for axis in copies) == 1
-        own = dealt_out[place] if place < len(dealt_out) else []
-        memory, parts = room([] if alone else own)
-        parts = [box.tensor for box in own] if alone else parts
+    stored, problem = {id(box): parts for box, parts in requests}, ""
+    for copies, assigned in assign_writers([box for box, _ in requests], readers):
+        index, alone = _rank_in(copies), math.prod(axis.size for axis in copies) == 1
+        local = assigned[index] if index < len(assigned) else []
+        memory, parts = allocate([] if alone else local)
+        parts = [box.tensor for box in local] if alone else parts
         try:
-            with _Files(folder) as files:
-                for box, part in zip(own, parts):
+            with _OpenFiles(folder) as files:
+                for box, part in zip(local, parts):
                     for each in stored[id(box)]:
-                        _fill(replace(box, tensor=part), each, files)
+                        _read_overlap(replace(box, tensor=part), each, files)
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}"
-        for number, boxes in enumerate(() if alone else dealt_out):
-            content, parts_of = (memory, parts) if number == place else room(boxes)
+        for number, boxes in enumerate(() if alone else assigned):
+            content, views = (memory, parts) if number == index else allocate(boxes)
             _broadcast(content, copies, number)
-            for box, part in zip(boxes, parts_of):
+            for box, part in zip(boxes, views):
                 box.tensor.copy_(part)
     return problem
 
 
-def _fill(box: Box, stored: Stored, files: _Files) -> None:
+def _read_overlap(box: Box, stored: StoredBox, files: _OpenFiles) -> None:
     """Read what ``box`` needs of ``stored``: the rows of the first dim that both have."""
-    low, high = _common(box, stored.offsets, stored.sizes)
+    low, high = _overlap(box, stored.offsets, stored.sizes)
     if stored.at == stored.end or any(a >= b for a, b in zip(low, high)):
         return
     first = (low[0] - stored.offsets[0]) * math.prod(stored.sizes[1:]) * stored.dtype.itemsize if low else 0
-    numbers = torch.empty((high[0] - low[0], *stored.sizes[1:]) if low else (), dtype=stored.dtype)
-    files.read(stored.file, stored.at + first, numbers.view(-1).view(torch.uint8))
-    put(box, [*low[:1], *stored.offsets[1:]], numbers)
+    rows = torch.empty((high[0] - low[0], *stored.sizes[1:]) if low else (), dtype=stored.dtype)
+    files.read(stored.file, stored.at + first, rows.view(-1).view(torch.uint8))
+    copy_into(box, [*low[:1], *stored.offsets[1:]], rows)
 
 
-def _common(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+def _overlap(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the begin and the end, in each dim, of the overlap of ``box`` with a box at ``offsets``."""
     ends = zip(box.offsets, box.tensor.shape, offsets, sizes)
     return [max(pair) for pair in zip(box.offsets, offsets)], [min(x + n, y + m) for x, n, y, m in ends]
 
 
-def put(box: Box, offsets: Sequence[int], numbers: Tensor) -> None:
+def copy_into(box: Box, offsets: Sequence[int], source: Tensor) -> None:
     """Copy what ``box`` has of ``numbers``, which begin at ``offsets`` of the same tensor."""
-    low, high = _common(box, offsets, numbers.shape)
+    low, high = _overlap(box, offsets, source.shape)
     if all(a < b for a, b in zip(low, high)):
         into, of = (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at)) for at in (box.offsets, offsets))
-        box.tensor[into].copy_(numbers[of])
+        box.tensor[into].copy_(source[of])
 
 
-def _broadcast(content: Tensor, copies: tuple[Axis, ...], source: int) -> None:
+def _broadcast(content: Tensor, axes: tuple[Axis, ...], source: int) -> None:
     """Give ``content`` of the rank with number ``source`` among those along ``copies`` to all of them."""
-    places: list[int] = []
-    for axis in reversed(copies):
+    indices: list[int] = []
+    for axis in reversed(axes):
         source, place = divmod(source, axis.size)
-        places.insert(0, place)
-    for number, axis in enumerate(copies):  # along the first axis, then from all that have it along the next
-        if axis.size > 1 and all(other.rank == p for other, p in zip(copies[number + 1 :], places[number + 1 :])):
-            torch_dist.broadcast(content, group=axis.group, group_src=places[number])
+        indices.insert(0, place)
+    for number, axis in enumerate(axes):  # along the first axis, then from all that have it along the next
+        if axis.size > 1 and all(other.rank == p for other, p in zip(axes[number + 1 :], indices[number + 1 :])):
+            torch_dist.broadcast(content, group=axis.group, group_src=indices[number])

@@ -11,9 +11,9 @@ from hpcai.errors import DivergedError
 from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
-from hpcai.train.agreement import _BLOCK, fingerprint
 from hpcai.train.capture import _Reads
 from hpcai.train.loop import fit
+from hpcai.train.replica_check import _BLOCK, fingerprint
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.test_scoring import Network, batches, loss, metric
@@ -103,11 +103,11 @@ def divided(mesh: Mesh, shard: str) -> list[str]:
     told = []
     for struck in (False, True):
         step(batches(4, 2, mesh.rank)[0])
-        step.sums.settle()
+        step.reducer.settle()
         if struck and mesh.rank == 1:
-            next(numbers for name, numbers, _ in step.sums.alike() if name == "first.weight").view(torch.int32)[0] ^= 1
+            next(numbers for name, numbers, _ in step.reducer.alike() if name == "first.weight").view(torch.int32)[0] ^= 1
         try:
-            step.agreement.tell(int(step.first_bad(compare=True)[1].item()), step.count)
+            step.replica_check.raise_if_divergent(int(step.first_failures(compare=True)[1].item()), step.count)
         except DivergedError as error:
             told.append(str(error))
     return told
@@ -124,12 +124,12 @@ def in_slabs(mesh: Mesh) -> list[int]:
     cfg = cosmoflow.CosmoFlowConfig(size=16, filters=2, blocks=3)
     step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(), mesh)
     with _Reads() as reads:
-        unlike = step.first_bad(compare=True)[1]
+        unlike = step.first_failures(compare=True)[1]
     assert not reads.first, "the host waits for the device"
     found = [int(unlike.item())]
     if mesh.rank == 2:
         flip(step, "dense1.weight", bit=31)
-    return [*found, int(step.first_bad(compare=True)[1].item())]
+    return [*found, int(step.first_failures(compare=True)[1].item())]
 
 
 def test_the_ranks_of_a_cut_copy_hold_the_same() -> None:

@@ -36,35 +36,38 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, DivergedError
 from hpcai.train import rng
 
-LAST = "last-failure"  # a link in the run's directory: who makes it first names the bundle for all
-FIRST_STEP = 4         # times as long as others may the first step of a start take: it compiles
-_TICKS = 10            # looks at the counter in the time that is allowed
-_LINES, _EVENTS = 200, 100
-_WRITING = 10.0        # seconds that the file system may take before the failure goes on without a bundle
+LAST_FAILURE = "last-failure"  # a link in the run's directory: who makes it first names the bundle for all
+FIRST_STEP_FACTOR = 4         # times as long as others may the first step of a start take: it compiles
+_CHECKS = 10            # looks at the counter in the time that is allowed
+_MAX_RECORDS, _MAX_EVENTS = 200, 100
+_WRITE_TIMEOUT = 10.0        # seconds that the file system may take before the failure goes on without a bundle
 
 
-class _Pulse:
+_Describe = Callable[[int | None], dict[str, Any]]
+
+
+class _Heartbeat:
     """Counts what was finished: steps, batches of an evaluation. There is one of it, because a process has one run at a time."""
 
     beats = 0
-    rests = 0  # while this process rightly waits for as long as others take
+    pauses = 0  # while this process rightly waits for as long as others take
 
 
-PULSE = _Pulse()
+HEARTBEAT = _Heartbeat()
 
 
 @contextmanager
-def resting() -> Iterator[None]:
+def pause_watchdog() -> Iterator[None]:
     """Inside, this process waits for others which are watched themselves."""
-    PULSE.rests += 1
+    HEARTBEAT.pauses += 1
     try:
         yield
     finally:
-        PULSE.rests -= 1
-        PULSE.beats += 1
+        HEARTBEAT.pauses -= 1
+        HEARTBEAT.beats += 1
 
 
-class Failures(logging.Handler):
+class FlightRecorder(logging.Handler):
     """Keeps the last words of a run on this process, and writes them down when it fails. It is a handler of log records and a sink
     of events. ``whereabouts(step)`` tells of the step with this number from 1, or of the one under way."""
 
@@ -72,12 +75,12 @@ class Failures(logging.Handler):
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.run, self.directory, self.settings, self.job = name, directory, settings, mesh.job
-        self.whereabouts: Callable[[int | None], dict[str, Any]] = lambda step: {"step": step or 0}
-        self._records: deque[logging.LogRecord] = deque(maxlen=_LINES)
-        self._events: deque[log.Event] = deque(maxlen=_EVENTS)
-        self._armed, self._once = False, threading.Lock()
+        self.describe_state: _Describe = lambda step: {"step": step or 0}
+        self._records: deque[logging.LogRecord] = deque(maxlen=_MAX_RECORDS)
+        self._events: deque[log.Event] = deque(maxlen=_MAX_EVENTS)
+        self._armed, self._dump_lock = False, threading.Lock()
         self.bundle: Path | None = None
-        self.names_it = True  # whether this process was the first to write
+        self.wrote_first = True  # whether this process was the first to write
 
     def emit(self, record: logging.LogRecord) -> None:
         self._records.append(record)
@@ -90,47 +93,47 @@ class Failures(logging.Handler):
         """From now on the directory is ours."""
         if self.directory is not None and not self._armed:
             if self.job.rank == 0:
-                (self.directory / LAST).unlink(missing_ok=True)
+                (self.directory / LAST_FAILURE).unlink(missing_ok=True)
             self._armed = True
 
     # ---- the bundle
 
-    def tell(self, error: BaseException) -> None:
+    def record(self, error: BaseException) -> None:
         """Leave a bundle for an exception that ends the run."""
         step = error.step if isinstance(error, DivergedError) else None
-        self.leave("nan" if step else "crash", step, error)
+        self.dump("nan" if step else "crash", step, error)
 
-    def leave(self, kind: str, step: int | None = None, error: BaseException | None = None, reason: str = "") -> None:
+    def dump(self, kind: str, step: int | None = None, error: BaseException | None = None, reason: str = "") -> None:
         """Write what this process knows, once. It takes ten seconds at most and raises nothing: what it tells of counts more."""
-        if not self._armed or not self._once.acquire(blocking=False):
+        if not self._armed or not self._dump_lock.acquire(blocking=False):
             return
 
-        def act() -> None:
+        def write() -> None:
             try:
                 self._write(kind, step, error, reason)
             except Exception as problem:
                 watch.shout(f"rank {self.job.rank}: no failure bundle in {self.directory}: {problem}")
 
-        watch.within(_WRITING, act)
+        watch.within(_WRITE_TIMEOUT, write)
 
     def _write(self, kind: str, step: int | None, error: BaseException | None, reason: str) -> None:
         now = time.time()
-        about = _tried(lambda: self.whereabouts(step))
-        about = about if isinstance(about, dict) else {"step": step or 0, "position": about}
+        state = _call_or_error(lambda: self.describe_state(step))
+        state = state if isinstance(state, dict) else {"step": step or 0, "position": state}
         stacks = _stacks()
-        told = {
+        content = {
             "format": 1, "kind": kind, "run": self.run, "rank": self.job.rank, "world": self.job.size, "host": socket.gethostname(),
-            "pid": os.getpid(), "time": now, **about, "where": stacks[0]["where"], "error": _error(error, reason),
+            "pid": os.getpid(), "time": now, **state, "where": stacks[0]["where"], "error": _error(error, reason),
             "threads": stacks, "log": [self.format(record) for record in list(self._records)],
             "events": [log.plain({"kind": event.kind, "time": event.time, **event.fields}) for event in list(self._events)],
-            "command": sys.argv, "folder": os.getcwd(), "versions": _tried(_versions), "settings": self.settings,
+            "command": sys.argv, "folder": os.getcwd(), "versions": _call_or_error(_versions), "settings": self.settings,
         }  # fmt: skip
         assert self.directory is not None
-        name = f"failure-{about['step']:08d}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+        name = f"failure-{state['step']:08d}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
         try:
-            (self.directory / LAST).symlink_to(name)
+            (self.directory / LAST_FAILURE).symlink_to(name)
         except FileExistsError:
-            name, self.names_it = os.readlink(self.directory / LAST), False
+            name, self.wrote_first = os.readlink(self.directory / LAST_FAILURE), False
         except OSError:  # no links here: each process has a bundle of its own
             pass
         bundle = self.directory / Path(name).name
@@ -138,7 +141,7 @@ class Failures(logging.Handler):
         file = bundle / f"rank-{self.job.rank:05d}.json"
         partial = file.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(log.plain(told), indent=1))
+            partial.write_text(json.dumps(log.plain(content), indent=1))
         except OSError:  # a full disk: half a file helps nobody
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
@@ -151,19 +154,19 @@ class Failures(logging.Handler):
     # ---- the watchdog
 
     @contextmanager
-    def watching(self, patience: float | None, whereabouts: Callable[[int | None], dict[str, Any]] | None = None) -> Iterator[None]:
+    def watch_hang(self, timeout: float | None, describe_state: _Describe | None = None) -> Iterator[None]:
         """Inside, the job ends when no step was finished for ``patience`` seconds, and a process that is ended because another
         failed says its last words."""
-        if whereabouts is not None:
-            self.whereabouts = whereabouts
+        if describe_state is not None:
+            self.describe_state = describe_state
 
         def stopped(reason: str) -> None:
-            self.leave("stopped", reason=reason)
+            self.dump("stopped", reason=reason)
 
         done, thread = threading.Event(), None
         watch.last_words.append(stopped)
-        if patience is not None and self.settings:  # a notebook may wait as long as it likes
-            thread = threading.Thread(target=self._watch, args=(patience, done), name="hpcai-watchdog", daemon=True)
+        if timeout is not None and self.settings:  # a notebook may wait as long as it likes
+            thread = threading.Thread(target=self._watch, args=(timeout, done), name="hpcai-watchdog", daemon=True)
             thread.start()
         try:
             yield
@@ -173,73 +176,73 @@ class Failures(logging.Handler):
             if thread is not None:
                 thread.join()
 
-    def _watch(self, patience: float, done: threading.Event) -> None:
+    def _watch(self, timeout: float, done: threading.Event) -> None:
         """Count looks, not seconds: a job that is suspended is looked at by nobody meanwhile, and did not hang."""
-        first, idle, seen, saved = PULSE.beats, 0, PULSE.beats, 0
+        first, idle, seen, size = HEARTBEAT.beats, 0, HEARTBEAT.beats, 0
         while True:
             # This thread cannot run while a call holds the interpreter, but that one of faulthandler can.
-            faulthandler.dump_traceback_later(patience, file=2)
-            if done.wait(patience / _TICKS):
+            faulthandler.dump_traceback_later(timeout, file=2)
+            if done.wait(timeout / _CHECKS):
                 break
-            before, (seen, saved) = (seen, saved), (PULSE.beats, self._saved() if PULSE.beats == seen else saved)
-            idle = 0 if before != (seen, saved) or PULSE.rests else idle + 1
-            if idle >= _TICKS * (FIRST_STEP if seen == first else 1):
+            before, (seen, size) = (seen, size), (HEARTBEAT.beats, self._checkpoint_bytes() if HEARTBEAT.beats == seen else size)
+            idle = 0 if before != (seen, size) or HEARTBEAT.pauses else idle + 1
+            if idle >= _CHECKS * (FIRST_STEP_FACTOR if seen == first else 1):
                 break
         faulthandler.cancel_dump_traceback_later()
         if not done.is_set():
-            self._end(patience)
+            self._end_job(timeout)
 
-    def _saved(self) -> int:
+    def _checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint that is being written by any process: while they grow, those that wait for it do not hang."""
         sizes = [0]
 
-        def act() -> None:
+        def add_sizes() -> None:
             for file in self.directory.glob("checkpoints/.*.partial/*") if self.directory is not None else ():
                 with suppress(OSError):
                     sizes.append(file.stat().st_size)
 
-        watch.within(_WRITING, act)
+        watch.within(_WRITE_TIMEOUT, add_sizes)
         return sum(sizes)
 
-    def _end(self, patience: float) -> None:
+    def _end_job(self, timeout: float) -> None:
         """End the job in the name of the process that noticed first; the others wait to be ended by it, and do it if it cannot."""
-        self.leave("hang")
-        after = min(max(3 * patience / _TICKS, 1.0), 60.0)
-        if not self.names_it:
-            time.sleep(after + 3 * _WRITING)
-        brief = f"no step was finished for {patience:g} s (train.hang_after)"
-        places = f"rank {self.job.rank}: {_stacks()[0]['where']}"
+        self.dump("hang")
+        delay = min(max(3 * timeout / _CHECKS, 1.0), 60.0)
+        if not self.wrote_first:
+            time.sleep(delay + 3 * _WRITE_TIMEOUT)
+        brief = f"no step was finished for {timeout:g} s (train.hang_after)"
+        details = f"rank {self.job.rank}: {_stacks()[0]['where']}"
         if self.bundle is not None:
-            until = time.monotonic() + after
-            while len(list(self.bundle.glob("rank-*.json"))) < self.job.size and time.monotonic() < until:
+            deadline = time.monotonic() + delay
+            while len(list(self.bundle.glob("rank-*.json"))) < self.job.size and time.monotonic() < deadline:
                 time.sleep(0.05)
-            places = standing(read(self.bundle), self.job.size)
+            details = describe_ranks(read_bundle(self.bundle), self.job.size)
             brief += f"; all stacks are in {self.bundle}"
-        watch.end_job(brief, f"{brief}\n{places}")
+        watch.end_job(brief, f"{brief}\n{details}")
 
 
-def read(bundle: Path) -> list[dict[str, Any]]:
+def read_bundle(bundle: Path) -> list[dict[str, Any]]:
     """What the processes wrote, by rank. Raises DataError where it is no bundle."""
-    told = []
+    reports = []
     for file in sorted(bundle.glob("rank-*.json")):
         try:
-            told.append(json.loads(file.read_text()))
-            missing = {"kind", "run", "rank", "world", "time", "step", "settings", "where"} - told[-1].keys()
+            reports.append(json.loads(file.read_text()))
+            missing = {"kind", "run", "rank", "world", "time", "step", "settings", "where"} - reports[-1].keys()
         except (OSError, ValueError, AttributeError) as problem:
             raise DataError(f"{file}: cannot be read ({problem})") from problem
         if missing:
             raise DataError(f"{file}: has no {', '.join(sorted(missing))}; expected what a run that failed has written")
-    if not told:
+    if not reports:
         raise DataError(f"{bundle}: holds no rank-*.json; expected a folder failure-... of a run's directory")
-    return told
+    return reports
 
 
-def standing(told: list[dict[str, Any]], world: int) -> str:
+def describe_ranks(reports: list[dict[str, Any]], world: int) -> str:
     """One line for each place where processes stood, the rarest first: that is mostly where the fault is."""
     places: dict[str, list[int]] = {}
-    for one in told:
-        places.setdefault(f"step {one['step']}, in {one['where']}", []).append(one["rank"])
-    if silent := sorted(set(range(world)) - {one["rank"] for one in told}):
+    for report in reports:
+        places.setdefault(f"step {report['step']}, in {report['where']}", []).append(report["rank"])
+    if silent := sorted(set(range(world)) - {one["rank"] for one in reports}):
         places["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
     lines = sorted(places.items(), key=lambda place: len(place[1]))
     return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {place}" for place, ranks in lines)
@@ -250,11 +253,11 @@ def _stacks() -> list[dict[str, Any]]:
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
-    return [{"thread": names.get(ident, str(ident)), "where": _where(frame), "stack": traceback.format_stack(frame)}
+    return [{"thread": names.get(ident, str(ident)), "where": _location(frame), "stack": traceback.format_stack(frame)}
             for ident, frame in frames]  # fmt: skip
 
 
-def _where(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     """The innermost function, and the innermost one of ours that led there."""
     stack = traceback.extract_stack(frame)[::-1]
     texts = [f"{f.name} ({'/'.join(Path(f.filename).parts[-3:])}:{f.lineno}: {f.line})" for f in stack]
@@ -274,8 +277,8 @@ def _versions() -> dict[str, Any]:
             "system": platform.platform()}  # fmt: skip
 
 
-def _tried(act: Callable[[], Any]) -> Any:
+def _call_or_error(function: Callable[[], Any]) -> Any:
     try:
-        return act()
+        return function()
     except Exception as problem:
         return f"not known: {problem!r}"

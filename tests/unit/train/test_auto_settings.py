@@ -12,7 +12,7 @@ from torch import nn
 from hpcai import dist
 from hpcai.settings import StepConfig
 from hpcai.train import compiling
-from hpcai.train.choices import tune
+from hpcai.train.auto_settings import set_backend_flags
 from hpcai.train.step import Step
 
 
@@ -29,7 +29,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo without Inductor, whose C++ takes half a minute."""
     whole = compiling.compile_model
-    monkeypatch.setattr(compiling, "compile_model", lambda model, how: whole(model, how, backend="eager"))
+    monkeypatch.setattr(compiling, "compile_model", lambda model, mode: whole(model, mode, backend="eager"))
     torch._dynamo.reset()
 
 
@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_compiled_step_says_what_it_compiled_once(quick: None, how: str, count: int) -> None:
     plain, step = (Step(network(), loss, StepConfig(compile=c), dist.alone()) for c in ("none", how))
     modules = "3 modules" if count == 3 else "1 module"
-    assert step.notes == [f"step.compile: {modules} of Sequential"] and plain.news() == []
+    assert step.messages == [f"step.compile: {modules} of Sequential"] and plain.news() == []
     batch = torch.randn(4, 8)
     for _ in range(3):
         assert step(batch)["loss"].item() == pytest.approx(plain(batch)["loss"].item(), rel=1e-6)
@@ -76,10 +76,11 @@ def backends() -> Iterator[Callable[[], tuple[bool, bool, bool]]]:
 def test_tf32_and_the_choice_of_cudnn_are_set_for_the_process_where_they_are_asked_for(backends: Any) -> None:
     gpu = torch.device("cuda")
     was = backends()
-    assert tune(StepConfig(), gpu) == [] and backends() == was
-    assert tune(StepConfig(tf32=True), gpu) == ["step.tf32: true, for this whole process"] and backends() == (True, True, was[2])
-    assert len(tune(StepConfig(tf32=False, cudnn_benchmark=True), gpu)) == 2 and backends() == (False, False, True)
-    assert tune(StepConfig(), gpu) == [] and backends() == (False, False, True), "auto leaves what a person has set"
+    assert set_backend_flags(StepConfig(), gpu) == [] and backends() == was
+    assert set_backend_flags(StepConfig(tf32=True), gpu) == ["step.tf32: true, for this whole process"]
+    assert backends() == (True, True, was[2])
+    assert len(set_backend_flags(StepConfig(tf32=False, cudnn_benchmark=True), gpu)) == 2 and backends() == (False, False, True)
+    assert set_backend_flags(StepConfig(), gpu) == [] and backends() == (False, False, True), "auto leaves what a person has set"
     torch.get_float32_matmul_precision()  # torch raises where its two interfaces were mixed
 
 
@@ -88,4 +89,4 @@ def test_what_only_a_gpu_has_is_told_and_not_set_elsewhere(backends: Any) -> Non
     step = Step(network(), loss, StepConfig(tf32=True, cudnn_benchmark=True), dist.alone(torch.device("cpu")))
     assert backends() == was
     names = "tf32", "cudnn_benchmark"
-    assert step.notes == [f"step.{name}: true, without effect: this process computes on cpu" for name in names]
+    assert step.messages == [f"step.{name}: true, without effect: this process computes on cpu" for name in names]
