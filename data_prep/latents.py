@@ -16,7 +16,7 @@
     OUT/nothing.npz                       "tokens" [N, J] and "pooled" [J'] of the empty caption
     OUT/.work                             where the samples of the sources lie; may be deleted
 
-What a model sees is (latent - shift) * scale. The index, which a reader has as ``rows.about``, states these, the sizes, and which
+What a model sees is (latent - shift) * scale. The index, which a reader has as ``rows.metadata``, states these, sizes, and which
 networks made the values. Images are made smaller until they just cover --size, and their middle is taken. Which samples are held
 out is a permutation that the seed decides. A value is a function of its sample, the networks and the options, to rounding: the
 device and how many images are encoded at a time may change its last digit.
@@ -45,7 +45,7 @@ from data_prep.captioned import Array, Entry, Sample, Shard
 from data_prep.command import option
 from data_prep.encoders import Networks, opened
 from data_prep.store import Field
-from hpcai.data.index import settle
+from hpcai.data.index import commit_file
 from hpcai.errors import ConfigError, DataError
 
 WORK, NOTHING = ".work", "nothing.npz"
@@ -419,7 +419,7 @@ def _write_nothing(options: argparse.Namespace, making: Making, header: dict[str
         half = path.with_name(f".{path.name}.partial")
         with half.open("wb") as file:
             np.savez(file, **found)
-        settle(half, path)
+        commit_file(half, path)
 
 
 def _tell(out: Path) -> None:

@@ -36,7 +36,7 @@ import numpy as np
 
 import hpcai
 from data_prep import moments
-from hpcai.data.index import INDEX, settle, write_index, write_json
+from hpcai.data.index import INDEX, commit_file, write_index, write_json
 from hpcai.dist.environment import place
 from hpcai.errors import ConfigError, DataError
 
@@ -156,7 +156,7 @@ def rows_file(
                 file.create_dataset(name, shape, field.dtype)
             file.attrs.update({**attributes, "version": hpcai.__version__})
             yield file
-        settle(partial, path)
+        commit_file(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

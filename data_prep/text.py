@@ -45,7 +45,7 @@ from data_prep import command, documents, store
 from data_prep.command import option
 from data_prep.documents import Bad, NotTextError, Piece
 from data_prep.packing import Array, Stretch, fields, loaded, measure, merge, pack, share_path, spans_of, type_of
-from hpcai.data.index import settle, write_json
+from hpcai.data.index import commit_file, write_json
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.tokens import BYTES, CONTENT, Tokenizer
 
@@ -292,7 +292,7 @@ def encode(share: Share, reading: Reading, raw: Path) -> dict[str, Any]:
                 counts["bad" if found else "empty"] += 1
                 if found and len(bad) < TOLD:
                     bad.append((_where(piece, line), found.reason))
-    settle(partial, raw)
+    commit_file(partial, raw)
     columns = {name: [one[name] for one in kept] for name in ("tokens", "held", "answers")}
     return {**columns, "spans": [span for one in kept for span in one["spans"]], "bad": bad, "counts": counts}
 

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 from hypothesis import strategies as st
 
-from hpcai.data.layout import Layout, hdf5, npy
+from hpcai.data.layout import Layout, hdf5_layout, npy_layout
 
 
 @st.composite
@@ -37,7 +37,7 @@ def written(
     (folder / "x.raw").write_bytes(bytes(offset) + array.tobytes())
     with h5py.File(folder / "x.h5") as file:
         return array, [
-            hdf5(file, "group/x"),
-            npy(folder / "x.npy"),
+            hdf5_layout(file, "group/x"),
+            npy_layout(folder / "x.npy"),
             Layout(folder / "x.raw", "x", array.shape, array.dtype, offset),
         ]

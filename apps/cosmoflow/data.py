@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from apps.cosmoflow.settings import Config
-from hpcai.data import Loader, Memory, Rows
-from hpcai.data.hdf5 import Where
-from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
+from hpcai.data import Loader, MemoryPool, Rows
+from hpcai.data.hdf5 import Selection
+from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, cut_of, to_physical
@@ -27,7 +27,7 @@ class Universes(Samples):
         super().__init__(rows)
         self.turn, self.part = turn, tuple(part)
 
-    def where(self, index: int, epoch: int) -> Where | None:
+    def selection(self, index: int, epoch: int) -> Selection | None:
         if not self.part:
             return None
         if self.turn is None:
@@ -39,7 +39,7 @@ class Universes(Samples):
             box[axis] = slice(size - end, size - first) if dim in flips else slice(first, end)
         return {"counts": box}
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         counts = values["counts"]
         if self.turn is not None:
             counts = turned(counts, *self._turn(index, epoch), self.rows.reader.memory)
@@ -53,7 +53,7 @@ class Universes(Samples):
         return axes, tuple(axis for axis in range(3) if rng.integers(2))
 
 
-def turned(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: Memory) -> Any:
+def turned(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: MemoryPool) -> Any:
     """A cube with its axes in another order, some of them mirrored.   [D, H, W, C] -> [D, H, W, C]"""
     if isinstance(counts, torch.Tensor):
         side = torch.cuda.Stream(counts.device)  # not the one that trains, behind which it would wait
@@ -73,9 +73,9 @@ def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConf
     cut = cut_of(mesh)
     part = cut.part((cfg.model.size,) * 3) if cut.axes else ()
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= by_shard(train, cfg.data, batch, seed)
+    words |= sharded_sampler(train, cfg.data, batch, seed)
     turn, held = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last": "keep"}
-    with loaders(
+    with open_loaders(
         mesh,
         lambda: batches(Universes(train, turn, part), batch, cfg, mesh, **words),
         lambda: batches(Universes(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, **held),
@@ -84,7 +84,7 @@ def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConf
 
 
 def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
-    return load(source, batch, cfg.data, mesh, {"counts": "DHWC", "target": ""}, Batch, **words)
+    return make_loader(source, batch, cfg.data, mesh, {"counts": "DHWC", "target": ""}, Batch, **words)
 
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
@@ -100,7 +100,7 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 def _completed(cfg: Config, rows: Rows) -> CosmoFlowConfig:
     """The model's settings with what the data know: physical ranges, and the statistics of the input where they are wanted."""
-    model, about = cfg.model, rows.about
+    model, about = cfg.model, rows.metadata
     if model.low is None and "low" in about:
         if tuple(about["parameters"]) != model.parameters:
             found, asked = about["parameters"], list(model.parameters)

@@ -11,8 +11,8 @@ import torch
 
 from apps.deepcam.settings import Config
 from hpcai.data import Loader, Rows
-from hpcai.data.hdf5 import Where
-from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
+from hpcai.data.hdf5 import Selection
+from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, cut_of
@@ -26,12 +26,12 @@ def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamCon
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     batch, seed = cfg.data.batch, cfg.train.seed
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= by_shard(train, cfg.data, batch, seed)
+    words |= sharded_sampler(train, cfg.data, batch, seed)
     held: dict[str, Any] = {"shuffle": False, "last": "keep"}
     copies, cut = mesh["replicate"].size, cut_of(mesh)
     part = cut.part(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, part)
-    with loaders(
+    with open_loaders(
         mesh,
         lambda: batches(Maps(train, None, part), batch, cfg, mesh, **words),
         lambda: batches(Maps(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held),
@@ -48,15 +48,15 @@ class Maps(Samples):
         super().__init__(rows, count)
         self._part = part
 
-    def where(self, index: int, epoch: int) -> Where | None:
+    def selection(self, index: int, epoch: int) -> Selection | None:
         return {"fields": self._part, "mask": self._part} if self._part else None
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         return Batch(values["fields"], values["mask"])
 
 
 def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
-    return load(source, batch, cfg.data, mesh, {"fields": "HWC", "mask": "HW"}, Batch, **words)
+    return make_loader(source, batch, cfg.data, mesh, {"fields": "HWC", "mask": "HW"}, Batch, **words)
 
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
@@ -74,7 +74,7 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
             f"{rows.folder}: holds {found}; expected both alike, in multiples of {STRIDE}, the network's output stride; "
             "cut the maps before they are converted, or simulate others"
         )
-    names = rows.about.get("variables")
+    names = rows.metadata.get("variables")
     if names is not None and tuple(names) != cfg.model.variables:
         raise DataError(f"{rows.folder}: holds the variables {names}, the settings say model.variables={list(cfg.model.variables)}")
     return rows

@@ -15,10 +15,10 @@ import torch
 from apps.diffusion import latents
 from apps.diffusion.settings import Config
 from hpcai.data import Loader, Rows
-from hpcai.data.hdf5 import Where
+from hpcai.data.hdf5 import Selection
 from hpcai.data.loader import Source
 from hpcai.data.sampler import Endless
-from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
+from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.dist.collect import by_first
 from hpcai.errors import DataError
@@ -57,17 +57,17 @@ class Fields(Samples):
 
     def __init__(self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
-        self.turn, self.box, self.whole = turn, box, not box
+        self.turn, self.box, self.replicated = turn, box, not box
         if turn is not None or box:
-            about = rows.about
+            about = rows.metadata
             self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], about["periodic"], about["factor"]
             self._alike = all(self._periodic) and len({*about["box"]}) == 1 and len(about["channels"]) == 1
 
-    def where(self, index: int, epoch: int) -> Where | None:
+    def selection(self, index: int, epoch: int) -> Selection | None:
         part = self._part(self.turned(index, epoch)) if self.box else None
         return None if part is None else {"high": (slice(None), slice(*part))}
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         high, low = values["high"], values.get("low")
         if self.turn is not None or self.box:
             turn = self.turned(index, epoch)
@@ -114,14 +114,14 @@ def samples(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionC
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     seed, data = cfg.train.seed, cfg.data
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= {"sampler": Endless(len(train), data.epoch, seed)} if data.epoch else by_shard(train, data, data.batch, seed)
+    words |= {"sampler": Endless(len(train), data.epoch, seed)} if data.epoch else sharded_sampler(train, data, data.batch, seed)
     turned: dict[str, Any] = {} if encoded or not data.turn else {"turn": seed}
     shape = latents.completed(cfg, train) if encoded else completed(cfg, train)
     source: Any = partial(latents.Encoded if encoded else Fields, box=box_of(shape, mesh))
-    with loaders(
+    with open_loaders(
         mesh,
-        lambda: load(source(train, **turned), data.batch, data, mesh, **words),
-        lambda: load(source(validation), data.evaluation_batch, data, mesh, **_HELD, name="validation"),
+        lambda: make_loader(source(train, **turned), data.batch, data, mesh, **words),
+        lambda: make_loader(source(validation), data.evaluation_batch, data, mesh, **_HELD, name="validation"),
         (lambda: _spread(source(validation, count=data.drawn), cfg, mesh)) if data.drawn else None,
     ) as (training, held_out, drawn):
         yield training, held_out, drawn, shape
@@ -135,7 +135,7 @@ def box_of(shape: DiffusionConfig, mesh: Mesh) -> Sequence[slice]:
 
 def _spread(source: Source, cfg: Config, mesh: Mesh) -> Loader:
     """A sample at a time for each copy: an ensemble of it is a batch."""
-    return load(source, mesh["replicate"].size, cfg.data, mesh, **_HELD, name="drawn")
+    return make_loader(source, mesh["replicate"].size, cfg.data, mesh, **_HELD, name="drawn")
 
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
@@ -157,7 +157,7 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
 def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
     """The model's settings with the size of a sample and what it is in physical units. Raises DataError where they say otherwise
     than the data."""
-    model, about, size = cfg.model, rows.about, tuple(rows.shape(0, "high"))
+    model, about, size = cfg.model, rows.metadata, tuple(rows.shape(0, "high"))
     if model.size and model.size != size:
         found, asked = list(size), list(model.size)
         raise DataError(f"{rows.folder}: samples are {found}, model.size is {asked}; leave it out, or set data.directory")

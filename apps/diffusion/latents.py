@@ -12,7 +12,7 @@ import torch
 
 from apps.diffusion.settings import Config
 from hpcai.data import Rows
-from hpcai.data.hdf5 import Where
+from hpcai.data.hdf5 import Selection
 from hpcai.data.index import INDEX, read_index
 from hpcai.data.splits import Samples
 from hpcai.errors import DataError
@@ -29,12 +29,12 @@ class Encoded(Samples):
 
     def __init__(self, rows: Rows, count: int | None = None, box: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
-        self.box, self.whole = box, not box
+        self.box, self.replicated = box, not box
 
-    def where(self, index: int, epoch: int) -> Where | None:
+    def selection(self, index: int, epoch: int) -> Selection | None:
         return {"moments": (slice(None), *self.box)} if self.box else None
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
         tokens, pooled, level = (values.get(name) for name in ("tokens", "pooled", "level"))
         return Batch(values["moments"], number, when, tokens=tokens, pooled=pooled, level=level)
@@ -78,7 +78,7 @@ def channels_of(model: DiffusionConfig) -> int:
 def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
     """The model's settings with the size of a latent, how it is scaled and who made it. Raises DataError where they say otherwise
     than the data."""
-    model, folder, known = cfg.model, rows.folder, rows.about
+    model, folder, known = cfg.model, rows.folder, rows.metadata
     size = channels_of(model), *known["size"]
     if model.size and model.size != size:
         found, asked = list(size), list(model.size)

@@ -26,7 +26,7 @@ from apps.diffusion.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
 from hpcai.config import Positive
 from hpcai.data.index import write_index
-from hpcai.data.splits import load
+from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.models.diffusion import (
@@ -145,7 +145,7 @@ class Trial(Subject):
 
     def together(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
         source = _source(cfg, samples)
-        rows = [source.make(dict(zip(self.datasets(cfg), values)), number, 0) for number, values in enumerate(samples)]
+        rows = [source.transform(dict(zip(self.datasets(cfg), values)), number, 0) for number, values in enumerate(samples)]
         return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
 
     def in_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
@@ -158,7 +158,7 @@ class Trial(Subject):
         return cfg
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
-        return load(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
+        return make_loader(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
 
 
 def _source(cfg: Any, rows: Any) -> Any:

@@ -13,7 +13,7 @@ from apps.llm.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import Blend, Endless, Sampler
-from hpcai.data.splits import Samples, Together, by_shard, load, loaders, open_split
+from hpcai.data.splits import Samples, Zip, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.dist.collect import agree, by_first
 from hpcai.errors import ConfigError, DataError
@@ -52,18 +52,19 @@ def texts(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     _has_tokenizer(folders[0], about[0], mesh)
     parts = [Texts(rows_of(cfg, "train", mesh, each, told), told, data.documents, data.learn) for each, told in zip(folders, about)]
     validation = rows_of(cfg, "validation", mesh, folders[0], about[0])
-    train = Together(parts) if len(parts) > 1 else parts[0]
+    train = Zip(parts) if len(parts) > 1 else parts[0]
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}
     held: dict[str, Any] = {"shuffle": False, "last": "keep"}
 
     def first(count: int | None) -> Texts:
         return Texts(validation, about[0], data.documents, data.judge, count)
 
-    with loaders(
+    with open_loaders(
         mesh,
-        lambda: load(train, data.batch, data, mesh, **words),
-        lambda: load(first(data.validation_rows), data.evaluation_batch, data, mesh, name="validation", **held),
-        (lambda: load(first(data.pictures), data.evaluation_batch, data, mesh, name="pictures", **held)) if data.pictures else None,
+        lambda: make_loader(train, data.batch, data, mesh, **words),
+        lambda: make_loader(first(data.validation_rows), data.evaluation_batch, data, mesh, name="validation", **held),
+        (lambda: make_loader(first(data.pictures), data.evaluation_batch, data, mesh, name="pictures", **held))
+        if data.pictures else None,
     ) as found:
         yield found
 
@@ -73,7 +74,9 @@ def _sampler(cfg: Config, parts: Sequence["Texts"]) -> dict[str, Sampler]:
     if data.blend:
         weights = [1.0, *data.blend.values()]
         return {"sampler": Blend(counts, weights, data.epoch or round(counts[0] * sum(weights)), seed)}
-    return {"sampler": Endless(counts[0], data.epoch, seed)} if data.epoch else by_shard(parts[0].rows, data, data.batch, seed)
+    return (
+        {"sampler": Endless(counts[0], data.epoch, seed)} if data.epoch else sharded_sampler(parts[0].rows, data, data.batch, seed)
+    )
 
 
 class Texts(Samples):
@@ -83,13 +86,13 @@ class Texts(Samples):
     puts a token of its own before a text, that one is, and is not learnt. ``counts``: all tokens, or those of answers.
     """
 
-    whole = True
+    replicated = True
 
     def __init__(self, rows: Rows, about: About, documents: str, counts: str, count: int | None = None) -> None:
         super().__init__(rows, count)
         self.about, self.apart, self.counts = about, documents == "apart", counts
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         about, tokens, ends = self.about, np.asarray(values["tokens"], np.int64), np.asarray(values["ends"])
         if tokens.max() >= about.vocabulary:
             raise DataError(f"{self.describe(index)}: token {tokens.max()}, the vocabulary has {about.vocabulary}; make it again")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from apps.llm.data import ABOUT, About, Texts, about_of, rows_of
 from apps.llm.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
-from hpcai.data.splits import load
+from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
 from hpcai.models.llm.load import hub_config
@@ -86,13 +86,13 @@ class Trial(Subject):
 
     def together(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
         source = Texts(cast(Any, samples), _about(cfg), cfg.data.documents, "all")
-        rows = [source.make(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
+        rows = [source.transform(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
         return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
         about = about_of(cfg.data.directory)
         source = Texts(rows_of(cfg, split, mesh, about=about), about, cfg.data.documents, "all")
-        return load(source, cfg.data.batch, cfg.data, mesh, **words)
+        return make_loader(source, cfg.data.batch, cfg.data, mesh, **words)
 
     def in_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
         cfg = super().in_files(cfg, rows, splits)

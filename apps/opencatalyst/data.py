@@ -13,7 +13,7 @@ import torch
 from apps.opencatalyst.settings import Config
 from hpcai.data import Rows
 from hpcai.data.sampler import Balanced, Sampler
-from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
+from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, batch_of, find, sizes
@@ -38,11 +38,11 @@ def frames(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DimeNetConf
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": parts, **_sampler(cfg, train)}
     ladder = Ladder.of(train, cfg.data.batch // (copies * parts), model.most) if cfg.data.shapes == "few" else None
     few, batch, data = Frames(validation, model, count=cfg.data.pictures), cfg.data.evaluation_batch, cfg.data
-    with loaders(
+    with open_loaders(
         mesh,
-        lambda: load(Frames(train, model, parts, ladder), data.batch, data, mesh, **words),
-        lambda: load(Frames(validation, model), batch, data, mesh, name="validation", **held),
-        (lambda: load(few, batch, data, mesh, name="pictures", **held)) if len(few) else None,
+        lambda: make_loader(Frames(train, model, parts, ladder), data.batch, data, mesh, **words),
+        lambda: make_loader(Frames(validation, model), batch, data, mesh, name="validation", **held),
+        (lambda: make_loader(few, batch, data, mesh, name="pictures", **held)) if len(few) else None,
     ) as (training, held_out, pictures):
         yield training, held_out, pictures, model
 
@@ -50,7 +50,7 @@ def frames(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DimeNetConf
 def _sampler(cfg: Config, rows: Rows) -> dict[str, Sampler]:
     data, seed = cfg.data, cfg.train.seed
     if data.balance == "none":
-        return by_shard(rows, data, data.batch, seed)
+        return sharded_sampler(rows, data, data.batch, seed)
     return {"sampler": Balanced(rows.column("triplets"), data.batch, seed, equal=data.balance == "frames")}
 
 
@@ -78,7 +78,7 @@ class Frames(Samples):
     """Frames of one split with the neighbours of their atoms; ``count``: the first of them only. Batches are joined, and in
     ``parts`` micro-batches where a step has several."""
 
-    whole = True
+    replicated = True
 
     def __init__(
         self, rows: Rows, model: DimeNetConfig, parts: int = 1, ladder: Ladder | None = None, count: int | None = None,
@@ -86,7 +86,7 @@ class Frames(Samples):
         super().__init__(rows, count)
         self.model, self.parts, self.ladder = model, parts, ladder
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Frame:
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Frame:
         return frame(values, self.model, self.rows.describe(index))
 
     def collate(self, samples: list[Frame]) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from apps.opencatalyst.data import FIELDS, Frames, Ladder, frame, joined, rows_of
 from apps.opencatalyst.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch
-from hpcai.data.splits import load
+from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_words, score
 from hpcai.models.dimenet.model import Prediction
@@ -93,7 +93,7 @@ class Trial(Subject):
     def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
         ladder = _ladder(cfg, cfg.data.batch // mesh["replicate"].size)
         source = Frames(rows_of(cfg, split, mesh), cfg.model, cfg.step.accumulate, ladder)
-        return load(source, cfg.data.batch, cfg.data, mesh, **words)
+        return make_loader(source, cfg.data.batch, cfg.data, mesh, **words)
 
 
 def _ladder(cfg: TrialConfig, frames: int) -> Ladder | None:

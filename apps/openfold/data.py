@@ -15,7 +15,7 @@ from apps.openfold.settings import Config, DataConfig
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import LargestFirst, Sampler, Shuffled, Weighted
-from hpcai.data.splits import Samples, load, loaders, open_split
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import Alignment, Chain, FeatureConfig, OpenFold, featurize, load_weights
@@ -58,12 +58,12 @@ def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
         """Whole chains, the longest first, each for the copy that is free first."""
         source = Chains(validation, rows, whole, cfg.train.seed, templates, training=False)
         sampler = LargestFirst(source.column("residues").astype(float) ** 2, mesh["replicate"].size)
-        return load(source, sampler.groups, data, mesh, name=name, sampler=sampler, last="keep")
+        return make_loader(source, sampler.groups, data, mesh, name=name, sampler=sampler, last_batch="keep")
 
     few = held[np.linspace(0, len(held) - 1, min(data.pictures, len(held))).round().astype(int)]
-    with loaders(
+    with open_loaders(
         mesh,
-        lambda: load(drawn, data.batch, data, mesh, then=Recycled(features.recycles, cfg.train.seed), **words),
+        lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=Recycled(features.recycles, cfg.train.seed), **words),
         lambda: held_out(held, "validation"),
         (lambda: held_out(few, "pictures")) if len(few) else None,
     ) as found:
@@ -111,7 +111,7 @@ class Chains(Samples):
     """The chains of a split that stand in ``kept``, with the features of all passes; ``templates``: where those of their hits are.
     In training index i + k * N is chain i, drawn once more."""
 
-    whole = True
+    replicated = True
 
     def __init__(
         self, rows: Rows, kept: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *, training: bool = True

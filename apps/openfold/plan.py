@@ -12,7 +12,7 @@ from apps.openfold.trial import Trial
 from hpcai.cli.plan.workload import Evaluation, Published, Workload
 from hpcai.dist import Mesh
 from hpcai.models.openfold import OpenFold, parallelize
-from hpcai.plan.loader import heavy_tail
+from hpcai.plan.loader_queue import heavy_tail
 
 _TF32 = ("step.precision=fp32", "step.tf32=true")
 

@@ -19,7 +19,7 @@ from apps.openfold.data import FIELDS, Chains, parts_of, rows_of
 from apps.openfold.settings import Config, DataConfig
 from apps.openfold.synthetic import alignment, chain
 from hpcai.cli.trial import Case, Figure, On, Subject, Switch, Training
-from hpcai.data.splits import load
+from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.dist.environment import place
 from hpcai.kernels import attention, gates, layernorm, outer_product, triangle_multiplication, triton_support
@@ -145,7 +145,9 @@ class Trial(Subject):
 
     def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
         rows = rows_of(cfg, split, FIELDS, mesh)
-        return load(Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **words)
+        return make_loader(
+            Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **words
+        )
 
 
 @contextmanager

@@ -11,9 +11,9 @@ import torch
 
 from apps.unet3d.settings import AugmentConfig, Config
 from hpcai.data import Loader, Rows
-from hpcai.data.hdf5 import Where
+from hpcai.data.hdf5 import Selection
 from hpcai.data.sampler import LargestFirst
-from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
+from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.kernels import philox
@@ -32,11 +32,11 @@ def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     cut = cut_of(mesh)
     crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.part(cfg.model.window), cfg.data.repeat)
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
-    words |= by_shard(train, cfg.data, cfg.data.batch, cfg.train.seed)
+    words |= sharded_sampler(train, cfg.data, cfg.data.batch, cfg.train.seed)
     few = Volumes(validation, cfg.data.pictures)
-    with loaders(
+    with open_loaders(
         mesh,
-        lambda: load(crops, cfg.data.batch, cfg.data, mesh, **words),
+        lambda: make_loader(crops, cfg.data.batch, cfg.data, mesh, **words),
         lambda: _held(Volumes(validation), cfg, mesh, "validation"),
         (lambda: _held(few, cfg, mesh, "pictures")) if len(few) else None,
     ) as found:
@@ -48,14 +48,14 @@ def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
     _, group = mesh.split("replicate", cfg.data.window_group, "data.window_group")
     costs = [source.windows(index, cfg.model) for index in range(len(source))]
     sampler = LargestFirst(costs, mesh["replicate"].size, group.size)
-    return load(source, sampler.groups, cfg.data, mesh, name=name, sampler=sampler, last="keep")
+    return make_loader(source, sampler.groups, cfg.data, mesh, name=name, sampler=sampler, last_batch="keep")
 
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
     remedy = f"make data with: {start('data_prep.kits19')} simulate {data.directory}, or set data.directory to what is there"
     rows = open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
-    about = rows.about.get("spacing_mm")
+    about = rows.metadata.get("spacing_mm")
     if about is not None and not np.allclose(about, cfg.model.spacing_mm):
         found, asked = (" x ".join(f"{n:g}" for n in row) for row in (about, cfg.model.spacing_mm))
         raise DataError(f"{rows.folder}: voxels of {found} mm, but model.spacing_mm is {asked}; make data of that, or set it")
@@ -144,7 +144,7 @@ class Crops(Samples):
             corner.append(min(max(int(rng.integers(low, high + 1)), 0), n - w))
         return tuple(corner)
 
-    def _box(self, crop: Crop) -> Where:
+    def _box(self, crop: Crop) -> Selection:
         box = []
         for dim, (at, (first, end), w) in enumerate(zip(crop.corner, self.box, self.window)):
             first, end = (w - end, w - first) if dim in crop.flips else (first, end)
@@ -152,7 +152,7 @@ class Crops(Samples):
         return {"image": box, "label": box}
 
 
-_NOTHING: Where = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
+_NOTHING: Selection = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
 
 
 def normal(seed: int, window: Sequence[int], box: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -176,7 +176,7 @@ class Volumes(Samples):
         placed = (place(n, w, model.overlap, True) for n, w in zip(self.rows.shape(index, "image"), model.window))
         return int(np.prod([len(p.starts) for p in placed]))
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         return Batch(values["image"], values["label"])
 
     def collate(self, samples: list[Batch]) -> list[Batch]:

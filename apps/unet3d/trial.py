@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from apps.unet3d.data import FIELDS, Volumes, rows_of
 from apps.unet3d.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
-from hpcai.data.splits import load
+from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, loss, parallelize, score
 from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm
@@ -81,7 +81,7 @@ class Trial(Subject):
         return Batch(*(torch.from_numpy(np.stack(column)) for column in list(zip(*samples))[:2]))
 
     def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
-        return load(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
+        return make_loader(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
 
 
 class _Stacked(Volumes):

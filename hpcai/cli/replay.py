@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from hpcai import config
 from hpcai.cli import apps
 from hpcai.cli.forks import forked
-from hpcai.data.assemble import tree_map
+from hpcai.data.collate import tree_map
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.environment import place
 from hpcai.errors import ConfigError, DataError

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hpcai.cli import apps
 from hpcai.data import Endless
-from hpcai.data.assemble import tree_map
+from hpcai.data.collate import tree_map
 from hpcai.dist import Mesh
 from hpcai.dist.collect import gather_shares, sum_in_place
 from hpcai.dist.host import Collector

@@ -5,7 +5,7 @@ from hpcai.lazy import attach
 __getattr__, __all__ = attach(
     __name__,
     {
-        ".direct": ["Reader", "Memory"],
+        ".direct": ["Reader", "MemoryPool"],
         ".layout": ["Layout"],
         ".hdf5": ["Rows"],
         ".readers": ["open_reader"],

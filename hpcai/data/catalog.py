@@ -21,7 +21,7 @@ class Catalog:
     names: list[str]
     sizes: np.ndarray  # [F]
     rows: np.ndarray | None  # [F]
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     table: Table | None = None
     shapes: dict[str, tuple[int, ...]] | None = None
 
@@ -29,32 +29,32 @@ class Catalog:
     def identity(self) -> str:
         """The same for the same files, wherever they lie: their number and rows, and a hash of names, rows and sizes."""
         rows = (np.zeros_like(self.sizes) if self.rows is None else self.rows).tolist()
-        found = signature(zip(self.names, rows, self.sizes.tolist()))
-        return f"{len(rows)} files, {sum(rows)} rows, {found.hexdigest()[:12]}"
+        digest = signature(zip(self.names, rows, self.sizes.tolist()))
+        return f"{len(rows)} files, {sum(rows)} rows, {digest.hexdigest()[:12]}"
 
 
-def read_catalog(folder: Path, wanted: Collection[str], remedy: str = "") -> Catalog:
+def read_catalog(folder: Path, datasets: Collection[str], remedy: str = "") -> Catalog:
     """The catalog of a folder, by its index and one listing, or by a listing with sizes where there is no index. Of the table only
     what concerns the datasets ``wanted`` is kept. Raises DataError for a file that is missing, and for a folder without any."""
     try:
-        there = set(os.listdir(folder))
+        existing = set(os.listdir(folder))
     except OSError as problem:
-        why = "no such folder" if isinstance(problem, FileNotFoundError | NotADirectoryError) else problem.strerror
-        raise DataError(f"{folder}: {why}{remedy}") from problem
-    about, files, table = read_index(folder / INDEX, remedy) if INDEX in there else ({}, [], None)
+        reason = "no such folder" if isinstance(problem, FileNotFoundError | NotADirectoryError) else problem.strerror
+        raise DataError(f"{folder}: {reason}{remedy}") from problem
+    metadata, files, table = read_index(folder / INDEX, remedy) if INDEX in existing else ({}, [], None)
     if not files:
-        names = sorted(name for name in there if name.endswith(".h5"))
+        names = sorted(name for name in existing if name.endswith(".h5"))
         if not names:
             raise DataError(f"{folder}: holds no *.h5 file{remedy}")
-        return Catalog(names, np.array([_size(folder / name, remedy) for name in names], np.int64), None, about)
+        return Catalog(names, np.array([_size(folder / name, remedy) for name in names], np.int64), None, metadata)
     for file in files:
-        if file.name not in there:
-            said = f"{INDEX} says {file.bytes:,} bytes and {file.rows} rows"
-            raise DataError(f"{folder / file.name}: is missing, {said}{remedy}")
+        if file.name not in existing:
+            expected = f"{INDEX} says {file.bytes:,} bytes and {file.rows} rows"
+            raise DataError(f"{folder / file.name}: is missing, {expected}{remedy}")
     return Catalog(
         [file.name for file in files], np.array([file.bytes for file in files], np.int64),
-        np.array([file.rows for file in files], np.int64), about,
-        read_table(folder, table, files, wanted) if table is not None else None,
+        np.array([file.rows for file in files], np.int64), metadata,
+        read_table(folder, table, files, datasets) if table is not None else None,
     )  # fmt: skip
 
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcai.data.ahead import Ahead, Ready, Task
-from hpcai.data.assemble import tree_bytes
-from hpcai.data.loader import Loader, Source, _Course, _Plan
+from hpcai.data.collate import tree_bytes
+from hpcai.data.loader import Loader, Source, _ActiveEpoch, _EpochPlan
+from hpcai.data.prefetch import PrefetchQueue, Ready, Task
 from hpcai.data.sampler import Sampler
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MissingExtraError
@@ -54,7 +54,7 @@ class Field:
     operators: Callable[[Any, Any], Any] | None = None
 
 
-def draw(seed: int, epoch: int, position: int) -> np.ndarray:
+def random_numbers(seed: int, epoch: int, position: int) -> np.ndarray:
     """Random numbers of a sample, in [0, 1).   [8] float32"""
     return np.random.Generator(np.random.PCG64([seed, epoch, position, 0xDA11])).random(8, np.float32)
 
@@ -82,16 +82,16 @@ class _Item(NamedTuple):
     """A sample on its way into the graph: an array for each field, and its random numbers."""
 
     arrays: tuple[np.ndarray, ...]
-    drawn: np.ndarray
+    random: np.ndarray
 
 
-class _UnderWay(NamedTuple):
+class _InFlight(NamedTuple):
     number: int
     tasks: list[Task]
     items: list[_Item]
 
 
-class _Graph:
+class _Pipeline:
     """A DALI pipeline over ``fields``, with up to two batches of up to ``batch`` samples in it.
 
     What its operators leave on the CPU is uploaded to a GPU at their end. All samples have the dtypes and dims of ``first``. Raises
@@ -102,67 +102,67 @@ class _Graph:
         self, fields: Sequence[Field], first: Sequence[np.ndarray], *, batch: int, threads: int, device: torch.device, name: str,
         describe: Callable[[int], str],
     ) -> None:  # fmt: skip
-        self._dali, self._fields, self._device, self._name, self._describe = _imported(), fields, device, name, describe
+        self._dali, self._fields, self._device, self._name, self._describe = _import_dali(), fields, device, name, describe
         self._on_gpu = device.type == "cuda"
         index = None
         if self._on_gpu:
             index = torch.cuda.current_device() if device.index is None else device.index
-        self.under_way: deque[_UnderWay] = deque()
+        self.in_flight: deque[_InFlight] = deque()
         # DLPack needs exec_dynamic: only then an output has memory that is not used again.
-        with self._named(()):
-            self._pipe: Any = self._dali.Pipeline(
+        with self._naming_samples(()):
+            self._pipeline: Any = self._dali.Pipeline(
                 batch_size=batch, num_threads=threads, device_id=index, prefetch_queue_depth=_DEPTH, exec_dynamic=True, seed=0
             )
-            with self._pipe:
-                drawn = self._dali.fn.external_source(name="drawn", dtype=self._dali.types.FLOAT, ndim=1)
-                made = [self._define(i, field, x, drawn) for i, (field, x) in enumerate(zip(fields, first))]
-                self._pipe.set_outputs(*made, drawn)  # DALI drops a source that no output needs, and refuses to be fed for it
-            self._pipe.build()
-        self._pipe._first_iter = False  # otherwise the first schedule_run wants all batches before it gives one
+            with self._pipeline:
+                random = self._dali.fn.external_source(name="drawn", dtype=self._dali.types.FLOAT, ndim=1)
+                outputs = [self._define(i, field, x, random) for i, (field, x) in enumerate(zip(fields, first))]
+                self._pipeline.set_outputs(*outputs, random)  # DALI drops a source that no output needs, and refuses to be fed for it
+            self._pipeline.build()
+        self._pipeline._first_iter = False  # otherwise the first schedule_run wants all batches before it gives one
         self._uploading: deque[tuple[torch.cuda.Event, Any]] = deque()
 
-    def _define(self, i: int, field: Field, first: np.ndarray, drawn: Any) -> Any:
-        named = {"layout": field.layout} if field.layout else {}
+    def _define(self, i: int, field: Field, first: np.ndarray, random: Any) -> Any:
+        kwargs = {"layout": field.layout} if field.layout else {}
         x = self._dali.fn.external_source(
-            name=f"field{i}", no_copy=True, dtype=getattr(self._dali.types, _TYPES[first.dtype.name]), ndim=first.ndim, **named
+            name=f"field{i}", no_copy=True, dtype=getattr(self._dali.types, _TYPES[first.dtype.name]), ndim=first.ndim, **kwargs
         )
         if field.operators is not None:
-            x = field.operators(x, drawn)
+            x = field.operators(x, random)
         return x.gpu() if self._on_gpu and x.device == "cpu" else x
 
     @property
     def has_room(self) -> bool:
-        return len(self.under_way) < _DEPTH
+        return len(self.in_flight) < _DEPTH
 
     @property
     def is_closed(self) -> bool:
-        return self._pipe is None
+        return self._pipeline is None
 
-    def start(self, number: int, found: Sequence[Ready]) -> None:
+    def start(self, number: int, samples: Sequence[Ready]) -> None:
         """Feed one batch, and let DALI begin with it."""
-        items: list[_Item] = [ready.sample for ready in found]
-        self.under_way.append(_UnderWay(number, [ready.task for ready in found], items))
-        with self._named(self.under_way[0].tasks):
+        items: list[_Item] = [ready.sample for ready in samples]
+        self.in_flight.append(_InFlight(number, [ready.task for ready in samples], items))
+        with self._naming_samples(self.in_flight[0].tasks):
             for i in range(len(self._fields)):
-                self._pipe.feed_input(f"field{i}", [item.arrays[i] for item in items])
-            self._pipe.feed_input("drawn", [item.drawn for item in items])
-            self._pipe.schedule_run()
+                self._pipeline.feed_input(f"field{i}", [item.arrays[i] for item in items])
+            self._pipeline.feed_input("drawn", [item.random for item in items])
+            self._pipeline.schedule_run()
 
     def finish(self) -> tuple[int, list[Task], list[Tensor]]:
         """Number, tasks and tensors of the oldest batch. On a GPU the host does not wait for it."""
-        made = self.under_way[0]
+        oldest = self.in_flight[0]
         stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
-        with self._named(made.tasks), torch.cuda.device(self._device) if self._on_gpu else nullcontext():
-            tensors = [self._tensor(field, output) for field, output in zip(self._fields, self._pipe.share_outputs(stream))]
-            self._pipe.release_outputs()
+        with self._naming_samples(oldest.tasks), torch.cuda.device(self._device) if self._on_gpu else nullcontext():
+            tensors = [self._tensor(field, output) for field, output in zip(self._fields, self._pipeline.share_outputs(stream))]
+            self._pipeline.release_outputs()
             if stream is not None:
                 done = torch.cuda.Event()
                 done.record(stream)
-                self._uploading.append((done, made.items))
+                self._uploading.append((done, oldest.items))
         while self._uploading and self._uploading[0][0].query():
             self._uploading.popleft()
-        self.under_way.popleft()
-        return made.number, made.tasks, tensors
+        self.in_flight.popleft()
+        return oldest.number, oldest.tasks, tensors
 
     def _tensor(self, field: Field, output: Any) -> Tensor:
         if not output.is_dense_tensor():
@@ -171,7 +171,7 @@ class _Graph:
         return torch.from_dlpack(output.as_tensor())
 
     @contextmanager
-    def _named(self, tasks: Sequence[Task]) -> Iterator[None]:
+    def _naming_samples(self, tasks: Sequence[Task]) -> Iterator[None]:
         try:
             yield
         except Exception as problem:
@@ -180,18 +180,18 @@ class _Graph:
                 raise DataError(f"{self._name}, batch of samples {names}: {problem}") from problem
             where = f", in or after the batch of samples {names}" if names else ""  # DALI is ahead
             traceback.clear_frames(problem.__traceback__)  # variables of DALI's functions, which hold its threads
-            raise DataError(f"{self._name}{where}: DALI stops: {_short(problem)}") from problem
+            raise DataError(f"{self._name}{where}: DALI stops: {_dali_message(problem)}") from problem
 
     def close(self) -> None:
         """End DALI's threads, then let go of the arrays that it looked at."""
-        self._pipe = None
-        self.under_way.clear()
+        self._pipeline = None
+        self.in_flight.clear()
         for done, _ in self._uploading:
             done.synchronize()
         self._uploading.clear()
 
 
-def _imported() -> Any:
+def _import_dali() -> Any:
     try:
         for part in ("fn", "types"):
             import_module(f"nvidia.dali.{part}")
@@ -202,7 +202,7 @@ def _imported() -> Any:
         ) from problem
 
 
-def _short(problem: Exception) -> str:
+def _dali_message(problem: Exception) -> str:
     """DALI's message, without the place in our code where the operator was defined."""
     text = str(problem).rpartition("encountered:")[2].partition("Current pipeline object")[0].partition("C++ context")[0]
     return " ".join(text.split()) or type(problem).__name__
@@ -211,19 +211,19 @@ def _short(problem: Exception) -> str:
 # ---- the loader
 
 
-class _Flow(_Course):
+class _DaliEpoch(_ActiveEpoch):
     """An epoch on its way through a graph, which is made when its first samples are there."""
 
-    def __init__(self, plan: _Plan, ahead: Ahead) -> None:
-        super().__init__(plan, ahead)
-        self.graph: _Graph | None = None
-        self.started = 0  # batches in the graph
-        self.part = next(self.parts, None)
+    def __init__(self, plan: _EpochPlan, queue: PrefetchQueue) -> None:
+        super().__init__(plan, queue)
+        self.pipeline: _Pipeline | None = None
+        self.in_flight = 0  # batches in the graph
+        self.pending = next(self.remaining, None)
 
     def close(self) -> None:
         super().close()
-        if self.graph is not None and self.graph.under_way:
-            self.graph.close()
+        if self.pipeline is not None and self.pipeline.in_flight:
+            self.pipeline.close()
 
 
 class DaliLoader(Loader):
@@ -242,48 +242,48 @@ class DaliLoader(Loader):
 
     def __init__(
         self, source: Source, batch: int, mesh: Mesh, fields: Sequence[Field], *, name: str, sampler: Sampler | None = None,
-        seed: int = 0, shuffle: bool = True, last: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
-        prefetch: int = 1 << 30, collect: Callable[[dict[str, Tensor]], Any] | None = None, patience: float = 600.0,
+        seed: int = 0, shuffle: bool = True, last_batch: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
+        prefetch: int = 1 << 30, make_batch: Callable[[dict[str, Tensor]], Any] | None = None, patience: float = 600.0,
     ) -> None:  # fmt: skip
         self.fields, self.seed = tuple(fields), seed
         names = [field.name for field in self.fields]
         if not names or len(set(names)) < len(names):
             raise DataError(f"{name}: fields {', '.join(names) or 'none'}; expected at least one, each name once")
-        _imported()
+        _import_dali()
         super().__init__(
-            source, batch, mesh, name=name, sampler=sampler, seed=seed, shuffle=shuffle, last=last, accumulate=accumulate,
+            source, batch, mesh, name=name, sampler=sampler, seed=seed, shuffle=shuffle, last_batch=last_batch, accumulate=accumulate,
             workers=workers, prefetch=prefetch, patience=patience,
         )  # fmt: skip
-        self._collect = collect
-        self._first: tuple[int, tuple[np.ndarray, ...]] | None = None  # a sample to which all others are alike, and its index
-        self._first_lock = threading.Lock()
-        self._graph: _Graph | None = None
+        self._make_batch = make_batch
+        self._reference: tuple[int, tuple[np.ndarray, ...]] | None = None  # a sample to which all others are alike, and its index
+        self._reference_lock = threading.Lock()
+        self._pipeline: _Pipeline | None = None
 
     def close(self) -> None:
         """End DALI, workers, and the source where it wants that."""
-        if self._graph is not None:
-            self._graph.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
         super().close()
 
     # ---- samples
 
-    def _course(self, plan: _Plan, ahead: Ahead) -> _Flow:
-        return _Flow(plan, ahead)
+    def _new_epoch(self, plan: _EpochPlan, queue: PrefetchQueue) -> _DaliEpoch:
+        return _DaliEpoch(plan, queue)
 
     def _prepare(self, task: Task, worker: int) -> tuple[_Item, int]:
         try:
             sample = self.source.sample(task.index, task.epoch)
             sample = sample._asdict() if hasattr(sample, "_asdict") else sample
             arrays = tuple(_array(field, sample) for field in self.fields)
-            self._compare(task.index, arrays)
+            self._check_alike(task.index, arrays)
         except DataError as problem:
             raise DataError(f"{self.name}, rank {self._rank}, sample {task.index}: {problem}") from problem
-        return _Item(arrays, draw(self.seed, task.epoch, task.position)), tree_bytes(arrays)
+        return _Item(arrays, random_numbers(self.seed, task.epoch, task.position)), tree_bytes(arrays)
 
-    def _compare(self, index: int, arrays: tuple[np.ndarray, ...]) -> None:
-        with self._first_lock:
-            self._first = self._first or (index, tuple(np.empty([0] * x.ndim, x.dtype) for x in arrays))
-            other, first = self._first
+    def _check_alike(self, index: int, arrays: tuple[np.ndarray, ...]) -> None:
+        with self._reference_lock:
+            self._reference = self._reference or (index, tuple(np.empty([0] * x.ndim, x.dtype) for x in arrays))
+            other, first = self._reference
         for field, x, like in zip(self.fields, arrays, first):
             if (x.dtype, x.ndim) != (like.dtype, like.ndim):
                 raise DataError(
@@ -293,35 +293,35 @@ class DaliLoader(Loader):
 
     # ---- batches
 
-    def _batches(self, course: _Flow, following: _Flow | None) -> Iterator[Any]:  # type: ignore[override]
-        self._fill(course, wait=True)
-        while course.graph is not None and course.started:
-            number, tasks, tensors = course.graph.finish()
-            course.started -= 1
-            self._fill(course, wait=False)  # the next batches are made while this one is computed with
-            if course.part is None and following is not None:
+    def _batches(self, active: _DaliEpoch, following: _DaliEpoch | None) -> Iterator[Any]:  # type: ignore[override]
+        self._fill(active, wait=True)
+        while active.pipeline is not None and active.in_flight:
+            number, tasks, tensors = active.pipeline.finish()
+            active.in_flight -= 1
+            self._fill(active, wait=False)  # the next batches are made while this one is computed with
+            if active.pending is None and following is not None:
                 self._fill(following, wait=False)
-            course.plan.deliver(number, tasks)
+            active.plan.record(number, tasks)
             batch = dict(zip((field.name for field in self.fields), tensors))
             del tensors
-            yield batch if self._collect is None else self._collect(batch)
+            yield batch if self._make_batch is None else self._make_batch(batch)
             del batch
-            self._fill(course, wait=True)
+            self._fill(active, wait=True)
 
-    def _fill(self, flow: _Flow, wait: bool) -> None:
+    def _fill(self, active: _DaliEpoch, wait: bool) -> None:
         """Start batches as long as there is room and their samples are ready; ``wait`` for those of one if there is none."""
-        while flow.part is not None and (self._graph is None or self._graph.is_closed or self._graph.has_room):
-            number, positions = flow.part
-            found = flow.ahead.take(flow.plan.epoch, len(positions), positions.tolist(), wait and not flow.started)
-            if found is None:
+        while active.pending is not None and (self._pipeline is None or self._pipeline.is_closed or self._pipeline.has_room):
+            number, positions = active.pending
+            samples = active.queue.take(active.plan.epoch, len(positions), positions.tolist(), wait and not active.in_flight)
+            if samples is None:
                 return
-            if self._graph is None or self._graph.is_closed:
-                assert self._first is not None
-                self._graph = _Graph(
-                    self.fields, self._first[1], batch=self.size, threads=self._workers, device=self.device,
+            if self._pipeline is None or self._pipeline.is_closed:
+                assert self._reference is not None
+                self._pipeline = _Pipeline(
+                    self.fields, self._reference[1], batch=self.batch_size, threads=self._workers, device=self.device,
                     name=f"{self.name}, rank {self._rank}", describe=self.source.describe,
                 )  # fmt: skip
-            flow.graph = self._graph
-            flow.graph.start(number, found)
-            flow.started += 1
-            flow.part = next(flow.parts, None)
+            active.pipeline = self._pipeline
+            active.pipeline.start(number, samples)
+            active.in_flight += 1
+            active.pending = next(active.remaining, None)

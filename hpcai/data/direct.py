@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from hpcai.data.opened import OpenFiles
+from hpcai.data.file_cache import FileCache
 from hpcai.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 ALIGN = max(4096, mmap.PAGESIZE)
 """Bytes. A multiple of every disk's block; Lustre asks for whole pages, which have 64 KiB on some processors."""
-HUGE = 2 << 20
+HUGE_PAGE = 2 << 20
 Mode = Literal["auto", "direct", "buffered"]
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def below(offset: int) -> int:
+def align_down(offset: int) -> int:
     """The last multiple of ALIGN that is not above ``offset``."""
     return offset // ALIGN * ALIGN
 
 
-def above(offset: int) -> int:
+def align_up(offset: int) -> int:
     """The first multiple of ALIGN that is not below ``offset``."""
     return -(-offset // ALIGN) * ALIGN
 
@@ -61,63 +61,63 @@ class _Lease:
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
-class Memory:
+class MemoryPool:
     """Page-aligned blocks of memory, each used again once the last array that views it is gone.
 
     At most ``keep`` bytes wait unused, or three of the largest blocks. ``pin``: a GPU with which each block is registered, so that
     copies to it neither pass through another buffer nor stop the processor.
     """
 
-    def __init__(self, keep: int = 1 << 30, pin: "torch.device | None" = None) -> None:
-        self.keep, self.pin = keep, pin
+    def __init__(self, max_unused: int = 1 << 30, pin: "torch.device | None" = None) -> None:
+        self.max_unused, self.pin = max_unused, pin
         self._lock, self._free = threading.Lock(), OrderedDict[int, list[np.ndarray]]()
         self._unused = self._largest = 0
         # Blocks come back from finalizers, which run at any moment, also while this thread holds the lock.
-        self._back: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
 
-    def take(self, size: int) -> np.ndarray:
+    def allocate(self, size: int) -> np.ndarray:
         """``size`` bytes at an aligned address, uninitialised; there is room up to the next multiple of ALIGN.   [size] uint8"""
-        whole = _class(size)
+        rounded = _size_class(size)
         with self._lock:
-            self._largest = max(self._largest, whole)
-            self._collect()
-            blocks = self._free.get(whole)
+            self._largest = max(self._largest, rounded)
+            self._reclaim()
+            blocks = self._free.get(rounded)
             block = blocks.pop() if blocks else None
             if block is not None:
-                self._unused -= whole
+                self._unused -= rounded
         if block is None:
-            block = _map(whole, self.pin)
-        lease = _Lease(block.ctypes.data, whole)
-        weakref.finalize(lease, self._back.put, block).atexit = False
+            block = _map_block(rounded, self.pin)
+        lease = _Lease(block.ctypes.data, rounded)
+        weakref.finalize(lease, self._returned.put, block).atexit = False
         return np.asarray(lease)[:size]
 
     def copy(self, array: np.ndarray) -> np.ndarray:
         """A contiguous copy of ``array`` in this memory."""
-        place = self.take(max(array.nbytes, 1))[: array.nbytes].view(array.dtype).reshape(array.shape)
-        np.copyto(place, array)
-        return place
+        out = self.allocate(max(array.nbytes, 1))[: array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(out, array)
+        return out
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A worker process has memory of its own, and no device."""
-        return Memory, (self.keep,)
+        return MemoryPool, (self.max_unused,)
 
     @property
     def unused(self) -> int:
         """Bytes that wait to be used again."""
         with self._lock:
-            self._collect()
+            self._reclaim()
             return self._unused
 
-    def _collect(self) -> None:
+    def _reclaim(self) -> None:
         while True:
             try:
-                block = self._back.get_nowait()
+                block = self._returned.get_nowait()
             except queue.Empty:
                 break
             self._free.setdefault(block.size, []).append(block)
             self._free.move_to_end(block.size)
             self._unused += block.size
-        while self._unused > max(self.keep, 3 * self._largest):
+        while self._unused > max(self.max_unused, 3 * self._largest):
             size, blocks = next(iter(self._free.items()))
             if blocks:
                 blocks.pop()
@@ -126,7 +126,7 @@ class Memory:
                 del self._free[size]
 
 
-def _class(size: int) -> int:
+def _size_class(size: int) -> int:
     """Sizes are rounded up by a quarter at most, so that samples of many sizes share blocks."""
     step = max(ALIGN, 1 << max(max(size, 1).bit_length() - 3, 0))
     return -(-max(size, 1) // step) * step
@@ -143,9 +143,9 @@ class _Mapping(mmap.mmap):
             self.unpin()
 
 
-def _map(size: int, gpu: "torch.device | None" = None) -> np.ndarray:
+def _map_block(size: int, gpu: "torch.device | None" = None) -> np.ndarray:
     mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the kernel has no huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)  # a direct read looks up every page that it fills
     block = np.frombuffer(mapping, np.uint8)
@@ -195,16 +195,16 @@ class Reader:
     """
 
     def __init__(
-        self, mode: Mode = "auto", *, threads: int = 8, block: int = 4 << 20, memory: Memory | None = None, files: int = 64,
+        self, mode: Mode = "auto", *, threads: int = 8, block: int = 4 << 20, memory: MemoryPool | None = None, files: int = 64,
         preadv: Callable[[int, Sequence[Any], int], int] = os.preadv,
     ) -> None:  # fmt: skip
-        self.mode, self.block, self.memory = mode, above(block), memory if memory is not None else Memory()
+        self.mode, self.block, self.memory = mode, align_up(block), memory if memory is not None else MemoryPool()
         self.requested = self.transferred = 0
         self._preadv, self._limit, self._threads = preadv, files, threads
         self._lock = threading.Lock()
-        self._files = OpenFiles(self._open, lambda file: os.close(file.descriptor), files)
+        self._files = FileCache(self._open, lambda file: os.close(file.descriptor), files)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pread")
-        self._own = threading.local()
+        self._local = threading.local()
 
     # ---- what callers want
 
@@ -215,17 +215,17 @@ class Reader:
     def fetch_all(self, ranges: Sequence[tuple[Path, int, int]]) -> list[np.ndarray]:
         """Several ranges at once, each in memory of its own."""
         jobs: list[Callable[[], None]] = []
-        found: list[np.ndarray] = []
+        arrays: list[np.ndarray] = []
         for path, offset, length in ranges:
-            first = below(offset)  # also for a buffered read: then both have the same alignment in memory
-            whole = self.memory.take(above(offset + length) - first)
-            found.append(whole[offset - first : offset - first + length])
+            first = align_down(offset)  # also for a buffered read: then both have the same alignment in memory
+            memory = self.memory.allocate(align_up(offset + length) - first)
+            arrays.append(memory[offset - first : offset - first + length])
             if self.mode == "buffered":
-                jobs += self._cut(path, offset, found[-1], length)
+                jobs += self._split(path, offset, arrays[-1], length)
             else:
-                jobs += self._cut(path, first, whole, offset - first + length)
-        self._run(jobs, sum(length for _, _, length in ranges))
-        return found
+                jobs += self._split(path, first, memory, offset - first + length)
+        self._run_jobs(jobs, sum(length for _, _, length in ranges))
+        return arrays
 
     def read(self, parts: Sequence[tuple[Path, int, np.ndarray]]) -> None:
         """Fill each array [n] uint8 from ``offset`` of its file. What does not lie on block boundaries is copied once."""
@@ -234,16 +234,16 @@ class Reader:
             if not into.size:
                 continue
             end = offset + into.size
-            first, last = above(offset), below(end)
+            first, last = align_up(offset), align_down(end)
             if self.mode == "buffered":
-                jobs += self._cut(path, offset, into, into.size)
+                jobs += self._split(path, offset, into, into.size)
             elif (into.ctypes.data - offset) % ALIGN or first >= last:
-                jobs += self._cut_through(path, offset, into)
+                jobs += self._split_unaligned(path, offset, into)
             else:
-                jobs += self._cut(path, first, into[first - offset : last - offset], last - first)
+                jobs += self._split(path, first, into[first - offset : last - offset], last - first)
                 edges = ((offset, into[: first - offset]), (last, into[last - offset :]))
-                jobs += [job for o, edge in edges if edge.size for job in self._cut_through(path, o, edge)]
-        self._run(jobs, sum(into.size for _, _, into in parts))
+                jobs += [job for o, edge in edges if edge.size for job in self._split_unaligned(path, o, edge)]
+        self._run_jobs(jobs, sum(into.size for _, _, into in parts))
 
     def size(self, path: Path) -> int:
         """Bytes of a file, which stays open for the reads that follow."""
@@ -267,30 +267,30 @@ class Reader:
 
     # ---- pieces of at most one block
 
-    def _cut(self, path: Path, offset: int, into: np.ndarray, need: int) -> Iterator[Callable[[], None]]:
+    def _split(self, path: Path, offset: int, into: np.ndarray, need: int) -> Iterator[Callable[[], None]]:
         """Reads straight into ``into``. Its first ``need`` bytes are wanted; the file may end after them."""
         for start in range(0, need, self.block):
             view = into[start : start + self.block].data
-            yield partial(self._fill, path, offset + start, view, min(need - start, self.block))
+            yield partial(self._read_block, path, offset + start, view, min(need - start, self.block))
 
-    def _cut_through(self, path: Path, offset: int, into: np.ndarray) -> Iterator[Callable[[], None]]:
+    def _split_unaligned(self, path: Path, offset: int, into: np.ndarray) -> Iterator[Callable[[], None]]:
         """Reads by way of aligned memory of the thread."""
         end = offset + into.size
         start = offset
         while start < end:
-            stop = min(below(start) + self.block, end)
-            yield partial(self._pass, path, start, into[start - offset : stop - offset])
+            stop = min(align_down(start) + self.block, end)
+            yield partial(self._read_unaligned, path, start, into[start - offset : stop - offset])
             start = stop
 
-    def _pass(self, path: Path, offset: int, into: np.ndarray) -> None:
-        if not hasattr(self._own, "bounce"):
-            self._own.bounce = _map(self.block + ALIGN)
-        first, end = below(offset), offset + into.size
-        whole = self._own.bounce[: above(end) - first]
-        self._fill(path, first, whole.data, end - first)
-        np.copyto(into, whole[offset - first : end - first])
+    def _read_unaligned(self, path: Path, offset: int, into: np.ndarray) -> None:
+        if not hasattr(self._local, "bounce"):
+            self._local.bounce = _map_block(self.block + ALIGN)
+        first, end = align_down(offset), offset + into.size
+        bounce = self._local.bounce[: align_up(end) - first]
+        self._read_block(path, first, bounce.data, end - first)
+        np.copyto(into, bounce[offset - first : end - first])
 
-    def _run(self, jobs: Sequence[Callable[[], None]], size: int) -> None:
+    def _run_jobs(self, jobs: Sequence[Callable[[], None]], size: int) -> None:
         """Do all jobs; this thread, which would only wait, does the last one."""
         with self._lock:
             self.requested += size
@@ -313,7 +313,7 @@ class Reader:
 
     # ---- one read
 
-    def _fill(self, path: Path, offset: int, view: memoryview, need: int) -> None:
+    def _read_block(self, path: Path, offset: int, view: memoryview, need: int) -> None:
         """Read on until ``need`` bytes are there; up to ``len(view)`` are asked for."""
         with self._files.use(path) as file:
             done = stuck = 0
@@ -324,16 +324,16 @@ class Reader:
                     continue
                 except OSError as error:
                     if error.errno == errno.EINVAL and file.direct and self.mode == "auto":
-                        _say_without_direct(file.path, file.device, error)
-                        self._files.forget(file.path, file)
-                        return self._fill(path, offset, view, need)
+                        _log_without_direct(file.path, file.device, error)
+                        self._files.invalidate(file.path, file)
+                        return self._read_block(path, offset, view, need)
                     raise DataError(
                         f"{path}: bytes {offset + done:,} to {offset + need:,} cannot be read: {error.strerror} "
                         f"({errno.errorcode.get(error.errno or 0, error.errno)})" + self._advice(error)
                     ) from error
                 before, done = done, done + count
                 if done < need and file.direct and done % ALIGN:
-                    done = below(done)  # a short read: go on from the last whole block
+                    done = align_down(done)  # a short read: go on from the last whole block
                 stuck = stuck + 1 if done <= before else 0
                 if count == 0 or stuck > 3:
                     size = os.fstat(file.descriptor).st_size
@@ -361,19 +361,19 @@ class Reader:
                 try:
                     return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True, device)
                 except OSError as error:
-                    if error.errno not in _REFUSED or self.mode == "direct":
+                    if error.errno not in _UNSUPPORTED or self.mode == "direct":
                         raise
-                    _say_without_direct(path, device, error)
+                    _log_without_direct(path, device, error)
             return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), False, device)
         except OSError as error:
-            found = "no such file (moved or deleted since the start?)" if error.errno == errno.ENOENT else error.strerror
-            raise DataError(f"{path}: cannot be opened: {found}{self._advice(error)}") from error
+            reason = "no such file (moved or deleted since the start?)" if error.errno == errno.ENOENT else error.strerror
+            raise DataError(f"{path}: cannot be opened: {reason}{self._advice(error)}") from error
 
 
 _without_direct: set[int] = set()
 
 
-def _say_without_direct(path: Path, device: int, error: OSError) -> None:
+def _log_without_direct(path: Path, device: int, error: OSError) -> None:
     if device not in _without_direct:
         _without_direct.add(device)
         logger.info("%s: its file system has no O_DIRECT (%s); its files are read through the page cache", path, error.strerror)

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcai.data.direct import ALIGN, above, below
-from hpcai.data.layout import Layout, Stretch
-from hpcai.data.opened import OpenFiles
+from hpcai.data.direct import ALIGN, align_down, align_up
+from hpcai.data.file_cache import FileCache
+from hpcai.data.layout import Layout, StridedRange
 from hpcai.errors import DataError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
-_PORTION = 256 << 20
+_STAGING_BYTES = 256 << 20
 """Bytes of device memory that runs are read into before they are copied to their places."""
 _FILES = 64  # kept open: KvikIO registers each with the driver
 _THREADS, _TASK = 8, 4 << 20  # reads in flight, and the bytes of one; KvikIO has both once per process
@@ -52,35 +52,35 @@ class GdsReader:
 
     def __init__(self, device: torch.device, *, kvikio: Any = None) -> None:
         self.device, self.requested, self.transferred = device, 0, 0
-        self._kvikio = _imported(device) if kvikio is None else kvikio
+        self._kvikio = _import_kvikio(device) if kvikio is None else kvikio
         self._lock = threading.Lock()
-        self._files = OpenFiles(self._open, lambda file: file.handle.close(), _FILES)
+        self._files = FileCache(self._open, lambda file: file.handle.close(), _FILES)
         # KvikIO's reads are in order with no stream, but the allocator gives freed memory again to work that comes later on the
         # same one. On a stream of this reader alone only its own copies may still use that memory, and `_fetch` waits for them.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
             self._kvikio.defaults.set({"num_threads": _THREADS, "task_size": _TASK})
-            _say_mode(bool(self._kvikio.defaults.is_compat_mode_preferred()))
+            _log_mode(bool(self._kvikio.defaults.is_compat_mode_preferred()))
         except Exception as problem:
-            raise DataError(f"KvikIO cannot be set up: {problem}; {_INSTEAD}") from problem
+            raise DataError(f"KvikIO cannot be set up: {problem}; {_ALTERNATIVE}") from problem
 
-    def read(self, layout: Layout, *where: slice | int) -> Tensor:
+    def read(self, layout: Layout, *index: slice | int) -> Tensor:
         """The values of a box of an array, as ``Layout.read``, on the device and in order with its current stream."""
         dtype = _torch_dtype(layout)
-        runs, shape, asked = layout.stretches(where)
+        ranges, shape, out_shape = layout.byte_ranges(index)
         with self._lock:
             self.requested += math.prod(shape) * layout.dtype.itemsize
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            if len(runs) == 1 and runs[0].dense and runs[0].offset is not None:
-                whole = _typed(self._fetch(layout.path, runs)[0], dtype).view(shape)
+            if len(ranges) == 1 and ranges[0].contiguous and ranges[0].offset is not None:
+                out = _view_as(self._fetch(layout.path, ranges)[0], dtype).view(shape)
             else:
-                whole = torch.empty(shape, dtype=dtype, device=self.device)
-                for portion in _portions(runs):
-                    self._place(layout, portion, whole)
+                out = torch.empty(shape, dtype=dtype, device=self.device)
+                for portion in _split_portions(ranges):
+                    self._scatter(layout, portion, out)
         if self._stream is not None:
             self._stream.synchronize()  # the pieces are in place, and may be used on any stream
-            whole.record_stream(torch.cuda.current_stream(self.device))
-        return whole.view(asked)
+            out.record_stream(torch.cuda.current_stream(self.device))
+        return out.view(out_shape)
 
     def close(self) -> None:
         """Close the files, one that is being read when that is done. Tensors stay."""
@@ -94,38 +94,38 @@ class GdsReader:
 
     # ---- runs of bytes
 
-    def _place(self, layout: Layout, runs: Sequence[Stretch], whole: Tensor) -> None:
+    def _scatter(self, layout: Layout, ranges: Sequence[StridedRange], out: Tensor) -> None:
         item = layout.dtype.itemsize
-        for run in runs:
+        for run in ranges:
             if run.offset is None:  # never written
-                whole[run.place].fill_(np.asarray(layout.fill).item())
-        there = [run for run in runs if run.offset is not None]
-        for run, raw in zip(there, self._fetch(layout.path, there) if there else ()):
-            place = whole[run.place]
-            place.copy_(_typed(raw, whole.dtype).as_strided(place.shape, [stride // item for stride in run.strides]))
+                out[run.out_index].fill_(np.asarray(layout.fill).item())
+        stored = [run for run in ranges if run.offset is not None]
+        for run, raw in zip(stored, self._fetch(layout.path, stored) if stored else ()):
+            target = out[run.out_index]
+            target.copy_(_view_as(raw, out.dtype).as_strided(target.shape, [stride // item for stride in run.strides]))
 
-    def _fetch(self, path: Path, runs: Sequence[Stretch]) -> list[Tensor]:
+    def _fetch(self, path: Path, runs: Sequence[StridedRange]) -> list[Tensor]:
         """The bytes of each run, in memory of the device.   [span] uint8"""
         with self._files.use(path) as file:
-            ranges = [(run.offset or 0, (run.offset or 0) + run.span) for run in runs]
-            if (end := max(end for _, end in ranges)) > file.size:
+            bounds = [(run.offset or 0, (run.offset or 0) + run.span) for run in runs]
+            if (end := max(end for _, end in bounds)) > file.size:
                 raise DataError(
                     f"{path}: ends at byte {file.size:,}, but bytes up to {end:,} are asked for; it is truncated or was rewritten: "
                     "compare it with its source"
                 )
             reads, size = [], 0
-            for start, end in ranges:
-                first, last = below(start), min(above(end), file.size)  # KvikIO takes the end of a file for an error
+            for start, end in bounds:
+                first, last = align_down(start), min(align_up(end), file.size)  # KvikIO takes the end of a file for an error
                 reads.append((size, first, last))
-                size += above(last - first)
+                size += align_up(last - first)
             memory = torch.empty(size + ALIGN, dtype=torch.uint8, device=self.device)
             memory = memory[-memory.data_ptr() % ALIGN :]
             if self._stream is not None:
                 self._stream.synchronize()  # copies out of this memory, by an earlier read
-            self._await(path, [(memory[at : at + last - first], first) for at, first, last in reads], file, ranges)
-        return [memory[at + start - first : at + end - first] for (at, first, _), (start, end) in zip(reads, ranges)]
+            self._read(path, [(memory[at : at + last - first], first) for at, first, last in reads], file, bounds)
+        return [memory[at + start - first : at + end - first] for (at, first, _), (start, end) in zip(reads, bounds)]
 
-    def _await(self, path: Path, parts: Sequence[tuple[Tensor, int]], file: _File, ranges: Sequence[tuple[int, int]]) -> None:
+    def _read(self, path: Path, parts: Sequence[tuple[Tensor, int]], file: _File, bounds: Sequence[tuple[int, int]]) -> None:
         futures, failure = [], None
         counts: list[int] = []
         try:
@@ -141,15 +141,15 @@ class GdsReader:
                 failure = failure or problem
         with self._lock:
             self.transferred += sum(counts)
-        for (_, first), (start, end), count in zip(parts, ranges, counts):
+        for (_, first), (start, end), count in zip(parts, bounds, counts):
             if first + count < end and failure is None:
                 raise DataError(
                     f"{path}: bytes {start:,} to {end:,} are asked for, but reads stop at byte {first + count:,} of {file.size:,}; "
                     "it is being rewritten, or its file system fails: compare it with its source"
                 )
         if failure is not None:
-            low, high = min(start for start, _ in ranges), max(end for _, end in ranges)
-            raise DataError(f"{path}: bytes {low:,} to {high:,} cannot be read to the GPU: {failure}; {_INSTEAD}") from failure
+            low, high = min(start for start, _ in bounds), max(end for _, end in bounds)
+            raise DataError(f"{path}: bytes {low:,} to {high:,} cannot be read to the GPU: {failure}; {_ALTERNATIVE}") from failure
 
     # ---- files
 
@@ -161,62 +161,62 @@ class GdsReader:
         try:
             return _File(self._kvikio.CuFile(path, "r"), size)
         except Exception as problem:
-            raise DataError(f"{path}: cannot be opened for the GPU: {problem}; {_INSTEAD}") from problem
+            raise DataError(f"{path}: cannot be opened for the GPU: {problem}; {_ALTERNATIVE}") from problem
 
 
-_INSTEAD = "data.reader=direct needs neither KvikIO nor a driver"
+_ALTERNATIVE = "data.reader=direct needs neither KvikIO nor a driver"
 
 
-def _imported(device: torch.device) -> Any:
+def _import_kvikio(device: torch.device) -> Any:
     try:
         kvikio = import_module("kvikio")
         import_module("kvikio.defaults")
     except ModuleNotFoundError as problem:
-        raise MissingExtraError(f"data.reader=gds needs {problem.name}: pip install 'hpcai-suite[gds]'; {_INSTEAD}") from problem
+        raise MissingExtraError(f"data.reader=gds needs {problem.name}: pip install 'hpcai-suite[gds]'; {_ALTERNATIVE}") from problem
     except (ImportError, OSError) as problem:
-        raise DataError(f"data.reader=gds: KvikIO is installed but does not load ({problem}); {_INSTEAD}") from problem
+        raise DataError(f"data.reader=gds: KvikIO is installed but does not load ({problem}); {_ALTERNATIVE}") from problem
     if device.type != "cuda" or not torch.cuda.is_available():
         raise DataError(
             f"data.reader=gds reads to a GPU, but the device is {device} and CUDA is {'' if torch.cuda.is_available() else 'not '}"
-            f"available (KvikIO needs libcuda.so.1, the driver's library); {_INSTEAD}"
+            f"available (KvikIO needs libcuda.so.1, the driver's library); {_ALTERNATIVE}"
         )
     return kvikio
 
 
 @cache
-def _say_mode(compatible: bool) -> None:
+def _log_mode(compatible: bool) -> None:
     """Log, once in a process, which way KvikIO reads."""
-    way = "GPUDirect Storage is there; file systems without it are read through pinned memory"
+    mode = "GPUDirect Storage is there; file systems without it are read through pinned memory"
     if compatible:
-        way = "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
-    logger.info("data.reader=gds: %s", way)
+        mode = "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
+    logger.info("data.reader=gds: %s", mode)
 
 
 def _torch_dtype(layout: Layout) -> torch.dtype:
-    where = f"{layout.path}: '{layout.name}' is {layout.dtype.str}"
+    description = f"{layout.path}: '{layout.name}' is {layout.dtype.str}"
     if not layout.dtype.isnative:
-        raise DataError(f"{where}, and a GPU reads bytes as they lie; write it in this machine's byte order, or data.reader=direct")
+        raise DataError(f"{description}, and a GPU reads bytes as they lie; write it in this machine's byte order, or data.reader=direct")
     try:
         return torch.from_numpy(np.empty(0, layout.dtype)).dtype
     except TypeError as problem:
-        raise DataError(f"{where}, which torch has no dtype for; use data.reader=direct") from problem
+        raise DataError(f"{description}, which torch has no dtype for; use data.reader=direct") from problem
 
 
-def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+def _view_as(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes as values, in a copy where they do not lie on a multiple of an item's size.   [span] uint8 -> [span / item]"""
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype)
 
 
-def _portions(runs: Sequence[Stretch]) -> Iterator[list[Stretch]]:
-    portion: list[Stretch] = []
+def _split_portions(ranges: Sequence[StridedRange]) -> Iterator[list[StridedRange]]:
+    portion: list[StridedRange] = []
     size = 0
-    for run in runs:
-        if portion and size + run.span > _PORTION:
+    for run in ranges:
+        if portion and size + run.span > _STAGING_BYTES:
             yield portion
             portion, size = [], 0
         portion.append(run)
-        size += above(run.span) + ALIGN if run.offset is not None else 0
+        size += align_up(run.span) + ALIGN if run.offset is not None else 0
     if portion:
         yield portion

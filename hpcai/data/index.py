@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hpcai.data.entry import Entry, TableEntry
-from hpcai.data.table import describe, table_of
+from hpcai.data.table import build_table, describe
 from hpcai.durable import flush
 from hpcai.errors import DataError
 
@@ -25,7 +25,7 @@ INDEX = "index.json"
 FORMAT = 1
 TABLE = "index-{}.safetensors"
 
-Described = Callable[[Path, int], Mapping[str, Any] | None]
+DescribeFile = Callable[[Path, int], Mapping[str, Any] | None]
 """Gives what the table is to say of a file of so many rows, or None where it cannot be described."""
 
 
@@ -49,39 +49,39 @@ def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry
     return json.loads(text), content.files, content.table
 
 
-def write_index(folder: Path, content: Mapping[str, Any], described: Described | None = None, table: bool = True) -> None:
+def write_index(folder: Path, content: Mapping[str, Any], describe_file: DescribeFile | None = None, table: bool = True) -> None:
     """Replaces the index of ``folder`` in one act; ``content`` is all but the format. Where all its files are HDF5, their table
     comes first, by ``described`` or by opening each here, and those of before go last. Without ``table`` the index has none."""
-    told = {key: value for key, value in content.items() if key != "table"}
-    if table and (entry := _write_table(folder, told, described)) is not None:
-        told["table"] = entry.model_dump()
-    write_json(folder / INDEX, {"format": FORMAT, **told})
+    index = {key: value for key, value in content.items() if key != "table"}
+    if table and (entry := _write_table(folder, index, describe_file)) is not None:
+        index["table"] = entry.model_dump()
+    write_json(folder / INDEX, {"format": FORMAT, **index})
     for other in folder.glob(TABLE.format("[0-9a-f]" * 8)):
-        if other.name != told.get("table", {}).get("name"):
+        if other.name != index.get("table", {}).get("name"):
             other.unlink(missing_ok=True)
 
 
-def _write_table(folder: Path, content: Mapping[str, Any], described: Described | None) -> TableEntry | None:
+def _write_table(folder: Path, content: Mapping[str, Any], describe_file: DescribeFile | None) -> TableEntry | None:
     try:
         files = _Content.model_validate(content).files
     except ValidationError:  # readers and checks say so
         return None
     if not files or not all(file.name.endswith(".h5") for file in files):
         return None
-    told = ((described or describe)(folder / file.name, file.rows) for file in files)
-    raw = table_of(files, [one if one and one["bytes"] == file.bytes else None for one, file in zip(told, files)])
+    descriptions = ((describe_file or describe)(folder / file.name, file.rows) for file in files)
+    raw = build_table(files, [one if one and one["bytes"] == file.bytes else None for one, file in zip(descriptions, files)])
     digest = hashlib.sha256(raw).hexdigest()
     name = TABLE.format(digest[:8])
-    replace(folder / name, raw)
+    replace_file(folder / name, raw)
     return TableEntry(name=name, bytes=len(raw), sha256=digest)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces the file in one act, with the permissions that it had."""
-    replace(path, (json.dumps(content, indent=1) + "\n").encode())
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Replaces the file in one act, with the permissions that it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # ranks may write the same recipe at once
@@ -89,12 +89,12 @@ def replace(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
         if path.exists():
             shutil.copymode(path, partial)
-        settle(partial, path)
+        commit_file(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def settle(partial: Path, path: Path) -> None:
+def commit_file(partial: Path, path: Path) -> None:
     """Gives a finished file its name, once what it holds is on the disk."""
     flush(partial)
     partial.replace(path)

@@ -18,11 +18,11 @@ import numpy as np
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError, HpcaiError
 
-GAP = 16 << 10
+MAX_GAP = 16 << 10
 """Bytes between two runs below which it is cheaper to read on than to read twice."""
-_CHUNKS = 1 << 22  # chunks of one dataset that we are ready to list
+_MAX_CHUNKS = 1 << 22  # chunks of one dataset that we are ready to list
 
-_PARSING = threading.Lock()  # Python 3.11's parser, which reads the header, fails now and then in several threads at once
+_parse_lock = threading.Lock()  # Python 3.11's parser, which reads the header, fails now and then in several threads at once
 
 Slices = Sequence[slice]
 
@@ -49,43 +49,43 @@ class Layout:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self, reader: Reader, *where: slice | int) -> np.ndarray:
+    def read(self, reader: Reader, *index: slice | int) -> np.ndarray:
         """The values of a box of the array: a slice (step 1) or an index for each leading dim; the rest is whole.
 
         One run of bytes is viewed where it was read; several are read into one array. Raises DataError as ``Reader`` does.
         """
-        pieces, shape, asked = self.stretches(where)
-        if not pieces:
-            return np.empty(asked, self.dtype)
-        if len(pieces) == 1 and pieces[0].offset is not None and pieces[0].dense:
-            raw = reader.fetch(self.path, pieces[0].offset, pieces[0].span)
+        ranges, shape, out_shape = self.byte_ranges(index)
+        if not ranges:
+            return np.empty(out_shape, self.dtype)
+        if len(ranges) == 1 and ranges[0].offset is not None and ranges[0].contiguous:
+            raw = reader.fetch(self.path, ranges[0].offset, ranges[0].span)
             if raw.ctypes.data % self.dtype.itemsize == 0 or self.dtype.itemsize == 1:
-                return raw.view(self.dtype).reshape(asked)
-            return reader.memory.copy(np.frombuffer(raw, self.dtype)).reshape(asked)
-        whole = reader.memory.take(math.prod(shape) * self.dtype.itemsize).view(self.dtype).reshape(shape)
+                return raw.view(self.dtype).reshape(out_shape)
+            return reader.memory.copy(np.frombuffer(raw, self.dtype)).reshape(out_shape)
+        out = reader.memory.allocate(math.prod(shape) * self.dtype.itemsize).view(self.dtype).reshape(shape)
         parts, strided = [], []
-        for piece in pieces:
-            place = whole[piece.place]
-            if piece.offset is None:
-                place[...] = self.fill
-            elif piece.dense and place.flags.c_contiguous:
-                parts.append((self.path, piece.offset, place.reshape(-1).view(np.uint8)))
+        for byte_range in ranges:
+            target = out[byte_range.out_index]
+            if byte_range.offset is None:
+                target[...] = self.fill
+            elif byte_range.contiguous and target.flags.c_contiguous:
+                parts.append((self.path, byte_range.offset, target.reshape(-1).view(np.uint8)))
             else:
-                strided.append((piece, place))
+                strided.append((byte_range, target))
         reader.read(parts)
-        raws = reader.fetch_all([(self.path, piece.offset or 0, piece.span) for piece, _ in strided])
-        for (piece, place), raw in zip(strided, raws):
-            np.copyto(place, np.ndarray(place.shape, self.dtype, raw.data, 0, piece.strides))
-        return whole.reshape(asked)
+        raws = reader.fetch_all([(self.path, byte_range.offset or 0, byte_range.span) for byte_range, _ in strided])
+        for (byte_range, target), raw in zip(strided, raws):
+            np.copyto(target, np.ndarray(target.shape, self.dtype, raw.data, 0, byte_range.strides))
+        return out.reshape(out_shape)
 
-    def stretches(self, where: Sequence[slice | int]) -> "tuple[list[Stretch], tuple[int, ...], list[int]]":
+    def byte_ranges(self, index: Sequence[slice | int]) -> "tuple[list[StridedRange], tuple[int, ...], list[int]]":
         """The runs of bytes of a box, none for an empty one; its shape; and that shape without the dims that were indexed."""
-        box, single = box_of(where, self.shape, f"{self.path}: '{self.name}'")
+        box, indexed = normalize_index(index, self.shape, f"{self.path}: '{self.name}'")
         shape = tuple(s.stop - s.start for s in box)
-        runs = [run for cell in self.cells(box) for run in stretches_of(*cell, self.dtype.itemsize)] if 0 not in shape else []
-        return runs, shape, [n for dim, n in enumerate(shape) if dim not in single]
+        ranges = [run for cell in self.touched_chunks(box) for run in split_ranges(*cell, self.dtype.itemsize)] if 0 not in shape else []
+        return ranges, shape, [n for dim, n in enumerate(shape) if dim not in indexed]
 
-    def cells(self, box: Slices) -> Iterator[tuple[int | None, tuple[int, ...], Slices, tuple[int, ...]]]:
+    def touched_chunks(self, box: Slices) -> Iterator[tuple[int | None, tuple[int, ...], Slices, tuple[int, ...]]]:
         """The whole, or each chunk that ``box`` touches: (offset, shape, box within it, where that begins in the result)."""
         if not self.chunk:
             yield self.offset, self.shape, box, (0,) * len(box)
@@ -99,17 +99,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StridedRange:
     """``span`` bytes from ``offset`` on that hold the values of ``place`` in the result, ``strides`` bytes apart."""
 
     offset: int | None
     span: int
     strides: tuple[int, ...]
-    place: tuple[slice, ...]
-    dense: bool
+    out_index: tuple[slice, ...]
+    contiguous: bool
 
 
-def stretches_of(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tuple[int, ...], item: int) -> Iterator[Stretch]:
+def split_ranges(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tuple[int, ...], item: int) -> Iterator[StridedRange]:
     """The runs of bytes of a box within a row-major array; runs that lie close together are read as one."""
     dims = len(shape)
     count = [s.stop - s.start for s in box]
@@ -118,7 +118,7 @@ def stretches_of(offset: int | None, shape: tuple[int, ...], box: Slices, begin:
     dense = True
     while level > 0 and offset is not None:
         used = count[level] * strides[level]
-        if count[level - 1] > 1 and strides[level - 1] - used > GAP:
+        if count[level - 1] > 1 and strides[level - 1] - used > MAX_GAP:
             break
         # Otherwise a single index above it costs nothing, and a small gap costs less than another read.
         dense = dense and count[level - 1] == 1
@@ -131,29 +131,29 @@ def stretches_of(offset: int | None, shape: tuple[int, ...], box: Slices, begin:
         at = None if offset is None else offset + sum(i * s for i, s in zip(index, strides))
         place = tuple(slice(b + o, b + o + 1) for b, o in zip(begin, outer))
         place += tuple(slice(begin[d], begin[d] + count[d]) for d in range(level, dims))
-        yield Stretch(at, span, strides, place, dense)
+        yield StridedRange(at, span, strides, place, dense)
 
 
-def box_of(where: Sequence[slice | int], shape: tuple[int, ...], name: str) -> tuple[list[slice], set[int]]:
-    if len(where) > len(shape):
-        raise DataError(f"{name} has {len(shape)} dims, {len(where)} are indexed")
-    box, single = [], set()
+def normalize_index(index: Sequence[slice | int], shape: tuple[int, ...], name: str) -> tuple[list[slice], set[int]]:
+    if len(index) > len(shape):
+        raise DataError(f"{name} has {len(shape)} dims, {len(index)} are indexed")
+    box, indexed = [], set()
     for dim, size in enumerate(shape):
-        asked = where[dim] if dim < len(where) else slice(None)
-        if isinstance(asked, slice):
-            start, stop, step = asked.indices(size)
+        item = index[dim] if dim < len(index) else slice(None)
+        if isinstance(item, slice):
+            start, stop, step = item.indices(size)
             if step != 1:
                 raise DataError(f"{name}: dim {dim} is read with a step of {step}, expected 1")
             box.append(slice(start, max(start, stop)))
         else:
-            if not -size <= asked < size:
-                raise DataError(f"{name}: index {asked} of dim {dim}, which has {size}")
-            single.add(dim)
-            box.append(slice(asked % size, asked % size + 1))
-    return box, single
+            if not -size <= item < size:
+                raise DataError(f"{name}: index {item} of dim {dim}, which has {size}")
+            indexed.add(dim)
+            box.append(slice(item % size, item % size + 1))
+    return box, indexed
 
 
-def finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether an array or tensor holds neither NaN nor infinity. A sum tells it at the speed of the memory; only one that
     overflows needs a look at each value."""
     if isinstance(value, np.generic):
@@ -169,18 +169,18 @@ def finite(value: Any) -> bool:
 # ---- the formats
 
 
-def npy(path: str | Path) -> Layout:
+def npy_layout(path: str | Path) -> Layout:
     """The array of a ``.npy`` file. Raises DataError for a damaged header, Python objects, and a file that is too short."""
     path = Path(path)
-    size = _size(path)
+    size = _file_size(path)
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-            if read is None:
+            read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+            if read_header is None:
                 raise ValueError(f"format {version}, expected 1.0 or 2.0")
-            with _PARSING:
-                shape, fortran, dtype = read(file, max_header_size=10_000)
+            with _parse_lock:
+                shape, fortran, dtype = read_header(file, max_header_size=10_000)
             offset = file.tell()
     except OSError as problem:
         raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
@@ -188,29 +188,29 @@ def npy(path: str | Path) -> Layout:
         raise DataError(f"{path}: not a .npy file ({type(problem).__name__}: {str(problem)[:200]})") from problem
     if any(n < 0 for n in shape):
         raise DataError(f"{path}: not a .npy file: its shape is {shape}")
-    dtype = _plain(dtype, path, path.name)
+    dtype = _numeric_dtype(dtype, path, path.name)
     if fortran and len(shape) > 1:
         raise UnreadableLayoutError(f"{path}: its values lie in Fortran order; write it again with numpy.save(ascontiguousarray)")
-    found = Layout(path, path.name, shape, dtype, offset)
-    _ends_within(found, offset + found.nbytes, size)
-    return found
+    array_layout = Layout(path, path.name, shape, dtype, offset)
+    _check_end(array_layout, offset + array_layout.nbytes, size)
+    return array_layout
 
 
-def hdf5(file: h5py.File, name: str) -> Layout:
+def hdf5_layout(file: h5py.File, name: str) -> Layout:
     """The layout of one dataset of an open HDF5 file.
 
     Raises UnreadableLayoutError for compressed or otherwise filtered chunks, virtual, external and compact datasets and
     files with a user block, and DataError for a damaged file and for values that lie beyond its end.
     """
     try:
-        return _hdf5(file, name)
+        return _hdf5_layout(file, name)
     except HpcaiError:
         raise
     except Exception as problem:  # what the library raises for a damaged file is not documented
         raise DataError(f"{file.filename}: dataset '{name}' cannot be read ({type(problem).__name__}: {problem})") from problem
 
 
-def _hdf5(file: h5py.File, name: str) -> Layout:
+def _hdf5_layout(file: h5py.File, name: str) -> Layout:
     path, data = Path(file.filename), file[name]
     where = f"{path}: dataset '{name}'"
     if not isinstance(data, h5py.Dataset):
@@ -230,47 +230,47 @@ def _hdf5(file: h5py.File, name: str) -> Layout:
         raise UnreadableLayoutError(f"{where} lies within the header")
     if file.userblock_size:  # some versions of the library count it in, some do not
         raise UnreadableLayoutError(f"{path}: begins with a user block of {file.userblock_size} bytes")
-    dtype, size = _plain(data.dtype, path, name), _size(path)
+    dtype, size = _numeric_dtype(data.dtype, path, name), _file_size(path)
     if kind == h5py.h5d.CONTIGUOUS:
         offset = data.id.get_offset()
         if offset is None:  # nothing was ever written
             return Layout(path, name, data.shape, dtype, None, data.shape or (1,), {}, data.fillvalue)
-        found = Layout(path, name, data.shape, dtype, offset)
-        _ends_within(found, offset + found.nbytes, size)
-        return found
-    whole = math.prod(data.chunks) * dtype.itemsize
-    number = data.id.get_num_chunks()
-    if number > _CHUNKS or number * whole > size:
-        raise DataError(f"{where} says that it has {number:,} chunks of {whole:,} bytes, in a file of {size:,}; it is damaged")
+        array_layout = Layout(path, name, data.shape, dtype, offset)
+        _check_end(array_layout, offset + array_layout.nbytes, size)
+        return array_layout
+    chunk_bytes = math.prod(data.chunks) * dtype.itemsize
+    count = data.id.get_num_chunks()
+    if count > _MAX_CHUNKS or count * chunk_bytes > size:
+        raise DataError(f"{where} says that it has {count:,} chunks of {chunk_bytes:,} bytes, in a file of {size:,}; it is damaged")
     offsets: dict[tuple[int, ...], int] = {}
 
-    def note(chunk: Any) -> None:
-        if chunk.size != whole or chunk.filter_mask:
-            raise DataError(f"{where}: chunk at {chunk.chunk_offset} has {chunk.size:,} bytes, expected {whole:,}; it is damaged")
+    def add_chunk(chunk: Any) -> None:
+        if chunk.size != chunk_bytes or chunk.filter_mask:
+            raise DataError(f"{where}: chunk at {chunk.chunk_offset} has {chunk.size:,} bytes, expected {chunk_bytes:,}; it is damaged")
         offsets[tuple(o // n for o, n in zip(chunk.chunk_offset, data.chunks))] = chunk.byte_offset
 
-    data.id.chunk_iter(note)
-    found = Layout(path, name, data.shape, dtype, None, data.chunks, offsets, data.fillvalue)
+    data.id.chunk_iter(add_chunk)
+    array_layout = Layout(path, name, data.shape, dtype, None, data.chunks, offsets, data.fillvalue)
     if offsets:
-        _ends_within(found, max(offsets.values()) + whole, size)
-    return found
+        _check_end(array_layout, max(offsets.values()) + chunk_bytes, size)
+    return array_layout
 
 
-def _plain(dtype: Any, path: Path, name: str) -> np.dtype:
+def _numeric_dtype(dtype: Any, path: Path, name: str) -> np.dtype:
     dtype = np.dtype(dtype)
     if dtype.hasobject or dtype.itemsize == 0:
         raise UnreadableLayoutError(f"{path}: '{name}' is {dtype}, expected numbers")
     return dtype
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as problem:
         raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
 
 
-def _ends_within(layout: Layout, end: int, size: int) -> None:
+def _check_end(layout: Layout, end: int, size: int) -> None:
     if end > size:
         raise DataError(
             f"{layout.path}: '{layout.name}' {layout.shape} ends at byte {end:,}, but the file has {size:,}; it is truncated: copy "

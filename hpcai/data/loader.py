@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from hpcai.data.ahead import Ahead, Ready, Task
-from hpcai.data.assemble import Assembler, Made, take_device, tree_bytes
-from hpcai.data.dealt import Dealt
-from hpcai.data.direct import Memory
+from hpcai.data.collate import Collator, Prepared, set_device, tree_bytes
+from hpcai.data.direct import MemoryPool
+from hpcai.data.prefetch import PrefetchQueue, Ready, Task
 from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
+from hpcai.data.scatter import ScatteredLoader
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError, HpcaiError
@@ -55,7 +55,7 @@ class Skipped:
 
     epoch: int
     index: int
-    instead: int
+    replacement: int
     reason: str
 
 
@@ -77,83 +77,85 @@ class Loader:
 
     def __init__(
         self, source: Source, batch: int, mesh: Mesh, *, name: str, sampler: Sampler | None = None, seed: int = 0,
-        shuffle: bool = True, last: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
+        shuffle: bool = True, last_batch: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
         processes: bool = False, prefetch: int = 1 << 30, order: Literal["strict", "ready"] = "strict",
-        on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0, then: Callable[[Any, int], Any] | None = None,
+        on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0, batch_transform: Callable[[Any, int], Any] | None = None,
         once: bool | Literal["auto"] = False,
     ) -> None:  # fmt: skip
-        self.source, self.size, self.name, self.device = source, batch, name, mesh.device
-        self.copies, self.order, self.last = mesh["replicate"], order, last
+        self.source, self.batch_size, self.name, self.device = source, batch, name, mesh.device
+        self.replicas, self.order, self.last_batch = mesh["replicate"], order, last_batch
         self.sampler = sampler or (Shuffled(len(source), seed) if shuffle else InOrder(len(source)))
         self.skipped: list[Skipped] = []
-        self._told, self._named = 0, set[str]()
+        self._reported, self._reported_names = 0, set[str]()
         self._rank, self._workers, self._prefetch = mesh.rank, workers, prefetch
-        self._on_bad, self._patience, self._then = "stop" if last == "keep" else on_bad_sample, patience, then
-        whole = getattr(source, "whole", False)
-        self._once = mesh.copy.size > 1 and (whole if once == "auto" else once)
-        if self._once and not whole:
+        self._on_bad_sample, self._patience, self._batch_transform = (
+            "stop" if last_batch == "keep" else on_bad_sample, patience, batch_transform,
+        )  # fmt: skip
+        replicated = getattr(source, "replicated", False)
+        self._scatters = mesh.copy.size > 1 and (replicated if once == "auto" else once)
+        if self._scatters and not replicated:
             raise DataError(
                 f"{name}: data.once, but a {type(source).__name__} does not say that it is whole: {mesh.copy.size} processes that "
                 "hold a sample together may each make a part of their own of it; set data.once to false"
             )
-        self._check(batch, accumulate, mesh)
-        self._order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
-        self._tellers = mesh.everyone if self._once else self.copies
+        self._validate(batch, accumulate, mesh)
+        self._epoch_order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
+        self._reporting_axis = mesh.everyone if self._scatters else self.replicas
         gpu = mesh.device if mesh.device.type == "cuda" else None
-        self._dealt = Dealt(mesh.channel("copy"), mesh.rank, gpu) if self._once else None
-        leads = order == "ready" and mesh.copy.size > 1 and not self._once
-        self._leader = _Leader(mesh.channel("copy")) if leads else None
-        self._assembler = Assembler(mesh.device, name, getattr(source, "collate", None))
-        self._following: _Course | None = None
-        self._plan: _Plan | None = None
+        self._scatter = ScatteredLoader(mesh.channel("copy"), mesh.rank, gpu) if self._scatters else None
+        needs_leader = order == "ready" and mesh.copy.size > 1 and not self._scatters
+        self._leader = _Leader(mesh.channel("copy")) if needs_leader else None
+        self._collator = Collator(mesh.device, name, getattr(source, "collate", None))
+        self._next_epoch: _ActiveEpoch | None = None
+        self._plan: _EpochPlan | None = None
         self._history: deque[tuple[int, int, list[int]]] = deque(maxlen=4096)
-        self._processes: list[Any] = []
+        self._worker_processes: list[Any] = []
         if processes:
-            from hpcai.data.processes import Worker
+            from hpcai.data.workers import Worker
 
-            memory = Memory(pin=gpu)
-            self._processes = [Worker(source, name, number, memory) for number in range(workers)]
+            memory = MemoryPool(pin=gpu)
+            self._worker_processes = [Worker(source, name, number, memory) for number in range(workers)]
 
-    def _check(self, batch: int, accumulate: int, mesh: Mesh) -> None:
-        name, copies, samples = self.name, self.copies.size, self.sampler.samples
-        parts = copies * accumulate
-        if self.last != "keep" and batch % parts:
+    def _validate(self, batch: int, accumulate: int, mesh: Mesh) -> None:
+        name, copies, samples = self.name, self.replicas.size, self.sampler.samples
+        divisor = copies * accumulate
+        if self.last_batch != "keep" and batch % divisor:
             raise DataError(
                 f"{name}: a batch of {batch} samples does not divide by {copies} copies x {accumulate} micro-batches; "
-                f"give a multiple of {parts}"
+                f"give a multiple of {divisor}"
             )
         if not len(self.source) or not samples:
             raise DataError(f"{name}: there is no sample; make some data first")
-        if self.last == "drop" and samples < batch:
+        if self.last_batch == "drop" and samples < batch:
             raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
         if samples < copies and not isinstance(self.sampler, LargestFirst):
             raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
-        if self._on_bad == "skip" and mesh.copy.size > 1 and not self._once:
+        if self._on_bad_sample == "skip" and mesh.copy.size > 1 and not self._scatters:
             raise DataError(
                 f"{name}: on_bad_sample=skip, but {mesh.copy.size} processes hold a sample together and each makes it; set it to "
                 "stop, or data.once to true where the source is whole"
             )
-        if self._once:
+        if self._scatters:
             logger.info("%s: each sample is made by one of %d processes of a copy, and sent to the others", name, mesh.copy.size)
         rest = samples % batch
-        if rest and self.last == "drop":
+        if rest and self.last_batch == "drop":
             logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
-        if rest and self.last == "pad":
+        if rest and self.last_batch == "pad":
             logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - rest)
 
     # ---- what an epoch is
 
     def __len__(self) -> int:
         """Batches of an epoch."""
-        return self.sampler.samples // self.size if self.last == "drop" else -(-self.sampler.samples // self.size)
+        return self.sampler.samples // self.batch_size if self.last_batch == "drop" else -(-self.sampler.samples // self.batch_size)
 
     @property
     def samples(self) -> int:
         """Samples that an epoch delivers, over all processes."""
-        return self.sampler.samples if self.last == "keep" else len(self) * self.size
+        return self.sampler.samples if self.last_batch == "keep" else len(self) * self.batch_size
 
     @property
-    def counted(self) -> int:
+    def dataset_size(self) -> int:
         """Samples of the source, from which those of an epoch are drawn."""
         return len(self.source)
 
@@ -164,79 +166,79 @@ class Loader:
 
     def indices(self, epoch: int, first: int) -> np.ndarray:
         """Samples that this process reads, in strict order, for the batch that begins at position ``first`` of ``epoch``."""
-        positions = np.arange(first, min(first + self.size, self.samples))
-        return self._at(epoch, positions)[self._deal(epoch, positions)]
+        positions = np.arange(first, min(first + self.batch_size, self.samples))
+        return self._indices_at(epoch, positions)[self._assigned(epoch, positions)]
 
     def describe(self, epoch: int, first: int) -> str:
         """Tell where the samples lie that this process got for the batch after ``first`` samples of ``epoch``."""
-        names = [name for _, name in self.taken(epoch, first)]
+        names = [name for _, name in self.batch_samples(epoch, first)]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
-    def taken(self, epoch: int, first: int) -> list[tuple[int, str]]:
+    def batch_samples(self, epoch: int, first: int) -> list[tuple[int, str]]:
         """Index and place of each sample of that batch; of one that was not read yet, in strict order."""
         indices = next((i for e, f, i in self._history if (e, f) == (epoch, first)), None)
         return [(int(i), self.source.describe(int(i))) for i in (self.indices(epoch, first) if indices is None else indices)]
 
-    def _at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        return self._order(epoch)[positions % self.sampler.samples]
+    def _indices_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        return self._epoch_order(epoch)[positions % self.sampler.samples]
 
-    def _deal(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        return self.sampler.deal(self._at(epoch, positions), self.copies.rank, self.copies.size)
+    def _assigned(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        return self.sampler.assign(self._indices_at(epoch, positions), self.replicas.rank, self.replicas.size)
 
     # ---- an epoch
 
-    def epoch(self, epoch: int, first: int = 0, late: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
+    def epoch(self, epoch: int, first: int = 0, deferred: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
         """Batches of ``epoch``, after ``first`` samples were delivered and the positions ``late`` were passed over.
 
         A part without samples (of a small last batch) is left out. With ``more`` the first samples of the next epoch are
         prepared while the last ones of this are awaited.
         """
-        course = self._begun(_Plan(self, epoch, first, tuple(late)))
-        self._plan = course.plan
-        following = self._course(_Plan(self, epoch + 1, 0, ()), course.ahead) if more else None
-        batches = self._batches(course, following)
-        if self._then is not None:
-            batches = map(self._then, batches, itertools.count(epoch * len(self) + first // self.size))
+        active = self._activate(_EpochPlan(self, epoch, first, tuple(deferred)))
+        self._plan = active.plan
+        following = self._new_epoch(_EpochPlan(self, epoch + 1, 0, ()), active.queue) if more else None
+        batches = self._batches(active, following)
+        if self._batch_transform is not None:
+            batches = map(self._batch_transform, batches, itertools.count(epoch * len(self) + first // self.batch_size))
         try:
             yield from batches
         except BaseException:  # also when the consumer has had enough
-            course.close()
+            active.close()
             if following is not None:
                 following.close()
             raise
-        self._following = following
+        self._next_epoch = following
         if following is None:
-            course.close()
+            active.close()
 
-    def late(self) -> list[int]:
+    def deferred(self) -> list[int]:
         """Positions that were passed over: those below the highest one delivered, on any copy, that were not delivered yet. All
         processes ask together."""
         if self.order == "strict" or self._plan is None:
             return []
-        highest = max(gather_objects(self._plan.highest, self.copies))
-        return sorted(p for part in gather_objects(self._plan.left_below(highest), self.copies) for p in part)
+        highest = max(gather_objects(self._plan.highest, self.replicas))
+        return sorted(p for part in gather_objects(self._plan.undelivered_below(highest), self.replicas) for p in part)
 
     def news(self) -> list[str]:
         """Texts about the samples that were skipped on any process since this was last asked: each sample is named once, each skip
         counted. All processes ask together."""
-        if self._on_bad == "stop":
+        if self._on_bad_sample == "stop":
             return []
-        new, self._told = self.skipped[self._told :], len(self.skipped)
-        texts = [(self.source.describe(s.index), f"{self.name}: {_skipped(s)}: {s.reason}") for s in new]
-        parts = gather_objects((texts, len(self.skipped)), self._tellers)
-        told = {place: text for part, _ in reversed(parts) for place, text in reversed(part) if place not in self._named}
-        self._named |= told.keys()
+        new, self._reported = self.skipped[self._reported :], len(self.skipped)
+        texts = [(self.source.describe(s.index), f"{self.name}: {_skip_message(s)}: {s.reason}") for s in new]
+        parts = gather_objects((texts, len(self.skipped)), self._reporting_axis)
+        messages = {place: text for part, _ in reversed(parts) for place, text in reversed(part) if place not in self._reported_names}
+        self._reported_names |= messages.keys()
         count = f"{self.name}: {sum(count for _, count in parts)} samples skipped so far"
-        return [*reversed(told.values()), count] if any(part for part, _ in parts) else []
+        return [*reversed(messages.values()), count] if any(part for part, _ in parts) else []
 
     def close(self) -> None:
         """End workers and processes, and the source where it wants that."""
-        if self._following is not None:
-            self._following.close()
-            self._following = None
-        for process in self._processes:
+        if self._next_epoch is not None:
+            self._next_epoch.close()
+            self._next_epoch = None
+        for process in self._worker_processes:
             process.close()
-        self._assembler.close()
+        self._collator.close()
         if hasattr(self.source, "close"):
             self.source.close()
 
@@ -248,154 +250,154 @@ class Loader:
 
     # ---- within an epoch
 
-    def _begun(self, plan: "_Plan") -> "_Course":
+    def _activate(self, plan: "_EpochPlan") -> "_ActiveEpoch":
         """The epoch, if it was begun at the end of the one before; otherwise its first samples are prepared from now on."""
-        following, self._following = self._following, None
+        following, self._next_epoch = self._next_epoch, None
         if following is not None:
-            if plan.is_whole and plan.epoch == following.plan.epoch:
+            if plan.is_full and plan.epoch == following.plan.epoch:
                 return following
             following.close()
-        part = -(-self.size // self._tellers.size)
-        ahead = Ahead(
-            self._prepare, name=self.name, workers=self._workers, budget=self._prefetch, least=2 * part + self._workers,
+        per_rank = -(-self.batch_size // self._reporting_axis.size)
+        queue = PrefetchQueue(
+            self._prepare, name=self.name, workers=self._workers, budget=self._prefetch, min_samples=2 * per_rank + self._workers,
             patience=self._patience,
         )  # fmt: skip
-        return self._course(plan, ahead)
+        return self._new_epoch(plan, queue)
 
-    def _course(self, plan: "_Plan", ahead: Ahead) -> "_Course":
-        return _Course(plan, ahead)
+    def _new_epoch(self, plan: "_EpochPlan", queue: PrefetchQueue) -> "_ActiveEpoch":
+        return _ActiveEpoch(plan, queue)
 
-    def _batches(self, course: "_Course", following: "_Course | None") -> Iterator[Any]:
-        plan = course.plan
-        if course.coming is None:
-            self._put_together(course)
-        while course.coming is not None:
-            (number, found), made = course.coming.result()
+    def _batches(self, active: "_ActiveEpoch", following: "_ActiveEpoch | None") -> Iterator[Any]:
+        plan = active.plan
+        if active.pending_batch is None:
+            self._submit_next(active)
+        while active.pending_batch is not None:
+            (number, tasks), prepared = active.pending_batch.result()
             # The next batch is put together while this one is computed with.
-            self._put_together(course)
-            if course.coming is None and following is not None:
-                self._put_together(following)
-            batch = self._assembler.finish(made)
-            plan.deliver(number, found)
+            self._submit_next(active)
+            if active.pending_batch is None and following is not None:
+                self._submit_next(following)
+            batch = self._collator.wait(prepared)
+            plan.record(number, tasks)
             if batch is not None:
                 yield batch
-            del batch, made
+            del batch, prepared
 
-    def _put_together(self, course: "_Course") -> None:
-        part, course.coming = next(course.parts, None), None
-        if part is not None:
-            course.coming = self._assembler.begin(partial(self._taken, course.ahead, course.plan, *part))
+    def _submit_next(self, active: "_ActiveEpoch") -> None:
+        item, active.pending_batch = next(active.remaining, None), None
+        if item is not None:
+            active.pending_batch = self._collator.submit(partial(self._take, active.queue, active.plan, *item))
 
-    def _taken(self, ahead: Ahead, plan: "_Plan", number: int, part: np.ndarray) -> "tuple[_Found, list[Any]]":
+    def _take(self, queue: PrefetchQueue, plan: "_EpochPlan", number: int, positions: np.ndarray) -> "tuple[_BatchTasks, list[Any]]":
         """Number, tasks and samples of the next batch, as soon as they are ready."""
-        found: list[Ready] | None
-        if self._dealt is not None:
-            found = self._dealt.take(ahead, plan.tasks_at(part), number, plan.task_at if self.order == "ready" else None)
+        samples: list[Ready] | None
+        if self._scatter is not None:
+            samples = self._scatter.take(queue, plan.tasks_at(positions), number, plan.task_at if self.order == "ready" else None)
         elif self.order == "strict":
-            found = ahead.take(plan.epoch, len(part), part.tolist())
+            samples = queue.take(plan.epoch, len(positions), positions.tolist())
         elif self._leader is None:
-            found = ahead.take(plan.epoch, len(part))
+            samples = queue.take(plan.epoch, len(positions))
         else:
-            found = self._leader.take(ahead, plan.epoch, len(part))
-        assert found is not None
-        return (number, [ready.task for ready in found]), [ready.sample for ready in found]
+            samples = self._leader.take(queue, plan.epoch, len(positions))
+        assert samples is not None
+        return (number, [ready.task for ready in samples]), [ready.sample for ready in samples]
 
     def _prepare(self, task: Task, worker: int) -> tuple[Any, int]:
         index, attempt = task.index, 0
-        take_device(self._assembler.device)
+        set_device(self._collator.device)
         while True:
             attempt += 1
             try:
-                sample = (self._processes[worker] if self._processes else self.source).sample(index, task.epoch)
+                sample = (self._worker_processes[worker] if self._worker_processes else self.source).sample(index, task.epoch)
                 return sample, tree_bytes(sample)
             except Exception as problem:
                 if isinstance(problem, HpcaiError | MemoryError) and not isinstance(problem, DataError):
                     raise  # of this process, not of the sample
-                where = f"{self.name}, rank {self._rank}, sample {index}: {self._reason(problem, index)}"
-                if self._on_bad == "stop":
-                    raise DataError(where) from problem
-                if attempt == _ATTEMPTS:
-                    raise DataError(f"{where}; {_ATTEMPTS} samples in a row could not be used") from problem
-                row = self._order(task.epoch)
-                instead = int(row[(task.position + attempt) % len(row)])
-                self.skipped.append(Skipped(task.epoch, index, instead, self._reason(problem, index)))
-                logger.warning("%s; skipped, %d in its place", where, instead)
-                index = instead
+                message = f"{self.name}, rank {self._rank}, sample {index}: {self._reason(problem, index)}"
+                if self._on_bad_sample == "stop":
+                    raise DataError(message) from problem
+                if attempt == _MAX_ATTEMPTS:
+                    raise DataError(f"{message}; {_MAX_ATTEMPTS} samples in a row could not be used") from problem
+                order = self._epoch_order(task.epoch)
+                replacement = int(order[(task.position + attempt) % len(order)])
+                self.skipped.append(Skipped(task.epoch, index, replacement, self._reason(problem, index)))
+                logger.warning("%s; skipped, %d in its place", message, replacement)
+                index = replacement
 
     def _reason(self, problem: Exception, index: int) -> str:
         """Why a sample cannot be used, with the place where it lies."""
         text = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
-        place = self.source.describe(index)
-        return text if place in text else f"{place}: {text}"
+        location = self.source.describe(index)
+        return text if location in text else f"{location}: {text}"
 
 
-def _skipped(sample: Skipped) -> str:
-    return f"sample {sample.index} of epoch {sample.epoch} is skipped ({sample.instead} in its place)"
+def _skip_message(sample: Skipped) -> str:
+    return f"sample {sample.index} of epoch {sample.epoch} is skipped ({sample.replacement} in its place)"
 
 
-_ATTEMPTS = 10
+_MAX_ATTEMPTS = 10
 
-_Found = tuple[int, list[Task]]  # the number of a batch, and what is in it
+_BatchTasks = tuple[int, list[Task]]  # the number of a batch, and what is in it
 
 
-class _Plan:
+class _EpochPlan:
     """What is left of an epoch, and which of it this process takes and has delivered."""
 
-    def __init__(self, loader: Loader, epoch: int, first: int, late: tuple[int, ...]) -> None:
+    def __init__(self, loader: Loader, epoch: int, first: int, deferred: tuple[int, ...]) -> None:
         self.epoch, self.first, self._loader = epoch, first, loader
-        self.is_whole = first == 0 and not late
+        self.is_full = first == 0 and not deferred
         self.highest = -1
         self._delivered: set[int] = set()
-        self._row = np.concatenate([np.array(sorted(late), int), np.arange(first + len(late), loader.samples)])
+        self._positions = np.concatenate([np.array(sorted(deferred), int), np.arange(first + len(deferred), loader.samples)])
 
-    def parts(self) -> Iterator[tuple[int, np.ndarray]]:
+    def local_batches(self) -> Iterator[tuple[int, np.ndarray]]:
         """Number and positions of this process' part of each batch, in strict order."""
-        size = self._loader.size
-        for number in range(-(-len(self._row) // size)):
-            positions = self._row[number * size : (number + 1) * size]
-            mine = positions[self._loader._deal(self.epoch, positions)]
-            if len(mine):
-                yield number, mine
+        size = self._loader.batch_size
+        for number in range(-(-len(self._positions) // size)):
+            positions = self._positions[number * size : (number + 1) * size]
+            local = positions[self._loader._assigned(self.epoch, positions)]
+            if len(local):
+                yield number, local
 
     def tasks(self) -> Iterator[Task]:
         """What this process makes."""
-        dealt = self._loader._dealt
-        for number, part in self.parts():
-            yield from (t for place, t in enumerate(self.tasks_at(part)) if dealt is None or dealt.makes(number, place))
+        scatter = self._loader._scatter
+        for number, positions in self.local_batches():
+            yield from (t for slot, t in enumerate(self.tasks_at(positions)) if scatter is None or scatter.is_local(number, slot))
 
     def tasks_at(self, positions: np.ndarray) -> list[Task]:
-        return [Task(self.epoch, p, i) for p, i in zip(positions.tolist(), self._loader._at(self.epoch, positions).tolist())]
+        return [Task(self.epoch, p, i) for p, i in zip(positions.tolist(), self._loader._indices_at(self.epoch, positions).tolist())]
 
     def task_at(self, position: int) -> Task:
         return self.tasks_at(np.array([position]))[0]
 
-    def deliver(self, number: int, tasks: Sequence[Task]) -> None:
+    def record(self, number: int, tasks: Sequence[Task]) -> None:
         """Note which samples batch ``number`` holds."""
-        first = self.first + number * self._loader.size
+        first = self.first + number * self._loader.batch_size
         self._loader._history.append((self.epoch, first, [task.index for task in tasks]))
         positions = [task.position for task in tasks]
         self._delivered.update(positions)
         self.highest = max(self.highest, *positions)
 
-    def left_below(self, highest: int) -> list[int]:
-        left: list[int] = []
-        for _, part in self.parts():
-            if part.min() > highest:
+    def undelivered_below(self, highest: int) -> list[int]:
+        undelivered: list[int] = []
+        for _, positions in self.local_batches():
+            if positions.min() > highest:
                 break
-            left += [p for p in part.tolist() if p < highest and p not in self._delivered]
-        return left
+            undelivered += [p for p in positions.tolist() if p < highest and p not in self._delivered]
+        return undelivered
 
 
-class _Course:
+class _ActiveEpoch:
     """An epoch on its way: what is left of it, the workers that prepare its samples, and the batch that is being put together."""
 
-    def __init__(self, plan: _Plan, ahead: Ahead) -> None:
-        self.plan, self.ahead, self.parts = plan, ahead, plan.parts()
-        self.coming: Future[tuple[_Found, Made]] | None = None
-        ahead.feed(plan.tasks())
+    def __init__(self, plan: _EpochPlan, queue: PrefetchQueue) -> None:
+        self.plan, self.queue, self.remaining = plan, queue, plan.local_batches()
+        self.pending_batch: Future[tuple[_BatchTasks, Prepared]] | None = None
+        queue.feed(plan.tasks())
 
     def close(self) -> None:
-        self.ahead.close()
+        self.queue.close()
 
 
 class _Leader:
@@ -404,19 +406,19 @@ class _Leader:
     def __init__(self, channel: Axis) -> None:
         # Broadcasts are made by a thread. In the group of the axis they could meet the loop's collectives in another order on each
         # process, so they have a channel of their own.
-        self._channel, self._leads = channel, channel.rank == 0
+        self._channel, self._is_leader = channel, channel.rank == 0
 
-    def take(self, ahead: Ahead, epoch: int, count: int) -> list[Ready] | None:
-        chosen = torch.full((count,), -1)
-        found = None
+    def take(self, queue: PrefetchQueue, epoch: int, count: int) -> list[Ready] | None:
+        positions = torch.full((count,), -1)
+        samples = None
         try:
-            if self._leads:
-                found = ahead.take(epoch, count)
-                chosen = torch.tensor([ready.task.position for ready in found or ()])
+            if self._is_leader:
+                samples = queue.take(epoch, count)
+                positions = torch.tensor([ready.task.position for ready in samples or ()])
         finally:  # also when nothing comes any more: the others are waiting
-            torch_dist.broadcast(chosen, group=self._channel.group, group_src=0)
-        if self._leads:
-            return found
-        if chosen[0] < 0:
+            torch_dist.broadcast(positions, group=self._channel.group, group_src=0)
+        if self._is_leader:
+            return samples
+        if positions[0] < 0:
             raise DataError("the first process of this copy of the model has ended its epoch; see its message")
-        return ahead.take(epoch, count, chosen.tolist())
+        return queue.take(epoch, count, positions.tolist())

@@ -20,26 +20,26 @@ def flatten(sample: Any) -> tuple[bytes, list[memoryview]]:
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, 5, buffer_callback=buffers.append)
-    ways: dict[type, Callable[[Any], Any]] = {**copyreg.dispatch_table, np.ndarray: _reduce_array, np.memmap: _reduce_array}
+    reducers: dict[type, Callable[[Any], Any]] = {**copyreg.dispatch_table, np.ndarray: _reduce_array, np.memmap: _reduce_array}
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is not None:
-        ways[tensor] = _reduce_tensor
-    pickler.dispatch_table = ways
+        reducers[tensor] = _reduce_tensor
+    pickler.dispatch_table = reducers
     pickler.dump(sample)
     return stream.getvalue(), [buffer.raw() for buffer in buffers]
 
 
-def starts(lengths: Sequence[int]) -> list[int]:
+def buffer_offsets(lengths: Sequence[int]) -> list[int]:
     """Return the offset of each buffer in one block, and the end of the last one, in bytes."""
     return list(accumulate((-(-length // _ALIGN) * _ALIGN for length in lengths), initial=0))
 
 
-def _order(strides: Sequence[int]) -> list[int]:
+def _memory_order(strides: Sequence[int]) -> list[int]:
     """Dims as they lie in memory."""
     return sorted(range(len(strides)), key=lambda dim: -abs(strides[dim]))
 
 
-def _back(order: Sequence[int]) -> list[int]:
+def _inverse_permutation(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
@@ -47,8 +47,8 @@ def _reduce_array(array: np.ndarray) -> Any:
     array = np.asarray(array)
     if array.flags.forc:
         return array.__reduce_ex__(5)
-    order = _order(array.strides)  # pickle would copy what is not contiguous into itself
-    return np.transpose, (np.ascontiguousarray(array.transpose(order)), _back(order))
+    order = _memory_order(array.strides)  # pickle would copy what is not contiguous into itself
+    return np.transpose, (np.ascontiguousarray(array.transpose(order)), _inverse_permutation(order))
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -58,12 +58,12 @@ def _reduce_tensor(tensor: Any) -> Any:
         raise DataError(f"a tensor is on {tensor.device}, expected one on the CPU")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.requires_grad:
         return tensor.__reduce_ex__(5)
-    order = _order(tensor.stride())
+    order = _memory_order(tensor.stride())
     dense = tensor.permute(order).resolve_conj().resolve_neg().contiguous()
-    return _tensor, (dense.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(dense.shape), _back(order))
+    return _rebuild_tensor, (dense.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(dense.shape), _inverse_permutation(order))
 
 
-def _tensor(flat: np.ndarray, dtype: Any, shape: tuple[int, ...], back: list[int]) -> Any:
+def _rebuild_tensor(flat: np.ndarray, dtype: Any, shape: tuple[int, ...], back: list[int]) -> Any:
     import torch
 
     return torch.from_numpy(flat).view(dtype).reshape(shape).permute(back)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from hpcai.data.direct import Memory, Mode, Reader
+from hpcai.data.direct import MemoryPool, Mode, Reader
 from hpcai.errors import DataError
-from hpcai.log import size as told
+from hpcai.log import size as format_size
 
 logger = logging.getLogger(__name__)
 
-SHARE = 0.6
+MEMORY_FRACTION = 0.6
 """Part of the memory that a page cache may be counted on for; the rest is for models, batches and others on the node."""
 
 
@@ -32,50 +32,50 @@ def available_memory(root: Path = Path("/")) -> int:
             continue
         folder = base / name.lstrip("/")
         # In a container the path is that of the host; what it may see is the root of its own hierarchy. Limits of parents hold too.
-        for place in (folder, *folder.parents):
-            if not place.is_relative_to(base):
+        for path in (folder, *folder.parents):
+            if not path.is_relative_to(base):
                 break
-            most = _number(place / limit)
-            if most is not None:
-                stat = dict(line.split() for line in _text(place / "memory.stat").splitlines())
-                free = min(free, most - (_number(place / usage) or 0) + int(stat.get(cache, 0)))
+            limit_bytes = _read_int(path / limit)
+            if limit_bytes is not None:
+                stat = dict(line.split() for line in _read_text(path / "memory.stat").splitlines())
+                free = min(free, limit_bytes - (_read_int(path / usage) or 0) + int(stat.get(cache, 0)))
     return max(free, 0)
 
 
-def choose(size: int, root: Path = Path("/")) -> tuple[Mode, str]:
+def choose_mode(size: int, root: Path = Path("/")) -> tuple[Mode, str]:
     """``buffered`` where ``size`` bytes fit into the page cache and ``direct`` (``auto``) where not, with the reason."""
-    room = int(SHARE * available_memory(root))
-    if size <= room:
-        return "buffered", f"{told(size)} of samples fit into {told(room)} of page cache: reads go through it"
-    return "auto", f"{told(size)} of samples do not fit into {told(room)} of page cache: reads go past it"
+    limit = int(MEMORY_FRACTION * available_memory(root))
+    if size <= limit:
+        return "buffered", f"{format_size(size)} of samples fit into {format_size(limit)} of page cache: reads go through it"
+    return "auto", f"{format_size(size)} of samples do not fit into {format_size(limit)} of page cache: reads go past it"
 
 
-def open_reader(way: str, size: int, name: str = "data", device: torch.device | None = None) -> Reader:
+def open_reader(kind: str, size: int, name: str = "data", device: torch.device | None = None) -> Reader:
     """A reader for ``size`` bytes of samples, whose memory suits copies to ``device``.
 
     ``auto`` takes what ``choose`` finds best, and says so; ``direct`` insists on O_DIRECT; ``buffered`` reads through the page
     cache. The other ways (``memory``, ``hdf5``, ``dali``, ``gds``) read by O_DIRECT where the file system has it.
     Raises DataError for ``memory`` when the samples do not fit.
     """
-    mode: Mode = "direct" if way == "direct" else "buffered" if way == "buffered" else "auto"
-    if way == "auto":
-        mode, why = choose(size)
-        logger.info("%s: %s", name, why)
-    elif way == "memory" and size > (room := int(SHARE * available_memory())):
+    mode: Mode = "direct" if kind == "direct" else "buffered" if kind == "buffered" else "auto"
+    if kind == "auto":
+        mode, reason = choose_mode(size)
+        logger.info("%s: %s", name, reason)
+    elif kind == "memory" and size > (limit := int(MEMORY_FRACTION * available_memory())):
         raise DataError(
-            f"{name}: data.reader=memory, but there are {told(size)} of samples, and {told(room)} of memory may be used for them; "
+            f"{name}: data.reader=memory, but there are {format_size(size)} of samples, and {format_size(limit)} of memory may be used for them; "
             "use data.reader=direct"
         )
-    memory = Memory(pin=device if device is not None and device.type == "cuda" else None)
+    memory = MemoryPool(pin=device if device is not None and device.type == "cuda" else None)
     return Reader(mode, memory=memory, threads=max(8, min(32, os.cpu_count() or 8)))
 
 
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+def _read_int(path: Path) -> int | None:
+    text = _read_text(path).strip()
     return int(text) if text.isdigit() else None
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """The text of a file, none where it cannot be read."""
     try:
         return path.read_text()

@@ -20,16 +20,16 @@ class Sampler(Protocol):
     def order(self, epoch: int) -> np.ndarray:
         """Indices of the samples of an epoch.   [samples]"""
 
-    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+    def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         """Places, within the batch ``indices``, of the samples that copy ``rank`` of ``size`` takes."""
 
 
-def share(count: int, rank: int, size: int) -> np.ndarray:
+def split_range(count: int, rank: int, size: int) -> np.ndarray:
     """The neighbours of 0 ... ``count`` - 1 that ``rank`` of ``size`` takes; parts differ in length by one at most."""
     return np.arange(count * rank // size, count * (rank + 1) // size)
 
 
-def _row(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
+def _nonnegative(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
     row = np.asarray(values, np.float64)
     if row.ndim != 1 or not np.isfinite(row).all() or (row < 0).any():
         raise DataError(f"{name} must be a row of finite numbers of 0 or more")
@@ -40,12 +40,12 @@ def _generator(*seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(list(seed)))
 
 
-class _Shared:
-    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
-        return share(len(indices), rank, size)
+class _Contiguous:
+    def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        return split_range(len(indices), rank, size)
 
 
-class InOrder(_Shared):
+class InOrder(_Contiguous):
     """0 ... N - 1, in every epoch."""
 
     def __init__(self, samples: int) -> None:
@@ -55,7 +55,7 @@ class InOrder(_Shared):
         return np.arange(self.samples)
 
 
-class Shuffled(_Shared):
+class Shuffled(_Contiguous):
     """Every sample once, in a new order in every epoch."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
@@ -65,7 +65,7 @@ class Shuffled(_Shared):
         return _generator(self.seed, epoch).permutation(self.samples)
 
 
-class Endless(_Shared):
+class Endless(_Contiguous):
     """One endless row of shuffled passes over ``count`` samples; an epoch is its next stretch of ``samples``.
 
     Where a pass does not divide by the batch nothing is dropped or repeated: the next pass begins within the batch.
@@ -77,17 +77,17 @@ class Endless(_Shared):
         self.count, self.samples, self.seed = count, samples, seed
 
     def order(self, epoch: int) -> np.ndarray:
-        return _passes(self.count, epoch * self.samples, (epoch + 1) * self.samples, self.seed)
+        return _shuffled_passes(self.count, epoch * self.samples, (epoch + 1) * self.samples, self.seed)
 
 
-def _passes(count: int, first: int, end: int, *seed: int) -> np.ndarray:
+def _shuffled_passes(count: int, first: int, end: int, *seed: int) -> np.ndarray:
     """Samples ``first`` to ``end`` of an endless row of shuffled passes over ``count`` of them."""
     passes = range(first // count, -(-end // count))
     row = np.concatenate([_generator(*seed, number).permutation(count) for number in passes])
     return row[first - passes.start * count :][: end - first]
 
 
-class Blend(_Shared):
+class Blend(_Contiguous):
     """Rows of several sets, which lie one behind another: of each an endless row of shuffled passes, and of all together
     ``samples`` an epoch, shared out as ``weights`` say.
 
@@ -97,7 +97,7 @@ class Blend(_Shared):
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], samples: int, seed: int = 0) -> None:
         self.counts, self.samples, self.seed = list(counts), samples, seed
-        parts = _row("weights", weights)
+        parts = _nonnegative("weights", weights)
         self._ends = np.cumsum(parts) / parts.sum()
         if min(counts) < 1 or parts.min() / parts.sum() * samples < 1:
             raise DataError(f"an epoch of {samples} samples has none of the set of weight {parts.min():g}; take longer epochs")
@@ -105,17 +105,17 @@ class Blend(_Shared):
     def order(self, epoch: int) -> np.ndarray:
         first, end = (np.diff(np.floor(at * self.samples * self._ends + 0.5), prepend=0).astype(int) for at in (epoch, epoch + 1))
         begins = np.cumsum([0, *self.counts])
-        rows = [begins[s] + _passes(n, int(first[s]), int(end[s]), self.seed, s) for s, n in enumerate(self.counts)]
+        rows = [begins[s] + _shuffled_passes(n, int(first[s]), int(end[s]), self.seed, s) for s, n in enumerate(self.counts)]
         return _generator(self.seed, len(self.counts), epoch).permutation(np.concatenate(rows))
 
 
-class Weighted(_Shared):
+class Weighted(_Contiguous):
     """``samples`` draws an epoch, with replacement: each sample comes as often as its weight says. With ``numbered`` the index of
     a sample is N higher when it is drawn again in an epoch, 2N higher the next time, so that a source may make it anew.
     weights [N], 0 or more"""
 
     def __init__(self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0, *, numbered: bool = False) -> None:
-        weights = _row("weights", weights)
+        weights = _nonnegative("weights", weights)
         if not weights.sum() > 0:
             raise DataError("weights must be more than 0 for some sample")
         self.samples, self.seed, self.numbered = samples, seed, numbered
@@ -124,10 +124,10 @@ class Weighted(_Shared):
 
     def order(self, epoch: int) -> np.ndarray:
         drawn = np.searchsorted(self._ends, _generator(self.seed, epoch).random(self.samples), side="right")
-        return drawn + len(self._ends) * _earlier(drawn) if self.numbered else drawn
+        return drawn + len(self._ends) * _occurrences(drawn) if self.numbered else drawn
 
 
-def _earlier(drawn: np.ndarray) -> np.ndarray:
+def _occurrences(drawn: np.ndarray) -> np.ndarray:
     """How often each number stands before its place.   [M] -> [M]"""
     order = np.argsort(drawn, kind="stable")
     row = drawn[order]
@@ -146,32 +146,32 @@ class Sharded:
     def __init__(self, shard: Sequence[int] | np.ndarray, batch: int, seed: int = 0) -> None:
         self.shard, self.seed = np.asarray(shard), seed
         self.members = [np.flatnonzero(self.shard == s) for s in range(int(self.shard.max(initial=0)) + 1)]
-        self.each, rest = divmod(batch, len(self.members))
-        if rest:
+        self.per_batch, remainder = divmod(batch, len(self.members))
+        if remainder:
             raise DataError(f"a batch of {batch} samples does not divide by {len(self.members)} shards; give a multiple of them")
         if min(map(len, self.members)) < 1:
             raise DataError(f"shard {[len(m) for m in self.members].index(0)} of {len(self.members)} holds no sample")
         self.samples = min(map(len, self.members)) * len(self.members)
 
     def order(self, epoch: int) -> np.ndarray:
-        least = self.samples // len(self.members)
-        rows = [_generator(self.seed, epoch, s).permutation(m)[:least] for s, m in enumerate(self.members)]
-        return np.concatenate([row[first : first + self.each] for first in range(0, least, self.each) for row in rows])
+        per_shard = self.samples // len(self.members)
+        rows = [_generator(self.seed, epoch, s).permutation(m)[:per_shard] for s, m in enumerate(self.members)]
+        return np.concatenate([row[first : first + self.per_batch] for first in range(0, per_shard, self.per_batch) for row in rows])
 
-    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
-        room = [len(share(len(indices), r, size)) for r in range(size)]
+    def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        capacity = [len(split_range(len(indices), r, size)) for r in range(size)]
         owner = np.full(len(indices), -1)
-        home = self.shard[indices]
+        shards = self.shard[indices]
         for s in range(len(self.members)):
             ranks = [r for r in range(size) if r * len(self.members) // size == s or s * size // len(self.members) == r]
-            mine = iter(np.flatnonzero(home == s))
+            unassigned = iter(np.flatnonzero(shards == s))
             for r in ranks:
-                while room[r] and (place := next(mine, None)) is not None:
-                    owner[place], room[r] = r, room[r] - 1
+                while capacity[r] and (slot := next(unassigned, None)) is not None:
+                    owner[slot], capacity[r] = r, capacity[r] - 1
         # After a resume, or at the end of an epoch, a shard may have more to give than its copies have room for.
-        for place in np.flatnonzero(owner < 0):
-            r = next(r for r in range(size) if room[r])
-            owner[place], room[r] = r, room[r] - 1
+        for slot in np.flatnonzero(owner < 0):
+            r = next(r for r in range(size) if capacity[r])
+            owner[slot], capacity[r] = r, capacity[r] - 1
         return np.flatnonzero(owner == rank)
 
 
@@ -182,9 +182,9 @@ class LargestFirst:
     ``group`` neighbouring copies take the same samples; a batch holds a sample for each group, until one has no more.   costs [N]
     """
 
-    def __init__(self, costs: Sequence[float] | np.ndarray, copies: int, group: int = 1) -> None:
-        costs = _row("costs", costs)
-        self.samples, self.groups, self.group = len(costs), copies // group, group
+    def __init__(self, costs: Sequence[float] | np.ndarray, replicas: int, group: int = 1) -> None:
+        costs = _nonnegative("costs", costs)
+        self.samples, self.groups, self.group = len(costs), replicas // group, group
         load, self.owner = np.zeros(self.groups), np.zeros(len(costs), int)
         queues: list[list[int]] = [[] for _ in range(self.groups)]
         for index in np.argsort(-costs, kind="stable"):
@@ -198,7 +198,7 @@ class LargestFirst:
     def order(self, epoch: int) -> np.ndarray:
         return self._order
 
-    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+    def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         return np.flatnonzero(self.owner[indices] == rank // self.group)
 
 
@@ -214,7 +214,7 @@ class Balanced:
     def __init__(
         self, costs: Sequence[float] | np.ndarray, batch: int, seed: int = 0, *, window: int = 1, equal: bool = True
     ) -> None:
-        self.costs, self.batch, self.seed = _row("costs", costs), batch, seed
+        self.costs, self.batch, self.seed = _nonnegative("costs", costs), batch, seed
         self.samples, self.window, self.equal = len(self.costs), window, equal
 
     def order(self, epoch: int) -> np.ndarray:
@@ -223,24 +223,24 @@ class Balanced:
         if self.window == 1:
             return row
         step = self.batch * self.window
-        sorted_ = [part[np.argsort(self.costs[part], kind="stable")] for part in _parts(row, step)]
-        batches = [batch for part in sorted_ for batch in _parts(part, self.batch)]
+        sorted_ = [part[np.argsort(self.costs[part], kind="stable")] for part in _split(row, step)]
+        batches = [batch for part in sorted_ for batch in _split(part, self.batch)]
         short = [batches.pop()] if len(batches[-1]) < self.batch else []  # stays last: it may be left out or filled up
         return np.concatenate([batches[i] for i in generator.permutation(len(batches))] + short)
 
-    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
-        room = [len(share(len(indices), r, size)) if self.equal else len(indices) for r in range(size)]
-        owner, least = np.empty(len(indices), int), [(0.0, r) for r in range(size) if room[r]]
+    def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        capacity = [len(split_range(len(indices), r, size)) if self.equal else len(indices) for r in range(size)]
+        owner, loads = np.empty(len(indices), int), [(0.0, r) for r in range(size) if capacity[r]]
         costs = self.costs[indices]
-        for place in np.argsort(-costs, kind="stable").tolist():
-            load, r = least[0]
-            owner[place], room[r] = r, room[r] - 1
-            if room[r]:
-                heapq.heapreplace(least, (load + float(costs[place]), r))
+        for slot in np.argsort(-costs, kind="stable").tolist():
+            load, r = loads[0]
+            owner[slot], capacity[r] = r, capacity[r] - 1
+            if capacity[r]:
+                heapq.heapreplace(loads, (load + float(costs[slot]), r))
             else:
-                heapq.heappop(least)
+                heapq.heappop(loads)
         return np.flatnonzero(owner == rank)
 
 
-def _parts(row: np.ndarray, step: int) -> list[np.ndarray]:
+def _split(row: np.ndarray, step: int) -> list[np.ndarray]:
     return [row[first : first + step] for first in range(0, len(row), step)]

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.data.hdf5 import Fields, Rows, Where
+from hpcai.data.hdf5 import Fields, Rows, Selection
 from hpcai.data.loader import Loader, Source
 from hpcai.data.sampler import Sharded
-from hpcai.data.stage import holds, shard_of, stage_in
+from hpcai.data.stage import assign_shards, stage_in, staged_paths
 from hpcai.dist.collect import by_first
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import LoaderConfig
@@ -26,7 +26,7 @@ class Samples:
     epoch, and on the place of this process in a cut copy of the model, unless a subclass says that it is ``whole``. ``count``: the
     first of them only."""
 
-    whole = False
+    replicated = False
 
     def __init__(self, rows: Rows, count: int | None = None) -> None:
         self.rows, self._count = rows, len(rows) if count is None else min(count, len(rows))
@@ -38,11 +38,11 @@ class Samples:
     def identity(self) -> str:
         return self.rows.identity
 
-    def where(self, index: int, epoch: int) -> Where | None:
+    def selection(self, index: int, epoch: int) -> Selection | None:
         """The boxes of the row's fields that are read, or None for all of it: a pure function, too."""
         return None
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Any:
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Any:
         """A tree of arrays, and a pure function of index and epoch."""
         return values
 
@@ -50,19 +50,19 @@ class Samples:
         return self.rows.describe(index)
 
     def sample(self, index: int, epoch: int) -> Any:
-        return self.make(self.rows.read(index, self.where(index, epoch)), index, epoch)
+        return self.transform(self.rows.read(index, self.selection(index, epoch)), index, epoch)
 
     def close(self) -> None:
         self.rows.close()
 
 
-class Together:
+class Zip:
     """Several sources, one behind another."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = list(parts)
         self._ends = np.cumsum([len(part) for part in parts])
-        self.whole = all(part.whole for part in parts)
+        self.replicated = all(part.replicated for part in parts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -72,18 +72,18 @@ class Together:
         return "; ".join(part.identity for part in self.parts)
 
     def sample(self, index: int, epoch: int) -> Any:
-        part, own = self._place(index)
+        part, own = self._locate(index)
         return part.sample(own, epoch)
 
     def describe(self, index: int) -> str:
-        part, own = self._place(index)
+        part, own = self._locate(index)
         return part.describe(own)
 
     def close(self) -> None:
         for part in self.parts:
             part.close()
 
-    def _place(self, index: int) -> tuple[Samples, int]:
+    def _locate(self, index: int) -> tuple[Samples, int]:
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[number], index - int(self._ends[number]) + len(self.parts[number])
 
@@ -99,7 +99,7 @@ def open_split(
     if cfg.stage is not None and folder.is_dir():  # otherwise Rows says what to do
         staged = stage_in(folder, Path(cfg.stage) / folder.name, mesh, shards=shards)
         logger.info("%s: %s", folder.name, staged)
-        local = holds(staged.directory, folder, look=False)  # it was looked at right now
+        local = staged_paths(staged.directory, folder, check=False)  # it was looked at right now
     rows = Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.everyone)
     if rows.catalog.table is None and mesh.world > 1:
         text = "%s: no table of its %d files, so each process opens all that it asks about; hpcai data check %s --index writes one"
@@ -107,20 +107,20 @@ def open_split(
     return rows
 
 
-def by_shard(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
+def sharded_sampler(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
     """The sampler that a loader is given where each group of nodes trains on a shard of its own (``cfg.shards``). All processes
     that opened ``rows`` together call it."""
-    return {"sampler": Sharded(by_first(partial(shards_of, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}
+    return {"sampler": Sharded(by_first(partial(sample_shards, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}
 
 
-def shards_of(rows: Rows, shards: int) -> np.ndarray:
+def sample_shards(rows: Rows, shards: int) -> np.ndarray:
     """Shard of each sample.   [N]"""
-    of_file = shard_of(rows.folder, shards)
+    of_file = assign_shards(rows.folder, shards)
     return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
 
 
 @contextmanager
-def loaders(
+def open_loaders(
     mesh: Mesh, training: Callable[[], Loader], validation: Callable[[], Loader], pictures: Callable[[], Loader] | None = None,
 ) -> Iterator[tuple[Any, Any, Any]]:  # fmt: skip
     """The loaders of a run, open until its end: those for training and for pictures are None on processes that only evaluate."""
@@ -132,16 +132,16 @@ def loaders(
         yield train, held_out, shown
 
 
-def load(
+def make_loader(
     source: Source, batch: int, cfg: LoaderConfig, mesh: Mesh, layouts: Mapping[str, str] = MappingProxyType({}),
-    collect: Callable[..., Any] = dict, **words: Any,
+    make_batch: Callable[..., Any] = dict, **kwargs: Any,
 ) -> Loader:  # fmt: skip
     """Batches of ``source`` as ``cfg`` wants them made. ``layouts`` names the dims of each field of a sample (DHWC, or none) and
     ``collect(**fields)`` makes a batch of them: both are for DALI."""
     if cfg.reader != "dali":
-        return Loader(source, batch, mesh, **cfg.loading(), **words)
+        return Loader(source, batch, mesh, **cfg.loading(), **kwargs)
     from hpcai.data.dali import DaliLoader, Field
 
     fields: Sequence[Field] = tuple(Field(name, layout) for name, layout in layouts.items())
-    own = {key: value for key, value in cfg.loading().items() if key in ("workers", "prefetch", "patience")}
-    return DaliLoader(source, batch, mesh, fields, collect=lambda arrays: collect(**arrays), **own, **words)
+    options = {key: value for key, value in cfg.loading().items() if key in ("workers", "prefetch", "patience")}
+    return DaliLoader(source, batch, mesh, fields, make_batch=lambda arrays: make_batch(**arrays), **options, **kwargs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from hpcai.errors import ConfigError
 
-_PRODUCTS, _MEMORY, _WIRE = 0.7, 0.85, 0.8
+_COMPUTE_EFFICIENCY, _MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.7, 0.85, 0.8
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Link:
     """What one GPU sends with at a time: seconds until the first byte is there, bytes a second."""
 
     latency: float
-    rate: float
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -26,35 +26,35 @@ class Machine:
     """One kind of GPU in nodes of one kind. Rates are those that are counted on, a second."""
 
     name: str
-    products: dict[int, float]
+    flops: dict[int, float]
     """multiplications and additions of products, by the bytes of a number: 1 where it has such, 2 bfloat16, 4 float32 (TF32
     where there is one)"""
-    memory: float
+    bandwidth: float
     """bytes read and written"""
-    room: float
+    capacity: float
     """bytes of memory"""
-    node: int
+    gpus_per_node: int
     """GPUs of a node"""
-    inside: Link
+    intra_node: Link
     """between GPUs of a node"""
-    outside: Link
+    inter_node: Link
     """between nodes, for each GPU"""
-    launch: float = 2e-6
+    kernel_overhead: float = 2e-6
     """seconds of a kernel in a graph beside what it reads, writes and computes: its start, and the tail of its last blocks"""
-    slower: float = 1.0
+    slowdown: float = 1.0
     """by what factor kernels take longer than they need at these rates, as measured; starts and messages do not"""
-    host: float = 0.0
+    host_launch: float = 0.0
     """seconds that the host takes to launch a kernel which is not in a graph"""
 
-    def message(self, name: str, size: int, ranks: Sequence[int]) -> tuple[float, float]:
+    def communication_time(self, name: str, size: int, ranks: Sequence[int]) -> tuple[float, float]:
         """Seconds of a message of which each of ``ranks`` gives ``size`` bytes, and the bytes that each sends: the bounds of Thakur
         et al. ("Optimization of collective communication operations in MPICH", 2005). Each doubling of the nodes costs the latency
         once more. What goes round a ring crosses from node to node once, on the links of all GPUs of a node together."""
-        n, nodes = len(ranks), len({rank // self.node for rank in ranks})
-        link = self.inside if nodes == 1 else self.outside
+        n, nodes = len(ranks), len({rank // self.gpus_per_node for rank in ranks})
+        link = self.intra_node if nodes == 1 else self.inter_node
         around = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "reduce-scatter": n - 1}
         sent = size * (around[name] if name in around else {"all-to-all": (n - 1) / n, "receive": 0}.get(name, 1))
-        rate = min(self.inside.rate, link.rate * n / nodes) if name in around else link.rate
+        rate = min(self.intra_node.bandwidth, link.bandwidth * n / nodes) if name in around else link.bandwidth
         return link.latency * (1 + math.log2(nodes)) + sent / rate, sent
 
 
@@ -66,8 +66,8 @@ def _gpu(
     (GB/s)."""
     sheet = {1: float8, 2: tera, 4: wide, 8: 60}
     return Machine(
-        name, {width: _PRODUCTS * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY * bandwidth * 1e9, room * 1e9,
-        node, Link(15e-6, _WIRE * inside * 1e9), Link(20e-6, _WIRE * outside * 1e9), host=8e-6,
+        name, {width: _COMPUTE_EFFICIENCY * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY_EFFICIENCY * bandwidth * 1e9, room * 1e9,
+        node, Link(15e-6, _LINK_EFFICIENCY * inside * 1e9), Link(20e-6, _LINK_EFFICIENCY * outside * 1e9), host_launch=8e-6,
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ MACHINES = {
 }
 
 
-def find(name: str, **changes: object) -> Machine:
+def find_machine(name: str, **changes: object) -> Machine:
     """The machine ``name`` with other values. Raises ConfigError, which lists those that there are."""
     if name not in MACHINES:
         raise ConfigError(f"there is no machine {name!r}; expected one of {', '.join(MACHINES)}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.data.assemble import tree_map
+from hpcai.data.collate import tree_map
 from hpcai.dist.watch import before_groups_end
 from hpcai.errors import ConfigError
 from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc

@@ -42,19 +42,19 @@ class Batches:
         if not batches:
             raise DataError("there is no batch to train on; give at least one")
         self._batches = batches
-        self.size = samples_in(batches[0])
+        self.batch_size = samples_in(batches[0])
         self.samples = sum(samples_in(batch) for batch in batches)
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def epoch(self, epoch: int, first: int = 0, late: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
-        return iter(self._batches[first // self.size :])
+    def epoch(self, epoch: int, first: int = 0, deferred: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
+        return iter(self._batches[first // self.batch_size :])
 
     def describe(self, epoch: int, first: int) -> str:
-        return f"batch {first // self.size}"
+        return f"batch {first // self.batch_size}"
 
-    def late(self) -> list[int]:
+    def deferred(self) -> list[int]:
         return []
 
     def news(self) -> list[str]:
@@ -183,7 +183,7 @@ class _Training:
         startup.now("first batch")
         while self.progress.step < self.steps:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
-            left = (self.data.samples - self.progress.sample) / self.data.size
+            left = (self.data.samples - self.progress.sample) / self.data.batch_size
             more = self.steps - self.progress.step > left  # another epoch follows
             for batch in self.data.epoch(self.progress.epoch, self.progress.sample, self.progress.late, more):
                 values = self.step(batch, self.lr_at(self.progress.step))
@@ -214,8 +214,8 @@ class _Training:
             self.processors.keep()
         self.metric_sums.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1
-        self.progress.sample += self.data.size
-        self.progress.seen += self.data.size
+        self.progress.sample += self.data.batch_size
+        self.progress.seen += self.data.batch_size
         if startup.running():
             self._log_startup()
         self.collector.at(self.progress.step)
@@ -341,7 +341,7 @@ class _Training:
 
     def _position_before(self, step: int) -> tuple[int, int]:
         """Epoch of 0-based ``step``, and the samples that it had delivered before."""
-        epoch, first = self.progress.epoch, self.progress.sample - (self.progress.step - step) * self.data.size
+        epoch, first = self.progress.epoch, self.progress.sample - (self.progress.step - step) * self.data.batch_size
         while first < 0 < epoch:
             epoch, first = epoch - 1, first + self.data.samples
         return epoch, first
@@ -351,9 +351,9 @@ class _Training:
         step = step or self.progress.step + 1
         epoch, first = self._position_before(step - 1)
         if hasattr(self.data, "taken"):
-            samples: Any = [{"index": index, "text": text} for index, text in self.data.taken(epoch, first)]
+            samples: Any = [{"index": index, "text": text} for index, text in self.data.batch_samples(epoch, first)]
         else:
-            samples = [{"index": first // self.data.size, "text": self.data.describe(epoch, first)}]
+            samples = [{"index": first // self.data.batch_size, "text": self.data.describe(epoch, first)}]
         at = {"epoch": epoch, "sample": first, "of": self.data.samples}
         return {"step": step, "position": at, "samples": samples, "progress": asdict(self.progress)}
 
@@ -413,7 +413,7 @@ class _Training:
             return
         self._wait_for_save(final)
         if self._saved != self.progress.step:
-            self.progress.late = self.data.late() if self.progress.sample else []
+            self.progress.late = self.data.deferred() if self.progress.sample else []
             began = time.perf_counter()
             with interrupts_put_off():
                 self.checkpoints.async_save(self.step, self.progress)
@@ -450,7 +450,7 @@ class _Training:
             self.reports.emit("note", step=self.progress.step, text=f"error: {outcome}")
 
     def _position(self) -> dict[str, Any]:
-        epoch = self.progress.epoch + self.progress.sample / (len(self.data) * self.data.size)
+        epoch = self.progress.epoch + self.progress.sample / (len(self.data) * self.data.batch_size)
         return {"step": self.progress.step, "epoch": round(epoch, 6), "samples": self.progress.seen}
 
     def _log_start(self, resumed: int | None) -> None:
@@ -464,8 +464,8 @@ class _Training:
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), versions=dict(VERSIONS),
             parameters=_count_parameters(self.step.model, self.mesh),
-            steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
-            train_samples=getattr(self.data, "counted", self.data.samples),  # those from which an epoch's are drawn
+            steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.batch_size,
+            train_samples=getattr(self.data, "dataset_size", self.data.samples),  # those from which an epoch's are drawn
             validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip
         for text in (*(self.checkpoints.messages if self.checkpoints else ()), *self.step.messages):

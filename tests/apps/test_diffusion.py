@@ -141,9 +141,9 @@ def test_a_part_of_a_turned_field_is_that_of_the_whole_and_little_else_is_read(t
         for index, epoch in ((index, epoch) for index in range(2) for epoch in range(20)):
             own, whole = part.sample(index, epoch), every.sample(index, epoch)
             assert np.array_equal(own.sample, whole.sample[(slice(None), *box)]) and np.array_equal(own.field, whole.field)
-            where = part.where(index, epoch)
+            where = part.selection(index, epoch)
             read += where is not None and where["high"][1].stop - where["high"][1].start < 8
     assert read > 20, "and often that alone is read"
     plain = Fields(rows, box=boxes[1])
-    assert plain.where(1, 0) == {"high": (slice(None), slice(3, 8))}
+    assert plain.selection(1, 0) == {"high": (slice(None), slice(3, 8))}
     assert np.array_equal(plain.sample(1, 0).sample, Fields(rows).sample(1, 3).sample[:, 3:8, 0:4])

@@ -27,8 +27,8 @@ from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import pipeline
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.rows import loose
-from hpcai.plan.machines import find as machine
-from hpcai.plan.paper import Paper, on_paper
+from hpcai.plan.machines import find_machine as machine
+from hpcai.plan.step_trace import StepTracer, traced_job
 from hpcai.train import Step
 from hpcai.train.optim import Optimizer
 from tests.apps.running import ROOT
@@ -69,24 +69,24 @@ def need(cfg: Config, world: int) -> float:
     return sum(memory.parts(cfg, world).values())
 
 
-class Polled(Paper):
+class Polled(StepTracer):
     """Memory of tensors whose storages grow and shrink, as torch's ``fully_shard`` has it."""
 
     def __init__(self) -> None:
         super().__init__(kernels=True)
         self.seen: dict[int, Any] = {}
 
-    def _hold(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage()
         self.seen[memory._cdata] = weakref.ref(memory)
         live = [storage for one in self.seen.values() if (storage := one()) is not None]
         self.seen = {storage._cdata: weakref.ref(storage) for storage in live}
         self._bytes = sum(storage.nbytes() for storage in live)
-        self._record.peak = max(self._record.peak, self._bytes)
+        self._trace.peak = max(self._trace.peak, self._bytes)
 
 
 @contextmanager
-def job(cfg: Config, world: int) -> Iterator[Paper]:
+def job(cfg: Config, world: int) -> Iterator[StepTracer]:
     """The first of ``world`` processes, on paper; what reads numbers, or a CPU has not, is replaced by what it gives."""
     micro = cfg.data.batch // (memory.Sizes.of(cfg, world).replicate * cfg.step.accumulate)
     size = micro, TOKENS // (cfg.mesh.tensor * cfg.mesh.context), cfg.model.width
@@ -118,7 +118,7 @@ def job(cfg: Config, world: int) -> Iterator[Paper]:
         }.items():
             held.enter_context(mock.patch(place, function))
         if cfg.step.shard != "weights":
-            yield held.enter_context(on_paper(world))
+            yield held.enter_context(traced_job(world))
             return
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -146,12 +146,12 @@ def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
             model = parallelize(LLM(cfg.model), mesh)
             act = stages(model, mesh, **cfg.stages.model_dump())
             model = model if cfg.lora is None else adapt(model, cfg.lora)
-        with paper.sizes():
-            step = Step(paper.fill(model), loss, cfg.step, mesh, pipeline=act)
+        with paper.fake_tensors():
+            step = Step(paper.materialize(model), loss, cfg.step, mesh, pipeline=act)
             gc.collect()
             between = paper._bytes
             tokens = torch.empty(cfg.data.batch // mesh["replicate"].size, TOKENS + 1, dtype=torch.int64)
-            with paper.recording() as record:
+            with paper.record() as record:
                 step._gradients(Batch(tokens, tokens.clone() if cfg.data.documents == "apart" else None))
             found = sum(getattr(p, "_local_tensor", p).nbytes for p in step.model.parameters() if not p.requires_grad)
             for state in step.optimizer.states:

@@ -16,7 +16,7 @@ from hpcai import config, dist
 from hpcai.cli import ablate, trial
 from hpcai.cli.bench import app as bench
 from hpcai.cli.forks import forked
-from hpcai.data.assemble import tree_map
+from hpcai.data.collate import tree_map
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.models.dimenet import loss

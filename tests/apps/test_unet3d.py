@@ -165,7 +165,7 @@ def test_the_largest_volumes_are_evaluated_first(data: Path) -> None:
     for index, count in enumerate(counts):  # the formula of the fact sheet
         sides = zip(source.rows.shape(index, "image"), WINDOW)
         assert count == np.prod([n // (w // 2) - 1 + (n % (w // 2) >= w // 4) for n, w in sides])
-    sampler = LargestFirst([3, 9, 1, 5, 4, 2], copies=4, group=2)
-    dealt = [sorted(sampler.order(0)[sampler.deal(sampler.order(0), rank, 4)]) for rank in range(4)]
+    sampler = LargestFirst([3, 9, 1, 5, 4, 2], replicas=4, group=2)
+    dealt = [sorted(sampler.order(0)[sampler.assign(sampler.order(0), rank, 4)]) for rank in range(4)]
     assert dealt == [[0, 1], [0, 1], [2, 3, 4, 5], [2, 3, 4, 5]]
     assert sampler.order(0)[:2].tolist() == [1, 3]

@@ -44,7 +44,7 @@ def test_the_files_are_as_promised_to_the_loader(made):
     assert index["fields"]["parameters"] == {"dtype": "float32", "shape": [4], "low": -1, "high": 1}
     asked = {"high": ("float32", (1, 16, 16)), "low": ("float32", (1, 4, 4)), "parameters": ("float32", (4,))}
     split, written = open_split(made / "train", asked, "", LoaderConfig(), dist.alone()), whole(made / "train")
-    assert len(split) == 84 and split.about["mean"] == index["mean"]
+    assert len(split) == 84 and split.metadata["mean"] == index["mean"]
     for name, values in split.read(50).items():
         assert (np.asarray(values) == written[name][50]).all()
     split.close()

@@ -322,7 +322,7 @@ READERS = [
            names=("rows", "index-")),
     Reader("table of index.json", rows_table, read_table),
     Reader("table of index.json, resealed", rows_table, read_table_resealed, names=("rows",)),
-    Reader("npy", npy, layout.npy),
+    Reader("npy", npy, layout.npy_layout),
     Reader("TFRecord", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
            lambda path: all_of(tfrecord.samples(path, 4)), reseal_tfrecord),
     Reader("TFRecord, gzip", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hpcai import dist
-from hpcai.data.dali import DaliLoader, Field, draw
-from hpcai.data.direct import Memory, Reader
+from hpcai.data.dali import DaliLoader, Field, random_numbers
+from hpcai.data.direct import MemoryPool, Reader
 from hpcai.data.gds import GdsReader
-from hpcai.data.layout import Layout, hdf5, npy
+from hpcai.data.layout import Layout, hdf5_layout, npy_layout
 from hpcai.data.loader import Loader
 from hpcai.nn.cuda_graph import graph_factory
 from tests.gpu.machine import DEVICE, ON_GPU, busy, nothing_waits, wait
@@ -40,8 +40,8 @@ class Volumes:
 
     def __init__(self, files: list[Path], device: torch.device, mode: Any = "auto") -> None:
         self.paths = files
-        self.layouts = [npy(path) for path in files if path.suffix == ".npy"]
-        self.reader = Reader(mode, threads=4, memory=Memory(keep=1 << 20, pin=device if device.type == "cuda" else None))
+        self.layouts = [npy_layout(path) for path in files if path.suffix == ".npy"]
+        self.reader = Reader(mode, threads=4, memory=MemoryPool(max_unused=1 << 20, pin=device if device.type == "cuda" else None))
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -58,30 +58,30 @@ class Volumes:
 
 @pytest.mark.parametrize("mode", ["auto", "buffered"])
 def test_direct_reads_into_pinned_memory_are_right_after_the_upload(files: list[Path], mode: Any) -> None:
-    with Reader(mode, memory=Memory(keep=4 << 20, pin=DEVICE if ON_GPU else None)) as reader, Reader("buffered") as plain:
+    with Reader(mode, memory=MemoryPool(max_unused=4 << 20, pin=DEVICE if ON_GPU else None)) as reader, Reader("buffered") as plain:
         for turn in range(3):
             for index, path in enumerate(files):
-                read = torch.from_numpy(npy(path).read(reader, slice(index % 5, 12)))
+                read = torch.from_numpy(npy_layout(path).read(reader, slice(index % 5, 12)))
                 assert read.is_pinned() is ON_GPU
                 there = read.to(DEVICE, non_blocking=True)
                 wait()  # or the memory is read into again below the copy
                 del read
-                expected = npy(path).read(plain, slice(index % 5, 12))
+                expected = npy_layout(path).read(plain, slice(index % 5, 12))
                 assert np.array_equal(there.cpu(), expected) and np.array_equal(expected, value(index)[index % 5 : 12]), turn
 
 
 def test_pinned_memory_comes_and_goes_in_threads_while_graphs_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
     def turns(seed: int) -> None:
-        memory, draw = Memory(keep=1 << 16, pin=DEVICE if ON_GPU else None), random.Random(seed)
+        memory, draw = MemoryPool(max_unused=1 << 16, pin=DEVICE if ON_GPU else None), random.Random(seed)
         kept: list[np.ndarray] = []
         for turn in range(300):
-            block = memory.take(draw.randrange(1, 1 << 18))
+            block = memory.allocate(draw.randrange(1, 1 << 18))
             block[:] = turn % 251
             there = torch.from_numpy(block).to(DEVICE, non_blocking=True)
             assert bool((there == turn % 251).all())
             kept = [block, *kept][: draw.randrange(4)]
             if draw.random() < 0.05:
-                memory = Memory(keep=draw.choice([0, 1 << 20]), pin=memory.pin)
+                memory = MemoryPool(max_unused=draw.choice([0, 1 << 20]), pin=memory.pin)
 
     with ThreadPoolExecutor(6) as pool:
         under_way = [pool.submit(turns, seed) for seed in range(6)]
@@ -167,7 +167,7 @@ def test_dali_gives_what_numpy_gives_while_the_stream_is_busy(files: list[Path])
     assert len(kept) == len(order) == 2 * COUNT // 4
     for number, (indices, part) in enumerate(zip(order, kept)):
         for row, index in enumerate(indices.tolist()):
-            drawn = draw(3, number * 4 // COUNT, number * 4 % COUNT + row)
+            drawn = random_numbers(3, number * 4 // COUNT, number * 4 % COUNT + row)
             expected = value(index)[:, :, ::-1] if drawn[0] < 0.5 else value(index)
             assert np.array_equal(part["volume"][row].cpu(), expected), (number, row)
             assert int(part["index"][row]) == index
@@ -211,12 +211,12 @@ def chunked(folder: Path) -> Layout:
         data = file.create_dataset("x", (20, 30, 40), np.float32, chunks=(6, 7, 40), fillvalue=3)
         data[:12] = np.arange(14400).reshape(12, 30, 40)
     with h5py.File(folder / "x.h5") as file:
-        return hdf5(file, "x")
+        return hdf5_layout(file, "x")
 
 
 def test_gds_reads_what_the_direct_reader_reads_while_the_stream_is_busy(gds: GdsReader, files: list[Path], tmp_path: Path) -> None:
     boxes: list[tuple[Any, ...]] = [(), (3,), (slice(2, 9),), (slice(0, 16), slice(3, 8)), (2, 5, slice(1, 30), 2)]
-    layouts = [npy(path) for path in files[:8]]
+    layouts = [npy_layout(path) for path in files[:8]]
     kept = []
     with Reader("auto") as direct:
         for _ in range(3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcai import dist
-from hpcai.data.assemble import tree_map
+from hpcai.data.collate import tree_map
 from hpcai.dist.collect import backend
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hpcai import dist
-from hpcai.data.direct import Memory, Reader
-from hpcai.data.layout import npy
+from hpcai.data.direct import MemoryPool, Reader
+from hpcai.data.layout import npy_layout
 from hpcai.data.loader import Loader
 from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
 from hpcai.train.checkpoint import Checkpoints
@@ -40,7 +40,7 @@ class Volumes:
     """Volumes by a reader; their target is their number."""
 
     def __init__(self, files: list[Path], reader: Any) -> None:
-        self.layouts, self.reader = [npy(path) for path in files], reader
+        self.layouts, self.reader = [npy_layout(path) for path in files], reader
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -112,7 +112,7 @@ def sources(files: list[Path]) -> Iterator[Any]:
     made: list[Loader] = []
 
     def loader(name: str, **words: Any) -> Loader:
-        reader = Reader("auto", threads=3, memory=Memory(keep=1 << 16, pin=DEVICE if ON_GPU else None))
+        reader = Reader("auto", threads=3, memory=MemoryPool(max_unused=1 << 16, pin=DEVICE if ON_GPU else None))
         made.append(Loader(Volumes(files, reader), 4, dist.alone(DEVICE), name=name, workers=3, prefetch=1 << 19, **words))
         return made[-1]
 

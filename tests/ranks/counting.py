@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hpcai import dist
 from hpcai.data.index import write_index
-from hpcai.data.splits import Samples, load, open_split
+from hpcai.data.splits import Samples, make_loader, open_split
 from hpcai.dist import watch
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import RunConfig
@@ -233,8 +233,8 @@ def _trained(cfg: RunConfig, split: Path, tensors: int, mesh: Mesh) -> int:
     epoch = max(1, min(len(rows) // mesh.world, _STEPS))
     samples, held_out = Samples(rows, epoch * mesh.world), Samples(rows, 2 * mesh.world)
     with (
-        load(samples, mesh.world, cfg.data, mesh, name="training") as training,
-        load(held_out, mesh.world, cfg.data, mesh, name="validation", shuffle=False, last="keep") as validation,
+        make_loader(samples, mesh.world, cfg.data, mesh, name="training") as training,
+        make_loader(held_out, mesh.world, cfg.data, mesh, name="validation", shuffle=False, last_batch="keep") as validation,
         Run("growth", cfg, mesh) as run,
     ):
         step = Step(Light(tensors), loss, cfg.step, mesh)

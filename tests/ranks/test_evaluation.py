@@ -28,7 +28,7 @@ class Rows(Numbers):
 def measured(mesh: Mesh, count: int, batch: int) -> tuple[dict[str, float], list[list[float]]]:
     torch.manual_seed(0)
     step = Step(nn.Linear(3, 2), lambda m, b: {"loss": m(b).mean()}, StepConfig(precision="fp64"), mesh)
-    loader = Loader(Rows(count), batch, mesh, name="v", shuffle=False, last="keep")
+    loader = Loader(Rows(count), batch, mesh, name="v", shuffle=False, last_batch="keep")
     values = evaluate(step, lambda m, b: {"mean": m(b).mean(), "rms": (m(b).square().sum(), 2 * len(b))}, loader)
     return values, predict(step, lambda m, b: {"y": m(b)}, loader).get("y", torch.zeros(0)).tolist()
 

@@ -28,7 +28,7 @@ def delivered(
     slow = set(np.random.default_rng(mesh.rank).integers(0, 48, 6).tolist())  # other samples on each rank
 
     class Slow(Numbers):
-        whole = True
+        replicated = True
 
         def sample(self, index: int, epoch: int) -> np.ndarray:
             if index in slow:
@@ -40,7 +40,7 @@ def delivered(
         for _ in range(stop):
             row.append(next(epoch).tolist())
         epoch.close()
-        return mesh["replicate"].rank, row, loader.late()
+        return mesh["replicate"].rank, row, loader.deferred()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class Pair(NamedTuple):
 class Mixed(Numbers):
     """Samples of every kind, of which some have other sizes, and some another tree; notes what it makes, and where."""
 
-    whole = True
+    replicated = True
 
     def __init__(self, count: int, broken: tuple[int, ...] = ()) -> None:
         super().__init__(count)
@@ -167,7 +167,7 @@ def made_once(mesh: Mesh, order: str) -> tuple[bool, list[int], list[int]]:
         alike, seen = True, []
         for epoch in range(2):
             for number, batch in enumerate(loader.epoch(epoch, more=epoch == 0)):
-                indices = [index for index, _ in loader.taken(epoch, 4 * number)]
+                indices = [index for index, _ in loader.batch_samples(epoch, 4 * number)]
                 alike &= all(same(found, right.sample(index, epoch)) for found, index in zip(batch, indices, strict=True))
                 seen += indices
         return alike, source.made, seen

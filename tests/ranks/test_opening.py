@@ -74,7 +74,7 @@ def opened(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:
                 gone = ""
             except DataError as problem:
                 gone = str(problem)
-            return len(rows), rows.identity, rows.about.get("units"), rows.shapes, told, values, gone, asked
+            return len(rows), rows.identity, rows.metadata.get("units"), rows.shapes, told, values, gone, asked
     finally:
         h5py.File.__init__ = before
 
@@ -85,7 +85,7 @@ def without_columns(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(splits.logger, "info", lambda text, *words: said.append(text % words))
             rows = open_split(Path("set"), FIELDS, "make it so", LoaderConfig(reader="buffered"), mesh)
-        return len(rows), rows.identity, rows.about.get("units"), rows.shapes, said
+        return len(rows), rows.identity, rows.metadata.get("units"), rows.shapes, said
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"depth": 2}], ids=str)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from hpcai.data.direct import Reader
-from hpcai.data.stage import Staged, exchange, holds, job, stage_in
+from hpcai.data.stage import Staged, exchange, job, stage_in, staged_paths
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from tests.ranks.launch import on_ranks
@@ -70,7 +70,7 @@ def staged(mesh: Mesh, source: Path, target: Path, per_node: int, how: dict[str,
     node = how.pop("node", [f"node{rank // per_node}"] * mesh.world)[rank]
     folder = how.pop("folder", [target / node] * mesh.world)[rank]
     seen = 0
-    plain, broadcast, usage = os.pwrite, exchange._OverGloo.broadcast, shutil.disk_usage(source)
+    plain, broadcast, usage = os.pwrite, exchange._GlooExchange.broadcast, shutil.disk_usage(source)
 
     def preadv(descriptor: int, views: Sequence[Any], offset: int) -> int:
         nonlocal seen
@@ -99,7 +99,7 @@ def staged(mesh: Mesh, source: Path, target: Path, per_node: int, how: dict[str,
             if grief == "write":
                 patch.setattr(os, "pwrite", pwrite)
             if grief == "flip":
-                patch.setattr(exchange._OverGloo, "broadcast", flip)
+                patch.setattr(exchange._GlooExchange, "broadcast", flip)
             if grief == "small":
                 patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
         try:
@@ -158,7 +158,7 @@ def test_each_byte_is_read_once_and_arrives(source: Path, tmp_path: Path, ranks:
     for node in nodes.values():
         there = tree(node.directory)
         assert all(whole[name] == data for name, data in there.items()) and sum(map(len, there.values())) == node.bytes
-        assert set(holds(node.directory, source)) == {source / name for name in there}
+        assert set(staged_paths(node.directory, source)) == {source / name for name in there}
         for name in there:
             held_by.setdefault(name, set()).add(node.shard)
     assert set(held_by) == set(whole)
@@ -217,7 +217,7 @@ def test_one_failure_is_everybodys(
     assert all(whole[name] == data for there in kept.values() for name, data in there.items())
     for result in go(source, target, ranks, per_node, shards=shards, verify=verify):
         there = tree(result.directory)
-        assert len(there) == result.files == len(holds(result.directory, source))
+        assert len(there) == result.files == len(staged_paths(result.directory, source))
         assert all(whole[name] == data for name, data in there.items())
         assert result.kept == sum(map(len, kept[result.node].values()))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LEFT = {  # others open these; then they leave this list
     ("hpcai.cli.doctor", "hpcai.cli.doctor.job"), ("hpcai.data.index", "hpcai.data.table"),
-    ("hpcai.data.stage.carry", "hpcai.data.stage.job"),
+    ("hpcai.data.stage.copy", "hpcai.data.stage.job"),
 }  # fmt: skip
 
 

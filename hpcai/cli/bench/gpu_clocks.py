@@ -16,7 +16,7 @@ from torch.utils import flop_counter
 
 from hpcai.cli.bench.timing import Row, machine, wait
 from hpcai.kernels import triton_support
-from hpcai.plan.paper import PRODUCTS
+from hpcai.plan.step_trace import FLOP_FORMULAS
 
 GAP_US = 20.0
 """A GPU that starts the next kernel of a graph leaves 1 to 2 us; what is longer waits for the host"""
@@ -140,7 +140,7 @@ def operations(run: Callable[[], object]) -> int:
     compute. What is computed again in a backward pass (checkpoints, logits of attention) counts each time. Sums, norms, gates,
     scatters and the update are not counted.
     """
-    with _by_twins(), flop_counter.FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter:
+    with _by_twins(), flop_counter.FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
         run()
     return int(counter.get_total_flops())
 

@@ -19,7 +19,7 @@ from hpcai.cli.findings import SEVERITIES
 from hpcai.cli.progress import Progress
 from hpcai.data.direct import ALIGN
 from hpcai.data.index import INDEX
-from hpcai.data.table import HEAD, PLAIN, head_of
+from hpcai.data.table import HEAD_BYTES, CONTIGUOUS, head_checksum
 from hpcai.errors import DataError
 
 EXTRA = 0.05  # of the bytes of a row, read only for its place in the file, is worth a rewrite
@@ -127,10 +127,10 @@ class _Examination:
         if table is None or number is None or not file.whole:
             return
         with file.path.open("rb") as start:
-            same = int(table.head[number]) in (-1, head_of(start.read(HEAD)))
+            same = int(table.head[number]) in (-1, head_checksum(start.read(HEAD_BYTES)))
         for data in file.fields:
             places = table.fields.get(data.name)
-            if places is not None and places.ways[number] == PLAIN:
+            if places is not None and places.storage[number] == CONTIGUOUS:
                 told = places.layout(number, file.path)
                 same &= (told.shape, told.dtype.itemsize, told.offset) == (data.shape, data.item, data.offset)
         if not same:

@@ -149,7 +149,7 @@ def _dataset(file: h5py.File, name: str) -> Field:
     if not data.shape:
         return Field(kind="scalar", **about)
     try:
-        found = layout.hdf5(file, name)
+        found = layout.hdf5_layout(file, name)
     except DataError as problem:
         about["why"] = str(problem).removeprefix(f"{file.filename}: ")
         if not isinstance(problem, layout.UnreadableLayoutError):
@@ -170,7 +170,7 @@ def _dataset(file: h5py.File, name: str) -> Field:
 
 def _array(path: Path, rows: int | None) -> Field:
     try:
-        found = layout.npy(path)
+        found = layout.npy_layout(path)
     except layout.UnreadableLayoutError as problem:
         return Field(ARRAY, (1,), "?", 1, "elsewhere", str(problem).removeprefix(f"{path}: "))
     shape = found.shape if rows != 1 and found.shape[:1] == (rows,) else (1, *found.shape)

@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
         if words.check:
             found["check"] = check(planner)
         else:
-            on = machines.find(words.machine)
+            on = machines.find_machine(words.machine)
             slower = words.slower or (planner.measured(words.measured, on) if words.measured else planner.slower)
             found |= {"machine": on.name, "slower": slower}
-            on, ways = replace(on, slower=slower), words.ways or planner.ways
+            on, ways = replace(on, slowdown=slower), words.ways or planner.ways
             found["axes"] = planner.axes()
             found["jobs"] = {gpus: [row(job, on) for job in best(planner, gpus, ways, on, words.evaluate)] for gpus in words.gpus}
     print(json.dumps(found)) if words.json else show(found)
@@ -73,9 +73,9 @@ def best(planner: Planner, gpus: int, ways: Sequence[int], on: Machine, evaluati
 def row(job: Job, on: Machine) -> Row:
     step, peak, lean, _ = job.fit
     return {
-        "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.room / 1e9, "lean": list(lean),
-        "step_s": job.seconds, "kernels_s": step.products + step.memory, "launches_s": step.launches, "messages_s": step.waiting,
-        "idle_s": step.idle, "loader_s": job.loader, "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes,
+        "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.capacity / 1e9,
+        "lean": list(lean), "step_s": job.seconds, "kernels_s": step.compute_bound + step.memory_bound,
+        "launches_s": step.launches, "messages_s": step.exposed_communication, "idle_s": step.idle, "loader_s": job.loader, "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes,
         "evaluation_minutes": job.evaluation,
     }  # fmt: skip
 

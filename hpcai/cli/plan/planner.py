@@ -21,11 +21,11 @@ from hpcai.nn.deferred_init import deferred
 from hpcai.parallel.replicate import FEW
 from hpcai.parallel.stages import evenly
 from hpcai.plan import machines
-from hpcai.plan.loader import room, waits
+from hpcai.plan.loader_queue import queue_capacity, simulate_waits
 from hpcai.plan.machines import Machine
-from hpcai.plan.paper import Event, Paper, Record, Send, on_paper
-from hpcai.plan.price import Price, price
-from hpcai.plan.stages import OneByOne, Pass, Stage, most, passes
+from hpcai.plan.step_trace import Event, StepTracer, Trace, Communication, traced_job
+from hpcai.plan.cost import Cost, estimate_cost
+from hpcai.plan.pipeline_schedule import SequentialStages, Pass, StageTrace, peak_memory, simulate_schedule
 from hpcai.train import Step
 
 Words = Sequence[str]
@@ -49,7 +49,7 @@ class UnfitError(ConfigError):
 class Fit(NamedTuple):
     """A mean step of one process, the most bytes of its tensors, and the words that these need."""
 
-    step: Price
+    step: Cost
     peak: float
     lean: Words
     held: float = 0.0
@@ -59,8 +59,8 @@ class Fit(NamedTuple):
 class Recorded(NamedTuple):
     """A step of one process; where it has stages of a pipeline, what concerns all micro-batches together, and the stages."""
 
-    record: Record
-    stages: list[Stage]
+    record: Trace
+    stages: list[StageTrace]
     orders: list[list[Pass]]
     """what each rank along the axis pipeline does"""
 
@@ -147,30 +147,30 @@ class Planner:
         optimizer = _KEEPS_LIKE.get(cfg.step.optimizer, cfg.step.optimizer)
         axes, within = self.axes(words), ways * self.around(words)
         world, rank = copies * within, place * within // axes.get("pipeline", 1)
-        with on_paper(world, self.kernels, rank) as paper:
+        with traced_job(world, self.kernels, rank) as paper:
             mesh = Mesh({"replicate": copies, **axes, **({cut: ways} if cut else {})}, world, rank)
             with deferred(0):
                 model = load.build(cfg, mesh)
                 pipeline = load.act(cfg, model, mesh)
             real = load.batch(cfg, mesh, each)
-            with paper.sizes():
+            with paper.fake_tensors():
                 settings = cfg.step.model_copy(update={"optimizer": optimizer, "accumulate": min(parts, 2)})
-                act = OneByOne(paper, pipeline, self._sent if place else None) if pipeline else None
-                step = Step(paper.fill(model), load.subject.loss, settings, mesh, counts=load.subject.counted, pipeline=act)
+                act = SequentialStages(paper, pipeline, self._sent if place else None) if pipeline else None
+                step = Step(paper.materialize(model), load.subject.loss, settings, mesh, counts=load.subject.counted, pipeline=act)
                 step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # one is recorded, though sums are as of several
                 directions = cfg.step.optimizer == "lamb" and [torch.zeros_like(state.weights) for state in step.optimizer.states]
-                batch = paper.fake(real)
+                batch = paper.empty_like(real)
                 _once(paper, step)
-                with paper.recording() as record:
+                with paper.record() as record:
                     step.reducer.spread()
                     if act is not None:
                         step.reducer.settle()
                     step._gradients(batch)
-                    paper.once(lambda: _update(paper, step))()
+                    paper.once_per_step(lambda: _update(paper, step))()
             del directions  # which lamb keeps beside
             if act is None:
                 return Recorded(record, [], [])
-            self._sent = act.sent
+            self._sent = act.hidden
             try:
                 return Recorded(record, act.stages, act.pipeline.order(parts))
             except ConfigError as error:
@@ -187,27 +187,27 @@ class Planner:
         few, more = (self._step(ways, copies, each, on, (*words, f"{depth}={n}")) for n in (_FEW, _MORE))
         times = (layers - _FEW) / (_MORE - _FEW)
         held, peak = (a + times * (b - a) for a, b in ((few.held, more.held), (few.peak, more.peak)))
-        return Fit(few.step + (more.step + few.step.times(-1)).times(times), peak, words, held)
+        return Fit(few.step + (more.step + few.step.scaled(-1)).scaled(times), peak, words, held)
 
     def _step(self, ways: int, copies: int, each: int, on: Machine, words: Words) -> Fit:
         at_once = next(n for n in range(min(each, self.workload.most), 0, -1) if each % n == 0)
         few, within = self.few(copies, words), ways * self.around(words)
-        found, peak, held = Price(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
+        found, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
         parts = 2 if each > at_once or copies > FEW else 1  # which make the sums of gradients wide, and are else the same
         for weight, (record, *_) in self.recorded(ways, few, at_once, words, parts=parts):
-            whole, again = (price(_spread(some, within, few, copies), on) for some in (record.events, record.again))
-            found += (whole + again.times(each / at_once - 1)).times(weight)
+            whole, again = (estimate_cost(_spread(some, within, few, copies), on) for some in (record.events, record.repeated))
+            found += (whole + again.scaled(each / at_once - 1)).scaled(weight)
             peak, held = max(peak, record.peak), max(held, record.before)
         return Fit(found, peak, words, held)
 
     def _in_stages(self, ways: int, copies: int, each: int, on: Machine, words: Words) -> Fit:
         """The mean step of stages of a pipeline, of the rank that is ready last, and the most bytes of any."""
         at_once = next(n for n in range(min(each, self.workload.most), 0, -1) if each % n == 0)
-        found, peak, held = Price(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
+        found, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
         for turn, weight in self.workload.turns.items():
             cost = _Stages(self, ways, copies, at_once, each // at_once, on, (*words, *turn))
             fit = cost.fit()
-            found += fit.step.times(weight)
+            found += fit.step.scaled(weight)
             peak, held = max(peak, fit.peak), max(held, fit.held)
         return Fit(found, peak, words, held)
 
@@ -215,12 +215,12 @@ class Planner:
         """``step`` with the first of ``Workload.lean`` that the memory of ``on`` holds. Raises UnfitError where none does."""
         for lean in self.workload.lean:
             found = self.step(ways, copies, each, on, (*words, *lean))
-            if found.peak <= _FULL * on.room:
+            if found.peak <= _FULL * on.capacity:
                 return found._replace(lean=lean)
-            if found.held > _FULL * on.room:
+            if found.held > _FULL * on.capacity:
                 break
         raise UnfitError(
-            f"{found.peak / 1e9:.3g} GB of tensors do not fit the {on.room / 1e9:.3g} GB of {on.name}; cut samples further"
+            f"{found.peak / 1e9:.3g} GB of tensors do not fit the {on.capacity / 1e9:.3g} GB of {on.name}; cut samples further"
         )
 
     def job(self, gpus: int, ways: int, batch: int, on: Machine, evaluating: int = 0, words: Words = ()) -> Job:
@@ -254,7 +254,9 @@ class Planner:
         if prepare is None:
             return 0.0
         seconds = prepare(np.random.default_rng(0), (copies, (_WARM + _STEPS) * each))
-        return float(waits(seconds, step, workers, room(workers, each, 0, 1), "ready", batch=each, makers=ways)[_WARM:].mean())
+        return float(
+            simulate_waits(seconds, step, workers, queue_capacity(workers, each, 0, 1), "ready", batch=each, ranks=ways)[_WARM:].mean()
+        )
 
     def jobs(self, gpus: int, ways: Sequence[int], on: Machine, evaluating: int = 0) -> list[Job]:
         """What can be done with ``gpus``, the fastest first: each way of cutting, at batches whose way to the target is known."""
@@ -277,7 +279,9 @@ class Planner:
         if self.axes() or self.yaml != self._yaml:
             return Planner(self.name, kernels=self.kernels).slower
         copies = first.gpus // (first.ways * self.around(first.words))
-        return self._slower(first.value, first.ways, copies, first.batch // copies, machines.find(first.machine), first.words)
+        return self._slower(
+            first.value, first.ways, copies, first.batch // copies, machines.find_machine(first.machine), first.words
+        )
 
     def measured(self, seconds: float, on: Machine) -> float:
         """The same of a step of one sample on one GPU, which took ``seconds``."""
@@ -287,13 +291,13 @@ class Planner:
         low, high = 1.0, 64.0
         while high / low > 1.001:
             middle = math.sqrt(low * high)
-            found = self.fitting(ways, copies, each, replace(on, slower=middle), words).step.seconds
+            found = self.fitting(ways, copies, each, replace(on, slowdown=middle), words).step.seconds
             low, high = (middle, high) if found < seconds else (low, middle)
         return low
 
     def planned(self, point: Published, slower: float) -> float:
         """What ``Published.value`` should have been."""
-        on = machines.find(point.machine, slower=slower)
+        on = machines.find_machine(point.machine, slowdown=slower)
         found = self.job(point.gpus, point.ways, point.batch, on, point.evaluating, point.words)
         return found.seconds if point.what == "step" else found.minutes
 
@@ -333,50 +337,54 @@ class _Stages:
     def _stage(self, rank: int, place: int) -> "_Cost":
         def numbers(found: Recorded) -> list[float]:
             stage = found.stages[place]
-            passes = [price(record.events, self.on) for record in (stage.forward, stage.backward)]
+            passes = [estimate_cost(record.events, self.on) for record in (stage.forward, stage.backward)]
             own = [record.peak - record.before for record in (stage.forward, stage.backward)]
-            return [x for one in passes for x in vars(one).values()] + [*own, stage.kept, stage.stays, stage.given, stage.sent]
+            return [x for one in passes for x in vars(one).values()] + [
+                *own, stage.saved_bytes, stage.gradient_bytes, stage.input_bytes, stage.output_bytes,
+            ]  # fmt: skip
 
-        every, size = self._along(numbers, rank, self.layers[self.own[rank][place]]).tolist(), len(fields(Price))
-        return _Cost(Price(*every[:size]), Price(*every[size : 2 * size]), tuple(every[2 * size : -2]), *every[-2:])
+        every, size = self._along(numbers, rank, self.layers[self.own[rank][place]]).tolist(), len(fields(Cost))
+        return _Cost(Cost(*every[:size]), Cost(*every[size : 2 * size]), tuple(every[2 * size : -2]), *every[-2:])
 
-    def _rest(self, rank: int) -> tuple[Price, float, float]:
+    def _rest(self, rank: int) -> tuple[Cost, float, float]:
         """What is done once in a step; bytes that are there between steps, and that this takes beside."""
 
         def numbers(found: Recorded) -> list[float]:
             record = found.record
-            return [*vars(price(record.events, self.on)).values(), record.before, record.peak - record.before]
+            return [*vars(estimate_cost(record.events, self.on)).values(), record.before, record.peak - record.before]
 
         layers = np.mean([self.layers[stage] for stage in self.own[rank]])
         *every, held, more = self._along(numbers, rank, float(layers)).tolist()
-        return Price(*every), held, more
+        return Cost(*every), held, more
 
-    def _took(self, kind: str, stage: int) -> Price:
+    def _took(self, kind: str, stage: int) -> Cost:
         """A pass. The two parts of a backward one take as long as each other."""
         cost = self.costs[stage]
-        return cost.forward if kind == "F" else cost.backward.times(0.5 if kind in "IW" else 1.0)
+        return cost.forward if kind == "F" else cost.backward.scaled(0.5 if kind in "IW" else 1.0)
 
     def _hop(self, begin: int, end: int) -> tuple[float, float]:
         """Seconds of a message from one stage to another, and its bytes."""
         ranks = [self.rank_of[stage] * self.within // self.ranks for stage in (begin, end)]
-        return (0.0, 0.0) if ranks[0] == ranks[1] else self.on.message("send", int(self.costs[0].sent), ranks)
+        return (0.0, 0.0) if ranks[0] == ranks[1] else self.on.communication_time("send", int(self.costs[0].sent), ranks)
 
     def fit(self) -> Fit:
         last, took = self.count - 1, cache(self._took)
-        ready = passes(self.orders, last, lambda kind, stage: took(kind, stage).seconds, lambda *of: self._hop(*of)[0])
+        ready = simulate_schedule(self.orders, last, lambda kind, stage: took(kind, stage).seconds, lambda *of: self._hop(*of)[0])
         steps, peaks, holds = [], [], []
         for rank, (order, end) in enumerate(zip(self.orders, ready)):
             rest, held, more = self._rest(rank)
             step = rest
             for (kind, stage), times in Counter((kind, stage) for kind, stage, _ in order).items():
-                step += took(kind, stage).times(times)
+                step += took(kind, stage).scaled(times)
                 other = stage + 1 if kind == "F" else stage - 1
                 if 0 <= other <= last and kind != "W" and (bytes := self._hop(stage, other)[1]):
                     step = replace(step, sent=step.sent + times * bytes, messages=step.messages + times)
             seconds = end + rest.seconds
             steps.append(replace(step, seconds=seconds, idle=step.idle + seconds - step.seconds))
             buffers = self.parts * sum(self.costs[stage].given + self.costs[stage].sent for stage in self.own[rank])  # torch's
-            peaks.append(held + buffers + max(more, most(order, {stage: self.costs[stage].bytes for stage in self.own[rank]})))
+            peaks.append(
+                held + buffers + max(more, peak_memory(order, {stage: self.costs[stage].bytes for stage in self.own[rank]}))
+            )
             holds.append(held + buffers)
         return Fit(max(steps, key=attrgetter("seconds")), max(peaks), (), max(holds))
 
@@ -384,10 +392,10 @@ class _Stages:
 class _Cost(NamedTuple):
     """One micro-batch in a stage."""
 
-    forward: Price
-    backward: Price
+    forward: Cost
+    backward: Cost
     bytes: tuple[float, ...]
-    """as ``hpcai.plan.stages.most`` has them"""
+    """as ``hpcai.plan.pipeline_schedule.peak_memory`` has them"""
     given: float
     sent: float
 
@@ -397,19 +405,21 @@ def _has(schema: Any, key: str) -> bool:
     return section in schema.model_fields and name in schema.model_fields[section].annotation.model_fields
 
 
-def _update(paper: Paper, step: Step) -> None:
+def _update(paper: StepTracer, step: Step) -> None:
     """Clipping and update: gradients are read twice, all else is read and written."""
     for state in step.optimizer.states:
         gradient = state.flat_param.gradient()
         rest = [state.weights, state.low, state.average, *state.moments.values()]
-        paper.ran("update", 2 * sum(x.nbytes for x in rest if x is not None) + 2 * (0 if gradient is None else gradient.nbytes))
+        paper.add_kernel(
+            "update", 2 * sum(x.nbytes for x in rest if x is not None) + 2 * (0 if gradient is None else gradient.nbytes)
+        )
 
 
-def _once(paper: Paper, step: Step) -> None:
+def _once(paper: StepTracer, step: Step) -> None:
     """Sums of gradients, and what is before and after them, belong to a step and not to each of its micro-batches."""
     sums: Any = step.reducer
     for owner, name in ((sums, "spread"), (sums, "zero"), (sums, "finish"), *((bucket, "launch") for bucket in sums.buckets)):
-        setattr(owner, name, paper.once(getattr(owner, name)))
+        setattr(owner, name, paper.once_per_step(getattr(owner, name)))
 
 
 def _spread(events: Sequence[Event], ways: int, few: int, copies: int) -> list[Event]:
@@ -421,4 +431,4 @@ def _spread(events: Sequence[Event], ways: int, few: int, copies: int) -> list[E
             return ranks
         return tuple(copy * ways + rank for copy in range(copies) for rank in ranks if rank < ways)
 
-    return [event._replace(ranks=all_of(event.ranks)) if isinstance(event, Send) else event for event in events]
+    return [event._replace(ranks=all_of(event.ranks)) if isinstance(event, Communication) else event for event in events]

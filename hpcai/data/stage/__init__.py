@@ -15,6 +15,6 @@ A process holds six blocks in memory, and the buffers of its reader.
 """
 
 from hpcai.data.stage.job import Staged, stage_in
-from hpcai.data.stage.plan import holds, shard_of
+from hpcai.data.stage.plan import assign_shards, staged_paths
 
-__all__ = ["Staged", "holds", "shard_of", "stage_in"]
+__all__ = ["Staged", "assign_shards", "stage_in", "staged_paths"]

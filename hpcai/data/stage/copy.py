@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcai.data.direct import Reader, above
+from hpcai.data.direct import Reader, align_up
 from hpcai.data.stage.exchange import Exchange
 from hpcai.data.stage.plan import SourceFile
 from hpcai.errors import DataError
 
-_READS, _DRAINING = 2, 4  # blocks of a process that are read ahead, and that are on the network or on their way to the disk
-_BEAT = 8
+_MAX_READS, _MAX_DRAINING = 2, 4  # blocks of a process that are read ahead, and that are on the network or on their way to the disk
+_CHECK_INTERVAL = 8
 
 
 @dataclass(frozen=True)
-class Lane:
+class Ring:
     """The part of this process in a lane of ``size`` processes. ``missing``: which of ``files`` its node is to keep."""
 
     source: Path
@@ -48,41 +48,41 @@ class _Block(NamedTuple):
     is_last: bool
 
 
-def unwritten(path: Path, node: str, error: OSError) -> DataError:
-    todo = "look whether the disk of this node is in order"
+def write_error(path: Path, node: str, error: OSError) -> DataError:
+    advice = "look whether the disk of this node is in order"
     if error.errno in (ENOSPC, EDQUOT):
-        todo = "make room on this node, or cut the set with --shards; whole files stay, and a second run goes on from there"
-    what = f"{error.strerror} ({errorcode.get(error.errno or 0, error.errno)})"
-    return DataError(f"{path}: cannot be written on {node}: {what}; {todo}")
+        advice = "make room on this node, or cut the set with --shards; whole files stay, and a second run goes on from there"
+    reason = f"{error.strerror} ({errorcode.get(error.errno or 0, error.errno)})"
+    return DataError(f"{path}: cannot be written on {node}: {reason}; {advice}")
 
 
-class Copying:
+class RingCopy:
     """Copies the files of a lane. The first exception is kept in ``failure``; others learn of it at the next block or beat."""
 
-    def __init__(self, lane: Lane, block: int, verify: bool, exchange: Exchange, reader: Reader) -> None:
-        self._lane, self._block, self._verify, self._exchange, self._reader = lane, block, verify, exchange, reader
+    def __init__(self, ring: Ring, block: int, verify: bool, exchange: Exchange, reader: Reader) -> None:
+        self._ring, self._block, self._verify, self._exchange, self._reader = ring, block, verify, exchange, reader
         self.failure: Exception | None = None
         self.written = self.received = 0
         self._stopped = False  # here or elsewhere something has failed: blocks only pass by until all stop
         self._free: SimpleQueue[np.ndarray] = SimpleQueue()
-        for _ in range(_READS + _DRAINING if lane.files else 0):
-            self._free.put(reader.memory.take(block + 1))
-        self._own = (block for block in self._blocks() if block.root == lane.position)
-        self._ahead: deque[tuple[np.ndarray, Future[None]]] = deque()
-        self._reads = ThreadPoolExecutor(_READS, thread_name_prefix="stage-read")
+        for _ in range(_MAX_READS + _MAX_DRAINING if ring.files else 0):
+            self._free.put(reader.memory.allocate(block + 1))
+        self._local_blocks = (block for block in self._blocks() if block.root == ring.position)
+        self._prefetched: deque[tuple[np.ndarray, Future[None]]] = deque()
+        self._reads = ThreadPoolExecutor(_MAX_READS, thread_name_prefix="stage-read")
         # One thread each, which keeps the order of the blocks: one file at a time is hashed, and one is written.
         self._hashes = ThreadPoolExecutor(1, thread_name_prefix="stage-hash")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="stage-write")
         self._sha = hashlib.sha256()
-        self._descriptor, self._partial = -1, lane.target
+        self._descriptor, self._partial = -1, ring.target
 
     def run(self, progress: Callable[[int], None]) -> None:
         """Pass on all blocks of the lane, or those up to the beat at which all processes of the job know that one has failed.
         ``progress`` is told the bytes that all of them have written."""
         blocks, left = self._blocks(), sum(1 for _ in self._blocks())
         while True:
-            for block in islice(blocks, _BEAT):
-                self._pass_on(block)
+            for block in islice(blocks, _CHECK_INTERVAL):
+                self._forward(block)
                 left -= 1
             values = np.array([self._stopped, left > 0, self.written], np.int64)
             self._exchange.sum(values)
@@ -103,7 +103,7 @@ class Copying:
             with suppress(OSError):
                 self._partial.unlink()
 
-    def outcome(self) -> int:
+    def result(self) -> int:
         """Bytes that came from other processes. Raises the first failure of this one."""
         if self.failure is not None:
             raise self.failure
@@ -113,19 +113,19 @@ class Copying:
 
     def _blocks(self) -> Iterator[_Block]:
         turn = 0
-        for index, file in enumerate(self._lane.files):
+        for index, file in enumerate(self._ring.files):
             for offset in range(0, max(file.bytes, 1), self._block):  # an empty file has one empty block
                 end = offset + self._block
-                yield _Block(index, offset, min(end, file.bytes) - offset, turn % self._lane.size, end >= file.bytes)
+                yield _Block(index, offset, min(end, file.bytes) - offset, turn % self._ring.size, end >= file.bytes)
                 turn += 1
 
-    def _pass_on(self, block: _Block) -> None:
-        while len(self._ahead) < _READS and (own := next(self._own, None)) is not None:
+    def _forward(self, block: _Block) -> None:
+        while len(self._prefetched) < _MAX_READS and (local_block := next(self._local_blocks, None)) is not None:
             buffer = self._free.get()
-            self._ahead.append((buffer, self._reads.submit(self._read, own, buffer)))
-        size = above(block.length)
-        if block.root == self._lane.position:
-            buffer, read = self._ahead.popleft()
+            self._prefetched.append((buffer, self._reads.submit(self._read, local_block, buffer)))
+        size = align_up(block.length)
+        if block.root == self._ring.position:
+            buffer, read = self._prefetched.popleft()
             try:
                 read.result()
             except Exception as error:
@@ -134,10 +134,10 @@ class Copying:
         else:
             buffer = self._free.get()
         self._exchange.broadcast(buffer[: size + 1], block.root)
-        if block.root != self._lane.position:
+        if block.root != self._ring.position:
             self.received += block.length
             self._stopped |= bool(buffer[size])
-        if not self._lane.missing[block.file]:
+        if not self._ring.missing[block.file]:
             self._free.put(buffer)
             return
         digest = self._hashes.submit(self._hash, block, buffer)
@@ -149,22 +149,22 @@ class Copying:
     # ---- what threads do
 
     def _read(self, block: _Block, buffer: np.ndarray) -> None:
-        file, path = self._lane.files[block.file], self._lane.source / self._lane.files[block.file].name
+        file, path = self._ring.files[block.file], self._ring.source / self._ring.files[block.file].name
         if self._stopped:
             return
         if block.length:
             self._reader.read([(path, block.offset, buffer[: block.length])])
         if file.sha256 is None or not self._verify:
-            about = os.stat(path)
-            if (about.st_size, about.st_mtime_ns) != (file.bytes, file.mtime_ns):
+            stat = os.stat(path)
+            if (stat.st_size, stat.st_mtime_ns) != (file.bytes, file.mtime_ns):
                 raise DataError(
-                    f"{path}: was rewritten while it was copied: {about.st_size:,} bytes now, {file.bytes:,} at the start; "
+                    f"{path}: was rewritten while it was copied: {stat.st_size:,} bytes now, {file.bytes:,} at the start; "
                     "stage again when nobody writes to it"
                 )
 
     def _hash(self, block: _Block, buffer: np.ndarray) -> str:
         """The SHA-256 of a file up to the end of the block."""
-        if not self._verify or self._lane.files[block.file].sha256 is None:
+        if not self._verify or self._ring.files[block.file].sha256 is None:
             return ""
         if block.offset == 0:
             self._sha = hashlib.sha256()
@@ -172,14 +172,14 @@ class Copying:
         return self._sha.hexdigest()
 
     def _write(self, block: _Block, buffer: np.ndarray, digest: "Future[str]") -> None:
-        file = self._lane.files[block.file]
-        path = self._lane.target / file.name
+        file = self._ring.files[block.file]
+        path = self._ring.target / file.name
         try:
             if self._stopped:
                 return
             if block.offset == 0:
                 self._open(path, file.bytes)
-            data, done = buffer[: above(block.length)].data, 0  # O_DIRECT writes whole pages; the end is cut off below
+            data, done = buffer[: align_up(block.length)].data, 0  # O_DIRECT writes whole pages; the end is cut off below
             while done < len(data):
                 count = os.pwrite(self._descriptor, data[done:], block.offset + done)
                 if count <= 0:
@@ -189,7 +189,7 @@ class Copying:
                 self._finish(file, path, digest.result())
             self.written += block.length
         except OSError as error:
-            problem = unwritten(path, self._lane.node, error)
+            problem = write_error(path, self._ring.node, error)
             problem.__cause__ = error
             self._fail(problem)
         except Exception as error:
@@ -200,7 +200,7 @@ class Copying:
 
     def _open(self, path: Path, size: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = self._lane.target / f".stage.{hashlib.sha256(os.fsencode(path)).hexdigest()}.partial"
+        self._partial = self._ring.target / f".stage.{hashlib.sha256(os.fsencode(path)).hexdigest()}.partial"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             self._descriptor = os.open(self._partial, flags | os.O_DIRECT, 0o666)
@@ -215,7 +215,7 @@ class Copying:
         """Compare the file, flush it to the disk and give it its time and name."""
         if digest and digest != file.sha256:
             raise DataError(
-                f"{self._lane.source / file.name}: what came to {self._lane.node} has SHA-256 {digest}, index.json says "
+                f"{self._ring.source / file.name}: what came to {self._ring.node} has SHA-256 {digest}, index.json says "
                 f"{file.sha256}; compare with sha256sum: the file is damaged or was rewritten, or, if not, it was damaged on the "
                 "way; it was not kept"
             )

@@ -21,7 +21,7 @@ class Exchange:
 
     name = "none"
 
-    def __init__(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, mesh: Mesh, rings: Sequence[Sequence[int]]) -> None:
         self._everyone = mesh.everyone
 
     def broadcast(self, block: np.ndarray, root: int) -> None:
@@ -35,43 +35,43 @@ class Exchange:
         """Free the communicators."""
 
 
-class _OverGloo(Exchange):
+class _GlooExchange(Exchange):
     name = "gloo"
 
-    def __init__(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> None:
-        super().__init__(mesh, lanes)
-        groups = [torch_dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None for ranks in lanes]
-        self._lane = next((group for group, ranks in zip(groups, lanes) if mesh.rank in ranks), None)
+    def __init__(self, mesh: Mesh, rings: Sequence[Sequence[int]]) -> None:
+        super().__init__(mesh, rings)
+        groups = [torch_dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None for ranks in rings]
+        self._ring = next((group for group, ranks in zip(groups, rings) if mesh.rank in ranks), None)
 
     def broadcast(self, block: np.ndarray, root: int) -> None:
-        if self._lane is not None:
-            torch_dist.broadcast(torch.from_numpy(block), group=self._lane, group_src=root)
+        if self._ring is not None:
+            torch_dist.broadcast(torch.from_numpy(block), group=self._ring, group_src=root)
 
     def close(self) -> None:
-        if self._lane is not None:
-            torch_dist.destroy_process_group(self._lane)
+        if self._ring is not None:
+            torch_dist.destroy_process_group(self._ring)
 
 
-class _OverMPI(Exchange):
+class _MPIExchange(Exchange):
     """MPI advances only inside its calls: a process must not wait for anything else while a collective is under way."""
 
     name = "MPI"
 
-    def __init__(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> None:
-        super().__init__(mesh, lanes)
+    def __init__(self, mesh: Mesh, rings: Sequence[Sequence[int]]) -> None:
+        super().__init__(mesh, rings)
         self._world = communicator().Dup()
-        number = next((number for number, ranks in enumerate(lanes) if mesh.rank in ranks), len(lanes))
-        self._lane = self._world.Split(number, mesh.rank)
+        number = next((number for number, ranks in enumerate(rings) if mesh.rank in ranks), len(rings))
+        self._ring = self._world.Split(number, mesh.rank)
 
     def broadcast(self, block: np.ndarray, root: int) -> None:
-        if self._lane.size > 1:
-            _wait(self._lane.Ibcast(block, root))
+        if self._ring.size > 1:
+            _wait(self._ring.Ibcast(block, root))
 
     def sum(self, values: np.ndarray) -> None:
         _wait(self._world.Iallreduce(values.copy(), values))
 
     def close(self) -> None:
-        self._lane.Free()
+        self._ring.Free()
         self._world.Free()
 
 
@@ -82,6 +82,6 @@ def _wait(request: Any) -> None:
         time.sleep(0 if time.perf_counter() < soon else 1e-4)
 
 
-def open_exchange(mesh: Mesh, lanes: Sequence[Sequence[int]]) -> Exchange:
-    kind = Exchange if mesh.world == 1 else _OverGloo if communicator() is None else _OverMPI
-    return kind(mesh, lanes)
+def open_exchange(mesh: Mesh, rings: Sequence[Sequence[int]]) -> Exchange:
+    kind = Exchange if mesh.world == 1 else _GlooExchange if communicator() is None else _MPIExchange
+    return kind(mesh, rings)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcai.data.direct import ALIGN, Reader, above
+from hpcai.data.direct import ALIGN, Reader, align_up
 from hpcai.data.index import write_json
-from hpcai.data.stage.copy import Copying, Lane, unwritten
+from hpcai.data.stage.copy import Ring, RingCopy, write_error
 from hpcai.data.stage.exchange import Exchange, open_exchange
-from hpcai.data.stage.plan import RECORD, on_this_node, read_record, scan
+from hpcai.data.stage.plan import RECORD, expand_on_node, read_record, scan
 from hpcai.dist.collect import by_first, gather_objects, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, HpcaiError, LaunchError
@@ -72,49 +72,49 @@ def stage_in(
     Raises DataError, the same on all processes, when any of them cannot do its part: before anything is written where that can
     be known, otherwise after all have stopped, with whole files kept and no parts of files left.
     """
-    began = time.monotonic()
-    job = _Job(Path(source), str(target), mesh, node or socket.gethostname(), shards, verify, above(block))
+    start = time.monotonic()
+    job = _Job(Path(source), str(target), mesh, node or socket.gethostname(), shards, verify, align_up(block))
     try:
-        job.meet()
-        job.claim()
-        job.survey()
+        job.plan()
+        job.lock_target()
+        job.find_missing()
         with Reader() as reader:
-            return job.copy(reader, progress, began)
+            return job.copy(reader, progress, start)
     finally:
         job.unlock()
 
 
 class _Job:
     def __init__(self, source: Path, target: str, mesh: Mesh, node: str, shards: int, verify: bool, block: int) -> None:
-        self.source, self._named, self.mesh, self.node = source, target, mesh, node
+        self.source, self._target_text, self.mesh, self.node = source, target, mesh, node
         self.shards, self.verify, self.block = shards, verify, block
         self._lock = -1  # a descriptor of the target
 
-    def _together(self, work: Callable[[], Any], by_node: bool = False) -> list[Any]:
+    def _gather_results(self, work: Callable[[], Any], leaders_only: bool = False) -> list[Any]:
         """Do ``work`` on each process, or on the first one of each node, and give all results by rank. Where it fails on any, all
         raise the same DataError."""
         value, cause = None, None
         try:
-            if not by_node or self.leads:
+            if not leaders_only or self.is_leader:
                 value = work()
         except Exception as error:
             cause = error
         text = None if cause is None else str(cause) if isinstance(cause, HpcaiError) else f"{type(cause).__name__}: {cause}"
-        told = gather_objects((value, self.node, text), self.mesh.everyone)
-        failed = [(rank, node, text) for rank, (_, node, text) in enumerate(told) if text is not None]
+        results = gather_objects((value, self.node, text), self.mesh.everyone)
+        failed = [(rank, node, text) for rank, (_, node, text) in enumerate(results) if text is not None]
         if failed:
             rank, node, text = failed[0]
-            where = f"rank {rank} on {node}: " if len(told) > 1 else ""
-            more = f" ({len(failed)} of {len(told)} ranks failed)" if len(failed) > 1 else ""
+            where = f"rank {rank} on {node}: " if len(results) > 1 else ""
+            more = f" ({len(failed)} of {len(results)} ranks failed)" if len(failed) > 1 else ""
             raise DataError(f"{where}{text}{more}") from cause
-        return [value for value, _, _ in told]
+        return [value for value, _, _ in results]
 
-    def meet(self) -> None:
+    def plan(self) -> None:
         """Find which process is on which node, check that all have the same settings, and list the source, by one process: a
         listing costs a parallel file system more than reading."""
 
-        def introduce() -> tuple[str, str, tuple[int, int, bool]]:
-            self.node, self.target = on_this_node(self.node), Path(on_this_node(self._named)).resolve()
+        def resolve() -> tuple[str, str, tuple[int, int, bool]]:
+            self.node, self.target = expand_on_node(self.node), Path(expand_on_node(self._target_text)).resolve()
             self.source = self.source.resolve()
             if not self.source.is_dir():
                 raise DataError(f"{self.source}: no such folder on {self.node}; name a data set that every node sees")
@@ -126,18 +126,18 @@ class _Job:
                 raise DataError(f"blocks of {self.block:,} bytes, expected {ALIGN:,} to {1 << 30:,}; 16 MiB is a good choice")
             return self.node, str(self.target), (self.shards, self.block, self.verify)
 
-        told = self._together(introduce)
+        results = self._gather_results(resolve)
         ranks: dict[str, list[int]] = {}
-        for rank, (node, target, settings) in enumerate(told):
+        for rank, (node, target, settings) in enumerate(results):
             ranks.setdefault(node, []).append(rank)
             first = ranks[node][0]
-            if target != told[first][1]:
+            if target != results[first][1]:
                 raise DataError(
-                    f"{node}: rank {first} has the target {told[first][1]}, rank {rank} has {target}; give all of a node the same"
+                    f"{node}: rank {first} has the target {results[first][1]}, rank {rank} has {target}; give all of a node the same"
                 )
-            if settings != told[0][2]:
+            if settings != results[0][2]:
                 raise DataError(
-                    f"rank {rank} was told (shards, block, verify) {settings}, rank 0 {told[0][2]}; give all ranks the same"
+                    f"rank {rank} was told (shards, block, verify) {settings}, rank 0 {results[0][2]}; give all ranks the same"
                 )
         self.ranks, nodes = ranks, len(ranks)  # by node, in the order of the lowest ranks
         if self.shards < 1 or nodes % self.shards:
@@ -146,11 +146,11 @@ class _Job:
                 f"{self.shards} shards need a multiple of {self.shards} nodes, but the job has {nodes} "
                 f"node{'s' if nodes > 1 else ''}; give --shards {fit}, or start other nodes"
             )
-        self.leads = ranks[self.node][0] == self.mesh.rank
+        self.is_leader = ranks[self.node][0] == self.mesh.rank
         self.shard = list(ranks).index(self.node) * self.shards // nodes
         self.files = by_first(lambda: scan(self.source, self.shards), self.mesh.everyone)
 
-    def claim(self) -> None:
+    def lock_target(self) -> None:
         """Take the target. Raises DataError where nodes share it, another job stages to it, or it holds another data set."""
         token = self.target / f".stage.{uuid.uuid4().hex}.partial"
 
@@ -169,7 +169,7 @@ class _Job:
         def check() -> None:
             if not (self.target / tokens[self.node]).exists():
                 raise DataError(f"{self.target}: is not one folder for all processes of {self.node}; name one that they share")
-            if not self.leads:
+            if not self.is_leader:
                 return
             for name, other in tokens.items():
                 if name != self.node and (self.target / other).exists():
@@ -185,9 +185,9 @@ class _Job:
                 logger.info("%s: its file system has no locks; see that no other job stages to it", self.target)
 
         try:
-            told = self._together(mark, by_node=True)
-            tokens = {node: told[ranks[0]] for node, ranks in self.ranks.items()}
-            self._together(check)
+            token_names = self._gather_results(mark, leaders_only=True)
+            tokens = {node: token_names[ranks[0]] for node, ranks in self.ranks.items()}
+            self._gather_results(check)
         finally:
             with suppress(OSError):
                 token.unlink()
@@ -196,34 +196,34 @@ class _Job:
         if self._lock >= 0:
             os.close(self._lock)
 
-    def survey(self) -> None:
+    def find_missing(self) -> None:
         """Find which files each node misses, and check that its disk has room for them."""
         self.size = np.array([file.bytes for file in self.files], np.int64)
-        self.held = np.array([file.shard in (None, self.shard) for file in self.files])
+        self.assigned = np.array([file.shard in (None, self.shard) for file in self.files])
 
         def look() -> None:
             record = read_record(self.target, self.source)
-            kept = record is not None and (record.verified or not self.verify)
-            self.missing = self.held & ~np.array([kept and file.is_at(self.target / file.name) for file in self.files])
-            self.before = record.files if record is not None else {}
+            reusable = record is not None and (record.verified or not self.verify)
+            self.missing = self.assigned & ~np.array([reusable and file.is_copied_to(self.target / file.name) for file in self.files])
+            self.recorded = record.files if record is not None else {}
             self.verified = self.verify or bool(record is not None and record.verified and not self.missing.any())
-            todo = sum(above(size) for size in self.size[self.missing].tolist())
-            needed, free = todo + int(todo * RESERVE), shutil.disk_usage(self.target).free
-            if self.leads and needed > free:
+            to_copy = sum(align_up(size) for size in self.size[self.missing].tolist())
+            needed, free = to_copy + int(to_copy * RESERVE), shutil.disk_usage(self.target).free
+            if self.is_leader and needed > free:
                 raise DataError(
-                    f"{self.target}: {needed:,} bytes are needed on {self.node} ({todo:,} to copy, {RESERVE:.0%} in reserve), but "
+                    f"{self.target}: {needed:,} bytes are needed on {self.node} ({to_copy:,} to copy, {RESERVE:.0%} in reserve), but "
                     f"{free:,} are free; make room, name a larger disk, or cut the set with --shards; nothing was copied"
                 )
 
-        self._together(look)
-        nodes = torch.from_numpy(self.missing * np.int64(self.leads))
-        self.lacking = sum_in_place(nodes, self.mesh.everyone).numpy()  # nodes that miss each file   [F]
+        self._gather_results(look)
+        nodes = torch.from_numpy(self.missing * np.int64(self.is_leader))
+        self.missing_nodes = sum_in_place(nodes, self.mesh.everyone).numpy()  # nodes that miss each file   [F]
 
-    def copy(self, reader: Reader, progress: Progress | None, began: float) -> Staged:
+    def copy(self, reader: Reader, progress: Progress | None, start: float) -> Staged:
         """Bring what is missing, and record what is whole."""
-        total = int((self.lacking * self.size).sum())
+        total = int((self.missing_nodes * self.size).sum())
 
-        def tell(done: int) -> None:
+        def report(done: int) -> None:
             if progress is not None and self.mesh.is_first:
                 progress(done, total)
 
@@ -232,56 +232,56 @@ class _Job:
                 left.unlink()
             for i in np.flatnonzero(self.missing):  # from now on files of the source's size and time are those of this run
                 (self.target / self.files[i].name).unlink(missing_ok=True)
-            self._record()
-            tell(0)
+            self._write_record()
+            report(0)
 
         def finish() -> None:
-            for name in self.before.keys() - {file.name for file in self.files}:
+            for name in self.recorded.keys() - {file.name for file in self.files}:
                 (self.target / name).unlink(missing_ok=True)
-            self._record()
-            tell(total)
+            self._write_record()
+            report(total)
 
-        self._together(prepare, by_node=True)
-        lane, lanes = self._lane()
-        exchange = open_exchange(self.mesh, lanes) if total else Exchange(self.mesh, [])
-        copying = Copying(lane, self.block, self.verify, exchange, reader)
+        self._gather_results(prepare, leaders_only=True)
+        ring, rings = self._ring()
+        exchange = open_exchange(self.mesh, rings) if total else Exchange(self.mesh, [])
+        ring_copy = RingCopy(ring, self.block, self.verify, exchange, reader)
         try:
-            copying.run(tell)
+            ring_copy.run(report)
         except RuntimeError as error:  # from MPI or torch
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise LaunchError(f"staging on {self.node} broke off: {reason}; another rank has ended, see its message") from error
         finally:
-            copying.close()
+            ring_copy.close()
         exchange.close()
-        told = self._together(lambda: (copying.outcome(), reader.transferred))
-        self._together(finish, by_node=True)
-        here = [told[rank] for rank in self.ranks[self.node]]
+        results = self._gather_results(lambda: (ring_copy.result(), reader.transferred))
+        self._gather_results(finish, leaders_only=True)
+        node_results = [results[rank] for rank in self.ranks[self.node]]
         return Staged(
-            self.target, self.node, self.shard, self.shards, int(self.held.sum()), int(self.size[self.held].sum()),
-            sum(read for _, read in here), sum(received for received, _ in here),
-            int(self.size[self.held & ~self.missing].sum()), time.monotonic() - began, exchange.name,
+            self.target, self.node, self.shard, self.shards, int(self.assigned.sum()), int(self.size[self.assigned].sum()),
+            sum(read for _, read in node_results), sum(received for received, _ in node_results),
+            int(self.size[self.assigned & ~self.missing].sum()), time.monotonic() - start, exchange.name,
         )  # fmt: skip
 
-    def _lane(self) -> tuple[Lane, list[list[int]]]:
+    def _ring(self) -> tuple[Ring, list[list[int]]]:
         """The lane of this process, and the ranks of all lanes; where the nodes of a group have different numbers of processes,
         those beyond the smallest number have none."""
         nodes = list(self.ranks.values())
         groups = [nodes[s * len(nodes) // self.shards : (s + 1) * len(nodes) // self.shards] for s in range(self.shards)]
-        lanes = [[ranks[j] for ranks in group] for group in groups for j in range(min(map(len, group)))]
-        mine = next((ranks for ranks in lanes if self.mesh.rank in ranks), None)
-        if mine is None:
-            return Lane(self.source, self.target, self.node), lanes
+        rings = [[ranks[j] for ranks in group] for group in groups for j in range(min(map(len, group)))]
+        local_ring = next((ranks for ranks in rings if self.mesh.rank in ranks), None)
+        if local_ring is None:
+            return Ring(self.source, self.target, self.node), rings
         number, count = self.ranks[self.node].index(self.mesh.rank), min(map(len, groups[self.shard]))
-        todo = np.flatnonzero(self.held & (self.lacking > 0))
-        todo = todo[np.argsort(-self.size[todo], kind="stable")][number::count]
-        files, missing = [self.files[i] for i in todo], self.missing[todo].tolist()
-        return Lane(self.source, self.target, self.node, files, missing, len(mine), mine.index(self.mesh.rank)), lanes
+        to_copy = np.flatnonzero(self.assigned & (self.missing_nodes > 0))
+        to_copy = to_copy[np.argsort(-self.size[to_copy], kind="stable")][number::count]
+        files, missing = [self.files[i] for i in to_copy], self.missing[to_copy].tolist()
+        return Ring(self.source, self.target, self.node, files, missing, len(local_ring), local_ring.index(self.mesh.rank)), rings
 
-    def _record(self) -> None:
+    def _write_record(self) -> None:
         """List every file that is whole. Raises DataError where that cannot be written."""
         path = self.target / RECORD
-        whole = {file.name: (file.bytes, file.mtime_ns) for file in self.files if file.is_at(self.target / file.name)}
+        complete = {file.name: (file.bytes, file.mtime_ns) for file in self.files if file.is_copied_to(self.target / file.name)}
         try:
-            write_json(path, {"format": 2, "source": str(self.source), "verified": self.verified, "files": whole})
+            write_json(path, {"format": 2, "source": str(self.source), "verified": self.verified, "files": complete})
         except OSError as error:
-            raise unwritten(path, self.node, error) from error
+            raise write_error(path, self.node, error) from error

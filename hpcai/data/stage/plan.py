@@ -17,8 +17,8 @@ from hpcai.errors import DataError
 logger = logging.getLogger(__name__)
 
 RECORD = ".stage.json"
-DATA = (".h5", ".npy", ".tfrecord")
-LARGE = 1 << 20
+DATA_SUFFIXES = (".h5", ".npy", ".tfrecord")
+MIN_DATA_BYTES = 1 << 20
 """Bytes. A file that an index lists, of one of these names or of this size (and no long index or its table) is data and goes to one
 shard; any other goes to all nodes."""
 
@@ -32,17 +32,17 @@ class SourceFile(NamedTuple):
     sha256: str | None
     shard: int | None
 
-    def is_at(self, path: Path) -> bool:
+    def is_copied_to(self, path: Path) -> bool:
         """Whether a whole copy of the file lies at ``path``."""
-        return _is_file(path, self.bytes, self.mtime_ns)
+        return _matches(path, self.bytes, self.mtime_ns)
 
 
-def _is_file(path: Path, size: int, mtime_ns: int) -> bool:
+def _matches(path: Path, size: int, mtime_ns: int) -> bool:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and (found.st_size, found.st_mtime_ns) == (size, mtime_ns)
+    return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (size, mtime_ns)
 
 
 # ---- the target
@@ -61,9 +61,9 @@ def read_record(target: Path, source: Path) -> Record | None:
     """The record of ``target``, if there is one. Raises DataError for one of another source."""
     path = target / RECORD
     try:
-        found = json.loads(path.read_bytes())
-        files = {name: (size, mtime) for name, (size, mtime) in found["files"].items()}
-        record = Record(found["source"], found["verified"], files)
+        content = json.loads(path.read_bytes())
+        files = {name: (size, mtime) for name, (size, mtime) in content["files"].items()}
+        record = Record(content["source"], content["verified"], files)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -80,7 +80,7 @@ def read_record(target: Path, source: Path) -> Record | None:
     return record
 
 
-def holds(target: str | Path, source: str | Path, look: bool = True) -> dict[Path, Path]:
+def staged_paths(target: str | Path, source: str | Path, check: bool = True) -> dict[Path, Path]:
     """Files of ``source`` that are whole at ``target``, each with its local copy: ``holds(...).get(path, path)`` is what to read.
 
     The paths begin with ``source`` as it is given. A copy that was deleted or changed since it was staged is left out, unless the
@@ -90,31 +90,31 @@ def holds(target: str | Path, source: str | Path, look: bool = True) -> dict[Pat
     record = read_record(target, source.resolve())
     if record is None:
         raise DataError(f"{target / RECORD}: not there; run hpcai data stage {source} {target} on this node, or read {source}")
-    names = [name for name, about in record.files.items() if not look or _is_file(target / name, *about)]
+    names = [name for name, about in record.files.items() if not check or _matches(target / name, *about)]
     if len(names) < len(record.files):
         logger.warning("%s: %d of %d staged files are gone or changed", target, len(record.files) - len(names), len(record.files))
     return {source / name: target / name for name in names}
 
 
-def on_this_node(text: str) -> str:
+def expand_on_node(text: str) -> str:
     """``text`` with ~ and the variables of this node in place. Raises DataError where one stands for nothing here."""
 
-    def here(part: str) -> str:
+    def expand(part: str) -> str:
         return os.path.expanduser(os.path.expandvars(part))
 
     for part in re.findall(r"^~[^/]*|\$\{[^}/]*\}?|\$\w*", text):
-        if here(part) in ("", part):
-            what = "no user" if part[0] == "~" else "not set"
-            raise DataError(f"{text}: {part} is {what} on this node; set it, or name a path without it")
+        if expand(part) in ("", part):
+            problem = "no user" if part[0] == "~" else "not set"
+            raise DataError(f"{text}: {part} is {problem} on this node; set it, or name a path without it")
     if not text.strip():
         raise DataError(f"{text!r} is no name")
-    return here(text)
+    return expand(text)
 
 
 # ---- the source
 
 
-def shard_of(source: str | Path, shards: int) -> dict[Path, int]:
+def assign_shards(source: str | Path, shards: int) -> dict[Path, int]:
     """Shard of each data file of ``source``, as ``stage_in`` copies them."""
     source = Path(source)
     return {source / file.name: file.shard for file in scan(source.resolve(), shards) if file.shard is not None}
@@ -127,13 +127,13 @@ def scan(source: Path, shards: int) -> list[SourceFile]:
     folder and over all, and in each folder by the bytes of its largest file at most.
     """
     found = dict(_walk(source))
-    listed: dict[str, tuple[int, str | None]] = {}
+    indexed: dict[str, tuple[int, str | None]] = {}
     for name in [name for name in found if PurePosixPath(name).name == INDEX]:
-        listed |= _listed(source, name)
+        indexed |= _indexed_files(source, name)
     bad = [
         f"{source / name}: " + (f"has {found[name].st_size:,} bytes (truncated or rewritten?)" if name in found else "is missing")
         + f", {INDEX} says {size:,} bytes"
-        for name, (size, _) in listed.items() if name not in found or found[name].st_size != size
+        for name, (size, _) in indexed.items() if name not in found or found[name].st_size != size
     ]  # fmt: skip
     if bad:
         more = f" (and {len(bad) - 1} more files)" if len(bad) > 1 else ""
@@ -143,12 +143,12 @@ def scan(source: Path, shards: int) -> list[SourceFile]:
 
     def is_data(name: str) -> bool:
         about = name.endswith(".json") or PurePosixPath(name).match(TABLE.format("*"))
-        return name in listed or name.endswith(DATA) or (found[name].st_size >= LARGE and not about)
+        return name in indexed or name.endswith(DATA_SUFFIXES) or (found[name].st_size >= MIN_DATA_BYTES and not about)
 
     data = sorted(filter(is_data, found), key=lambda name: (PurePosixPath(name).parent, -found[name].st_size, name))
     shard = {name: number % shards for number, name in enumerate(data)}
     return [
-        SourceFile(name, about.st_size, about.st_mtime_ns, listed.get(name, (0, None))[1], shard.get(name))
+        SourceFile(name, about.st_size, about.st_mtime_ns, indexed.get(name, (0, None))[1], shard.get(name))
         for name, about in sorted(found.items())
     ]
 
@@ -156,41 +156,41 @@ def scan(source: Path, shards: int) -> list[SourceFile]:
 def _walk(source: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Every file below ``source`` that is not hidden. Links are followed, also out of the tree."""
 
-    def refuse(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; give this user the right to") from error
 
-    for folder, folders, names in os.walk(source, onerror=refuse, followlinks=True):
-        here = Path(folder)
-        if here != source and here.parent.resolve().is_relative_to(here.resolve()):
+    for folder, folders, names in os.walk(source, onerror=raise_error, followlinks=True):
+        folder_path = Path(folder)
+        if folder_path != source and folder_path.parent.resolve().is_relative_to(folder_path.resolve()):
             raise DataError(f"{folder}: this link leads back to a folder that it lies in, so the tree has no end; delete the link")
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (here / name for name in names if not name.startswith(".") and not name.endswith(".partial")):
+        for path in (folder_path / name for name in names if not name.startswith(".") and not name.endswith(".partial")):
             try:
-                about = os.stat(path)
+                status = os.stat(path)
             except OSError as error:
-                what = "leads nowhere" if path.is_symlink() else error.strerror
-                raise DataError(f"{path}: {what}; mend or delete it") from error
-            if stat.S_ISREG(about.st_mode):
-                yield str(path.relative_to(source)), about
+                problem = "leads nowhere" if path.is_symlink() else error.strerror
+                raise DataError(f"{path}: {problem}; mend or delete it") from error
+            if stat.S_ISREG(status.st_mode):
+                yield str(path.relative_to(source)), status
             else:
                 logger.warning("%s is neither a file nor a folder and is not copied", path)
 
 
-def _inside(name: str) -> str:
+def _validate_name(name: str) -> str:
     if not name or name.startswith("/") or ".." in PurePosixPath(name).parts:
         raise ValueError("expected the name of a file in the folder of the index")
     return name
 
 
-class _Listed(BaseModel):
+class _IndexedFile(BaseModel):
     """An entry of an index; its other keys concern readers."""
 
-    name: Annotated[str, AfterValidator(_inside)]
+    name: Annotated[str, AfterValidator(_validate_name)]
     bytes: Annotated[int, Field(ge=0, strict=True)]
     sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
 
 
-def _listed(source: Path, name: str) -> dict[str, tuple[int, str | None]]:
+def _indexed_files(source: Path, name: str) -> dict[str, tuple[int, str | None]]:
     """Sizes and SHA-256 that an index of files states; nothing where ``name`` is something else."""
     path, remedy = source / name, "repair it or prepare the data set anew"
     try:
@@ -198,7 +198,7 @@ def _listed(source: Path, name: str) -> dict[str, tuple[int, str | None]]:
         entries = content.get("files") if isinstance(content, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) and "name" in entry for entry in entries):
             return {}
-        files = TypeAdapter(list[_Listed]).validate_python(entries)
+        files = TypeAdapter(list[_IndexedFile]).validate_python(entries)
     except ValidationError as error:
         first = error.errors()[0]
         number, key = first["loc"][:2]

@@ -19,7 +19,7 @@ steps = 0
 
 
 class Volumes:
-    whole = True
+    replicated = True
 
     def __init__(self, folder: Path, what: str) -> None:
         reader = Reader("auto", files=2, preadv=failing if what == "EIO" else os.preadv)

@@ -13,7 +13,7 @@ from hpcai.cli.plan import show
 from hpcai.cli.plan.planner import Planner
 from hpcai.cli.plan.workload import Evaluation, find
 from hpcai.errors import ConfigError
-from hpcai.plan.machines import find as machine
+from hpcai.plan.machines import find_machine as machine
 
 PLANNED = ["cosmoflow", "deepcam", "llm", "openfold", "unet3d"]
 
@@ -39,8 +39,8 @@ def test_all_apps_but_one_of_graphs_are_planned() -> None:
 def test_a_cut_step_takes_less_of_each_process(tiny: Planner) -> None:
     on = machine("h100")
     (whole, most), (cut, less) = (tiny.fitting(ways, 128, 1, on)[:2] for ways in (1, 2))
-    assert whole.products + whole.memory > 1.2 * (cut.products + cut.memory) and most > less
-    assert cut.messages > whole.messages and cut.waiting > whole.waiting
+    assert whole.compute_bound + whole.memory_bound > 1.2 * (cut.compute_bound + cut.memory_bound) and most > less
+    assert cut.messages > whole.messages and cut.exposed_communication > whole.exposed_communication
 
 
 def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) -> None:
@@ -58,7 +58,7 @@ def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) ->
 
 def test_copies_beyond_those_recorded_concern_gradients_alone(tiny: Planner) -> None:
     few, many = (tiny.fitting(2, copies, 1, machine("h100")).step for copies in (32, 1024))
-    assert (few.messages, few.memory, few.launches) == (many.messages, many.memory, many.launches)
+    assert (few.messages, few.memory_bound, few.launches) == (many.messages, many.memory_bound, many.launches)
     assert many.sent > few.sent and many.seconds > few.seconds
 
 
@@ -71,17 +71,17 @@ def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:
 
 def test_slowness_is_that_of_a_step(tiny: Planner) -> None:
     on = machine("h100")
-    assert tiny.measured(tiny.fitting(1, 1, 1, machine("h100", slower=5.0)).step.seconds, on) == pytest.approx(5, rel=5e-3)
+    assert tiny.measured(tiny.fitting(1, 1, 1, machine("h100", slowdown=5.0)).step.seconds, on) == pytest.approx(5, rel=5e-3)
 
 
 def test_what_does_not_fit_takes_the_lean_form(tiny: Planner) -> None:
     on = machine("h100")
     kept, saved = (tiny.step(1, 1, 1, on, lean).peak for lean in tiny.workload.lean)
     assert saved < kept
-    small = machine("h100", room=(saved + kept) / 2 / 0.92)
+    small = machine("h100", capacity=(saved + kept) / 2 / 0.92)
     assert tiny.fitting(1, 1, 1, small).lean == ("model.checkpoint=true",)
     with pytest.raises(ConfigError, match=r"do not fit the .* GB of h100; cut samples further"):
-        tiny.fitting(1, 1, 1, machine("h100", room=saved / 2))
+        tiny.fitting(1, 1, 1, machine("h100", capacity=saved / 2))
 
 
 def test_the_command_draws_and_says_what_it_found(
@@ -110,9 +110,9 @@ def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, more: st
     every.workload.depth = None
     found = (each.step(ways, 4, 1, machine("h100"), (more, "step.accumulate=1")) for each in (few, every))
     (step, peak, *_), (whole, most, *_) = found
-    for part in ("products", "memory", "launches", "sent", "messages"):
+    for part in ("compute_bound", "memory_bound", "launches", "sent", "messages"):
         assert getattr(step, part) == pytest.approx(getattr(whole, part), rel=1e-9)
-    assert whole.memory > 0 and whole.messages > 30
+    assert whole.memory_bound > 0 and whole.messages > 30
     assert peak == pytest.approx(most, rel=1e-9) and step.seconds == pytest.approx(whole.seconds, rel=1e-2)
     assert any("model.layers=4" in key[3] for key in few._recorded) and len(every._recorded) == 1
 
@@ -122,7 +122,7 @@ def test_a_model_that_one_gpu_has_no_room_for_is_evaluated_by_all() -> None:
     on = machine("h100")
     cut = planner.fitting(2, 4, 2, on)
     assert planner._alone(8, 8, cut, on, ()) == planner.fitting(1, 1, 1, on).step.seconds
-    assert planner._alone(8, 16, cut, replace(on, room=1.0), ()) == cut.step.seconds / 2
+    assert planner._alone(8, 16, cut, replace(on, capacity=1.0), ()) == cut.step.seconds / 2
 
 
 @pytest.mark.parametrize("name", ["cosmoflow", pytest.param("unet3d", marks=pytest.mark.claim)])

@@ -17,10 +17,10 @@ import torch
 
 from hpcai import dist
 from hpcai.data import dali
-from hpcai.data.ahead import Ready, Task
-from hpcai.data.dali import DaliLoader, Field, draw
-from hpcai.data.direct import Memory
+from hpcai.data.dali import DaliLoader, Field, random_numbers
+from hpcai.data.direct import MemoryPool
 from hpcai.data.loader import Loader
+from hpcai.data.prefetch import Ready, Task
 from hpcai.data.sampler import Balanced
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MissingExtraError
@@ -120,7 +120,7 @@ def through_dali(fields: tuple[Field, ...], samples: list[dict[str, Any]]) -> di
 
 
 def new_graph(field: Field, first: np.ndarray) -> Any:
-    return dali._Graph([field], [first], batch=4, threads=1, device=torch.device("cpu"), name="graph", describe=str)
+    return dali._Pipeline([field], [first], batch=4, threads=1, device=torch.device("cpu"), name="graph", describe=str)
 
 
 def ready(index: int, array: np.ndarray, drawn: np.ndarray | None = None) -> Ready:
@@ -132,18 +132,18 @@ def test_operators_get_the_sample_and_random_numbers_that_fit_its_place() -> Non
     with new_loader(data, 10, seed=5) as loader:
         for number, batch in enumerate(loader.epoch(1)):
             for row, index in enumerate(batch["index"].tolist()):
-                drawn = draw(5, 1, 10 * number + row)
+                drawn = random_numbers(5, 1, 10 * number + row)
                 places.add((drawn[:4] * [4, 4, 4, 2]).astype(int).tobytes())
                 assert np.array_equal(batch["volume"][row], moved_by_numpy(data.sample(index, 1)["volume"], drawn))
-    assert len(places) > 50 and len({draw(*where).tobytes() for where in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
+    assert len(places) > 50 and len({random_numbers(*where).tobytes() for where in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
 
 
 def test_all_that_is_made_for_a_gpu_ends_there() -> None:
     """Only the definition is made, since without a driver no such graph can be built."""
     from nvidia.dali import fn
 
-    graph = object.__new__(dali._Graph)
-    graph._dali, graph._device, graph._on_gpu = dali._imported(), torch.device("cuda"), True
+    graph = object.__new__(dali._Pipeline)
+    graph._dali, graph._device, graph._on_gpu = dali._import_dali(), torch.device("cuda"), True
     decode = Field("image", "", lambda x, drawn: fn.decoders.image(x, device="mixed"))
     with graph._dali.Pipeline(batch_size=1, num_threads=1, device_id=0):
         drawn = fn.external_source(name="drawn", ndim=1)
@@ -170,7 +170,7 @@ def test_all_that_a_sample_may_be() -> None:
     assert made["x"].tolist() == [[[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]]]
     assert made["y"].dtype == torch.float64 and made["y"].tolist() == [0, 0.5]
     assert np.array_equal(made["z"][0], turned)
-    with new_loader(Volumes(), fields=FIELDS[:2], collect=lambda batch: Pair(batch["volume"], batch["label"])) as loader:
+    with new_loader(Volumes(), fields=FIELDS[:2], make_batch=lambda batch: Pair(batch["volume"], batch["label"])) as loader:
         batch = next(loader.epoch(0))
         assert isinstance(batch, Pair) and batch.y.shape == (4, 6, 7, 8)
 
@@ -204,7 +204,7 @@ def test_an_epoch_goes_on_where_it_was_left() -> None:
         assert list(loader.epoch(2, 24)) == []
         plain = Loader(data, 4, mesh_of(0, 1), name="train", seed=1)
         assert numbers(loader.epoch(2, 10, (3, 5))) == numbers(plain.epoch(2, 10, (3, 5))), "passed over before, these come first"
-        assert loader.late() == [] and loader.skipped == [] and loader.news() == []
+        assert loader.deferred() == [] and loader.skipped == [] and loader.news() == []
 
 
 def test_more_epochs_follow_without_a_break() -> None:
@@ -212,7 +212,7 @@ def test_more_epochs_follow_without_a_break() -> None:
     with new_loader(data, seed=1) as loader, new_loader(data, seed=1) as other:
         for epoch in range(3):
             assert all(map(same, loader.epoch(epoch, more=epoch < 2), other.epoch(epoch)))
-            assert epoch == 2 or (loader._following.graph is not None and loader._following.started), (
+            assert epoch == 2 or (loader._next_epoch.pipeline is not None and loader._next_epoch.in_flight), (
                 "the next one is in DALI already"
             )
             assert sum(thread.name.startswith("train-") for thread in threading.enumerate()) <= 2
@@ -235,7 +235,7 @@ def test_parts_of_any_size() -> None:
 
 def test_a_batch_stays_as_it_is_while_later_ones_are_made_and_memory_is_used_again() -> None:
     class Reused(Volumes):  # as the direct reader does: memory goes back, and is written again, once nothing views it
-        memory = Memory(keep=1 << 20)
+        memory = MemoryPool(max_unused=1 << 20)
 
         def sample(self, index: int, epoch: int) -> Any:
             return {name: self.memory.copy(array) for name, array in super().sample(index, epoch).items()}
@@ -246,8 +246,8 @@ def test_a_batch_stays_as_it_is_while_later_ones_are_made_and_memory_is_used_aga
             copies = [{name: tensor.clone() for name, tensor in part.items()} for part in kept]
             kept[0]["volume"] += 0  # they are ours, and may be written
             list(loader.epoch(1))
-            del loader._graph
-            loader._graph = None
+            del loader._pipeline
+            loader._pipeline = None
         for part, copy in zip(kept, copies):
             assert same(part, copy)
             for row, index in enumerate(part["index"].tolist()):
@@ -256,11 +256,11 @@ def test_a_batch_stays_as_it_is_while_later_ones_are_made_and_memory_is_used_aga
 
 
 def test_samples_go_in_without_a_copy_and_are_let_go() -> None:
-    memory, addresses = Memory(keep=1 << 30), set()
+    memory, addresses = MemoryPool(max_unused=1 << 30), set()
 
     class Large(Volumes):
         def sample(self, index: int, epoch: int) -> Any:
-            place = memory.take(1 << 20)
+            place = memory.allocate(1 << 20)
             place[:] = index
             addresses.add(place.ctypes.data)
             return {"volume": place}
@@ -274,29 +274,29 @@ def test_samples_go_in_without_a_copy_and_are_let_go() -> None:
 def test_nothing_is_copied_on_the_way_in_and_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros((5, 4), np.float32)
     graph = new_graph(Field("x"), x)
-    run, outputs = graph._pipe.schedule_run, []
+    run, outputs = graph._pipeline.schedule_run, []
 
     def write_and_run() -> None:
         x[:] = 7  # after it was fed
         run()
 
     tensor = graph._tensor
-    monkeypatch.setattr(graph._pipe, "schedule_run", write_and_run)
+    monkeypatch.setattr(graph._pipeline, "schedule_run", write_and_run)
     monkeypatch.setattr(graph, "_tensor", lambda field, output: (outputs.append(output), tensor(field, output))[1])
     graph.start(0, [ready(0, x)])
-    assert graph.under_way[0].items[0].arrays[0] is x, "what DALI looks at is kept"
+    assert graph.in_flight[0].items[0].arrays[0] is x, "what DALI looks at is kept"
     made = graph.finish()[2][0]
     assert (made == 7).all() and made.data_ptr() == outputs[0].as_tensor().data_ptr()
 
 
 def test_two_batches_are_in_dali(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, counts = dali._Graph.start, []
+    start, counts = dali._Pipeline.start, []
 
     def counted(graph: Any, number: int, found: Any) -> None:
         start(graph, number, found)
-        counts.append(len(graph.under_way))
+        counts.append(len(graph.in_flight))
 
-    monkeypatch.setattr(dali._Graph, "start", counted)
+    monkeypatch.setattr(dali._Pipeline, "start", counted)
     with new_loader(Volumes()) as loader:
         for epoch in range(3):
             for _ in loader.epoch(epoch, more=epoch < 2):
@@ -321,7 +321,7 @@ def test_what_dali_refuses_to_begin_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def refuse() -> None:
         raise RuntimeError("Error in x\nencountered:\n\nno luck\nC++ context: [x.cc]\nCurrent pipeline object is no longer valid.")
 
-    monkeypatch.setattr(graph._pipe, "schedule_run", refuse)
+    monkeypatch.setattr(graph._pipeline, "schedule_run", refuse)
     with pytest.raises(DataError, match=r"^graph, in or after the batch of samples 7 \(7\): DALI stops: no luck$"):
         graph.start(0, [ready(7, x)])
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.data import direct
-from hpcai.data.direct import ALIGN, Memory, Reader
+from hpcai.data.direct import ALIGN, MemoryPool, Reader
 from hpcai.errors import DataError
 from tests.page_cache import resident
 from tests.unit.data.conftest import held
@@ -84,7 +84,7 @@ def test_aligned_reads_go_straight_to_their_place(file: Path) -> None:
         return os.preadv(descriptor, views, offset)
 
     with Reader("direct", preadv=told) as reader:
-        whole = reader.memory.take(1 << 20)
+        whole = reader.memory.allocate(1 << 20)
         reader.read([(file, 8192, whole)])
         assert places == [whole.ctypes.data]
         places.clear()
@@ -95,7 +95,7 @@ def test_aligned_reads_go_straight_to_their_place(file: Path) -> None:
 @pytest.mark.parametrize("offset, length", [(100, 1 << 16), (4096, 10_000), (0, 8192), (4000, 200), (4095, 4098)])
 def test_ends_that_are_not_whole_blocks_are_read_too(file: Path, offset: int, length: int) -> None:
     with Reader("direct", block=1 << 14) as reader:
-        whole = reader.memory.take(length + 2 * ALIGN)
+        whole = reader.memory.allocate(length + 2 * ALIGN)
         whole[:] = 0xAA
         place = whole[offset % ALIGN :][:length]  # lies in memory as in the file
         reader.read([(file, offset, place)])
@@ -121,37 +121,37 @@ def test_a_file_is_not_closed_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
-    memory = Memory()
-    one = memory.take(1 << 20)
+    memory = MemoryPool()
+    one = memory.allocate(1 << 20)
     address = one.ctypes.data
     assert address % ALIGN == 0 and memory.unused == 0
     part = one[100:200].view(np.int16).reshape(5, 10)
     del one
-    other = memory.take(1 << 20)
+    other = memory.allocate(1 << 20)
     assert other.ctypes.data != address, "a view of a view keeps it"
     del part
     gc.collect()
-    assert memory.take(1 << 20).ctypes.data == address
+    assert memory.allocate(1 << 20).ctypes.data == address
 
 
 def test_a_tensor_keeps_the_memory_that_it_views() -> None:
     import torch
 
-    memory = Memory()
-    tensor = torch.from_numpy(memory.take(1 << 16)).view(torch.float32)[5:]
+    memory = MemoryPool()
+    tensor = torch.from_numpy(memory.allocate(1 << 16)).view(torch.float32)[5:]
     tensor.fill_(3.0)
     for _ in range(20):
-        memory.take(1 << 16)[:] = 0xFF
+        memory.allocate(1 << 16)[:] = 0xFF
     assert (tensor == 3.0).all()
 
 
 @given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=30))
 @settings(max_examples=30)
 def test_unused_memory_stays_within_its_bound(sizes: list[int]) -> None:
-    memory = Memory(keep=4 << 20)
+    memory = MemoryPool(max_unused=4 << 20)
     held = []
     for i, size in enumerate(sizes):
-        held.append(memory.take(size))
+        held.append(memory.allocate(size))
         assert len(held[-1]) == size
         if i % 3 == 2:
             held.clear()
@@ -161,11 +161,11 @@ def test_unused_memory_stays_within_its_bound(sizes: list[int]) -> None:
 
 
 def test_memory_from_many_threads_is_never_given_twice() -> None:
-    memory, wrong = Memory(keep=1 << 20), []
+    memory, wrong = MemoryPool(max_unused=1 << 20), []
 
     def work(number: int) -> None:
         for i in range(300):
-            place = memory.take(4096 * (1 + i % 5))
+            place = memory.allocate(4096 * (1 + i % 5))
             place[:] = number
             if not (place == number).all():
                 wrong.append(number)
@@ -179,7 +179,7 @@ def test_memory_from_many_threads_is_never_given_twice() -> None:
 
 
 def test_copies_are_contiguous_and_keep_shape_and_type() -> None:
-    memory = Memory()
+    memory = MemoryPool()
     source = np.arange(24, dtype=">i4").reshape(2, 3, 4).transpose(2, 0, 1)[::-1]
     copy = memory.copy(source)
     assert copy.flags.c_contiguous and copy.dtype == source.dtype and np.array_equal(copy, source)
@@ -316,16 +316,16 @@ def test_memory_is_pinned_and_given_back_with_its_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     gpu = torch.device("cuda", 3)
-    memory = Memory(keep=0, pin=gpu)
+    memory = MemoryPool(max_unused=0, pin=gpu)
     sizes = [1 << 12, 1 << 13, 1 << 14, 1 << 15]
     for size in sizes:
-        memory.take(size)
+        memory.allocate(size)
     assert events[:3] == [gpu, "pinned", "left"]
     memory._largest = 0
     assert memory.unused == 0 and events[-3:] == [gpu, "unpinned", "left"]
     for _ in range(20):  # the kernel maps each at the address of the one before
-        memory = Memory(pin=gpu)
-        kept = memory.take(1 << 16), memory.take(1 << 20)
+        memory = MemoryPool(pin=gpu)
+        kept = memory.allocate(1 << 16), memory.allocate(1 << 20)
         del memory
         assert len(registered) == 2
         del kept

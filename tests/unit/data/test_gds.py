@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hpcai.data import gds
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.gds import GdsReader
-from hpcai.data.layout import Layout, npy
+from hpcai.data.layout import Layout, npy_layout
 from hpcai.errors import DataError, MissingExtraError
 from tests.boxes import boxes, written
 
@@ -103,13 +103,13 @@ def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset:
     array, chunks, where = case
     array, layouts = written(tmp_path_factory.mktemp("gds"), array, chunks, partly, offset)
     layout = layouts[0 if chunks else 2]
-    module, plain = Double(), gds._PORTION
-    gds._PORTION = portion
+    module, plain = Double(), gds._STAGING_BYTES
+    gds._STAGING_BYTES = portion
     try:
         with GdsReader(CPU, kvikio=module) as reader:
             found = reader.read(layout, *where)
     finally:
-        gds._PORTION = plain
+        gds._STAGING_BYTES = plain
         module.pool.shutdown()
     expected = array[tuple(where)]
     assert found.dtype == torch.from_numpy(array).dtype and tuple(found.shape) == expected.shape
@@ -126,7 +126,7 @@ def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset:
 def volume(tmp_path: Path) -> tuple[Layout, np.ndarray]:
     array = np.random.default_rng(0).integers(-999, 999, (16, 256, 64, 4)).astype(np.int16)
     np.save(tmp_path / "volume.npy", array)
-    return npy(tmp_path / "volume.npy"), array
+    return npy_layout(tmp_path / "volume.npy"), array
 
 
 def test_one_run_is_viewed_where_it_was_read(double: Double, reader: GdsReader, volume: Any) -> None:
@@ -151,10 +151,10 @@ def test_values_that_lie_askew_are_copied(reader: GdsReader, tmp_path: Path) -> 
 
 def test_a_scalar_and_nothing_at_all(reader: GdsReader, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.float32(2.5))
-    assert reader.read(npy(tmp_path / "x.npy")) == 2.5
+    assert reader.read(npy_layout(tmp_path / "x.npy")) == 2.5
     np.save(tmp_path / "y.npy", np.zeros((3, 4), np.float16))
-    assert reader.read(npy(tmp_path / "y.npy"), slice(1, 1)).shape == (0, 4)
-    assert reader.read(npy(tmp_path / "y.npy"), 1, 2).dtype == torch.float16
+    assert reader.read(npy_layout(tmp_path / "y.npy"), slice(1, 1)).shape == (0, 4)
+    assert reader.read(npy_layout(tmp_path / "y.npy"), 1, 2).dtype == torch.float16
 
 
 def test_many_reads_are_in_flight(double: Double, reader: GdsReader, volume: Any) -> None:
@@ -166,7 +166,7 @@ def test_many_reads_are_in_flight(double: Double, reader: GdsReader, volume: Any
 
 def test_memory_beside_the_result_is_bounded(reader: GdsReader, volume: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, array = volume
-    monkeypatch.setattr(gds, "_PORTION", 100_000)
+    monkeypatch.setattr(gds, "_STAGING_BYTES", 100_000)
     fetch, counts = reader._fetch, []
     monkeypatch.setattr(reader, "_fetch", lambda path, runs: (counts.append(len(runs)), fetch(path, runs))[1])
     assert torch.equal(reader.read(layout, slice(0, 16), slice(5, 40)), torch.from_numpy(array[:, 5:40]))
@@ -205,7 +205,7 @@ def test_files_stay_open_up_to_a_number_and_are_closed(double: Double, reader: G
     layouts = []
     for i in range(6):
         np.save(tmp_path / f"{i}.npy", np.full(10, i))
-        layouts.append(npy(tmp_path / f"{i}.npy"))
+        layouts.append(npy_layout(tmp_path / f"{i}.npy"))
     for _ in range(3):
         assert [int(reader.read(layout)[0]) for layout in layouts[:4]] == [0, 1, 2, 3]
     assert (double.opened, double.closed) == (4, 0)
@@ -273,7 +273,7 @@ def test_values_that_torch_has_not_are_refused(reader: GdsReader, tmp_path: Path
 
 
 def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptureFixture) -> None:
-    gds._say_mode.cache_clear()
+    gds._log_mode.cache_clear()
     caplog.set_level(logging.INFO)
     for double.compatible in (True, True, False, False):
         GdsReader(CPU, kvikio=double)

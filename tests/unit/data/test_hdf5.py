@@ -41,7 +41,7 @@ def test_rows_of_all_files_in_order(tmp_path: Path, indexed: bool) -> None:
     assert len(rows) == 6 and rows.shapes["counts"] == (4, 4, 4, 2)
     assert [rows.read(i)["target"][0] for i in range(6)] == [0, 0, 1, 2, 2, 2]
     assert rows.describe(5) == f"{tmp_path.name}/u2.h5 row 2"
-    assert rows.about.get("low") == ([0, 0, 0] if indexed else None)
+    assert rows.metadata.get("low") == ([0, 0, 0] if indexed else None)
 
 
 @pytest.mark.parametrize(

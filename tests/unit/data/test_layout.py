@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcai.data.direct import Memory, Reader
-from hpcai.data.layout import GAP, UnreadableLayoutError, finite, hdf5, npy
+from hpcai.data.direct import MemoryPool, Reader
+from hpcai.data.layout import MAX_GAP, UnreadableLayoutError, hdf5_layout, is_finite, npy_layout
 from hpcai.errors import DataError
 from tests.boxes import boxes, written
 
@@ -30,7 +30,7 @@ def test_a_row_is_read_in_place_and_a_part_of_it_costs_its_bytes(tmp_path: Path)
     array = np.random.default_rng(0).integers(0, 99, (3, 64, 64, 64, 4), np.int16)
     with h5py.File(tmp_path / "x.h5", "w", alignment_threshold=1, alignment_interval=4096) as file:
         file["x"] = array
-        layout = hdf5(file, "x")
+        layout = hdf5_layout(file, "x")
     with Reader("direct") as reader:
         assert np.array_equal(layout.read(reader, 1), array[1])
         assert reader.transferred == array[1].nbytes
@@ -40,13 +40,13 @@ def test_a_row_is_read_in_place_and_a_part_of_it_costs_its_bytes(tmp_path: Path)
             assert reader.transferred - before == array[2, part].nbytes
         before = reader.transferred  # a part of the second dim: gaps of 16 KiB are read over, larger ones not
         assert np.array_equal(layout.read(reader, 0, slice(None), slice(0, 32)), array[0, :, :32])
-        assert array[0, 0, :32].nbytes == GAP and reader.transferred - before <= array[0].nbytes
+        assert array[0, 0, :32].nbytes == MAX_GAP and reader.transferred - before <= array[0].nbytes
 
 
 def test_fields_with_large_gaps_are_read_run_by_run(tmp_path: Path) -> None:
     array = np.random.default_rng(0).random((8, 16, 4096))
     np.save(tmp_path / "x.npy", array)
-    layout = npy(tmp_path / "x.npy")
+    layout = npy_layout(tmp_path / "x.npy")
     with Reader("direct") as reader:
         assert np.array_equal(layout.read(reader, slice(None), slice(3, 5)), array[:, 3:5])
         assert reader.transferred <= array[:, 3:5].nbytes + 8 * 3 * 4096
@@ -54,7 +54,7 @@ def test_fields_with_large_gaps_are_read_run_by_run(tmp_path: Path) -> None:
 
 def test_wrong_boxes_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((3, 4)))
-    layout = npy(tmp_path / "x.npy")
+    layout = npy_layout(tmp_path / "x.npy")
     with Reader() as reader:
         wrong = {(3,): "index 3 of dim 0, which has 3", (0, 0, 0): "2 dims, 3 are"}
         for where, text in [*wrong.items(), ((slice(0, 3, 2),), "step of 2")]:
@@ -84,18 +84,18 @@ def test_what_cannot_be_read_directly_is_refused_by_name(tmp_path: Path) -> None
         }  # fmt: skip
         for name, text in texts.items():
             with pytest.raises(DataError, match=f"'{name}'.*{text}") as caught:
-                hdf5(file, name)
+                hdf5_layout(file, name)
             assert isinstance(caught.value, UnreadableLayoutError) == (name != "group")
     with h5py.File(tmp_path / "user.h5", "w", userblock_size=512) as file:
         file["x"] = np.zeros(3)
         with pytest.raises(UnreadableLayoutError, match="user block of 512"):
-            hdf5(file, "x")
+            hdf5_layout(file, "x")
     np.save(tmp_path / "fortran.npy", np.asfortranarray(np.zeros((3, 4))))
     with pytest.raises(UnreadableLayoutError, match="Fortran order"):
-        npy(tmp_path / "fortran.npy")
+        npy_layout(tmp_path / "fortran.npy")
     np.save(tmp_path / "object.npy", np.array([None, {}]), allow_pickle=True)
     with pytest.raises(DataError, match=r"object.npy: 'object.npy' is object"):
-        npy(tmp_path / "object.npy")
+        npy_layout(tmp_path / "object.npy")
 
 
 def test_truncated_files_are_found_before_anything_is_read(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_truncated_files_are_found_before_anything_is_read(tmp_path: Path) -> No
     whole = (tmp_path / "x.npy").read_bytes()
     (tmp_path / "x.npy").write_bytes(whole[:-1])
     with pytest.raises(DataError, match=r"'x.npy' \(1000,\) ends at byte 8,128, but the file has 8,127; it is truncated"):
-        npy(tmp_path / "x.npy")
+        npy_layout(tmp_path / "x.npy")
     with pytest.raises(DataError, match="cannot be read: No such file"):
-        npy(tmp_path / "none.npy")
+        npy_layout(tmp_path / "none.npy")
 
 
 def damaged(content: bytes, draw: Any) -> bytes:
@@ -122,9 +122,9 @@ def test_a_damaged_npy_is_an_error_or_within_the_file(tmp_path_factory: Any, dat
     path = tmp_path_factory.getbasetemp() / "damaged.npy"
     np.save(path, np.arange(300, dtype=np.int16).reshape(10, 30))
     path.write_bytes(damaged(path.read_bytes(), data))
-    reader = Reader("buffered", threads=1, memory=Memory(keep=1 << 20))
+    reader = Reader("buffered", threads=1, memory=MemoryPool(max_unused=1 << 20))
     try:
-        found = npy(path)
+        found = npy_layout(path)
         assert found.offset is not None and found.offset + found.nbytes <= path.stat().st_size
         assert found.read(reader).nbytes == found.nbytes
     except DataError as problem:
@@ -147,7 +147,7 @@ def test_a_damaged_hdf5_is_an_error_or_within_the_file(tmp_path_factory: Any, da
         return
     with file, Reader("buffered", threads=1) as reader:
         try:
-            layout = hdf5(file, "x")
+            layout = hdf5_layout(file, "x")
             if layout.nbytes < 1 << 20:  # sources compare the shape with what they expect before they read
                 layout.read(reader)
         except DataError as problem:
@@ -156,7 +156,7 @@ def test_a_damaged_hdf5_is_an_error_or_within_the_file(tmp_path_factory: Any, da
 
 def test_finite_is_right_also_where_the_sum_overflows() -> None:
     large = np.full(10, 3e38, np.float32)
-    assert finite(large) and finite(np.array([1, 2])) and finite(np.array([1 + 2j]))
+    assert is_finite(large) and is_finite(np.array([1, 2])) and is_finite(np.array([1 + 2j]))
     for bad in (np.nan, np.inf, -np.inf):
-        assert not finite(np.array([1.0, bad, 2.0])) and not finite(np.append(large, np.float32(bad)))
-    assert not finite(np.array([np.inf, -np.inf])), "which sum to NaN"
+        assert not is_finite(np.array([1.0, bad, 2.0])) and not is_finite(np.append(large, np.float32(bad)))
+    assert not is_finite(np.array([np.inf, -np.inf])), "which sum to NaN"

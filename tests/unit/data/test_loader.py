@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.data import Loader
-from hpcai.data.loader import _Plan
+from hpcai.data.loader import _EpochPlan
 from hpcai.errors import ConfigError, DataError
 from tests.meshes import mesh_of
 
@@ -64,7 +64,7 @@ def test_the_global_batch_is_the_same_on_any_number_of_processes(count: int, siz
 @given(st.integers(4, 40), st.sampled_from([1, 2, 3, 4]), st.sampled_from(["strict", "ready"]))
 @settings(max_examples=20)
 def test_evaluation_delivers_every_sample_once(count: int, size: int, order: str) -> None:
-    loaders = [loader_of(count, 6, r, size, shuffle=False, last="keep", order=order) for r in range(size)]
+    loaders = [loader_of(count, 6, r, size, shuffle=False, last_batch="keep", order=order) for r in range(size)]
     assert loaders[0].samples == count
     assert sorted(x for loader in loaders for batch in read(loader) for x in batch) == list(range(count))
 
@@ -74,7 +74,7 @@ def test_evaluation_delivers_every_sample_once(count: int, size: int, order: str
 def test_padding_fills_the_last_batch_with_the_first_samples(count: int, size: int) -> None:
     if count < size:
         return
-    batches = [read(loader_of(count, 8, r, size, last="pad", seed=3)) for r in range(size)]
+    batches = [read(loader_of(count, 8, r, size, last_batch="pad", seed=3)) for r in range(size)]
     row = [x for parts in zip(*batches) for part in parts for x in part]
     assert all(len(part) == 8 // size for rank in batches for part in rank)
     assert sorted(row[:count]) == list(range(count))
@@ -123,9 +123,9 @@ def test_batches_keep_their_content_when_memory_is_used_again(order: str) -> Non
         (100, 6, 4, {}, "a batch of 6 samples does not divide by 4 copies x 1 micro-batches; give a multiple of 4"),
         (100, 6, 1, {"accumulate": 4}, "1 copies x 4 micro-batches"),
         (5, 8, 1, {}, "5 samples are fewer than one batch of 8"),
-        (3, 8, 4, {"last": "keep"}, "3 samples for 4 processes"),
-        (3, 8, 4, {"last": "pad"}, "3 samples for 4 processes"),
-        (0, 8, 1, {"last": "keep"}, "there is no sample"),
+        (3, 8, 4, {"last_batch": "keep"}, "3 samples for 4 processes"),
+        (3, 8, 4, {"last_batch": "pad"}, "3 samples for 4 processes"),
+        (0, 8, 1, {"last_batch": "keep"}, "there is no sample"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_at_once(count: int, batch: int, size: int, words: dict, text: str) -> None:
@@ -153,7 +153,7 @@ def test_a_late_sample_holds_up_nobody_and_comes_in_the_same_epoch() -> None:
 
 def test_strict_order_waits_for_the_late_one() -> None:
     with loader_of(40, 4, source=Numbers(40, slow={5: 0.2}), shuffle=False) as loader:
-        assert sum((b["x"].tolist() for b in loader.epoch(0)), []) == list(range(40)) and loader.late() == []
+        assert sum((b["x"].tolist() for b in loader.epoch(0)), []) == list(range(40)) and loader.deferred() == []
 
 
 def test_describe_names_what_a_batch_really_held() -> None:
@@ -162,7 +162,7 @@ def test_describe_names_what_a_batch_really_held() -> None:
         got = [next(epoch)["x"].tolist() for _ in range(3)]
         assert 1 not in got[0] + got[1]
         assert [loader.describe(0, 4 * k) for k in range(3)] == [", ".join(f"number {i}" for i in part) for part in got]
-        assert loader.late() == [1]
+        assert loader.deferred() == [1]
 
 
 @given(
@@ -178,14 +178,14 @@ def test_exactly_once_under_random_stops_on_random_numbers_of_processes(
     slow = {int(i): 0.004 for i in generator.integers(0, count, 4)}
     first, late, seen = 0, [], []
     for leg, size in enumerate([*sizes, 2]):
-        words: dict[str, Any] = {"last": last, "order": "ready", "seed": seed, "prefetch": 1 << 14}
+        words: dict[str, Any] = {"last_batch": last, "order": "ready", "seed": seed, "prefetch": 1 << 14}
         loaders = [loader_of(count, batch, r, size, source=Numbers(count, slow=slow), **words) for r in range(size)]
         samples = loaders[0].samples
         left = -(-(samples - first) // batch)
         take = left if leg == len(sizes) else int(generator.integers(0, left + 1))
         epochs = [loader.epoch(1, first, late) for loader in loaders]
-        plans = [_Plan(loader, 1, first, tuple(late)) for loader in loaders]
-        numbers = [[n for n, _ in plan.parts()] for plan in plans]
+        plans = [_EpochPlan(loader, 1, first, tuple(late)) for loader in loaders]
+        numbers = [[n for n, _ in plan.local_batches()] for plan in plans]
         for k in range(take):
             for r in range(size):
                 if k in numbers[r]:  # otherwise its part of a small last batch is empty
@@ -198,11 +198,11 @@ def test_exactly_once_under_random_stops_on_random_numbers_of_processes(
             for loader, plan in zip(loaders, plans):
                 loader._plan = loader._plan or plan
             highest = max(plan.highest for plan in began)
-            late = sorted(p for loader in loaders for p in (loader._plan or plans[0]).left_below(highest))
+            late = sorted(p for loader in loaders for p in (loader._plan or plans[0]).undelivered_below(highest))
             first = min(first + take * batch, samples)
         if first >= samples:
             break
-    order = loaders[0]._order(1)
+    order = loaders[0]._epoch_order(1)
     expected = [int(order[p % count]) for p in range(samples)]
     assert sorted(seen) == sorted(expected) and late == []
 
@@ -244,10 +244,10 @@ def test_bad_samples_are_replaced_counted_and_told(order: str, caplog: pytest.Lo
         row = sum((b["x"].tolist() for b in loader.epoch(0)), [])
         news = loader.news()
         assert loader.news() == []
-    place = {int(x): i for i, x in enumerate(loader._order(0))}
+    place = {int(x): i for i, x in enumerate(loader._epoch_order(0))}
     assert len(row) == 16 and set(row) == set(range(16)) - {3, 7}
-    assert sorted((s.index, s.instead) for s in loader.skipped if s.index in (3, 7)) == [
-        (i, int(loader._order(0)[(place[i] + 1) % 16])) for i in (3, 7)
+    assert sorted((s.index, s.replacement) for s in loader.skipped if s.index in (3, 7)) == [
+        (i, int(loader._epoch_order(0)[(place[i] + 1) % 16])) for i in (3, 7)
     ]
     assert any("sample 3 of epoch 0 is skipped" in text and "number 3 is broken" in text for text in news)
     assert news[-1] == f"train: {len(loader.skipped)} samples skipped so far"
@@ -293,7 +293,7 @@ def test_whatever_a_sample_raises_is_skipped_but_not_what_is_no_fault_of_its_own
 
 def test_evaluation_stops_at_a_bad_sample() -> None:
     source = Numbers(10, broken=(4,))
-    with loader_of(10, 4, source=source, shuffle=False, last="keep", on_bad_sample="skip", workers=1) as loader:
+    with loader_of(10, 4, source=source, shuffle=False, last_batch="keep", on_bad_sample="skip", workers=1) as loader:
         with pytest.raises(DataError, match="number 4 is broken"):
             list(loader.epoch(0))
         assert loader.skipped == [] and loader.news() == []

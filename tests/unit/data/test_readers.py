@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcai.data import open_reader, readers
-from hpcai.data.readers import available_memory, choose
+from hpcai.data.readers import available_memory, choose_mode
 from hpcai.errors import DataError
 
 GB = 1 << 30
@@ -44,8 +44,8 @@ def test_limits_of_both_versions_of_cgroups_count_and_the_cache_is_not_used_memo
 
 def test_the_choice_is_said_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = system(tmp_path, 10 * GB)
-    assert choose(5 * GB, root) == ("buffered", "5.37 GB of samples fit into 6.44 GB of page cache: reads go through it")
-    assert choose(7 * GB, root) == ("auto", "7.52 GB of samples do not fit into 6.44 GB of page cache: reads go past it")
+    assert choose_mode(5 * GB, root) == ("buffered", "5.37 GB of samples fit into 6.44 GB of page cache: reads go through it")
+    assert choose_mode(7 * GB, root) == ("auto", "7.52 GB of samples do not fit into 6.44 GB of page cache: reads go past it")
     caplog.set_level("INFO")
     with open_reader("auto", 1000, "train") as reader:
         assert reader.mode == "buffered"

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcai.data.sampler import Balanced, Blend, Endless, InOrder, Sampler, Sharded, Shuffled, Weighted, share
+from hpcai.data.sampler import Balanced, Blend, Endless, InOrder, Sampler, Sharded, Shuffled, Weighted, split_range
 from hpcai.errors import DataError
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
 def test_shares_cover_and_differ_by_one(count: int, size: int) -> None:
-    parts = [share(count, rank, size) for rank in range(size)]
+    parts = [split_range(count, rank, size) for rank in range(size)]
     assert np.concatenate(parts).tolist() == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -36,10 +36,10 @@ def test_every_batch_is_dealt_to_exactly_one_copy_each(count: int, batch: int, s
         assert np.array_equal(order, again.order(epoch)), "the same in every process"
         for first in range(0, len(order), batch):
             indices = order[first : first + batch]
-            parts = [sampler.deal(indices, rank, size) for rank in range(size)]
+            parts = [sampler.assign(indices, rank, size) for rank in range(size)]
             assert sorted(np.concatenate(parts)) == list(range(len(indices)))
             if getattr(sampler, "equal", True):
-                assert [len(part) for part in parts] == [len(share(len(indices), rank, size)) for rank in range(size)]
+                assert [len(part) for part in parts] == [len(split_range(len(indices), rank, size)) for rank in range(size)]
 
 
 @given(st.integers(1, 60), st.integers(0, 9))
@@ -102,7 +102,7 @@ def test_each_copy_takes_from_the_shard_on_its_own_disk(shards: int, count: int,
         for first in range(0, len(order) - batch + 1, batch):
             indices = np.random.default_rng(first).permutation(order[first : first + batch])
             for rank in range(size):
-                assert set(shard[indices[sampler.deal(indices, rank, size)]]) == {rank * shards // size}
+                assert set(shard[indices[sampler.assign(indices, rank, size)]]) == {rank * shards // size}
     left = {i for e in range(30) for i in sampler.order(e)}
     assert len(left) >= min(count, len(order) + 1) - (shards == 1 and 0), "what one epoch leaves out another brings"
 
@@ -120,7 +120,7 @@ def spread(sampler: Any, costs: np.ndarray, batch: int, size: int) -> float:
     ratios = []
     for first in range(0, len(order) - batch + 1, batch):
         indices = order[first : first + batch]
-        work = [costs[indices[sampler.deal(indices, rank, size)]].sum() for rank in range(size)]
+        work = [costs[indices[sampler.assign(indices, rank, size)]].sum() for rank in range(size)]
         ratios.append(max(work) * size / sum(work))
     return float(np.mean(ratios))
 

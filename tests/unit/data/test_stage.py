@@ -21,7 +21,7 @@ from hpcai import dist, log
 from hpcai.cli import main as hpcai
 from hpcai.cli import progress
 from hpcai.data.direct import Reader
-from hpcai.data.stage import Staged, holds, job, plan, shard_of, stage_in
+from hpcai.data.stage import Staged, assign_shards, job, plan, stage_in, staged_paths
 from hpcai.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
@@ -90,7 +90,7 @@ def test_shards_are_even_in_every_folder_and_over_all(
 ) -> None:
     sizes = {f"{f}/{i}.npy": size for f, some in enumerate(folders) for i, size in enumerate(some)}
     source = make(tmp_path_factory.mktemp("shards"), sizes, ())
-    found = {str(path.relative_to(source)): shard for path, shard in shard_of(source, shards).items()}
+    found = {str(path.relative_to(source)): shard for path, shard in assign_shards(source, shards).items()}
     assert set(found) == set(sizes)
     for prefix in ["", *(f"{f}/" for f in range(len(folders)))]:
         names = [name for name in found if name.startswith(prefix)]
@@ -116,7 +116,7 @@ def test_every_byte_arrives_and_a_second_run_reads_nothing(source: Path, target:
     assert size <= done.read <= size + 4096 * len(whole)
     record = json.loads((target / plan.RECORD).read_text())
     assert (record["source"], record["verified"], set(record["files"])) == (str(source), verify, set(whole))
-    assert set(holds(target, source)) == {source / name for name in whole}
+    assert set(staged_paths(target, source)) == {source / name for name in whole}
     inodes = {p: p.stat().st_ino for p in target.rglob("*") if p.name != plan.RECORD}
     again = run(source, target, verify=verify)
     assert (again.read, again.kept) == (0, size)
@@ -147,7 +147,7 @@ def test_name_that_is_not_text(source: Path, target: Path) -> None:
     (source / odd).write_bytes(b"12345")
     run(source, target)
     assert (target / odd).read_bytes() == b"12345"
-    assert holds(target, source)[source / odd] == target / odd
+    assert staged_paths(target, source)[source / odd] == target / odd
     assert run(source, target).read == 0
 
 
@@ -158,7 +158,7 @@ def test_long_name(source: Path, target: Path) -> None:
 
 
 def test_small_files_go_everywhere_and_data_to_shards(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "LARGE", 30)  # the indexes are longer, as those of many files are, and so is the table of one
+    monkeypatch.setattr(plan, "MIN_DATA_BYTES", 30)  # the indexes are longer, as those of many files are, and so is the table of one
     (source / "train/index-0123abcd.safetensors").write_bytes(bytes(99))
     found = {file.name: file.shard for file in plan.scan(source, 2)}
     assert {name for name, shard in found.items() if shard is None} == {
@@ -190,7 +190,7 @@ def test_changed_source_is_copied_anew(source: Path, target: Path) -> None:
 def test_spoiled_copy_is_copied_anew(source: Path, target: Path, spoil: Callable[[Path], Any]) -> None:
     run(source, target)
     spoil(target / "train/a.h5")
-    assert source / "train/a.h5" not in holds(target, source)
+    assert source / "train/a.h5" not in staged_paths(target, source)
     again = run(source, target)
     assert again.bytes - again.kept == FILES["train/a.h5"]
     assert tree(target) == tree(source)
@@ -346,12 +346,12 @@ def test_record_of_another_source(source: Path, target: Path, tmp_path: Path) ->
     other = make(tmp_path / "other", {"x.h5": 3}, ())
     refused(other, target, f"target: holds files staged from {source}, not from {other}; name another folder")
     with pytest.raises(DataError, match="holds files staged from"):
-        holds(target, other)
+        staged_paths(target, other)
     for bad in ("{", "[]", '{"files": []}', '{"files": {"a": 3}, "source": "x", "verified": true}', '{"files": {}}'):
         (target / plan.RECORD).write_text(bad)
         refused(source, target, f"{plan.RECORD}: not a record of staged files.* delete it and stage again")
     with pytest.raises(DataError, match="not there; run hpcai data stage"):
-        holds(tmp_path / "nowhere", source)
+        staged_paths(tmp_path / "nowhere", source)
 
 
 def test_two_jobs_do_not_share_a_target(source: Path, target: Path) -> None:

@@ -383,7 +383,7 @@ def test_files_of_other_formats_have_no_table(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_described_is_asked_when_it_is_read(tmp_path: Path, made: tuple[Path, Any]) -> None:
     folder = Path(shutil.copytree(made[0], tmp_path / "set"))
-    indexed(folder, described=lambda path, rows: None if path.name == "u2.h5" else describe(path, rows))
+    indexed(folder, describe_file=lambda path, rows: None if path.name == "u2.h5" else describe(path, rows))
     rows = Rows(folder, FIELDS)
     for index, wanted in enumerate(made[1]):
         same(rows.read(index), wanted)

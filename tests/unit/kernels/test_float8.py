@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hpcai.kernels import float8, triton_support
 from hpcai.kernels.float8 import quantize, scaled_mm
-from hpcai.plan.machines import find
-from hpcai.plan.paper import Run, on_paper
-from hpcai.plan.price import price
+from hpcai.plan.machines import find_machine
+from hpcai.plan.step_trace import Kernel, traced_job
+from hpcai.plan.cost import estimate_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -195,20 +195,20 @@ def test_a_gpu_multiplies_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(triton_support.MISSING is not None, reason=f"kernels cannot be made: {triton_support.MISSING}")
 def test_a_plan_counts_what_a_gpu_would_do() -> None:
     T, C, N = 1000, 64, 32
-    with on_paper(1) as made, made.sizes():
+    with traced_job(1) as made, made.fake_tensors():
         x, w = torch.empty(T, C, dtype=torch.bfloat16), torch.empty(N, C, dtype=E4)
-        with made.recording() as record:
+        with made.record() as record:
             found = quantize(x, columns=True)
             assert found.rows is not None
             y = scaled_mm(found.rows, w, found.scale, found.scale, torch.bfloat16)
         assert y.shape == (T, N) and y.dtype == torch.bfloat16
-        with made.recording() as beside:
+        with made.record() as beside:
             torch.mm(torch.empty(T, C, dtype=torch.bfloat16), torch.empty(C, N, dtype=torch.bfloat16))
     first, second, third = record.events
-    assert isinstance(first, Run) and (first.name, first.bytes) == ("_amax", T * C * 2 + 8 * 4), "8 programs, a number each"
-    assert isinstance(second, Run) and (second.name, second.bytes) == ("_cast", T * C * 3 + C * 1008 + 8 * 4 + 4)
-    assert third == Run("_scaled_mm", 2 * T * C * N, T * C + N * C + T * N * 2 + 8, 1)
+    assert isinstance(first, Kernel) and (first.name, first.bytes) == ("_amax", T * C * 2 + 8 * 4), "8 programs, a number each"
+    assert isinstance(second, Kernel) and (second.name, second.bytes) == ("_cast", T * C * 3 + C * 1008 + 8 * 4 + 4)
+    assert third == Kernel("_scaled_mm", 2 * T * C * N, T * C + N * C + T * N * 2 + 8, 1)
     for gpu, faster in (("h100", 2.0), ("b200", 2.0), ("a100", 1.0)):
-        machine = find(gpu, memory=1e30, launch=0.0)
-        took = [price([event], machine).seconds for event in (third, *beside.events)]
+        machine = find_machine(gpu, bandwidth=1e30, kernel_overhead=0.0)
+        took = [estimate_cost([event], machine).seconds for event in (third, *beside.events)]
         assert took[0] * faster == pytest.approx(took[1], rel=1e-3)

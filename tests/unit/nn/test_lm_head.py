@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcai.kernels import chunking
 from hpcai.nn import lm_head as heads
 from hpcai.nn.lm_head import IGNORE_INDEX, LMHead
-from hpcai.plan.paper import on_paper
+from hpcai.plan.step_trace import traced_job
 
 
 def whole(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -59,9 +59,9 @@ def test_a_target_that_is_no_word_costs_nan() -> None:
 
 def most(run: Callable[[], object]) -> int:
     """Bytes of all tensors at the fullest moment."""
-    with on_paper(1, kernels=False) as paper, paper.sizes():
+    with traced_job(1, kernels=False) as paper, paper.fake_tensors():
         before = paper._bytes
-        with paper.recording() as record:
+        with paper.record() as record:
             run()
         return record.peak - before
 
@@ -83,9 +83,9 @@ def test_a_weight_that_is_not_trained_has_no_gradient_nor_memory_for_one() -> No
     head, hidden, targets, above = given()
     right = torch.autograd.grad(head(hidden, targets), hidden, above)[0]
     head.requires_grad_(False)
-    with on_paper(1) as paper, paper.sizes():
+    with traced_job(1) as paper, paper.fake_tensors():
         wide, rows = LMHead(64, 4096).requires_grad_(False), torch.empty(8, 64, requires_grad=True)
-        with paper.recording() as record:
+        with paper.record() as record:
             before = paper._bytes
             wide(rows, torch.zeros(8, dtype=torch.int64)).sum().backward()
     assert record.peak - before < wide.weight.nbytes // 2

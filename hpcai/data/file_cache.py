@@ -17,7 +17,7 @@ class _Entry(Generic[T]):
         self.file, self.users = file, 0
 
 
-class OpenFiles(Generic[T]):
+class FileCache(Generic[T]):
     """Open files: at most ``limit``, and those that are in use. The one that was not used for longest is closed first.
 
     ``open`` and ``close`` are called by whichever thread needs a file or lets the last one go, and never under the lock.
@@ -35,11 +35,11 @@ class OpenFiles(Generic[T]):
                 self._entries.move_to_end(path)
                 entry.users += 1
         if entry is None:
-            mine = _Entry(self._open(path))
+            opened = _Entry(self._open(path))
             with self._lock:
-                entry = self._entries.setdefault(path, mine)  # another thread may have been faster
+                entry = self._entries.setdefault(path, opened)  # another thread may have been faster
                 entry.users += 1
-                surplus = [mine] if entry is not mine else []
+                surplus = [opened] if entry is not opened else []
                 idle = [p for p, e in self._entries.items() if not e.users]
                 surplus += [self._entries.pop(p) for p in idle[: max(len(self._entries) - self._limit, 0)]]
             for other in surplus:
@@ -53,7 +53,7 @@ class OpenFiles(Generic[T]):
             if last:  # it was forgotten meanwhile
                 self._close(entry.file)
 
-    def forget(self, path: Path, file: T) -> None:
+    def invalidate(self, path: Path, file: T) -> None:
         """Let the next use open ``path`` anew; present uses of ``file`` go on."""
         with self._lock:
             entry = self._entries.get(path)

@@ -20,26 +20,26 @@ from hpcai.kernels import triton_support
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, parallelize, tables
 from hpcai.models.openfold.evoformer import Masks
 from hpcai.nn.deferred_init import deferred
-from hpcai.plan.machines import find
-from hpcai.plan.paper import PRODUCTS, Paper, Run, Send, Wait, on_paper
+from hpcai.plan.machines import find_machine
+from hpcai.plan.step_trace import FLOP_FORMULAS, Communication, Kernel, StepTracer, Wait, traced_job
 
 
 @contextmanager
-def paper() -> Iterator[Paper]:
-    with on_paper(1, kernels=False) as made, made.sizes():
+def paper() -> Iterator[StepTracer]:
+    with traced_job(1, kernels=False) as made, made.fake_tensors():
         yield made
 
 
 def test_operations_have_their_products_and_bytes() -> None:
     with paper() as made:
         a, b = torch.empty(4, 6, dtype=torch.bfloat16), torch.empty(6, 8, dtype=torch.bfloat16)
-        with made.recording() as record:
+        with made.record() as record:
             c = a @ b
             c.t().contiguous()
             c.fill_(1)
             c.add_(torch.empty(1, dtype=torch.bfloat16).expand(4, 8))
-    copy, fill = Run("clone", 0, 4 * 32, 2), Run("fill_", 0, 2 * 32, 2)
-    assert record.events == [Run("mm", 2 * 4 * 6 * 8, 2 * (24 + 48 + 32), 2), copy, fill, Run("add_", 0, 2 * (32 + 1 + 32), 2)]
+    copy, fill = Kernel("clone", 0, 4 * 32, 2), Kernel("fill_", 0, 2 * 32, 2)
+    assert record.events == [Kernel("mm", 2 * 4 * 6 * 8, 2 * (24 + 48 + 32), 2), copy, fill, Kernel("add_", 0, 2 * (32 + 1 + 32), 2)]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_products_of_a_convolution_are_those_of_its_weights(layer: Any) -> None:
     x = torch.randn(2, 8, 9, 9)
     y = layer(x)
     places = 81 if isinstance(layer, nn.ConvTranspose2d) else y.shape[2] * y.shape[3]
-    counter = FlopCounterMode(display=False, custom_mapping=PRODUCTS)
+    counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with counter:
         layer(x).sum().backward()  # of the input there is no gradient
     assert counter.get_total_flops() == 2 * 2 * layer.weight.numel() * 2 * places
@@ -60,7 +60,7 @@ def test_products_of_a_convolution_are_those_of_its_weights(layer: Any) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_products_of_attention_are_those_of_the_scores_that_are_looked_at(causal: bool) -> None:
     q, k = torch.randn(2, 4, 16, 8, requires_grad=True), torch.randn(2, 2, 16, 8, requires_grad=True)
-    counter = FlopCounterMode(display=False, custom_mapping=PRODUCTS)
+    counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with counter:
         nn.functional.scaled_dot_product_attention(q, k, k, is_causal=causal, enable_gqa=True).sum().backward()
     product = 2 * 2 * 4 * 16 * 16 * 8
@@ -77,21 +77,21 @@ def test_memory_is_what_lives_at_a_time() -> None:
         x = torch.empty(1000, requires_grad=True)
         peaks = []
         for run in (step, lambda x: checkpoint(step, x, use_reentrant=False)):
-            with made.recording() as record:
+            with made.record() as record:
                 y: Any = run(x)
             peaks.append(record.peak)
             del y
-        with made.recording() as record, torch.no_grad():
+        with made.record() as record, torch.no_grad():
             step(x)
         peaks.append(record.peak)
     assert peaks == [4000 * 9, 4000 * 3, 4000 * 3]  # all; x, and one that is made of another
 
 
 def test_messages_of_any_job() -> None:
-    with on_paper(2048) as made:
+    with traced_job(2048) as made:
         mesh = Mesh({"replicate": -1, "axial": 8}, 2048)
         axis = mesh["axial"].meet()
-        with made.sizes(), made.recording() as record:
+        with made.fake_tensors(), made.record() as record:
             whole, own = torch.empty(32), torch.empty(4)
             work = gather_shares(whole, own, axis)
             swap_shares(torch.empty(32), whole, axis).wait()
@@ -99,11 +99,11 @@ def test_messages_of_any_job() -> None:
             Scattered(own, whole, axis).wait()
             sum_in_place(whole, mesh.everyone)
         assert (agree("word", mesh.everyone), gather_objects(3, axis)) == ("word", [3] * 8)
-    (first, *_), ranks = [event.number for event in record.events if isinstance(event, Send)], tuple(range(8))
-    assert [event for event in record.events if not isinstance(event, Run)] == [
-        Send("all-gather", 16, ranks, first), Send("all-to-all", 128, ranks, first + 1), Wait(first + 1), Wait(first),
-        Send("reduce-scatter", 16, ranks, first + 2), Wait(first + 2),
-        Send("all-reduce", 128, tuple(range(2048)), first + 3), Wait(first + 3),
+    (first, *_), ranks = [event.number for event in record.events if isinstance(event, Communication)], tuple(range(8))
+    assert [event for event in record.events if not isinstance(event, Kernel)] == [
+        Communication("all-gather", 16, ranks, first), Communication("all-to-all", 128, ranks, first + 1), Wait(first + 1), Wait(first),
+        Communication("reduce-scatter", 16, ranks, first + 2), Wait(first + 2),
+        Communication("all-reduce", 128, tuple(range(2048)), first + 3), Wait(first + 3),
     ]  # fmt: skip
 
 
@@ -124,23 +124,23 @@ def test_the_formula_gives_the_table_of_the_published_network() -> None:
 def test_a_block_sends_on_paper_what_the_formula_says(ranks: int) -> None:
     sequences, residues = 16, 32
     cfg = OpenFoldConfig.preset("tiny", template=None, blocks=2)
-    with on_paper(ranks) as made:
+    with traced_job(ranks) as made:
         mesh = Mesh({"axial": ranks}, ranks)
         with deferred(0):
             model = parallelize(OpenFold(cfg), mesh)
-        with made.sizes():
-            block = made.fill(model).evoformer.blocks[0]
+        with made.fake_tensors():
+            block = made.materialize(model).evoformer.blocks[0]
             s, r = sequences // ranks, residues // ranks
             m, z = (torch.empty(size, requires_grad=True) for size in ((1, s, residues, cfg.msa), (1, r, residues, cfg.pair)))
             rows, columns, pairs = torch.empty(1, s, residues), torch.empty(1, sequences, r), torch.empty(1, r, residues)
-            with made.recording() as record:
+            with made.record() as record:
                 torch.autograd.backward(block(m, z, Masks(rows, columns, pairs, pairs, (sequences, residues))), (m, z))
-    sent = [find("h100").message(event.name, event.bytes, event.ranks)[1] for event in record.events if isinstance(event, Send)]
+    sent = [find_machine("h100").communication_time(event.name, event.bytes, event.ranks)[1] for event in record.events if isinstance(event, Communication)]
     assert len(sent) == 24 and sum(sent) == 2 * 4 * by_channels(cfg, sequences, residues, ranks)
 
 
 def test_nothing_of_a_plan_stays() -> None:
-    with pytest.raises(ZeroDivisionError), on_paper(4) as made, made.sizes():
+    with pytest.raises(ZeroDivisionError), traced_job(4) as made, made.fake_tensors():
         _ = 1 / 0
     assert not torch_dist.is_initialized() and not triton_support.PLANNED and torch.ones(2).sum().item() == 2
     array = np.arange(3)
@@ -150,5 +150,5 @@ def test_nothing_of_a_plan_stays() -> None:
 
 
 def test_a_plan_within_a_job_is_refused() -> None:
-    with on_paper(2), pytest.raises(MeshError, match="belongs to no job"), on_paper(2):
+    with traced_job(2), pytest.raises(MeshError, match="belongs to no job"), traced_job(2):
         pass

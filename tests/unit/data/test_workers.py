@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from hpcai.data.direct import Memory
-from hpcai.data.processes import Worker
+from hpcai.data.direct import MemoryPool
+from hpcai.data.workers import Worker
 from hpcai.errors import ConfigError, DataError, HpcaiError
 
 BIG = 5000  # elements; too large to travel within the pickle
@@ -290,7 +290,7 @@ def test_tensors_arrive_as_tensors() -> None:
 
 
 def test_memory_grows_with_the_samples_and_what_is_kept_stays() -> None:
-    memory = Memory()
+    memory = MemoryPool()
     with closing(Worker(Full(*(5000 * 2**k for k in range(8))), "train", 0, memory)) as worker:
         kept = {index: worker.sample(index, 5) for index in range(8)}
         for index in range(8, 60):
@@ -378,7 +378,7 @@ def test_the_end_of_a_worker_is_told(index: int, text: str, capfd: pytest.Captur
         died(worker, index, text)
         died(worker, 0, text)
     err = capfd.readouterr().err
-    assert ("in string_at" in err and "test_processes.py" in err) == (index == 2)  # where it happened
+    assert ("in string_at" in err and "test_workers.py" in err) == (index == 2)  # where it happened
 
 
 def test_a_killed_worker_is_noticed_idle_and_busy() -> None:
@@ -468,7 +468,7 @@ def test_a_source_that_cannot_be_sent_or_loaded_is_named() -> None:
         Worker(Locked(), "train", 0)
     with closing(Worker(Unloadable(), "train", 0)) as worker:
         for index in 4, 5:
-            text = f"worker 0, sample {index}: the source cannot be loaded .*RuntimeError: no such tables here\n.*test_processes"
+            text = f"worker 0, sample {index}: the source cannot be loaded .*RuntimeError: no such tables here\n.*test_workers"
             with pytest.raises(DataError, match=text):
                 worker.sample(index, 0)
 
@@ -478,7 +478,7 @@ import os
 from contextlib import closing
 from typing import NamedTuple
 import numpy as np
-from hpcai.data.processes import Worker
+from hpcai.data.workers import Worker
 
 class Row(NamedTuple):
     x: np.ndarray
@@ -508,9 +508,9 @@ def test_a_source_of_the_script_itself(tmp_path: Path) -> None:
 
 ORPHANS = """
 import os, sys, threading, time
-from hpcai.data.processes import Worker
+from hpcai.data.workers import Worker
 sys.path.insert(0, sys.argv[1])
-from test_processes import Deadly
+from test_workers import Deadly
 workers = [Worker(Deadly(), "train", n) for n in range(3)]
 for worker, index in zip(workers, (0, 4, 5)):
     worker.sample(0, 0)

@@ -16,9 +16,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.parallel.context import CausalContext
 from hpcai.parallel.pipeline import Pipeline
 from hpcai.plan.machines import Link
-from hpcai.plan.machines import find as machine
-from hpcai.plan.paper import Run, Send, on_paper
-from hpcai.plan.stages import most, passes
+from hpcai.plan.machines import find_machine as machine
+from hpcai.plan.pipeline_schedule import peak_memory, simulate_schedule
+from hpcai.plan.step_trace import Communication, Kernel, traced_job
 
 
 class Chain(nn.Module):
@@ -28,7 +28,7 @@ class Chain(nn.Module):
 
 
 def order(schedule: Any, ranks: int, parts: int, per_rank: int = 1) -> list[list[tuple[str, int, int]]]:
-    with on_paper(ranks):
+    with traced_job(ranks):
         pipeline = Pipeline(Chain(), Mesh({"pipeline": ranks}, ranks), first=(), last=(), schedule=schedule, per_rank=per_rank)
         return pipeline.order(parts)
 
@@ -37,9 +37,9 @@ def order(schedule: Any, ranks: int, parts: int, per_rank: int = 1) -> list[list
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (2, 5), (4, 4), (4, 9)])
 def test_a_schedule_fills_and_empties_in_as_many_passes_as_there_are_other_stages(schedule: Any, ranks: int, parts: int) -> None:
     found = order(schedule, ranks, parts)
-    ends = passes(found, ranks - 1, lambda kind, _: {"F": 1.0, "B": 2.0}[kind], lambda *_: 0.0)
+    ends = simulate_schedule(found, ranks - 1, lambda kind, _: {"F": 1.0, "B": 2.0}[kind], lambda *_: 0.0)
     assert max(ends) == 3 * (parts + ranks - 1)
-    assert max(passes(found, ranks - 1, lambda *_: 1.0, lambda *_: 0.25)) >= 2 * (parts + ranks - 1) + 2 * (ranks - 1) * 0.25
+    assert max(simulate_schedule(found, ranks - 1, lambda *_: 1.0, lambda *_: 0.25)) >= 2 * (parts + ranks - 1) + 2 * (ranks - 1) * 0.25
 
 
 @pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("gpipe", 2), ("zero-bubble-v", 2)])
@@ -55,15 +55,15 @@ def test_each_rank_passes_each_micro_batch_through_its_stages_once(schedule: Any
                 did = {kind for kind, at, n in own if (at, n) == (stage, micro)}
                 assert did in ({"F"} | kinds["B"], {"F"} | kinds["W"])
     last = 2 * per_rank - 1
-    took = max(passes(found, last, lambda kind, _: {"F": 1.0, "B": 2.0}.get(kind, 1.0), lambda *_: 0.0))
+    took = max(simulate_schedule(found, last, lambda kind, _: {"F": 1.0, "B": 2.0}.get(kind, 1.0), lambda *_: 0.0))
     assert 3 * 4 * per_rank <= took <= 3 * (4 * per_rank + 2)
 
 
 def test_a_stage_holds_the_micro_batches_that_are_under_way() -> None:
     bytes = {0: (12.0, 5.0, 10.0, 3.0)}
     first, second = ([one for one in each if one[1] == 0] for each in (order("1f1b", 2, 6)[0], order("gpipe", 2, 6)[0]))
-    assert most(first, bytes) == 2 * 10 + 5 + 3 and most(second, bytes) == 6 * 10 + 5
-    assert most([("F", 0, 0), ("B", 0, 0)], bytes) == 15  # before the gradients are there
+    assert peak_memory(first, bytes) == 2 * 10 + 5 + 3 and peak_memory(second, bytes) == 6 * 10 + 5
+    assert peak_memory([("F", 0, 0), ("B", 0, 0)], bytes) == 15  # before the gradients are there
 
 
 # ---- of a language model
@@ -72,7 +72,7 @@ TINY = (*llm.Trial.tiny, "lora=null", "data.documents=joined", "model.layers=256
 
 
 def test_a_planned_pipeline_takes_as_many_passes_as_micro_batches_and_other_stages() -> None:
-    on = machine("h100", inside=Link(0, 1e15))
+    on = machine("h100", intra_node=Link(0, 1e15))
     words = ("model.recompute=none", "step.accumulate=1")
     whole, two = (Planner("llm", [*TINY, "step.bucket_mb=25", f"mesh.pipeline={n}"]) for n in (1, 2))
     few, many = (two.step(1, 1, parts, on, words).step for parts in (2, 16))
@@ -95,16 +95,16 @@ def test_layers_of_stages_are_planned_from_few_as_from_all(lean: str) -> None:
     assert found[0].step.sent == pytest.approx(found[1].step.sent, rel=1e-9)
 
 
-def attended(ranks: int, rank: int, again: bool = True) -> tuple[float, list[Send]]:
+def attended(ranks: int, rank: int, again: bool = True) -> tuple[float, list[Communication]]:
     """Products of attention to 64 tokens by one of ``ranks``, forward and backward, and its messages."""
-    with on_paper(ranks, rank=rank) as paper:
+    with traced_job(ranks, rank=rank) as paper:
         attend = CausalContext(Mesh({"context": ranks}, ranks, rank)["context"], again)
-        with paper.sizes(), paper.recording() as record:
+        with paper.fake_tensors(), paper.record() as record:
             q, k, v = (torch.empty(1, heads, 64 // ranks, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
             attend(q, k, v).sum().backward()
-    runs = [event for event in record.events if isinstance(event, Run) and event.products]
-    assert {run.width for run in runs} == {2}  # the sums of exponentials beside them are wider
-    return sum(run.products for run in runs), [event for event in record.events if isinstance(event, Send)]
+    runs = [event for event in record.events if isinstance(event, Kernel) and event.flops]
+    assert {run.element_bytes for run in runs} == {2}  # the sums of exponentials beside them are wider
+    return sum(run.flops for run in runs), [event for event in record.events if isinstance(event, Communication)]
 
 
 def test_attention_over_context_multiplies_as_much_in_all_as_on_one_process() -> None:
@@ -116,7 +116,7 @@ def test_attention_over_context_multiplies_as_much_in_all_as_on_one_process() ->
 
 def test_attention_over_context_keeps_its_queries_and_its_own_keys() -> None:
     def kept(again: bool) -> int:
-        with on_paper(4) as paper, paper.sizes():
+        with traced_job(4) as paper, paper.fake_tensors():
             attend = CausalContext(Mesh({"context": 4}, 4)["context"], again)
             q, k, v = (torch.empty(1, heads, 16, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
             before = paper.bytes
@@ -141,7 +141,7 @@ def test_micro_batches_send_and_update_once_in_a_step() -> None:
     one, two, four = (planner.step(1, 4, each, machine("h100"), ("step.accumulate=1",)).step for each in (1, 2, 4))
     assert (two.sent, two.messages) == (four.sent, four.messages) and two.messages > 0
     assert two.sent == 2 * one.sent  # in float32, not bfloat16
-    assert 1.2 * two.memory < four.memory < 2 * two.memory and four.products == pytest.approx(2 * two.products)
+    assert 1.2 * two.memory_bound < four.memory_bound < 2 * two.memory_bound and four.compute_bound == pytest.approx(2 * two.compute_bound)
 
 
 def test_settings_say_the_mesh_and_the_steps_of_another_training() -> None:

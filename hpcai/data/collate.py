@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcai.data.direct import Memory
+from hpcai.data.direct import MemoryPool
 
 
-class Made(NamedTuple):
+class Prepared(NamedTuple):
     """A batch; the event after which it is there on the device; and the samples, which must live until then."""
 
     batch: Any
-    done: torch.cuda.Event | None
+    ready: torch.cuda.Event | None
     samples: Sequence[Any]
 
 
-class Assembler:
+class Collator:
     """Stacks samples (or joins them by ``collate``) on ``device``.
 
     On a GPU each sample is copied from where it was read to its place in the batch, on a stream of its own; the host never
@@ -30,31 +30,31 @@ class Assembler:
 
     def __init__(self, device: torch.device, name: str, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.device, self._collate = device, collate
-        self._memory = Memory()
+        self._pool_memory = MemoryPool()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = ThreadPoolExecutor(1, f"assemble-{name}", take_device, (device,))
-        self._in_flight: deque[Made] = deque()
+        self._pool = ThreadPoolExecutor(1, f"collate-{name}", set_device, (device,))
+        self._in_flight: deque[Prepared] = deque()
 
-    def begin(self, take: "Callable[[], tuple[Any, list[Any]]]") -> "Future[tuple[Any, Made]]":
+    def submit(self, take: "Callable[[], tuple[Any, list[Any]]]") -> "Future[tuple[Any, Prepared]]":
         """Begin a batch in a thread, where ``take`` -> (what is to be known of the samples, samples) waits for them."""
 
-        def work() -> tuple[Any, Made]:
+        def prepare() -> tuple[Any, Prepared]:
             about, samples = take()
-            return about, self._assemble(samples)
+            return about, self._prepare(samples)
 
-        return self._pool.submit(work)
+        return self._pool.submit(prepare)
 
-    def finish(self, made: Made) -> Any:
+    def wait(self, prepared: Prepared) -> Any:
         """The batch, in order with what the caller does next on the device. None when there was no sample."""
-        if made.done is None:
-            return made.batch
-        here = torch.cuda.current_stream(self.device)
-        here.wait_event(made.done)
-        tree_map(made.batch, lambda tensor: tensor.record_stream(here))
-        self._in_flight.append(made._replace(batch=None))
-        while self._in_flight[0].done.query() and len(self._in_flight) > 1:  # type: ignore[union-attr]
+        if prepared.ready is None:
+            return prepared.batch
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(prepared.ready)
+        tree_map(prepared.batch, lambda tensor: tensor.record_stream(stream))
+        self._in_flight.append(prepared._replace(batch=None))
+        while self._in_flight[0].ready.query() and len(self._in_flight) > 1:  # type: ignore[union-attr]
             self._in_flight.popleft()
-        return made.batch
+        return prepared.batch
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)  # none is left out: in ready order the other processes of a copy wait for each
@@ -62,11 +62,11 @@ class Assembler:
             self._stream.synchronize()
         self._in_flight.clear()
 
-    def _assemble(self, samples: list[Any]) -> Made:
+    def _prepare(self, samples: list[Any]) -> Prepared:
         if not samples:
-            return Made(None, None, ())
+            return Prepared(None, None, ())
         if self._stream is None:
-            return Made(self._collate(samples) if self._collate else tree_zip(samples, self._stack), None, ())
+            return Prepared(self._collate(samples) if self._collate else tree_zip(samples, self._stack), None, ())
         host = tree_map(self._collate(samples), Tensor.pin_memory) if self._collate else None
         with torch.cuda.stream(self._stream):
             if host is None:
@@ -75,7 +75,7 @@ class Assembler:
                 batch = tree_map(host, lambda tensor: tensor.to(self.device, non_blocking=True))
             done = torch.cuda.Event()
             done.record()
-        return Made(batch, done, samples if host is None else (host,))
+        return Prepared(batch, done, samples if host is None else (host,))
 
     def _stack(self, values: list[Any]) -> Tensor:
         if isinstance(values[0], Tensor):
@@ -84,24 +84,24 @@ class Assembler:
         if len(arrays) == 1 and arrays[0].flags.c_contiguous and arrays[0].flags.writeable:
             return torch.from_numpy(arrays[0][None])
         size = sum(array.nbytes for array in arrays)
-        place = self._memory.take(size)[:size].view(arrays[0].dtype).reshape(len(arrays), *arrays[0].shape)
-        return torch.from_numpy(np.stack(arrays, out=place))
+        out = self._pool_memory.allocate(size)[:size].view(arrays[0].dtype).reshape(len(arrays), *arrays[0].shape)
+        return torch.from_numpy(np.stack(arrays, out=out))
 
     def _upload(self, values: list[Any]) -> Tensor:
-        parts = [value if isinstance(value, Tensor) else torch.from_numpy(_readable(value)) for value in values]
-        whole = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype, device=self.device)
-        for place, part in zip(whole, parts):
-            place.copy_(part, non_blocking=True)
-        return whole
+        parts = [value if isinstance(value, Tensor) else torch.from_numpy(_writable(value)) for value in values]
+        batch = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype, device=self.device)
+        for slot, part in zip(batch, parts):
+            slot.copy_(part, non_blocking=True)
+        return batch
 
 
-def take_device(device: torch.device) -> None:
+def set_device(device: torch.device) -> None:
     """Make a GPU that of this thread: a thread begins with the first of the node, where all that it pins would open a context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-def _readable(value: Any) -> np.ndarray:
+def _writable(value: Any) -> np.ndarray:
     """The array in row-major order and marked as writable, since torch warns of others. Nothing writes to it."""
     array = np.asarray(value, order="C")
     if array.flags.writeable:
@@ -110,22 +110,22 @@ def _readable(value: Any) -> np.ndarray:
     return np.frombuffer(memoryview(raw), array.dtype, array.size).reshape(array.shape)
 
 
-def tree_map(tree: Any, change: Callable[[Any], Any]) -> Any:
+def tree_map(tree: Any, function: Callable[[Any], Any]) -> Any:
     """The tree of dicts, lists, tuples and named tuples with ``change`` of every leaf; None is no leaf."""
-    return tree_zip([tree], lambda leaves: change(leaves[0]))
+    return tree_zip([tree], lambda leaves: function(leaves[0]))
 
 
-def tree_zip(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+def tree_zip(trees: Sequence[Any], function: Callable[[list[Any]], Any]) -> Any:
     """One tree; each leaf is ``join`` of the leaves that all trees have there, and None where they have none."""
     first = trees[0]
     if first is None:
         return None
     if isinstance(first, dict):
-        return {key: tree_zip([tree[key] for tree in trees], join) for key in first}
+        return {key: tree_zip([tree[key] for tree in trees], function) for key in first}
     if isinstance(first, list | tuple):
-        parts = [tree_zip([tree[i] for tree in trees], join) for i in range(len(first))]
+        parts = [tree_zip([tree[i] for tree in trees], function) for i in range(len(first))]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    return join(list(trees))
+    return function(list(trees))
 
 
 def tree_bytes(tree: Any) -> int:

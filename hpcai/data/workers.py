@@ -28,25 +28,25 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.data.direct import Memory, above
-from hpcai.data.pickling import flatten, starts
+from hpcai.data.direct import MemoryPool, align_up
+from hpcai.data.pickling import buffer_offsets, flatten
 from hpcai.errors import DataError, HpcaiError
 
-_SMALL = 4096  # bytes of an array that is copied into a block of its own: others share none
-_LOOK = 0.3  # seconds between looks whether the worker lives, should a process that it forked keep the socket open
-_GRACE = 0.5  # seconds from SIGTERM to SIGKILL
-_HOPE = 5.0  # seconds to wait after SIGKILL: a file system that hangs keeps even killed processes
-_OF_THE_JOB = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_SETTINGS = {
+_MIN_POOLED = 4096  # bytes of an array that is copied into a block of its own: others share none
+_POLL_INTERVAL = 0.3  # seconds between looks whether the worker lives, should a process that it forked keep the socket open
+_TERMINATE_TIMEOUT = 0.5  # seconds from SIGTERM to SIGKILL
+_KILL_TIMEOUT = 5.0  # seconds to wait after SIGKILL: a file system that hangs keeps even killed processes
+_JOB_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_PROC_BIND": "false",  # otherwise all workers are bound to the same first core
     "MPI4PY_RC_INITIALIZE": "0",  # importing mpi4py.MPI must not start MPI once more under the parent's rank
 }
-_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_AFFINITY = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _SPAWN = multiprocessing.get_context("spawn")
-_starting = threading.Lock()
+_start_lock = threading.Lock()
 
 
 class Worker:
@@ -56,25 +56,25 @@ class Worker:
     cannot be pickled; see ``sample`` for errors of the worker.
     """
 
-    def __init__(self, source: Any, name: str, number: int, memory: Memory | None = None) -> None:
-        self._who, self._memory = f"{name}: worker {number}", memory if memory is not None else Memory()
+    def __init__(self, source: Any, name: str, number: int, memory: MemoryPool | None = None) -> None:
+        self._label, self._memory = f"{name}: worker {number}", memory if memory is not None else MemoryPool()
         try:
             pickled = pickle.dumps(source, 5)
         except HpcaiError:
             raise
         except Exception as problem:
             raise DataError(
-                f"{self._who}: a {type(source).__name__} cannot be sent to a worker process ({_short(problem)}); open files, "
+                f"{self._label}: a {type(source).__name__} cannot be sent to a worker process ({_message(problem)}); open files, "
                 "locks and the like in sample(), or leave them out in __getstate__"
             ) from problem
         self._lock = threading.RLock()  # close() may come in another thread, or in a signal handler of this one
-        self._over = ""  # why no more samples come
+        self._end_reason = ""  # why no more samples come
         self._shared: mmap.mmap | bytearray = bytearray()
-        self._line, theirs = _SPAWN.Pipe()
+        self._connection, child_connection = _SPAWN.Pipe()
         self._process = _SPAWN.Process(
-            target=_serve, args=(theirs, pickled, self._who), name=f"{name}-{number}", daemon=True
+            target=_serve, args=(child_connection, pickled, self._label), name=f"{name}-{number}", daemon=True
         )  # fmt: skip
-        with theirs, _surroundings():
+        with child_connection, _spawn_environment():
             self._process.start()
         self.pid = self._process.pid
 
@@ -86,95 +86,95 @@ class Worker:
         """
         index = operator.index(index)
         with self._lock:
-            error, stream, lengths, size = self._ask(index, epoch)
+            error, stream, lengths, size = self._request(index, epoch)
             if error is not None:
                 kind, text, note = error
                 raised = kind.__new__(kind, text)  # without __init__, which may want something else than a text
                 raised.add_note(note)
                 raise raised
             if size:
-                self._map(size, index)
+                self._map_shared(size, index)
             try:
-                return pickle.loads(stream, buffers=self._copied(lengths))  # noqa: S301  (from our own child)
+                return pickle.loads(stream, buffers=self._copy_buffers(lengths))  # noqa: S301  (from our own child)
             except Exception as problem:
-                text = f"{self._who}: sample {index} cannot be unpickled in the parent: {_short(problem)}"
+                text = f"{self._label}: sample {index} cannot be unpickled in the parent: {_message(problem)}"
                 raise DataError(text) from problem
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        self._over = self._over or "is closed"
-        self._end()
+        self._end_reason = self._end_reason or "is closed"
+        self._stop()
         with self._lock:
-            self._line.close()
+            self._connection.close()
             self._shared = bytearray()
 
-    def _ask(self, index: int, epoch: int) -> Any:
-        if self._over:
-            raise self._gone(index)
+    def _request(self, index: int, epoch: int) -> Any:
+        if self._end_reason:
+            raise self._ended(index)
         try:
-            self._line.send((index, epoch))
-            while not self._line.poll(_LOOK):
+            self._connection.send((index, epoch))
+            while not self._connection.poll(_POLL_INTERVAL):
                 if not self._process.is_alive():
                     raise EOFError
-            return self._line.recv()
+            return self._connection.recv()
         except (EOFError, OSError):
-            raise self._gone(index) from None
+            raise self._ended(index) from None
         except BaseException:  # Ctrl-C: the answer would be taken for the next sample's
-            self._over = "was ended when a sample was interrupted"
+            self._end_reason = "was ended when a sample was interrupted"
             self._process.kill()
             raise
 
-    def _map(self, size: int, index: int) -> None:
+    def _map_shared(self, size: int, index: int) -> None:
         """Map the memory that the worker has made, in place of the memory before."""
         self._shared = bytearray()
         try:
-            fd = reduction.recv_handle(self._line)
+            fd = reduction.recv_handle(self._connection)
             try:
                 self._shared = mmap.mmap(fd, size)
             finally:
                 os.close(fd)
         except Exception as problem:
-            self._over = f"was ended: its {size:,} bytes of shared memory cannot be mapped here ({_short(problem)})"
+            self._end_reason = f"was ended: its {size:,} bytes of shared memory cannot be mapped here ({_message(problem)})"
             self._process.kill()
-            raise self._gone(index) from problem
+            raise self._ended(index) from problem
 
-    def _copied(self, lengths: Sequence[int]) -> Iterator[Any]:
-        for start, length in zip(starts(lengths), lengths):
-            if length < _SMALL:  # a label that is kept must not hold a page
+    def _copy_buffers(self, lengths: Sequence[int]) -> Iterator[Any]:
+        for start, length in zip(buffer_offsets(lengths), lengths):
+            if length < _MIN_POOLED:  # a label that is kept must not hold a page
                 yield bytearray(self._shared[start : start + length])
             else:
                 yield self._memory.copy(np.frombuffer(self._shared, np.uint8, length, start))
 
-    def _end(self, patience: float = 0.0) -> None:
-        for stop, wait in (lambda: None, patience), (self._process.terminate, _GRACE), (self._process.kill, _HOPE):
+    def _stop(self, patience: float = 0.0) -> None:
+        for stop, wait in (lambda: None, patience), (self._process.terminate, _TERMINATE_TIMEOUT), (self._process.kill, _KILL_TIMEOUT):
             stop()
             self._process.join(wait)
             if not self._process.is_alive():
                 return
 
-    def _gone(self, index: int) -> DataError:
-        if not self._over:
-            self._end(patience=2 * _GRACE)
+    def _ended(self, index: int) -> DataError:
+        if not self._end_reason:
+            self._stop(patience=2 * _TERMINATE_TIMEOUT)
             code = self._process.exitcode
             if code is None or code >= 0:
-                self._over = f"ended with exit code {code}; what it said is on stderr"
+                self._end_reason = f"ended with exit code {code}; what it said is on stderr"
             else:
-                self._over = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+                self._end_reason = f"was killed by signal {-code} ({signal.Signals(-code).name})"
             if code == -signal.SIGKILL:
-                self._over += ": mostly the node has no more memory; lower data.workers or data.prefetch"
-        return DataError(f"{self._who}, sample {index}: the process {self.pid} {self._over}")
+                self._end_reason += ": mostly the node has no more memory; lower data.workers or data.prefetch"
+        return DataError(f"{self._label}, sample {index}: the process {self.pid} {self._end_reason}")
 
 
 @contextmanager
-def _surroundings() -> Iterator[None]:
+def _spawn_environment() -> Iterator[None]:
     """The environment and the signals with which a worker starts: those of the job wait until it ignores them."""
-    with _starting:
-        before = {key: os.environ.get(key) for key in (*_SETTINGS, *_BINDING)}
+    with _start_lock:
+        before = {key: os.environ.get(key) for key in (*_ENVIRONMENT, *_AFFINITY)}
         resource_tracker.ensure_running()  # multiprocessing's own, which would let signals through again when it starts
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_JOB)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
         try:
-            os.environ.update(_SETTINGS)
-            for key in _BINDING:
+            os.environ.update(_ENVIRONMENT)
+            for key in _AFFINITY:
                 os.environ.pop(key, None)
             yield
         finally:
@@ -189,82 +189,82 @@ def _surroundings() -> Iterator[None]:
 # ---- the worker
 
 
-def _serve(line: Connection, pickled: bytes, who: str) -> None:
+def _serve(connection: Connection, pickled: bytes, label: str) -> None:
     """Answer requests until the parent hangs up. An answer is (error, pickle, lengths of buffers, bytes of new memory)."""
-    for number in _OF_THE_JOB:
+    for number in _JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent ignored or blocked
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.setpgid(0, 0)
     _die_with_parent()
     faulthandler.enable()
-    source, refusal = None, ""
+    source, load_error = None, ""
     try:
         source = pickle.loads(pickled)  # noqa: S301  (from our own parent)
     except BaseException as problem:
-        refusal = f"the source cannot be loaded in the worker process: {_short(problem)}\n{_lines(problem)}"
+        load_error = f"the source cannot be loaded in the worker process: {_message(problem)}\n{_traceback(problem)}"
     del pickled
     shared: mmap.mmap | bytearray = bytearray()
     answer: tuple[Any, bytes, list[int], int]
     while True:
         try:
-            index, epoch = line.recv()
+            index, epoch = connection.recv()
         except (EOFError, ConnectionError):
             return
         fd = -1
         try:
-            if refusal:
-                raise DataError(f"{who}, sample {index}: {refusal}")
-            stream, buffers = _flattened(_made(source, index, epoch, who), index, who)
+            if load_error:
+                raise DataError(f"{label}, sample {index}: {load_error}")
+            stream, buffers = _flatten(_sample(source, index, epoch, label), index, label)
             lengths = [len(buffer) for buffer in buffers]
-            need = starts(lengths)[-1]
-            if need > len(shared):
-                fd, shared = _new(need, who)
-            for start, buffer in zip(starts(lengths), buffers):
+            size = buffer_offsets(lengths)[-1]
+            if size > len(shared):
+                fd, shared = _create_shared(size, label)
+            for start, buffer in zip(buffer_offsets(lengths), buffers):
                 shared[start : start + len(buffer)] = buffer
             answer = (None, stream, lengths, len(shared) if fd >= 0 else 0)
             del buffers
         except HpcaiError as problem:
             kind = next(kind for kind in type(problem).__mro__ if kind.__module__ == HpcaiError.__module__)
-            note = f"in {who}, process {os.getpid()}, sample {index}:\n{_lines(problem)}"
+            note = f"in {label}, process {os.getpid()}, sample {index}:\n{_traceback(problem)}"
             answer = ((kind, str(problem), note), b"", [], 0)
         with suppress(ConnectionError):  # the parent hung up, as the next look at the line will tell
-            line.send(answer)
+            connection.send(answer)
             if fd >= 0:
-                reduction.send_handle(line, fd, os.getppid())
+                reduction.send_handle(connection, fd, os.getppid())
         if fd >= 0:
             os.close(fd)
 
 
-def _made(source: Any, index: int, epoch: int, who: str) -> Any:
+def _sample(source: Any, index: int, epoch: int, label: str) -> Any:
     try:
         return source.sample(index, epoch)
     except HpcaiError:
         raise
     except BaseException as problem:
-        raise DataError(f"{who}, sample {index}: {_short(problem)}\n{_lines(problem)}") from problem
+        raise DataError(f"{label}, sample {index}: {_message(problem)}\n{_traceback(problem)}") from problem
 
 
-def _flattened(sample: Any, index: int, who: str) -> tuple[bytes, list[memoryview]]:
+def _flatten(sample: Any, index: int, label: str) -> tuple[bytes, list[memoryview]]:
     try:
         return flatten(sample)
     except Exception as problem:
         raise DataError(
-            f"{who}: sample {index} cannot be sent from the worker process ({_short(problem)}); a sample is a tree of arrays, "
+            f"{label}: sample {index} cannot be sent from the worker process ({_message(problem)}); a sample is a tree of arrays, "
             "tensors on the CPU and values that can be pickled"
         ) from problem
 
 
-def _new(need: int, who: str) -> tuple[int, mmap.mmap]:
+def _create_shared(need: int, label: str) -> tuple[int, mmap.mmap]:
     """Shared memory of ``need`` bytes or a little more, and its descriptor."""
-    size = above(need + need // 8)  # sizes vary
+    size = align_up(need + need // 8)  # sizes vary
     fd = os.memfd_create("hpcai-sample")
     try:
         os.posix_fallocate(fd, 0, size)  # no memory is an error here, and a bus error later
         return fd, mmap.mmap(fd, size)
     except OSError as problem:
         os.close(fd)
-        raise DataError(f"{who}: no {size:,} bytes of shared memory ({problem}); lower data.workers or data.prefetch") from problem
+        raise DataError(f"{label}: no {size:,} bytes of shared memory ({problem}); lower data.workers or data.prefetch") from problem
 
 
 def _die_with_parent() -> None:
@@ -275,21 +275,21 @@ def _die_with_parent() -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    life = parent.sentinel
-    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    look = select.poll()
-    look.register(life, 0)
-    if look.poll(0):  # it closed before
+    sentinel = parent.sentinel
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(sentinel, 0)
+    if poll.poll(0):  # it closed before
         os._exit(1)
 
 
-def _short(problem: BaseException) -> str:
+def _message(problem: BaseException) -> str:
     return str(problem) if isinstance(problem, HpcaiError) else "".join(traceback.format_exception_only(problem)).strip()
 
 
-def _lines(problem: BaseException) -> str:
+def _traceback(problem: BaseException) -> str:
     """The last two lines of the traceback that are not in this file."""
     frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if frame.filename != __file__]
     return "".join(traceback.format_list(frames[-2:])).rstrip()

@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 
-def waits(
-    preparation: np.ndarray, step: float, workers: int, ahead: int, order: Literal["strict", "ready"], *, batch: int = 1,
-    epoch: int | None = None, makers: int = 1,
+def simulate_waits(
+    preparation: np.ndarray, step: float, workers: int, capacity: int, order: Literal["strict", "ready"], *, batch: int = 1,
+    epoch: int | None = None, ranks: int = 1,
 ) -> np.ndarray:  # fmt: skip
     """Seconds that each step waits for its samples, which take ``preparation`` seconds each, in their order.   [N] -> [N / batch]
 
@@ -26,26 +26,26 @@ def waits(
     steps = rows.shape[1] // batch
     epoch = epoch or max(steps, 1)
     # Sample `place` of batch `number` is made by process (number + place) % makers, as hpcai.data.dealt has it.
-    maker = (np.arange(steps * batch) // batch % epoch + np.arange(steps * batch) % batch) % makers
-    own = [np.flatnonzero(maker == m) for m in range(makers)]
-    copies = [[_Maker(row[some].tolist(), workers, ahead, order == "strict") for some in own] for row in rows]
-    counts = np.stack([(maker == m).reshape(steps, batch).sum(1) for m in range(makers)], 1)  # [steps, makers]
+    source = (np.arange(steps * batch) // batch % epoch + np.arange(steps * batch) % batch) % ranks
+    own_samples = [np.flatnonzero(source == m) for m in range(ranks)]
+    copies = [[_PreparingRank(row[some].tolist(), workers, capacity, order == "strict") for some in own_samples] for row in rows]
+    counts = np.stack([(source == m).reshape(steps, batch).sum(1) for m in range(ranks)], 1)  # [steps, makers]
     ends = counts.cumsum(0)[np.minimum((np.arange(steps) // epoch + 1) * epoch, steps) - 1]
-    found, asked, begun = np.empty(steps), 0.0, [0.0] * len(copies)
+    waits, requested, begun = np.empty(steps), 0.0, [0.0] * len(copies)
     for k, (each, last) in enumerate(zip(counts.tolist(), ends.tolist())):
         for c, every in enumerate(copies):
             taken = (one.take(begun[c], count, end) for one, count, end in zip(every, each, last) if count)
-            begun[c] = max(asked, *taken)
-        found[k] = max(begun) - asked
-        asked = max(begun) + step
-    return found
+            begun[c] = max(requested, *taken)
+        waits[k] = max(begun) - requested
+        requested = max(begun) + step
+    return waits
 
 
-class _Maker:
+class _PreparingRank:
     """A process that prepares samples 0, 1, ... of its own: when each worker is at which, and what is ready."""
 
-    def __init__(self, seconds: Sequence[float], workers: int, ahead: int, strict: bool) -> None:
-        self.seconds, self.idle, self.room, self.strict = seconds, workers, ahead, strict
+    def __init__(self, seconds: Sequence[float], workers: int, capacity: int, strict: bool) -> None:
+        self.seconds, self.idle, self.capacity, self.strict = seconds, workers, capacity, strict
         self.next = self.taken = 0
         self.busy: list[tuple[float, int]] = []
         self.ready: list[int] = []
@@ -55,19 +55,19 @@ class _Maker:
         """When ``count`` samples below ``end`` are taken that are wanted from ``now`` on."""
         while self.busy and self.busy[0][0] <= now:
             self._finish()
-        while (found := self._found(count, end)) is None:
+        while (samples := self._available(count, end)) is None:
             now = self._finish()
-        for _ in found:
+        for _ in samples:
             heapq.heappop(self.ready)
         self.taken += count
-        self.room += count
+        self.capacity += count
         self._begin(now)
         return now
 
-    def _found(self, count: int, end: int) -> list[int] | None:
-        found = heapq.nsmallest(count, self.ready)
+    def _available(self, count: int, end: int) -> list[int] | None:
+        samples = heapq.nsmallest(count, self.ready)
         highest = self.taken + count if self.strict else end
-        return found if len(found) == count and found[-1] < highest else None
+        return samples if len(samples) == count and samples[-1] < highest else None
 
     def _finish(self) -> float:
         now, number = heapq.heappop(self.busy)
@@ -77,12 +77,12 @@ class _Maker:
         return now
 
     def _begin(self, now: float) -> None:
-        while self.idle and self.room > 0 and self.next < len(self.seconds):
+        while self.idle and self.capacity > 0 and self.next < len(self.seconds):
             heapq.heappush(self.busy, (now + self.seconds[self.next], self.next))
-            self.next, self.idle, self.room = self.next + 1, self.idle - 1, self.room - 1
+            self.next, self.idle, self.capacity = self.next + 1, self.idle - 1, self.capacity - 1
 
 
-def room(workers: int, part: int, prefetch: float, sample: float) -> int:
+def queue_capacity(workers: int, part: int, prefetch: float, sample: float) -> int:
     """Samples that a process holds or prepares at a time (``ahead``): ``part`` of them are its share of a batch, and as many as
     ``prefetch`` bytes hold of ``sample`` bytes, but no fewer than keep all workers busy and two batches coming."""
     return max(2 * part + workers, int(prefetch // sample))

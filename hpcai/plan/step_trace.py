@@ -40,56 +40,56 @@ _NO_WORK = {"_unsafe_view", "device", "lift_fresh", "promote_types", "is_set_to"
 _WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"}  # without reading what was there
 
 
-def _convolved(x: Any, weight: Any, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool, *_: Any,
+def _conv_flops(x: Any, weight: Any, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool, *_: Any,
                out_val: Any = None, out_shape: Any = None, **__: Any) -> int:  # fmt: skip
     out = out_shape if out_val is None else out_val.shape
-    places = x if transposed else out  # at each of which every weight is multiplied once
-    return 2 * math.prod(weight) * places[0] * math.prod(places[2:])
+    positions = x if transposed else out  # at each of which every weight is multiplied once
+    return 2 * math.prod(weight) * positions[0] * math.prod(positions[2:])
 
 
-def _convolved_back(grad: Any, x: Any, weight: Any, _bias: Any, *rest: Any, **__: Any) -> int:
+def _conv_backward_flops(grad: Any, x: Any, weight: Any, _bias: Any, *rest: Any, **__: Any) -> int:
     # stride, padding, dilation, transposed, output padding, groups, which gradients are wanted
-    return sum(rest[-1][:2]) * _convolved(x, weight, None, None, None, None, rest[3], out_shape=grad)
+    return sum(rest[-1][:2]) * _conv_flops(x, weight, None, None, None, None, rest[3], out_shape=grad)
 
 
-def _added(_: Any, a: Any, b: Any, *__: Any, **___: Any) -> int:
+def _addmm_flops(_: Any, a: Any, b: Any, *__: Any, **___: Any) -> int:
     return 2 * math.prod(a) * b[-1]
 
 
-def _attended(q: Any, k: Any, v: Any, _: float = 0.0, causal: bool = False, **__: Any) -> float:
-    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1]) * _looked(q, k, causal)
+def _attention_flops(q: Any, k: Any, v: Any, _: float = 0.0, causal: bool = False, **__: Any) -> float:
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1]) * _causal_fraction(q, k, causal)
 
 
-def _attended_back(_: Any, q: Any, k: Any, v: Any, *rest: Any, **__: Any) -> float:
+def _attention_backward_flops(_: Any, q: Any, k: Any, v: Any, *rest: Any, **__: Any) -> float:
     # out, logsumexp, dropout, causal; scores again, and gradients of scores, of q, k and v
-    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]) * _looked(q, k, rest[3])
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]) * _causal_fraction(q, k, rest[3])
 
 
-def _looked(q: Any, k: Any, causal: bool) -> float:
+def _causal_fraction(q: Any, k: Any, causal: bool) -> float:
     """The part of the scores that a kernel computes, where the queries are those of the last keys."""
     return 1 - 0.5 * q[-2] / k[-2] if causal else 1.0
 
 
-PRODUCTS = {
-    torch.ops.aten.addmm_: _added, torch.ops.aten.baddbmm_: _added, torch.ops.aten.convolution: _convolved,
-    torch.ops.aten._convolution: _convolved, torch.ops.aten.convolution_backward: _convolved_back,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attended,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attended_back,
+FLOP_FORMULAS = {
+    torch.ops.aten.addmm_: _addmm_flops, torch.ops.aten.baddbmm_: _addmm_flops, torch.ops.aten.convolution: _conv_flops,
+    torch.ops.aten._convolution: _conv_flops, torch.ops.aten.convolution_backward: _conv_backward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }  # fmt: skip
 """What torch's counter does not know, or takes for more than it is: the weights of a convolution in groups, by which it counts all
 channels; attention of a CPU, in whose place a GPU has its own. Multiplications and additions from the shapes of the arguments."""
 
 
-class Run(NamedTuple):
+class Kernel(NamedTuple):
     """A kernel: multiplications and additions of products, bytes read and written, and bytes of a number that it multiplies."""
 
     name: str
-    products: float
+    flops: float
     bytes: int
-    width: int
+    element_bytes: int
 
 
-class Send(NamedTuple):
+class Communication(NamedTuple):
     """A message of this process to the others of ``ranks`` begins; ``bytes`` is what a rank gives (all-reduce: the whole)."""
 
     name: str
@@ -104,143 +104,143 @@ class Wait(NamedTuple):
     number: int
 
 
-Event = Run | Send | Wait
+Event = Kernel | Communication | Wait
 
 
 @dataclass
-class Record:
+class Trace:
     """What one process does, in order, and the most bytes that its tensors took at a time."""
 
     events: list[Event] = field(default_factory=list)
     peak: int = 0
     before: int = 0
     """bytes at its beginning"""
-    once: set[int] = field(default_factory=set)
+    once_per_step: set[int] = field(default_factory=set)
     """places of the events that another micro-batch does not have again"""
 
     @property
-    def again(self) -> list[Event]:
+    def repeated(self) -> list[Event]:
         """Events of one more micro-batch."""
-        return [event for place, event in enumerate(self.events) if place not in self.once]
+        return [event for place, event in enumerate(self.events) if place not in self.once_per_step]
 
 
-class Paper(TorchDispatchMode):
+class StepTracer(TorchDispatchMode):
     """Records operations and messages between ``recording`` and its end, and the memory of all tensors made within ``sizes``.
     ``kernels``: tensors count as those of a GPU."""
 
     def __init__(self, kernels: bool) -> None:
         super().__init__()
         self._kernels = kernels
-        self._record, self._sent = Record(), 0
+        self._trace, self._communications = Trace(), 0
         self._live: set[int] = set()
         self._bytes = 0
 
     @contextmanager
-    def sizes(self) -> Iterator[None]:
+    def fake_tensors(self) -> Iterator[None]:
         """Inside, tensors that are made have sizes and no numbers."""
-        with ExitStack() as held:
-            held.enter_context(warnings.catch_warnings())
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             if self._kernels:
-                held.enter_context(mock.patch.object(triton_support, "PLANNED", True))
-                held.enter_context(_launched(self))
-            held.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_alike))  # whose sizes would be read
-            held.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
-            held.enter_context(mock.patch.object(CausalBias, "__new__", _bias))
-            held.enter_context(mock.patch.object(CausalBias, "_dispatch", _causal))
-            held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            held.enter_context(self)
+                stack.enter_context(mock.patch.object(triton_support, "PLANNED", True))
+                stack.enter_context(_record_triton(self))
+            stack.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_gather_object))  # whose sizes would be read
+            stack.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
+            stack.enter_context(mock.patch.object(CausalBias, "__new__", _new_causal_bias))
+            stack.enter_context(mock.patch.object(CausalBias, "_dispatch", _causal_attention))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(self)
             yield
 
     @contextmanager
-    def recording(self) -> Iterator[Record]:
+    def record(self) -> Iterator[Trace]:
         """Events and memory until its end, which the recording around it, if any, does not have."""
-        before, self._record = self._record, Record(peak=self._bytes, before=self._bytes)
+        before, self._trace = self._trace, Trace(peak=self._bytes, before=self._bytes)
         try:
-            yield self._record
+            yield self._trace
         finally:
-            self._record = before
+            self._trace = before
 
-    def once(self, function: Callable[[], Any]) -> Callable[[], Any]:
+    def once_per_step(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """``function``, whose events are those of a whole step and not of each micro-batch."""
 
-        def noted() -> Any:
-            first = len(self._record.events)
-            found = function()
-            self._record.once.update(range(first, len(self._record.events)))
-            return found
+        def recorded() -> Any:
+            first = len(self._trace.events)
+            result = function()
+            self._trace.once_per_step.update(range(first, len(self._trace.events)))
+            return result
 
-        return noted
+        return recorded
 
     @property
     def bytes(self) -> int:
         """Of all tensors that there are."""
         return self._bytes
 
-    def fake(self, batch: Any) -> Any:
+    def empty_like(self, batch: Any) -> Any:
         """Tensors of the sizes of those in ``batch``."""
         return tree_map(lambda x: torch.empty_like(x, memory_format=torch.preserve_format) if isinstance(x, Tensor) else x, batch)
 
-    def fill(self, model: nn.Module) -> nn.Module:
+    def materialize(self, model: nn.Module) -> nn.Module:
         """Give the parameters that ``model`` has on the meta device (``hpcai.nn.deferred_init``) memory on paper."""
-        made: dict[nn.Parameter, nn.Parameter] = {}
+        parameters: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter not in made:
+                if parameter is not None and parameter not in parameters:
                     size = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-                    made[parameter] = nn.Parameter(size, parameter.requires_grad)
-                    made[parameter].__dict__.update({key: x for key, x in vars(parameter).items() if key != "init_trace"})
+                    parameters[parameter] = nn.Parameter(size, parameter.requires_grad)
+                    parameters[parameter].__dict__.update({key: x for key, x in vars(parameter).items() if key != "init_trace"})
                 if parameter is not None:
-                    module._parameters[name] = made[parameter]
+                    module._parameters[name] = parameters[parameter]
         return model
 
-    def ran(self, name: str, bytes: int, products: float = 0, width: int = 4) -> None:
-        self._record.events.append(Run(name, products, bytes, width))
+    def add_kernel(self, name: str, bytes: int, flops: float = 0, element_bytes: int = 4) -> None:
+        self._trace.events.append(Kernel(name, flops, bytes, element_bytes))
 
-    def sent(self, name: str, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> "_Work":
-        self._sent += 1
-        self._record.events.append(Send(name, sum(map(_bytes, tensors)), ranks, self._sent))
-        return _Work(self, self._sent)
+    def add_communication(self, name: str, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> "_Work":
+        self._communications += 1
+        self._trace.events.append(Communication(name, sum(map(_bytes, tensors)), ranks, self._communications))
+        return _Work(self, self._communications)
 
-    def waited(self, number: int) -> None:
-        self._record.events.append(Wait(number))
+    def add_wait(self, number: int) -> None:
+        self._trace.events.append(Wait(number))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found, kwargs = function(*args, **(kwargs or {})), kwargs or {}
+        result, kwargs = function(*args, **(kwargs or {})), kwargs or {}
         schema, name = function._schema, function.overloadpacket.__name__
-        written = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for tensor in written:
-            self._hold(tensor)
+            self._track(tensor)
         view = schema.returns and all(x.alias_info and not x.alias_info.is_write for x in schema.returns)
         if view or name in _NO_WORK or "empty" in name or not written:
-            return found
+            return result
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         read = read[1:] if name in _WRITES else read
-        products = self._products(function.overloadpacket, args, kwargs, found)
-        widths = [x.element_size() for x in read or written if x.is_floating_point() or not products]
+        flops = self._flops(function.overloadpacket, args, kwargs, result)
+        widths = [x.element_size() for x in read or written if x.is_floating_point() or not flops]
         # Beside what is multiplied there may be wider sums: of attention, and those that a product is added to.
-        self.ran(name, sum(map(_bytes, (*read, *written))), products, (min if products else max)(widths))
-        return found
+        self.add_kernel(name, sum(map(_bytes, (*read, *written))), flops, (min if flops else max)(widths))
+        return result
 
-    def _products(self, operation: Any, args: Any, words: Any, found: Any) -> float:
-        if operation in PRODUCTS:
+    def _flops(self, operation: Any, args: Any, kwargs: Any, result: Any) -> float:
+        if operation in FLOP_FORMULAS:
             args = tree_map(lambda x: x.shape if isinstance(x, Tensor) else x, args)
-            own: Any = PRODUCTS[operation]
-            return own(*args, **words, out_val=found)
+            flops: Any = FLOP_FORMULAS[operation]
+            return flops(*args, **kwargs, out_val=result)
         formula: Any = flop_counter.flop_registry.get(operation)
-        return formula(*args, **words, out_val=found) if formula else 0
+        return formula(*args, **kwargs, out_val=result) if formula else 0
 
-    def _hold(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage()
         key, size = memory._cdata, memory.nbytes()
         if key in self._live:
             return
         self._live.add(key)
         self._bytes += size
-        self._record.peak = max(self._record.peak, self._bytes)
-        weakref.finalize(memory, self._freed, key, size)
+        self._trace.peak = max(self._trace.peak, self._bytes)
+        weakref.finalize(memory, self._untrack, key, size)
 
-    def _freed(self, key: int, size: int) -> None:
+    def _untrack(self, key: int, size: int) -> None:
         self._live.discard(key)
         self._bytes -= size
 
@@ -251,12 +251,12 @@ def _bytes(x: Tensor) -> int:
 
 
 class _Work(torch_dist.Work):
-    def __init__(self, paper: Paper, number: int) -> None:
+    def __init__(self, tracer: StepTracer, number: int) -> None:
         super().__init__()
-        self._paper, self._number = paper, number
+        self._tracer, self._number = tracer, number
 
     def wait(self, *_: Any) -> bool:
-        self._paper.waited(self._number)
+        self._tracer.add_wait(self._number)
         return True
 
     def is_completed(self) -> bool:
@@ -266,109 +266,109 @@ class _Work(torch_dist.Work):
 class _Group(torch_dist.ProcessGroup):
     """Ranks of which one alone is there. All others give what it gives."""
 
-    paper: Paper
+    tracer: StepTracer
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.ranks = tuple(ranks)
 
-    def _sent(self, name: str, tensors: Sequence[Tensor]) -> _Work:
-        return self.paper.sent(name, tensors, self.ranks)
+    def _record(self, name: str, tensors: Sequence[Tensor]) -> _Work:
+        return self.tracer.add_communication(name, tensors, self.ranks)
 
     def allreduce(self, tensors: Any, *_: Any) -> _Work:
-        return self._sent("all-reduce", tensors)
+        return self._record("all-reduce", tensors)
 
     def broadcast(self, tensors: Any, *_: Any) -> _Work:
-        return self._sent("broadcast", tensors)
+        return self._record("broadcast", tensors)
 
     def allgather(self, wholes: Any, tensors: Any, *_: Any) -> _Work:
         for place in wholes[0]:
             place.copy_(tensors[0])
-        return self._sent("all-gather", tensors)
+        return self._record("all-gather", tensors)
 
     def all_gather_single(self, whole: Tensor, own: Tensor, *_: Any) -> _Work:
-        return self._sent("all-gather", [own])
+        return self._record("all-gather", [own])
 
     def reduce_scatter_single(self, own: Tensor, whole: Tensor, *_: Any) -> _Work:
-        return self._sent("reduce-scatter", [own])
+        return self._record("reduce-scatter", [own])
 
     def all_to_all_single(self, whole: Tensor, own: Tensor, *_: Any) -> _Work:
-        return self._sent("all-to-all", [own])
+        return self._record("all-to-all", [own])
 
     _allgather_base: Any = all_gather_single  # as torch before 2.13 calls them
     _reduce_scatter_base: Any = reduce_scatter_single
     alltoall_base: Any = all_to_all_single
 
     def send(self, tensors: Any, *_: Any) -> _Work:
-        return self._sent("send", tensors)
+        return self._record("send", tensors)
 
     def recv(self, tensors: Any, *_: Any) -> _Work:
-        return self._sent("receive", tensors)
+        return self._record("receive", tensors)
 
     def barrier(self, *_: Any) -> _Work:
-        return self._sent("barrier", [])
+        return self._record("barrier", [])
 
     def getBackendName(self) -> str:  # noqa: N802
-        return "paper"
+        return "traced"
 
     def _get_backend(self, device: torch.device) -> Any:
         return self  # torch 2.14 asks it whether it sends several tensors as one message
 
     def getGroupName(self) -> str:  # noqa: N802
-        return "paper " + " ".join(map(str, self.ranks))
+        return "traced " + " ".join(map(str, self.ranks))
 
 
-def _joined(options: Any, _: Any) -> _Group:
+def _create_group(options: Any, _: Any) -> _Group:
     ranks = options.global_ranks_in_group or range(options.group_size)
     return _Group(options.group_rank, ranks)
 
 
-def _bias(kind: type[CausalBias], *_: Any) -> CausalBias:
+def _new_causal_bias(kind: type[CausalBias], *_: Any) -> CausalBias:
     """A bias is no tensor of the step, and FakeTensorMode can make none."""
     with unset_fake_temporarily():
         return Tensor._make_subclass(kind, torch.empty(0))
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias, *_: Any, **__: Any) -> Tensor:
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias, *_: Any, **__: Any) -> Tensor:
     """Attention of the queries of the last keys: CausalBias looks into tensors to choose the kernel that a GPU has for it."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)[0]
 
 
-def _all_alike(values: list[Any], value: Any, **_: Any) -> None:
+def _all_gather_object(values: list[Any], value: Any, **_: Any) -> None:
     values[:] = [value] * len(values)
 
 
 @contextmanager
-def on_paper(world: int, kernels: bool = True, rank: int = 0) -> Iterator[Paper]:
+def traced_job(world: int, kernels: bool = True, rank: int = 0) -> Iterator[StepTracer]:
     """A job of ``world`` processes, of which this is ``rank``. ``kernels``: what is computed counts as done on a GPU. Raises
     MeshError within another job."""
     if torch_dist.is_initialized():
         raise MeshError("a plan needs a process that belongs to no job; end the job first, or plan in another process")
-    if "paper" not in torch_dist.Backend.backend_list:
-        torch_dist.Backend.register_backend("paper", _joined, extended_api=True, devices=["cpu", "cuda"])
-    paper = Paper(kernels)
-    with mock.patch.object(_Group, "paper", paper, create=True):
-        torch_dist.init_process_group("paper", rank=rank, world_size=world, store=torch_dist.HashStore())
+    if "traced" not in torch_dist.Backend.backend_list:
+        torch_dist.Backend.register_backend("traced", _create_group, extended_api=True, devices=["cpu", "cuda"])
+    tracer = StepTracer(kernels)
+    with mock.patch.object(_Group, "tracer", tracer, create=True):
+        torch_dist.init_process_group("traced", rank=rank, world_size=world, store=torch_dist.HashStore())
         try:
-            yield paper
+            yield tracer
         finally:
             torch_dist.destroy_process_group()
 
 
 @contextmanager
-def _launched(paper: Paper) -> Iterator[None]:
+def _record_triton(tracer: StepTracer) -> Iterator[None]:
     """Kernels of Triton read and write each tensor that they are given once."""
     if triton_support.MISSING is not None:
         yield
         return
     from triton.runtime.jit import JITFunction
 
-    def noted(kernel: Any, grid: Any) -> Callable[..., Any]:
+    def get_launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **words: Any) -> None:
             tensors = [x for x in (*args, *words.values()) if isinstance(x, Tensor)]
-            paper.ran(kernel.fn.__name__, sum(map(_bytes, tensors)))
+            tracer.add_kernel(kernel.fn.__name__, sum(map(_bytes, tensors)))
 
         return launch
 
-    with mock.patch.object(JITFunction, "__getitem__", noted):
+    with mock.patch.object(JITFunction, "__getitem__", get_launcher):
         yield

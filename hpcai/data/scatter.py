@@ -1,0 +1,110 @@
+"""Samples of a cut copy of a model, each made by one of its processes and sent to the others."""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from hpcai.data.direct import MemoryPool
+from hpcai.data.pickling import buffer_offsets, flatten
+from hpcai.data.prefetch import PrefetchQueue, Ready, Task
+from hpcai.dist.mesh import Axis
+from hpcai.errors import DataError, HpcaiError
+
+
+class ScatteredLoader:
+    """Sample ``place`` of a copy's part of batch ``number`` is made by process (number + place) % size of ``channel``.
+
+    A thread of its own calls ``take``, on all processes in the same order. Each sample is two broadcasts: four numbers, and bytes.
+    ``rank`` of the job is for messages; ``pin``: a GPU, and what comes is put where it can fetch it.
+    """
+
+    def __init__(self, channel: Axis, rank: int, pin: torch.device | None = None) -> None:
+        self._channel, self._rank = channel, rank
+        self._memory = MemoryPool(pin=pin)
+
+    def is_local(self, number: int, slot: int) -> bool:
+        """Whether this process makes that sample."""
+        return self._source_rank(number, slot) == self._channel.rank
+
+    def _source_rank(self, number: int, slot: int) -> int:
+        return (number + slot) % self._channel.size
+
+    def take(self, queue: PrefetchQueue, tasks: Sequence[Task], number: int, task_at: Callable[[int], Task] | None) -> list[Ready]:
+        """The samples of ``tasks``, this copy's part of a batch; of all processes alike. In ready order (``task_at`` tells the
+        task of a position) each process gives those of its own that are ready. Where one cannot give its sample all raise: it its
+        own exception, the others DataError."""
+        local_positions = [task.position for slot, task in enumerate(tasks) if self.is_local(number, slot)]
+        failure: BaseException | None = None
+        local_samples: Iterator[Ready] = iter(())
+        try:
+            if local_positions:
+                local_samples = iter(queue.take(tasks[0].epoch, len(local_positions), None if task_at else local_positions) or ())
+        except BaseException as problem:  # the others wait for its word
+            failure = problem
+        samples: list[Ready] = []
+        for slot, task in enumerate(tasks):
+            source = self._source_rank(number, slot)
+            if source == self._channel.rank:
+                samples.append(self._broadcast_own(local_samples, failure))
+            else:
+                position, sample = self._receive(source)
+                samples.append(Ready(task_at(position) if task_at else task, sample))
+        return samples
+
+    def _broadcast_own(self, local_samples: Iterator[Ready], failure: BaseException | None) -> Ready:
+        try:
+            if failure is not None:
+                raise failure
+            ready = next(local_samples)
+            header_size, content = self._pack(ready.sample)
+        except BaseException as problem:
+            text = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
+            content = np.frombuffer(bytearray(f"rank {self._rank} has no sample to send: {text}".encode()), np.uint8)
+            self._send([1, 0, 0, len(content)], content)
+            raise
+        self._send([0, ready.task.position, header_size, len(content)], content)
+        return ready
+
+    def _send(self, header: list[int], content: np.ndarray) -> None:
+        self._broadcast(torch.tensor(header), self._channel.rank)
+        self._broadcast(torch.from_numpy(content), self._channel.rank)
+
+    def _receive(self, source: int) -> tuple[int, Any]:
+        header = torch.zeros(4, dtype=torch.int64)
+        self._broadcast(header, source)
+        failed, position, header_size, size = header.tolist()
+        content = self._memory.allocate(size)
+        self._broadcast(torch.from_numpy(content), source)
+        if failed:
+            raise DataError(content.tobytes().decode())
+        return position, _unpack(content, header_size)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        torch_dist.broadcast(tensor, group=self._channel.group, group_src=source)
+
+    def _pack(self, sample: Any) -> tuple[int, np.ndarray]:
+        """The bytes of a sample: of a head of so many with its pickle and the lengths of its buffers, then of these."""
+        try:
+            stream, buffers = flatten(sample)
+        except Exception as problem:
+            reason = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
+            raise DataError(f"a sample cannot be sent ({reason}); set data.once to false") from problem
+        header = pickle.dumps((stream, [len(buffer) for buffer in buffers]))
+        parts: list[bytes | memoryview] = [header, *buffers]
+        offsets = buffer_offsets([len(part) for part in parts])
+        content = self._memory.allocate(offsets[-1])
+        for offset, part in zip(offsets, parts):
+            content[offset : offset + len(part)] = np.frombuffer(part, np.uint8)
+        return len(header), content
+
+
+def _unpack(content: np.ndarray, header_size: int) -> Any:
+    """The sample of ``content``, whose arrays stay there."""
+    stream, lengths = pickle.loads(content[:header_size].data)  # noqa: S301  (from our own process)
+    offsets = buffer_offsets([header_size, *lengths])[1:]
+    return pickle.loads(stream, buffers=[content[at : at + n] for at, n in zip(offsets, lengths)])  # noqa: S301

@@ -1,0 +1,61 @@
+"""Prices of recorded steps, against sums made by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpcai.errors import ConfigError
+from hpcai.plan.cost import estimate_cost
+from hpcai.plan.machines import MACHINES, Link, Machine, find_machine
+from hpcai.plan.step_trace import Communication, Kernel, Wait
+
+RANKS = (0, 1, 2, 3)
+# A second for 100 products or 10 bytes, of a message for its start and for 4 bytes; 4 processes of a node.
+ROUND = Machine("round", {2: 100.0, 4: 50.0, 8: 10.0}, 10.0, 1e9, 4, Link(1.0, 4.0), Link(2.0, 1.0), kernel_overhead=0.5)
+
+
+def test_kernels_take_what_they_move_or_multiply() -> None:
+    found = estimate_cost([Kernel("moves", 100, 40, 2), Kernel("multiplies", 300, 10, 2), Kernel("wide", 100, 10, 4)], ROUND)
+    assert (found.memory_bound, found.compute_bound, found.launches) == (4.0, 3.0 + 2.0, 1.5) and found.seconds == 10.5
+    assert estimate_cost([Kernel("moves", 0, 40, 2)], replace(ROUND, slowdown=3.0)).seconds == 12.5
+
+
+def test_messages_hide_behind_what_runs_meanwhile() -> None:
+    send, run = Communication("all-to-all", 16, RANKS, 1), Kernel("moves", 0, 15, 2)  # 1 + 16 * 3/4 / 4 = 4 seconds; 1.5 + 0.5
+    assert estimate_cost([send, Wait(1), run], ROUND).exposed_communication == 4.0
+    hidden = estimate_cost([send, run, Wait(1), run], ROUND)
+    assert (hidden.exposed_communication, hidden.seconds, hidden.sent, hidden.messages) == (2.0, 6.0, 12.0, 1)
+
+
+def test_messages_of_a_group_follow_one_another_and_those_of_others_do_not() -> None:
+    one, two, other = Communication("broadcast", 4, RANKS, 1), Communication("broadcast", 4, RANKS, 2), Communication("broadcast", 4, (0, 1), 3)
+    assert estimate_cost([one, two, Wait(1), Wait(2)], ROUND).seconds == 4.0
+    assert estimate_cost([one, other, Wait(1), Wait(3)], ROUND).seconds == 2.0
+
+
+def test_what_is_not_captured_waits_for_the_host() -> None:
+    slow = find_machine("h100", host_launch=1.0)
+    runs = [Kernel("moves", 0, 8, 2)] * 10
+    assert estimate_cost(runs, slow, captured=False).seconds == pytest.approx(10, rel=1e-3)
+    assert estimate_cost(runs, slow).seconds == pytest.approx(10 * slow.kernel_overhead, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes", "ranks", "seconds"),
+    [
+        ("all-reduce", 8, RANKS, 1 + 2 * 3 / 4 * 8 / 4), ("all-gather", 8, RANKS, 1 + 3 * 8 / 4),
+        ("reduce-scatter", 8, RANKS, 1 + 3 * 8 / 4), ("all-to-all", 8, RANKS, 1 + 3 / 4 * 8 / 4), ("send", 8, (0, 1), 1 + 8 / 4),
+        ("receive", 8, (0, 1), 1.0),
+        # Over two nodes the start costs twice its 2 s; around a ring goes what four links carry.
+        ("all-reduce", 8, tuple(range(8)), 4 + 2 * 7 / 8 * 8 / 4), ("all-to-all", 8, tuple(range(8)), 4 + 7 / 8 * 8 / 1),
+        ("all-reduce", 8, (0, 4), 4 + 2 * 1 / 2 * 8 / 1),
+    ],
+)  # fmt: skip
+def test_a_message_takes_its_start_and_its_bytes(name: str, bytes: int, ranks: tuple[int, ...], seconds: float) -> None:
+    assert ROUND.communication_time(name, bytes, ranks)[0] == pytest.approx(seconds)
+
+
+def test_machines_are_known_by_name() -> None:
+    assert find_machine("h200").bandwidth > find_machine("h100").bandwidth and set(MACHINES) >= {"a100", "h100", "h200", "b200"}
+    with pytest.raises(ConfigError, match="no machine 'h1000'; expected one of a100-40, a100"):
+        find_machine("h1000")
