@@ -30,7 +30,7 @@ class Rendered:
     """where a special token stands that somebody wrote, and which means nothing"""
 
 
-def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], special: Iterable[str], **words: Any) -> Rendered:
+def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], special: Iterable[str], **variables: Any) -> Rendered:
     """The text of ``messages``; ``special`` tokens that are written in them are noted as literal. ``words`` is what the template
     sees besides. Raises DataError with the template's words where it refuses them, and for one that is none, which ``where``
     names."""
@@ -48,29 +48,29 @@ def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], spe
     found = sorted(special, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, found)) or r"(?!)")
     try:
-        told = _marked(messages, pattern, literal)
-        text = _compiled(template).render(messages=told, raise_exception=_refuse, generation_marks=(begin, end), **words)
+        told = _mark_special(messages, pattern, literal)
+        text = _compile(template).render(messages=told, raise_exception=_refuse, generation_marks=(begin, end), **variables)
     except HpcaiError:
         raise
     except Exception as problem:  # a template can fail in any way that Python can
         raise DataError(f"{where}: chat template: {problem or type(problem).__name__}") from problem
-    return _without(text, literal, begin, end)
+    return _strip_marks(text, literal, begin, end)
 
 
 def _refuse(text: str) -> None:
     raise ValueError(text)
 
 
-def _marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+def _mark_special(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
     """The value with a mark before every special token in its texts."""
     if isinstance(value, str):
         return pattern.sub(lambda match: mark + match[0], value)
     if isinstance(value, Mapping):
-        return {key: _marked(each, pattern, mark) for key, each in value.items()}
-    return [_marked(each, pattern, mark) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _mark_special(each, pattern, mark) for key, each in value.items()}
+    return [_mark_special(each, pattern, mark) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _without(marked: str, literal: str, begin: str, end: str) -> Rendered:
+def _strip_marks(marked: str, literal: str, begin: str, end: str) -> Rendered:
     parts, answers, places, at = list[str](), list[tuple[int, int]](), set[int](), 0
     open_at: list[int] = []
     for part in re.split(f"([{literal}{begin}{end}])", marked):
@@ -87,7 +87,7 @@ def _without(marked: str, literal: str, begin: str, end: str) -> Rendered:
 
 
 @lru_cache(8)
-def _compiled(template: str) -> Any:
+def _compile(template: str) -> Any:
     sandbox = optional("jinja2.sandbox", "chat templates need", "llm")
     nodes, extension = (optional(f"jinja2.{name}", "chat templates need", "llm") for name in ("nodes", "ext"))
 
