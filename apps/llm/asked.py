@@ -32,7 +32,7 @@ def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
     import torch
 
     from hpcai.models.llm import LLM, Tokenizer, build_pipeline, load_adapter, load_deferred, merge, parallelize
-    from hpcai.models.llm.load import resolve_run, read_settings
+    from hpcai.models.llm.load import read_settings, resolve_run
     from hpcai.nn.deferred import deferred, make
     from hpcai.train.choices import fast_bf16
 

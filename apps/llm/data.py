@@ -18,7 +18,7 @@ from hpcai.dist import Mesh
 from hpcai.dist.collect import agree, by_first
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_deferred, parallelize
-from hpcai.models.llm.load import load_weights, resolve_run, read_settings
+from hpcai.models.llm.load import load_weights, read_settings, resolve_run
 from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
 from hpcai.programs import start
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.diffusion.config import ObjectiveConfig
-from hpcai.models.diffusion.prediction import NoisySample, Objective, snr, loss_weights
+from hpcai.models.diffusion.prediction import NoisySample, Objective, loss_weights, snr
 from hpcai.models.diffusion.samplers import apply_guidance, karras_sigmas, shift_times
 from tests.stored import arrays, check_thinned, told
 

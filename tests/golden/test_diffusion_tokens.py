@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcai.models.diffusion.blocks import sinusoidal_embedding
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.dit import position_embedding
-from hpcai.models.diffusion.flux import rotary_cos_sin, pack_latents, unpack_latents
+from hpcai.models.diffusion.flux import pack_latents, rotary_cos_sin, unpack_latents
 from hpcai.models.diffusion.load import from_config, load_network
 from tests.stored import DATA, arrays, told
 

@@ -14,7 +14,7 @@ from hpcai import dist, train
 from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
-from hpcai.models.llm.generation import sample_tokens, filter_logits
+from hpcai.models.llm.generation import filter_logits, sample_tokens
 from hpcai.models.llm.load import read_config
 from hpcai.models.llm.model import rotary_frequencies
 from hpcai.settings import StepConfig

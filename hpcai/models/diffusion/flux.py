@@ -14,7 +14,17 @@ from hpcai.kernels.rotary import apply_rotary
 from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import FluxConfig
-from hpcai.models.diffusion.transformer import TIME_CHANNELS, FeedForward, Modulation, attend, check_inputs, split_heads, modulate, run_block, init_weights
+from hpcai.models.diffusion.transformer import (
+    TIME_CHANNELS,
+    FeedForward,
+    Modulation,
+    attend,
+    check_inputs,
+    init_weights,
+    modulate,
+    run_block,
+    split_heads,
+)
 from hpcai.nn.again import cheap
 from hpcai.nn.products import together
 from hpcai.nn.rmsnorm import RMSNorm

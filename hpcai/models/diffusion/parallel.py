@@ -22,7 +22,7 @@ from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux, SingleStreamBlock
 from hpcai.models.diffusion.grid import Grid
 from hpcai.models.diffusion.model import Diffusion
-from hpcai.models.diffusion.unet import UNet, pixel_unshuffle, pixel_shuffle
+from hpcai.models.diffusion.unet import UNet, pixel_shuffle, pixel_unshuffle
 from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.spatial import Cut, Layer, Sizes, plan, spatial

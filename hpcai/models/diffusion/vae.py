@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
-from hpcai.models.diffusion.blocks import FORMATS, Downsample, ResBlock, SelfAttention, Space, Upsample, make_conv, channels_last
+from hpcai.models.diffusion.blocks import FORMATS, Downsample, ResBlock, SelfAttention, Space, Upsample, channels_last, make_conv
 from hpcai.models.diffusion.config import VAEConfig
 from hpcai.nn.groupnorm import GroupNorm
 

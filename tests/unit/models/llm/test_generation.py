@@ -115,7 +115,7 @@ class Unable(Tape):
 
 def test_a_step_that_cannot_be_recorded_is_told_and_graphs_go_before_the_processes_part() -> None:
     given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Unable)
-    with pytest.raises(ConfigError, match="cannot be recorded: operation not permitted when .* capturing; give capture=False"):
+    with pytest.raises(ConfigError, match="cannot be captured: operation not permitted when .* capturing; give capture=False"):
         list(given)
     given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Tape)
     for _ in range(4):
