@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from data_prep import store
 from data_prep.store import Field
 from hpcai.errors import DataError
-from hpcai.models.llm.tokens import Tokenizer
+from hpcai.models.llm.tokenizer import Tokenizer
 
 Array = NDArray[Any]
 loaded = lru_cache(1)(Tokenizer.load)
@@ -66,7 +66,7 @@ def pack(stretch: Stretch, tokenizer: str, answers: bool, path: Path) -> None:
     order = np.argsort(stretch.share, kind="stable")
     for some in np.split(order, np.flatnonzero(np.diff(stretch.share[order])) + 1):
         _fill(flat, mask if answers else None, stretch, ends, some)
-    widths = made.widths[flat[1:]]
+    widths = made.byte_lengths[flat[1:]]
     widths = widths * mask[1:] if answers else widths
     numbers, where = ends_in_rows(ends, rows, sequence)
     values: dict[str, Array] = {"bytes": widths.reshape(rows, sequence).sum(1), "ends": where,

@@ -47,7 +47,7 @@ from data_prep.documents import Bad, NotTextError, Piece
 from data_prep.packing import Array, Stretch, fields, loaded, measure, merge, pack, share_path, spans_of, type_of
 from hpcai.data.index import commit_file, write_json
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.llm.tokens import BYTES, CONTENT, Tokenizer
+from hpcai.models.llm.tokenizer import BYTES, CONTENT, Tokenizer
 
 WORK, ABOUT = ".work", "text.json"
 PART = 1 << 26                                  # bytes of text that a stop may lose, at most
@@ -248,25 +248,25 @@ def coded(found: Any, piece: Piece, reading: Reading, tokenizer: Tokenizer) -> t
 
 
 def _plain(first: str, others: Iterable[str], tokenizer: Tokenizer) -> Coded:
-    yield tokenizer.before, None
+    yield tokenizer.prefix, None
     yield tokenizer.encode(first), None
     for text in others:
         yield tokenizer.encode(text), None
-    yield tokenizer.ending, None
+    yield tokenizer.end_tokens, None
 
 
 def _answer(prompt: str, answer: str, tokenizer: Tokenizer) -> Coded:
-    ids = [*tokenizer.before, *tokenizer.encode(prompt)]
+    ids = [*tokenizer.prefix, *tokenizer.encode(prompt)]
     yield ids, [0] * len(ids)
-    ids = [*tokenizer.encode(answer), *tokenizer.ending]
+    ids = [*tokenizer.encode(answer), *tokenizer.end_tokens]
     yield ids, [1] * len(ids)
 
 
 def _conversation(messages: Any, tokenizer: Tokenizer) -> Coded:
     ids, mask = tokenizer.chat(messages)
     yield ids, mask
-    if ids[-len(tokenizer.ending) :] != tokenizer.ending:
-        yield tokenizer.ending, [0] * len(tokenizer.ending)
+    if ids[-len(tokenizer.end_tokens) :] != tokenizer.end_tokens:
+        yield tokenizer.end_tokens, [0] * len(tokenizer.end_tokens)
 
 
 def encode(share: Share, reading: Reading, raw: Path) -> dict[str, Any]:
@@ -414,7 +414,7 @@ def _planned(options: argparse.Namespace, sources: Sequence[Source], roots: Sequ
     header = {"sequence": options.sequence, "vocabulary": tokenizer.size, "tokenizer": tokenizer.identity}
     whole = {
         "format": 1, "version": hpcai.__version__, **header, "type": type_of(tokenizer), "answers": reading.answers,
-        "seed": options.seed, "before": tokenizer.before, "ending": tokenizer.ending, "splits": about, "unusable": bad,
+        "seed": options.seed, "before": tokenizer.prefix, "ending": tokenizer.end_tokens, "splits": about, "unusable": bad,
         "sources": _told_sources(roots, sources, sizes),
     }  # fmt: skip
     told_first = f"vocabulary {tokenizer.size:,} (tokenizer {tokenizer.identity[:12]}), rows of {options.sequence} + 1 tokens"
@@ -450,8 +450,8 @@ def _asked(options: argparse.Namespace) -> tuple[Reading, Tokenizer | None, int]
             raise ConfigError("--chat: a tokenizer that is trained here has no template of chats; name the file of one that has")
         return reading, None, int(size)
     tokenizer = Tokenizer.load(options.tokenizer)
-    _ = tokenizer.ending                        # refused before the work
-    if options.chat and not tokenizer.marks_answers:
+    _ = tokenizer.end_tokens                        # refused before the work
+    if options.chat and not tokenizer.has_generation_blocks:
         raise ConfigError(f"--chat: {options.tokenizer} has no template of chats that tells answers by {{% generation %}} blocks; "
                           "put such a template into its tokenizer_config.json")  # fmt: skip
     return reading, tokenizer, tokenizer.size
@@ -460,7 +460,7 @@ def _asked(options: argparse.Namespace) -> tuple[Reading, Tokenizer | None, int]
 def _frame(tokenizer: Tokenizer) -> list[Any]:
     """What else decides the tokens of a document."""
     template = json.dumps(tokenizer.config.get("chat_template"))
-    return [tokenizer.before, tokenizer.ending, hashlib.sha256(template.encode()).hexdigest()[:16]]
+    return [tokenizer.prefix, tokenizer.end_tokens, hashlib.sha256(template.encode()).hexdigest()[:16]]
 
 
 def _plan(
@@ -557,7 +557,7 @@ def _walk(paths: Sequence[Path], about: dict[str, Any], tokenizer: Tokenizer) ->
             continue
         if (odd := tokens[row, ends - 1] != about["ending"][-1]).any():
             yield f"{path}: row {row[np.argmax(odd)]}: a document ends with another token than {about['ending'][-1]}; {again}"
-        said = tokenizer.widths[tokens[:, 1:]]
+        said = tokenizer.byte_lengths[tokens[:, 1:]]
         counts = (said * _masks(told, sequence) if about["answers"] else said).sum(1)
         for at in np.flatnonzero(counts != told["bytes"])[:1]:
             yield f"{path}: row {at}: 'bytes' is {told['bytes'][at]}, expected {counts[at]}; {again}"

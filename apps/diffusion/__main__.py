@@ -25,10 +25,10 @@ def main(cfg: Config) -> None:
         with train.seeds(cfg.train.seed):
             model = network(cfg, shape, mesh)
         step = train.Step(model, diffusion.loss, cfg.step, mesh)
-        metric = partial(diffusion.measure, members=cfg.data.scored) if cfg.data.scored else diffusion.score
-        metric = partial(metric, place=cfg.data.evaluation_place)
+        metric = partial(diffusion.ensemble_scores, members=cfg.data.scored) if cfg.data.scored else diffusion.score
+        metric = partial(metric, offset=cfg.data.evaluation_place)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=metric, run=run)
-        members = partial(diffusion.ensemble, members=cfg.data.members)
+        members = partial(diffusion.draw_ensemble, members=cfg.data.members)
         run.finish(step, result, members, drawn, run.file_writer("ensembles.npz", write_ensembles, shape))
     raise SystemExit(result.exit_code)
 

@@ -22,7 +22,7 @@ from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loader
 from hpcai.dist import Mesh
 from hpcai.dist.collect import by_first
 from hpcai.errors import DataError
-from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_later, parallelize
+from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_deferred, parallelize
 from hpcai.programs import start
 
 _HELD: dict[str, Any] = {"shuffle": False, "last": "keep"}
@@ -181,7 +181,7 @@ def network(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
     model = Diffusion(shape, cfg.train.seed)
     latents.tell_nothing(model, cfg.data.directory)
     cut = partial(parallelize, mesh=mesh)
-    return cut(model) if cfg.start.weights is None else load_later(model, cfg.start.weights, cut)
+    return cut(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, cut)
 
 
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig) -> None:

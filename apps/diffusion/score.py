@@ -244,7 +244,7 @@ class Judging:
         """Over the mesh. Raises ConfigError for one whose samples are no images, or that was trained with other networks."""
         import torch
 
-        from hpcai.models.diffusion import Diffusion, DiffusionConfig, load_later, parallelize
+        from hpcai.models.diffusion import Diffusion, DiffusionConfig, load_deferred, parallelize
         from hpcai.nn.deferred_init import deferred, materialize
         from hpcai.nn.weights import read_settings
 
@@ -254,7 +254,7 @@ class Judging:
             raise ConfigError(f"{file}: its samples are no latents, of which images are made; give weights of a model of latents")
         self._fits(file, settings)
         with deferred():
-            model = load_later(Diffusion(settings), path, partial(parallelize, mesh=self.mesh))
+            model = load_deferred(Diffusion(settings), path, partial(parallelize, mesh=self.mesh))
         return materialize(model, self.mesh.device, dtype=torch.bfloat16 if self.narrow else torch.float32).eval()
 
     def _fits(self, file: Path, settings: Any) -> None:
@@ -294,7 +294,7 @@ class Judging:
         named = [f"{self.cfg.captions}: caption {number + 1}" for number in numbers]
         told = {name: one.encode(captions, named)[0] for name, one in self.opened.texts.items() if getattr(model.cfg.latents, name)}
         with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.narrow):
-            drawn = model.sample(Condition(**told), seed=self.cfg.seed, sampler=self.cfg.sampler, number=torch.tensor(numbers))[0]
+            drawn = model.sample(Condition(**told), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
         latents = drawn.float() / model.cfg.latents.scale + model.cfg.latents.shift
         images = self.opened.decoded(latents).to(self.mesh.device) / 2 + 0.5
         if not images.isfinite().all():

@@ -42,7 +42,7 @@ from hpcai.models.diffusion import (
     unet,
 )
 from hpcai.models.diffusion.condition import Condition
-from hpcai.models.diffusion.load import KINDS
+from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
 from hpcai.nn import Conv2d, GroupNorm, LayerNorm, upsample_conv, periodic
 from hpcai.nn.conv import Conv3d
 
@@ -124,8 +124,8 @@ class Trial(Subject):
         if "products" not in on:
             exchange(model, {Conv2d: nn.Conv2d, Conv3d: nn.Conv3d})
         for part in model.modules():
-            if isinstance(part, blocks.Up):
-                part.joined = "up" in on
+            if isinstance(part, blocks.Upsample):
+                part.fused = "up" in on
         return model if "channels-last" in on else model.to(memory_format=torch.contiguous_format)
 
     def datasets(self, cfg: Any) -> Sequence[str]:
@@ -188,9 +188,9 @@ def _padded(x: Tensor, dims: Sequence[int]) -> Tensor:
 @contextmanager
 def _contiguous() -> Iterator[None]:
     """Inside, nothing makes channels-last memory of what lies in contiguous memory."""
-    copied = ("to_places", "fold_upsampling")
+    copied = ("from_tokens", "fold_upsampling")
     every: list[tuple[Any, str, Any]] = [(blocks, name, partial(_copied, getattr(blocks, name))) for name in copied]
-    every += [(module, "places_last", Tensor.contiguous) for module in (blocks, unet)]
+    every += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
     every += [(module, "circular_pad", _padded) for module in (upsample_conv, periodic)]
     ours = [(module, name, getattr(module, name)) for module, name, _ in every]
     try:
@@ -217,7 +217,8 @@ class _Theirs(nn.Module):
         self.cfg, self.space, cells = cfg, blocks.Space(cfg.dims, cfg.periodic), cfg.patch**cfg.dims
         inputs, outputs = cells * (cfg.inputs + cfg.field), cells * cfg.outputs
         same = cfg.model_copy(update={"inputs": inputs, "outputs": outputs, "field": 0, "patch": 1, "periodic": ()})
-        name, words = next(((name, words) for name, kind in KINDS.items() if (words := kind.to_config(same))), (None, None))
+        configs = ((name, config) for name, kind in DIFFUSERS_CLASSES.items() if (config := kind.to_config(same)))
+        name, words = next(configs, (None, None))
         if name is None or len({*cfg.periodic}) > 1:
             raise ConfigError(f"diffusers has no network for model.unet {cfg!r}; leave --peers out")
         self.net = getattr(import_module("diffusers"), name).from_config(words)
@@ -227,9 +228,9 @@ class _Theirs(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         if condition.field is not None:
-            x = torch.cat((x, blocks.resized(condition.field, x.shape[2:], self.space.wrapped)), 1)
+            x = torch.cat((x, blocks.resize(condition.field, x.shape[2:], self.space.periodic_dims)), 1)
         texts = {} if condition.tokens is None else {"encoder_hidden_states": condition.tokens.to(x.dtype)}
-        return unet.unfolded(self.net(unet.folded(x, self.cfg.patch), time, **texts).sample, self.cfg.patch)
+        return unet.pixel_shuffle(self.net(unet.pixel_unshuffle(x, self.cfg.patch), time, **texts).sample, self.cfg.patch)
 
 
 def _diffusers(cfg: Any, batch: Batch) -> Form:

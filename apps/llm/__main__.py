@@ -34,7 +34,7 @@ def main(cfg: Config) -> None:
         with train.Run("llm", cfg, mesh, benchmark) as run, texts(cfg, mesh) as (training, validation, pictures):
             with train.seeds(cfg.train.seed):
                 model = network(cfg, mesh)
-            step = train.Step(model, llm.loss, cfg.step, mesh, pipeline=llm.stages(model, mesh, **cfg.stages.model_dump()))
+            step = train.Step(model, llm.loss, cfg.step, mesh, pipeline=llm.build_pipeline(model, mesh, **cfg.stages.model_dump()))
             result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
             if result.reason != "signal":
                 keep_tokenizer(run, cfg)

@@ -31,8 +31,8 @@ def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
     its part of them; those of GPT-2's own files, and of a model in stages that is given an adapter, are read whole and cut."""
     import torch
 
-    from hpcai.models.llm import LLM, Tokenizer, load_adapter, load_later, merge, parallelize, stages
-    from hpcai.models.llm.load import of_run, read_settings
+    from hpcai.models.llm import LLM, Tokenizer, build_pipeline, load_adapter, load_deferred, merge, parallelize
+    from hpcai.models.llm.load import read_settings, resolve_run
     from hpcai.nn.deferred_init import deferred, materialize
     from hpcai.train.auto_settings import has_fast_bf16
 
@@ -40,20 +40,20 @@ def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
     narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
     where: dict[str, Any] = {"device": mesh.device, "dtype": torch.bfloat16 if narrow else torch.float32}
     is_cut, in_stages = mesh["tensor"].size * mesh["pipeline"].size > 1, mesh["pipeline"].size > 1
-    same_names = settings.rotary is not None or of_run(cfg.weights).is_file()
+    same_names = settings.rotary is not None or resolve_run(cfg.weights).is_file()
     by_parts = is_cut and same_names and not (in_stages and cfg.adapter is not None)
     if by_parts:
         with deferred():
             model = parallelize(LLM(settings), mesh)
-        act = stages(model, mesh)
-        materialize(load_later(model, cfg.weights), **where)
+        act = build_pipeline(model, mesh)
+        materialize(load_deferred(model, cfg.weights), **where)
     else:
         model = LLM.load(cfg.weights).to(where["dtype"])
     if cfg.adapter is not None:
         load_adapter(model, cfg.adapter)
         merge(model)
     if not by_parts:
-        act = stages(parallelize(model, mesh), mesh)
+        act = build_pipeline(parallelize(model, mesh), mesh)
         model.to(**where)
     if cfg.tokenizer is not None:
         model.tokenizer = Tokenizer.load(cfg.tokenizer)

@@ -17,9 +17,9 @@ from hpcai.data.splits import Samples, Zip, sharded_sampler, make_loader, open_l
 from hpcai.dist import Mesh
 from hpcai.dist.collect import agree, by_first
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_later, parallelize
-from hpcai.models.llm.load import load_weights, of_run, read_settings
-from hpcai.models.llm.tokens import CONTENT, Tokenizer
+from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_deferred, parallelize
+from hpcai.models.llm.load import load_weights, read_settings, resolve_run
+from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
 from hpcai.programs import start
 
 ABOUT = "text.json"
@@ -193,8 +193,8 @@ def network(cfg: Config, mesh: Mesh) -> LLM:
     """The model over the mesh, of random weights or those that are named, to be built within ``train.seeds``: then no process makes
     it whole, but for one of GPT-2's files, which have other tensors."""
     folder = cfg.start.weights
-    is_gpt = folder is not None and cfg.model.rotary is None and of_run(folder).is_dir()
+    is_gpt = folder is not None and cfg.model.rotary is None and resolve_run(folder).is_dir()
     model = parallelize(load_weights(folder, cfg.model) if folder and is_gpt else LLM(cfg.model), mesh)
     if folder and not is_gpt:
-        load_later(model, folder)
+        load_deferred(model, folder)
     return model if cfg.lora is None else adapt(model, cfg.lora)

@@ -80,12 +80,12 @@ def main(cfg: GenerateConfig) -> None:
 def continue_one(cfg: GenerateConfig, mesh: Any) -> None:
     """Show how one text goes on, while it does. Copies beside the first have nothing to do."""
     from hpcai.dist.collect import agree
-    from hpcai.models.llm.speech import go_on
+    from hpcai.models.llm.text import continue_text
 
     text = cfg.prompt if cfg.prompt is not None else agree(sys.stdin.read() if mesh.is_first else "", mesh.everyone)
     if mesh["replicate"].rank == 0:
         model, act = asked(cfg, mesh)
-        for piece in go_on(model, text, seed=cfg.seed, act=act, **cfg.words):
+        for piece in continue_text(model, text, seed=cfg.seed, pipeline=act, **cfg.words):
             if mesh.is_first:
                 print(piece, end="", flush=True)
         if mesh.is_first:
@@ -96,8 +96,8 @@ def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
     """Write how each text of a file goes on that has no line in ``out`` yet. Raises DataError for a line that is no prompt, or is
     too long for the model, and for an ``out`` that is of other prompts, before any text is made."""
     from hpcai.dist.collect import agree, gather_objects
-    from hpcai.models.llm.generation import check
-    from hpcai.models.llm.speech import collected, tokens_of
+    from hpcai.models.llm.generation import check_prompts
+    from hpcai.models.llm.text import complete_texts, prompt_tokens
 
     assert cfg.file is not None
     prompts = agree(read_prompts(cfg.file) if mesh.is_first else [], mesh.everyone)
@@ -107,7 +107,7 @@ def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
     def tokens(prompt: Prompt) -> list[int]:
         if "messages" in prompt.given:
             return list(model.tokenizer.chat(prompt.given["messages"], True)[0])
-        return tokens_of(model, prompt.given["text"])
+        return prompt_tokens(model, prompt.given["text"])
 
     found: list[tuple[Prompt, list[int]]] = []
     for prompt in prompts:
@@ -115,7 +115,8 @@ def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
             found.append((prompt, tokens(prompt)))
         except DataError as problem:
             raise DataError(f"{cfg.file}: line {prompt.line}: {problem}") from problem
-    check([ids for _, ids in found], model.cfg.vocabulary, model.cfg.positions, lambda n: f"{cfg.file}: line {found[n][0].line}")
+    check_prompts([ids for _, ids in found], model.cfg.vocabulary, model.cfg.positions,
+                  lambda n: f"{cfg.file}: line {found[n][0].line}")  # fmt: skip
     todo = [each for each in found if each[0].line not in done]
     if mesh.is_first:
         sys.stderr.write(f"{len(todo)} of {len(prompts)} texts to continue\n")
@@ -125,7 +126,7 @@ def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
     for first in range(0, len(batches), copies.size):
         mine = batches[first + copies.rank] if first + copies.rank < len(batches) else []
         seeds, fresh = [cfg.seed + prompt.line for prompt, _ in mine], any("messages" in prompt.given for prompt, _ in mine)
-        texts = collected(model, [ids for _, ids in mine], seed=seeds, fresh=fresh, act=act, **cfg.words)
+        texts = complete_texts(model, [ids for _, ids in mine], seed=seeds, fresh=fresh, pipeline=act, **cfg.words)
         told = [{"line": prompt.line, **prompt.given, "completion": text} for (prompt, _), text in zip(mine, texts)]
         every = gather_objects(told if mesh.copy.rank == 0 else [], mesh.everyone)
         if mesh.is_first:

@@ -68,7 +68,7 @@ def notes(cfg: Config) -> list[str]:
         told.append("mesh.replicate=N tells of N copies")
     trained = "" if cfg.lora is None else f", {_adapters(cfg):,} of them trained"
     return [
-        *told, f"{cfg.model.parameters + (_adapters(cfg) if cfg.lora else 0):,} parameters{trained}",
+        *told, f"{cfg.model.num_parameters + (_adapters(cfg) if cfg.lora else 0):,} parameters{trained}",
         f"{cfg.data.batch * tokens:,} tokens a step: {cfg.data.batch} rows of {tokens}",
         f"{full / 1e9:.2f} G multiplications and additions a token, {causal / 1e9:.2f} G where attention looks back alone",
     ]  # fmt: skip
@@ -79,8 +79,8 @@ def operations(cfg: Config, tokens: int, causal: bool) -> float:
     and of each layer 12 of each channel of the heads and each token seen (Narayanan et al., SC21, appendix; NVIDIA's figures count
     attention in full until 2025, then ``causal``)."""
     m = cfg.model
-    products = m.parameters - _around(cfg) + m.vocabulary * m.width
-    seen = 12 * m.layers * m.heads * m.size * tokens * (0.5 if causal else 1.0)
+    products = m.num_parameters - _around(cfg) + m.vocabulary * m.width
+    seen = 12 * m.layers * m.heads * m.head_dim * tokens * (0.5 if causal else 1.0)
     return seen + (6 * products if cfg.lora is None else 4 * products + 6 * _adapters(cfg))
 
 
@@ -139,8 +139,8 @@ def _of(cfg: Config, sizes: Sizes, rank: int) -> dict[str, float]:
     n, own, shards = sizes.tensor, -(-m.layers // sizes.pipeline), step.shard == "weights" and sizes.replicate > 1
     tokens = max(cfg.data.batch // (sizes.replicate * step.accumulate), 1) * tokens_of(cfg) // sizes.context
     hidden, product = _widths(cfg)
-    keys = m.keys * max(n // m.keys, 1) - m.keys  # heads of keys that several ranks hold
-    layer = (m.parameters - _around(cfg)) / m.layers / n + 2 * keys * m.size * m.width / n
+    keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # heads of keys that several ranks hold
+    layer = (m.num_parameters - _around(cfg)) / m.layers / n + 2 * keys * m.head_dim * m.width / n
     ends = _around(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
     found = _held(cfg, sizes, own * layer + ends, trained=cfg.lora is None)
     adapters = _adapters(cfg) * own / m.layers / n if cfg.lora else 0.0
@@ -170,7 +170,7 @@ def _around(cfg: Config) -> int:
 def _adapters(cfg: Config) -> int:
     """Parameters of all adapters."""
     m = cfg.model
-    heads, keys = m.heads * m.size, m.keys * m.size
+    heads, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
     ends = {"q_proj": m.width + heads, "k_proj": m.width + keys, "v_proj": m.width + keys, "o_proj": heads + m.width}
     ends |= dict.fromkeys(("up_proj", "gate_proj", "down_proj"), m.width + m.inner)
     return 0 if cfg.lora is None else m.layers * cfg.lora.rank * sum(ends.get(name, 0) for name in cfg.lora.targets)
@@ -225,8 +225,8 @@ def _kept(cfg: Config, sizes: Sizes, tokens: int, recompute: str) -> float:
     if recompute != "selective":  # what norms give; a frozen layer keeps no input, one that is cut does
         kept += product * m.width * some * sum(trained or n > 1 or not adapted.isdisjoint(names) for names in (_READ, _FED))
     varlen = cfg.data.documents == "apart" and product == 2 and sizes.context == 1
-    keys = m.keys * m.size * max(n // m.keys, 1) // n
-    kept += tokens * (product * ((2 + varlen) * m.heads * m.size // n + 2 * keys) + 4 * m.heads // n)
+    keys = m.kv_heads * m.head_dim * max(n // m.kv_heads, 1) // n
+    kept += tokens * (product * ((2 + varlen) * m.heads * m.head_dim // n + 2 * keys) + 4 * m.heads // n)
     kept += 0 if varlen or cfg.data.documents == "joined" else product * tokens * tokens_of(cfg)  # the mask, as attention has it
     inner = (2 if m.feed == "swiglu" else 1) + (recompute == "none" and (trained or "down_proj" in adapted))
     kept += inner * tokens * product * m.inner // n

@@ -13,7 +13,7 @@ from torch import nn
 from apps.llm.trial import Trial
 from hpcai.cli.plan.workload import Evaluation, Published, Workload
 from hpcai.dist import Mesh
-from hpcai.models.llm import LLM, stages
+from hpcai.models.llm import LLM, build_pipeline
 from hpcai.parallel.pipeline import Pipeline
 
 _LLAMA31 = "width: 4096, layers: 32, heads: 32, key_heads: 8, inner: 14336, vocabulary: 128256"
@@ -40,7 +40,7 @@ class Plan(Workload):
 
     def act(self, cfg: Any, model: nn.Module, mesh: Mesh) -> Pipeline | None:
         assert isinstance(model, LLM)
-        return stages(model, mesh, **cfg.stages.model_dump())
+        return build_pipeline(model, mesh, **cfg.stages.model_dump())
 
     def stages(self, cfg: Any) -> int:
         return int(cfg.mesh.pipeline * cfg.stages.per_rank)

@@ -104,7 +104,7 @@ def rows_of(cfg: ScoreConfig, model: Any) -> Any:
     than the model's, whose rows are too long for it, or that lacks answers where they are to be judged."""
     from apps.llm.data import Texts, about_of
     from hpcai.data import Rows
-    from hpcai.models.llm.speech import has_tokenizer
+    from hpcai.models.llm.text import has_tokenizer
 
     assert cfg.data is not None
     about = about_of(cfg.data)
@@ -168,13 +168,13 @@ def of_tasks(cfg: ScoreConfig, mesh: Any, model: Any, act: Any, tasks: Sequence[
 def pair(model: Any, task: Task, choice: str, path: Path | None) -> tuple[list[int], list[int]]:
     """Tokens of a context, and those that a choice adds to it. White space at the end of a context belongs to the choice, with
     which tokenizers join it. Of a context that is too long its end is taken."""
-    from hpcai.models.llm.speech import begin
+    from hpcai.models.llm.text import start_tokens
 
     tokenizer, context = model.tokenizer, task.context.rstrip()
     choice = task.context[len(context) :] + choice
     first, whole = tokenizer.encode(context), tokenizer.encode(context + choice)
     second = whole[len(first) :] or tokenizer.encode(choice)
-    kept, room = [*begin(tokenizer), *whole[: len(first)]], model.cfg.positions + 1 - len(second)
+    kept, room = [*start_tokens(tokenizer), *whole[: len(first)]], model.cfg.positions + 1 - len(second)
     if room < 1:
         told = f"a choice of {len(second)} tokens, the model has {model.cfg.positions} positions"
         raise DataError(f"{path}: line {task.line}: {told}; shorten it")

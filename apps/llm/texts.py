@@ -17,7 +17,7 @@ from torch import Tensor
 from apps.llm.settings import Config
 from hpcai import dist, train
 from hpcai.models.llm import SamplingConfig, Tokenizer, complete
-from hpcai.models.llm.tokens import CONFIG, CONTENT, TEMPLATE
+from hpcai.models.llm.tokenizer import CONFIG, CONTENT, TEMPLATE
 
 _TEXTS, _GIVEN, _MADE = 6, 64, 128  # texts that are continued, tokens of each that are given, and that are made
 _SAMPLING = SamplingConfig(most=_MADE, temperature=0.8, top_p=0.95)
@@ -38,7 +38,7 @@ def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor])
     given = min(_GIVEN, len(some[0]) // 2)
     with step.average.applied(), step.autocast():
         ends = [] if tokenizer.eos is None else [tokenizer.eos]
-        made = complete(step.model, [row[:given] for row in some], _SAMPLING, ends, words=tokenizer.size, act=step.pipeline)
+        made = complete(step.model, [row[:given] for row in some], _SAMPLING, ends, vocab_size=tokenizer.size, pipeline=step.pipeline)
     if not rows:
         return
     texts = [list(map(tokenizer.decode, (row[:given], new, row[given : given + _MADE]))) for row, new in zip(some, made)]
@@ -53,7 +53,7 @@ def codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, float]:
         return {}
     said = tokens[:, 1:].ravel()
     text = tokenizer.decode(said.tolist(), skip_special=True).encode()
-    count = int(tokenizer.widths[said].sum())
+    count = int(tokenizer.byte_lengths[said].sum())
     return {
         "tokens' frequencies": adaptive(said, tokenizer.size) / count,
         "gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),

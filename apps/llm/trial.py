@@ -21,7 +21,7 @@ from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
 from hpcai.models.llm.load import hub_config
-from hpcai.models.llm.objective import within
+from hpcai.models.llm.objective import document_positions
 from hpcai.nn.lm_head import IGNORE_INDEX, LMHead
 
 _GPU = torch.cuda.is_available()
@@ -126,7 +126,7 @@ def _transformers(cfg: Any, batch: Batch) -> Form:
     theirs = package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model(**words))
 
     def mean(model: Any, batch: Batch) -> dict[str, Any]:
-        places = None if batch.documents is None else within(batch.documents[:, :-1])
+        places = None if batch.documents is None else document_positions(batch.documents[:, :-1])
         logits, targets = model(batch.tokens[:, :-1], position_ids=places, **cached).logits, batch.targets
         return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)}
 

@@ -69,10 +69,10 @@ def test_ensembles_are_those_of_the_kept_weights(data: Path) -> None:
     low = torch.from_numpy(drawn["field"])
     members = model.sample(Condition(field=low), 4)
     np.testing.assert_allclose(members.transpose(0, 1).numpy(), drawn["members"], atol=1e-5)
-    one = model.sample(Condition(field=low[1:2]), 4, number=torch.tensor([1]))
+    one = model.sample(Condition(field=low[1:2]), 4, indices=torch.tensor([1]))
     torch.testing.assert_close(one[:, 0], members[:, 1], rtol=0, atol=1e-5)
-    density = model.physical(torch.from_numpy(drawn["truth"]))
-    torch.testing.assert_close(model.standard(density), torch.from_numpy(drawn["truth"]), rtol=1e-4, atol=1e-5)
+    density = model.to_physical(torch.from_numpy(drawn["truth"]))
+    torch.testing.assert_close(model.standardize(density), torch.from_numpy(drawn["truth"]), rtol=1e-4, atol=1e-5)
     assert density.min() > -0.05 and 0.5 < float(density.mean()) < 2
 
 

@@ -241,4 +241,4 @@ def test_documents_joined_see_what_stands_before(data: Path) -> None:
     np.testing.assert_array_equal(joined.tokens, apart.tokens)
     eos = Tokenizer.load(data).eos
     np.testing.assert_array_equal(apart.documents, np.cumsum(apart.tokens == eos))
-    assert joined.counted.all() and apart.counted.all()
+    assert joined.loss_mask.all() and apart.loss_mask.all()

@@ -22,7 +22,7 @@ from hpcai import config
 from hpcai.cli.plan.planner import Planner
 from hpcai.dist import Mesh
 from hpcai.errors import MeshError
-from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, loss, parallelize, stages
+from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, build_pipeline, loss, parallelize
 from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import pipeline
 from hpcai.parallel.replicate import GradientSums
@@ -144,7 +144,7 @@ def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
             mesh.device_mesh(mesh["replicate"])  # which nothing on paper can make
         with deferred(0), _of_type(torch.float64 if cfg.step.precision == "fp64" else torch.float32):
             model = parallelize(LLM(cfg.model), mesh)
-            act = stages(model, mesh, **cfg.stages.model_dump())
+            act = build_pipeline(model, mesh, **cfg.stages.model_dump())
             model = model if cfg.lora is None else adapt(model, cfg.lora)
         with paper.fake_tensors():
             step = Step(paper.materialize(model), loss, cfg.step, mesh, pipeline=act)
@@ -181,7 +181,7 @@ def test_memory_is_that_of_a_recorded_step(name: str) -> None:
 def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
     """Llama 2 7B with 16 bytes a parameter, and its activations by the formula of its layers."""
     found = memory.parts(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=nowhere"]), 1)
-    count = LLMConfig().parameters
+    count = LLMConfig().num_parameters
     held = [found[part] for part in ("weights", "gradients", "optimizer")]
     assert held == pytest.approx([2 * count, 2 * count, 12 * count], rel=1e-4)
     tokens, c = 4096, 4096

@@ -30,7 +30,7 @@ from tests.stored import DATA
 GOLDEN = str(DATA / "llm" / "tokenizer")
 T = 32
 SMALL = ["--sequence", T, "--held-out", 0.3, "--each", 7, "--seed", 3]
-FIELDS, ANSWERS = (packing.fields(T, Tokenizer.of_bytes(), answers) for answers in (False, True))
+FIELDS, ANSWERS = (packing.fields(T, Tokenizer.byte_level(), answers) for answers in (False, True))
 OF_TEXT = {f"notes/{n}.txt": f"note {n}: " + "word " * n + f"– ½ {n}\n" for n in range(24)} | {"read me.md": "# Title\n\nsmall\n"}
 OF_LINES = [f'"{n}" says\n' + "ab " * (n % 7) for n in range(40)]
 OF_TABLE = [f"row {n} " + "é" * n for n in range(30)]
@@ -91,7 +91,7 @@ def rows_of(out: Path, split: str, fields: Any = FIELDS) -> list[dict[str, Any]]
 
 def said(out: Path, split: str) -> list[str]:
     """The documents of a split, from its rows."""
-    rows, end = rows_of(out, split), Tokenizer.load(out).ending[-1]
+    rows, end = rows_of(out, split), Tokenizer.load(out).end_tokens[-1]
     stream = np.concatenate([*(row["tokens"][:-1] for row in rows), rows[-1]["tokens"][-1:]])
     parts = np.split(stream, np.flatnonzero(stream == end) + 1)
     return [Tokenizer.load(out).decode(part.tolist(), skip_special=True) for part in parts]
@@ -220,7 +220,7 @@ def test_files_may_be_named_for_validation_and_chosen_by_name(source: Path, tmp_
 
 def test_text_json_tells_sources_and_tokenizer(bytes_of: Path, source: Path) -> None:
     about = loaded(bytes_of / "text.json")
-    assert about["tokenizer"] == Tokenizer.of_bytes().identity == Tokenizer.load(bytes_of).identity
+    assert about["tokenizer"] == Tokenizer.byte_level().identity == Tokenizer.load(bytes_of).identity
     assert (about["sequence"], about["vocabulary"], about["type"], about["ending"]) == (T, 257, "uint16", [256])
     files = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file() and path.name != ".hidden")
     told = "".join(f"{store.digest(source / name)}  {name}\n" for name in files)
@@ -249,7 +249,7 @@ def test_a_long_text_is_read_in_parts_and_has_the_tokens_of_the_whole(tmp_path: 
     assert len(list(documents.texts(tmp_path / "in" / "a.txt"))) > 50
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", GOLDEN, "--sequence", 2, "--held-out", 0) == 0
     rows, one = rows_of(tmp_path / "out", "train", FIELDS | {"tokens": store.Field("uint16", (3,))}), Tokenizer.load(GOLDEN)
-    expected = one.document(whole)
+    expected = one.encode_document(whole)
     assert [token for row in rows for token in row["tokens"][:2].tolist()] == expected[: 2 * len(rows)]
     assert "".join(documents.texts(tmp_path / "in" / "a.txt")) == whole
 
@@ -341,7 +341,7 @@ def check_answers(out: Path, one: Tokenizer, told: Sequence[tuple[list[int], lis
         part[0] = 0                                             # it is what the row before says
         edges = [place for place, (a, b) in enumerate(pairwise([0, *part, 0])) if a != b]
         assert row["spans"].ravel().tolist() == edges
-        assert row["bytes"] == sum(int(one.widths[token]) for token, inside in zip(row["tokens"], part) if inside)
+        assert row["bytes"] == sum(int(one.byte_lengths[token]) for token, inside in zip(row["tokens"], part) if inside)
 
 
 def test_what_the_assistant_says_is_the_answer(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_what_the_assistant_says_is_the_answer(tmp_path: Path) -> None:
     words = ["--sequence", T, "--held-out", 0, "--tokenizer", GOLDEN, "--chat", "--each", 3]
     assert convert(tmp_path / "in", tmp_path / "out", *words) == 0
     one = Tokenizer.load(GOLDEN)
-    told = [(ids + one.ending, mask + [0]) for ids, mask in map(one.chat, chats)]
+    told = [(ids + one.end_tokens, mask + [0]) for ids, mask in map(one.chat, chats)]
     check_answers(tmp_path / "out", one, told)
     assert text.main(["check", str(tmp_path / "out")]) == 0
 
@@ -361,7 +361,7 @@ def test_an_answer_is_learned_with_its_end_and_a_question_is_not(tmp_path: Path)
     pq.write_table(pa.table({"q": [q for q, _ in pairs], "a": [a for _, a in pairs]}), tmp_path / "pairs.parquet")
     words = ["--sequence", T, "--held-out", 0, "--tokenizer", "bytes", "--prompt", "q", "--answer", "a"]
     assert convert(tmp_path / "pairs.parquet", tmp_path / "out", *words) == 0
-    one = Tokenizer.of_bytes()
+    one = Tokenizer.byte_level()
     check_answers(tmp_path / "out", one, [([*q.encode(), *a.encode(), 256], [0] * len(q) + [1] * (len(a) + 1)) for q, a in pairs])
 
 
@@ -395,7 +395,7 @@ def test_check_names_another_tokenizer(bytes_of: Path, tmp_path: Path, capsys: p
     out = shutil.copytree(bytes_of, tmp_path / "out")
     Tokenizer.load(GOLDEN).save(out)
     assert text.main(["check", str(out)]) == 1
-    assert f"{out / 'text.json'}: made with the tokenizer {Tokenizer.of_bytes().identity[:12]}" in capsys.readouterr().out
+    assert f"{out / 'text.json'}: made with the tokenizer {Tokenizer.byte_level().identity[:12]}" in capsys.readouterr().out
 
 
 # ---- what cannot be used

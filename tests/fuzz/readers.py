@@ -234,9 +234,9 @@ def tokenizer(file: str) -> Callable[[Path], Path]:
 
 def use_tokenizer(path: Path) -> None:
     one = Tokenizer.load(path.with_name("tokenizer.json"))
-    one.decode(one.document("naïve <|eos|> 123"))
+    one.decode(one.encode_document("naïve <|eos|> 123"))
     one.chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "4"}])
-    one.widths.sum()
+    one.byte_lengths.sum()
 
 
 # ---- runs

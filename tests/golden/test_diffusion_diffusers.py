@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network, save_folder
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
-from hpcai.models.diffusion.flux import Flux, packed
+from hpcai.models.diffusion.flux import Flux, pack_latents
 
 _WHY = "diffusers is not installed: folders for others, and from them, are NOT tested; pip install hpcai-suite[peers]"
 diffusers: Any = pytest.importorskip("diffusers", reason=_WHY)
@@ -92,11 +92,11 @@ def said(ours: Any, theirs: Any) -> tuple[Tensor, Tensor]:
         strength = time + 1 if cfg.guidance else None
         asked = Condition(tokens=numbers(2, 3, cfg.tokens), pooled=numbers(2, cfg.pooled), guidance=strength)
         right = theirs(
-            hidden_states=packed(x), timestep=time, encoder_hidden_states=asked.tokens, pooled_projections=asked.pooled,
+            hidden_states=pack_latents(x), timestep=time, encoder_hidden_states=asked.tokens, pooled_projections=asked.pooled,
             guidance=strength, txt_ids=torch.zeros(3, 3, dtype=torch.float64),
             img_ids=torch.tensor([[0.0, i, j] for i in range(2) for j in range(3)], dtype=torch.float64),
         ).sample  # fmt: skip
-        return packed(ours(x, time, asked)), right
+        return pack_latents(ours(x, time, asked)), right
     times = torch.tensor([3, 700])
     if isinstance(cfg, DiTConfig):
         x, classes = numbers(2, cfg.inputs, cfg.size, cfg.size), torch.tensor([cfg.classes, cfg.classes - 1])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network
-from hpcai.models.diffusion.blocks import sinusoidal
+from hpcai.models.diffusion.blocks import sinusoidal_embedding
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
-from hpcai.models.diffusion.load import KINDS
+from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
 from tests.hashed import fill
 from tests.stored import DATA, arrays, told
 
@@ -45,7 +45,7 @@ def structured(case: str) -> UNet:
     """The network of a case of ``sd2_unet_tiny``, with weights by rule."""
     about = SD2[case]
     path = HOME / "sd2_unet_tiny" / f"{about['folder']}.json"
-    cfg: Any = KINDS["UNet2DConditionModel"].from_config(json.loads(path.read_text()), path)
+    cfg: Any = DIFFUSERS_CLASSES["UNet2DConditionModel"].from_config(json.loads(path.read_text()), path)
     net = UNet(cfg.model_copy(update={"groups": about["resnet_groups"], "attention_groups": about["transformer_groups"]})).double()
     fill(net)
     return net
@@ -55,7 +55,7 @@ def structured(case: str) -> UNet:
 def test_a_unet_with_attention_to_tokens(case: str) -> None:
     io, about, net = tensors(f"sd2_unet_tiny/{case}"), SD2[case], structured(case)
     given = io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"])
-    near(sinusoidal(io["timestep"], net.cfg.channels[0], torch.float64), io["time_proj"], 1e-4)  # theirs in float32
+    near(sinusoidal_embedding(io["timestep"], net.cfg.channels[0], torch.float64), io["time_proj"], 1e-4)  # theirs in float32
     adamw = about["adamw"]
     how = {key: adamw[key] for key in ("lr", "betas", "eps", "weight_decay")}
     optimizer, losses = torch.optim.AdamW(net.parameters(), **how), []
@@ -94,8 +94,9 @@ def test_an_autoencoder(case: str) -> None:
     latents = vae.encode(io["image"])
     z, recon = latents.sample(io["noise"]), vae.decode(latents.mean)
     kl = 0.5 * (latents.mean.square() + latents.logvar.exp() - 1 - latents.logvar).flatten(1).sum(1)
-    found = {"moments": latents.moments, "mean": latents.mean, "logvar": latents.logvar, "z": z, "z_scaled": vae.scaled(z)}
-    found |= {"recon": recon, "decoded": vae.decode(io["latent"]), "decoded_unscaled": vae.decode(vae.unscaled(io["latent"]))}
+    found = {"moments": latents.moments, "mean": latents.mean, "logvar": latents.logvar, "z": z, "z_scaled": vae.scale_latents(z)}
+    found |= {"recon": recon, "decoded": vae.decode(io["latent"])}
+    found |= {"decoded_unscaled": vae.decode(vae.unscale_latents(io["latent"]))}
     for name, value in found.items():
         near(value, io[f"{name}_f64"])
     np.testing.assert_allclose(kl.detach(), io["kl_f64"], rtol=1e-11)
@@ -127,4 +128,4 @@ def test_tensors_of_published_networks(name: str) -> None:
         state = kind(cfg).state_dict()
     assert {key: list(x.shape) for key, x in state.items()} == dict(known["tensors"]) and len(state) == known["tensor_count"]
     assert sum(x.numel() for x in state.values()) == known["total"]
-    assert KINDS[known["class"]].from_config({"_class_name": known["class"], **known["config"]}, HOME / "names") == cfg
+    assert DIFFUSERS_CLASSES[known["class"]].from_config({"_class_name": known["class"], **known["config"]}, HOME / "names") == cfg

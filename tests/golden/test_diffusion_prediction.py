@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hpcai.models.diffusion.config import ObjectiveConfig
-from hpcai.models.diffusion.prediction import Noised, Objective, kept, weights
-from hpcai.models.diffusion.samplers import guided, karras, shifted
+from hpcai.models.diffusion.prediction import NoisySample, Objective, loss_weights, snr
+from hpcai.models.diffusion.samplers import apply_guidance, karras_sigmas, shift_times
 from tests.stored import arrays, check_thinned, told
 
 FOLDER = "diffusion/objectives"
@@ -37,14 +37,14 @@ def close(found: Tensor | np.ndarray, known: Tensor | np.ndarray, tolerance: flo
 
 @pytest.mark.parametrize("name", ["sd2", "linear", "cosine", "sd2_zero_snr", "linear_zero_snr"])
 def test_schedules(name: str) -> None:
-    close(kept(schedule(name)), arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
+    close(snr(schedule(name)), arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
 
 
 @pytest.mark.parametrize("says", SAYS)
 @pytest.mark.parametrize("gamma", [1, 5])
 @pytest.mark.parametrize("name", ["sd2", "sd2_zero_snr"])
 def test_min_snr_weights_of_all_levels(name: str, gamma: int, says: Says) -> None:
-    found = weights(schedule(name, says=says, min_snr=float(gamma)))
+    found = loss_weights(schedule(name, says=says, min_snr=float(gamma)))
     check_thinned(found, arrays(f"{FOLDER}/schedules"), f"{name}_min_snr_{gamma}_{says}", 1e-11)
 
 
@@ -54,8 +54,8 @@ def test_on_a_schedule_input_target_weight_and_loss(says: Says, dtype: torch.dty
     known, tolerance = numbers("vp"), 1e-11 if dtype == torch.float64 else 1e-6
     for gamma in (None, told(f"{FOLDER}/settings")["vp"]["min_snr_gamma"]):
         objective = Objective(schedule("sd2", says=says, min_snr=gamma))
-        noised = objective.noised(known["x0"].to(dtype), known["noise"].to(dtype), known["timesteps"].float())
-        wanted = Noised(
+        noised = objective.add_noise(known["x0"].to(dtype), known["noise"].to(dtype), known["timesteps"].float())
+        wanted = NoisySample(
             known["x_t"], known["timesteps"], known["alpha"], known["sigma"],
             {"epsilon": known["noise"], "v": known["v"], "x0": known["x0"]}[says],
             known[f"min_snr_weight_{says}"] if gamma else torch.ones(len(known["x0"])),
@@ -70,12 +70,12 @@ def test_on_a_schedule_input_target_weight_and_loss(says: Says, dtype: torch.dty
 @pytest.mark.parametrize("says", SAYS)
 def test_what_is_said_as_sample_as_noise_and_as_v(says: Says, each: bool) -> None:
     known, objective = numbers("vp"), Objective(schedule("sd2", says=says))
-    alpha, sigma = objective.at(known["timesteps"])
+    alpha, sigma = objective.alpha_sigma(known["timesteps"])
     some = [slice(None)] if each else [slice(i, i + 1) for i in range(len(alpha))]
     for at in some:
         said, x = known["pred"][at], known["x_t"][at]
         a, s = (alpha[at], sigma[at]) if each else (alpha[at].item(), sigma[at].item())
-        x0, noise = objective.sample_of(said, x, a, s), objective.noise_of(said, x, a, s)
+        x0, noise = objective.to_x0(said, x, a, s), objective.to_noise(said, x, a, s)
         close(x0, said if says == "x0" else known[f"x0_from_{says}"][at])
         close(noise, said if says == "epsilon" else known[f"epsilon_from_{says}"][at])
         close(Objective(schedule("sd2", says="v")).target(x0, noise, a, s), said if says == "v" else known[f"v_from_{says}"][at])
@@ -84,7 +84,7 @@ def test_what_is_said_as_sample_as_noise_and_as_v(says: Says, each: bool) -> Non
 def test_edm() -> None:
     known, cfg = numbers("edm"), told(f"{FOLDER}/settings")["edm"]
     objective = Objective(ObjectiveConfig(says="edm", sigma_data=cfg["sigma_data"], mean=cfg["P_mean"], deviation=cfg["P_std"]))
-    noised = objective.noised(known["x0"], known["noise"], known["sigma"])
+    noised = objective.add_noise(known["x0"], known["noise"], known["sigma"])
     close(noised.input, known["network_input"])
     close(noised.time, known["c_noise"])
     close(noised.target, known["network_target"])
@@ -92,47 +92,47 @@ def test_edm() -> None:
     loss = objective.loss(said, noised)
     close(loss, known["loss_per_sample"])
     close(loss.mean(), known["loss"][0])
-    denoised = objective.sample_of(said, x, noised.alpha, noised.sigma)
+    denoised = objective.to_x0(said, x, noised.alpha, noised.sigma)
     close(denoised, known["denoised"])
     close(known["weight"] * (denoised - known["x0"]).square().mean((1, 2, 3)), loss)
-    close(objective.noise_of(said, x, noised.alpha, noised.sigma), (x - denoised) / known["sigma"].view(-1, 1, 1, 1), 1e-10)
-    close(objective.drawn(known["normal"], known["normal"]), known["sigma_sampled"])
+    close(objective.to_noise(said, x, noised.alpha, noised.sigma), (x - denoised) / known["sigma"].view(-1, 1, 1, 1), 1e-10)
+    close(objective.sample_times(known["normal"], known["normal"]), known["sigma_sampled"])
 
 
 def test_flow() -> None:
     known, objective = numbers("flow"), Objective(ObjectiveConfig(says="flow"))
-    noised = objective.noised(known["x0"], known["noise"], known["t"])
+    noised = objective.add_noise(known["x0"], known["noise"], known["t"])
     close(noised.input, known["x_t"])
     close(noised.time, known["t"])
     close(noised.target, known["target"])
     close(objective.loss(known["pred"], noised), known["mse"])
-    close(objective.sample_of(known["pred"], known["x_t"], noised.alpha, noised.sigma), known["x0_from_pred"])
-    close(objective.noise_of(known["pred"], known["x_t"], noised.alpha, noised.sigma), known["noise_from_pred"])
+    close(objective.to_x0(known["pred"], known["x_t"], noised.alpha, noised.sigma), known["x0_from_pred"])
+    close(objective.to_noise(known["pred"], known["x_t"], noised.alpha, noised.sigma), known["noise_from_pred"])
 
 
 def test_logit_normal_times() -> None:
     known = numbers("flow")
     for i, (mean, deviation) in enumerate(told(f"{FOLDER}/settings")["flow"]["logit_normal"]):
         objective = Objective(ObjectiveConfig(says="flow", times="logit_normal", mean=mean, deviation=deviation))
-        close(objective.drawn(known["normal"], known["normal"]), known[f"logit_normal_sample_{i}"])
+        close(objective.sample_times(known["normal"], known["normal"]), known[f"logit_normal_sample_{i}"])
 
 
 def test_shifted_times() -> None:
     known = arrays(f"{FOLDER}/flow")
     times = known["weight_sigma"].astype(np.float64)
     for shift in told(f"{FOLDER}/settings")["flow"]["sd3_shifts"]:
-        close(shifted(times, shift), known[f"sd3_shift_{shift:g}"])
+        close(shift_times(times, shift), known[f"sd3_shift_{shift:g}"])
     for mu, other in zip(known["flux_mu"], known["flux_shifted"]):
-        close(shifted(times, float(np.exp(mu))), other)
+        close(shift_times(times, float(np.exp(mu))), other)
 
 
 def test_sigmas_of_karras() -> None:
     for case in told(f"{FOLDER}/settings")["karras"]:
-        found = karras(case["sigma_min"], case["sigma_max"], case["rho"], case["steps"])
+        found = karras_sigmas(case["sigma_min"], case["sigma_max"], case["rho"], case["steps"])
         close(found, arrays(f"{FOLDER}/karras")[case["key"]])
 
 
 def test_guidance() -> None:
     known, cfg = numbers("guidance"), told(f"{FOLDER}/settings")["guidance"]
-    close(guided(known["cond"], known["uncond"], cfg["scale"]), known["guided"])
-    close(guided(known["cond"], known["uncond"], cfg["scale"], cfg["rescale"]), known["guided_rescaled"])
+    close(apply_guidance(known["cond"], known["uncond"], cfg["scale"]), known["guided"])
+    close(apply_guidance(known["cond"], known["uncond"], cfg["scale"], cfg["rescale"]), known["guided_rescaled"])

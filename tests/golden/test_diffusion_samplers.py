@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
 from hpcai.models.diffusion.prediction import Objective
-from hpcai.models.diffusion.samplers import plan, sample
+from hpcai.models.diffusion.samplers import plan_steps, sample
 from tests.stored import arrays, told
 
 KNOWN = told("diffusion/samplers/cases")
@@ -100,8 +100,8 @@ def trajectories() -> dict[str, np.ndarray]:
 
 def begin(objective: Objective, cfg: SamplerConfig) -> float:
     """How large the first state is: what is stored of it was rounded to float32 after the noise had been multiplied by this."""
-    first = plan(objective, cfg)[0]
-    return first.sigma / (first.alpha if objective.scheduled else 1) if cfg.method in ("euler", "heun") else 1.0
+    first = plan_steps(objective, cfg)[0]
+    return first.sigma / (first.alpha if objective.has_schedule else 1) if cfg.method in ("euler", "heun") else 1.0
 
 
 def states(name: str, stored: dict[str, np.ndarray], dtype: torch.dtype, **more: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcai.models.diffusion.blocks import sinusoidal
+from hpcai.models.diffusion.blocks import sinusoidal_embedding
 from hpcai.models.diffusion.condition import Condition
-from hpcai.models.diffusion.dit import positions
-from hpcai.models.diffusion.flux import angles, packed, unpacked
+from hpcai.models.diffusion.dit import position_embedding
+from hpcai.models.diffusion.flux import pack_latents, rotary_cos_sin, unpack_latents
 from hpcai.models.diffusion.load import from_config, load_network
 from tests.stored import DATA, arrays, told
 
@@ -37,7 +37,7 @@ def given(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tenso
 
 
 def as_theirs(case: str, found: Tensor) -> Tensor:
-    return found if case.startswith("dit") else packed(found)
+    return found if case.startswith("dit") else pack_latents(found)
 
 
 def close(found: Tensor, right: Tensor, most: float) -> None:
@@ -73,12 +73,12 @@ def test_outputs_in_float32_and_under_autocast(case: str) -> None:
 
 def test_tables_of_times_and_places() -> None:
     stored, (_, time, _) = given("dit_tiny/dit", torch.float32)
-    close(sinusoidal(time, 256, torch.float64, 127).float(), stored["time_proj"], 1.2e-4)  # theirs are float32
+    close(sinusoidal_embedding(time, 256, torch.float64, 127).float(), stored["time_proj"], 1.2e-4)  # theirs are float32
     cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"), HOME)[1]
-    close(positions(cfg, torch.float64).float(), stored["pos_embed"], 1e-6)
+    close(position_embedding(cfg, torch.float64).float(), stored["pos_embed"], 1e-6)
     stored, (x, _, _) = given("flux_tiny/guided", torch.float32)
     cfg = from_config(told("diffusion/flux_tiny/model_dev/config"), HOME)[1]
     rows, columns = (n // 2 for n in x.shape[2:])
-    for found, name in zip(angles(cfg, len(stored["txt_ids"]), rows, columns, torch.float64), ("rope_cos", "rope_sin")):
+    for found, name in zip(rotary_cos_sin(cfg, len(stored["txt_ids"]), rows, columns, torch.float64), ("rope_cos", "rope_sin")):
         close(found[0].chunk(2, -1)[0].repeat_interleave(2, -1).float(), stored[name], 1e-6)
-    assert torch.equal(packed(x), stored["hidden_states"]) and torch.equal(unpacked(packed(x), rows, columns), x)
+    assert torch.equal(pack_latents(x), stored["hidden_states"]) and torch.equal(unpack_latents(pack_latents(x), rows, columns), x)

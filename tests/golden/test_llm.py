@@ -14,9 +14,9 @@ from hpcai import dist, train
 from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
-from hpcai.models.llm.generation import choose, filtered
+from hpcai.models.llm.generation import filter_logits, sample_tokens
 from hpcai.models.llm.load import read_config
-from hpcai.models.llm.model import frequencies
+from hpcai.models.llm.model import rotary_frequencies
 from hpcai.settings import StepConfig
 from tests.stored import DATA, arrays, told
 
@@ -40,12 +40,12 @@ def wide(case: str) -> Any:
 def batch(case: str) -> Batch:
     found = arrays(f"llm/{case}/io")
     ids, labels = torch.from_numpy(found["ids"]), torch.from_numpy(found["labels"])
-    return Batch(ids, counted=labels != -100)
+    return Batch(ids, loss_mask=labels != -100)
 
 
 def theirs(case: str, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of parameters under the names, and in the layout, of the files."""
-    return llm.load._for_others(found, read_config(home(case)))
+    return llm.load._to_hub(found, read_config(home(case)))
 
 
 def check(found: dict[str, Tensor], stored: dict[str, Any], tolerance: float) -> None:
@@ -99,7 +99,7 @@ def test_loss_gradients_and_three_steps_of_adamw(case: str) -> None:
 def test_documents_of_a_row_are_as_if_alone(case: str) -> None:
     found, known, model = arrays(f"llm/{case}/packed"), told(f"llm/{case}/packed"), wide(case)
     ids, positions, documents = (torch.from_numpy(found[name]) for name in ("ids", "positions", "document"))
-    assert torch.equal(llm.objective.within(documents), positions)
+    assert torch.equal(llm.objective.document_positions(documents), positions)
     with torch.no_grad():
         logits = model(ids, positions=positions, documents=documents)
         total, count = llm.loss(model, Batch(ids, documents))["loss"]
@@ -113,16 +113,16 @@ def test_frequencies_of_published_models() -> None:
                          ("llama3.1-405b", "llama31_405b"), ("llama3.2-1b", "llama32_1b")):  # fmt: skip
         cfg = LLMConfig.preset(preset)
         assert cfg.size == about[name]["head_dim"] and cfg.rotary is not None
-        np.testing.assert_allclose(frequencies(cfg.rotary, cfg.size), found[name], rtol=2e-7, atol=0)
+        np.testing.assert_allclose(rotary_frequencies(cfg.rotary, cfg.size), found[name], rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS.items())
 def test_published_sizes(preset: str, name: str) -> None:
     cfg = LLMConfig.preset(preset)
-    assert cfg.parameters == told("llm/real_sizes")[name]["parameters"]
+    assert cfg.num_parameters == told("llm/real_sizes")[name]["parameters"]
     few = cfg.model_copy(update={"layers": 1})
     with torch.device("meta"):
-        assert sum(p.numel() for p in LLM(few).parameters()) == few.parameters
+        assert sum(p.numel() for p in LLM(few).parameters()) == few.num_parameters
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -140,7 +140,7 @@ def test_what_is_saved_is_what_was_read(case: str, tmp_path: Path) -> None:
 def test_settings_of_older_files_are_the_same(case: str, tmp_path: Path) -> None:
     shutil.copy(DATA / "llm" / "configs_4x" / f"{case}.json", tmp_path / "config.json")
     new, old = read_config(home(case)), read_config(tmp_path)
-    assert new.model_dump(exclude={"head"}) == old.model_dump(exclude={"head"}) and new.size == old.size
+    assert new.model_dump(exclude={"head"}) == old.model_dump(exclude={"head"}) and new.head_dim == old.head_dim
 
 
 ADAPTERS = ["lora_qv", "lora_all_rs"]
@@ -239,7 +239,7 @@ def test_generated_tokens(case: str) -> None:
         assert complete(model, prompts, most, stop) == known[name]["tokens"] == alone
     less = SamplingConfig(most=len(known["repetition_penalty"]["tokens"][0]), repetition=known["repetition_penalty"]["penalty"])
     assert complete(model, prompts, less) == known["repetition_penalty"]["tokens"]
-    assert model.model.layers[0].self_attn.remember is None
+    assert model.model.layers[0].self_attn.update_cache is None
 
 
 def test_filters_leave_what_they_shall() -> None:
@@ -248,18 +248,18 @@ def test_filters_leave_what_they_shall() -> None:
     seen.scatter_(1, torch.from_numpy(found["ids"]), True)
     for number, setting in enumerate(known["settings"]):
         words = {name.replace("repetition_penalty", "repetition"): value for name, value in setting.items()}
-        own = filtered(logits, seen, SamplingConfig(**words))
+        own = filter_logits(logits, seen, SamplingConfig(**words))
         np.testing.assert_allclose(own, found[f"scores_{number}"], rtol=1e-6, atol=1e-5, err_msg=str(setting))
         assert own.isfinite().sum(1).tolist() == known["kept"][number], setting
     ties = torch.from_numpy(found["ties_logits"])
     for setting, kept in zip(known["ties_settings"], known["ties_kept"]):
-        assert filtered(ties, torch.zeros_like(ties, dtype=torch.bool), SamplingConfig(**setting)).isfinite().sum() == kept
+        assert filter_logits(ties, torch.zeros_like(ties, dtype=torch.bool), SamplingConfig(**setting)).isfinite().sum() == kept
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     logits, cfg = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]), SamplingConfig(temperature=1.0)
     chances = [(i + 0.5) / 1000 for i in range(1000)]
-    drawn = choose(logits.expand(1000, 4), torch.zeros(1000, 4, dtype=torch.bool), cfg, chances).bincount(minlength=4)
+    drawn = sample_tokens(logits.expand(1000, 4), torch.zeros(1000, 4, dtype=torch.bool), cfg, chances).bincount(minlength=4)
     np.testing.assert_allclose(drawn / 1000, logits[0].softmax(0), atol=1.5e-3)
 
 

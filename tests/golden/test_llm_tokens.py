@@ -20,7 +20,7 @@ def tokenizer() -> Tokenizer:
 @pytest.mark.parametrize("case", STRINGS["strings"], ids=lambda case: repr(case["text"][:12]))
 def test_texts_have_the_ids_of_the_reference_and_come_back(tokenizer: Tokenizer, case: dict[str, Any]) -> None:
     ids = tokenizer.encode(case["text"], special=True)
-    assert ids == case["ids_without_specials"] and tokenizer.before + ids == case["ids"]
+    assert ids == case["ids_without_specials"] and tokenizer.prefix + ids == case["ids"]
     assert tokenizer.decode(ids) == case["decoded"]
     assert tokenizer.decode(case["ids"], skip_special=True) == case["decoded_skip_special"]
     plain = tokenizer.encode(case["text"])

@@ -19,7 +19,7 @@ from apps.llm.trial import Trial, TrialConfig
 from hpcai import dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
-from hpcai.models.llm.load import _for_others
+from hpcai.models.llm.load import _to_hub
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress, export
@@ -118,7 +118,7 @@ def same(ours: Any, theirs: Any) -> None:
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
     llm.loss(ours, Batch(ids))["loss"][0].backward()
     right = {name: p.grad for name, p in theirs.named_parameters()}
-    found = _for_others({name: p.grad for name, p in ours.named_parameters()}, ours.cfg)
+    found = _to_hub({name: p.grad for name, p in ours.named_parameters()}, ours.cfg)
     assert found.keys() == right.keys()
     for name, gradient in found.items():
         close(gradient, right[name])
@@ -180,13 +180,13 @@ def test_what_bench_llm_compares_with_has_the_same_loss(kind: str, documents: st
     assert (batch.documents is not None) == (documents == "apart")
     with patch.object(modeling_llama, "torch", torch):  # frequencies are in float32 everywhere
         form = subject.peers["transformers"].form(cfg, batch)
-    told: Any = form.model.double().load_state_dict(_for_others(dict(ours.state_dict()), ours.cfg), strict=False)
+    told: Any = form.model.double().load_state_dict(_to_hub(dict(ours.state_dict()), ours.cfg), strict=False)
     assert not told.unexpected_keys and told.missing_keys == ["lm_head.weight"] * ours.cfg.tied
     losses = [subject.loss(ours, batch)["loss"], form.loss(form.model, batch)["loss"]]
     for value in losses:
         value.backward()
     torch.testing.assert_close(losses[1].double(), losses[0], rtol=1e-6, atol=0)  # their entropy is in float32
-    found = _for_others({name: p.grad for name, p in ours.named_parameters()}, ours.cfg)
+    found = _to_hub({name: p.grad for name, p in ours.named_parameters()}, ours.cfg)
     for name, parameter in form.model.named_parameters():
         torch.testing.assert_close(parameter.grad, found[name], rtol=1e-4, atol=1e-6 * found[name].abs().max().item())
 

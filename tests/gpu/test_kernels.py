@@ -152,7 +152,7 @@ def test_noise_of_samples_is_that_of_the_cpu_also_by_a_graph_whose_samples_chang
     at, when = index.to(DEVICE), epoch.to(DEVICE)
 
     def drawn(index: Tensor, epoch: Tensor) -> list[Tensor]:
-        whole, part = (noise.numbers(7, noise.NOISE, index, epoch, size, box=x) for x in (None, box))
+        whole, part = (noise.normals(7, noise.NOISE, index, epoch, size, box=x) for x in (None, box))
         return [whole, part, noise.uniforms(7, noise.TIMES, index, epoch)]
 
     found = drawn(at, when)

@@ -46,9 +46,9 @@ def test_a_step_that_is_recorded_waits_for_nothing(narrow: str) -> None:
         next(given)
     for _ in range(9):
         next(given)
-    assert any(given._graphs.values()) and given._span(given.longest + given.launched) in given._graphs
+    assert any(given._captured.values()) and given._span(given.max_length + given.launched) in given._captured
     with nothing_waits():
         given._launch()
     rest = list(given)
     assert len(rest) == 190 and all(token is not None and 0 <= token < 320 for row in rest for token in row)
-    assert not given._graphs and all(given.ended)
+    assert not given._captured and all(given.ended)

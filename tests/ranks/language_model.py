@@ -40,7 +40,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     words |= {"eps": 1e-5, "capture": "none"}  # biases of keys have no gradient but rounding, which a smaller one would show
     words |= {name: case[name] for name in ("optimizer", "shard") if name in case}
     micros = 4 // mesh["replicate"].size if mesh["pipeline"].size > 1 else 2
-    return Step(model, llm.loss, StepConfig(**words, accumulate=micros), mesh, pipeline=llm.stages(model, mesh))
+    return Step(model, llm.loss, StepConfig(**words, accumulate=micros), mesh, pipeline=llm.build_pipeline(model, mesh))
 
 
 def batch(mesh: Mesh, step: int, packed: bool) -> Batch:

@@ -61,18 +61,18 @@ def compare(mesh: Mesh, cfg: UNetConfig) -> None:
     assert list(model.state_dict()) == list(whole.state_dict())
     for count in (2, 1):
         x, time, asked = normal(7, count, cfg.inputs, *size), torch.linspace(10, 500, count).double(), condition(cfg, count)
-        own = model.grid.own(x).clone().requires_grad_()
+        own = model.grid.shard(x).clone().requires_grad_()
         x.requires_grad_()
         y_whole, y = whole(x, time, asked), model(own, time, asked)
-        torch.testing.assert_close(y, model.grid.own(y_whole), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(model.grid.join(y), y_whole, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(y, model.grid.shard(y_whole), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(model.grid.gather(y), y_whole, rtol=1e-10, atol=1e-10)
         slope = normal(9, *y_whole.shape)
         for model_ in (whole, model):
             model_.zero_grad()
         (y_whole * slope).sum().backward()
-        (y * model.grid.own(slope)).sum().backward()
+        (y * model.grid.shard(slope)).sum().backward()
         assert own.grad is not None and x.grad is not None
-        torch.testing.assert_close(own.grad, model.grid.own(x.grad), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(own.grad, model.grid.shard(x.grad), rtol=1e-9, atol=1e-10)
         largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
         pairs: list[Any] = [(a.grad, b.grad, getattr(b, "sum_axes", ())) for a, b in zip(whole.parameters(), model.parameters())]
         for axes in dict.fromkeys(pair[2] for pair in pairs):  # in one row, as few sums as may be
@@ -113,7 +113,7 @@ def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
     asked = Condition(*(None if x is None else x[mine] for x in condition(cfg, count, 20 + step)))
     sample, number = normal(40 + step, count, cfg.inputs, *SIZES[cfg]), torch.arange(count) + 2 * step
     given = {name: getattr(asked, name) for name in ("field", "parameters", "classes", "tokens")}
-    return Batch(model.grid.own(sample[mine]), number[mine], torch.zeros(count, dtype=torch.long)[mine], **given)
+    return Batch(model.grid.shard(sample[mine]), number[mine], torch.zeros(count, dtype=torch.long)[mine], **given)
 
 
 def trained(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
@@ -124,7 +124,7 @@ def trained(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str, Any], d
     held = batch(mesh, cfg, model, 9)
     with torch.no_grad():
         score = diffusion.score(model, held)
-        rows = {"loss": score["loss"][0], **(diffusion.ensemble(model, held, members=2) if cfg.field else {})}
+        rows = {"loss": score["loss"][0], **(diffusion.draw_ensemble(model, held, members=2) if cfg.field else {})}
         wider = [2 * SIZES[cfg][0], *SIZES[cfg][1:]]
         asked = Condition(*(None if x is None else x[:1] for x in condition(cfg, 1)))
         rows["wider"] = model.sample(asked, 2, size=(cfg.inputs, *wider), sampler={MAPS: None}.get(cfg, PLAIN))
@@ -176,7 +176,7 @@ def kept(mesh: Mesh) -> tuple[int, int]:
 
     asked = Condition(field=torch.zeros(1, 1, 8, 4, 4))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model(model.grid.own(torch.zeros(1, 2, *size)), torch.zeros(1), asked).sum().backward()
+        model(model.grid.shard(torch.zeros(1, 2, *size)), torch.zeros(1), asked).sum().backward()
     return sum(found.values()), cast(diffusion.Slabs, model.grid).cut.traffic.sent if mesh.copy.size > 1 else 0
 
 

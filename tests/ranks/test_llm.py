@@ -48,7 +48,7 @@ def parts_of_a_folder(mesh: Mesh) -> Pieces:
     folder = DATA / "llm" / "llama31_tiny" / "hf"
     with deferred(0):
         model = llm.parallelize(LLM(read_config(folder)), mesh)
-    materialize(llm.load_later(model, folder), "cpu")
+    materialize(llm.load_deferred(model, folder), "cpu")
     return pieces(Step(model, llm.loss, StepConfig(precision="fp32", capture="none"), mesh))
 
 
@@ -62,7 +62,7 @@ def test_each_rank_reads_its_part_of_a_folder(axes: dict[str, int]) -> None:
 
 def refused(mesh: Mesh, changes: dict[str, Any]) -> str:
     try:
-        llm.stages(llm.parallelize(LLM(LLMConfig(**LLAMA | changes)), mesh), mesh)
+        llm.build_pipeline(llm.parallelize(LLM(LLMConfig(**LLAMA | changes)), mesh), mesh)
     except (MeshError, ConfigError) as problem:
         return str(problem)
     return "done"

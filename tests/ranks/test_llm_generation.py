@@ -31,7 +31,7 @@ def built(mesh: Mesh, sizes: dict[str, Any]) -> tuple[LLM, Any]:
         model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
-    act = llm.stages(model, mesh)
+    act = llm.build_pipeline(model, mesh)
     materialize(model, "cpu", dtype=torch.float64)
     return model, act
 
@@ -42,14 +42,14 @@ def said(mesh: Mesh) -> list[Any]:
         model, act = built(mesh, sizes)
         assert model.training
         for cfg in WAYS:
-            found.append(complete(model, PROMPTS, cfg, stop=[3], seed=5, act=act))
-        found.append(llm.log_likelihoods(model, PAIRS, rows=3, act=act))
-        found.append(llm.likelihoods(model, [1], [[2], [3, 4]], act=act))
+            found.append(complete(model, PROMPTS, cfg, stop=[3], seed=5, pipeline=act))
+        found.append(llm.log_likelihoods(model, PAIRS, rows=3, pipeline=act))
+        found.append(llm.likelihoods(model, [1], [[2], [3, 4]], pipeline=act))
         assert model.training and all(part.training for part in model.modules())
     model, act = built(mesh, LLAMA)
-    model.tokenizer = Tokenizer.of_bytes()
-    found.append(model.generate(["ab", "abc"], most=9, temperature=1.5, act=act))
-    found.append(str(model.generate("ab", most=9, act=act)))
+    model.tokenizer = Tokenizer.byte_level()
+    found.append(model.generate(["ab", "abc"], most=9, temperature=1.5, pipeline=act))
+    found.append(str(model.generate("ab", most=9, pipeline=act)))
     return found
 
 
@@ -77,7 +77,7 @@ def trained_after(mesh: Mesh) -> tuple[float, float]:
         with torch.no_grad():
             found = llm.loss(model, batch) if act is None else act.forward(llm.loss, batch, torch.no_grad)
         losses.append(0.0 if found is None else float(found["loss"][0]))
-        complete(model, PROMPTS, WAYS[0], act=act)
+        complete(model, PROMPTS, WAYS[0], pipeline=act)
     return losses[0], losses[1]
 
 

@@ -87,7 +87,7 @@ def read(mesh: Mesh, products: str, shard: str = "none") -> tuple[Pieces, list[f
         model = llm.parallelize(LLM(LLMConfig(**sizes, recompute="selective")), mesh)
     words: dict[str, Any] = {"precision": "fp64", "products": products, "optimizer": "sgd", "lr": 0.1, "capture": "none"}
     words["shard"] = shard
-    step = Step(model, llm.loss, StepConfig(**words, accumulate=2), mesh, pipeline=llm.stages(model, mesh))
+    step = Step(model, llm.loss, StepConfig(**words, accumulate=2), mesh, pipeline=llm.build_pipeline(model, mesh))
     rows = torch.randint(0, 61, (4, 33), generator=torch.Generator().manual_seed(0))
     rows = rows.chunk(mesh["replicate"].size)[mesh["replicate"].rank]
     found = [step(Batch(rows))["loss"] for _ in range(3)]

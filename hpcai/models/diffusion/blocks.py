@@ -23,7 +23,7 @@ from hpcai.nn.matmul import fused_linear
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 # Places for each channel from which an ``Up`` gains more than sums of its weights take: 4 maps of 8 x 8 for 256 channels (25 ms
 # instead of 36); of 2 only where freed memory is kept.
-_WORTH = 1
+_FUSE_MIN_PIXELS = 1
 _TRANSFORMER_EPS = 1e-6  # of the group norm before a transformer, whatever that of residual blocks is
 
 
@@ -34,7 +34,7 @@ class Space(NamedTuple):
     periodic: tuple[bool, ...] = ()
 
     @property
-    def wrapped(self) -> tuple[int, ...]:
+    def periodic_dims(self) -> tuple[int, ...]:
         """The periodic dims of a tensor [B, C, ...]."""
         return tuple(dim for dim, is_periodic in enumerate(self.periodic, 2) if is_periodic)
 
@@ -42,7 +42,7 @@ class Space(NamedTuple):
 # ---- places
 
 
-def places_last(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
     """[B, C, ...] in channels-last memory, copied where it is not."""
     return x.contiguous(memory_format=FORMATS[x.ndim - 2])
 
@@ -52,12 +52,12 @@ def to_tokens(x: Tensor) -> Tensor:
     return x.movedim(1, -1).flatten(1, -2)
 
 
-def to_places(x: Tensor, sizes: Sequence[int]) -> Tensor:
+def from_tokens(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """[B, N, C] -> [B, C, ...] of these sizes in channels-last memory, a view"""
     return x.unflatten(1, tuple(sizes)).movedim(-1, 1)
 
 
-def resized(field: Tensor, sizes: Sequence[int], wrapped: Sequence[int] = (), box: Sequence[slice] = ()) -> Tensor:
+def resize(field: Tensor, sizes: Sequence[int], periodic_dims: Sequence[int] = (), box: Sequence[slice] = ()) -> Tensor:
     """``field`` [B, C, ...] at the places of a finer grid over the same space, linear between its own, as ``F.interpolate`` with
     ``align_corners=False``, but around the ends of the dims in ``wrapped``. ``box``: those places that are wanted, of each dim."""
     for dim, size in enumerate(sizes, 2):
@@ -66,12 +66,12 @@ def resized(field: Tensor, sizes: Sequence[int], wrapped: Sequence[int] = (), bo
             field = field.narrow(dim, first, end - first)
             continue
         at = (torch.arange(first, end, device=field.device, dtype=torch.float64) + 0.5) * (have / size) - 0.5
-        if dim not in wrapped:
+        if dim not in periodic_dims:
             at = at.clamp(0, have - 1)
         low = at.floor()
         share = (at - low).to(field.dtype).view(-1, *[1] * (field.ndim - dim - 1))
         low = low.long()
-        ends = (low % have, (low + 1) % have) if dim in wrapped else (low, (low + 1).clamp(max=have - 1))
+        ends = (low % have, (low + 1) % have) if dim in periodic_dims else (low, (low + 1).clamp(max=have - 1))
         field = torch.lerp(field.index_select(dim, ends[0]), field.index_select(dim, ends[1]), share)
     return field
 
@@ -79,9 +79,9 @@ def resized(field: Tensor, sizes: Sequence[int], wrapped: Sequence[int] = (), bo
 # ---- convolutions
 
 
-def convolution(space: Space, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Module:
+def make_conv(space: Space, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Module:
     """A convolution that keeps the sides of its input, or halves them (an odd one upwards).   [B, C, ...] -> [B, C', ...]"""
-    wrapped = space.wrapped if kernel > 1 else ()
+    wrapped = space.periodic_dims if kernel > 1 else ()
     padding = tuple(0 if dim in wrapped else kernel // 2 for dim in range(2, space.dims + 2))
     kinds: Any = (PeriodicConv2d, PeriodicConv3d) if wrapped else (Conv2d, Conv3d)
     found: Any = kinds[space.dims - 2](inputs, outputs, kernel, stride, padding)
@@ -90,7 +90,7 @@ def convolution(space: Space, inputs: int, outputs: int, kernel: int = 3, stride
     return found
 
 
-class Down(nn.Module):
+class Downsample(nn.Module):
     """Half as many places along each dim.   [B, C, ...] -> [B, C, .../2]
 
     ``centred``: the middle of a kernel lies on every other place, and an odd side is halved upwards; otherwise its beginning
@@ -99,37 +99,37 @@ class Down(nn.Module):
 
     def __init__(self, space: Space, channels: int, centred: bool = True) -> None:
         super().__init__()
-        self.conv = convolution(space, channels, channels, stride=2)
-        self.more: tuple[int, ...] = ()
+        self.conv = make_conv(space, channels, channels, stride=2)
+        self.padding: tuple[int, ...] = ()
         if not centred:
-            self.conv.padding, self.more = (0,) * space.dims, (0, 1) * space.dims  # type: ignore[assignment]
+            self.conv.padding, self.padding = (0,) * space.dims, (0, 1) * space.dims  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, self.more) if self.more else x)
+        return self.conv(F.pad(x, self.padding) if self.padding else x)
 
 
-class Up(nn.Module):
+class Upsample(nn.Module):
     """Twice as many places along each dim, or one less, each with the value of the nearest, and a convolution of them.
 
     [B, C, ...] -> [B, C, ...] of ``sizes``, or twice as large. Where all sides are doubled the two may be one (``Doubled``).
     """
 
-    joined = True
+    fused = True
     """False: always one after the other"""
-    is_cut = False
+    is_sharded = False
     """whether places lie on several processes, and all sides are doubled"""
 
     def __init__(self, space: Space, channels: int) -> None:
         super().__init__()
-        self.conv = convolution(space, channels, channels)
-        self.doubled = UpsampleConv(space.dims, space.wrapped)
+        self.conv = make_conv(space, channels, channels)
+        self.upsample_conv = UpsampleConv(space.dims, space.periodic_dims)
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         twice = tuple(2 * n for n in x.shape[2:])
         sizes = twice if sizes is None else tuple(sizes)
-        if self.is_cut or (self.joined and sizes == twice and x.numel() >= _WORTH * x.shape[1] ** 2):
-            return self.doubled(x, fold_upsampling(self.conv.weight), self.conv.bias)
-        return self.conv(places_last(F.interpolate(x, size=sizes, mode="nearest")))
+        if self.is_sharded or (self.fused and sizes == twice and x.numel() >= _FUSE_MIN_PIXELS * x.shape[1] ** 2):
+            return self.upsample_conv(x, fold_upsampling(self.conv.weight), self.conv.bias)
+        return self.conv(channels_last(F.interpolate(x, size=sizes, mode="nearest")))
 
 
 class ResBlock(nn.Module):
@@ -142,14 +142,14 @@ class ResBlock(nn.Module):
                  zero: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = GroupNorm(groups, inputs, "silu", eps=eps)
-        self.conv1 = convolution(space, inputs, outputs)
+        self.conv1 = make_conv(space, inputs, outputs)
         self.time_emb_proj = None if time is None else nn.Linear(time, outputs)
         self.norm2 = GroupNorm(groups, outputs, "silu", eps=eps)
         self.dropout = nn.Dropout(dropout)
-        self.conv2 = convolution(space, outputs, outputs)
-        self.conv_shortcut = convolution(space, inputs, outputs, 1) if inputs != outputs else None
+        self.conv2 = make_conv(space, outputs, outputs)
+        self.conv_shortcut = make_conv(space, inputs, outputs, 1) if inputs != outputs else None
         if zero:
-            zeroed(self.conv2)
+            zero_init(self.conv2)
 
     def forward(self, x: Tensor, time: Tensor | None = None) -> Tensor:
         y = self.conv1(self.norm1(x))
@@ -163,7 +163,7 @@ class ResBlock(nn.Module):
 # ---- attention
 
 
-class Attend(nn.Module):
+class CoreAttention(nn.Module):
     """Attention of so many heads of q [B, N, C] to k and v [B, N', C].   -> [B, N, C]"""
 
     def __init__(self, heads: int) -> None:
@@ -175,46 +175,46 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-class AttendPlaces(Attend):
+class SpatialAttention(CoreAttention):
     """The same of all places of a map or a volume of these ``sizes``; a seam: places may lie on several processes."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:  # type: ignore[override]
         return super().forward(q, k, v)
 
 
-class Heads(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Attention of places to one another, or to given tokens.
 
     x [B, N, C], places of ``sizes``, others [B, N', J] -> [B, N, C]
     """
 
-    def __init__(self, channels: int, heads: int, others: int | None = None, bias: bool = False) -> None:
+    def __init__(self, channels: int, heads: int, context_channels: int | None = None, bias: bool = False) -> None:
         super().__init__()
         self.to_q = nn.Linear(channels, channels, bias)
-        self.to_k = nn.Linear(others or channels, channels, bias)
-        self.to_v = nn.Linear(others or channels, channels, bias)
+        self.to_k = nn.Linear(context_channels or channels, channels, bias)
+        self.to_v = nn.Linear(context_channels or channels, channels, bias)
         self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
-        self.attend = AttendPlaces(heads) if others is None else Attend(heads)
+        self.core_attention = SpatialAttention(heads) if context_channels is None else CoreAttention(heads)
 
-    def forward(self, x: Tensor, sizes: Sequence[int], others: Tensor | None = None) -> Tensor:
-        if others is None:
-            return self.to_out[0](self.attend(*fused_linear(x, self.to_q, self.to_k, self.to_v), sizes))
-        return self.to_out[0](self.attend(self.to_q(x), *fused_linear(others, self.to_k, self.to_v)))
+    def forward(self, x: Tensor, sizes: Sequence[int], context: Tensor | None = None) -> Tensor:
+        if context is None:
+            return self.to_out[0](self.core_attention(*fused_linear(x, self.to_q, self.to_k, self.to_v), sizes))
+        return self.to_out[0](self.core_attention(self.to_q(x), *fused_linear(context, self.to_k, self.to_v)))
 
 
-class SelfAttention(Heads):
+class SelfAttention(MultiHeadAttention):
     """x + attention of all places to each other, after a group norm (Ho et al. 2020).   [B, C, ...] -> the same"""
 
     def __init__(self, channels: int, heads: int, groups: int, eps: float, zero: bool = False) -> None:
         super().__init__(channels, heads, bias=True)
         self.group_norm = GroupNorm(groups, channels, eps=eps)
         if zero:
-            zeroed(self.to_out[0])
+            zero_init(self.to_out[0])
 
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
         sizes = x.shape[2:]
         y = super().forward(to_tokens(self.group_norm(x)), sizes)
-        return to_places(y + to_tokens(x), sizes)
+        return from_tokens(y + to_tokens(x), sizes)
 
 
 class GEGLU(nn.Module):
@@ -249,8 +249,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, channels: int, heads: int, tokens: int) -> None:
         super().__init__()
-        self.norm1, self.attn1 = LayerNorm(channels, autocast_output=True), Heads(channels, heads)
-        self.norm2, self.attn2 = LayerNorm(channels, autocast_output=True), Heads(channels, heads, tokens)
+        self.norm1, self.attn1 = LayerNorm(channels, autocast_output=True), MultiHeadAttention(channels, heads)
+        self.norm2, self.attn2 = LayerNorm(channels, autocast_output=True), MultiHeadAttention(channels, heads, tokens)
         self.norm3, self.ff = LayerNorm(channels, autocast_output=True), FeedForward(channels)
 
     def forward(self, x: Tensor, sizes: Sequence[int], tokens: Tensor) -> Tensor:
@@ -271,20 +271,20 @@ class CrossAttention(nn.Module):
         self.proj_in, self.proj_out = nn.Linear(channels, channels), nn.Linear(channels, channels)
         self.transformer_blocks = nn.ModuleList([TransformerLayer(channels, heads, tokens)])
         if zero:
-            zeroed(self.proj_out)
+            zero_init(self.proj_out)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         y, sizes = self.proj_in(to_tokens(self.norm(x))), x.shape[2:]
         for layer in self.transformer_blocks:
             y = layer(y, sizes, tokens)
-        return to_places(self.proj_out(y) + to_tokens(x), sizes)
+        return from_tokens(self.proj_out(y) + to_tokens(x), sizes)
 
 
 # ---- time
 
 
-def sinusoidal(
-    time: Tensor, channels: int, dtype: torch.dtype = torch.float32, last: int | None = None, per: float = 1.0
+def sinusoidal_embedding(
+    time: Tensor, channels: int, dtype: torch.dtype = torch.float32, last: int | None = None, scale: float = 1.0
 ) -> Tensor:
     """[cos(t f), sin(t f)] with f_i = per 10000^(-i / last), half of ``channels`` of each (Vaswani et al. 2017).   [B] -> [B, C]
 
@@ -292,7 +292,7 @@ def sinusoidal(
     """
     wide, half = torch.promote_types(dtype, torch.float32), channels // 2
     turns = torch.exp(torch.arange(half, dtype=wide, device=time.device) * (-math.log(10_000) / (last or half)))
-    angles = time.to(wide)[:, None] * per * turns
+    angles = time.to(wide)[:, None] * scale * turns
     found = torch.cat((angles.cos(), angles.sin()), -1)
     return (F.pad(found, (0, 1)) if channels % 2 else found).to(dtype)
 
@@ -308,7 +308,7 @@ class TimeEmbedding(nn.Module):
         return self.linear_2(F.silu(self.linear_1(x)))
 
 
-def zeroed(layer: Any) -> None:
+def zero_init(layer: Any) -> None:
     """Let the weights of a layer start from zero."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)

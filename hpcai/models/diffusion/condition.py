@@ -23,4 +23,4 @@ class Condition(NamedTuple):
     """what a network that was distilled is told [B]"""
 
 
-NOTHING = Condition()
+UNCONDITIONAL = Condition()

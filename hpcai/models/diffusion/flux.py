@@ -11,17 +11,27 @@ from torch import Tensor, nn
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
 from hpcai.kernels.rotary import apply_rotary
-from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal
-from hpcai.models.diffusion.condition import NOTHING, Condition
+from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal_embedding
+from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import FluxConfig
-from hpcai.models.diffusion.tokens import WAVES, Feed, Modulation, attend, check, in_heads, modulated, run, start
+from hpcai.models.diffusion.transformer import (
+    TIME_CHANNELS,
+    FeedForward,
+    Modulation,
+    attend,
+    check_inputs,
+    init_weights,
+    modulate,
+    run_block,
+    split_heads,
+)
 from hpcai.nn.recompute import cheap
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.nn.weights import PretrainedMixin
 
-Angles = tuple[Tensor, Tensor]
-_EPS, _LEVELS = 1e-6, 1000.0
+CosSin = tuple[Tensor, Tensor]
+_EPS, _TIME_SCALE = 1e-6, 1000.0
 
 
 class Attention(nn.Module):
@@ -33,11 +43,11 @@ class Attention(nn.Module):
         self.norm_q, self.norm_k = RMSNorm(cfg.head, _EPS), RMSNorm(cfg.head, _EPS)
         self.to_q, self.to_k, self.to_v = (nn.Linear(cfg.width, cfg.width) for _ in range(3))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: Angles) -> Tensor:
-        q, k = cheap(self.turned, *turn, q, k)  # q and k are kept for the norms anyway
-        return attend(q, k, in_heads(v, self.size))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: CosSin) -> Tensor:
+        q, k = cheap(self.normalize_rotate, *turn, q, k)  # q and k are kept for the norms anyway
+        return attend(q, k, split_heads(v, self.size))
 
-    def turned(self, cosines: Tensor, sines: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_rotate(self, cosines: Tensor, sines: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = self.norm_q(q.unflatten(-1, (-1, self.size))), self.norm_k(k.unflatten(-1, (-1, self.size)))
         return apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cosines, sines, interleaved=True)
 
@@ -51,22 +61,22 @@ class JointAttention(Attention):
         self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(cfg.width, cfg.width) for _ in range(3))
         self.to_out, self.to_add_out = nn.Sequential(nn.Linear(cfg.width, cfg.width)), nn.Linear(cfg.width, cfg.width)
 
-    def forward(self, x: Tensor, text: Tensor, turn: Angles) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, text: Tensor, turn: CosSin) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         q, k, v = fused_linear(x, self.to_q, self.to_k, self.to_v)
         text_q, text_k, text_v = fused_linear(text, self.add_q_proj, self.add_k_proj, self.add_v_proj)
-        q, k = cheap(self.both_turned, *turn, q, k, text_q, text_k)
-        y = attend(q, k, in_heads(torch.cat((text_v, v), 1), self.size))
+        q, k = cheap(self.normalize_rotate_joint, *turn, q, k, text_q, text_k)
+        y = attend(q, k, split_heads(torch.cat((text_v, v), 1), self.size))
         text, x = y.split((text.shape[1], x.shape[1]), 1)
         return self.to_out(x), self.to_add_out(text)
 
-    def both_turned(self, cosines: Tensor, sines: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+    def normalize_rotate_joint(self, cosines: Tensor, sines: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
         q, k, text_q, text_k = (x.unflatten(-1, (-1, self.size)) for x in given)
         q = torch.cat((self.norm_added_q(text_q), self.norm_q(q)), 1)
         k = torch.cat((self.norm_added_k(text_k), self.norm_k(k)), 1)
         return apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cosines, sines, interleaved=True)
 
 
-class Double(nn.Module):
+class DoubleStreamBlock(nn.Module):
     """Text and image have weights of their own.   x [B, T, C], text [B, N, C], c [B, C] -> x and text"""
 
     float8 = True  # its linear layers may multiply in FP8
@@ -74,20 +84,20 @@ class Double(nn.Module):
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
         self.norm1, self.norm1_context = Modulation(cfg.width, 6), Modulation(cfg.width, 6)
-        self.attn, self.ff, self.ff_context = JointAttention(cfg), Feed(cfg.width), Feed(cfg.width)
+        self.attn, self.ff, self.ff_context = JointAttention(cfg), FeedForward(cfg.width), FeedForward(cfg.width)
 
-    def forward(self, x: Tensor, text: Tensor, c: Tensor, turn: Angles) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, text: Tensor, c: Tensor, turn: CosSin) -> tuple[Tensor, Tensor]:
         own, other = self.norm1(c), self.norm1_context(c)
-        y, text_y = self.attn(cheap(modulated, x, *own[:2]), cheap(modulated, text, *other[:2]), turn)
-        return _fed(x, y, self.ff, *own[2:]), _fed(text, text_y, self.ff_context, *other[2:])
+        y, text_y = self.attn(cheap(modulate, x, *own[:2]), cheap(modulate, text, *other[:2]), turn)
+        return _feed_forward(x, y, self.ff, *own[2:]), _feed_forward(text, text_y, self.ff_context, *other[2:])
 
 
-def _fed(x: Tensor, y: Tensor, feed: nn.Module, gate: Tensor, shift: Tensor, scale: Tensor, feed_gate: Tensor) -> Tensor:
+def _feed_forward(x: Tensor, y: Tensor, feed: nn.Module, gate: Tensor, shift: Tensor, scale: Tensor, feed_gate: Tensor) -> Tensor:
     x = x + gate[:, None] * y
-    return x + feed_gate[:, None] * feed(cheap(modulated, x, shift, scale))
+    return x + feed_gate[:, None] * feed(cheap(modulate, x, shift, scale))
 
 
-class Single(nn.Module):
+class SingleStreamBlock(nn.Module):
     """Text and image share weights, attention and the feed-forward part an input.   x [B, N + T, C], c [B, C] -> x"""
 
     float8 = True
@@ -97,24 +107,24 @@ class Single(nn.Module):
         self.norm, self.attn = Modulation(cfg.width, 3), Attention(cfg)
         self.proj_mlp, self.proj_out = nn.Linear(cfg.width, 4 * cfg.width), nn.Linear(5 * cfg.width, cfg.width)
 
-    def forward(self, x: Tensor, c: Tensor, turn: Angles) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, turn: CosSin) -> Tensor:
         shift, scale, gate = self.norm(c)
         linears = self.attn.to_q, self.attn.to_k, self.attn.to_v, self.proj_mlp
-        q, k, v, inner = fused_linear(cheap(modulated, x, shift, scale), *linears)
-        return x + gate[:, None] * self.proj_out(cheap(_beside, self.attn(q, k, v, turn), inner))
+        q, k, v, inner = fused_linear(cheap(modulate, x, shift, scale), *linears)
+        return x + gate[:, None] * self.proj_out(cheap(_concat_gelu, self.attn(q, k, v, turn), inner))
 
 
-def _beside(attended: Tensor, inner: Tensor) -> Tensor:
+def _concat_gelu(attended: Tensor, inner: Tensor) -> Tensor:
     return torch.cat((attended, gelu(inner)), -1)
 
 
-class Told(nn.Module):
+class AdaLayerNorm(nn.Module):
     """What a sample is asked to be.   waves of the time [B, 256], a text [B, J'], waves of the guidance [B, 256] -> [B, C]"""
 
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
-        self.timestep_embedder, self.text_embedder = TimeEmbedding(WAVES, cfg.width), TimeEmbedding(cfg.pooled, cfg.width)
-        self.guidance_embedder = TimeEmbedding(WAVES, cfg.width) if cfg.guidance else None
+        self.timestep_embedder, self.text_embedder = TimeEmbedding(TIME_CHANNELS, cfg.width), TimeEmbedding(cfg.pooled, cfg.width)
+        self.guidance_embedder = TimeEmbedding(TIME_CHANNELS, cfg.width) if cfg.guidance else None
 
     def forward(self, time: Tensor, pooled: Tensor, guidance: Tensor | None) -> Tensor:
         c = self.timestep_embedder(time) + self.text_embedder(pooled)
@@ -133,50 +143,50 @@ class Flux(PretrainedMixin):
     def __init__(self, cfg: FluxConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg = cfg or FluxConfig()
-        self.time_text_embed = Told(cfg)
+        self.time_text_embed = AdaLayerNorm(cfg)
         self.context_embedder, self.x_embedder = nn.Linear(cfg.tokens, cfg.width), nn.Linear(cfg.inputs, cfg.width)
-        self.transformer_blocks = nn.ModuleList(Double(cfg) for _ in range(cfg.double))
-        self.single_transformer_blocks = nn.ModuleList(Single(cfg) for _ in range(cfg.single))
+        self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(cfg) for _ in range(cfg.double))
+        self.single_transformer_blocks = nn.ModuleList(SingleStreamBlock(cfg) for _ in range(cfg.single))
         self.norm_out, self.proj_out = Modulation(cfg.width, 2), nn.Linear(cfg.width, cfg.inputs)
-        start(self, cfg.zero)
+        init_weights(self, cfg.zero)
 
-    def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
+    def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
         cfg = self.cfg
         if x.ndim != 4 or x.shape[1] != cfg.inputs // 4 or x.shape[2] % 2 or x.shape[3] % 2:
             expected = f"expected [B, {cfg.inputs // 4}, H, W] with even H and W"
             raise DataError(f"Flux: samples are {list(x.shape)}, {expected}; pad or cut them")
         guided = {"guidance": ()} if cfg.guidance else {}
-        check(self, x, time, condition, {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,), **guided})
+        check_inputs(self, x, time, condition, {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,), **guided})
         words: Tensor = condition.tokens  # type: ignore[assignment]
         pooled: Tensor = condition.pooled  # type: ignore[assignment]
         (rows, columns), count = (n // 2 for n in x.shape[2:]), words.shape[1]
         given = time, condition.guidance
-        wave, strength = (None if t is None else sinusoidal(t, WAVES, x.dtype, per=_LEVELS) for t in given)
+        wave, strength = (None if t is None else sinusoidal_embedding(t, TIME_CHANNELS, x.dtype, scale=_TIME_SCALE) for t in given)
         c = self.time_text_embed(wave, pooled.to(x.dtype), strength)
-        turn = angles(cfg, count, rows, columns, x.dtype, x.device)
-        y, text = self.x_embedder(packed(x)), self.context_embedder(words.to(x.dtype))
+        turn = rotary_cos_sin(cfg, count, rows, columns, x.dtype, x.device)
+        y, text = self.x_embedder(pack_latents(x)), self.context_embedder(words.to(x.dtype))
         for block in self.transformer_blocks:
-            y, text = run(block, cfg.recompute, y, text, c, turn)
+            y, text = run_block(block, cfg.recompute, y, text, c, turn)
         y = torch.cat((text, y), 1)
         for block in self.single_transformer_blocks:
-            y = run(block, cfg.recompute, y, c, turn)
+            y = run_block(block, cfg.recompute, y, c, turn)
         scale, shift = self.norm_out(c)  # in this order, unlike everywhere else
-        return unpacked(self.proj_out(modulated(y[:, count:], shift, scale)), rows, columns)
+        return unpack_latents(self.proj_out(modulate(y[:, count:], shift, scale)), rows, columns)
 
 
-def packed(x: Tensor) -> Tensor:
+def pack_latents(x: Tensor) -> Tensor:
     """Patches of 2 x 2 places, row by row, as tokens: channels, rows within, columns within.   [B, C, H, W] -> [B, H W / 4, 4 C]"""
     return x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def unpacked(y: Tensor, rows: int, columns: int) -> Tensor:
+def unpack_latents(y: Tensor, rows: int, columns: int) -> Tensor:
     """What ``packed`` was given, of so many rows and columns of patches.   [B, T, 4 C] -> [B, C, 2 rows, 2 columns]"""
     return y.unflatten(2, (-1, 2, 2)).unflatten(1, (rows, columns)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
-def angles(
+def rotary_cos_sin(
     cfg: FluxConfig, text: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str | None = None
-) -> Angles:
+) -> CosSin:
     """Cosines and sines by which the pairs of channels of a head are turned, in float32 at least, twice beside one another. A token
     of a text is at kind, row and column 0, one of an image at 0, its row and its column.   two of [1, N + T, D]"""
     wide = torch.promote_types(dtype, torch.float32)

@@ -11,7 +11,7 @@ class Grid:
     def expect(self, size: Sequence[int]) -> None:
         """Samples of ``size`` will come."""
 
-    def whole(self, held: Sequence[int]) -> tuple[int, ...]:
+    def full_size(self, held: Sequence[int]) -> tuple[int, ...]:
         """Sizes of the sample of which this process holds so many places along each dim."""
         return tuple(held)
 
@@ -19,11 +19,11 @@ class Grid:
         """Which places this process holds of a sample of ``size``."""
         return tuple(slice(0, n) for n in size)
 
-    def own(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor) -> Tensor:
         """Its part of samples.   [B, C, S...] -> [B, C, S/n...]"""
         return x
 
-    def join(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Samples of which each process of the copy holds a part.   [B, C, S/n...] -> [B, C, S...]"""
         return x
 
@@ -31,9 +31,9 @@ class Grid:
         """Of each sample, over all its channels and places. What follows from it counts once.   [B, C, S/n...] -> [B]"""
         return x.mean(tuple(range(1, x.ndim)))
 
-    def deviation(self, x: Tensor) -> Tensor:
+    def std(self, x: Tensor) -> Tensor:
         """The standard deviation of each sample.   [B, C, S/n...] -> [B, 1, ...]"""
         return x.std(tuple(range(1, x.ndim)), keepdim=True)
 
 
-WHOLE = Grid()
+UNSHARDED = Grid()

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.diffusion.blocks import resized
-from hpcai.models.diffusion.condition import NOTHING, Condition
+from hpcai.models.diffusion.blocks import resize
+from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConfig, FluxConfig, SamplerConfig, UNetConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
-from hpcai.models.diffusion.grid import WHOLE, Grid
-from hpcai.models.diffusion.noise import START, STEPS, numbers
+from hpcai.models.diffusion.grid import UNSHARDED, Grid
+from hpcai.models.diffusion.noise import INITIAL, SAMPLER_STEPS, normals
 from hpcai.models.diffusion.prediction import Objective
-from hpcai.models.diffusion.samplers import plan, sample
+from hpcai.models.diffusion.samplers import plan_steps, sample
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import Latents
 from hpcai.nn.weights import PretrainedMixin
 
 logger = logging.getLogger(__name__)
-_SLACK = 1e-3  # of a parameter's range, half of which is 1
-_AT_ONCE = 64  # samples that are drawn together, where nothing else is said
+_RANGE_TOLERANCE = 1e-3  # of a parameter's range, half of which is 1
+_BATCH_SIZE = 64  # samples that are drawn together, where nothing else is said
 _NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux}
 
 
@@ -43,7 +43,7 @@ class Diffusion(PretrainedMixin):
         super().__init__()
         self.cfg, self.seed = cfg or DiffusionConfig(), seed
         self.objective = Objective(self.cfg.objective)
-        plan(self.objective, self.cfg.sampler)  # which says at once what does not go together
+        plan_steps(self.objective, self.cfg.sampler)  # which says at once what does not go together
         self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
         latents = self.cfg.latents
         for name in ("tokens", "pooled"):
@@ -53,15 +53,16 @@ class Diffusion(PretrainedMixin):
     @property
     def grid(self) -> Grid:
         """Which places of a sample this process holds."""
-        return getattr(self.network, "grid", WHOLE)
+        return getattr(self.network, "grid", UNSHARDED)
 
-    def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
+    def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
         found: Tensor = self.network(x, time, condition)
         return found
 
     def sample(
-        self, condition: Condition = NOTHING, members: int = 1, *, seed: int = 0, sampler: SamplerConfig | None = None,
-        size: Sequence[int] = (), number: Tensor | None = None, nothing: Condition | None = None, at_once: int = _AT_ONCE,
+        self, condition: Condition = UNCONDITIONAL, members: int = 1, *, seed: int = 0, sampler: SamplerConfig | None = None,
+        size: Sequence[int] = (), indices: Tensor | None = None, unconditional: Condition | None = None,
+        batch_size: int = _BATCH_SIZE,
     ) -> Tensor:  # fmt: skip
         """``members`` samples for each of B conditions, as the network sees them (``physical`` makes fields of them).
         [M, B, C, *S]
@@ -75,36 +76,36 @@ class Diffusion(PretrainedMixin):
         """
         given = [x for x in condition if x is not None]
         count, weight = len(given[0]) if given else 1, next(self.network.parameters())
-        number = torch.arange(count) if number is None else number
-        if any(len(x) != count for x in given) or len(number) != count:
-            counts = [len(x) for x in (*given, number)]
+        indices = torch.arange(count) if indices is None else indices
+        if any(len(x) != count for x in given) or len(indices) != count:
+            counts = [len(x) for x in (*given, indices)]
             raise DataError(f"conditions and their numbers are of {counts} samples; expected as many of each")
-        shape, cfg, grid = self._size(condition, size), sampler or self.cfg.sampler, self.grid
-        self._look_at(condition, shape)
+        shape, cfg, grid = self._sample_shape(condition, size), sampler or self.cfg.sampler, self.grid
+        self._check_condition(condition, shape)
         grid.expect(shape[1:])
         box = (slice(None), *grid.box(shape[1:]))
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
-        number, dtype = number.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
-        compares = nothing is None and cfg.guidance != 1 and given
-        parts, was = pairs.split(at_once), self.training
+        indices, dtype = indices.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
+        compares = unconditional is None and cfg.guidance != 1 and given
+        parts, was = pairs.split(batch_size), self.training
         found = []
         self.eval()
         try:
             for member, row in (part.unbind(1) for part in parts):
                 own = Condition(*(None if x is None else x.to(weight.device)[row] for x in condition))
-                noise = numbers(seed, START, number[row], member, shape, box=box, dtype=dtype)
-                none = self.nothing(own) if compares else nothing
+                noise = normals(seed, INITIAL, indices[row], member, shape, box=box, dtype=dtype)
+                none = self.unconditional(own) if compares else unconditional
 
                 def fresh(step: int, row: Tensor = row, member: Tensor = member) -> Tensor:
-                    return numbers(seed, STEPS + step, number[row], member, shape, box=box, dtype=dtype)
+                    return normals(seed, SAMPLER_STEPS + step, indices[row], member, shape, box=box, dtype=dtype)
 
                 x = deque(sample(self, self.objective, cfg, noise, own, none, fresh, grid), maxlen=1).pop()
-                found.append(grid.join(self.drawn_from(x, own)))
+                found.append(grid.gather(self.add_coarse(x, own)))
         finally:
             self.train(was)
         return torch.cat(found).view(members, count, *shape)
 
-    def seen(self, sample: Tensor, fresh: Callable[[torch.Size], Tensor] | None = None) -> Tensor:
+    def prepare_sample(self, sample: Tensor, fresh: Callable[[torch.Size], Tensor] | None = None) -> Tensor:
         """What the network sees of a sample of the data: of latents (draw - shift) * scale.   [B, 2C, h, w] -> [B, C, h, w]
 
         ``fresh(size)``: numbers of the normal distribution [B, *size], by which latents are drawn; None: their means.
@@ -116,7 +117,7 @@ class Diffusion(PretrainedMixin):
         mean = latents.mean
         return ((mean if fresh is None else latents.sample(fresh(mean.shape[1:]))) - cfg.shift) * cfg.scale
 
-    def nothing(self, condition: Condition) -> Condition:
+    def unconditional(self, condition: Condition) -> Condition:
         """In place of each thing that is asked what says nothing, for guidance: zeros for fields and parameters, the class that is
         none, the empty text."""
         none: dict[str, Tensor] = {}
@@ -130,11 +131,11 @@ class Diffusion(PretrainedMixin):
                 none[name] = torch.full_like(x, self.cfg.network.classes) if name == "classes" else torch.zeros_like(x)
         return condition._replace(**none)
 
-    def drawn_from(self, x: Tensor, condition: Condition) -> Tensor:
+    def add_coarse(self, x: Tensor, condition: Condition) -> Tensor:
         """A sample, from what the network makes of noise.   [B, C, *S] -> the same"""
         return x if self.cfg.residual is None else x * self.cfg.residual + self._coarse(condition, x)
 
-    def drawn_to(self, sample: Tensor, condition: Condition) -> Tensor:
+    def subtract_coarse(self, sample: Tensor, condition: Condition) -> Tensor:
         """And back."""
         return sample if self.cfg.residual is None else (sample - self._coarse(condition, sample)) / self.cfg.residual
 
@@ -142,22 +143,22 @@ class Diffusion(PretrainedMixin):
         network: Any = self.network
         if condition.field is None:
             raise DataError("the model makes differences from a coarse field; give condition.field")
-        size = self.grid.whole(x.shape[2:])
-        return resized(condition.field.to(x.dtype), size, network.space.wrapped, self.grid.box(size))
+        size = self.grid.full_size(x.shape[2:])
+        return resize(condition.field.to(x.dtype), size, network.space.periodic_dims, self.grid.box(size))
 
-    def physical(self, x: Tensor) -> Tensor:
+    def to_physical(self, x: Tensor) -> Tensor:
         """Fields in the units that the settings name, from what the network sees.   [..., C, *S] -> the same, float64"""
         fields = self._fields
-        values = self._each(fields.mean, x) + self._each(fields.deviation, x) * x.double()
+        values = self._per_channel(fields.mean, x) + self._per_channel(fields.deviation, x) * x.double()
         return values if fields.floor is None else values.exp() - fields.floor
 
-    def standard(self, x: Tensor) -> Tensor:
+    def standardize(self, x: Tensor) -> Tensor:
         """What the network sees of fields in the units that the settings name, such as a coarse one to be refined."""
         fields, values = self._fields, x.double()
         values = values if fields.floor is None else (values + fields.floor).log()
-        return ((values - self._each(fields.mean, x)) / self._each(fields.deviation, x)).float()
+        return ((values - self._per_channel(fields.mean, x)) / self._per_channel(fields.deviation, x)).float()
 
-    def standard_parameters(self, values: Mapping[str, float | Sequence[float]]) -> Tensor:
+    def standardize_parameters(self, values: Mapping[str, float | Sequence[float]]) -> Tensor:
         """What the network sees of physical parameters in the units that the settings name: a number of each, or one for each
         sample.   [B, P]. Raises DataError for names that the settings do not have."""
         fields = self._fields
@@ -168,7 +169,7 @@ class Diffusion(PretrainedMixin):
         low, high = (torch.tensor(ends, dtype=torch.float64) for ends in (fields.low, fields.high))
         return (2 * (torch.stack(torch.broadcast_tensors(*columns), 1) - low) / (high - low) - 1).float()
 
-    def _look_at(self, condition: Condition, shape: tuple[int, ...]) -> None:
+    def _check_condition(self, condition: Condition, shape: tuple[int, ...]) -> None:
         """Raise DataError for a coarse field that does not lie under a sample of ``shape``, and tell parameters out of range."""
         fields, coarse, asked = self.cfg.fields, condition.field, condition.parameters
         if fields is None:
@@ -177,7 +178,7 @@ class Diffusion(PretrainedMixin):
             found, sides = list(coarse.shape[2:]), list(shape[1:])
             raise DataError(f"condition.field has {found} places and the sample {sides}; expected {fields.factor} times as many")
         if asked is not None:
-            for column in (asked.abs() > 1 + _SLACK).any(0).nonzero()[:, 0].tolist():
+            for column in (asked.abs() > 1 + _RANGE_TOLERANCE).any(0).nonzero()[:, 0].tolist():
                 low, high = fields.low[column], fields.high[column]
                 given = asked[:, column].double().cpu()
                 worst = low + (float(given[given.abs().argmax()]) + 1) / 2 * (high - low)
@@ -190,14 +191,14 @@ class Diffusion(PretrainedMixin):
             raise ConfigError("the model does not know what its samples are in physical units: its settings have no fields")
         return self.cfg.fields
 
-    def _each(self, values: Sequence[float], x: Tensor) -> Tensor:
+    def _per_channel(self, values: Sequence[float], x: Tensor) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=x.device).view(-1, *(1,) * self._dims)
 
     @property
     def _dims(self) -> int:
         return len(self.cfg.size) - 1 or 2
 
-    def _size(self, condition: Condition, size: Sequence[int]) -> tuple[int, ...]:
+    def _sample_shape(self, condition: Condition, size: Sequence[int]) -> tuple[int, ...]:
         if size or self.cfg.size:
             shape = tuple(size) or self.cfg.size
             coarse, factor = condition.field, self.cfg.fields.factor if self.cfg.fields else 0

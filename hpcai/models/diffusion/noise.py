@@ -26,20 +26,20 @@ from torch import Tensor
 from hpcai.errors import ConfigError
 from hpcai.kernels import philox
 
-NOISE, TIMES, DROPPED, LATENTS, START = range(5)
+NOISE, TIMES, DROPPED, LATENTS, INITIAL = range(5)
 """What is added to a training sample; how much of it; which conditions are left out; a latent's draw from what the encoder says;
 what a sampler begins with."""
-HELD_NOISE, _, HELD_LATENTS = range(5, 8)
+EVAL_NOISE, _, EVAL_LATENTS = range(5, 8)
 """The same of samples that are not trained on, whose indices may be those of training samples."""
-STEPS = 1024
+SAMPLER_STEPS = 1024
 """``STEPS + i``: what a sampler adds in its step i."""
 
 _BLOCKS, _USES, _INDICES, _EPOCHS = 42, 19, 40, 23  # bits
 Box = tuple[slice, ...]
 
 
-def numbers(
-    seed: int, what: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
+def normals(
+    seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Numbers of the normal distribution of mean 0 and deviation 1, on the device of ``index``.   [B, *size], or [B, *box]
@@ -48,42 +48,42 @@ def numbers(
     wanted of it, a slice of step 1 for each dim or for the first ones; they have the numbers that they have in the whole.
     bfloat16 and float16 are float32 numbers, rounded. Raises ConfigError for a seed, use, epoch, size or box out of bounds.
     """
-    return _drawn(philox.normal, seed, what, index, epoch, size, box, dtype)
+    return _draw(philox.normal, seed, use, index, epoch, size, box, dtype)
 
 
 def uniforms(
-    seed: int, what: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
+    seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Numbers of [0, 1), of the same arguments as ``numbers``.   [B, *size], or [B, *box]"""
-    return _drawn(philox.uniform, seed, what, index, epoch, size, box, dtype)
+    return _draw(philox.uniform, seed, use, index, epoch, size, box, dtype)
 
 
-def key_of(seed: int) -> int:
+def philox_key(seed: int) -> int:
     """The key of a run's numbers: another one for each of 2^64 seeds."""
     if not 0 <= seed < 1 << 64:
         raise ConfigError(f"noise: seed is {seed}; expected 0 to 2^64 - 1")
     return (seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
 
 
-def _drawn(
-    draw: Callable[..., Tensor], seed: int, what: int, index: Tensor, epoch: Tensor | int, size: Sequence[int], box: Box | None,
+def _draw(
+    draw: Callable[..., Tensor], seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int], box: Box | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     if index.ndim != 1 or (isinstance(epoch, Tensor) and epoch.shape not in ((), index.shape)):
         given = list(epoch.shape) if isinstance(epoch, Tensor) else epoch
         raise ConfigError(f"noise: index is {list(index.shape)} and epoch {given}; expected [B], and [B] or one number")
-    if not 0 <= what < 1 << _USES or (isinstance(epoch, int) and not 0 <= epoch < 1 << _EPOCHS):
-        raise ConfigError(f"noise: use {what} in epoch {epoch}; expected uses below 2^{_USES} and epochs below 2^{_EPOCHS}")
+    if not 0 <= use < 1 << _USES or (isinstance(epoch, int) and not 0 <= epoch < 1 << _EPOCHS):
+        raise ConfigError(f"noise: use {use} in epoch {epoch}; expected uses below 2^{_USES} and epochs below 2^{_EPOCHS}")
     shift = _BLOCKS + (1 if dtype == torch.float64 else 2)
     if prod(size) > 1 << shift:
         raise ConfigError(f"noise: a sample of {list(size)} has more than 2^{shift} numbers")
     ranges = _ranges(tuple(size), box or ())
     begins, count = _runs(tuple(size), ranges, index.device)
-    first = (begins + (what << shift)).expand(len(index), -1)
+    first = (begins + (use << shift)).expand(len(index), -1)
     high: Any = (epoch.long() if isinstance(epoch, Tensor) else epoch) << _INDICES
     upper = (index.long() + high)[:, None].expand(first.shape)
-    found: Tensor = draw(key_of(seed), first, count, upper=upper, dtype=dtype)
+    found: Tensor = draw(philox_key(seed), first, count, upper=upper, dtype=dtype)
     return found.view(len(index), *(stop - start for start, stop in ranges))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import SamplerConfig
-from hpcai.models.diffusion.noise import DROPPED, HELD_LATENTS, HELD_NOISE, LATENTS, NOISE, TIMES, numbers, uniforms
+from hpcai.models.diffusion.noise import DROPPED, EVAL_LATENTS, EVAL_NOISE, LATENTS, NOISE, TIMES, normals, uniforms
 
 LEVELS = 8  # of noise, at which samples that are held out are measured
 
@@ -19,7 +19,7 @@ class Batch(NamedTuple):
 
     sample: Tensor
     """[B, C, ...]; of latents what the encoder says of them [B, 2C, ...] (``Latents``)"""
-    number: Tensor
+    indices: Tensor
     """[B] int64 of each in its split"""
     epoch: Tensor
     """[B] int64"""
@@ -40,69 +40,69 @@ class Batch(NamedTuple):
 def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
     """The mean squared error of what the network says, weighted by the noise. Noise and times follow from the seed, the number of
     the sample and the epoch: they are the same for any number of processes, and after any resume."""
-    uniform = uniforms(model.seed, TIMES, batch.number, batch.epoch, (2,), dtype=torch.float64)
-    time = model.objective.drawn(uniform[:, 0], _normal(uniform[:, 1]))
-    return {"loss": _error(model, batch, (NOISE, LATENTS, batch.epoch), time, _less(model, batch)).mean()}
+    uniform = uniforms(model.seed, TIMES, batch.indices, batch.epoch, (2,), dtype=torch.float64)
+    time = model.objective.sample_times(uniform[:, 0], _to_normal(uniform[:, 1]))
+    return {"loss": _sample_errors(model, batch, (NOISE, LATENTS, batch.epoch), time, _drop_conditions(model, batch)).mean()}
 
 
-def score(model: Any, batch: Batch, place: float = 0.5) -> dict[str, Any]:
+def score(model: Any, batch: Batch, offset: float = 0.5) -> dict[str, Any]:
     """``loss`` of samples that are held out, each with the noise of its index at one of eight levels, in turns: always the same, so
     that evaluations differ by the network alone; and the loss of each of the levels, ``loss_1`` with least noise.
 
     ``place``: where each eighth of the times is measured: in its middle, or at its beginning, 0, as MLPerf Training's Flux.1 is.
     """
-    level = batch.number % LEVELS if batch.level is None else batch.level
-    uniform = (level.double() + place) / LEVELS
-    time = model.objective.drawn(uniform, _normal(uniform))
-    error = _error(model, batch, (HELD_NOISE, HELD_LATENTS, 0), time, batch.condition).double()
+    level = batch.indices % LEVELS if batch.level is None else batch.level
+    uniform = (level.double() + offset) / LEVELS
+    time = model.objective.sample_times(uniform, _to_normal(uniform))
+    error = _sample_errors(model, batch, (EVAL_NOISE, EVAL_LATENTS, 0), time, batch.condition).double()
     at = level[:, None] == torch.arange(LEVELS, device=level.device)
     sums = (error[:, None] * at).sum(0), at.sum(0)
-    return {"loss": (error.sum(), float(len(error))), "levels": (sums, _by_level)}
+    return {"loss": (error.sum(), float(len(error))), "levels": (sums, _level_means)}
 
 
-def ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None, members: int = 8) -> dict[str, Tensor]:
+def draw_ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None, members: int = 8) -> dict[str, Tensor]:
     """Rows for reports: ``truth`` [B, C, ...], ``members`` that the model draws for the condition of each [B, M, C, ...], and of
     this ``field`` and ``parameters``, where there are some."""
-    truth = model.grid.join(model.seen(batch.sample))
+    truth = model.grid.gather(model.prepare_sample(batch.sample))
     size = tuple(truth.shape[1:])
-    drawn = model.sample(batch.condition, members, seed=model.seed, sampler=sampler, size=size, number=batch.number)
+    drawn = model.sample(batch.condition, members, seed=model.seed, sampler=sampler, size=size, indices=batch.indices)
     rows = {"truth": truth, "members": drawn.transpose(0, 1).contiguous()}
     given = {"field": batch.field, "parameters": batch.parameters}
     return rows | {name: value for name, value in given.items() if value is not None}
 
 
-def _error(model: Any, batch: Batch, drawn: tuple[int, int, Tensor | int], time: Tensor, condition: Condition) -> Tensor:
+def _sample_errors(model: Any, batch: Batch, drawn: tuple[int, int, Tensor | int], time: Tensor, condition: Condition) -> Tensor:
     """[B] at these times, with the numbers of a use for noise, another for latents, and an epoch."""
     (what, latents, epoch), dtype = drawn, torch.promote_types(next(model.parameters()).dtype, torch.float32)
 
     def fresh(use: int, held: torch.Size) -> Tensor:
-        size = model.grid.whole(held[1:])
+        size = model.grid.full_size(held[1:])
         box = (slice(None), *model.grid.box(size))
-        return numbers(model.seed, use, batch.number, epoch, (held[0], *size), box=box, dtype=dtype)
+        return normals(model.seed, use, batch.indices, epoch, (held[0], *size), box=box, dtype=dtype)
 
-    x0 = model.drawn_to(model.seen(batch.sample.to(dtype), partial(fresh, latents)), batch.condition)
+    x0 = model.subtract_coarse(model.prepare_sample(batch.sample.to(dtype), partial(fresh, latents)), batch.condition)
     noise = fresh(what, x0.shape[1:])
-    noised = model.objective.noised(x0, noise, time)
+    noised = model.objective.add_noise(x0, noise, time)
     found: Tensor = model.objective.loss(model(noised.input, noised.time, condition), noised, model.grid)
     return found
 
 
-def _less(model: Any, batch: Batch) -> Condition:
+def _drop_conditions(model: Any, batch: Batch) -> Condition:
     """The condition, of which a share of the samples has none."""
     rate, condition = model.cfg.unconditional, batch.condition
     if not rate:
         return condition
-    out = uniforms(model.seed, DROPPED, batch.number, batch.epoch, (1,))[:, 0] < rate
-    nothing = model.nothing(condition)
+    out = uniforms(model.seed, DROPPED, batch.indices, batch.epoch, (1,))[:, 0] < rate
+    nothing = model.unconditional(condition)
     pairs = {name: (x, getattr(nothing, name)) for name, x in condition._asdict().items() if x is not None}
     return Condition(**{name: torch.where(out.view(-1, *(1,) * (x.ndim - 1)), none, x) for name, (x, none) in pairs.items()})
 
 
-def _normal(uniform: Tensor) -> Tensor:
+def _to_normal(uniform: Tensor) -> Tensor:
     """A number of the normal distribution from one of [0, 1), by its place in it."""
     return torch.special.ndtri(uniform.clamp(2.0**-54, 1 - 2.0**-53))
 
 
-def _by_level(total: Tensor, count: Tensor) -> dict[str, float]:
+def _level_means(total: Tensor, count: Tensor) -> dict[str, float]:
     pairs: Sequence[tuple[float, float]] = list(zip(total.tolist(), count.tolist()))
     return {f"loss_{number}": value / n for number, (value, n) in enumerate(pairs, 1) if n}

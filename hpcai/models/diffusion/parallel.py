@@ -15,14 +15,14 @@ from torch import Tensor
 from hpcai.dist.collect import sum_with_adjoint
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
-from hpcai.models.diffusion.blocks import AttendPlaces, Up, to_places, to_tokens
+from hpcai.models.diffusion.blocks import SpatialAttention, Upsample, from_tokens, to_tokens
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import UNetConfig
 from hpcai.models.diffusion.dit import DiT
-from hpcai.models.diffusion.flux import Flux, Single
+from hpcai.models.diffusion.flux import Flux, SingleStreamBlock
 from hpcai.models.diffusion.grid import Grid
 from hpcai.models.diffusion.model import Diffusion
-from hpcai.models.diffusion.unet import UNet, folded, unfolded
+from hpcai.models.diffusion.unet import UNet, pixel_shuffle, pixel_unshuffle
 from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.spatial import Cut, Layer, Sizes, plan, spatial
@@ -38,9 +38,9 @@ def parallelize(model: Model, mesh: Mesh, size: Sequence[int] = ()) -> Model:
     them. Raises MeshError for a mesh that does not fit."""
     network: Any = model.network if isinstance(model, Diffusion) else model
     if isinstance(network, UNet):
-        _cut_places(network, mesh, size or getattr(model.cfg, "size", ())[1:])  # of a U-Net alone the settings say none
+        _shard_pixels(network, mesh, size or getattr(model.cfg, "size", ())[1:])  # of a U-Net alone the settings say none
     else:
-        _cut_heads(network, mesh)
+        _shard_heads(network, mesh)
     return model
 
 
@@ -54,29 +54,29 @@ class Slabs(Grid):
     """
 
     def __init__(self, cfg: UNetConfig, mesh: Mesh) -> None:
-        self._patch, self._halved = cfg.patch, cfg.patch * 2 ** (len(cfg.channels) - 1)
+        self._patch, self._divisor = cfg.patch, cfg.patch * 2 ** (len(cfg.channels) - 1)
         self.cut = Cut.over({name: mesh[name] for name in ("depth", "height")}, cfg.dims)
         self._sizes: dict[Sizes, Sizes] = {}  # of whole samples, by what this process holds of them
         self._network: UNet | None = None
 
-    def take(self, network: UNet, size: Sequence[int]) -> None:
+    def shard_network(self, network: UNet, size: Sequence[int]) -> None:
         """Cut ``network``, whose samples have ``size`` places. Raises MeshError where that cannot be."""
         patches = self._patches(size)
         for part in network.modules():
-            if isinstance(part, Up):
-                part.is_cut = True
+            if isinstance(part, Upsample):
+                part.is_sharded = True
         axes = {axis.name: axis for axis in self.cut.axes.values()}
-        self.cut = spatial(network, axes, patches, inputs=partial(_inputs, network), kinds={AttendPlaces: _AttendCut})
+        self.cut = spatial(network, axes, patches, inputs=partial(_meta_inputs, network), kinds={SpatialAttention: _ShardedSpatialAttention})
         network.grid, self._network = self, network
-        self._sizes[self._held(size)] = tuple(size)
+        self._sizes[self._local_size(size)] = tuple(size)
 
     def expect(self, size: Sequence[int]) -> None:
-        if self._held(size) not in self._sizes and self._network is not None:
-            plan(self._network, self.cut, self._patches(size), inputs=partial(_inputs, self._network))
-            self._sizes[self._held(size)] = tuple(size)
+        if self._local_size(size) not in self._sizes and self._network is not None:
+            plan(self._network, self.cut, self._patches(size), inputs=partial(_meta_inputs, self._network))
+            self._sizes[self._local_size(size)] = tuple(size)
 
-    def whole(self, held: Sequence[int]) -> tuple[int, ...]:
-        return self._sizes[tuple(held)] if self.cut.active else super().whole(held)
+    def full_size(self, held: Sequence[int]) -> tuple[int, ...]:
+        return self._sizes[tuple(held)] if self.cut.active else super().full_size(held)
 
     def box(self, size: Sequence[int]) -> tuple[slice, ...]:
         if not self.cut.active:
@@ -84,39 +84,39 @@ class Slabs(Grid):
         parts = self.cut.part([n // self._patch for n in size])
         return tuple(slice(self._patch * part.start, self._patch * part.stop) for part in parts)
 
-    def own(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor) -> Tensor:
         box: Any = (..., *self.box(x.shape[2:]))
         return x[box]
 
-    def join(self, x: Tensor) -> Tensor:
-        patches = self._patches(self.whole(x.shape[2:]))
-        return unfolded(self.cut.join(folded(x, self._patch), patches), self._patch) if self.cut.active else x
+    def gather(self, x: Tensor) -> Tensor:
+        patches = self._patches(self.full_size(x.shape[2:]))
+        return pixel_shuffle(self.cut.join(pixel_unshuffle(x, self._patch), patches), self._patch) if self.cut.active else x
 
     def mean(self, x: Tensor) -> Tensor:
-        share = x.shape[2:].numel() / torch.Size(self.whole(x.shape[2:])).numel()
+        share = x.shape[2:].numel() / torch.Size(self.full_size(x.shape[2:])).numel()
         own = super().mean(x) * share
         return sum_with_adjoint(own, *self.cut.axes.values(), once=True) if self.cut.active else own
 
-    def deviation(self, x: Tensor) -> Tensor:
-        count, each = x.shape[1] * torch.Size(self.whole(x.shape[2:])).numel(), (-1, *(1,) * (x.ndim - 1))
+    def std(self, x: Tensor) -> Tensor:
+        count, each = x.shape[1] * torch.Size(self.full_size(x.shape[2:])).numel(), (-1, *(1,) * (x.ndim - 1))
         around = x - self.mean(x).view(each)
         return (self.mean(around.square()) * (count / (count - 1))).sqrt().view(each)
 
-    def _held(self, size: Sequence[int]) -> Sizes:
+    def _local_size(self, size: Sequence[int]) -> Sizes:
         return tuple(part.stop - part.start for part in self.box(size))
 
     def _patches(self, size: Sequence[int]) -> Sizes:
         """Places of the first level. Raises MeshError for a size that the levels do not halve."""
-        if any(n % self._halved for n in size):
+        if any(n % self._divisor for n in size):
             sides, axis = " x ".join(map(str, size)), next(iter(self.cut.axes.values()))
             raise MeshError(
-                f"mesh.{axis.name} is {axis.size}, and samples have {sides} places; a cut needs multiples of {self._halved}, which "
+                f"mesh.{axis.name} is {axis.size}, and samples have {sides} places; a cut needs multiples of {self._divisor}, which "
                 f"all levels of the network halve; take other samples, or set mesh.{axis.name} to 1"
             )
         return tuple(n // self._patch for n in size)
 
 
-def _inputs(network: UNet, size: Sequence[int]) -> tuple[Any, ...]:
+def _meta_inputs(network: UNet, size: Sequence[int]) -> tuple[Any, ...]:
     """All that a network is called with, of one sample of ``size`` patches, without memory."""
     cfg, dtype = network.cfg, network.conv_in.weight.dtype
     empty = partial(torch.empty, device="meta", dtype=dtype)
@@ -130,7 +130,7 @@ def _inputs(network: UNet, size: Sequence[int]) -> tuple[Any, ...]:
     return empty(1, cfg.inputs, *places), empty(1), Condition(**given)
 
 
-class _AttendCut(Layer):
+class _ShardedSpatialAttention(Layer):
     """Queries of this rank's places; keys and values of all, which are joined in one exchange."""
 
     def places(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
@@ -139,12 +139,12 @@ class _AttendCut(Layer):
 
     def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         k, v, sizes = args
-        both = to_tokens(self.cut.join(to_places(torch.cat((k, v), -1), sizes), size))
+        both = to_tokens(self.cut.join(from_tokens(torch.cat((k, v), -1), sizes), size))
         found: Tensor = super(Layer, self).forward(x, *both.chunk(2, -1), size)
         return found
 
 
-def _cut_places(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:
+def _shard_pixels(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:
     mesh.only("UNet", "replicate", "depth", "height")
     grid = Slabs(network.cfg, mesh)
     if not grid.cut.axes:
@@ -157,13 +157,13 @@ def _cut_places(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:
             f"mesh.{axis.name} is {axis.size} and model.unet.dropout {network.cfg.dropout:g}, which would leave out the same "
             f"places of each part; set dropout to 0, or mesh.{axis.name} to 1"
         )
-    grid.take(network, size)
+    grid.shard_network(network, size)
 
 
 # ---- heads
 
 
-def _cut_heads(network: Any, mesh: Mesh) -> None:
+def _shard_heads(network: Any, mesh: Mesh) -> None:
     mesh.only(type(network).__name__, "replicate", "tensor")
     tensor, cfg = mesh["tensor"], network.cfg
     if cfg.heads % tensor.size:
@@ -173,7 +173,7 @@ def _cut_heads(network: Any, mesh: Mesh) -> None:
             cut_outputs(part, tensor)
         elif name.endswith(_INPUTS):
             cut_inputs(part, tensor)
-        elif isinstance(part, Single):  # its last layer reads attention beside a feed-forward part
+        elif isinstance(part, SingleStreamBlock):  # its last layer reads attention beside a feed-forward part
             cut_inputs(part.proj_out, tensor, parts=(cfg.width, 4 * cfg.width))
         elif isinstance(part, RMSNorm):  # of some of the heads
             sum_over(part, tensor)

@@ -5,7 +5,7 @@ edm has alpha 1 and any sigma above 0; flow has alpha 1 - t and sigma t, with t 
 counts random numbers (``hpcai.kernels.philox``) and gives them.
 
     objective = Objective(ObjectiveConfig(says="v"))
-    noised = objective.noised(x0, noise, objective.drawn(uniform, normal))
+    noised = objective.add_noise(x0, noise, objective.sample_times(uniform, normal))
     loss = objective.loss(network(noised.input, noised.time, condition), noised).mean()
 """
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hpcai.models.diffusion.config import ObjectiveConfig
-from hpcai.models.diffusion.grid import WHOLE, Grid
+from hpcai.models.diffusion.grid import UNSHARDED, Grid
 
 Number = float | Tensor  # of all samples, or of each [B]
 
 
-class Noised(NamedTuple):
+class NoisySample(NamedTuple):
     """Noisy samples and what a network should say of them. All of it is in the samples' dtype, float32 at least."""
 
     input: Tensor
@@ -37,7 +37,7 @@ class Noised(NamedTuple):
     """of its mean squared error [B]"""
 
 
-def kept(cfg: ObjectiveConfig) -> np.ndarray:
+def snr(cfg: ObjectiveConfig) -> np.ndarray:
     """alpha^2 of each level of a schedule, float64 [T]: Ho et al. 2020 (linear), Nichol and Dhariwal 2021, eq. 17 (cosine). With
     ``zero_snr`` alpha is moved and stretched so that the last is 0 (Lin et al. 2024, algorithm 1)."""
     if cfg.schedule == "cosine":
@@ -53,10 +53,10 @@ def kept(cfg: ObjectiveConfig) -> np.ndarray:
     return left
 
 
-def weights(cfg: ObjectiveConfig) -> np.ndarray:
+def loss_weights(cfg: ObjectiveConfig) -> np.ndarray:
     """What the squared error of each level of a schedule counts, float64 [T]: 1, or min(SNR, gamma) in units of x0's error (Hang et
     al. 2023), which is divided by SNR for epsilon and by SNR + 1 for v."""
-    left = kept(cfg)
+    left = snr(cfg)
     if cfg.min_snr is None:
         return np.ones_like(left)
     ratio = left / (1 - left)
@@ -72,59 +72,59 @@ class Objective:
 
     def __init__(self, cfg: ObjectiveConfig) -> None:
         self.cfg = cfg
-        self.scheduled = cfg.says in ("epsilon", "v", "x0")
+        self.has_schedule = cfg.says in ("epsilon", "v", "x0")
         self.alphas = self.sigmas = np.empty(0)
-        if self.scheduled:
-            left = kept(cfg)
+        if self.has_schedule:
+            left = snr(cfg)
             self.alphas, self.sigmas = np.sqrt(left), np.sqrt(1 - left)
-            self._levels = torch.from_numpy(np.stack([self.alphas, self.sigmas, weights(cfg)]))
-        self._moved: dict[torch.device, Tensor] = {}
+            self._table = torch.from_numpy(np.stack([self.alphas, self.sigmas, loss_weights(cfg)]))
+        self._tables: dict[torch.device, Tensor] = {}
 
-    def drawn(self, uniform: Tensor, normal: Tensor) -> Tensor:
+    def sample_times(self, uniform: Tensor, normal: Tensor) -> Tensor:
         """The times to train [B], from numbers of [0, 1) and of the normal distribution [B]. On a schedule: whole levels, all
         equally often; edm: sigma, exp(mean + deviation normal) (Karras et al. 2022, table 1); flow: t, uniform or
         sigmoid(mean + deviation normal) (Esser et al. 2024, eq. 19)."""
-        if self.scheduled:  # 1, which narrow numbers may round to, is no level
+        if self.has_schedule:  # 1, which narrow numbers may round to, is no level
             return (uniform * self.cfg.levels).floor().clamp(max=self.cfg.levels - 1)
         if self.cfg.says == "flow" and self.cfg.times == "uniform":
             return uniform
         some = self.cfg.mean + self.cfg.deviation * normal
         return some.exp() if self.cfg.says == "edm" else some.sigmoid()
 
-    def at(self, time: Tensor) -> tuple[Tensor, Tensor]:
+    def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """alpha and sigma at times of ``drawn`` [B], in float64. Levels are whole: one between two of them counts as the lower."""
-        if self.scheduled:
-            alpha, sigma, _ = self._rows(time)
+        if self.has_schedule:
+            alpha, sigma, _ = self._lookup(time)
             return alpha, sigma
         time = time.double()
         return (torch.ones_like(time) if self.cfg.says == "edm" else 1 - time), time
 
-    def noised(self, x0: Tensor, noise: Tensor, time: Tensor) -> Noised:
+    def add_noise(self, x0: Tensor, noise: Tensor, time: Tensor) -> NoisySample:
         """Samples and noise [B, C, ...] at times of ``drawn`` [B].
 
         The weight of edm is 1, on what the network itself should say; on x0 that is (sigma^2 + sigma_data^2) / (sigma sigma_data)^2
         (Karras et al. 2022, eq. 8). So is flow's.
         """
         dtype = torch.promote_types(x0.dtype, torch.float32)
-        alpha, sigma = (number.to(dtype) for number in self.at(time))
+        alpha, sigma = (number.to(dtype) for number in self.alpha_sigma(time))
         x0, noise = x0.to(dtype), noise.to(dtype)
-        x = _each(alpha, x0) * x0 + _each(sigma, x0) * noise
-        weight = self._rows(time)[2].to(dtype) if self.scheduled else torch.ones_like(sigma)
+        x = _per_sample(alpha, x0) * x0 + _per_sample(sigma, x0) * noise
+        weight = self._lookup(time)[2].to(dtype) if self.has_schedule else torch.ones_like(sigma)
         told = (time.double().log() / 4 if self.cfg.says == "edm" else time).to(dtype)
-        return Noised(self.given(x, sigma), told, alpha, sigma, self.target(x0, noise, alpha, sigma), weight)
+        return NoisySample(self.scale_input(x, sigma), told, alpha, sigma, self.target(x0, noise, alpha, sigma), weight)
 
-    def loss(self, said: Tensor, noised: Noised, grid: Grid = WHOLE) -> Tensor:
+    def loss(self, output: Tensor, noisy: NoisySample, grid: Grid = UNSHARDED) -> Tensor:
         """The mean squared error of each sample times its weight [B], in float32 at least. Channels that a network says beyond the
         target's, such as a variance, do not count."""
-        return grid.mean((said[:, : noised.target.shape[1]] - noised.target).square()) * noised.weight
+        return grid.mean((output[:, : noisy.target.shape[1]] - noisy.target).square()) * noisy.weight
 
-    def given(self, x: Tensor, sigma: Number) -> Tensor:
+    def scale_input(self, x: Tensor, sigma: Number) -> Tensor:
         """What the network is given of a noisy sample x [B, C, ...]."""
-        return x / _each((sigma**2 + self.cfg.sigma_data**2) ** 0.5, x) if self.cfg.says == "edm" else x
+        return x / _per_sample((sigma**2 + self.cfg.sigma_data**2) ** 0.5, x) if self.cfg.says == "edm" else x
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Number, sigma: Number) -> Tensor:
         """What the network should say of samples with noise [B, C, ...]."""
-        alpha, sigma, width = _each(alpha, x0), _each(sigma, x0), self.cfg.sigma_data
+        alpha, sigma, width = _per_sample(alpha, x0), _per_sample(sigma, x0), self.cfg.sigma_data
         match self.cfg.says:
             case "epsilon":
                 return noise
@@ -137,51 +137,51 @@ class Objective:
             case "flow":
                 return noise - x0
 
-    def sample_of(self, said: Tensor, x: Tensor, alpha: Number, sigma: Number) -> Tensor:
+    def to_x0(self, output: Tensor, x: Tensor, alpha: Number, sigma: Number) -> Tensor:
         """x0 as the network sees it, which said ``said`` of the noisy sample x (not of its input, where they part) [B, C, ...].
         epsilon says nothing of it where alpha is 0."""
-        alpha, sigma, width, said = _each(alpha, x), _each(sigma, x), self.cfg.sigma_data, said.to(x.dtype)
+        alpha, sigma, width, output = _per_sample(alpha, x), _per_sample(sigma, x), self.cfg.sigma_data, output.to(x.dtype)
         match self.cfg.says:
             case "epsilon":
-                return (x - sigma * said) / alpha
+                return (x - sigma * output) / alpha
             case "v":
-                return alpha * x - sigma * said
+                return alpha * x - sigma * output
             case "x0":
-                return said
+                return output
             case "edm":
                 total = sigma**2 + width**2
-                return (width**2 / total) * x + (sigma * width / total**0.5) * said
+                return (width**2 / total) * x + (sigma * width / total**0.5) * output
             case "flow":
-                return x - sigma * said
+                return x - sigma * output
 
-    def noise_of(self, said: Tensor, x: Tensor, alpha: Number, sigma: Number) -> Tensor:
+    def to_noise(self, output: Tensor, x: Tensor, alpha: Number, sigma: Number) -> Tensor:
         """The noise, as ``sample_of``. x0 says nothing of it where sigma is 0."""
-        alpha, sigma, width, said = _each(alpha, x), _each(sigma, x), self.cfg.sigma_data, said.to(x.dtype)
+        alpha, sigma, width, output = _per_sample(alpha, x), _per_sample(sigma, x), self.cfg.sigma_data, output.to(x.dtype)
         match self.cfg.says:
             case "epsilon":
-                return said
+                return output
             case "v":
-                return sigma * x + alpha * said
+                return sigma * x + alpha * output
             case "x0":
-                return (x - alpha * said) / sigma
+                return (x - alpha * output) / sigma
             case "edm":
                 total = sigma**2 + width**2
-                return (sigma / total) * x - (width / total**0.5) * said
+                return (sigma / total) * x - (width / total**0.5) * output
             case "flow":
-                return x + alpha * said
+                return x + alpha * output
 
-    def _rows(self, time: Tensor) -> Tensor:
+    def _lookup(self, time: Tensor) -> Tensor:
         """alpha, sigma and weight of levels [3, B]. The table is copied to a device once: no such copy can be captured (a step is
         warmed up before that)."""
-        table = self._moved.get(time.device)
+        table = self._tables.get(time.device)
         if table is None:
             with torch.inference_mode(False):  # training may want it too
-                table = self._levels.to(time.device)
+                table = self._table.to(time.device)
             if type(table) is Tensor:  # one on paper (hpcai.plan) has no numbers
-                self._moved[time.device] = table
+                self._tables[time.device] = table
         return table[:, time.long()]
 
 
-def _each(number: Number, x: Tensor) -> Number:
+def _per_sample(number: Number, x: Tensor) -> Number:
     """A number of each sample [B] as one of all its places [B, 1, ...]."""
     return number.to(x.dtype).view(-1, *(1,) * (x.ndim - 1)) if isinstance(number, Tensor) else number

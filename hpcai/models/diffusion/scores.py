@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcai.errors import DataError
 
-Total = tuple[tuple[Tensor, ...], Callable[..., Any]]
+ScoreSums = tuple[tuple[Tensor, ...], Callable[..., Any]]
 
 
 # ---- ensembles
@@ -26,7 +26,7 @@ Total = tuple[tuple[Tensor, ...], Callable[..., Any]]
 def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
     """Continuous ranked probability score of each place, in the unit of the field: mean |x - y| - sum |x - x'| / (2 M^2) (Gneiting
     and Raftery 2007); ``fair``: with 2 M (M - 1), as if of endless members (Ferro 2014).   [M, B, P], [B, P] -> [B, P]"""
-    x, y = _pair(members, observed, 2 if fair else 1)
+    x, y = _check_pair(members, observed, 2 if fair else 1)
     m = len(x)
     # The sum over pairs is twice that of (2 i - m - 1) times member i in order of size.
     rank = torch.arange(1 - m, m, 2, dtype=x.dtype, device=x.device).view(-1, *[1] * y.ndim)
@@ -34,7 +34,7 @@ def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
     return (x - y).abs().mean(0) - pairs / (m * (m - 1) if fair else m * m)
 
 
-def ensemble_sums(members: Tensor, observed: Tensor) -> Total:
+def ensemble_sums(members: Tensor, observed: Tensor) -> ScoreSums:
     """Scores of M members against what was observed, means over samples and places: fair ``crps``, ``rmse`` of the members' mean,
     ``spread_over_skill``, the root of the mean variance (of M - 1) over that, times sqrt((M + 1) / M), which is 1 where members and
     observation come from one distribution (Fortin et al. 2014), and ``coverage_90``, the share of places that lies between the
@@ -42,18 +42,18 @@ def ensemble_sums(members: Tensor, observed: Tensor) -> Total:
 
     Raises DataError for one member, or shapes that do not fit.
     """
-    x, y = _pair(members, observed, 2)
-    each = crps(x, y, fair=True), (x.mean(0) - y).square(), x.var(0), _inside(x, y, 0.9).to(y), torch.ones_like(y)
-    return (torch.stack([value.sum() for value in each]),), partial(_ensemble, len(x))
+    x, y = _check_pair(members, observed, 2)
+    each = crps(x, y, fair=True), (x.mean(0) - y).square(), x.var(0), _within_quantiles(x, y, 0.9).to(y), torch.ones_like(y)
+    return (torch.stack([value.sum() for value in each]),), partial(_finish_ensemble, len(x))
 
 
-def _ensemble(m: int, sums: Tensor) -> dict[str, float]:
+def _finish_ensemble(m: int, sums: Tensor) -> dict[str, float]:
     fair, square, variance, covered = (sums[:4] / sums[4]).tolist()
     ratio = math.sqrt(variance / square) if square else math.inf
     return {"crps": fair, "rmse": math.sqrt(square), "spread_over_skill": ratio * math.sqrt((m + 1) / m), "coverage_90": covered}
 
 
-def _inside(x: Tensor, y: Tensor, share: float) -> Tensor:
+def _within_quantiles(x: Tensor, y: Tensor, share: float) -> Tensor:
     """Whether y lies between the quantiles of the members, interpolated linearly, that leave out the same share on both sides."""
     ordered, bounds = x.sort(0).values, []
     for at in ((1 - share) / 2, (1 + share) / 2):
@@ -63,22 +63,22 @@ def _inside(x: Tensor, y: Tensor, share: float) -> Tensor:
     return (bounds[0] <= y) & (y <= bounds[1])
 
 
-def rank_sums(members: Tensor, observed: Tensor) -> Total:
+def rank_sums(members: Tensor, observed: Tensor) -> ScoreSums:
     """Rank histogram (Hamill 2001): how often so many members lie below what was observed. A place where t members are equal to it
     counts 1 / (t + 1) in each of the ranks that it may have. ``rank_<k>`` are shares of places, flat where members and observation
     come from one distribution.   [M, B, P], [B, P]; sums [M + 1] float64"""
-    x, y = _pair(members, observed, 1)
+    x, y = _check_pair(members, observed, 1)
     below, equal = ((x < y).sum(0).flatten(), (x == y).sum(0).flatten())
     ranks = torch.arange(len(x) + 1, device=x.device)[:, None]
     part = ((ranks >= below) & (ranks <= below + equal)).to(x.dtype) / (equal + 1)
-    return (part.sum(1),), _shares
+    return (part.sum(1),), _finish_ranks
 
 
-def _shares(counts: Tensor) -> dict[str, float]:
+def _finish_ranks(counts: Tensor) -> dict[str, float]:
     return {f"rank_{k}": value for k, value in enumerate((counts / counts.sum()).tolist())}
 
 
-def _pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, Tensor]:
+def _check_pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, Tensor]:
     if members.shape[1:] != observed.shape or len(members) < least or observed.ndim < 1:
         found = f"members are {list(members.shape)}, observed is {list(observed.shape)}"
         raise DataError(f"scores of an ensemble: {found}; expected [M, B, ...] with {least} members at least, and [B, ...]")
@@ -98,9 +98,9 @@ class Shells(NamedTuple):
     """of the wave numbers of its modes [S]"""
     modes: Tensor
     """how many it has [S]"""
-    which: Tensor
+    shell: Tensor
     """of each mode, as ``torch.fft.rfftn`` has them; S: beyond the last"""
-    times: Tensor
+    multiplicity: Tensor
     """how many modes each of these stands for: itself, and the one of opposite sign"""
     sizes: tuple[int, ...]
     """cells along each dim"""
@@ -128,7 +128,7 @@ def shells(sizes: Sequence[int], lengths: Sequence[float] | float = 1.0, device:
     # Exact numbers of widths that rounding put below one would lose a shell.
     many = int(min(math.pi * 2 * (n // 2) / side for n, side in zip(sizes, sides)) / width + 1e-9) + 1
     which = (wave / width + 0.5).floor().long().clamp(max=many)
-    count, total = (_by_shell(x[None], which, many)[0] for x in (times, times * wave))
+    count, total = (_sum_by_shell(x[None], which, many)[0] for x in (times, times * wave))
     center = torch.arange(many, **words) * width
     return Shells(center, total / count.clamp(min=1), count.round().long(), which, times, tuple(sizes), math.prod(sides))
 
@@ -136,32 +136,32 @@ def shells(sizes: Sequence[int], lengths: Sequence[float] | float = 1.0, device:
 def spectrum(fields: Tensor, at: Shells) -> Tensor:
     """Power P(k) of each field, the volume times the mean over a shell's modes of the square of their amplitudes; shell 0 is the
     mean's. The sum over a shell's modes is P count / volume.   [B, P] -> [B, S] in squares of the field's unit times volume"""
-    modes = _modes(fields, at)
-    return _by_shell(modes, at.which, len(at.modes)) * (at.volume / at.modes.double().clamp(min=1))
+    modes = _squared_amplitudes(fields, at)
+    return _sum_by_shell(modes, at.shell, len(at.modes)) * (at.volume / at.modes.double().clamp(min=1))
 
 
-def spectrum_sums(drawn: Tensor, true: Tensor, at: Shells) -> Total:
+def spectrum_sums(drawn: Tensor, true: Tensor, at: Shells) -> ScoreSums:
     """``spectrum_error``, the mean over shells but the first of |ln(drawn / true)| of mean spectra.   [B, P] twice, B may differ;
     sums [S + 1] twice"""
     powers = (spectrum(fields, at) for fields in (drawn, true))
-    return tuple(torch.cat((power.sum(0), power.new_full((1,), len(power)))) for power in powers), _spectra
+    return tuple(torch.cat((power.sum(0), power.new_full((1,), len(power)))) for power in powers), _finish_spectra
 
 
-def _spectra(drawn: Tensor, true: Tensor) -> dict[str, float]:
+def _finish_spectra(drawn: Tensor, true: Tensor) -> dict[str, float]:
     p, q = (x[:-1] / x[-1] for x in (drawn, true))
     return {"spectrum_error": (p / q).log().abs()[1:].mean().item()}
 
 
-def _modes(fields: Tensor, at: Shells) -> Tensor:
+def _squared_amplitudes(fields: Tensor, at: Shells) -> Tensor:
     """Squares of amplitudes, with those of opposite sign.   [B, modes]"""
     dims = list(range(1, fields.ndim))
     if fields.shape[1:] != at.sizes:
         raise DataError(f"spectrum: fields are {list(fields.shape)}, but the shells were made for samples of {list(at.sizes)}")
     amplitudes = torch.fft.rfftn(fields.double(), dim=dims, norm="forward")
-    return amplitudes.abs().square() * at.times
+    return amplitudes.abs().square() * at.multiplicity
 
 
-def _by_shell(values: Tensor, which: Tensor, many: int) -> Tensor:
+def _sum_by_shell(values: Tensor, which: Tensor, many: int) -> Tensor:
     """Sums over shells.   [B, modes] -> [B, S]"""
     found = values.new_zeros(len(values), many + 1)
     return found.index_add_(1, which.flatten(), values.flatten(1))[:, :many]
@@ -178,13 +178,13 @@ def histogram(values: Tensor, edges: Tensor) -> Tensor:
     return place.new_zeros(len(at) + 1).index_add_(0, place, torch.ones_like(place))
 
 
-def one_point_sums(drawn: Tensor, true: Tensor, edges: Tensor) -> Total:
+def one_point_sums(drawn: Tensor, true: Tensor, edges: Tensor) -> ScoreSums:
     """``ks``, the largest difference between shares of values of drawn and of true fields below an edge: from below that of
     Kolmogorov and Smirnov as bins become small.   sums [K + 2] int64, twice"""
-    return (histogram(drawn, edges), histogram(true, edges)), _one_point
+    return (histogram(drawn, edges), histogram(true, edges)), _finish_one_point
 
 
-def _one_point(drawn: Tensor, true: Tensor) -> dict[str, float]:
+def _finish_one_point(drawn: Tensor, true: Tensor) -> dict[str, float]:
     shares = [x / x.sum() for x in (drawn.double(), true.double())]
     return {"ks": (shares[0] - shares[1]).cumsum(0)[:-1].abs().max().item()}
 
@@ -192,7 +192,7 @@ def _one_point(drawn: Tensor, true: Tensor) -> dict[str, float]:
 # ---- features
 
 
-def fid_to_sums(drawn: Tensor, mean: Tensor, covariance: Tensor) -> Total:
+def fid_to_sums(drawn: Tensor, mean: Tensor, covariance: Tensor) -> ScoreSums:
     """Frechet distance of drawn features as a normal distribution, with a covariance of N - 1, from one that is known by its
     moments, ``fid`` (Heusel et al. 2017); of features that a network of the user's gives.
     [N, D], [D], [D, D]; sums [D + 1, D + 1]
@@ -226,7 +226,7 @@ def frechet(a: Tensor, s: Tensor, b: Tensor, t: Tensor) -> float:
     return distance.item()
 
 
-def clip_sums(images: Tensor, texts: Tensor) -> Total:
+def clip_sums(images: Tensor, texts: Tensor) -> ScoreSums:
     """Agreement of images with their texts by the cosine between a CLIP model's embeddings of both: ``clip_cosine``, its mean,
     which MLPerf calls CLIP score; ``clip_score``, the mean of max(100 cos, 0); ``clip_score_of_mean``, max(100 mean, 0);
     ``clip_s``, the mean of 2.5 max(cos, 0) (Hessel et al. 2021).   [N, D] twice"""
@@ -234,9 +234,9 @@ def clip_sums(images: Tensor, texts: Tensor) -> Total:
         raise DataError(f"CLIP: images are {list(images.shape)} and texts {list(texts.shape)}; expected [N, D] of both")
     x, y = (torch.nn.functional.normalize(z.double(), dim=1) for z in (images, texts))
     cosine = (x * y).sum(1)
-    return (torch.stack((cosine.sum(), cosine.clamp(min=0).sum(), cosine.new_full((), len(cosine)))),), _clip
+    return (torch.stack((cosine.sum(), cosine.clamp(min=0).sum(), cosine.new_full((), len(cosine)))),), _finish_clip
 
 
-def _clip(sums: Tensor) -> dict[str, float]:
+def _finish_clip(sums: Tensor) -> dict[str, float]:
     mean, positive = (sums[:2] / sums[2]).tolist()
     return {"clip_cosine": mean, "clip_score": 100 * positive, "clip_score_of_mean": max(100 * mean, 0.0), "clip_s": 2.5 * positive}

@@ -14,26 +14,26 @@ from hpcai.errors import DataError
 from hpcai.models.diffusion.blocks import (
     FORMATS,
     CrossAttention,
-    Down,
+    Downsample,
     ResBlock,
     SelfAttention,
     Space,
     TimeEmbedding,
-    Up,
-    convolution,
-    places_last,
-    resized,
-    sinusoidal,
-    zeroed,
+    Upsample,
+    channels_last,
+    make_conv,
+    resize,
+    sinusoidal_embedding,
+    zero_init,
 )  # fmt: skip
-from hpcai.models.diffusion.condition import NOTHING, Condition
+from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import UNetConfig
 from hpcai.models.diffusion.grid import Grid
-from hpcai.models.diffusion.tokens import check
+from hpcai.models.diffusion.transformer import check_inputs
 from hpcai.nn.groupnorm import GroupNorm
 
 
-class _Shapes:
+class _LayerFactory:
     """The parts of a level, by what the settings say."""
 
     def __init__(self, cfg: UNetConfig) -> None:
@@ -58,7 +58,7 @@ class Level(nn.Module):
     ``inputs``: channels that each block gets.
     """
 
-    def __init__(self, shapes: _Shapes, inputs: Sequence[int], channels: int, kind: str, heads: int) -> None:
+    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int) -> None:
         super().__init__()
         self.resnets = nn.ModuleList(shapes.block(n, channels) for n in inputs)
         if kind != "none":
@@ -72,9 +72,9 @@ class Level(nn.Module):
 class DownLevel(Level):
     """x [B, C, ...] -> [B, C', .../2], and the outputs on the way"""
 
-    def __init__(self, shapes: _Shapes, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
+    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
         super().__init__(shapes, inputs, channels, kind, heads)
-        self.downsamplers = None if last else nn.ModuleList([Down(shapes.space, channels)])
+        self.downsamplers = None if last else nn.ModuleList([Downsample(shapes.space, channels)])
 
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         found = []
@@ -92,9 +92,9 @@ class UpLevel(Level):
     """x [B, C, ...] and outputs of the way down, the last of which each block takes -> [B, C', ...], of the places of the next of
     these outputs"""
 
-    def __init__(self, shapes: _Shapes, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
+    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
         super().__init__(shapes, inputs, channels, kind, heads)
-        self.upsamplers = None if last else nn.ModuleList([Up(shapes.space, channels)])
+        self.upsamplers = None if last else nn.ModuleList([Upsample(shapes.space, channels)])
 
     def forward(self, x: Tensor, before: list[Tensor], time: Tensor, tokens: Tensor | None) -> Tensor:
         for block, attention in self.parts():
@@ -108,7 +108,7 @@ class UpLevel(Level):
 class Middle(Level):
     """Two blocks, attention between them.   [B, C, ...] -> the same"""
 
-    def __init__(self, shapes: _Shapes, channels: int, kind: str, heads: int) -> None:
+    def __init__(self, shapes: _LayerFactory, channels: int, kind: str, heads: int) -> None:
         super().__init__(shapes, (channels, channels), channels, "none", heads)
         if kind != "none":
             self.attentions = nn.ModuleList([shapes.attention(kind, channels, heads)])
@@ -131,11 +131,11 @@ class UNet(nn.Module):
     def __init__(self, cfg: UNetConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg = cfg or UNetConfig()
-        shapes, levels = _Shapes(cfg), list(zip(cfg.channels, cfg.attention, cfg.heads))
+        shapes, levels = _LayerFactory(cfg), list(zip(cfg.channels, cfg.attention, cfg.heads))
         first, last = cfg.channels[0], cfg.channels[-1]
         self.space, self.grid = shapes.space, Grid()  # a seam: places may lie on several processes
         cells = cfg.patch**cfg.dims
-        self.conv_in = convolution(self.space, cells * (cfg.inputs + cfg.field), first)
+        self.conv_in = make_conv(self.space, cells * (cfg.inputs + cfg.field), first)
         self.time_embedding = TimeEmbedding(first, shapes.time)
         self.class_embedding = nn.Embedding(cfg.classes, shapes.time) if cfg.classes else None
         self.parameter_embedding = TimeEmbedding(cfg.parameters, shapes.time) if cfg.parameters else None
@@ -152,19 +152,19 @@ class UNet(nn.Module):
             self.up_blocks.append(UpLevel(shapes, inputs, width, kind, heads, level == len(levels)))
             channels = width
         self.conv_norm_out = GroupNorm(cfg.groups, first, "silu", eps=cfg.eps)
-        self.conv_out = convolution(self.space, first, cells * cfg.outputs)
+        self.conv_out = make_conv(self.space, first, cells * cfg.outputs)
         if cfg.zero:
-            zeroed(self.conv_out)
+            zero_init(self.conv_out)
         self.to(memory_format=FORMATS[cfg.dims])  # type: ignore[call-overload]
 
-    def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
-        cfg, size = self.cfg, self.grid.whole(x.shape[2:])
+    def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
+        cfg, size = self.cfg, self.grid.full_size(x.shape[2:])
         self._check(x, size, time, condition)
         embedded = F.silu(self.embed(x, time, condition))
         if condition.field is not None:
-            x = torch.cat((x, resized(condition.field.to(x.dtype), size, self.space.wrapped, self.grid.box(size))), 1)
+            x = torch.cat((x, resize(condition.field.to(x.dtype), size, self.space.periodic_dims, self.grid.box(size))), 1)
         tokens = None if condition.tokens is None else condition.tokens.to(x.dtype)
-        x = self.conv_in(places_last(folded(x, cfg.patch)))
+        x = self.conv_in(channels_last(pixel_unshuffle(x, cfg.patch)))
         kept = [x]
         for level in self.down_blocks:
             x, found = level(x, embedded, tokens)
@@ -172,11 +172,11 @@ class UNet(nn.Module):
         x = self.mid_block(x, embedded, tokens)
         for level in self.up_blocks:
             x = level(x, kept, embedded, tokens)
-        return unfolded(self.conv_out(self.conv_norm_out(x)), cfg.patch)
+        return pixel_shuffle(self.conv_out(self.conv_norm_out(x)), cfg.patch)
 
     def embed(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """What all blocks are told: the time, a class and physical parameters.   [B, T]"""
-        found = self.time_embedding(sinusoidal(time, self.cfg.channels[0], x.dtype))
+        found = self.time_embedding(sinusoidal_embedding(time, self.cfg.channels[0], x.dtype))
         if self.class_embedding is not None and condition.classes is not None:
             classes, count = condition.classes, self.class_embedding.num_embeddings
             row = self.class_embedding(classes.clamp(max=count - 1))
@@ -192,17 +192,17 @@ class UNet(nn.Module):
         halved = cfg.patch * 2 ** (len(cfg.channels) - 1)
         if any(n % cfg.patch for n in size):
             raise DataError(f"the sample has {sides} places; expected multiples of patch, {cfg.patch}")
-        if odd := [size[dim - 2] for dim in self.space.wrapped if size[dim - 2] % halved]:
+        if odd := [size[dim - 2] for dim in self.space.periodic_dims if size[dim - 2] % halved]:
             raise DataError(f"the sample has {sides} places, {odd[0]} along a periodic dim; expected a multiple of {halved} there")
         sizes: dict[str, tuple[int | str, ...]] = {"classes": (), "parameters": (cfg.parameters,), "tokens": ("N", cfg.tokens or 0)}
         sizes["field"] = (cfg.field, *"DHW"[3 - cfg.dims :])
-        check(self, x, time, condition, {name: size for name, size in sizes.items() if getattr(cfg, name)})
+        check_inputs(self, x, time, condition, {name: size for name, size in sizes.items() if getattr(cfg, name)})
         field = condition.field
         if field is not None and any(few > many for few, many in zip(field.shape[2:], size)):
             raise DataError(f"condition.field has {list(field.shape[2:])} places, the sample {list(size)}; expected no more")
 
 
-def folded(x: Tensor, patch: int) -> Tensor:
+def pixel_unshuffle(x: Tensor, patch: int) -> Tensor:
     """Neighbouring places as channels of one.   [B, C, S...] -> [B, C P^D, S/P...]"""
     if patch == 1:
         return x
@@ -211,7 +211,7 @@ def folded(x: Tensor, patch: int) -> Tensor:
     return cut.permute(0, 1, *range(3, 3 + 2 * dims, 2), *range(2, 2 + 2 * dims, 2)).flatten(1, 1 + dims)
 
 
-def unfolded(x: Tensor, patch: int) -> Tensor:
+def pixel_shuffle(x: Tensor, patch: int) -> Tensor:
     """And back.   [B, C P^D, S/P...] -> [B, C, S...]"""
     if patch == 1:
         return x

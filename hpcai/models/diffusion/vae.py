@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
-from hpcai.models.diffusion.blocks import FORMATS, Down, ResBlock, SelfAttention, Space, Up, convolution, places_last
+from hpcai.models.diffusion.blocks import FORMATS, Downsample, ResBlock, SelfAttention, Space, Upsample, channels_last, make_conv
 from hpcai.models.diffusion.config import VAEConfig
 from hpcai.nn.groupnorm import GroupNorm
 
@@ -49,8 +49,8 @@ class Level(nn.Module):
         super().__init__()
         widths = [inputs] + [outputs] * (blocks - 1)
         self.resnets = nn.ModuleList(ResBlock(_MAPS, n, outputs, None, cfg.groups, EPS) for n in widths)
-        self.downsamplers = nn.ModuleList([Down(_MAPS, outputs, centred=False)]) if down else None
-        self.upsamplers = nn.ModuleList([Up(_MAPS, outputs)]) if up else None
+        self.downsamplers = nn.ModuleList([Downsample(_MAPS, outputs, centred=False)]) if down else None
+        self.upsamplers = nn.ModuleList([Upsample(_MAPS, outputs)]) if up else None
 
     def forward(self, x: Tensor) -> Tensor:
         for part in (*self.resnets, *(self.downsamplers or ()), *(self.upsamplers or ())):
@@ -78,16 +78,16 @@ class Encoder(nn.Module):
     def __init__(self, cfg: VAEConfig) -> None:
         super().__init__()
         widths, count = (cfg.channels[0], *cfg.channels), len(cfg.channels)
-        self.conv_in = convolution(_MAPS, cfg.inputs, widths[0])
+        self.conv_in = make_conv(_MAPS, cfg.inputs, widths[0])
         self.down_blocks = nn.ModuleList(
             Level(cfg, widths[n], widths[n + 1], cfg.blocks, down=n < count - 1) for n in range(count)
         )
         self.mid_block = Middle(cfg, widths[-1])
         self.conv_norm_out = GroupNorm(cfg.groups, widths[-1], "silu", eps=EPS)
-        self.conv_out = convolution(_MAPS, widths[-1], 2 * cfg.latents)
+        self.conv_out = make_conv(_MAPS, widths[-1], 2 * cfg.latents)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _through(self, (*self.down_blocks, self.mid_block), x)
+        return _run_layers(self, (*self.down_blocks, self.mid_block), x)
 
 
 class Decoder(nn.Module):
@@ -96,20 +96,20 @@ class Decoder(nn.Module):
     def __init__(self, cfg: VAEConfig) -> None:
         super().__init__()
         widths, count = (cfg.channels[-1], *reversed(cfg.channels)), len(cfg.channels)
-        self.conv_in = convolution(_MAPS, cfg.latents, widths[0])
+        self.conv_in = make_conv(_MAPS, cfg.latents, widths[0])
         self.mid_block = Middle(cfg, widths[0])
         self.up_blocks = nn.ModuleList(
             Level(cfg, widths[n], widths[n + 1], cfg.blocks + 1, up=n < count - 1) for n in range(count)
         )
         self.conv_norm_out = GroupNorm(cfg.groups, widths[-1], "silu", eps=EPS)
-        self.conv_out = convolution(_MAPS, widths[-1], cfg.outputs)
+        self.conv_out = make_conv(_MAPS, widths[-1], cfg.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _through(self, (self.mid_block, *self.up_blocks), x)
+        return _run_layers(self, (self.mid_block, *self.up_blocks), x)
 
 
-def _through(coder: Encoder | Decoder, parts: Sequence[nn.Module], x: Tensor) -> Tensor:
-    x = coder.conv_in(places_last(x))
+def _run_layers(coder: Encoder | Decoder, parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+    x = coder.conv_in(channels_last(x))
     for part in parts:
         x = part(x)
     return coder.conv_out(coder.conv_norm_out(x))
@@ -118,7 +118,7 @@ def _through(coder: Encoder | Decoder, parts: Sequence[nn.Module], x: Tensor) ->
 class VAE(nn.Module):
     """images [B, 3, H, W] in [-1, 1] -> images, from the means of their latents. All is in channels-last memory.
 
-    A diffusion model sees ``vae.scaled(vae.encode(images).sample())``, and ``vae.decode(vae.unscaled(x))`` is what it draws.
+    A diffusion model sees ``vae.scale_latents(vae.encode(images).sample())``, and ``vae.decode(vae.unscale_latents(x))`` is what it draws.
     Raises DataError for another number of channels, and for images that the encoder cannot halve.
     """
 
@@ -126,8 +126,8 @@ class VAE(nn.Module):
         super().__init__()
         self.cfg = cfg = cfg or VAEConfig()
         self.encoder, self.decoder = Encoder(cfg), Decoder(cfg)
-        self.quant_conv = convolution(_MAPS, 2 * cfg.latents, 2 * cfg.latents, 1) if cfg.quantised else None
-        self.post_quant_conv = convolution(_MAPS, cfg.latents, cfg.latents, 1) if cfg.quantised else None
+        self.quant_conv = make_conv(_MAPS, 2 * cfg.latents, 2 * cfg.latents, 1) if cfg.quantised else None
+        self.post_quant_conv = make_conv(_MAPS, cfg.latents, cfg.latents, 1) if cfg.quantised else None
         self.to(memory_format=FORMATS[2])  # type: ignore[call-overload]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -146,12 +146,12 @@ class VAE(nn.Module):
         """[B, L, h, w], not scaled -> [B, 3, H, W]"""
         if latents.ndim != 4 or latents.shape[1] != self.cfg.latents:
             raise DataError(f"latents have shape {list(latents.shape)}; expected [B, {self.cfg.latents}, h, w]")
-        return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(places_last(latents)))
+        return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(channels_last(latents)))
 
-    def scaled(self, latents: Tensor) -> Tensor:
+    def scale_latents(self, latents: Tensor) -> Tensor:
         """(latents - shift) * scale, of about unit size: what a diffusion model sees.   [B, L, h, w] -> the same"""
         return (latents - self.cfg.shift) * self.cfg.scale
 
-    def unscaled(self, x: Tensor) -> Tensor:
+    def unscale_latents(self, x: Tensor) -> Tensor:
         """[B, L, h, w] -> the same"""
         return x / self.cfg.scale + self.cfg.shift

@@ -8,13 +8,13 @@ __getattr__, _names = attach(
     {
         ".generation": ["complete", "generate"],
         ".likelihood": ["likelihoods", "log_likelihoods"],
-        ".load": ["load_weights", "load_later", "save_folder"],
+        ".load": ["load_weights", "load_deferred", "save_folder"],
         ".lora": ["adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["LLM"],
         ".objective": ["Batch", "entropies", "loss", "score"],
-        ".parallel": ["parallelize", "stages"],
-        ".speech": ["Text"],
-        ".tokens": ["Stream", "Tokenizer"],
+        ".parallel": ["build_pipeline", "parallelize"],
+        ".text": ["Text"],
+        ".tokenizer": ["DecodeStream", "Tokenizer"],
     },
 )
 __all__ = ["LLMConfig", "LoRAConfig", "SamplingConfig", *_names]

@@ -1,8 +1,8 @@
-"""Conversations as text, by the template that a tokenizer brings.
+"""Chat templates: render the messages of a conversation as text, by the template in the files of a tokenizer.
 
-A template is Jinja, with whitespace around blocks trimmed, ``raise_exception(text)`` to refuse a conversation, and a block tag
-``generation`` around what the assistant says. It runs in a sandbox and sees neither time nor files, so that a text is a function of
-the messages.
+A template is Jinja with ``trim_blocks`` and ``lstrip_blocks``, the function ``raise_exception(text)``, and the block tag
+``generation`` around the messages of the assistant. It runs in a sandbox without access to time and files, so that the text is a
+function of the messages.
 """
 
 import json
@@ -16,78 +16,77 @@ from hpcai.errors import DataError, HpcaiError
 from hpcai.lazy import import_optional
 
 EXPECTED = "a list such as [{'role': 'user', 'content': 'text'}]"
-_MARKS = [chr(0xFDD0 + n) for n in range(32)]  # noncharacters of Unicode, which no text should have
+_MARKS = [chr(0xFDD0 + n) for n in range(32)]  # noncharacters of Unicode, which text should not contain
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, with places in it, in characters."""
+    """A conversation as text. Offsets are in characters."""
 
     text: str
     answers: list[tuple[int, int]]
-    """begin and end of what the assistant says"""
+    """start and end of each message of the assistant"""
     literal: set[int]
-    """where a special token stands that somebody wrote, and which means nothing"""
+    """offsets of special tokens that a message contains as plain text"""
 
 
-def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], special: Iterable[str], **words: Any) -> Rendered:
-    """The text of ``messages``; ``special`` tokens that are written in them are noted as literal. ``words`` is what the template
-    sees besides. Raises DataError with the template's words where it refuses them, and for one that is none, which ``where``
-    names."""
+def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], special: Iterable[str], **variables: Any) -> Rendered:
+    """Render ``messages`` as text. ``special`` tokens that messages contain are recorded as literal; ``variables`` are further ones
+    of the template. Raises DataError, which names ``where``, for an invalid template, and with the template's message if it
+    rejects the conversation."""
     try:
-        # Only what is sent as text may hold noncharacters; escapes would hide them.
-        used = set(json.dumps(messages, ensure_ascii=False))
+        used = set(json.dumps(messages, ensure_ascii=False))  # unescaped: escapes would hide noncharacters
     except (TypeError, ValueError, RecursionError) as problem:
-        raise DataError(f"messages: not what JSON holds ({problem}); expected {EXPECTED}") from None
+        raise DataError(f"messages: not JSON ({problem}); expected {EXPECTED}") from None
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise DataError(f"messages: a {type(messages).__name__}, expected {EXPECTED}")
     free = [mark for mark in _MARKS if mark not in used and mark not in template]
     if len(free) < 3:
-        raise DataError("messages: hold nearly all noncharacters of Unicode (U+FDD0 to U+FDEF); they are no text")
+        raise DataError("messages: nearly all noncharacters of Unicode (U+FDD0 to U+FDEF) are used; expected text without them")
     literal, begin, end = free[:3]
-    found = sorted(special, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, found)) or r"(?!)")
+    tokens = sorted(special, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
     try:
-        told = _marked(messages, pattern, literal)
-        text = _compiled(template).render(messages=told, raise_exception=_refuse, generation_marks=(begin, end), **words)
+        marked = _mark_special(messages, pattern, literal)
+        text = _compile(template).render(messages=marked, raise_exception=_raise, generation_marks=(begin, end), **variables)
     except HpcaiError:
         raise
-    except Exception as problem:  # a template can fail in any way that Python can
+    except Exception as problem:  # a template can raise any exception
         raise DataError(f"{where}: chat template: {problem or type(problem).__name__}") from problem
-    return _without(text, literal, begin, end)
+    return _strip_marks(text, literal, begin, end)
 
 
-def _refuse(text: str) -> None:
+def _raise(text: str) -> None:
     raise ValueError(text)
 
 
-def _marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
-    """The value with a mark before every special token in its texts."""
+def _mark_special(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+    """Insert ``mark`` before every special token in the strings of ``value``."""
     if isinstance(value, str):
         return pattern.sub(lambda match: mark + match[0], value)
     if isinstance(value, Mapping):
-        return {key: _marked(each, pattern, mark) for key, each in value.items()}
-    return [_marked(each, pattern, mark) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _mark_special(item, pattern, mark) for key, item in value.items()}
+    return [_mark_special(item, pattern, mark) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _without(marked: str, literal: str, begin: str, end: str) -> Rendered:
-    parts, answers, places, at = list[str](), list[tuple[int, int]](), set[int](), 0
-    open_at: list[int] = []
+def _strip_marks(marked: str, literal: str, begin: str, end: str) -> Rendered:
+    parts, answers, literals, offset = list[str](), list[tuple[int, int]](), set[int](), 0
+    starts: list[int] = []
     for part in re.split(f"([{literal}{begin}{end}])", marked):
         if part == literal:
-            places.add(at)
+            literals.add(offset)
         elif part == begin:
-            open_at.append(at)
-        elif part == end and open_at:
-            answers.append((open_at.pop(), at))
+            starts.append(offset)
+        elif part == end and starts:
+            answers.append((starts.pop(), offset))
         else:
             parts.append(part)
-            at += len(part)
-    return Rendered("".join(parts), answers, places)
+            offset += len(part)
+    return Rendered("".join(parts), answers, literals)
 
 
 @lru_cache(8)
-def _compiled(template: str) -> Any:
+def _compile(template: str) -> Any:
     sandbox = import_optional("jinja2.sandbox", "chat templates need", "llm")
     nodes, extension = (import_optional(f"jinja2.{name}", "chat templates need", "llm") for name in ("nodes", "ext"))
 
@@ -100,13 +99,13 @@ def _compiled(template: str) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             marks = nodes.Name("generation_marks", "load")
-            return nodes.CallBlock(self.call_method("_between", [marks]), [], [], body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("_enclose", [marks]), [], [], body).set_lineno(line)
 
-        def _between(self, marks: tuple[str, str], caller: Any) -> str:
+        def _enclose(self, marks: tuple[str, str], caller: Any) -> str:
             return f"{marks[0]}{caller()}{marks[1]}"
 
-    made = sandbox.ImmutableSandboxedEnvironment(
+    environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    made.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    return made.from_string(template)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    return environment.from_string(template)

@@ -71,27 +71,27 @@ class LLMConfig(Settings):
             raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads; give head, or other sizes")
         if self.heads % keys:
             raise ValueError(f"{self.heads} heads of queries cannot share {keys} heads of keys; give a divisor of {self.heads}")
-        if self.rotary is not None and self.size % 2:
-            raise ValueError(f"heads of {self.size} channels cannot be rotated; give an even number")
+        if self.rotary is not None and self.head_dim % 2:
+            raise ValueError(f"heads of {self.head_dim} channels cannot be rotated; give an even number")
         return self
 
     @property
-    def size(self) -> int:
+    def head_dim(self) -> int:
         """Channels of a head."""
         return self.head or self.width // self.heads
 
     @property
-    def keys(self) -> int:
+    def kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.key_heads or self.heads
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """How many there are, tied ones once."""
         c, bias = self.width, int(self.bias)
         norm = c * (2 if self.norm == "layer" else 1)
-        outputs = (self.heads + 2 * self.keys) * self.size
-        attention = c * outputs + bias * outputs + self.heads * self.size * c + bias * c
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
+        attention = c * outputs + bias * outputs + self.heads * self.head_dim * c + bias * c
         ups = 2 if self.feed == "swiglu" else 1
         feed = (ups + 1) * c * self.inner + bias * (ups * self.inner + c)
         around = (1 if self.tied else 2) * self.vocabulary * c + norm + (0 if self.rotary else self.positions * c)
@@ -105,7 +105,7 @@ class LLMConfig(Settings):
         return cls(**PRESETS[name] | changes)
 
 
-Frozenness = Literal["as they are", "bf16", "8bit"]
+FrozenStorage = Literal["as they are", "bf16", "8bit"]
 
 
 class LoRAConfig(Settings):
@@ -119,7 +119,7 @@ class LoRAConfig(Settings):
     dropout: Rate = 0.0
     """of what goes into A"""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    frozen: Frozenness = "as they are"
+    frozen: FrozenStorage = "as they are"
     """in which bits the weights of all linear layers but the last lie in memory; computed with is what the step says"""
 
     @property

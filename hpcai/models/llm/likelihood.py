@@ -1,4 +1,4 @@
-"""How likely a language model finds texts.   B texts, T tokens"""
+"""Log-likelihoods of texts under a language model.   B texts, T tokens"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,58 +10,57 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from hpcai.errors import DataError
-from hpcai.models.llm.undivided import holding, last_stage, undivided
+from hpcai.models.llm.gathered import active_pipeline, gather_overrides, override_attributes
 from hpcai.nn.lm_head import IGNORE_INDEX
 
 
-def likelihoods(model: Any, context: Sequence[int], choices: Sequence[Sequence[int]], act: Any = None) -> list[float]:
-    """The logarithm of the probability that each of ``choices`` follows ``context``: the sum over its tokens, in nats.
-    ``log_likelihoods`` says the rest."""
-    return log_likelihoods(model, [(context, choice) for choice in choices], act=act)
+def likelihoods(model: Any, context: Sequence[int], choices: Sequence[Sequence[int]], pipeline: Any = None) -> list[float]:
+    """Return the log-probability of each of ``choices`` after ``context``, by ``log_likelihoods``."""
+    return log_likelihoods(model, [(context, choice) for choice in choices], pipeline=pipeline)
 
 
 @torch.no_grad()
 def log_likelihoods(
-    model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int = 32, act: Any = None
+    model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int = 32, pipeline: Any = None
 ) -> list[float]:
-    """The logarithm of the probability that the second of each pair follows the first, the sum over its tokens, in nats. ``rows``
-    of like length go through the model together. All ranks of a model that is cut call this together; ``act`` is its ``stages``.
-    Raises DataError where one of them is empty."""
+    """Return log P(second | first) of each pair (first, second) of token lists: the sum over the tokens of the second, in nats. A
+    batch is ``rows`` pairs of similar length. Collective over all ranks of a sharded model; ``pipeline`` as ``build_pipeline``
+    returns it. Raises DataError for an empty list of tokens."""
     if not all(first and second for first, second in pairs):
-        raise DataError("a context and each choice need at least one token; a context begins with the token that begins a text")
-    stages, device = last_stage(model, act), next(model.parameters()).device
-    aside = undivided(model, stages)
-    order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
-    found = torch.zeros(len(pairs), dtype=torch.float64, device=device)
-    was = model.training
+        raise DataError("a context or a choice is empty; expected a token at least, such as the one that begins a text")
+    pipeline, device = active_pipeline(model, pipeline), next(model.parameters()).device
+    overrides = gather_overrides(model, pipeline)
+    order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
+    sums = torch.zeros(len(pairs), dtype=torch.float64, device=device)
+    training = model.training
     model.eval()
     try:
-        with holding(aside):
-            for at in range(0, len(order), rows):
-                some = order[at : at + rows]
-                tokens, targets = (x.to(device) for x in _rows([pairs[number] for number in some]))
-                ask = partial(_asked, targets=targets)
-                entropy = ask(model, tokens) if stages is None else stages.forward(ask, tokens, nullcontext)
+        with override_attributes(overrides):
+            for start in range(0, len(order), rows):
+                batch = order[start : start + rows]
+                tokens, targets = (x.to(device) for x in _collate([pairs[index] for index in batch]))
+                forward = partial(_token_entropy, targets=targets)
+                entropy = forward(model, tokens) if pipeline is None else pipeline.forward(forward, tokens, nullcontext)
                 if entropy is not None:
-                    found[torch.tensor(some, device=device)] = -entropy.double().sum(1)
+                    sums[torch.tensor(batch, device=device)] = -entropy.double().sum(1)
     finally:
-        model.train(was)
-    if stages is not None:
-        torch_dist.broadcast(found, group=stages.axis.group, group_src=stages.source)
-    values: list[float] = found.tolist()
+        model.train(training)
+    if pipeline is not None:
+        torch_dist.broadcast(sums, group=pipeline.axis.group, group_src=pipeline.source)
+    values: list[float] = sums.tolist()
     return values
 
 
-def _asked(model: Any, tokens: Tensor, targets: Tensor) -> Any:
+def _token_entropy(model: Any, tokens: Tensor, targets: Tensor) -> Any:
     return model(tokens, targets)
 
 
-def _rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor, Tensor]:
-    """Tokens, and those that follow where they count.   two of [B, T]"""
-    longest = max(len(first) + len(second) for first, second in pairs)
-    whole, counted = torch.zeros(len(pairs), longest, dtype=torch.int64), torch.zeros(len(pairs), longest, dtype=torch.bool)
+def _collate(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets, two of [B, T], padded on the right; targets of the context and of padding are ``IGNORE``."""
+    length = max(len(first) + len(second) for first, second in pairs)
+    tokens, mask = torch.zeros(len(pairs), length, dtype=torch.int64), torch.zeros(len(pairs), length, dtype=torch.bool)
     for row, (first, second) in enumerate(pairs):
         end = len(first) + len(second)
-        whole[row, :end] = torch.tensor([*first, *second])
-        counted[row, len(first) : end] = True
-    return whole[:, :-1], whole[:, 1:].where(counted[:, 1:], IGNORE_INDEX)
+        tokens[row, :end] = torch.tensor([*first, *second])
+        mask[row, len(first) : end] = True
+    return tokens[:, :-1], tokens[:, 1:].where(mask[:, 1:], IGNORE_INDEX)

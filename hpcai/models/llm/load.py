@@ -19,13 +19,13 @@ from hpcai.nn.deferred_init import load_deferred
 from hpcai.nn.safetensors_files import LazyTensor, save_sharded, open_tensors
 
 _INDEX, _FILE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-_USELESS = re.compile(r".*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # what older files hold beside weights
-_SHARD = 5_000_000_000  # bytes of a file
-_LAYER = {  # what GPT-2's files call the parts of a layer
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # what older files hold beside weights
+_SHARD_BYTES = 5_000_000_000  # bytes of a file
+_GPT2_LAYER = {  # what GPT-2's files call the parts of a layer
     "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
 }  # fmt: skip
-_AROUND = {"wte.weight": "model.embed_tokens.weight", "wpe.weight": "model.add_positions.weight"}
+_GPT2_EMBEDDINGS = {"wte.weight": "model.embed_tokens.weight", "wpe.weight": "model.add_positions.weight"}
 
 
 def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
@@ -36,15 +36,15 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     model's. Raises CheckpointError for weights that are missing, superfluous, damaged, not finite or of other sizes, ConfigError
     for a model of another kind.
     """
-    path, origins = of_run(Path(path)), dict[str, Path]()
+    path, origins = resolve_run(Path(path)), dict[str, Path]()
     if not path.is_dir():
         state, found = weights.load_state(path, "llm", LLMConfig)
         if found is None:
             raise CheckpointError(f"{path}: weights without settings; give the folder that has {_CONFIG} beside them")
     else:
         found, state = read_config(path), {}
-        for name, tensor in _names(path, found).items():
-            more = _converted(name, tensor[tuple(slice(None) for _ in tensor.size)], found)
+        for name, tensor in _open_weights(path, found).items():
+            more = _from_hub(name, tensor[tuple(slice(None) for _ in tensor.size)], found)
             state, origins = state | more, origins | dict.fromkeys(more, tensor.path)
         if found.tied and "model.embed_tokens.weight" in state:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -59,36 +59,36 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     missing = [name for name in model.state_dict() if name not in state]
     if missing:
         raise CheckpointError(f"{path}: has no {missing[0]}" + (f", nor {len(missing) - 1} others" if missing[1:] else ""))
-    _same_sizes(path, model, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    _check_sizes(path, model, {name: tuple(tensor.shape) for name, tensor in state.items()})
     model.load_state_dict(state, assign=True)
     if found.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
         parameter.origin = str(origins.get(name, path).resolve())  # type: ignore[attr-defined]
-    model.home = path if path.is_dir() else path.parent
+    model.folder = path if path.is_dir() else path.parent
     return model.eval()
 
 
-def load_later(model: LLM, folder: str | Path) -> LLM:
+def load_deferred(model: LLM, folder: str | Path) -> LLM:
     """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred_init`` and may be cut, read from a folder of Llama, a
     file of ours or the folder of a run, which holds one, when they are made: of each the part that is held. Raises CheckpointError
     for weights that do not fit, before any is read."""
-    folder = of_run(Path(folder))
-    there = _names(folder, model.cfg) if folder.is_dir() else open_tensors(folder)
+    folder = resolve_run(Path(folder))
+    there = _open_weights(folder, model.cfg) if folder.is_dir() else open_tensors(folder)
     source = folder if (folder / _INDEX).exists() or not folder.is_dir() else folder / _FILE
-    model.home = folder if folder.is_dir() else folder.parent
+    model.folder = folder if folder.is_dir() else folder.parent
     load_deferred(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
     for name, parameter in model.named_parameters():
         parameter.origin = str(there[name].path.resolve())  # type: ignore[attr-defined]
     return model
 
 
-def save_folder(state: Mapping[str, Tensor], cfg: LLMConfig, folder: str | Path, shard: int = _SHARD) -> None:
+def save_folder(state: Mapping[str, Tensor], cfg: LLMConfig, folder: str | Path, shard: int = _SHARD_BYTES) -> None:
     """Weights by name and settings as a folder that Hugging Face's libraries read: config.json, and safetensors files of at most
     ``shard`` bytes with their index. Raises CheckpointError for a model that they have no name for."""
     folder, about = Path(folder), hub_config(cfg, next(iter(state.values())).dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    save_sharded(_for_others(state, cfg), folder, _FILE, shard)
+    save_sharded(_to_hub(state, cfg), folder, _FILE, shard)
     (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n")
 
 
@@ -103,14 +103,14 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
 # ---- settings
 
 
-def of_run(path: Path) -> Path:
+def resolve_run(path: Path) -> Path:
     """The file that has settings of its own in a folder that has none beside it, as a run leaves; else the path itself."""
     return path / _FILE if path.is_dir() and not (path / _CONFIG).exists() and (path / _FILE).exists() else path
 
 
 def read_settings(path: str | Path) -> LLMConfig:
     """The settings of what ``load_weights`` reads, without its weights."""
-    path = of_run(Path(path))
+    path = resolve_run(Path(path))
     found = read_config(path) if path.is_dir() else weights.read_settings(path, "llm", LLMConfig)
     if found is None:
         raise CheckpointError(f"{path}: weights without settings; give the folder that has {_CONFIG} beside them")
@@ -192,7 +192,7 @@ def hub_config(cfg: LLMConfig, dtype: torch.dtype) -> dict[str, Any]:
             rope |= {"original_max_position_embeddings": scaling.original}
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": cfg.vocabulary, "hidden_size": cfg.width,
-        "num_hidden_layers": cfg.layers, "num_attention_heads": cfg.heads, "num_key_value_heads": cfg.keys, "head_dim": cfg.size,
+        "num_hidden_layers": cfg.layers, "num_attention_heads": cfg.heads, "num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_dim,
         "intermediate_size": cfg.inner, "max_position_embeddings": cfg.positions, "rms_norm_eps": cfg.eps, "hidden_act": "silu",
         "rope_theta": cfg.rotary.theta, "rope_scaling": rope if cfg.rotary.scaling else None, "rope_parameters": rope,
         "attention_bias": False, "mlp_bias": False, "initializer_range": cfg.deviation, "tie_word_embeddings": cfg.tied,
@@ -203,12 +203,12 @@ def hub_config(cfg: LLMConfig, dtype: torch.dtype) -> dict[str, Any]:
 # ---- names
 
 
-def _names(folder: Path, cfg: LLMConfig) -> dict[str, LazyTensor]:
+def _open_weights(folder: Path, cfg: LLMConfig) -> dict[str, LazyTensor]:
     """The tensors of a folder that are weights of the model. Raises CheckpointError where there are others, or a wrong index."""
     there = open_tensors(folder if (folder / _INDEX).exists() else folder / _FILE)
-    found = {name: tensor for name, tensor in there.items() if not _USELESS.fullmatch(name)}
+    found = {name: tensor for name, tensor in there.items() if not _IGNORED.fullmatch(name)}
     with torch.device("meta"):
-        known = _for_others(LLM(cfg).state_dict(), cfg)
+        known = _to_hub(LLM(cfg).state_dict(), cfg)
     short = {name.removeprefix("transformer.") for name in known}
     for name in found:
         if name not in known and name.removeprefix("transformer.") not in short and not (cfg.tied and name == "lm_head.weight"):
@@ -216,13 +216,13 @@ def _names(folder: Path, cfg: LLMConfig) -> dict[str, LazyTensor]:
     return found
 
 
-def _converted(name: str, tensor: Tensor, cfg: LLMConfig) -> dict[str, Tensor]:
+def _from_hub(name: str, tensor: Tensor, cfg: LLMConfig) -> dict[str, Tensor]:
     """A tensor of a file under our names: that of GPT-2's layers lies [in, out], queries, keys and values in one."""
     if cfg.rotary is not None:
         return {name: tensor}
     name = name.removeprefix("transformer.")
-    if name in _AROUND or name == "lm_head.weight":
-        return {_AROUND.get(name, name): tensor}
+    if name in _GPT2_EMBEDDINGS or name == "lm_head.weight":
+        return {_GPT2_EMBEDDINGS.get(name, name): tensor}
     if name.startswith("ln_f."):
         return {f"model.norm.{name[5:]}": tensor}
     _, number, rest = name.split(".", 2)
@@ -231,16 +231,16 @@ def _converted(name: str, tensor: Tensor, cfg: LLMConfig) -> dict[str, Tensor]:
     before = f"model.layers.{number}."
     if part == "attn.c_attn":
         return {f"{before}self_attn.{x}_proj.{kind}": piece.clone() for x, piece in zip("qkv", tensor.chunk(3))}
-    return {f"{before}{_LAYER[part]}.{kind}": tensor}
+    return {f"{before}{_GPT2_LAYER[part]}.{kind}": tensor}
 
 
-def _for_others(state: Mapping[str, Tensor], cfg: LLMConfig) -> dict[str, Tensor]:
+def _to_hub(state: Mapping[str, Tensor], cfg: LLMConfig) -> dict[str, Tensor]:
     """``state`` under the names of Hugging Face's files, the adjoint of ``_converted``."""
     rest = {name: tensor for name, tensor in state.items() if not (cfg.tied and name == "lm_head.weight")}
     if cfg.rotary is not None:
         return rest
     found: dict[str, Tensor] = {}
-    around, layer = {ours: theirs for theirs, ours in _AROUND.items()}, {ours: theirs for theirs, ours in _LAYER.items()}
+    around, layer = {ours: theirs for theirs, ours in _GPT2_EMBEDDINGS.items()}, {ours: theirs for theirs, ours in _GPT2_LAYER.items()}
     for name, tensor in rest.items():
         if name in around:
             found[f"transformer.{around[name]}"] = tensor
@@ -260,7 +260,7 @@ def _for_others(state: Mapping[str, Tensor], cfg: LLMConfig) -> dict[str, Tensor
     return found
 
 
-def _same_sizes(path: Path, model: LLM, sizes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_sizes(path: Path, model: LLM, sizes: Mapping[str, tuple[int, ...]]) -> None:
     for name, tensor in model.state_dict().items():
         if sizes[name] != tuple(tensor.shape):
             raise CheckpointError(f"{path}: {name} is {list(sizes[name])}, the settings make it {list(tensor.shape)}")

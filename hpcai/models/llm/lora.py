@@ -23,7 +23,7 @@ from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import ALONE, place_of, sum_axes
 from hpcai.parallel.tensor import CutInputs, CutOutputs, cut_inputs, cut_outputs, freeze, thaw
 
-_FILE, _CONFIG, _BEFORE = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+_FILE, _CONFIG, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
 
 class Adapter(nn.Module):
@@ -56,7 +56,7 @@ class Adapter(nn.Module):
         return self.scale * self.lora_B(self.lora_A(self.drop(x)))
 
     @property
-    def product(self) -> Tensor:
+    def delta_weight(self) -> Tensor:
         """What it adds to the weight of its layer, of the part that is here.   [C', C]"""
         wide = torch.promote_types(self.lora_A.weight.dtype, torch.float32)
         return self.scale * (self.lora_B.weight.detach().to(wide) @ self.lora_A.weight.detach().to(wide))
@@ -66,7 +66,7 @@ def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
     """``model``, in place, whose layers named in ``cfg.targets`` have adapters; nothing else is trained any more, and lies in
     memory as ``cfg.frozen`` says. All ranks of a cut model call this together. Raises ConfigError for a target that no layer is
     called, and for a model that has adapters."""
-    if any(True for _ in _adapted(model)):
+    if any(True for _ in _adapted_layers(model)):
         raise ConfigError("the model has adapters; merge them before it gets others")
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not model.lm_head}
     for target in cfg.targets:
@@ -77,7 +77,7 @@ def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
     for name, linear in linears.items():
         if name.rpartition(".")[2] in cfg.targets:
             linear.adapter = Adapter(linear, cfg).train(model.training)
-            linear.register_forward_hook(_added)
+            linear.register_forward_hook(_add_adapter)
         if cfg.frozen != "as they are":
             freeze(linear, cfg.frozen)
     model.adapters = cfg
@@ -90,15 +90,15 @@ def merge(model: LLM) -> LLM:
     Frozen weights that were rounded to fewer bits become wide again, and stay the rounded ones: those that adapters were trained
     beside. ``load_adapter`` adds them to others.
     """
-    dtypes = {adapter.lora_A.weight.dtype for _, _, adapter in _adapted(model)}
+    dtypes = {adapter.lora_A.weight.dtype for _, _, adapter in _adapted_layers(model)}
     for part in model.modules():
         if isinstance(part, QuantizedLinear):
             thaw(part, *dtypes)
-    for _, linear, adapter in list(_adapted(model)):
+    for _, linear, adapter in list(_adapted_layers(model)):
         with torch.no_grad():
-            linear.weight.copy_(linear.weight.to(adapter.product.dtype) + adapter.product)
+            linear.weight.copy_(linear.weight.to(adapter.delta_weight.dtype) + adapter.delta_weight)
         linear._forward_hooks = type(linear._forward_hooks)(
-            (number, hook) for number, hook in linear._forward_hooks.items() if hook is not _added
+            (number, hook) for number, hook in linear._forward_hooks.items() if hook is not _add_adapter
         )
         del linear.adapter
     model.adapters = None
@@ -111,13 +111,13 @@ def save_adapter(model: LLM, cfg: LoRAConfig, folder: str | Path, base: str = ""
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    found = {_theirs(name): tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
+    found = {_peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in _adapter_parameters(model).items()}
     save_file(found, folder / _FILE, metadata={"format": "pt"})
     (folder / _FILE).chmod(0o644)
-    (folder / _CONFIG).write_text(json.dumps(_told(cfg, base), indent=2) + "\n")
+    (folder / _CONFIG).write_text(json.dumps(_peft_config(cfg, base), indent=2) + "\n")
 
 
-def _told(cfg: LoRAConfig, base: str) -> dict[str, Any]:
+def _peft_config(cfg: LoRAConfig, base: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.rank, "lora_alpha": cfg.alpha,
         "lora_dropout": cfg.dropout, "use_rslora": cfg.stabilised, "target_modules": sorted(cfg.targets), "bias": "none",
@@ -128,10 +128,10 @@ def _told(cfg: LoRAConfig, base: str) -> dict[str, Any]:
 def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
     """What a run leaves: the adapters alone, in a folder as ``save_adapter`` writes it."""
     origin = next((o for p in model.parameters() if (o := getattr(p, "origin", None))), "")
-    about = json.dumps(_told(model.adapters, str(Path(origin).parent) if origin else ""), indent=2) + "\n"
+    about = json.dumps(_peft_config(model.adapters, str(Path(origin).parent) if origin else ""), indent=2) + "\n"
 
     def write(path: Path) -> None:
-        export(path, names=lambda name: _theirs(name) if ".adapter.lora_" in name else None)
+        export(path, names=lambda name: _peft_name(name) if ".adapter.lora_" in name else None)
 
     return {f"adapter/{_FILE}": write, f"adapter/{_CONFIG}": lambda path: path.write_text(about)}
 
@@ -143,19 +143,19 @@ def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
     cfg = read_adapter_config(folder)
     there = open_tensors(folder / _FILE)
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.rpartition(".")[2] in cfg.targets]
-    wanted = {_theirs(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}
+    wanted = {_peft_name(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}
     if wrong := sorted(wanted ^ set(there)) or ([] if wanted else ["no adapter of a layer that is here"]):
         what = "is there for no layer of the model" if wrong[0] in there else "is missing"
         raise CheckpointError(f"{folder}: {wrong[0]} {what}; is it an adapter of this model?")
     for name in names:
         outputs, inputs = place_of(model.get_parameter(f"{name}.weight")).size
         for half, size in (("lora_A", (cfg.rank, inputs)), ("lora_B", (outputs, cfg.rank))):
-            key = _theirs(f"{name}.adapter.{half}.weight")
+            key = _peft_name(f"{name}.adapter.{half}.weight")
             if there[key].size != size:
                 raise CheckpointError(f"{folder}: {key} is {list(there[key].size)}, expected {list(size)}; it is of another model")
     adapt(model, cfg)
-    for name, parameter in _tensors(model).items():
-        source = there[_theirs(name)]
+    for name, parameter in _adapter_parameters(model).items():
+        source = there[_peft_name(name)]
         with torch.no_grad():
             for offsets, box in place_of(parameter).boxes((0, 0), tuple(parameter.shape)):
                 sizes = parameter[box].shape
@@ -183,20 +183,20 @@ def read_adapter_config(folder: Path) -> LoRAConfig:
         raise CheckpointError(f"{path}: {problem!r}") from problem
 
 
-def _added(linear: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+def _add_adapter(linear: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
     adapter: Any = linear.adapter
     return output + adapter(given[0])
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, Adapter]]:
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any, Adapter]]:
     for name, part in model.named_modules():
         if isinstance(getattr(part, "adapter", None), Adapter):
             yield name, part, part.adapter
 
 
-def _tensors(model: LLM) -> dict[str, Tensor]:
+def _adapter_parameters(model: LLM) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if ".adapter.lora_" in name}
 
 
-def _theirs(name: str) -> str:
-    return _BEFORE + name.replace(".adapter.", ".")
+def _peft_name(name: str) -> str:
+    return _PREFIX + name.replace(".adapter.", ".")

@@ -32,7 +32,7 @@ from hpcai.nn.seam import Seam
 from hpcai.nn.weights import PretrainedMixin
 
 
-class Causal(nn.Module):
+class CausalAttention(nn.Module):
     """Attention of each token to itself and those before it; with ``documents`` [B, S] to those of its own document only.
 
     q [B, H, T, D], k and v [B, H or fewer, S, D] -> [B, H, T, D]; the last T of S keys are those of the queries.
@@ -53,22 +53,22 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: LLMConfig) -> None:
         super().__init__()
-        self.size = cfg.size
-        self.q_proj = nn.Linear(cfg.width, cfg.heads * cfg.size, cfg.bias)
-        self.k_proj = nn.Linear(cfg.width, cfg.keys * cfg.size, cfg.bias)
-        self.v_proj = nn.Linear(cfg.width, cfg.keys * cfg.size, cfg.bias)
-        self.o_proj = nn.Linear(cfg.heads * cfg.size, cfg.width, cfg.bias)
-        self.attend: nn.Module = Causal()  # seam: the tokens of a text may lie on several processes
-        self.remember: Any = None  # seam: what generation keeps of the tokens before, (k, v) -> (k, v) of all
+        self.head_dim = cfg.head_dim
+        self.q_proj = nn.Linear(cfg.width, cfg.heads * cfg.head_dim, cfg.bias)
+        self.k_proj = nn.Linear(cfg.width, cfg.kv_heads * cfg.head_dim, cfg.bias)
+        self.v_proj = nn.Linear(cfg.width, cfg.kv_heads * cfg.head_dim, cfg.bias)
+        self.o_proj = nn.Linear(cfg.heads * cfg.head_dim, cfg.width, cfg.bias)
+        self.core_attention: nn.Module = CausalAttention()  # seam: the tokens of a text may lie on several processes
+        self.update_cache: Any = None  # seam: what generation keeps of the tokens before, (k, v) -> (k, v) of all
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
         found = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in found)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in found)
         if turn is not None:
             q, k = apply_rotary(q, k, *turn)  # not ``cheap``: nothing else keeps what they are made of
-        if self.remember is not None:
-            k, v = self.remember(k, v)
-        return self.o_proj(self.attend(q, k, v, documents).transpose(1, 2).flatten(2))
+        if self.update_cache is not None:
+            k, v = self.update_cache(k, v)
+        return self.o_proj(self.core_attention(q, k, v, documents).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -111,24 +111,24 @@ class Layer(nn.Module):
         return x + self.drop(self.mlp(cheap(self.post_attention_layernorm, x)))
 
 
-class Positions(nn.Embedding):
+class PositionEmbedding(nn.Embedding):
     """Learned positions, added to tokens.   x [B, T, C], positions [B, T] -> [B, T, C]"""
 
     def __init__(self, positions: int, channels: int) -> None:
         super().__init__(positions, channels)
-        self.own: nn.Module = Seam()  # where a process has some of the tokens between layers
+        self.local_tokens: nn.Module = Seam()  # where a process has some of the tokens between layers
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
-        return x + self.own(super().forward(positions))
+        return x + self.local_tokens(super().forward(positions))
 
 
-class Body(nn.Module):
+class Decoder(nn.Module):
     """All but the last layer, which Llama's files call ``model``."""
 
     def __init__(self, cfg: LLMConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(cfg.vocabulary, cfg.width)
-        self.add_positions = None if cfg.rotary else Positions(cfg.positions, cfg.width)
+        self.add_positions = None if cfg.rotary else PositionEmbedding(cfg.positions, cfg.width)
         self.layers, self.norm = nn.ModuleList(Layer(cfg) for _ in range(cfg.layers)), _norm(cfg)
 
 
@@ -147,10 +147,10 @@ class LLM(PretrainedMixin):
     def __init__(self, cfg: LLMConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg = cfg or LLMConfig.preset("llama2-7b")
-        self.home: Path | None = None  # the folder that weights came from
-        self.own: nn.Module = Seam()  # a process may have some of the tokens
-        self.model, self.lm_head = Body(cfg), LMHead(cfg.width, cfg.vocabulary)
-        self.total: nn.Module = Seam()  # and what it has counted of them is a part
+        self.folder: Path | None = None  # the folder that weights came from
+        self.local_tokens: nn.Module = Seam()  # a process may have some of the tokens
+        self.model, self.lm_head = Decoder(cfg), LMHead(cfg.width, cfg.vocabulary)
+        self.all_reduce: nn.Module = Seam()  # and what it has counted of them is a part
         if cfg.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         for name, parameter in self.named_parameters():
@@ -164,20 +164,20 @@ class LLM(PretrainedMixin):
     def tokenizer(self) -> Any:
         """What makes tokens of text: the one that lies beside the weights, or that was set. Raises DataError where there is none,
         and when one is set that has more tokens than the model."""
-        return import_module(f"{self.package}.speech").tokenizer_of(self)
+        return import_module(f"{self.package}.text").get_tokenizer(self)
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        import_module(f"{self.package}.speech").attach(self, tokenizer)
+        import_module(f"{self.package}.text").set_tokenizer(self, tokenizer)
 
     def generate(self, prompts: str | Sequence[str], *, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any) -> Any:
         """How a text goes on: ``print`` it, or iterate for its pieces as they come; for a list of prompts a list of texts.
         ``sampling`` is what ``SamplingConfig`` has (most, temperature, top_k, ...), ``hpcai.models.llm.speech`` the rest."""
-        return import_module(f"{self.package}.speech").go_on(self, prompts, stop=stop, seed=seed, **sampling)
+        return import_module(f"{self.package}.text").continue_text(self, prompts, stop=stop, seed=seed, **sampling)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any) -> Any:
         """What the assistant says next in a conversation of {"role": ..., "content": ...}, by the template of the tokenizer."""
-        return import_module(f"{self.package}.speech").reply(self, messages, stop=stop, seed=seed, **sampling)
+        return import_module(f"{self.package}.text").chat_reply(self, messages, stop=stop, seed=seed, **sampling)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None
@@ -187,11 +187,11 @@ class LLM(PretrainedMixin):
             if count > self.cfg.positions:
                 raise DataError(f"a text of {count} tokens for a model of {self.cfg.positions} positions; cut it, or take another")
             positions = torch.arange(count, device=tokens.device)[None]
-        positions, targets = self.own(positions), None if targets is None else self.own(targets)
-        x = self.model.embed_tokens(self.own(tokens) if tokens.ndim == 2 else tokens)
+        positions, targets = self.local_tokens(positions), None if targets is None else self.local_tokens(targets)
+        x = self.model.embed_tokens(self.local_tokens(tokens) if tokens.ndim == 2 else tokens)
         if self.model.add_positions is not None:
             x = self.model.add_positions(x, positions)
-        turn = None if self.cfg.rotary is None else angles(self.cfg.rotary, self.cfg.size, positions, x.dtype)
+        turn = None if self.cfg.rotary is None else rotary_cos_sin(self.cfg.rotary, self.cfg.head_dim, positions, x.dtype)
         for layer in self.model.layers:
             if self.cfg.recompute == "layers" and torch.is_grad_enabled():
                 x = checkpoint(layer, x, turn, documents, use_reentrant=False)
@@ -206,7 +206,7 @@ class LLM(PretrainedMixin):
         return cast("dict[str, Callable[[Path], Any]]", other.files(self, export))
 
 
-def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None) -> Tensor:
+def rotary_frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None) -> Tensor:
     """Radians that each pair of channels turns from one position to the next, in float32 as published.   [D/2]"""
     turns = 1.0 / cfg.theta ** (torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size)
     scaling = cfg.scaling
@@ -224,18 +224,18 @@ def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None 
 
 
 @cache
-def _frequencies(cfg: RotaryConfig, size: int) -> Tensor:
+def _cached_frequencies(cfg: RotaryConfig, size: int) -> Tensor:
     """Made once: for one token of a small model that is up to a twelfth of the time."""
-    return frequencies(cfg, size, "cpu")
+    return rotary_frequencies(cfg, size, "cpu")
 
 
-def angles(cfg: RotaryConfig, size: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(cfg: RotaryConfig, size: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of each position, twice beside one another.   positions [B, T] -> two of [B, T, D]"""
     with torch.autocast(positions.device.type, enabled=False):
         wide = torch.promote_types(dtype, torch.float32)
         same = type(positions) is Tensor and on_cpu(positions) and not torch.compiler.is_compiling()
         # On a GPU not: the memory of one graph, or of one stream, is not for others.
-        turns = _frequencies(cfg, size) if same else frequencies(cfg, size, positions.device)
+        turns = _cached_frequencies(cfg, size) if same else rotary_frequencies(cfg, size, positions.device)
         turned = positions[..., None].to(wide) * turns.to(wide)
         turned = torch.cat((turned, turned), -1)
         return turned.cos().to(dtype), turned.sin().to(dtype)

@@ -1,4 +1,4 @@
-"""What a language model learns and is measured by."""
+"""Training loss and evaluation metrics of a language model.   B rows, T tokens of each"""
 
 import math
 from typing import Any, NamedTuple
@@ -10,60 +10,60 @@ from hpcai.nn.lm_head import IGNORE_INDEX
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, each with the one that follows."""
+    """Rows of tokens for next-token prediction."""
 
     tokens: Tensor
     """[B, T + 1] int64"""
     documents: Tensor | None = None
-    """[B, T + 1] which document of its row each token is read in; None: tokens see all those before them"""
-    counted: Tensor | None = None
-    """[B, T + 1] whether a token is to be learnt, such as those of answers; None: those read in the document of the one before"""
+    """[B, T + 1] document of each token within its row, which bounds attention; None: each row is one document"""
+    loss_mask: Tensor | None = None
+    """[B, T + 1] whether a token is a target, such as those of answers; None: all but the first of each document"""
     bytes: Tensor | None = None
-    """[B] of the text that the counted tokens say"""
+    """[B] bytes of the text of the target tokens"""
 
     @property
     def targets(self) -> Tensor:
-        """[B, T] the token that follows, where it counts."""
-        found = self.tokens[:, 1:]
-        if self.counted is not None:
-            return found.where(self.counted[:, 1:], IGNORE_INDEX)
-        return found if self.documents is None else found.where(self.documents.diff(dim=1) == 0, IGNORE_INDEX)
+        """[B, T] the next token, or IGNORE if it is no target."""
+        targets = self.tokens[:, 1:]
+        if self.loss_mask is not None:
+            return targets.where(self.loss_mask[:, 1:], IGNORE_INDEX)
+        return targets if self.documents is None else targets.where(self.documents.diff(dim=1) == 0, IGNORE_INDEX)
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Any]:
-    """The mean cross entropy of the tokens that count, in nats, as (sum, count)."""
+    """Return the mean cross entropy of the target tokens, in nats, as (sum, count)."""
     entropy, targets = _entropy(model, batch)
     count = (targets != IGNORE_INDEX).sum().to(entropy.dtype)
-    return {"loss": (model.total(entropy.sum()), count), "tokens": count}
+    return {"loss": (model.all_reduce(entropy.sum()), count), "tokens": count}
 
 
 def score(model: Any, batch: Batch) -> dict[str, Any]:
-    """``loss``, nats of a token, and where the text is known ``bits_per_byte``, each as (sum, count)."""
+    """Return ``loss``, in nats per token, and ``bits_per_byte`` if the batch has ``bytes``, each as (sum, count)."""
     entropy, targets = _entropy(model, batch)
-    total, count = model.total(entropy.sum()), (targets != IGNORE_INDEX).sum().to(entropy.dtype)
-    found = {"loss": (total, count)}
+    total, count = model.all_reduce(entropy.sum()), (targets != IGNORE_INDEX).sum().to(entropy.dtype)
+    metrics = {"loss": (total, count)}
     if batch.bytes is not None:
-        found["bits_per_byte"] = (total / math.log(2), batch.bytes.sum().to(entropy.dtype))
-    return found
+        metrics["bits_per_byte"] = (total / math.log(2), batch.bytes.sum().to(entropy.dtype))
+    return metrics
 
 
 def entropies(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Rows for reports: tokens [B, T + 1]; of each that follows the cross entropy in nats [B, T], and whether it counts."""
+    """Return rows for reports: tokens [B, T + 1], the cross entropy of each target in nats [B, T], and whether it is a target."""
     entropy, targets = _entropy(model, batch)
-    whole = torch.zeros(targets.shape, dtype=entropy.dtype, device=entropy.device)
-    whole[:, model.own(torch.arange(targets.shape[1], device=entropy.device)[None])[0]] = entropy
-    return {"tokens": batch.tokens, "nats": model.total(whole), "counted": targets != IGNORE_INDEX}
+    full = torch.zeros(targets.shape, dtype=entropy.dtype, device=entropy.device)
+    full[:, model.local_tokens(torch.arange(targets.shape[1], device=entropy.device)[None])[0]] = entropy
+    return {"tokens": batch.tokens, "nats": model.all_reduce(full), "counted": targets != IGNORE_INDEX}
 
 
 def _entropy(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     targets, documents = batch.targets, None if batch.documents is None else batch.documents[:, :-1]
-    positions = None if documents is None else within(documents)
+    positions = None if documents is None else document_positions(documents)
     return model(batch.tokens[:, :-1], targets, positions, documents), targets
 
 
-def within(documents: Tensor) -> Tensor:
-    """The place of each token in its document.   [B, T] -> [B, T]"""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return places - places.where(begins, 0).cummax(1).values
+def document_positions(documents: Tensor) -> Tensor:
+    """Return the position of each token within its document.   [B, T] -> [B, T]"""
+    positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return positions - positions.where(starts, 0).cummax(1).values

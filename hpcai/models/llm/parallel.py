@@ -24,13 +24,13 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
     layers: Any = model.model.layers
     if cfg.heads % tensor.size:
         raise MeshError(f"mesh.tensor is {tensor.size}, which does not divide {cfg.heads} heads; take a divisor of them")
-    keys = mesh.split("tensor", tensor.size // cfg.keys, "mesh.tensor") if tensor.size > cfg.keys else None
-    if keys is None and cfg.keys % tensor.size:
-        raise MeshError(f"mesh.tensor is {tensor.size}, which neither divides {cfg.keys} heads of keys nor is a multiple of them")
+    keys = mesh.split("tensor", tensor.size // cfg.kv_heads, "mesh.tensor") if tensor.size > cfg.kv_heads else None
+    if keys is None and cfg.kv_heads % tensor.size:
+        raise MeshError(f"mesh.tensor is {tensor.size}, which neither divides {cfg.kv_heads} heads of keys nor is a multiple of them")
     if tensor.size > 1:
         cut_words(model.model.embed_tokens, tensor, sequence=1)
         if model.model.add_positions is not None:
-            model.model.add_positions.own = _Own(tensor)
+            model.model.add_positions.local_tokens = _LocalTokens(tensor)
         for layer in layers:
             attention, feed = layer.self_attn, layer.mlp
             outputs = [attention.q_proj, feed.up_proj, *([feed.gate_proj] if cfg.feed == "swiglu" else [])]
@@ -43,23 +43,23 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
         cut_head(model.lm_head, tensor, sequence=1)
         sum_over(model, tensor)
     if context.size > 1:
-        model.own, model.total = Own(context, 1), Total(context)
+        model.local_tokens, model.all_reduce = Own(context, 1), Total(context)
         for layer in layers:
-            layer.self_attn.attend = CausalContext(context, again=cfg.recompute != "layers")
+            layer.self_attn.core_attention = CausalContext(context, again=cfg.recompute != "layers")
         sum_over(model, context)
     return model
 
 
-def stages(model: LLM, mesh: Mesh, **words: Any) -> Pipeline | None:
+def build_pipeline(model: LLM, mesh: Mesh, **kwargs: Any) -> Pipeline | None:
     """What goes through the layers of ``model`` where they are cut over ``pipeline``, for ``Step(..., pipeline=)``; None elsewhere.
     ``words``: schedule and sizes, as ``Pipeline`` has them."""
     if mesh["pipeline"].size == 1:
         return None
     first = ["model.embed_tokens", *(["model.add_positions"] if model.cfg.rotary is None else [])]
-    return Pipeline(model, mesh, blocks="model.layers", first=first, last=("model.norm", "lm_head"), **words)
+    return Pipeline(model, mesh, blocks="model.layers", first=first, last=("model.norm", "lm_head"), **kwargs)
 
 
-class _Own(Seam):
+class _LocalTokens(Seam):
     """This rank's tokens of those that all ranks have.   [B, T, C] -> [B, T/n, C]"""
 
     sequence: int | None = 1

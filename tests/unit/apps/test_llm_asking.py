@@ -23,7 +23,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig, Tokenizer, adapt, save_adapter
-from hpcai.models.llm.speech import begin
+from hpcai.models.llm.text import start_tokens
 from tests.ranks.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.7)
     model.save(folder / "model.safetensors")
-    Tokenizer.of_bytes().save(folder)
+    Tokenizer.byte_level().save(folder)
     return folder
 
 
@@ -168,7 +168,7 @@ def test_a_choice_is_what_it_adds_to_the_tokens_of_its_context(home: Path) -> No
     task = score.Task(1, "the sky is ", ["blue"], 0)
     first, second = score.pair(model, task, "blue", None)
     whole = made_of_words.encode("the sky is blue")
-    assert [*first, *second] == [*begin(made_of_words), *whole] and made_of_words.decode(second) == " blue"
+    assert [*first, *second] == [*start_tokens(made_of_words), *whole] and made_of_words.decode(second) == " blue"
     long = score.Task(1, "x" * 100, ["y" * 10], 0)
     first, second = score.pair(model, long, "y" * 10, None)
     assert len(first) + len(second) == 65 and set(first) == {made_of_words.encode("x")[0]}
@@ -214,7 +214,7 @@ def by_hand(home: Path, rows: Path, count: int, judge: str) -> tuple[float, floa
                             entropy = model(torch.tensor(tokens[None, a:b]), torch.tensor(tokens[None, a + 1 : b + 1]))[0].numpy()
                         kept = mask[a + 1 : b + 1]
                         nats, counts = nats + entropy[kept].sum(), counts + int(kept.sum())
-                        widths += int(Tokenizer.of_bytes().widths[tokens[a + 1 : b + 1]][kept].sum())
+                        widths += int(Tokenizer.byte_level().byte_lengths[tokens[a + 1 : b + 1]][kept].sum())
     assert left == 0
     return nats, widths, counts
 

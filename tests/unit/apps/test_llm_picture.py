@@ -65,7 +65,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, changes: dict[str, Any],
 
 
 def test_codes_are_of_the_very_text() -> None:
-    given, tokenizer = rows(), Tokenizer.of_bytes()
+    given, tokenizer = rows(), Tokenizer.byte_level()
     found = codes(given, tokenizer)
     text = bytes(given["tokens"][:, 1:].flatten().tolist())
     assert found["gzip -9"] == 8 * len(gzip.compress(text, 9)) / len(text)

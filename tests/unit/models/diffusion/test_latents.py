@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, load_later, loss, save_folder, score
-from hpcai.models.diffusion.noise import HELD_LATENTS, LATENTS, numbers
+from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, load_deferred, loss, save_folder, score
+from hpcai.models.diffusion.noise import EVAL_LATENTS, LATENTS, normals
 from hpcai.nn.deferred_init import deferred, materialize
 
 WORDS: dict[str, Any] = {
@@ -58,12 +58,12 @@ def test_latents_are_drawn_from_moments_by_counted_numbers_and_scaled(kind: str)
     loss(made, whole)
     score(made, whole)
     mean, logvar = whole.sample.double().chunk(2, 1)
-    for (x, time, _), use, noise, epoch in zip(recorder.seen, (LATENTS, HELD_LATENTS), (0, 5), (2, 0)):
-        fresh, added = (numbers(3, what, whole.number, epoch, (2, 8, 8), dtype=torch.float64) for what in (use, noise))
+    for (x, time, _), use, noise, epoch in zip(recorder.seen, (LATENTS, EVAL_LATENTS), (0, 5), (2, 0)):
+        fresh, added = (normals(3, what, whole.indices, epoch, (2, 8, 8), dtype=torch.float64) for what in (use, noise))
         x0 = (mean + (logvar / 2).exp() * fresh - 0.25) * 0.5
         share = time.view(-1, 1, 1, 1)
         torch.testing.assert_close(x, (1 - share) * x0 + share * added, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(made.seen(whole.sample.double()), (mean - 0.25) * 0.5)
+    torch.testing.assert_close(made.prepare_sample(whole.sample.double()), (mean - 0.25) * 0.5)
 
 
 @pytest.mark.parametrize("kind", WORDS)
@@ -82,9 +82,9 @@ def test_a_share_of_training_samples_has_the_empty_text_and_guidance_compares_wi
     sampler = made.cfg.sampler.model_copy(update={"guidance": 3.0, "steps": 1})
     few = batch(2, kind).condition
     found = made.sample(few, size=(2, 8, 8), sampler=sampler)
-    nothing = made.nothing(few)
+    nothing = made.unconditional(few)
     assert torch.equal(recorder.seen[0][2].tokens[-2:], nothing.tokens) and not torch.equal(nothing.tokens, few.tokens)  # type: ignore[index, arg-type]
-    torch.testing.assert_close(made.sample(few, size=(2, 8, 8), sampler=sampler, nothing=nothing), found, rtol=0, atol=0)
+    torch.testing.assert_close(made.sample(few, size=(2, 8, 8), sampler=sampler, unconditional=nothing), found, rtol=0, atol=0)
 
 
 def test_what_says_nothing_of_each_condition() -> None:
@@ -92,11 +92,11 @@ def test_what_says_nothing_of_each_condition() -> None:
              "heads": (1,), "groups": 4, "classes": 5, "parameters": 3, "field": 1}  # fmt: skip
     made = Diffusion(DiffusionConfig.model_validate({"unet": words}))
     given = Condition(torch.tensor([0, 4]), torch.ones(2, 3), None, None, torch.ones(2, 1, 4, 4), torch.ones(2))
-    found = made.nothing(given)
+    found = made.unconditional(given)
     assert found.classes.tolist() == [5, 5] and not found.parameters.any() and not found.field.any()  # type: ignore[union-attr]
     assert found.tokens is None and torch.equal(found.guidance, torch.ones(2)), "the strength of guidance is no condition"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"knows no empty text: its settings have no latents\.tokens; give nothing"):
-        made.nothing(Condition(tokens=torch.zeros(2, 3, 6)))
+        made.unconditional(Condition(tokens=torch.zeros(2, 3, 6)))
 
 
 @pytest.mark.parametrize("kind", WORDS)
@@ -109,7 +109,7 @@ def test_training_may_begin_with_weights_of_others(kind: str, form: str, tmp_pat
         made.save(tmp_path / "model.safetensors")
         assert torch.equal(Diffusion.load(tmp_path).no_tokens, made.no_tokens) and made.no_tokens.any()
     with deferred(0):
-        begun = load_later(Diffusion(made.cfg, seed=3), tmp_path, lambda model: model)
+        begun = load_deferred(Diffusion(made.cfg, seed=3), tmp_path, lambda model: model)
     materialize(begun, "cpu")
     assert begun.training and torch.equal(begun.no_tokens, made.no_tokens) == (form == "ours")
     for name, parameter in begun.named_parameters():
@@ -118,7 +118,7 @@ def test_training_may_begin_with_weights_of_others(kind: str, form: str, tmp_pat
     words = {**WORDS[kind], "heads": (2, 2) if kind == "unet" else 1, "turned": (4, 8, 12), "head": 24}
     other = DiffusionConfig.model_validate({"unet": None, kind: {n: words[n] for n in WORDS[kind]}})
     with pytest.raises(CheckpointError, match="the settings|expected|not the weights"), deferred(0):
-        load_later(Diffusion(other), tmp_path, lambda model: model)
+        load_deferred(Diffusion(other), tmp_path, lambda model: model)
     another = model("flux" if kind == "unet" else "unet")
     with pytest.raises(CheckpointError, match="the weights are of a (UNet|Flux), the settings of model name a (UNet|Flux)"):
-        load_later(another, tmp_path, lambda model: model)
+        load_deferred(another, tmp_path, lambda model: model)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import philox
-from hpcai.models.diffusion.noise import NOISE, STEPS, TIMES, numbers, uniforms
+from hpcai.models.diffusion.noise import NOISE, SAMPLER_STEPS, TIMES, normals, uniforms
 from tests.stored import arrays, told
 from tests.unit.models.watched import Without
 
 SIZE = (3, 6, 5, 7)
 INDEX, EPOCH = torch.tensor([5, 0, 2**40 - 1, 7, 5]), torch.tensor([0, 3, 2**23 - 1, 3, 1])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-DRAWS = pytest.mark.parametrize("draw", [numbers, uniforms], ids=["numbers", "uniforms"])
+DRAWS = pytest.mark.parametrize("draw", [normals, uniforms], ids=["numbers", "uniforms"])
 
 
 @pytest.mark.parametrize("case", told("diffusion/philox/normals"), ids=lambda case: f"seed {case['seed']}")
@@ -66,26 +66,27 @@ def test_no_two_numbers_of_a_run_share_words(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(philox, "_words", watched)
     index, last = torch.tensor([0, 1, 2**32, 2**40 - 1]), 2**44 - 4
-    for seed, what, epoch, place in product((0, 1, 2**63 - 1), (NOISE, TIMES, STEPS, 2**19 - 1), (0, 1, 2**23 - 1), (0, last)):
-        numbers(seed, what, index, epoch, (2**44,), box=(slice(place, place + 1),))
+    uses = NOISE, TIMES, SAMPLER_STEPS, 2**19 - 1
+    for seed, use, epoch, place in product((0, 1, 2**63 - 1), uses, (0, 1, 2**23 - 1), (0, last)):
+        normals(seed, use, index, epoch, (2**44,), box=(slice(place, place + 1),))
     assert len(set(seen)) == len(seen) == 3 * 4 * 3 * 2 * 4
 
 
 def test_the_host_reads_nothing_and_copies_nothing_to_the_device() -> None:
     for batch in (5, 1):
         with Without():
-            numbers(11, NOISE, INDEX[:batch], EPOCH[:batch], SIZE, box=(slice(0, 2), slice(3, 5)))
+            normals(11, NOISE, INDEX[:batch], EPOCH[:batch], SIZE, box=(slice(0, 2), slice(3, 5)))
             uniforms(11, TIMES, INDEX[:batch], EPOCH[:batch])
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:
     for words, text in (
         ({"seed": -1}, "seed is -1"),
-        ({"what": 2**19}, "use 524288 in epoch 0; expected uses below 2"),
+        ({"use": 2**19}, "use 524288 in epoch 0; expected uses below 2"),
         ({"epoch": 2**23}, "use 0 in epoch 8388608"),
         ({"size": (2**23, 2**22)}, "has more than 2.44 numbers"),
         ({"box": (slice(0, 4, 2),)}, "expected slices of step 1"),
     ):
-        given: dict[str, Any] = {"seed": 0, "what": NOISE, "index": torch.tensor([1, 2]), "epoch": 0, "size": (8,)}
+        given: dict[str, Any] = {"seed": 0, "use": NOISE, "index": torch.tensor([1, 2]), "epoch": 0, "size": (8,)}
         with pytest.raises(ConfigError, match=text):
-            numbers(**(given | words))
+            normals(**(given | words))

@@ -24,26 +24,27 @@ def some(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 
 def times(of: Objective, count: int) -> Tensor:
-    return of.drawn(torch.linspace(0.05, 0.9, count, dtype=torch.float64), some(count, seed=1))
+    return of.sample_times(torch.linspace(0.05, 0.9, count, dtype=torch.float64), some(count, seed=1))
 
 
 def test_a_variance_that_is_also_said_does_not_count() -> None:
     of = objective("epsilon")
-    noised = of.noised(some(2, 4, 3, 3), some(2, 4, 3, 3, seed=2), torch.tensor([3.0, 500.0]))
+    noised = of.add_noise(some(2, 4, 3, 3), some(2, 4, 3, 3, seed=2), torch.tensor([3.0, 500.0]))
     said = some(2, 8, 3, 3, seed=3)
     torch.testing.assert_close(of.loss(said, noised), of.loss(said[:, :4], noised), rtol=0, atol=0)
 
 
 def test_levels_are_whole_and_each_is_trained_equally_often() -> None:
     of, uniform = objective("v", levels=50), (torch.arange(1000) + 0.5) / 1000
-    assert torch.bincount(of.drawn(uniform, uniform).long()).tolist() == [20] * 50
-    assert of.drawn(torch.tensor([0.0, 1.0], dtype=torch.bfloat16), uniform[:2]).tolist() == [0, 49], "narrow numbers round to 1"
+    assert torch.bincount(of.sample_times(uniform, uniform).long()).tolist() == [20] * 50
+    narrow = torch.tensor([0.0, 1.0], dtype=torch.bfloat16)
+    assert of.sample_times(narrow, uniform[:2]).tolist() == [0, 49], "narrow numbers round to 1"
 
 
 def test_the_target_of_edm_loses_no_places_where_there_is_little_noise() -> None:
     """The difference x0 - c_skip x, divided by c_out, is off by 1e-4 here."""
     of, x0, noise = objective("edm"), some(1, 3, 8, 8), some(1, 3, 8, 8, seed=2)
-    narrow, wide = (of.noised(x0.to(dtype), noise.to(dtype), torch.tensor([1e-3])) for dtype in (torch.float32, torch.float64))
+    narrow, wide = (of.add_noise(x0.to(dtype), noise.to(dtype), torch.tensor([1e-3])) for dtype in (torch.float32, torch.float64))
     torch.testing.assert_close(narrow.target.double(), wide.target, rtol=0, atol=1e-6)
 
 
@@ -52,7 +53,7 @@ def test_nothing_in_a_step_reads_the_device(says: str) -> None:
     of, x0, noise = objective(says), some(4, 3, 5, 6), some(4, 3, 5, 6, seed=2)
     said = some(4, 3, 5, 6, seed=3).requires_grad_()
     with Without():
-        of.loss(said, of.noised(x0, noise, times(of, 4))).mean().backward()
+        of.loss(said, of.add_noise(x0, noise, times(of, 4))).mean().backward()
     assert said.grad is not None
 
 

@@ -11,7 +11,7 @@ from hpcai.errors import ConfigError
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
 from hpcai.models.diffusion.prediction import Objective
-from hpcai.models.diffusion.samplers import SPACINGS, drawn, plan, sample
+from hpcai.models.diffusion.samplers import SPACINGS, draw_samples, plan_steps, sample
 from tests.unit.models.watched import Without
 
 SHAPE = (3, 2, 4, 5)
@@ -50,18 +50,18 @@ def test_a_sample_depends_on_its_own_noise_alone_and_no_step_reads_the_device(wa
     more = {"eta": 1.0} if way[1] == "ddim" else {"churn": 8.0} if way[:2] == ("edm", "heun") else {}
     settings = cfg(way, steps=6, guidance=3.0, rescale=0.5, **more)
     with Without():
-        whole = drawn(mixing, of, settings, noise, condition, nothing, fresh)
+        whole = draw_samples(mixing, of, settings, noise, condition, nothing, fresh)
     assert whole.isfinite().all()
     for i in range(3):
         own = condition._replace(parameters=some(3, 1, seed=7)[i : i + 1])
-        alone = drawn(mixing, of, settings, noise[i : i + 1], own, nothing, lambda step, i=i: fresh(step)[i : i + 1])  # type: ignore[misc]
+        alone = draw_samples(mixing, of, settings, noise[i : i + 1], own, nothing, lambda step, i=i: fresh(step)[i : i + 1])  # type: ignore[misc]
         torch.testing.assert_close(alone, whole[i : i + 1], rtol=1e-11, atol=1e-11)
 
 
 def test_the_last_step_asks_for_no_noise() -> None:
     asked = list[int]()
     way = "v", "ddim", "trailing"
-    drawn(mixing, objective(), cfg(way, steps=4, eta=1.0), some(*SHAPE), fresh=lambda i: (asked.append(i), fresh(i))[1])
+    draw_samples(mixing, objective(), cfg(way, steps=4, eta=1.0), some(*SHAPE), step_noise=lambda i: (asked.append(i), fresh(i))[1])
     assert asked == [0, 1, 2]
 
 
@@ -80,7 +80,7 @@ def test_steps_come_one_by_one_and_the_last_is_what_is_drawn() -> None:
     kept = first.clone()
     *_, last = states
     assert torch.equal(first, kept), "states are not written over"
-    assert calls == [1.0, 0.75, 0.5, 0.25] and torch.equal(last, drawn(network, of, settings, some(*SHAPE)))
+    assert calls == [1.0, 0.75, 0.5, 0.25] and torch.equal(last, draw_samples(network, of, settings, some(*SHAPE)))
 
 
 @pytest.mark.parametrize("says, more, told", [
@@ -104,8 +104,8 @@ def test_settings_that_do_not_go_together_are_refused_before_the_first_step(says
 ])  # fmt: skip
 def test_a_level_of_noise_alone_is_refused_where_nothing_can_be_made_of_it(says: str, more: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        plan(objective(says, zero_snr=True), SamplerConfig(**more))
-    assert plan(objective(says, zero_snr=True), SamplerConfig(**more | {"spacing": "leading"}))[0].alpha > 0
+        plan_steps(objective(says, zero_snr=True), SamplerConfig(**more))
+    assert plan_steps(objective(says, zero_snr=True), SamplerConfig(**more | {"spacing": "leading"}))[0].alpha > 0
 
 
 def test_a_condition_and_none_must_have_the_same_parts() -> None:
@@ -121,7 +121,7 @@ def test_a_condition_and_none_must_have_the_same_parts() -> None:
 def test_an_ensemble_may_share_one_condition(guidance: float) -> None:
     nothing, settings = Condition(parameters=torch.zeros(1, 1, dtype=torch.float64)), SamplerConfig(steps=5, guidance=guidance)
     one, each = (Condition(parameters=torch.full((n, 1), 0.4, dtype=torch.float64)) for n in (1, 3))
-    found, known = (drawn(mixing, objective(), settings, some(*SHAPE), condition, nothing) for condition in (one, each))
+    found, known = (draw_samples(mixing, objective(), settings, some(*SHAPE), condition, nothing) for condition in (one, each))
     assert torch.equal(found, known)
 
 

@@ -25,7 +25,7 @@ def near(found: Any, right: Tensor, small: float = 1e-12) -> None:
     np.testing.assert_allclose(np.asarray(found), right.squeeze().numpy(), rtol=small, atol=small)
 
 
-def finished(*totals: scores.Total) -> dict[str, float]:
+def finished(*totals: scores.ScoreSums) -> dict[str, float]:
     """What an evaluation reports of batches whose sums these are."""
     measured = MetricSums()
     for total in totals:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.errors import DataError
-from hpcai.models.diffusion import NOTHING, Condition, UNet, UNetConfig
-from hpcai.models.diffusion.blocks import FORMATS, resized
+from hpcai.models.diffusion import UNCONDITIONAL, Condition, UNet, UNetConfig
+from hpcai.models.diffusion.blocks import FORMATS, resize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = 3
@@ -30,7 +30,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def tokens(net: UNet) -> Condition:
-    return Condition(tokens=drawn(BATCH, 5, 6)) if net.cfg.tokens else NOTHING
+    return Condition(tokens=drawn(BATCH, 5, 6)) if net.cfg.tokens else UNCONDITIONAL
 
 
 TIMES = torch.tensor([0, 500, 999])
@@ -99,7 +99,7 @@ def test_a_coarse_field_counts_as_the_same_field_on_all_places_and_parameters_co
     given = Condition(field=field, parameters=values)
     with torch.no_grad():
         y = net(x, TIMES, given)
-        assert torch.equal(y, net(x, TIMES, given._replace(field=resized(field, (8, 8)))))
+        assert torch.equal(y, net(x, TIMES, given._replace(field=resize(field, (8, 8)))))
         assert (y - net(x, TIMES, given._replace(field=field + 1))).abs().max() > 1e-3
         other = net(x, TIMES, given._replace(parameters=values.index_fill(0, torch.tensor([1]), 0.0)))
     assert torch.equal(y[0], other[0]) and (y[1] - other[1]).abs().max() > 1e-4

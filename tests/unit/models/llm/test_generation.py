@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpcai.errors import ConfigError
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, complete, generate, generation, likelihoods, log_likelihoods
-from hpcai.models.llm.generation import choose
+from hpcai.models.llm.generation import sample_tokens
 from tests.tape import Tape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ def without_memory(model: LLM, prompt: list[int], cfg: SamplingConfig, seed: int
     while len(said) < cfg.most and stop not in said and len(prompt) + len(said) < model.cfg.positions:
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *said]]))[:, -1]
-        said.append(int(choose(logits, seen, cfg, torch.rand(1, generator=random))))
+        said.append(int(sample_tokens(logits, seen, cfg, torch.rand(1, generator=random))))
         seen[0, said[-1]] = True
     model.train()
     return said
@@ -91,7 +91,7 @@ def test_tokens_beyond_those_of_a_tokenizer_are_never_chosen() -> None:
     model = model_of("llama")
     for cfg in (GREEDY, SamplingConfig(most=20, temperature=100.0)):
         assert max(max(text) for text in complete(model, PROMPTS, cfg)) > 12
-        assert max(max(text) for text in complete(model, PROMPTS, cfg, words=13)) <= 12
+        assert max(max(text) for text in complete(model, PROMPTS, cfg, vocab_size=13)) <= 12
 
 
 def test_memory_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
@@ -115,13 +115,13 @@ class Unable(Tape):
 
 def test_a_step_that_cannot_be_recorded_is_told_and_graphs_go_before_the_processes_part() -> None:
     given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Unable)
-    with pytest.raises(ConfigError, match="cannot be recorded: operation not permitted when .* capturing; give capture=False"):
+    with pytest.raises(ConfigError, match="cannot be captured: operation not permitted when .* capturing; give capture=False"):
         list(given)
     given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Tape)
     for _ in range(4):
         next(given)
     gc.collect()
-    (tape,) = given._graphs.values()
+    (tape,) = given._captured.values()
     assert tape.operations  # type: ignore[union-attr]
     generation.close_all()
     assert not tape.operations and list(given) == []  # type: ignore[union-attr]

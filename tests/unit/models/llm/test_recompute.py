@@ -43,7 +43,7 @@ def test_bytes_that_a_layer_keeps(changes: dict[str, Any]) -> None:
         two, three = (learnt(changes, way, layers, packed=False)[1] for layers in (2, 3))
         found[way] = (three - two) / (3 * 16 * 32 * 4)
     cfg = LLMConfig(**changes)
-    inner, keys = cfg.inner / cfg.width, cfg.keys * cfg.size / cfg.width
+    inner, keys = cfg.inner / cfg.width, cfg.kv_heads * cfg.head_dim / cfg.width
     products = 2 + 1 + 2 * keys + 1 + inner * (2 if cfg.feed == "swiglu" else 1)  # sums; queries, keys, values; attention; gate, up
     assert found["layers"] == 1
     assert products <= found["selective"] <= products + 0.3

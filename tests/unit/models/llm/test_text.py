@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.llm import LLM, LLMConfig, Tokenizer, load_later, speech
+from hpcai.models.llm import LLM, LLMConfig, Tokenizer, load_deferred, text
 from hpcai.models.llm.load import read_settings
-from hpcai.models.llm.speech import Saying
+from hpcai.models.llm.text import TextStreamer
 from hpcai.nn.deferred_init import deferred, materialize
 from tests.stored import DATA
 
@@ -56,7 +56,7 @@ class Scripted:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
     def script(*texts: list[int]) -> Scripted:
         made = Scripted(*texts)
-        monkeypatch.setattr(speech, "generate", lambda *args, **words: made)
+        monkeypatch.setattr(text, "generate", lambda *args, **words: made)
         return made
 
     return script
@@ -67,7 +67,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
 def test_pieces_are_whole_characters_and_together_the_text(kind: str, scripted: Any) -> None:
-    tokenizer = Tokenizer.of_bytes() if kind == "bytes" else trained()
+    tokenizer = Tokenizer.byte_level() if kind == "bytes" else trained()
     assert tokenizer.eos is not None
     scripted([*tokenizer.encode(TEXT), tokenizer.eos])
     text = new_model(tokenizer).generate("a")
@@ -75,13 +75,13 @@ def test_pieces_are_whole_characters_and_together_the_text(kind: str, scripted: 
     assert "".join(pieces) == TEXT == str(text) == repr(text) and all(pieces) and len(pieces) > 20
     assert all("\ufffd" not in piece for piece in pieces)
     scripted([*"ab½".encode()][:-1])  # of which the last is never whole
-    assert list(new_model(Tokenizer.of_bytes()).generate("a")) == ["a", "b", "\ufffd"]
+    assert list(new_model(Tokenizer.byte_level()).generate("a")) == ["a", "b", "\ufffd"]
 
 
 @pytest.mark.parametrize("stop", [["\n\n"], ["n\n\nV"], ["😀👨"], [TEXT], ["quer", "Viktor", "nowhere"]])
 def test_a_text_ends_before_the_first_stop_wherever_tokens_end(stop: list[str], scripted: Any) -> None:
     right = min((TEXT.split(each)[0] for each in stop), key=len)
-    for tokenizer in (Tokenizer.of_bytes(), trained()):
+    for tokenizer in (Tokenizer.byte_level(), trained()):
         ids = tokenizer.encode(TEXT)
         made = scripted(ids)
         assert "".join(new_model(tokenizer).generate("a", stop=stop)) == right
@@ -89,40 +89,40 @@ def test_a_text_ends_before_the_first_stop_wherever_tokens_end(stop: list[str], 
 
 
 def test_what_may_begin_a_stop_waits_and_is_told_when_it_is_none() -> None:
-    saying = Saying(Tokenizer.of_bytes(), {256}, ["aab", "ac"])
+    saying = TextStreamer(Tokenizer.byte_level(), {256}, ["aab", "ac"])
     assert [saying.add(ord(letter)) for letter in "xaaax"] == ["x", "", "", "a", "aax"]
     assert saying.add(ord("a")) == "" and saying.finish() == "a"
-    both = Saying(Tokenizer.of_bytes(), {256}, ["b", "ab"])
+    both = TextStreamer(Tokenizer.byte_level(), {256}, ["b", "ab"])
     assert both.add(ord("a")) + both.add(ord("b")) == "", "of two stops that end at once that which begins first"
-    other = Saying(Tokenizer.of_bytes(), {ord("z")}, [])
+    other = TextStreamer(Tokenizer.byte_level(), {ord("z")}, [])
     assert other.add(ord("a")) == "a" and other.add(ord("z")) == "", "also what ends a text and is no special token"
 
 
 def test_several_texts_end_each_on_its_own(scripted: Any) -> None:
     made = scripted([*b"one.two"], [*b"three"], [*b"four."] + [256])
-    assert new_model(Tokenizer.of_bytes()).generate(["a", "b", "c"], stop=".") == ["one", "three", "four"]
+    assert new_model(Tokenizer.byte_level()).generate(["a", "b", "c"], stop=".") == ["one", "three", "four"]
     assert made.ended == [True, False, True] and made.asked == 7
-    assert new_model(Tokenizer.of_bytes()).generate([]) == []
+    assert new_model(Tokenizer.byte_level()).generate([]) == []
     with pytest.raises(ConfigError, match="stop: a text without letters"):
-        new_model(Tokenizer.of_bytes()).generate("a", stop=["x", ""])
+        new_model(Tokenizer.byte_level()).generate("a", stop=["x", ""])
 
 
 # ---- a real model
 
 
 def test_one_text_many_texts_and_tokens_say_the_same() -> None:
-    model = new_model(Tokenizer.of_bytes())
+    model = new_model(Tokenizer.byte_level())
     words: dict[str, Any] = {"temperature": 1.5, "top_k": 50, "most": 30, "seed": 3}
     alone = str(model.generate("ab", **words))
     assert len(alone) > 5 and model.generate(["ab", "abc"], **words)[0] == alone != str(model.generate("ab", **words | {"seed": 4}))
-    ids = speech.generate(model, [[256, *b"ab"]], speech.SamplingConfig(most=30), [256], words=257)
+    ids = text.generate(model, [[256, *b"ab"]], text.SamplingConfig(most=30), [256], vocab_size=257)
     assert str(model.generate("ab", most=30)) == bytes(t for (t,) in ids if t is not None and t < 256).decode("utf-8", "replace")
 
 
 def test_a_text_begins_with_what_texts_begin_with() -> None:
-    model, golden = new_model(Tokenizer.of_bytes()), Tokenizer.load(GOLDEN)
-    assert speech.tokens_of(model, "") == [256] and speech.tokens_of(model, "a") == [256, 97]
-    assert speech.begin(golden) == (golden.before or [golden.bos])
+    model, golden = new_model(Tokenizer.byte_level()), Tokenizer.load(GOLDEN)
+    assert text.prompt_tokens(model, "") == [256] and text.prompt_tokens(model, "a") == [256, 97]
+    assert text.start_tokens(golden) == (golden.prefix or [golden.bos])
     with pytest.raises(DataError, match=r"prompt 0 has 65 tokens, the model 64 positions in all"):
         model.generate("a" * 64)
 
@@ -131,21 +131,21 @@ def test_a_chat_is_told_by_the_template(scripted: Any) -> None:
     tokenizer = Tokenizer.load(GOLDEN)
     model, messages = new_model(tokenizer, vocabulary=tokenizer.size + 3), [{"role": "user", "content": "Hello"}]
     prompt = tokenizer.chat(messages, True)[0]
-    said = speech.generate(model, [prompt], speech.SamplingConfig(most=9), [tokenizer.eos], words=tokenizer.size)
+    said = text.generate(model, [prompt], text.SamplingConfig(most=9), [tokenizer.eos], vocab_size=tokenizer.size)
     ids = [token for (token,) in said if token is not None and token != tokenizer.eos]
     assert str(model.chat(messages, most=9)) == tokenizer.decode(ids, skip_special=True) == model.chat([messages], most=9)[0]
-    scripted([*tokenizer.encode("Hi"), tokenizer.id_of("<|end|>"), *tokenizer.encode("!")])
+    scripted([*tokenizer.encode("Hi"), tokenizer.token_id("<|end|>"), *tokenizer.encode("!")])
     assert str(model.chat(messages)) == "Hi!"  # a special token is no text
     with pytest.raises(DataError, match="has no template of chats"):
-        new_model(Tokenizer.of_bytes()).chat(messages)
+        new_model(Tokenizer.byte_level()).chat(messages)
 
 
 def test_further_ends_are_those_of_generation_config(tmp_path: Path) -> None:
     new_model().save(tmp_path / "model.safetensors")
-    Tokenizer.of_bytes().save(tmp_path)
+    Tokenizer.byte_level().save(tmp_path)
     for found, right in (({"eos_token_id": [5, 256]}, {5, 256}), ({"eos_token_id": 7}, {7, 256}), ({}, {256})):
         (tmp_path / "generation_config.json").write_text(json.dumps(found))
-        assert speech.ends_of(LLM.load(tmp_path)) == right
+        assert text.stop_tokens(LLM.load(tmp_path)) == right
 
 
 # ---- where the tokenizer comes from
@@ -161,7 +161,7 @@ def test_the_folder_of_a_run_is_a_model_with_its_tokenizer(tmp_path: Path) -> No
     trained().save(tmp_path)
     with deferred():
         later = LLM(read_settings(tmp_path))
-    materialize(load_later(later, tmp_path), "cpu")
+    materialize(load_deferred(later, tmp_path), "cpu")
     assert later.tokenizer.identity == trained().identity and later.lm_head.weight is later.model.embed_tokens.weight
     assert str(later.eval().generate("ab", most=9)) == str(LLM.load(tmp_path / "model.safetensors").generate("ab", most=9))
 
@@ -171,4 +171,4 @@ def test_a_model_without_a_tokenizer_and_one_of_another_model_are_refused() -> N
     with pytest.raises(DataError, match="was not loaded from a folder, so the model has no tokenizer; set model.tokenizer"):
         model.generate("a")
     with pytest.raises(DataError, match="bytes: has ids up to 256, but the model knows 256 words; it is of another model"):
-        model.tokenizer = Tokenizer.of_bytes()
+        model.tokenizer = Tokenizer.byte_level()

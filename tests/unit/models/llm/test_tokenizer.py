@@ -64,16 +64,16 @@ def test_bytes_are_their_own_ids_and_mean_the_same_to_the_library(tmp_path: Path
         assert one.encode(text) == list(text.encode()) and one.decode(one.encode(text)) == text
         ids = one.encode(text, special=True)
         assert ids == other.encode(text).ids and other.decode(ids, skip_special_tokens=False) == text
-    assert one.encode("a<|endoftext|>b", special=True) == [97, 256, 98] and one.document("hi") == [104, 105, 256]
+    assert one.encode("a<|endoftext|>b", special=True) == [97, 256, 98] and one.encode_document("hi") == [104, 105, 256]
     assert (one.size, one.bos, one.eos, one.pad) == (257, None, 256, None)
-    assert one.decode([97, 256], skip_special=True) == "a" and one.widths.tolist() == [1] * 256 + [0]
+    assert one.decode([97, 256], skip_special=True) == "a" and one.byte_lengths.tolist() == [1] * 256 + [0]
 
 
 def test_bytes_need_no_package_and_others_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = Tokenizer.load(answering(tmp_path / "t", "new {{ messages }}"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
-    assert Tokenizer.load("bytes").document("é") == [195, 169, 256]
+    assert Tokenizer.load("bytes").encode_document("é") == [195, 169, 256]
     for call in (lambda: Tokenizer.load(GOLDEN), lambda: Tokenizer.train(["a"], 300), lambda: one.chat([])):
         with pytest.raises(MissingExtraError, match=r"hpcai-suite\[llm\]"):
             call()
@@ -116,7 +116,7 @@ def test_a_tokenizer_is_kept_and_another_spelling_of_it_is_the_same(trained: Tok
 # ---- one by one
 
 
-@pytest.mark.parametrize("make", [Tokenizer.of_bytes, lambda: Tokenizer.load(GOLDEN), metaspace], ids=["bytes", "BPE", "spaces"])
+@pytest.mark.parametrize("make", [Tokenizer.byte_level, lambda: Tokenizer.load(GOLDEN), metaspace], ids=["bytes", "BPE", "spaces"])
 def test_a_stream_says_what_all_ids_say_at_once(make: Callable[[], Tokenizer]) -> None:
     one = make()
     for text in ["a few plain words, and more", "naïve 😀 words — 你好", "a\ufffdb"]:
@@ -124,7 +124,7 @@ def test_a_stream_says_what_all_ids_say_at_once(make: Callable[[], Tokenizer]) -
         said = [stream.add(token) for token in ids]
         assert all(part == "\ufffd" or "\ufffd" not in part for part in said) or "\ufffd" in text
         assert "".join(said) + stream.finish() == one.decode(ids) == text
-        assert one.widths[ids].sum() == len(text.encode()) + (one._pieces is None), "and the space in front of the first word"
+        assert one.byte_lengths[ids].sum() == len(text.encode()) + (one._pieces is None), "and the space in front of the first word"
     random = np.random.default_rng(0)
     for _ in range(40 if one._pieces is not None else 0):       # broken characters in any order
         ids, stream = random.integers(one.size, size=30).tolist(), one.stream(skip_special=True)
@@ -144,11 +144,11 @@ def test_templates_may_be_several_or_a_file_of_their_own(tmp_path: Path) -> None
     assert one.decode(one.chat([])[0]) == "yes"
     (tmp_path / "t" / "chat_template.jinja").write_text("a file{% generation %}!{% endgeneration %}")
     one = Tokenizer.load(tmp_path / "t")
-    assert one.decode(one.chat([])[0]) == "a file!" and one.marks_answers
+    assert one.decode(one.chat([])[0]) == "a file!" and one.has_generation_blocks
     one.save(tmp_path / "kept")
     assert Tokenizer.load(tmp_path / "kept").chat([]) == one.chat([])
     with pytest.raises(DataError, match="bytes: has no template of chats"):
-        Tokenizer.of_bytes().chat([])
+        Tokenizer.byte_level().chat([])
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_a_file_that_does_not_fit_itself_is_named(tmp_path: Path, change: Any, e
 def test_what_has_no_end_no_such_id_or_no_such_character_is_refused(tmp_path: Path) -> None:
     one = Tokenizer.load(changed(tmp_path / "t", lambda content, config: config.pop("eos_token")))
     with pytest.raises(DataError, match="names no token that ends a text; give tokenizer_config.json"):
-        one.document("a")
-    for kind in (one, Tokenizer.of_bytes()):
+        one.encode_document("a")
+    for kind in (one, Tokenizer.byte_level()):
         for ids in ([kind.size], [-1]):
             with pytest.raises(DataError, match=f"no token has the id {ids[0]}; they go from 0 to {kind.size - 1}"):
                 kind.decode(ids)

@@ -14,7 +14,7 @@ from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.load import from_config, save_folder, to_config
-from hpcai.models.diffusion.tokens import modulated
+from hpcai.models.diffusion.transformer import modulate
 from hpcai.nn.matmul import FusedLinear
 from hpcai.settings import StepConfig
 from hpcai.train.auto_settings import enable_float8
@@ -74,11 +74,11 @@ def test_a_modulated_norm_is_the_formula_and_keeps_its_input_alone() -> None:
     draw = torch.Generator().manual_seed(2)
     given = [torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6), (2, 6), (2, 6))]
     with kept(nn.ParameterList(given)) as bytes_:
-        found = modulated(*given)
+        found = modulate(*given)
     x, shift, scale = given
     formula = F.layer_norm(x, (6,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
     torch.testing.assert_close(found, formula, rtol=1e-13, atol=1e-13)
-    assert torch.autograd.gradcheck(modulated, given)
+    assert torch.autograd.gradcheck(modulate, given)
     assert sum(bytes_.values()) == 2 * 2 * 5 * 8, "means and deviations"
 
 

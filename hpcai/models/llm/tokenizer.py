@@ -24,35 +24,35 @@ BYTES = "bytes"
 END = "<|endoftext|>"
 CONTENT, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # The words of cl100k and Llama 3: contractions, letters with what stands before them, up to three digits, signs, white space.
-WORDS = (
+SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPARSE = 1 << 16  # ids that may be unused, besides as many as are used
+_MAX_UNUSED = 1 << 16  # ids that may be unused, besides as many as are used
 _UNKNOWN = "�"
 
 
-def _letters() -> list[str]:
+def _byte_characters() -> list[str]:
     """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, others from U+0100 on."""
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]
 
 
-LETTERS = _letters()
-_BYTE = {letter: byte for byte, letter in enumerate(LETTERS)}
-_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BYTE_CHARACTERS = _byte_characters()
+_BYTE = {letter: byte for byte, letter in enumerate(BYTE_CHARACTERS)}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
-def _content_of_bytes() -> dict[str, Any]:
+def _byte_tokenizer_json() -> dict[str, Any]:
     """``tokenizer.json`` of 256 bytes and the end of a text, which other readers of such files take as well."""
     end = {"id": 256, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     model: dict[str, Any] = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-        "vocab": {letter: byte for byte, letter in enumerate(LETTERS)}, "merges": [],
+        "vocab": {letter: byte for byte, letter in enumerate(BYTE_CHARACTERS)}, "merges": [],
     }  # fmt: skip
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
-            "pre_tokenizer": _LEVEL, "post_processor": None, "decoder": _LEVEL, "model": model}  # fmt: skip
+            "pre_tokenizer": _BYTE_LEVEL, "post_processor": None, "decoder": _BYTE_LEVEL, "model": model}  # fmt: skip
 
 
 class Tokenizer:
@@ -69,28 +69,28 @@ class Tokenizer:
         self._text, self.config, self.where = content, dict(config or {}), where
         parsed = _parsed(content, where)
         try:
-            self._take(parsed)
+            self._parse(parsed)
         except HpcaiError:
             raise
         except Exception as problem:  # fields of any type where others are expected
             text = f"{where}: not a tokenizer ({type(problem).__name__}: {str(problem)[:200]})"
             raise DataError(f"{text}; expected tokenizer.json as Hugging Face writes it") from problem
 
-    def _take(self, content: dict[str, Any]) -> None:
+    def _parse(self, content: dict[str, Any]) -> None:
         self.identity = _identity(content)
         self._added: dict[int, dict[str, Any]] = {int(token["id"]): token for token in content.get("added_tokens") or ()}
         self._backends: dict[bool, Any] = {}
-        _refuse_sparse(content["model"]["vocab"], self._added, self.where)
+        _check_ids(content["model"]["vocab"], self._added, self.where)
         self.is_bytes = self.identity == _BYTES_IDENTITY
         vocabulary = content["model"]["vocab"] if self.is_bytes else self._backend().get_vocab(with_added_tokens=True)
         self._ids: dict[str, int] = {**vocabulary, **{token["content"]: number for number, token in self._added.items()}}
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}
-        self.bos, self.eos, self.pad = (self._named(f"{name}_token") for name in ("bos", "eos", "pad"))
-        self.before, self.after = ([], []) if self.is_bytes else self._around()
+        self.bos, self.eos, self.pad = (self._special_id(f"{name}_token") for name in ("bos", "eos", "pad"))
+        self.prefix, self.suffix = ([], []) if self.is_bytes else self._prefix_suffix()
         decoder = content.get("decoder") or {}
         steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
-        self._level = [step.get("type") for step in steps] == ["ByteLevel"]
+        self._is_byte_level = [step.get("type") for step in steps] == ["ByteLevel"]
 
     # ---- where from
 
@@ -98,7 +98,7 @@ class Tokenizer:
     def load(cls, source: str | Path) -> "Tokenizer":
         """From tokenizer.json, the folder that holds it, or the word "bytes". Raises DataError, which names the file."""
         if str(source) == BYTES:
-            return cls.of_bytes()
+            return cls.byte_level()
         path = Path(source)
         path = path / CONTENT if path.is_dir() else path
         text, settings, template = (_read(path), path.with_name(CONFIG), path.with_name(TEMPLATE))
@@ -108,9 +108,9 @@ class Tokenizer:
         return cls(text, config, str(path))
 
     @classmethod
-    def of_bytes(cls) -> "Tokenizer":
+    def byte_level(cls) -> "Tokenizer":
         """Each byte of UTF-8 is a token, and id 256 is the end of a text."""
-        return cls(json.dumps(_content_of_bytes(), ensure_ascii=False), {"eos_token": END}, BYTES)
+        return cls(json.dumps(_byte_tokenizer_json(), ensure_ascii=False), {"eos_token": END}, BYTES)
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int, special: Sequence[str] = ()) -> "Tokenizer":
@@ -126,12 +126,12 @@ class Tokenizer:
         steps = library.pre_tokenizers
         made = library.Tokenizer(library.models.BPE())
         level = steps.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.pre_tokenizer = steps.Sequence([steps.Split(library.Regex(WORDS), "isolated"), level])
+        made.pre_tokenizer = steps.Sequence([steps.Split(library.Regex(SPLIT_PATTERN), "isolated"), level])
         made.decoder = library.decoders.ByteLevel(add_prefix_space=False, use_regex=False)
         trainer = library.trainers.BpeTrainer(
-            vocab_size=size, special_tokens=[END, *special], initial_alphabet=LETTERS, show_progress=False
+            vocab_size=size, special_tokens=[END, *special], initial_alphabet=BYTE_CHARACTERS, show_progress=False
         )
-        _guarded(lambda: made.train_from_iterator(texts, trainer), "training a tokenizer")
+        _call_library(lambda: made.train_from_iterator(texts, trainer), "training a tokenizer")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
         return cls(made.to_str(pretty=True), config, "trained tokenizer")
 
@@ -158,30 +158,30 @@ class Tokenizer:
             return [self._bytes(text, special) for text in texts]
         made = self._backend(special)
         try:
-            found = _guarded(lambda: made.encode_batch_fast(list(texts), add_special_tokens=False), self.where)
+            found = _call_library(lambda: made.encode_batch_fast(list(texts), add_special_tokens=False), self.where)
         except DataError:
             for text in texts:
                 _utf8(text)
             raise
         return [each.ids for each in found]
 
-    def document(self, text: str) -> list[int]:
+    def encode_document(self, text: str) -> list[int]:
         """The ids of a text that stands alone, with what its files put around it, and an end in any case."""
-        return self.framed(self.encode(text))
+        return self.add_prefix_suffix(self.encode(text))
 
-    def framed(self, ids: list[int]) -> list[int]:
-        return [*self.before, *ids, *self.ending]
+    def add_prefix_suffix(self, ids: list[int]) -> list[int]:
+        return [*self.prefix, *ids, *self.end_tokens]
 
     @cached_property
-    def ending(self) -> list[int]:
+    def end_tokens(self) -> list[int]:
         """What stands behind a text. Raises DataError where the files name no end."""
-        if self.after and self.eos in (None, self.after[-1]):
-            return self.after
+        if self.suffix and self.eos in (None, self.suffix[-1]):
+            return self.suffix
         if self.eos is None:
             raise DataError(f"{self.where}: names no token that ends a text; give {CONFIG} beside it an \"eos_token\"")
-        return [*self.after, self.eos]
+        return [*self.suffix, self.eos]
 
-    def id_of(self, token: str) -> int:
+    def token_id(self, token: str) -> int:
         """The id of a token by its name. Raises DataError where there is none."""
         if token not in self._ids:
             raise DataError(f"{self.where}: has no token {token!r}")
@@ -191,16 +191,16 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD. Raises DataError for an id that it does not have."""
-        found = self._kept(ids, skip_special)
+        found = self._checked(ids, skip_special)
         if self._pieces is not None:
             pieces = self._pieces
             return b"".join([pieces[each] for each in found]).decode("utf-8", "replace")
-        return str(_guarded(lambda: self._backend().decode(found, skip_special_tokens=False), self.where))
+        return str(_call_library(lambda: self._backend().decode(found, skip_special_tokens=False), self.where))
 
-    def stream(self, skip_special: bool = False) -> "Stream":
-        return Stream(self, skip_special)
+    def stream(self, skip_special: bool = False) -> "DecodeStream":
+        return DecodeStream(self, skip_special)
 
-    def _kept(self, ids: Iterable[int], skip_special: bool) -> list[int]:
+    def _checked(self, ids: Iterable[int], skip_special: bool) -> list[int]:
         found = [int(each) for each in ids]
         for each in found:
             if not 0 <= each < self.size:
@@ -210,7 +210,7 @@ class Tokenizer:
     @cached_property
     def _pieces(self) -> list[bytes] | None:
         """The bytes of each id, or None where a decoder does more than put bytes one after the other."""
-        if not self._level:
+        if not self._is_byte_level:
             return None
         pieces = [b""] * self.size
         for token, number in self._ids.items():
@@ -219,7 +219,7 @@ class Tokenizer:
         return pieces
 
     @cached_property
-    def widths(self) -> np.ndarray:
+    def byte_lengths(self) -> np.ndarray:
         if self._pieces is not None:
             found = np.array([len(piece) for piece in self._pieces], np.int32)
         else:
@@ -264,27 +264,27 @@ class Tokenizer:
         return ids, mask
 
     @property
-    def marks_answers(self) -> bool:
+    def has_generation_blocks(self) -> bool:
         """Whether the template of chats tells what the assistant says."""
         return bool(re.search(r"\{%[-+]?\s*generation\b", json.dumps(self.config.get("chat_template", ""), ensure_ascii=False)))
 
     def _segments(self, text: str, literal: set[int]) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
         """Place, ids and their characters of each part of a text whose special tokens count, but those at ``literal``."""
         if not literal:
-            found = _guarded(lambda: self._backend(True).encode(text, add_special_tokens=False), self.where)
+            found = _call_library(lambda: self._backend(True).encode(text, add_special_tokens=False), self.where)
             yield 0, found.ids, found.offsets
             return
         at = 0
 
         def plain(begin: int, end: int) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
-            found = _guarded(lambda: self._backend().encode(text[begin:end], add_special_tokens=False), self.where)
+            found = _call_library(lambda: self._backend().encode(text[begin:end], add_special_tokens=False), self.where)
             yield begin, found.ids, found.offsets
 
         for match in self._pattern.finditer(text):
             group = match.lastindex or 0
             if match.start(group) not in literal:
                 yield from plain(at, match.start())
-                yield match.start(), [self.id_of(match[group])], [(0, match.end() - match.start())]
+                yield match.start(), [self.token_id(match[group])], [(0, match.end() - match.start())]
                 at = match.end()
         yield from plain(at, len(text))
 
@@ -300,22 +300,22 @@ class Tokenizer:
     def _backend(self, special: bool = False) -> Any:
         if special not in self._backends:
             library = import_optional("tokenizers", "tokenizers other than bytes need", "llm")
-            made = _guarded(lambda: library.Tokenizer.from_str(self._text), self.where)
+            made = _call_library(lambda: library.Tokenizer.from_str(self._text), self.where)
             made.no_truncation()  # some published files cut texts
             made.no_padding()
             made.encode_special_tokens = not special
             self._backends[special] = made
         return self._backends[special]
 
-    def _around(self) -> tuple[list[int], list[int]]:
+    def _prefix_suffix(self) -> tuple[list[int], list[int]]:
         """Ids that the file puts before and after a text."""
-        found = _guarded(lambda: self._backend().encode("a", add_special_tokens=True), self.where)
+        found = _call_library(lambda: self._backend().encode("a", add_special_tokens=True), self.where)
         mask = [*found.special_tokens_mask, 1]
         first = mask.index(0) if 0 in mask else 0
         last = len(mask) - 1 - mask[::-1].index(0) if 0 in mask else len(mask) - 2
         return list(found.ids[:first]), list(found.ids[last + 1 :])
 
-    def _named(self, key: str) -> int | None:
+    def _special_id(self, key: str) -> int | None:
         token = _token_text(self.config.get(key))
         if token is not None and token not in self._ids:
             raise DataError(f"{Path(self.where).with_name(CONFIG)}: {key} {token!r} is no token of {self.where}; mend one of them")
@@ -329,34 +329,34 @@ class Tokenizer:
         return [*_utf8(first), *(number for part in others for number in (256, *_utf8(part)))]
 
 
-class Stream:
+class DecodeStream:
     """Text from ids that come one by one. A character is told when it is whole."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._ids: list[int] = []
-        self._told = 0  # of these, whose text was told
+        self._emitted = 0  # of these, whose text was told
 
     def add(self, token: int) -> str:
         """The text that ``token`` makes whole, perhaps none."""
         tokenizer = self._tokenizer
         if tokenizer._pieces is not None:
-            return "".join(self._decoder.decode(tokenizer._pieces[each]) for each in tokenizer._kept([token], self._skip))
-        self._ids += tokenizer._kept([token], self._skip)
-        before, text = tokenizer.decode(self._ids[: self._told]), tokenizer.decode(self._ids)
+            return "".join(self._decoder.decode(tokenizer._pieces[each]) for each in tokenizer._checked([token], self._skip))
+        self._ids += tokenizer._checked([token], self._skip)
+        before, text = tokenizer.decode(self._ids[: self._emitted]), tokenizer.decode(self._ids)
         if len(text) <= len(before) or text.endswith(_UNKNOWN):
             return ""
         # What was told last stays, for a token may mean another text at the beginning.
-        self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+        self._ids, self._emitted = self._ids[self._emitted :], len(self._ids) - self._emitted
         return text[len(before) :]
 
     def finish(self) -> str:
         """What is left when no more ids come: U+FFFD for a character that is not whole."""
         if self._tokenizer._pieces is not None:
             return self._decoder.decode(b"", True)
-        before, text = self._tokenizer.decode(self._ids[: self._told]), self._tokenizer.decode(self._ids)
-        self._ids, self._told = [], 0
+        before, text = self._tokenizer.decode(self._ids[: self._emitted]), self._tokenizer.decode(self._ids)
+        self._ids, self._emitted = [], 0
         return text[len(before) :]
 
 
@@ -390,22 +390,22 @@ def _identity(content: Mapping[str, Any]) -> str:
     if model.get("merges"):
         model["merges"] = [pair.split(" ", 1) if isinstance(pair, str) else list(pair) for pair in model["merges"]]
     parts = {name: content.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer")}
-    text = json.dumps(_on({**parts, "model": model}), sort_keys=True)
+    text = json.dumps(_drop_unset({**parts, "model": model}), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _on(value: Any) -> Any:
+def _drop_unset(value: Any) -> Any:
     """Without the entries that are off."""
     if isinstance(value, dict):
-        return {key: _on(each) for key, each in value.items() if each is not None and each is not False and each != ""}
-    return [_on(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_unset(each) for key, each in value.items() if each is not None and each is not False and each != ""}
+    return [_drop_unset(each) for each in value] if isinstance(value, list) else value
 
 
-def _refuse_sparse(vocabulary: Mapping[str, int] | Sequence[Any], added: Iterable[int], where: str) -> None:
+def _check_ids(vocabulary: Mapping[str, int] | Sequence[Any], added: Iterable[int], where: str) -> None:
     ids = [*(vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))), *added]
     if not ids:
         raise DataError(f"{where}: has no tokens; fetch it again")
-    if min(ids) < 0 or max(ids) >= min(2 * len(ids) + _SPARSE, 1 << 32):
+    if min(ids) < 0 or max(ids) >= min(2 * len(ids) + _MAX_UNUSED, 1 << 32):
         found = f"ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens"
         raise DataError(f"{where}: {found}, expected them from 0 on with few gaps, below 2^32; fetch it again")
 
@@ -423,7 +423,7 @@ def _utf8(text: str) -> bytes:
         raise DataError(f"text: character {problem.start + 1} is half a surrogate pair, which is no text") from problem
 
 
-def _guarded(call: Callable[[], Any], where: str) -> Any:
+def _call_library(call: Callable[[], Any], where: str) -> Any:
     """What ``call`` to the library returns. Its errors have no class of their own, and its panics are no Exception."""
     try:
         return call()
@@ -434,4 +434,4 @@ def _guarded(call: Callable[[], Any], where: str) -> Any:
         raise DataError(f"{text}; expected a tokenizer as Hugging Face writes it") from problem
 
 
-_BYTES_IDENTITY = _identity(_content_of_bytes())
+_BYTES_IDENTITY = _identity(_byte_tokenizer_json())

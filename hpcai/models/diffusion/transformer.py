@@ -18,21 +18,21 @@ from hpcai.kernels.layernorm import _autocast_dtype
 from hpcai.models.diffusion.condition import Condition
 from hpcai.nn.recompute import recompute_cheap, cheap
 
-WAVES = 256  # numbers that say a time
-_LAST, _TOLD = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")
+TIME_CHANNELS = 256  # numbers that say a time
+_ZERO_INIT, _EMBEDDINGS = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")
 
 
-def modulated(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
     """(1 + scale) (x - mean) / sqrt(variance + eps) + shift (Perez et al. 2018), as products read it; of the tokens ``x`` alone is
     kept.   x [B, T, C], shift and scale [B, C] -> [B, T, C]"""
     shift, scale = shift[:, None], scale[:, None]
     if torch.compiler.is_compiling():
         return (F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift).to(_autocast_dtype(x))
-    found: Tensor = _Modulated.apply(x, shift, scale, eps, _autocast_dtype(x))
+    found: Tensor = _Modulate.apply(x, shift, scale, eps, _autocast_dtype(x))
     return found
 
 
-class _Modulated(torch.autograd.Function):
+class _Modulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shift: Tensor, scale: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -69,7 +69,7 @@ class Modulation(nn.Module):
         return self.linear(F.silu(c)).chunk(self.parts, -1)
 
 
-class Up(nn.Module):
+class GELUProjection(nn.Module):
     """gelu(up(x))   x [B, T, C] -> [B, T, 4 C]"""
 
     def __init__(self, channels: int) -> None:
@@ -80,12 +80,12 @@ class Up(nn.Module):
         return cheap(gelu, self.proj(x))
 
 
-class Feed(nn.Module):
+class FeedForward(nn.Module):
     """x [B, T, C] -> the same"""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(Up(channels), nn.Identity(), nn.Linear(4 * channels, channels))
+        self.net = nn.Sequential(GELUProjection(channels), nn.Identity(), nn.Linear(4 * channels, channels))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -96,12 +96,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def in_heads(x: Tensor, size: int) -> Tensor:
+def split_heads(x: Tensor, size: int) -> Tensor:
     """[B, T, H D] -> [B, H, T, D]"""
     return x.unflatten(-1, (-1, size)).transpose(1, 2)
 
 
-def run(block: nn.Module, recompute: str, *given: Any) -> Any:
+def run_block(block: nn.Module, recompute: str, *given: Any) -> Any:
     """``block(*given)``, which keeps for the backward pass what ``recompute`` leaves."""
     if recompute == "layers" and torch.is_grad_enabled():
         return checkpoint(block, *given, use_reentrant=False)
@@ -109,18 +109,18 @@ def run(block: nn.Module, recompute: str, *given: Any) -> Any:
         return block(*given)
 
 
-def start(model: nn.Module, zero: bool) -> None:
+def init_weights(model: nn.Module, zero: bool) -> None:
     """First weights as published: uniform by the sums of inputs and outputs (Glorot and Bengio 2010), those that embed times,
     classes and whole texts normal with 0.02, biases zero; and with ``zero`` modulations and the last layer too."""
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or (zero and _LAST.match(name)):
+        if name.endswith("bias") or (zero and _ZERO_INIT.match(name)):
             nn.init.zeros_(parameter)
         elif parameter.ndim > 1:
             bound = math.sqrt(6 / (len(parameter) + math.prod(parameter.shape[1:])))
-            _ = nn.init.normal_(parameter, std=0.02) if _TOLD.search(name) else nn.init.uniform_(parameter, -bound, bound)
+            _ = nn.init.normal_(parameter, std=0.02) if _EMBEDDINGS.search(name) else nn.init.uniform_(parameter, -bound, bound)
 
 
-def check(model: nn.Module, x: Tensor, time: Tensor, condition: Condition, needs: dict[str, tuple[int | str, ...]]) -> None:
+def check_inputs(model: nn.Module, x: Tensor, time: Tensor, condition: Condition, needs: dict[str, tuple[int | str, ...]]) -> None:
     """Raises DataError for a time or a condition of another size than ``needs`` says (words: any), for one that is missing, and for
     one that a network has no use for."""
     kind, sizes = type(model).__name__, {"time": (), **needs}
@@ -130,12 +130,12 @@ def check(model: nn.Module, x: Tensor, time: Tensor, condition: Condition, needs
             raise DataError(f"a {kind} of these settings has no use for condition.{name}; leave it out, or change its settings")
         size = (len(x), *sizes[name])
         if name not in given:
-            raise DataError(f"a {kind} of these settings needs condition.{name} {_shown(size)}; give it")
+            raise DataError(f"a {kind} of these settings needs condition.{name} {_format_shape(size)}; give it")
         found = given[name].shape
         if len(found) != len(size) or any(isinstance(n, int) and n != m for n, m in zip(size, found)):
             what = "time" if name == "time" else f"condition.{name}"
-            raise DataError(f"{kind}: {what} is {_shown(found)}, expected {_shown(size)} for samples {_shown(x.shape)}")
+            raise DataError(f"{kind}: {what} is {_format_shape(found)}, expected {_format_shape(size)} for samples {_format_shape(x.shape)}")
 
 
-def _shown(size: Any) -> str:
+def _format_shape(size: Any) -> str:
     return f"[{', '.join(map(str, size))}]"

@@ -22,25 +22,25 @@ WAYS: dict[str, AbstractContextManager[object]] = {
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The devices that frequencies are made on."""
-    found, real = [], llm.frequencies
+    found, real = [], llm.rotary_frequencies
 
     def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None) -> Tensor:
         found.append(str(device))
         return real(cfg, size, device)
 
-    monkeypatch.setattr(llm, "frequencies", frequencies)
-    llm._frequencies.cache_clear()
+    monkeypatch.setattr(llm, "rotary_frequencies", frequencies)
+    llm._cached_frequencies.cache_clear()
     yield found
-    llm._frequencies.cache_clear()
+    llm._cached_frequencies.cache_clear()
 
 
 def found(positions: Tensor, size: int = 6) -> tuple[Tensor, Tensor]:
-    return llm.angles(CFG, size, positions, torch.float64)
+    return llm.rotary_cos_sin(CFG, size, positions, torch.float64)
 
 
 @pytest.mark.parametrize("first", WAYS)
 def test_angles_are_the_same_whoever_asked_first(first: str) -> None:
-    turned = torch.arange(9)[:, None].double() * llm.frequencies(CFG, 6).double()
+    turned = torch.arange(9)[:, None].double() * llm.rotary_frequencies(CFG, 6).double()
     right = torch.cat((turned, turned), -1)[None]
     for way in (first, *WAYS):
         with WAYS[way]:
