@@ -23,7 +23,7 @@ from hpcai.cli.report.theme import WIDTH, Theme, head, score, verbatim
 from hpcai.errors import DataError
 from hpcai.models.openfold.residues import PLACE, UNKNOWN
 from hpcai.models.openfold.scores import superposed
-from hpcai.models.openfold.truth import pseudo_beta
+from hpcai.models.openfold.targets import pseudo_beta
 
 FILE = "structures.npz"
 TITLE = "Predicted and true structures"

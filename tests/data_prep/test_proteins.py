@@ -7,7 +7,7 @@ from data_prep import proteins
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.residues import ATOM14_NAMES, GAP, LETTERS, PLACE
-from hpcai.models.openfold.truth import pseudo_beta, truth_of
+from hpcai.models.openfold.targets import pseudo_beta, truth_of
 
 LENGTHS = {0: 64, 1: 72, 9: 80, 11: 72}          # by seed: sheets, and from 9 on helices
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcai.models.openfold.truth import truth_of
+from hpcai.models.openfold.targets import truth_of
 from tests.stored import arrays
 
 # Where an atom is missing the reference fills torsion angles with noise, of rounding, scaled to unit length; here they are 0.

@@ -19,7 +19,7 @@ from hpcai.models.openfold.alignments import Alignment, agree, encode
 from hpcai.models.openfold.residues import GAP, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
-from hpcai.models.openfold.truth import atom14, pseudo_beta, torsions, truth_of
+from hpcai.models.openfold.targets import atom14, pseudo_beta, torsions, truth_of
 
 Array = NDArray[Any]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcai.models.openfold import tables
+from hpcai.models.openfold import device_cache
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray]:
@@ -69,7 +69,7 @@ def _with_products(left: Tensor, right: Tensor, table: np.ndarray) -> Tensor:
 
     left [..., N], right [..., M], table [N * M, K] -> [..., K]
     """
-    return (left[..., :, None] * right[..., None, :]).flatten(-2) @ tables.on(table, left)
+    return (left[..., :, None] * right[..., None, :]).flatten(-2) @ device_cache.on(table, left)
 
 
 def about_x(sin_cos: Tensor) -> Tensor:

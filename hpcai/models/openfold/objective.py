@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import ConfigError
 from hpcai.kernels.chunking import chunk_size
-from hpcai.models.openfold import residues, tables
+from hpcai.models.openfold import residues, device_cache
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.geometry import Frames, rotation_of
 from hpcai.models.openfold.heads import ERROR_BINS, PLDDT_BINS, distance_edges
@@ -164,7 +164,7 @@ def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:
     [L, B, R, 7, 2] twice -> [B]
     """
     true, mask = f["chi_angles_sin_cos"], f["chi_mask"]
-    turn = 1 - 2 * tables.on(residues.CHI_PERIODIC, true)[f["aatype"]][..., None]
+    turn = 1 - 2 * device_cache.on(residues.CHI_PERIODIC, true)[f["aatype"]][..., None]
     off = torch.minimum(*((x - angles[..., 3:, :]).square().sum(-1) for x in (true, true * turn)))  # [L, B, R, 4]
     passes = len(angles)
     length = ((raw.square().sum(-1) + _EPS).sqrt() - 1).abs()  # [L, B, R, 7]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcai.kernels.chunking import chunk_size
-from hpcai.models.openfold import residues, tables
+from hpcai.models.openfold import residues, device_cache
 
 TOLERANCE = 12.0  # deviations
 OVERLAP = 1.5  # angstrom
@@ -68,7 +68,7 @@ def bonds(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps:
 def within(positions: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:
     """How far atoms of one residue go beyond stereochemistry (equation 46), angstrom, each pair from both sides.   [B]"""
     table = residues.bounds(TOLERANCE, OVERLAP)
-    lower, upper = (tables.on(bound, positions)[aatype] for bound in table[:2])
+    lower, upper = (device_cache.on(bound, positions)[aatype] for bound in table[:2])
     apart = (1e-10 + (positions[..., :, None, :] - positions[..., None, :, :]).square().sum(-1)).sqrt()
     both = exists[..., :, None] * exists[..., None, :] * (1 - torch.eye(14, dtype=exists.dtype, device=exists.device))
     return 2 * (both * ((lower - apart).relu() + (apart - upper).relu())).sum((1, 2, 3))
@@ -79,7 +79,7 @@ def clashes(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) ->
 
     Pairs are R^2 of 196 and few of them clash: they are gone through a few residues at a time, each with its derivative.
     """
-    radius = tables.on(residues.ATOM14_RADIUS, positions)[aatype] * exists
+    radius = device_cache.on(residues.ATOM14_RADIUS, positions)[aatype] * exists
     return _Clashes.apply(positions, radius, exists, index)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues as table
-from hpcai.models.openfold.truth import truth_of
+from hpcai.models.openfold.targets import truth_of
 from tests import proteins
 
 RING = ("N", "CG"), ("N", "CD"), ("CA", "CD")  # of proline: closed at few angles only
