@@ -10,7 +10,7 @@ import torch
 from apps.opencatalyst.settings import STD, Config
 from hpcai import config
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, collate, loss
-from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_harmonics, spherical_bessel_zeros
+from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_bessel_zeros, spherical_harmonics
 from hpcai.train.schedule import rate
 from tests.stored import arrays, told
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcai.models.dimenet.periodic import count_triplets, neighbour_list, find_reverse_edges
+from hpcai.models.dimenet.periodic import count_triplets, find_reverse_edges, neighbour_list
 from tests.stored import arrays
 
 pytestmark = pytest.mark.usefixtures("one_thread")

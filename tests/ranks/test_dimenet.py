@@ -7,7 +7,7 @@ import torch
 
 from hpcai import dist
 from hpcai.dist.mesh import Mesh
-from hpcai.models.dimenet import Batch, ObjectiveConfig, counted, collate, loss, parallelize
+from hpcai.models.dimenet import Batch, ObjectiveConfig, collate, counted, loss, parallelize
 from hpcai.models.dimenet.graph import Structure
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit

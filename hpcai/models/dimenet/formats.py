@@ -29,9 +29,9 @@ def read_frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, wher
     ``Atoms``, or a sequence of them. ``cutoff`` and ``most`` are those of the model. Raises DataError (see ``fields`` and
     ``atoms``), which names the structure and the field."""
     frames = []
-    for fields in read_fields(source, where):
-        structure = build_structure(fields.numbers, fields.positions, fields.cell, fields.pbc, cutoff=cutoff, most=most, where=fields.where)
-        frames.append(Frame(structure, fields.energy, fields.forces, 1 - fields.fixed))
+    for raw in read_fields(source, where):
+        structure = build_structure(raw.numbers, raw.positions, raw.cell, raw.pbc, cutoff=cutoff, most=most, where=raw.where)
+        frames.append(Frame(structure, raw.energy, raw.forces, 1 - raw.fixed))
     return frames
 
 
@@ -89,24 +89,24 @@ def _to_frames(structures: Any, results: Any) -> list[Frame]:
     for k, (frame, (_, forces)) in enumerate(zip(frames, results)):
         expected = frame.structure.positions.shape
         if np.shape(forces) != expected:
-            raise DataError(f"structure {k}: forces {np.shape(forces)}, expected {expected}; give what the model says of these atoms")
+            raise DataError(f"structure {k}: forces {np.shape(forces)}, expected {expected}; give the forces on these atoms")
     return [frame._replace(energy=float(energy), forces=np.asarray(forces)) for frame, (energy, forces) in zip(frames, results)]
 
 
 def _cell_of(structure: Structure) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     if structure.cell is None or structure.pbc is None:
-        raise DataError("a structure that does not know its cell; expected one that was made by build_structure(...) or read_frames(...)")
+        raise DataError("a structure without its cell; expected one from build_structure(...) or read_frames(...)")
     return structure.cell, structure.pbc
 
 
 def _tensors(frame: Frame) -> dict[str, Any]:
-    structure, (cell, pbc) = frame.structure, _cell_of(frame.structure)
-    vector = structure.positions[structure.neighbour] - structure.positions[structure.centre] + structure.shift
-    offsets = np.rint(structure.shift @ np.linalg.pinv(np.where(pbc[:, None], cell, 0.0)))
+    s, (cell, pbc) = frame.structure, _cell_of(frame.structure)
+    vector = s.positions[s.neighbour] - s.positions[s.centre] + s.shift
+    offsets = np.rint(s.shift @ np.linalg.pinv(np.where(pbc[:, None], cell, 0.0)))
     arrays = {
-        "pos": structure.positions, "cell": cell[None], "pbc": pbc[None], "atomic_numbers": structure.numbers, "z": structure.numbers,
-        "edge_index": np.stack([structure.neighbour, structure.centre]), "cell_offsets": offsets, "distances": np.sqrt((vector**2).sum(1)),
+        "pos": s.positions, "cell": cell[None], "pbc": pbc[None], "atomic_numbers": s.numbers, "z": s.numbers,
+        "edge_index": np.stack([s.neighbour, s.centre]), "cell_offsets": offsets, "distances": np.sqrt((vector**2).sum(1)),
         "fixed": 1 - frame.free, "energy": None if frame.energy is None else np.array([frame.energy]), "forces": frame.forces,
     }  # fmt: skip
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items() if array is not None}
-    return tensors | {"natoms": len(structure.numbers), "neighbors": len(structure.centre)}
+    return tensors | {"natoms": len(s.numbers), "neighbors": len(s.centre)}

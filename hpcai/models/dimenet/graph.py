@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcai.errors import DataError
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.fields import read_fields
-from hpcai.models.dimenet.periodic import check_atoms, neighbour_list, find_reverse_edges
+from hpcai.models.dimenet.periodic import check_atoms, find_reverse_edges, neighbour_list
 
 
 class Graph(NamedTuple):
@@ -66,7 +66,7 @@ def build_structure(
     if positions is None:
         structures = read_fields(numbers, where, labels=False)
         if len(structures) != 1:
-            raise DataError(f"{where}: {len(structures)} structures, expected one; read several with hpcai.models.dimenet.read_frames")
+            raise DataError(f"{where}: {len(structures)} structures, expected one; or use hpcai.models.dimenet.read_frames")
         numbers, positions, cell, pbc = structures[0].numbers, structures[0].positions, structures[0].cell, structures[0].pbc
     if pbc is None:
         pbc = [cell is not None] * 3
@@ -74,25 +74,29 @@ def build_structure(
     return _build_structure(z, r, box, periodic, cutoff, most, where)
 
 
-def build_structure_for_model(numbers: Any, positions: Any, cell: Any, pbc: Any, cfg: DimeNetConfig, where: str = "atoms") -> Structure:
+def build_structure_for_model(
+    numbers: Any, positions: Any, cell: Any, pbc: Any, cfg: DimeNetConfig, where: str = "atoms",
+) -> Structure:  # fmt: skip
     """``atoms`` for a model, of arrays that were checked when they were stored: positions keep their precision."""
     structure = _build_structure(numbers, positions, cell, np.asarray(pbc, bool), cfg.cutoff, cfg.most, where)
     check_structure(structure, cfg, where)
     return structure
 
 
-def _build_structure(z: Any, r: Any, box: Any, periodic: Any, cutoff: float, most: int | None, where: str) -> Structure:
-    edges = neighbour_list(r, box, periodic, cutoff, most, where)
+def _build_structure(z: Any, r: Any, cell: Any, periodic: Any, cutoff: float, most: int | None, where: str) -> Structure:
+    edges = neighbour_list(r, cell, periodic, cutoff, most, where)
     if not len(edges.centre):
         raise DataError(f"{where}: no atom has a neighbour within {cutoff:g} angstrom; expected one at least; check the units")
-    shift: NDArray[np.float64] = edges.offset.astype(np.float64) @ np.where(periodic[:, None], box, 0.0)
-    return Structure(r, z, edges.centre, edges.neighbour, shift, find_reverse_edges(edges, len(z)), cutoff, most, np.asarray(box), periodic)
+    shift: NDArray[np.float64] = edges.offset.astype(np.float64) @ np.where(periodic[:, None], cell, 0.0)
+    return Structure(
+        r, z, edges.centre, edges.neighbour, shift, find_reverse_edges(edges, len(z)), cutoff, most, np.asarray(cell), periodic,
+    )  # fmt: skip
 
 
 def check_structure(structure: Structure, cfg: DimeNetConfig, where: str = "a structure") -> None:
     """Raises DataError for a structure that is not for this network."""
     if not isinstance(structure, Structure):
-        raise DataError(f"{where}: found {type(structure).__name__}, expected a Structure from hpcai.models.dimenet.build_structure")
+        raise DataError(f"{where}: is {type(structure).__name__}, expected a Structure from hpcai.models.dimenet.build_structure")
     if (structure.cutoff, structure.most) != (cfg.cutoff, cfg.most):
         raise DataError(
             f"{where} has neighbours within {structure.cutoff:g} angstrom, {structure.most} at most; the model expects "
@@ -146,24 +150,25 @@ def collate(structures: Sequence[Structure], min_sizes: Sizes = Sizes()) -> Grap
     members, _ = build_table(structure, len(structures) + 1, n, min_sizes.members)
     arrays = {
         "members": members, "positions": column("positions", n), "numbers": column("numbers", n).astype(np.int64),
-        "structure": np.pad(structure, (0, n - len(structure)), constant_values=len(structures)), "centre": centre, "neighbour": neighbour,
-        "shift": shift.astype(structures[0].positions.dtype), "incoming": incoming, "outgoing": outgoing, "incoming_slot": incoming_slot,
-        "outgoing_slot": outgoing_slot, "reverse": column("reverse", e, edge_start, e - 1).astype(np.int64),
+        "structure": np.pad(structure, (0, n - len(structure)), constant_values=len(structures)), "centre": centre,
+        "neighbour": neighbour, "shift": shift.astype(structures[0].positions.dtype), "incoming": incoming, "outgoing": outgoing,
+        "incoming_slot": incoming_slot, "outgoing_slot": outgoing_slot,
+        "reverse": column("reverse", e, edge_start, e - 1).astype(np.int64),
     }  # fmt: skip
     return Graph(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
-def build_table(row_index: NDArray[np.integer], row_count: int, size: int, min_width: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def build_table(rows: NDArray[np.integer], n: int, padded: int, min_width: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Numbers 0 ... M - 1 in the rows that ``row`` gives them, in order, and the place of each; the last of ``none`` is none.
 
     row [M] -> [rows, K], [none]
     """
-    counts = np.bincount(row_index, minlength=row_count)
+    counts = np.bincount(rows, minlength=n)
     width = max(int(counts.max(initial=0)), min_width, 1)
-    order = np.argsort(row_index, kind="stable")
-    column = np.arange(len(row_index)) - (np.cumsum(counts) - counts)[row_index[order]]
-    table = np.full((row_count, width), size - 1)
-    table[row_index[order], column] = order
-    slots = np.full(size, row_count * width - 1)
-    slots[order] = row_index[order] * width + column
+    order = np.argsort(rows, kind="stable")
+    position = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows[order]]
+    table = np.full((n, width), padded - 1)
+    table[rows[order], position] = order
+    slots = np.full(padded, n * width - 1)
+    slots[order] = rows[order] * width + position
     return table, slots

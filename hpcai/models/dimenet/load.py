@@ -94,5 +94,6 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
         "spherical": functions // radial, "output": len(state["output_blocks.0.lin_up.weight"]),
         "interaction": len(state[f"{prefix}lin_down.weight"]), "blocks": count("interaction_blocks.", ".lin_up.weight"),
         "before_skip": count(f"{prefix}layers_before_skip.", "lin1.weight"),
-        "after_skip": count(f"{prefix}layers_after_skip.", "lin1.weight"), "output_layers": count("output_blocks.0.lins.", "weight"),
+        "after_skip": count(f"{prefix}layers_after_skip.", "lin1.weight"),
+        "output_layers": count("output_blocks.0.lins.", "weight"),
     }  # fmt: skip

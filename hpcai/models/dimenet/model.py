@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_harmonics
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph, Structure, check_structure, collate
-from hpcai.models.dimenet.neighbour_table import segment_sum, scatter, index_select, reverse_edges, gather
+from hpcai.models.dimenet.neighbour_table import gather, index_select, reverse_edges, scatter, segment_sum
 from hpcai.nn.inference import asked
 from hpcai.nn.swish import swish
 from hpcai.nn.weights import Portable

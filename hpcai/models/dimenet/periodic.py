@@ -15,7 +15,7 @@ TIE_TOLERANCE = 1e-4  # between equal distances; float32 rounds those of a slab 
 MIN_DISTANCE = 1e-3  # least distance of two atoms
 SEARCH_CUTOFF = 1.0  # cutoff of the search for atoms that are too near: at 1e-3 vesin takes seventy times as long
 MAX_COORDINATE = 1e4  # largest coordinate of an atom
-MIN_RELATIVE_VOLUME = 1e-6  # least volume of a cell, as a share of that of a box with the same sides
+FLAT = 1e-6  # least volume of a cell, as a share of that of a box with the same sides
 MAX_EDGES = 2e8  # edges in one list, which take 12 GB
 
 Ints = NDArray[np.int64]
@@ -93,8 +93,8 @@ def check_atoms(
     n = len(z) if z.ndim else 0
     for name, array, shape in ("numbers", z, (n,)), ("positions", r, (n, 3)), ("cell", box, (3, 3)), ("pbc", p, (3,)):
         if array.shape != shape or not n:
-            expected_shape = f"{list(shape)}" if n else "[N] for one atom or more"
-            raise DataError(f"{where}: {name} has shape {list(array.shape)}, expected {expected_shape}; correct or leave out the structure")
+            sizes = f"{list(shape)}" if n else "[N] for one atom or more"
+            raise DataError(f"{where}: {name} has shape {list(array.shape)}, expected {sizes}; correct or leave out the structure")
     for name, array, valid, expected in (
         ("numbers", z, (z == np.rint(z)) & (z >= 1) & (z <= 118), "an atomic number from 1 to 118; correct the structure"),
         ("pbc", p, (p == 0) | (p == 1), "true or false, one for each direction"),
@@ -105,10 +105,10 @@ def check_atoms(
             raise DataError(f"{where}: {name}{index} is {array[tuple(index)]:g}, expected {expected}")
     periodic = p.astype(bool)
     complete = _complete_cell(box, periodic | box.any(1))
-    relative_volume = np.linalg.det(complete) / max(np.prod(np.linalg.norm(complete, axis=1)), 1e-300)
-    if periodic.any() and relative_volume < MIN_RELATIVE_VOLUME:
-        defect, advice = ("is left-handed", "swap two vectors") if relative_volume < -MIN_RELATIVE_VOLUME else ("has no volume", "correct it, or unset pbc")
-        raise DataError(f"{where}: cell {box.tolist()} {defect}, expected three independent, right-handed vectors; {advice}")
+    volume = np.linalg.det(complete) / max(np.prod(np.linalg.norm(complete, axis=1)), 1e-300)
+    if periodic.any() and volume < FLAT:
+        fault, advice = ("is left-handed", "swap two vectors") if volume < -FLAT else ("has no volume", "correct it, or unset pbc")
+        raise DataError(f"{where}: cell {box.tolist()} {fault}, expected three independent, right-handed vectors; {advice}")
     _check_edge_count(r, _complete_cell(box, periodic), periodic, cutoff, where)
     near = neighbour_list(r, box, periodic, SEARCH_CUTOFF, where=where)
     for k in np.flatnonzero(near.distance < MIN_DISTANCE)[:1]:

@@ -10,7 +10,19 @@ from ase.optimize import BFGS
 from scipy.spatial.transform import Rotation
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, build_structure, collate, loss, pairs, score, graph_sizes
+from hpcai.models.dimenet import (
+    Batch,
+    DimeNet,
+    DimeNetConfig,
+    ObjectiveConfig,
+    Sizes,
+    build_structure,
+    collate,
+    graph_sizes,
+    loss,
+    pairs,
+    score,
+)
 from hpcai.models.dimenet.triplets import TripletDimeNet
 from hpcai.train.choices import narrow
 from tests.atoms import SMALL, crystal, network, structure
@@ -167,7 +179,8 @@ def test_a_structure_is_relaxed_in_three_lines() -> None:
 )
 def test_what_cannot_be_is_refused(given: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
-        network().energy_and_forces(build_structure(**{"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None, **given}))
+        two = {"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None}
+        network().energy_and_forces(build_structure(**{**two, **given}))
 
 
 def test_weights_of_other_codes_load(tmp_path: Any) -> None:
