@@ -18,13 +18,13 @@ from data_prep import moments, store
 from data_prep.store import Field
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode
-from hpcai.models.openfold.residues import GAP, PLACE, UNKNOWN
+from hpcai.models.openfold.residues import GAP, ATOM_ORDER, UNKNOWN
 from hpcai.models.openfold.structures import Chain
 
 Array = NDArray[Any]
 NAME = 24                                       # bytes
 MOST_DELETIONS = 255                            # atan(d / 3) * 2 / pi, which the network sees, is 0.9925 there
-CA = PLACE["CA"]
+CA = ATOM_ORDER["CA"]
 UNKNOWN_DAY = -1
 FIELDS = {
     "residues": Field("int32", (), 1), "letters": Field("int32", (), 1), "name": Field(f"S{NAME}"),

@@ -67,8 +67,8 @@ def count(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]
         if not np.isfinite(values).all():
             raise DataError(f"{where}: {name} holds NaN or infinity; {again}")
     stored = np.asarray(frame.positions).astype(np.float32)
-    _, positions, cell, pbc = periodic.check(frame.numbers, stored, frame.cell, frame.pbc, where)
-    found = periodic.neighbours(positions, cell, pbc, cutoff, most)
+    _, positions, cell, pbc = periodic.check_atoms(frame.numbers, stored, frame.cell, frame.pbc, where)
+    found = periodic.neighbour_list(positions, cell, pbc, cutoff, most)
     if not len(found.centre):
         raise DataError(f"{where}: no two atoms are within {cutoff:g} angstrom; raise --cutoff, or leave such frames out with "
                         "--skip-bad")  # fmt: skip

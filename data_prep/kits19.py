@@ -87,7 +87,7 @@ def boxes(label: NDArray[np.uint8]) -> NDArray[np.int32]:
 
 
 def _header(spacing: Sequence[float]) -> dict[str, Any]:
-    scale = {"clip_hu": list(volume.CLIP_HU), "mean_hu": volume.MEAN_HU, "deviation_hu": volume.DEVIATION_HU}
+    scale = {"clip_hu": list(volume.CLIP_HU), "mean_hu": volume.MEAN_HU, "deviation_hu": volume.STD_HU}
     return {"classes": list(CLASSES), "spacing_mm": list(spacing), **scale}
 
 
@@ -97,7 +97,7 @@ def _write(
 ) -> None:  # fmt: skip
     if multiprocessing.parent_process() is not None:
         torch.set_num_threads(1)                                    # the workers are as many as the cores
-    ready, classes = volume.prepare(image, label, spacing, target, least)
+    ready, classes = volume.preprocess(image, label, spacing, target, least)
     assert classes is not None
     here = {name: field._replace(shape=ready.shape) if None in field.shape else field for name, field in FIELDS.items()}
     origin = {"original_spacing_mm": list(spacing), "original_shape": list(image.shape)}
@@ -183,7 +183,7 @@ numbers = command.taking("list of whole numbers such as 3,7", lambda text: [comm
 @dataclass(frozen=True)
 class Source(command.Settings):
     spacing: tuple[float, float, float] = option(volume.TARGET_MM, **SPACING)
-    least: tuple[int, int, int] = option(volume.LEAST, **LEAST)
+    least: tuple[int, int, int] = option(volume.MIN_SHAPE, **LEAST)
     validation_cases: tuple[int, ...] | None = option(
         None, "numbers of the cases held out; by default those of the MLPerf reference", metavar="N,N", type=numbers)  # fmt: skip
 

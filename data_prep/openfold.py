@@ -59,7 +59,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold.alignments import read_alignments, read_hhr
 from hpcai.models.openfold.residues import GAP
 from hpcai.models.openfold.structures import Chain, Entry, read_mmcif
-from hpcai.models.openfold.templates import Match, few_atoms, match, unusable
+from hpcai.models.openfold.templates import Match, too_few_atoms, select_hits, rejection_reason
 
 WORK = ".convert"
 MADE = "simulated: folded by data_prep.proteins, not nature"
@@ -214,7 +214,7 @@ def scan(sources: Sequence[Path], entities: bool) -> dict[str, Any]:
                 continue
             found.append({
                 "source": str(source), "name": chain.name, "sequence": chain.sequence, "resolution": chain.resolution or 0,
-                "release": chain.release and chain.release.isoformat(), "usable": unusable(chain) is None,
+                "release": chain.release and chain.release.isoformat(), "usable": rejection_reason(chain) is None,
                 "entity": f"{chain.name.rpartition('_')[0].lower()}_{named.get(author, '')}",
                 "atoms": (chain.mask > 0).sum(1).tolist(), "resolved": int(chain.mask[:, chains.CA].sum()),
             })  # fmt: skip
@@ -279,7 +279,7 @@ def search(work: Path, picks: Sequence[Pick], most: int) -> dict[str, Any]:
         return one if (one := everyone.get(name)) and one.usable else None
 
     def refuse(one: Match) -> str | None:
-        return few_atoms(np.frombuffer(everyone[one.name].atoms, np.uint8), one.places)
+        return too_few_atoms(np.frombuffer(everyone[one.name].atoms, np.uint8), one.residue_map)
 
     every: list[list[Any]] = []
     for pick in picks:
@@ -287,11 +287,11 @@ def search(work: Path, picks: Sequence[Pick], most: int) -> dict[str, Any]:
         limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": most, "refuse": refuse}
         for file in _hit_files(pick.folder):
             try:
-                found += match(read_hhr(file), own.sequence, known, **limits)[0]
+                found += select_hits(read_hhr(file), own.sequence, known, **limits)[0]
             except DataError as problem:
                 refused.append((str(file), str(problem)))
         best = sorted(found, key=lambda one: -one.sum_probs)[:most]
-        every.append([(one.name, float(one.sum_probs), one.places.tolist()) for one in best])
+        every.append([(one.name, float(one.sum_probs), one.residue_map.tolist()) for one in best])
     return {"hits": every, "refused": refused}
 
 

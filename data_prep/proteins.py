@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.alignments import Alignment
-from hpcai.models.openfold.residues import GAP, LETTERS
+from hpcai.models.openfold.residues import GAP, RESTYPES
 from hpcai.models.openfold.structures import Chain
 
 Array = NDArray[Any]
@@ -32,7 +32,7 @@ FIRST_DAY, DAYS = date(1990, 1, 1), 12418       # to the end of 2023
 ATTEMPTS = 4                                    # at a compact fold
 DOMAIN = 120                                    # residues at most that become compact by themselves
 STEPS, AGAIN = 450, 150                         # steps of annealing: from the plan, from a relative
-A, N, C, G, P = (LETTERS.index(letter) for letter in "ANCGP")
+A, N, C, G, P = (RESTYPES.index(letter) for letter in "ANCGP")
 
 # In the order of LETTERS, A R N D C Q E G H I L K M F P S T W Y V.
 # Propensities for helix, strand and turn: Chou and Fasman, Adv. Enzymol. 1978.
@@ -419,7 +419,7 @@ def _packed(types: Array, angle: Array, atoms: Array, frames: Array, draw: Draw)
         kind = types[i]
         if turn and kind in (A, G, P):
             continue
-        choices = np.radians([(*row, *[0] * (4 - len(row))) for row in _ROTAMERS[LETTERS[kind]]])
+        choices = np.radians([(*row, *[0] * (4 - len(row))) for row in _ROTAMERS[RESTYPES[kind]]])
         many = len(choices)
         if kind != P:                                                       # its ring would open
             choices = choices + np.radians(5) * np.clip(draw.standard_normal(choices.shape), -2, 2)
@@ -531,6 +531,6 @@ def _chain(name: str, types: Array, points: Array, draw: Draw) -> Chain:
     mask = residues.ATOM37_EXISTS[types] * seen[:, None]
     positions = np.take_along_axis(points - points[:, 1].mean(0), residues.ATOM37_TO_14[types][..., None], 1) * mask[..., None]
     bfactors = np.maximum(12 * resolution - 6 * _buried(points[:, 1]), 5)[:, None] * mask
-    sequence, release = "".join(LETTERS[kind] for kind in types), FIRST_DAY + timedelta(int(draw.integers(DAYS)))
+    sequence, release = "".join(RESTYPES[kind] for kind in types), FIRST_DAY + timedelta(int(draw.integers(DAYS)))
     xyz, there, b = (part.astype(np.float32) for part in (positions, mask, bfactors))
     return Chain(name, sequence, types.astype(np.int64), xyz, there, b, resolution, release, "x-ray diffraction")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcai.models.dimenet import DimeNet, DimeNetConfig, atoms
+from hpcai.models.dimenet import DimeNet, DimeNetConfig, build_structure
 from hpcai.models.dimenet.graph import Structure
 
 SMALL = DimeNetConfig(hidden=12, output=10, interaction=6, basis=4, blocks=2, spherical=5, radial=4, cutoff=4.0, most=None)
@@ -30,4 +30,4 @@ def crystal(seed: int, count: int = 4) -> tuple[Any, Any, Any]:
 
 def structure(seed: int, cfg: DimeNetConfig = SMALL, count: int = 4) -> Structure:
     numbers, positions, cell = crystal(seed, count)
-    return atoms(numbers, positions, cell, cutoff=cfg.cutoff, most=cfg.most)
+    return build_structure(numbers, positions, cell, cutoff=cfg.cutoff, most=cfg.most)

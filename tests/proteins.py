@@ -10,7 +10,7 @@ from hpcai.models.openfold import residues
 from hpcai.models.openfold.alignments import Alignment
 from hpcai.models.openfold.evoformer import Masks
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, collate, featurize
-from hpcai.models.openfold.geometry import Frames, groups_of, rotation_of
+from hpcai.models.openfold.geometry import Frames, quat_to_rot, torsion_angles_to_frames
 from hpcai.models.openfold.structures import Chain
 from tests.stored import arrays
 
@@ -23,15 +23,15 @@ def chain(length: int, seed: int = 0) -> Chain:
     aatype = draw.integers(0, 20, length)
     torch.manual_seed(seed)
     quaternion = torch.nn.functional.normalize(torch.randn(length, 4, dtype=torch.float64), dim=-1)
-    backbone = Frames(rotation_of(quaternion), torch.rand(length, 3, dtype=torch.float64) * 20)
+    backbone = Frames(quat_to_rot(quaternion), torch.rand(length, 3, dtype=torch.float64) * 20)
     angles = torch.nn.functional.normalize(torch.randn(length, 7, 2, dtype=torch.float64), dim=-1)
-    groups = groups_of(backbone, angles, torch.tensor(residues.GROUP_FRAME, dtype=torch.float64)[aatype])
+    groups = torsion_angles_to_frames(backbone, angles, torch.tensor(residues.GROUP_FRAME, dtype=torch.float64)[aatype])
     of = torch.tensor(residues.ATOM14_GROUP)[aatype]
     place = torch.arange(length)[:, None]
     atoms = groups.at(place, of).apply(torch.tensor(residues.ATOM14_POSITION, dtype=torch.float64)[aatype]).numpy()
     mask = residues.ATOM37_EXISTS[aatype] * (draw.random((length, 37)) > 0.05)
     positions = np.take_along_axis(atoms, residues.ATOM37_TO_14[aatype][..., None], 1) * mask[..., None]
-    sequence = "".join(residues.LETTERS[i] for i in aatype)
+    sequence = "".join(residues.RESTYPES[i] for i in aatype)
     kind = np.float32
     return Chain(f"made_{seed}", sequence, aatype, positions.astype(kind), mask.astype(kind), mask.astype(kind), 1.5, None, "none")
 
@@ -68,7 +68,7 @@ def real(name: str) -> Chain:
     positions, bfactors = np.zeros((*mask.shape, 3), np.float32), np.zeros(mask.shape, np.float32)
     positions[mask], bfactors[mask] = stored["positions"], stored["bfactors"]
     release = date(1970, 1, 1) + timedelta(int(stored["release"]))
-    aatype = np.array([residues.LETTERS.index(letter) for letter in sequence])
+    aatype = np.array([residues.RESTYPES.index(letter) for letter in sequence])
     return Chain(name, sequence, aatype, positions, mask.astype(np.float32), bfactors, float(stored["resolution"]), release,
                  str(stored["method"]))  # fmt: skip
 

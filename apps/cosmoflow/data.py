@@ -15,7 +15,7 @@ from hpcai.data.hdf5 import Selection
 from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, cut_of, to_physical
+from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, spatial_cut, to_physical
 from hpcai.programs import start
 
 
@@ -70,7 +70,7 @@ def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConf
     data know."""
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
-    cut = cut_of(mesh)
+    cut = spatial_cut(mesh)
     part = cut.part((cfg.model.size,) * 3) if cut.axes else ()
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= sharded_sampler(train, cfg.data, batch, seed)

@@ -17,7 +17,7 @@ from apps.cosmoflow.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, On, Subject, Switch
 from hpcai.dist import Mesh
 from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, error, loss, parallelize
-from hpcai.models.cosmoflow.model import SLOPE, Block
+from hpcai.models.cosmoflow.model import NEGATIVE_SLOPE, Block
 from hpcai.nn import Conv3d
 
 _GPU = torch.cuda.is_available()
@@ -76,7 +76,7 @@ class Trial(Subject):
 
 class _Usual(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool3d(F.leaky_relu(self.conv(x), SLOPE), 2)
+        return F.max_pool3d(F.leaky_relu(self.conv(x), NEGATIVE_SLOPE), 2)
 
 
 class _Whole(Conv3d):

@@ -15,7 +15,7 @@ from hpcai.data.hdf5 import Selection
 from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, cut_of
+from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, spatial_cut
 from hpcai.programs import start
 
 
@@ -28,7 +28,7 @@ def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamCon
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= sharded_sampler(train, cfg.data, batch, seed)
     held: dict[str, Any] = {"shuffle": False, "last": "keep"}
-    copies, cut = mesh["replicate"].size, cut_of(mesh)
+    copies, cut = mesh["replicate"].size, spatial_cut(mesh)
     part = cut.part(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, part)
     with open_loaders(

@@ -16,7 +16,7 @@ from hpcai.data.sampler import Balanced, Sampler
 from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, batch_of, find, sizes
+from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, make_batch, build_structure_for_model, graph_sizes
 from hpcai.programs import start
 from hpcai.train import MicroBatches
 
@@ -70,7 +70,7 @@ class Ladder:
 
     def least(self, structures: Sequence[Structure]) -> Sizes:
         """The lowest step that these structures fit."""
-        steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(sizes(structures), self.sizes))
+        steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(graph_sizes(structures), self.sizes))
         return Sizes(*(int(np.ceil(size * 1.1**steps)) for size in self.sizes))
 
 
@@ -95,7 +95,7 @@ class Frames(Samples):
 
 def frame(values: dict[str, Any], model: DimeNetConfig, where: str) -> Frame:
     """What a file has of a frame, with its neighbours."""
-    found = find(values["numbers"], values["positions"], values["cell"], values["pbc"], model, where)
+    found = build_structure_for_model(values["numbers"], values["positions"], values["cell"], values["pbc"], model, where)
     return Frame(found, float(values["energy"]), values["forces"], 1 - values["fixed"])
 
 
@@ -104,7 +104,7 @@ def joined(frames: list[Frame], parts: int = 1, ladder: Ladder | None = None) ->
     each = len(frames) // parts
 
     def batch(some: list[Frame]) -> Batch:
-        return batch_of(some, ladder.least([f.structure for f in some]) if ladder else Sizes())
+        return make_batch(some, ladder.least([f.structure for f in some]) if ladder else Sizes())
 
     made = [batch(frames[k * each : (k + 1) * each]) for k in range(parts)]
     return MicroBatches(made) if parts > 1 else made[0]

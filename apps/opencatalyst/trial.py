@@ -18,9 +18,9 @@ from apps.opencatalyst.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
-from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_words, score
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_kwargs, score
 from hpcai.models.dimenet.model import Prediction
-from hpcai.models.dimenet.triplets import WithTriplets, edges_of, energy_and_forces
+from hpcai.models.dimenet.triplets import TripletDimeNet, build_triplets, energy_and_forces
 
 _GPU = torch.cuda.is_available()
 _SLAB = (4, 4, 5)  # atoms along each side
@@ -65,7 +65,7 @@ class Trial(Subject):
         return [(f"model.angles={angles}", f"data.batch={frames}") for angles in ("detached", "conservative")]
 
     def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
-        model = parallelize((DimeNet if "no triplets" in on else WithTriplets)(cfg.model), mesh)
+        model = parallelize((DimeNet if "no triplets" in on else TripletDimeNet)(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
         for output in model.output_blocks:  # their last weights are 0 at first, and so would be all gradients
             torch.nn.init.normal_(output.lin.weight, std=0.1)
@@ -109,7 +109,7 @@ class _Listed(nn.Module):
     def __init__(self, net: Any, cfg: DimeNetConfig, batch: Batch | None) -> None:
         super().__init__()
         self.net, self.detached = net, cfg.angles == "detached"
-        self.edges = None if batch is None else edges_of(batch.graph)
+        self.edges = None if batch is None else build_triplets(batch.graph)
 
     def forward(self, graph: Any) -> Prediction:
         assert self.edges is not None
@@ -127,7 +127,7 @@ def _listed(net: Any, cfg: TrialConfig, batch: Any, scaled: Any = None) -> Form:
 
 def _pyg(cfg: TrialConfig, batch: Batch) -> Form:
     """PyTorch Geometric's own ``forward`` knows no periodic images and needs a compiled extension: its modules are called here."""
-    theirs = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_words(cfg.model))
+    theirs = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_kwargs(cfg.model))
     return _listed(theirs, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))
 
 

@@ -26,7 +26,7 @@ def main(cfg: Config) -> None:
             model = openfold.parallelize(network(cfg), mesh)
         step = train.Step(model, partial(openfold.loss, cfg=cfg.objective), cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=openfold.score, run=run)
-        run.finish(step, result, openfold.structures_of, pictures, partial(keep_structures, run, cfg.data))
+        run.finish(step, result, openfold.predict_structures, pictures, partial(keep_structures, run, cfg.data))
     raise SystemExit(result.exit_code)
 
 

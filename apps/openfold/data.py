@@ -20,9 +20,9 @@ from hpcai.dist import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import Alignment, Chain, FeatureConfig, OpenFold, featurize, load_weights
 from hpcai.models.openfold.features import Templates, collate
-from hpcai.models.openfold.residues import ATOM37_EXISTS, LETTERS
+from hpcai.models.openfold.residues import ATOM37_EXISTS, RESTYPES
 from hpcai.models.openfold.structures import write_structure
-from hpcai.models.openfold.templates import features_of
+from hpcai.models.openfold.templates import template_features
 from hpcai.nn.weights import set_origin
 from hpcai.programs import start
 from hpcai.train import Run
@@ -159,7 +159,7 @@ class Chains(Samples):
             if at.min() < 0 or at.max() >= len(rows):
                 where = f"{self.rows.describe(row)}: rows {at.min()} to {at.max()} of {rows.folder}, which has {len(rows)}"
                 raise DataError(f"{where}; make both again with data_prep.openfold")
-            return features_of([rows.read(int(k)) for k in at], places[some], values["hit_sum_probs"][some])
+            return template_features([rows.read(int(k)) for k in at], places[some], values["hit_sum_probs"][some])
 
         return Templates(count, take)
 
@@ -178,7 +178,7 @@ def parts_of(values: dict[str, Any], where: str) -> tuple[Chain, Alignment]:
     depth, rest = divmod(len(values["msa"]), len(aatype))
     if rest or not depth:
         raise DataError(f"{where}: {len(values['msa'])} letters of an alignment for {len(aatype)} residues, expected a multiple")
-    sequence = "".join((LETTERS + "X")[kind] for kind in aatype)
+    sequence = "".join((RESTYPES + "X")[kind] for kind in aatype)
     resolution = float(values["resolution"]) or None
     chain = Chain(
         values["name"].item().decode(), sequence, aatype, values["positions"], mask, np.zeros_like(mask), resolution, None, ""

@@ -71,7 +71,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
         try:
             if len(chain.sequence) < axial:
                 raise DataError(f"{len(chain.sequence)} residues for {axial} processes; fold it with a smaller mesh.axial")
-            features = folding.read(model, chain.sequence, home, recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)
+            features = folding.prepare_features(model, chain.sequence, home, recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)
         except DataError as problem:
             why = str(problem)
         return features, next(filter(None, gather_objects(why, mesh.copy)), "")

@@ -21,9 +21,9 @@ from matplotlib.lines import Line2D
 from hpcai.cli.report.picture import Table, arrays
 from hpcai.cli.report.theme import WIDTH, Theme, head, score, verbatim
 from hpcai.errors import DataError
-from hpcai.models.openfold.residues import PLACE, UNKNOWN
-from hpcai.models.openfold.scores import superposed
-from hpcai.models.openfold.truth import pseudo_beta
+from hpcai.models.openfold.residues import ATOM_ORDER, UNKNOWN
+from hpcai.models.openfold.scores import superpose
+from hpcai.models.openfold.targets import pseudo_beta
 
 FILE = "structures.npz"
 TITLE = "Predicted and true structures"
@@ -57,15 +57,15 @@ class Chain:
         """Whether the true CA is known.   [N]"""
         return np.isfinite(self.true).all(1)
 
-    def superposed(self) -> np.ndarray:
+    def superpose(self) -> np.ndarray:
         """Predicted CA in the frame of the true ones; where none is known, in the frame in which they came.   [N, 3]"""
         places = self.predicted, np.nan_to_num(self.true), self.known
-        return superposed(*(torch.from_numpy(each)[None] for each in places))[0].numpy()
+        return superpose(*(torch.from_numpy(each)[None] for each in places))[0].numpy()
 
     @cached_property
     def errors(self) -> np.ndarray:
         """Distances of the superposed CA from those that are known.   [known]"""
-        return np.asarray(np.linalg.norm((self.superposed() - self.true)[self.known], axis=1))
+        return np.asarray(np.linalg.norm((self.superpose() - self.true)[self.known], axis=1))
 
     def rmsd(self) -> float:
         """RMSD of all known CA, superposed by them; NaN where none is known."""
@@ -94,9 +94,9 @@ def read(path: Path) -> list[Chain]:
     if aatype.min() < 0 or aatype.max() > UNKNOWN:
         raise DataError(f"aatype is {aatype.min()} to {aatype.max()}, expected 0 to {UNKNOWN}, which is X")
     beta, seen = pseudo_beta(aatype, found["true"], found["mask"], "true")
-    known = found["mask"][:, PLACE["CA"]] == 1
+    known = found["mask"][:, ATOM_ORDER["CA"]] == 1
     # The page shows two atoms of each residue.
-    alpha = {name: found[name][:, PLACE["CA"]].astype(float) for name in ("predicted", "true")}
+    alpha = {name: found[name][:, ATOM_ORDER["CA"]].astype(float) for name in ("predicted", "true")}
     alpha["true"][~known] = math.nan
     beta = np.where(seen[:, None] > 0, beta, math.nan)
     rows = {**alpha, "beta": beta, "plddt": found["plddt"], "lddt": found["lddt"]}
@@ -178,7 +178,7 @@ def _fold(axes: Axes, chain: Chain, theme: Theme) -> None:
 def _view(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
     """Predicted and true CA, turned so that the longest axis of the known ones points to the right, the next one up and the third
     one to the reader.   2 x [N, 3]"""
-    predicted = chain.superposed()
+    predicted = chain.superpose()
     seen = chain.true[chain.known] if chain.known.any() else predicted
     middle = seen.mean(0)
     axes = np.linalg.eigh((seen - middle).T @ (seen - middle))[1][:, ::-1]

@@ -13,7 +13,7 @@ def chain(length: int, draw: np.random.Generator) -> Chain:
     aatype = draw.integers(0, 20, length)
     mask = residues.ATOM37_EXISTS[aatype].astype("float32")
     positions = draw.normal(0, 2.2, (length, 1, 3)).cumsum(0) + draw.normal(0, 1.5, (length, 37, 3))
-    sequence = "".join(residues.LETTERS[kind] for kind in aatype)
+    sequence = "".join(residues.RESTYPES[kind] for kind in aatype)
     return Chain("synthetic", sequence, aatype, (positions * mask[..., None]).astype("float32"), mask, mask, 2.0, None, "none")
 
 

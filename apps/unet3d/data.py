@@ -17,7 +17,7 @@ from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loader
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.kernels import philox
-from hpcai.models.unet3d import Batch, UNet3DConfig, cut_of, place
+from hpcai.models.unet3d import Batch, UNet3DConfig, spatial_cut, plan_windows
 from hpcai.programs import start
 
 FIELDS: dict[str, Any] = {
@@ -29,7 +29,7 @@ FIELDS: dict[str, Any] = {
 def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures."""
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
-    cut = cut_of(mesh)
+    cut = spatial_cut(mesh)
     crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.part(cfg.model.window), cfg.data.repeat)
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
     words |= sharded_sampler(train, cfg.data, cfg.data.batch, cfg.train.seed)
@@ -173,7 +173,7 @@ class Volumes(Samples):
 
     def windows(self, index: int, model: UNet3DConfig) -> int:
         """How many windows it takes to see a volume."""
-        placed = (place(n, w, model.overlap, True) for n, w in zip(self.rows.shape(index, "image"), model.window))
+        placed = (plan_windows(n, w, model.overlap, True) for n, w in zip(self.rows.shape(index, "image"), model.window))
         return int(np.prod([len(p.starts) for p in placed]))
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:

@@ -5,7 +5,7 @@ from typing import Any
 from apps.unet3d.trial import Trial
 from hpcai.cli.plan.workload import Evaluation, Published, Workload
 from hpcai.dist import Mesh
-from hpcai.models.unet3d import Batch, cut_of
+from hpcai.models.unet3d import Batch, spatial_cut
 
 _VOLUMES = 168
 
@@ -29,5 +29,5 @@ class Plan(Workload):
     )
 
     def batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
-        whole, part = super().batch(cfg, mesh, count), cut_of(mesh).part(cfg.model.window)
+        whole, part = super().batch(cfg, mesh, count), spatial_cut(mesh).part(cfg.model.window)
         return Batch(*(tensor[(slice(None), *part)] for tensor in whole))

@@ -31,7 +31,7 @@ from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt
-from hpcai.models.openfold.residues import PLACE
+from hpcai.models.openfold.residues import ATOM_ORDER
 from tests.apps.promises import Promises
 from tests.apps.running import damaged, told
 from tests.apps.smallest import OPENFOLD as APP
@@ -123,10 +123,10 @@ def test_a_run_leaves_weights_and_structures_that_others_read(data: Path) -> Non
         assert len(chain) == len(list(same)) == count
         for residue, other, plddt, atoms in zip(chain, same, found["plddt"][part], found["predicted"][part]):
             assert residue.name == other.get_resname() and {round(atom.b_iso, 1) for atom in residue} == {round(float(plddt), 1)}
-            np.testing.assert_allclose(residue["CA"][0].pos.tolist(), atoms[PLACE["CA"]], atol=2e-3)
-        ca = [torch.from_numpy(found[kind][part][None, :, PLACE["CA"]]) for kind in ("predicted", "true")]
-        each = 100 * lddt(*ca, torch.from_numpy(of["mask"][None, :, PLACE["CA"]]).float(), each=True)[0].numpy()
-        np.testing.assert_allclose(found["lddt"][part], np.where(of["mask"][:, PLACE["CA"]] > 0, each, np.nan), rtol=1e-4)
+            np.testing.assert_allclose(residue["CA"][0].pos.tolist(), atoms[ATOM_ORDER["CA"]], atol=2e-3)
+        ca = [torch.from_numpy(found[kind][part][None, :, ATOM_ORDER["CA"]]) for kind in ("predicted", "true")]
+        each = 100 * lddt(*ca, torch.from_numpy(of["mask"][None, :, ATOM_ORDER["CA"]]).float(), per_residue=True)[0].numpy()
+        np.testing.assert_allclose(found["lddt"][part], np.where(of["mask"][:, ATOM_ORDER["CA"]] > 0, each, np.nan), rtol=1e-4)
 
 
 # ---- folding
@@ -197,15 +197,15 @@ def test_a_chain_that_cannot_be_folded_is_told_and_the_others_are_folded(
 def folds_where_rank_2_cannot_read(mesh: Mesh, chains: Path, out: Path) -> list[str]:
     from hpcai.models.openfold import folding
 
-    read = folding.read
+    prepare_features = folding.prepare_features
 
     def failing(model: Any, sequence: str, *given: Any, **words: Any) -> Any:
         if mesh.rank == 2 and sequence == "GGSLKTW":
             raise DataError("the disk of rank 2 is gone")
-        return read(model, sequence, *given, **words)
+        return prepare_features(model, sequence, *given, **words)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folding, "read", failing)
+        patch.setattr(folding, "prepare_features", failing)
         return folds(mesh, chains, out)
 
 

@@ -15,7 +15,7 @@ import pytest
 from data_prep import kits19, nifti, phantom
 from hpcai.cli.check import Options, examine
 from hpcai.data.hdf5 import Rows
-from hpcai.models.unet3d.volume import prepare
+from hpcai.models.unet3d.volume import preprocess
 from tests.data_prep.making import Promises, found_harm, loaded, remembering, runner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ def test_a_case_is_a_pure_function_of_seed_and_index(made):
     for index in (7, 2):
         scan = kits19.Recipe.scan.__wrapped__(RECIPE, index)
         values, about = case(made, f"case_{index:05d}")
-        image, label = prepare(scan.image, scan.label, scan.spacing_mm, (9.6, 7.2, 7.2), (8, 32, 32))
+        image, label = preprocess(scan.image, scan.label, scan.spacing_mm, (9.6, 7.2, 7.2), (8, 32, 32))
         assert (values["image"] == image).all() and (values["label"] == label).all()
         assert (values["boxes"] == kits19.boxes(label)).all()
         assert tuple(about["original_spacing_mm"]) == scan.spacing_mm and tuple(about["original_shape"]) == scan.image.shape
@@ -140,7 +140,7 @@ def test_the_public_layout_is_prepared_as_it_is(public, made, tmp_path, capsys):
         folder = public / f"case_{number:05d}"
         image, label = (nibabel.load(folder / name) for name in (nifti.IMAGE, nifti.LABEL))
         assert image.get_data_dtype() == np.int16 and nibabel.aff2axcodes(image.affine) == ("I", "P", "L")
-        ready = prepare(
+        ready = preprocess(
             np.asarray(image.dataobj), np.asarray(label.dataobj), [float(mm) for mm in image.header.get_zooms()], (9.6, 7.2, 7.2),
             (8, 32, 32),
         )  # fmt: skip

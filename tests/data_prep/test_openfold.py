@@ -18,9 +18,9 @@ from hpcai.cli.forks import forked
 from hpcai.data.hdf5 import Rows
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
 from hpcai.models.openfold.features import FeatureConfig, featurize
-from hpcai.models.openfold.residues import GAP, LETTERS
+from hpcai.models.openfold.residues import GAP, RESTYPES
 from hpcai.models.openfold.structures import read_mmcif, write_structure
-from hpcai.models.openfold.templates import features_of, read_templates
+from hpcai.models.openfold.templates import template_features, read_templates
 from tests.data_prep.making import Promises, content, found_harm, goes_on_when_killed, loaded, plain, put, remembering, runner
 from tests.proteins import chain as drawn
 
@@ -45,7 +45,7 @@ def named(out):
 
 
 def sequence(number):
-    return "".join(LETTERS[kind] for kind in drawn(20 + number, number).aatype)
+    return "".join(RESTYPES[kind] for kind in drawn(20 + number, number).aatype)
 
 
 def add_structure(folder, name, number, day="2011-03-02", resolution=2.0):
@@ -367,7 +367,7 @@ def test_hits_become_rows_of_the_structures_that_they_name(searched, tmp_path, c
     assert rows["4ddd_A"]["hit_row"].tolist() == [0] and all(not rows[f"{name}_A"]["hits"] for name in ("1aaa", "3ccc", "5eee"))
     found, reasons = read_templates(searched / "alignments" / "2bbb_A" / "hhr" / "pdb70_hits.hhr", sequence(1), searched / "mmcif",
                                     entry="2bbb", before=date(2011, 3, 2))  # fmt: skip
-    same = features_of([stored[at] for at in row["hit_row"]], places, row["hit_sum_probs"])
+    same = template_features([stored[at] for at in row["hit_row"]], places, row["hit_sum_probs"])
     assert set(reasons) == {"2bbb_A", "4ddd_A", "9zzz_A"} and all((found[name] == same[name]).all() for name in found)
     stated = loaded(out / "statistics.json")
     hits = stated["splits"]["train"]["hits"]
@@ -456,8 +456,8 @@ def test_relatives_are_templates_residue_on_residue(made, tmp_path):
         assert all(np.all(one[field] == rows[name][field]) for field in chains.TEMPLATE_FIELDS)
         assert recipe.family(place // 2)[place % 2]["name"].decode() == name
         msa = other["msa"].reshape(6, -1)
-        templates = features_of([one], other["hit_places"][None], other["hit_sum_probs"])
-        found = featurize("".join(LETTERS[kind] for kind in other["aatype"]), Alignment(msa, np.zeros(msa.shape, np.int32), []),
+        templates = template_features([one], other["hit_places"][None], other["hit_sum_probs"])
+        found = featurize("".join(RESTYPES[kind] for kind in other["aatype"]), Alignment(msa, np.zeros(msa.shape, np.int32), []),
                           templates, FeatureConfig(crop=None), passes=1, training=False)  # fmt: skip
         assert found["template_mask"].ravel().tolist() == [1, 0, 0, 0]
     wider = openfold.Recipe(1, 4, (16, 16), 2, 1, 0.25, 0.0, 2)

@@ -6,8 +6,8 @@ import pytest
 from data_prep import proteins
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues
-from hpcai.models.openfold.residues import ATOM14_NAMES, GAP, LETTERS, PLACE
-from hpcai.models.openfold.truth import pseudo_beta, truth_of
+from hpcai.models.openfold.residues import ATOM14_NAMES, GAP, RESTYPES, ATOM_ORDER
+from hpcai.models.openfold.targets import pseudo_beta, compute_targets
 
 LENGTHS = {0: 64, 1: 72, 9: 80, 11: 72}          # by seed: sheets, and from 9 on helices
 
@@ -18,12 +18,12 @@ def made():
 
 
 def atom(chain, name):
-    return chain.positions[:, PLACE[name]].astype(float)
+    return chain.positions[:, ATOM_ORDER[name]].astype(float)
 
 
 def seen(chain):
     """The residues that have atoms: all but some at the ends."""
-    return np.flatnonzero(chain.mask[:, PLACE["CA"]])
+    return np.flatnonzero(chain.mask[:, ATOM_ORDER["CA"]])
 
 
 def apart(points):
@@ -50,7 +50,7 @@ def helices(chain, phi, psi):
 
 def angles(chain):
     """Omega before, phi and psi; what has no atoms is NaN."""
-    found = truth_of(chain.aatype, chain.positions, chain.mask)
+    found = compute_targets(chain.aatype, chain.positions, chain.mask)
     sin_cos, known = found["torsion_angles_sin_cos"][:, :3], found["torsion_angles_mask"][:, :3]
     return np.where(known > 0, np.degrees(np.arctan2(sin_cos[..., 0], sin_cos[..., 1])), np.nan).T
 
@@ -59,9 +59,9 @@ def angles(chain):
 
 
 def test_bonds_and_angles_are_within_three_deviations(made):
-    table = residues.bounds(3.0, 0.0)
+    table = residues.distance_bounds(3.0, 0.0)
     for chain, _ in made:
-        found = truth_of(chain.aatype, chain.positions, chain.mask)
+        found = compute_targets(chain.aatype, chain.positions, chain.mask)
         at, there = found["atom14_gt_positions"].astype(float), found["atom14_gt_exists"] > 0
         distance = np.linalg.norm(at[:, :, None] - at[:, None], axis=-1)
         lower, upper, deviation = (part[chain.aatype] for part in (table.lower, table.upper, table.deviation))
@@ -75,7 +75,7 @@ def test_peptide_bonds_are_trans_and_planar(made):
     for chain, _ in made:
         here = seen(chain)[:-1]
         n, ca, c, o = (atom(chain, name) for name in ("N", "CA", "C", "O"))
-        mean, deviation = np.array(residues.C_N_LENGTH)[(chain.aatype[here + 1] == LETTERS.index("P")).astype(int)].T
+        mean, deviation = np.array(residues.C_N_LENGTH)[(chain.aatype[here + 1] == RESTYPES.index("P")).astype(int)].T
         assert (np.abs(np.linalg.norm(n[here + 1] - c[here], axis=1) - mean) < 3 * deviation).all()
         for (one, middle, other), (mean, deviation) in (
             ((ca[here], c[here], n[here + 1]), residues.COS_CA_C_N), ((c[here], n[here + 1], ca[here + 1]), residues.COS_C_N_CA),
@@ -91,7 +91,7 @@ def test_peptide_bonds_are_trans_and_planar(made):
 def test_amino_acids_are_left_handed_and_helices_right_handed(made):
     turns: list[float] = []
     for chain, _ in made:
-        some = seen(chain)[chain.aatype[seen(chain)] != LETTERS.index("G")]
+        some = seen(chain)[chain.aatype[seen(chain)] != RESTYPES.index("G")]
         n, ca, c, cb = (atom(chain, name)[some] for name in ("N", "CA", "C", "CB"))
         assert (np.einsum("ni,ni->n", np.cross(n - ca, c - ca), cb - ca) > 2).all()      # L, in cubic angstrom; D is negative
         first, alpha = helices(chain, *angles(chain)[1:]), atom(chain, "CA")
@@ -119,7 +119,7 @@ def test_few_atoms_clash(made):
     """Heavy atoms of two residues, not of neighbours, nearer than their radii less 1 angstrom."""
     for chain, _ in made:
         number, place = np.nonzero(chain.mask)
-        radius = np.array([residues.VAN_DER_WAALS[residues.ATOMS[k][0]] for k in place])
+        radius = np.array([residues.VAN_DER_WAALS[residues.ATOM_TYPES[k][0]] for k in place])
         strangers = np.triu(np.abs(number[:, None] - number) > 1)
         overlap = np.where(strangers, radius[:, None] + radius - apart(chain.positions[number, place].astype(float)), 0)
         assert (overlap > 1).sum() < 0.015 * len(number) and (overlap > 1.5).sum() <= 2

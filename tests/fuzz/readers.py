@@ -181,7 +181,7 @@ def volume(folder: Path) -> Path:
     return folder / nifti.IMAGE
 
 
-def frames_of(ending: str) -> Callable[[Path], Path]:
+def frames_from_points(ending: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         import ase.io
 
@@ -328,9 +328,9 @@ READERS = [
     Reader("TFRecord, gzip", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
            lambda path: all_of(tfrecord.samples(path, 4)), gunzipped(reseal_tfrecord)),
     Reader("NIfTI", volume, lambda path: nifti.read(path.parent), gunzipped(bytes)),
-    Reader("extxyz", frames_of(".extxyz"), read_frames),
-    Reader("ASE traj", frames_of(".traj"), read_frames),
-    Reader("aselmdb", frames_of(".aselmdb"), read_frames),
+    Reader("extxyz", frames_from_points(".extxyz"), read_frames),
+    Reader("ASE traj", frames_from_points(".traj"), read_frames),
+    Reader("aselmdb", frames_from_points(".aselmdb"), read_frames),
     Reader("text", bytes_of("notes.txt", TEXT), read_documents),
     Reader("JSON lines", bytes_of("lines.jsonl", TEXT), read_documents),
     Reader("JSON lines, gzip", bytes_of("lines.jsonl.gz", gzip.compress(TEXT)), read_documents, gunzipped(bytes)),

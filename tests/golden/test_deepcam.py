@@ -9,7 +9,7 @@ import torch
 from hpcai import dist, train
 from hpcai.models import deepcam
 from hpcai.models.deepcam import Batch, DeepCam, DeepCamConfig
-from hpcai.models.deepcam.objective import confusion, iou
+from hpcai.models.deepcam.objective import confusion_matrix, iou
 from hpcai.settings import ScheduleConfig, StepConfig
 from hpcai.train.schedule import make_lr_schedule
 from tests.hashed import fill, hashed
@@ -99,7 +99,7 @@ def test_seed_0_draws_the_references_weights() -> None:
 def test_intersection_over_union_is_counted_as_the_reference_does() -> None:
     for case in read("metric"):
         guess, truth = torch.tensor(case["pred"]), torch.tensor(case["gt"])
-        assert iou(confusion(guess, truth, 3)).mean().item() == pytest.approx(case["score"], rel=1e-6)
+        assert iou(confusion_matrix(guess, truth, 3)).mean().item() == pytest.approx(case["score"], rel=1e-6)
 
 
 def test_schedules_are_the_references_step_by_step() -> None:

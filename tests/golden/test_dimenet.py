@@ -9,8 +9,8 @@ import torch
 
 from apps.opencatalyst.settings import STD, Config
 from hpcai import config
-from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, join, loss
-from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, harmonics, zeros
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, collate, loss
+from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_bessel_zeros, spherical_harmonics
 from hpcai.train.schedule import make_lr_schedule
 from tests.stored import arrays, told
 
@@ -42,7 +42,7 @@ def batch(dtype: Any) -> Batch:
         positions, numbers = given["pos"][own].astype(dtype), given["atomic_numbers"][own]
         made.append(Structure(positions, numbers, centre, other, shift, np.array(back), 6.0, 50))
         atom, edge = atom + int(atoms), edge + int(edges)
-    rest, graph = [[0, 0, 0]], join(made)
+    rest, graph = [[0, 0, 0]], collate(made)
     forces = torch.from_numpy(np.concatenate([given["force_target"], rest]).astype(dtype))
     free = torch.from_numpy(np.append(1 - given["fixed"], 0).astype(dtype))
     return Batch(torch.from_numpy(given["energy_target"]), forces, free, graph)
@@ -103,7 +103,7 @@ def test_functions_of_distance_and_angle() -> None:
     x, d = torch.from_numpy(found["x"]), torch.from_numpy(found["dist"])
     inside = found["x"] < 1
     near = inside & (found["dist"] > 0.5)
-    np.testing.assert_allclose(zeros(7, 6), found["jn_zeros"], rtol=1e-7)
+    np.testing.assert_allclose(spherical_bessel_zeros(7, 6), found["jn_zeros"], rtol=1e-7)
     around = envelope(x, 5)
     np.testing.assert_allclose(around[inside], found["envelope_pyg172"][inside], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(DimeNet(SMALL).double().rbf(d).detach()[inside], found["rbf_pyg172"][inside], atol=2e-5)
@@ -111,8 +111,8 @@ def test_functions_of_distance_and_angle() -> None:
     np.testing.assert_allclose((table / around[:, None])[near], found["radial_norm_jl"][near], atol=3e-5)
     theta = torch.from_numpy(found["theta"])
     u = torch.stack((torch.sin(theta), torch.zeros_like(theta), torch.cos(theta)), 1)
-    y, factors = harmonics(u, 7), angular_factor(torch.arange(7))
-    along = harmonics(torch.tensor([[0, 0, 1.0]], dtype=u.dtype), 7)
+    y, factors = spherical_harmonics(u, 7), angular_factor(torch.arange(7))
+    along = spherical_harmonics(torch.tensor([[0, 0, 1.0]], dtype=u.dtype), 7)
     columns = [factors[n] * (y * along)[:, n * n : (n + 1) ** 2].sum(1) for n in range(7)]
     np.testing.assert_allclose(torch.stack(columns, 1), found["cbf"], atol=2e-6)
 

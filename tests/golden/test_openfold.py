@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hpcai.models.openfold.config import ObjectiveConfig, OpenFoldConfig
 from hpcai.models.openfold.load import from_public, load_weights, to_public
 from hpcai.models.openfold.model import OpenFold, Prediction
-from hpcai.models.openfold.objective import lddt, terms, total
+from hpcai.models.openfold.objective import lddt, loss_terms, weighted_total
 from tests import stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,11 +72,11 @@ def test_every_loss_and_every_gradient(clamped: bool) -> None:
     last["use_clamped_fape"] = torch.full_like(last["use_clamped_fape"], float(clamped))
     said = stored.told(f"openfold/network/losses_{'and_grad_norms' if clamped else 'unclamped'}_fp64")
     losses = said.get("losses", said)
-    each = terms(found, last, ALL)
+    each = loss_terms(found, last, ALL)
     for name, term in each.items():
         # The bounds of a residue's own distances are float32 tables, ours and theirs.
         assert term.item() == pytest.approx(losses[THEIRS[name]], rel=1e-7 if name == "violation" else 1e-12), name
-    loss = total(each, last, ALL).mean()
+    loss = weighted_total(each, last, ALL).mean()
     assert loss.item() == pytest.approx(losses["loss"], rel=2e-8)
     if not clamped:
         return

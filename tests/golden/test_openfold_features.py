@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hpcai.models.openfold import sampling
-from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, centred, collate, featurize
-from hpcai.models.openfold.formats import parts_of
+from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, center, collate, featurize
+from hpcai.models.openfold.formats import parse_features
 from tests.stored import arrays
 
 CHAINS = pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
@@ -29,9 +29,9 @@ def test_clusters_and_features_of_the_rows_that_the_reference_drew(name: str) ->
     sampled = {key.removeprefix("sampled."): array for key, array in golden.items() if key.startswith("sampled.")}
     msa, deletions = sampled["msa"], sampled["deletion_matrix"]
     extra, extra_deletions = sampled["extra_msa"], sampled["extra_deletion_matrix"]
-    cluster = sampling.nearest(msa, extra)
+    cluster = sampling.assign_clusters(msa, extra)
     assert np.array_equal(cluster, golden["cluster.assignment"]) and (not len(extra) or len(np.unique(cluster)) > 20)
-    profile, mean = sampling.summarise(msa, deletions, extra, extra_deletions, cluster)
+    profile, mean = sampling.summarize_clusters(msa, deletions, extra, extra_deletions, cluster)
     found = {
         "cluster.profile": profile,
         "cluster.deletion_mean": mean,
@@ -39,7 +39,7 @@ def test_clusters_and_features_of_the_rows_that_the_reference_drew(name: str) ->
         "feat.target_feat": sampling.target_feat(golden["det.aatype"]),
         "feat.extra_has_deletion": sampling.has_deletion(extra_deletions),
         "feat.extra_deletion_value": sampling.deletion_value(extra_deletions),
-        "det.hhblits_profile": sampling.profile(golden["det.msa"]),
+        "det.hhblits_profile": sampling.msa_profile(golden["det.msa"]),
     }
     for key, array in found.items():
         assert array.shape == golden[key].shape and array.dtype == golden[key].dtype, key
@@ -52,7 +52,7 @@ def test_the_small_batch_of_the_whole_model() -> None:
     raw, golden = (arrays(f"openfold/network/{name}") for name in ("raw_features", "batch"))
     cfg = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
     drawn = [np.flatnonzero((raw["template_sum_probs"] == one).all(1))[0] for one in golden["template_sum_probs"][0, ..., 0]]
-    chain, alignment, templates = parts_of(raw | {name: raw[name][drawn] for name in TEMPLATES})
+    chain, alignment, templates = parse_features(raw | {name: raw[name][drawn] for name in TEMPLATES})
     batch = collate([featurize(chain, alignment, templates, cfg, training=False)])
     assert batch.keys() == golden.keys() - {"no_recycling_iters"}
     _centre(golden)
@@ -73,7 +73,7 @@ def _centre(golden: dict[str, np.ndarray]) -> None:
     """Templates, which the reference leaves where they are once they are read."""
     positions, beta = (golden[f"template_{name}"][0] for name in ("all_atom_positions", "pseudo_beta"))
     there, known = (golden[f"template_{name}"][0, ..., 0] > 0 for name in ("all_atom_mask", "pseudo_beta_mask"))
-    found = centred(positions[..., 0], there)
+    found = center(positions[..., 0], there)
     for template, atoms in enumerate(there):
         mean = positions[template, atoms, :, 0].mean(0)
         assert np.abs(found[template, atoms] + mean - positions[template, atoms, :, 0]).max() < 1e-5

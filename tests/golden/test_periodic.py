@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcai.models.dimenet.periodic import count_triplets, neighbours, reverse
+from hpcai.models.dimenet.periodic import count_triplets, find_reverse_edges, neighbour_list
 from tests.stored import arrays
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -16,10 +16,10 @@ def test_the_fifty_nearest_of_three_structures() -> None:
     edges, triplets, lone = list[np.ndarray](), 0, 0
     for b, size in enumerate(given["natoms"]):
         own = given["batch"] == b
-        found = neighbours(given["pos"][own], given["cell"][b], np.ones(3, bool), 6.0, 50)
+        found = neighbour_list(given["pos"][own], given["cell"][b], np.ones(3, bool), 6.0, 50)
         assert len(found.centre) == given["neighbors"][b]
-        edges.append(np.c_[found.centre + own.argmax(), found.other + own.argmax(), found.offset])
+        edges.append(np.c_[found.centre + own.argmax(), found.neighbour + own.argmax(), found.offset])
         triplets += count_triplets(found, int(size))
-        lone += int((reverse(found, int(size)) < 0).sum())
+        lone += int((find_reverse_edges(found, int(size)) < 0).sum())
     assert sorted(np.concatenate(edges).tolist()) == sorted(np.c_[centre, other, given["cell_offsets"]].tolist())
     assert (triplets, lone) == (38923, 27)

@@ -92,7 +92,7 @@ def test_windows_give_the_references_logits_on_the_same_part_of_the_volume(shape
     tag, model = f"sw_roi64_{shape}", narrow().eval()
     case, given = read("sliding_window")[tag], unlearnable(tag)
     with torch.no_grad():
-        logits, kept = model.windows(model, given.image[None, None])
+        logits, kept = model.sliding_window(model, given.image[None, None])
     assert list(logits.shape) == case["out_shape"]
     check_thinned(logits, arrays("unet3d/sliding_window"), tag, 2e-5)
     assert digest(given.label[kept].numpy()) == case["label_out_sha256"]
@@ -104,7 +104,7 @@ def test_windows_give_the_references_logits_on_the_same_part_of_the_volume(shape
 def seen_by(mesh: Mesh, tag: str) -> None:
     model = unet3d.parallelize(narrow().eval(), mesh, mesh["replicate"].size)
     with torch.no_grad():
-        logits, _ = model.windows(model, unlearnable(tag).image[None, None])
+        logits, _ = model.sliding_window(model, unlearnable(tag).image[None, None])
     check_thinned(logits, arrays("unet3d/sliding_window"), tag, 2e-5)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcai.models.unet3d.volume import normalise, pad, prepare, resample, resampled_shape
+from hpcai.models.unet3d.volume import normalise, pad, preprocess, resample, resampled_shape
 from tests.stored import arrays, told
 
 
@@ -17,7 +17,7 @@ def test_a_volume_is_prepared_as_the_reference_does() -> None:
     assert (resample(label, shape, "nearest") == stored["label_resampled"][0]).all()
     stats = said["image_stats"]
     assert float(inner.astype(np.float64).sum()) == pytest.approx(stats["sum"], abs=1e-5 * stats["abs_sum"])
-    ready, classes = prepare(image, label, spacing)
+    ready, classes = preprocess(image, label, spacing)
     assert classes is not None and [1, *ready.shape] == said["after_pad"] and str(classes.dtype) == said["pad_label_dtype"]
     assert float(ready.astype(np.float64).sum()) == pytest.approx(said["padded_image_sum"], rel=1e-6)
     assert int(classes.astype(np.int64).sum()) == said["padded_label_sum"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcai import dist, train
-from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, join, loss
+from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, collate, loss
 from hpcai.settings import StepConfig
 from tests.atoms import network, structure
 from tests.gpu.machine import DEVICE, GPU, GRAPH, cuda_alone
@@ -16,7 +16,7 @@ CFG = DimeNetConfig(hidden=64, output=64, interaction=32, blocks=2, cutoff=4.0, 
 
 def batch(device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
     parts = [structure(seed + k, CFG, 3 + k) for k in range(4)]
-    graph = join(parts, Sizes(20, 3000, 110, 110, 7)).to(device, dtype)
+    graph = collate(parts, Sizes(20, 3000, 110, 110, 7)).to(device, dtype)
     generator = torch.Generator().manual_seed(seed)
     forces, free = torch.randn(20, 3, generator=generator).to(dtype), (torch.arange(20) < 18).to(dtype)
     energy = torch.randn(4, generator=generator, dtype=torch.float64)

@@ -7,7 +7,7 @@ import torch
 
 from hpcai import dist
 from hpcai.dist.mesh import Mesh
-from hpcai.models.dimenet import Batch, ObjectiveConfig, counted, join, loss, parallelize
+from hpcai.models.dimenet import Batch, ObjectiveConfig, collate, counted, loss, parallelize
 from hpcai.models.dimenet.graph import Structure
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
@@ -27,7 +27,7 @@ def batch(parts: list[tuple[int, Structure]]) -> Batch:
         energy.append(torch.randn(1, generator=generator, dtype=torch.float64))
         forces.append(torch.randn(count, 3, generator=generator, dtype=torch.float64))
         free.append((torch.arange(count) != number % count).double() if count > 1 else torch.ones(1, dtype=torch.float64))
-    graph = join([part for _, part in parts])
+    graph = collate([part for _, part in parts])
     rest = torch.zeros(1, 3, dtype=torch.float64)
     return Batch(torch.cat(energy), torch.cat([*forces, rest]), torch.cat([*free, rest[:, 0]]), graph)
 

@@ -132,7 +132,7 @@ class Live(TorchDispatchMode):
 
 def folded(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Positions and confidence of a chain, and the most bytes at a time."""
-    model, sequence = parallelize(network(template=None), mesh), "".join(residues.LETTERS[i % 20] for i in range(length))
+    model, sequence = parallelize(network(template=None), mesh), "".join(residues.RESTYPES[i % 20] for i in range(length))
     rows = FeatureConfig(crop=None, clusters=8, extra=8, templates=0)
     with pytest.MonkeyPatch.context() as patch, Live() as live:
         patch.setattr(attention, "_CPU", 1 << 18)  # logits of some rows, which are as many on each rank

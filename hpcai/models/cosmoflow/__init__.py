@@ -8,7 +8,7 @@ __getattr__, _names = attach(
     {
         ".model": ["CosmoFlow", "log_density", "to_physical"],
         ".objective": ["Batch", "loss", "error", "pairs"],
-        ".parallel": ["parallelize", "cut_of"],
+        ".parallel": ["parallelize", "spatial_cut"],
         ".load": ["load_weights"],
     },
 )

@@ -26,31 +26,31 @@ def load_weights(path: str | Path, cfg: CosmoFlowConfig | None = None) -> CosmoF
     agree with it. Raises CheckpointError for a file that is none of these or does not fit.
     """
     path = Path(path)
-    state, found = _read(path)
+    state, saved_cfg = _read(path)
     with weights.check_names(path, state, "conv_seq.0.conv.weight, dense1.weight, ..."):
-        sizes, outputs = _sizes(state), len(state["output.weight"])
+        sizes, outputs = _infer_sizes(state), len(state["output.weight"])
     if cfg is not None:
         weights.check_sizes(path, sizes, {name: getattr(cfg, name) for name in sizes})
-    if found is None:
+    if saved_cfg is None:
         edge = sizes.pop("edge")
-        found = (cfg or _named(outputs)).model_copy(update=sizes)
-        if found.edge != edge or cfg is None:
-            found = found.model_copy(update={"size": edge << sizes["blocks"]})
-    return weights.load_into(CosmoFlow(found), state, path)
+        saved_cfg = (cfg or _default_config(outputs)).model_copy(update=sizes)
+        if saved_cfg.edge != edge or cfg is None:
+            saved_cfg = saved_cfg.model_copy(update={"size": edge << sizes["blocks"]})
+    return weights.load_into(CosmoFlow(saved_cfg), state, path)
 
 
-def _sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
+def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     blocks = sum(name.endswith(".conv.weight") for name in state)
     filters, channels = state["conv_seq.0.conv.weight"].shape[:2]
     cells = state["dense1.weight"].shape[1] / len(state[f"conv_seq.{blocks - 1}.conv.weight"])
     return {"channels": channels, "filters": filters, "blocks": blocks, "edge": round(cells ** (1 / 3))}
 
 
-def _named(outputs: int) -> CosmoFlowConfig:
+def _default_config(outputs: int) -> CosmoFlowConfig:
     """Settings for weights that come without: the benchmark's parameters where their number agrees."""
-    usual = CosmoFlowConfig()
-    if outputs == len(usual.parameters):
-        return usual
+    default = CosmoFlowConfig()
+    if outputs == len(default.parameters):
+        return default
     return CosmoFlowConfig(parameters=tuple(f"parameter_{i}" for i in range(outputs)), units=("",) * outputs)
 
 
@@ -91,11 +91,11 @@ def _keras_arrays(path: Path) -> list[np.ndarray]:
         if not isinstance(item, h5py.Dataset) or layer is None or "optimizer" in parts[0]:
             return
         kind, _, number = layer.partition("_")
-        what = {"0": "kernel", "1": "bias"}.get(parts[-1], parts[-1].split(":")[0])
-        layers.setdefault((kind, int(number or 0)), {})[what] = item[()]
+        parameter = {"0": "kernel", "1": "bias"}.get(parts[-1], parts[-1].split(":")[0])
+        layers.setdefault((kind, int(number or 0)), {})[parameter] = item[()]
 
     with h5py.File(path, "r") as file:
         file.visititems(visit)
     if not layers:
         raise CheckpointError(f"{path}: no layer named conv3d or dense; expected Keras weights of CosmoFlow")
-    return [layers[key][what] for key in sorted(layers) for what in ("kernel", "bias")]
+    return [layers[key][parameter] for key in sorted(layers) for parameter in ("kernel", "bias")]

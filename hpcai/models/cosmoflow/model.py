@@ -18,8 +18,8 @@ from hpcai.nn.conv import Conv3d
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin
 
-SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
-MOST = 1e13  # counts in a cell; no simulation yet has as many particles in all
+NEGATIVE_SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
+MAX_COUNT = 1e13  # counts in a cell; no simulation yet has as many particles in all
 
 
 class Block(nn.Module):
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The rectifier is monotonic, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
-        return F.leaky_relu(self.pool(self.conv(x)), SLOPE)
+        return F.leaky_relu(self.pool(self.conv(x)), NEGATIVE_SLOPE)
 
 
 class CosmoFlow(PretrainedMixin):
@@ -47,11 +47,11 @@ class CosmoFlow(PretrainedMixin):
         self.cfg = cfg = cfg or CosmoFlowConfig()
         widths = [cfg.channels] + [cfg.filters << i for i in range(cfg.blocks)]
         self.conv_seq = nn.Sequential(*(Block(i, o) for i, o in pairwise(widths)))
-        self.every_cell: nn.Module = nn.Identity()  # seam: the dense layers need all of a cube that is cut
+        self.gather_volume: nn.Module = nn.Identity()  # seam: the dense layers need all of a cube that is cut
         self.dense1 = nn.Linear(widths[-1] * cfg.edge**3, 128)
         self.dense2 = nn.Linear(128, 64)
         self.output = nn.Linear(64, len(cfg.parameters))
-        self.one_answer: nn.Module = nn.Identity()  # seam: processes that hold a cube together give one answer, which counts once
+        self.replicated_output: nn.Module = nn.Identity()  # seam: a cube shared by processes has one output
         for layer in self.modules():
             if isinstance(layer, (nn.Conv3d, nn.Linear)):
                 nn.init.xavier_uniform_(layer.weight)
@@ -65,11 +65,11 @@ class CosmoFlow(PretrainedMixin):
         if self.mean is not None and self.mix is not None:
             with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # small differences of large numbers
                 x = ((x.permute(0, 2, 3, 4, 1) - self.mean) @ self.mix).permute(0, 4, 1, 2, 3)
-        x = self.every_cell(self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d)))
+        x = self.gather_volume(self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d)))
         x = x.permute(0, 2, 3, 4, 1).flatten(1)  # [B, D*H*W*F]: Keras's order, and the order in memory
-        x = F.dropout(F.leaky_relu(self.dense1(x), SLOPE), self.cfg.dropout, self.training)
-        x = F.dropout(F.leaky_relu(self.dense2(x), SLOPE), self.cfg.dropout, self.training)
-        return self.one_answer(torch.tanh(self.output(x)) * 1.2)
+        x = F.dropout(F.leaky_relu(self.dense1(x), NEGATIVE_SLOPE), self.cfg.dropout, self.training)
+        x = F.dropout(F.leaky_relu(self.dense2(x), NEGATIVE_SLOPE), self.cfg.dropout, self.training)
+        return self.replicated_output(torch.tanh(self.output(x)) * 1.2)
 
     def predict(self, volume: Any) -> dict[str, Any]:
         """Cosmological parameters of one universe or of several, by name, in physical units (``model.cfg.units``).
@@ -78,36 +78,36 @@ class CosmoFlow(PretrainedMixin):
         array or a tensor. Returns floats for one universe, arrays [N] for several. Raises DataError for a wrong shape or
         dtype and for what is no count, ConfigError for a model whose outputs have no physical range.
         """
-        cfg, counts = self.cfg, _numbers(volume)
-        one, shape = counts.ndim == 4, list(counts.shape)
-        counts = counts[None] if one else counts
+        cfg, counts = self.cfg, _to_tensor(volume)
+        is_single, shape = counts.ndim == 4, list(counts.shape)
+        counts = counts[None] if is_single else counts
         expected = (cfg.size, cfg.size, cfg.size, cfg.channels)
         if counts.ndim != 5 or tuple(counts.shape[1:]) != expected:
             raise DataError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them")
-        if not bool(((counts >= 0) & (counts <= MOST)).all()):
-            bad = counts[~((counts >= 0) & (counts <= MOST))]
-            found = f"{bad[0].item():g}, as one of {len(bad):,} values that are no counts"
-            raise DataError(f"volume holds {found}; expected particle counts per cell, 0 to {MOST:g}")
+        if not bool(((counts >= 0) & (counts <= MAX_COUNT)).all()):
+            bad = counts[~((counts >= 0) & (counts <= MAX_COUNT))]
+            fault = f"{bad[0].item():g}, as one of {len(bad):,} values that are no counts"
+            raise DataError(f"volume holds {fault}; expected particle counts per cell, 0 to {MAX_COUNT:g}")
         if cfg.low is None or cfg.high is None:
             raise ConfigError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
         weight = self.output.weight
         with inference_mode(self, weight) as dtype:
             scaled = self(log_density(counts.to(weight.device), dtype)).double().cpu()
         physical = to_physical(scaled, cfg).numpy()
-        return {name: float(column[0]) if one else column for name, column in zip(cfg.parameters, physical.T)}
+        return {name: float(column[0]) if is_single else column for name, column in zip(cfg.parameters, physical.T)}
 
 
-def _numbers(volume: Any) -> Tensor:
+def _to_tensor(volume: Any) -> Tensor:
     """Any array as a tensor, in a dtype that torch counts with and the byte order of this machine."""
     try:
-        found = volume.detach() if isinstance(volume, Tensor) else np.asarray(volume)
+        counts = volume.detach() if isinstance(volume, Tensor) else np.asarray(volume)
     except ValueError as problem:  # of lists that make no array
         raise DataError(f"volume: {problem}; give an array of particle counts") from problem
-    if isinstance(found, np.ndarray) and found.dtype.kind in "biuf" and found.dtype.itemsize <= 8:
-        found = torch.from_numpy(np.ascontiguousarray(found, np.promote_types(found.dtype, np.int16)))
-    if not isinstance(found, Tensor) or found.is_complex():
-        raise DataError(f"volume is of dtype {found.dtype}; expected particle counts, as numbers of 64 bits at most")
-    return found
+    if isinstance(counts, np.ndarray) and counts.dtype.kind in "biuf" and counts.dtype.itemsize <= 8:
+        counts = torch.from_numpy(np.ascontiguousarray(counts, np.promote_types(counts.dtype, np.int16)))
+    if not isinstance(counts, Tensor) or counts.is_complex():
+        raise DataError(f"volume is of dtype {counts.dtype}; expected particle counts, as numbers of 64 bits at most")
+    return counts
 
 
 def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,26 +16,26 @@ class Batch(NamedTuple):
     target: Tensor  # [B, P] parameters scaled to [-1, 1]
 
 
-def _guess(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def _predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     double = next(model.parameters()).dtype == torch.float64
     dtype = torch.float64 if double else torch.float32  # a narrower model casts its input itself
-    guess = model(log_density(batch.counts, dtype))
-    return guess.to(dtype), batch.target.to(dtype)
+    predicted = model(log_density(batch.counts, dtype))
+    return predicted.to(dtype), batch.target.to(dtype)
 
 
 def loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Mean squared error of the scaled parameters; ``mae`` is the mean absolute error of the training samples."""
-    guess, target = _guess(model, batch)
-    return {"loss": F.mse_loss(guess, target), "mae": F.l1_loss(guess.detach(), target)}
+    predicted, target = _predict(model, batch)
+    return {"loss": F.mse_loss(predicted, target), "mae": F.l1_loss(predicted.detach(), target)}
 
 
 def error(model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, Tensor | float]]:
     """``mae``, the metric of MLPerf HPC: mean absolute error over all samples and parameters (target 0.124); and ``mse``."""
-    guess, target = _guess(model, batch)
+    guess, target = _predict(model, batch)
     return {"mae": ((guess - target).abs().sum(), guess.numel()), "mse": ((guess - target).square().sum(), guess.numel())}
 
 
 def pairs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Predicted and true parameters, scaled, sample by sample.   [B, P] each"""
-    guess, target = _guess(model, batch)
-    return {"predicted": guess.float(), "true": target.to(torch.float32)}
+    predicted, target = _predict(model, batch)
+    return {"predicted": predicted.float(), "true": target.to(torch.float32)}

@@ -5,7 +5,7 @@ from hpcai.models.cosmoflow.model import CosmoFlow
 from hpcai.parallel.spatial import Cut, Join, Once, spatial
 
 
-def cut_of(mesh: Mesh) -> Cut:
+def spatial_cut(mesh: Mesh) -> Cut:
     """How a universe lies on the processes of a copy."""
     return Cut.over({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
@@ -15,7 +15,7 @@ def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
     fit."""
     mesh.only("CosmoFlow", "replicate", "depth", "height")
     if mesh.copy.size > 1:
-        model.every_cell = Join()
+        model.gather_volume = Join()
         cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (model.cfg.size,) * 3)
-        model.one_answer = Once(cut)
+        model.replicated_output = Once(cut)
     return model

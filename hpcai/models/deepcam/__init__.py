@@ -8,7 +8,7 @@ __getattr__, _names = attach(
     {
         ".model": ["DeepCam"],
         ".objective": ["Batch", "loss", "score", "maps"],
-        ".parallel": ["parallelize", "cut_of"],
+        ".parallel": ["parallelize", "spatial_cut"],
         ".load": ["load_weights"],
     },
 )

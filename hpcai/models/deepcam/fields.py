@@ -30,7 +30,7 @@ _SPELLINGS = {
 }  # fmt: skip
 
 
-def stacked(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, str] | None = None) -> NDArray[np.float32]:
+def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, str] | None = None) -> NDArray[np.float32]:
     """The variables of ``cfg`` one beside the other: {name: [H, W] or [N, H, W]} -> [N, H, W, V].
 
     A field's unit is what ``units`` says, otherwise its own ``attrs["units"]`` (xarray), otherwise that of ``cfg``. Raises
@@ -40,15 +40,15 @@ def stacked(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, s
     missing = [name for name in cfg.variables if name not in fields]
     if missing:
         others = sorted(set(fields) - set(cfg.variables))
-        near = [f"{name} (is it {hit[0]!r}?)" if (hit := get_close_matches(name, others, 1, 0.5)) else name for name in missing]
-        raise DataError(f"fields lack {', '.join(near)}; expected {', '.join(cfg.variables)}, found {', '.join(fields) or 'none'}")
-    strange = sorted(set(units or {}) - set(cfg.variables))
-    if strange:
-        raise DataError(f"units names {', '.join(strange)}, which the network does not take; it takes {', '.join(cfg.variables)}")
+        hints = [f"{name} (is it {hit[0]!r}?)" if (hit := get_close_matches(name, others, 1, 0.5)) else name for name in missing]
+        raise DataError(f"fields lack {', '.join(hints)}; expected {', '.join(cfg.variables)}, found {', '.join(fields) or 'none'}")
+    unknown = sorted(set(units or {}) - set(cfg.variables))
+    if unknown:
+        raise DataError(f"units names {', '.join(unknown)}, which the network does not take; it takes {', '.join(cfg.variables)}")
     columns = []
-    for name, ours in zip(cfg.variables, cfg.units):
-        given = (units or {}).get(name) or getattr(fields[name], "attrs", {}).get("units", ours)
-        columns.append(_converted(name, np.asarray(fields[name]), given, ours))
+    for name, model_unit in zip(cfg.variables, cfg.units):
+        unit = (units or {}).get(name) or getattr(fields[name], "attrs", {}).get("units", model_unit)
+        columns.append(_convert_units(name, np.asarray(fields[name]), unit, model_unit))
     for name, column in zip(cfg.variables, columns):
         if column.ndim not in (2, 3) or 0 in column.shape or column.shape != columns[0].shape:
             raise DataError(
@@ -56,25 +56,25 @@ def stacked(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, s
                 "expected [H, W] or [N, H, W], the same for all, with one cell at least"
             )
     for i, (name, column) in enumerate(zip(cfg.variables, columns)):
-        _check(name, column, cfg, i)
-    whole = np.stack(columns, -1)
-    return whole[None] if whole.ndim == 3 else whole
+        _check_range(name, column, cfg, i)
+    stack = np.stack(columns, -1)
+    return stack[None] if stack.ndim == 3 else stack
 
 
-def _converted(name: str, values: NDArray[Any], given: str, ours: str) -> NDArray[np.float32]:
+def _convert_units(name: str, values: NDArray[Any], unit: str, model_unit: str) -> NDArray[np.float32]:
     if values.dtype.kind not in "biuf":
         raise DataError(f"{name} is of dtype {values.dtype}; expected real numbers")
-    theirs = _SPELLINGS.get(given, given)
-    if theirs == ours or not ours:
+    known_unit = _SPELLINGS.get(unit, unit)
+    if known_unit == model_unit or not model_unit:
         return values.astype(np.float32)
-    if (theirs, ours) not in _CONVERSIONS:
-        known = [a for a, b in _CONVERSIONS if b == ours]
-        raise DataError(f"{name} is in {given!r}; expected {ours}" + (f", or one of {', '.join(known)}" if known else ""))
-    offset, factor = _CONVERSIONS[theirs, ours]
+    if (known_unit, model_unit) not in _CONVERSIONS:
+        units = [a for a, b in _CONVERSIONS if b == model_unit]
+        raise DataError(f"{name} is in {unit!r}; expected {model_unit}" + (f", or one of {', '.join(units)}" if units else ""))
+    offset, factor = _CONVERSIONS[known_unit, model_unit]
     return ((values.astype(np.float64) + offset) * factor).astype(np.float32)
 
 
-def _check(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int) -> None:
+def _check_range(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int) -> None:
     bad = ~np.isfinite(values)
     if bad.any():
         rows = np.unique(np.nonzero(bad)[-2])
@@ -94,7 +94,7 @@ def _check(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int) -
         )
 
 
-def padded(fields: NDArray[np.float32]) -> NDArray[np.float32]:
+def pad_fields(fields: NDArray[np.float32]) -> NDArray[np.float32]:
     """The last rows and columns repeated until both are multiples of the output stride.   [N, H, W, V] -> [N, H', W', V]"""
-    more = [(0, -n % STRIDE) for n in fields.shape[1:3]]
-    return np.pad(fields, ((0, 0), *more, (0, 0)), mode="edge")
+    padding = [(0, -n % STRIDE) for n in fields.shape[1:3]]
+    return np.pad(fields, ((0, 0), *padding, (0, 0)), mode="edge")

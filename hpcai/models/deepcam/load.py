@@ -25,36 +25,36 @@ def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
     weights and must agree with it. Raises CheckpointError for a file that is none of these or does not fit.
     """
     path = Path(path)
-    state, found = weights.load_state(path, "deepcam", DeepCamConfig)
+    state, saved_cfg = weights.load_state(path, "deepcam", DeepCamConfig)
     with weights.check_names(path, state, "of the reference (xception_features.conv1.weight)"):
-        sizes = _sizes(state)
-    if found is None:
-        found = (cfg or _named(sizes)).model_copy(update={name: sizes[name] for name in ("divide", "middle")})
-    asked = cfg or found
-    told = {"variables": len(asked.variables), "classes": len(asked.classes), "divide": asked.divide, "middle": asked.middle}
-    weights.check_sizes(path, sizes, told)
+        sizes = _infer_sizes(state)
+    if saved_cfg is None:
+        saved_cfg = (cfg or _default_config(sizes)).model_copy(update={name: sizes[name] for name in ("divide", "middle")})
+    target = cfg or saved_cfg
+    wanted = {"variables": len(target.variables), "classes": len(target.classes), "divide": target.divide, "middle": target.middle}
+    weights.check_sizes(path, sizes, wanted)
     with torch.device("meta"):
-        names = list(DeepCam(found).state_dict())
+        names = list(DeepCam(saved_cfg).state_dict())
     if set(state) != set(names):
-        state = _renamed(state, names, path)
+        state = _rename_nvidia(state, names, path)
         if cfg is None:
-            found = found.model_copy(update={"skip": "before"})
-    return weights.load_into(DeepCam(found), state, path)
+            saved_cfg = saved_cfg.model_copy(update={"skip": "before"})
+    return weights.load_into(DeepCam(saved_cfg), state, path)
 
 
-def _renamed(state: Mapping[str, Tensor], names: list[str], path: Path) -> dict[str, Tensor]:
+def _rename_nvidia(state: Mapping[str, Tensor], names: list[str], path: Path) -> dict[str, Tensor]:
     """NVIDIA's weights under our names. They have the same tensors in the same order; those of a batch-norm group twice."""
-    once = [tensor for name, tensor in state.items() if ".run_handle." not in name]
-    if len(once) != len(names):
+    tensors = [tensor for name, tensor in state.items() if ".run_handle." not in name]
+    if len(tensors) != len(names):
         missing, unknown = sorted(set(names) - set(state)), sorted(set(state) - set(names))
         raise CheckpointError(
-            f"{path}: {len(once)} tensors, expected {len(names)} in the order of the MLPerf HPC codes; "
+            f"{path}: {len(tensors)} tensors, expected {len(names)} in the order of the MLPerf HPC codes; "
             f"without {', '.join(missing[:3]) or 'nothing'}, and with {', '.join(unknown[:3]) or 'nothing'} that is not known"
         )
-    return dict(zip(names, once))
+    return dict(zip(names, tensors))
 
 
-def _sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
+def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     first, last = state["xception_features.conv1.weight"], state["upsample.last_deconv.0.weight"]
     blocks = {name.split(".")[1] for name in state if name.startswith("xception_features.block")}
     return {
@@ -62,12 +62,12 @@ def _sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _named(sizes: Mapping[str, int]) -> DeepCamConfig:
+def _default_config(sizes: Mapping[str, int]) -> DeepCamConfig:
     """Settings for weights that come without: the benchmark's names where their numbers agree."""
-    known: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     variables, classes = sizes["variables"], sizes["classes"]
     if variables != len(VARIABLES):
-        known |= {"variables": tuple(f"variable_{i}" for i in range(variables)), "units": ("",) * variables}
+        kwargs |= {"variables": tuple(f"variable_{i}" for i in range(variables)), "units": ("",) * variables}
     if classes != len(CLASSES):
-        known |= {"classes": tuple(f"class_{i}" for i in range(classes)), "frequencies": None}
-    return DeepCamConfig(**known)
+        kwargs |= {"classes": tuple(f"class_{i}" for i in range(classes)), "frequencies": None}
+    return DeepCamConfig(**kwargs)

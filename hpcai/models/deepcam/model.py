@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from hpcai.errors import ConfigError
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
-from hpcai.models.deepcam.fields import padded, stacked
+from hpcai.models.deepcam.fields import pad_fields, stack_fields
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, DivisibleShape
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin
 
-Rectified = nn.Identity  # stands where the reference has a rectifier, which Norm has taken in, so that keys keep their numbers
+FusedReLU = nn.Identity  # stands where the reference has a rectifier, which Norm has taken in, so that keys keep their numbers
 
 
-def _kaiming(part: nn.Module) -> None:
+def _init_kaiming(module: nn.Module) -> None:
     """Draw the convolutions' first weights at the end of a part's construction, as the reference does: a seed means the same."""
-    for layer in part.modules():
+    for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight)
 
@@ -40,7 +40,7 @@ class Norm(nn.Module):
         return self.bn(x, residual)
 
 
-class Separable(nn.Module):
+class SeparableConv(nn.Module):
     """Depthwise, then pointwise convolution.   [B, C, H, W] -> [B, O, H/stride, W/stride]"""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, dilation: int = 1) -> None:
@@ -64,9 +64,9 @@ class Block(nn.Module):
         self.skipbn = Norm(outputs, relu)
         inner = outputs if grow_first else inputs
         self.rep = nn.Sequential(
-            Separable(inputs, inner), Norm(inner), Rectified(),
-            Separable(inner, outputs), Norm(outputs, relu=False),
-            Separable(outputs, outputs, stride),
+            SeparableConv(inputs, inner), Norm(inner), FusedReLU(),
+            SeparableConv(inner, outputs), Norm(outputs, relu=False),
+            SeparableConv(outputs, outputs, stride),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,9 +79,9 @@ class MiddleBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.rep = nn.Sequential(
-            Separable(channels, channels), Norm(channels), Rectified(),
-            Separable(channels, channels), Norm(channels), Rectified(),
-            Separable(channels, channels), Norm(channels),
+            SeparableConv(channels, channels), Norm(channels), FusedReLU(),
+            SeparableConv(channels, channels), Norm(channels), FusedReLU(),
+            SeparableConv(channels, channels), Norm(channels),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ class Xception(nn.Module):
             self.add_module(f"block{4 + i}", MiddleBlock(width(728)))
         self.add_module(f"block{4 + cfg.middle}", Block(width(728), width(1024), 1, relu=False, grow_first=False))
         for i, (inputs, outputs) in enumerate(((1024, 1536), (1536, 1536), (1536, 2048)), 3):
-            self.add_module(f"conv{i}", Separable(width(inputs), width(outputs), dilation=2))
+            self.add_module(f"conv{i}", SeparableConv(width(inputs), width(outputs), dilation=2))
             self.add_module(f"bn{i}", Norm(width(outputs)))
         self.blocks = 4 + cfg.middle
-        _kaiming(self)
+        _init_kaiming(self)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.bn1(self.conv1(x))
@@ -128,7 +128,7 @@ class Xception(nn.Module):
         return x, low
 
 
-class Atrous(nn.Module):
+class AtrousConv(nn.Module):
     """A convolution with holes.   [B, C, H, W] -> [B, O, H, W]"""
 
     def __init__(self, inputs: int, outputs: int, rate: int) -> None:
@@ -138,7 +138,7 @@ class Atrous(nn.Module):
         else:
             self.atrous_convolution = Conv2d(inputs, outputs, 3, 1, rate, rate, bias=False)
         self.bn = Norm(outputs)
-        _kaiming(self)
+        _init_kaiming(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.bn(self.atrous_convolution(x))
@@ -169,13 +169,13 @@ class GlobalPool(nn.Module):
         return self.global_average_pool(x)
 
 
-class Pyramid(nn.Module):
+class ASPP(nn.Module):
     """Atrous spatial pyramid pooling: the features at four scales and their mean.   [B, C, H, W] -> [B, O, H, W]"""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         for i, rate in enumerate((1, 6, 12, 18), 1):
-            self.add_module(f"aspp{i}", Atrous(inputs, outputs, rate))
+            self.add_module(f"aspp{i}", AtrousConv(inputs, outputs, rate))
         self.global_avg_pool = GlobalPool(inputs, outputs)
         self.conv = Conv2d(5 * outputs, outputs, 1, bias=False)
         self.bn = Norm(outputs)
@@ -186,7 +186,7 @@ class Pyramid(nn.Module):
         return self.bn(self.conv(torch.cat((*scales, mean), 1)))
 
 
-def _doubling(channels: int, outputs: int) -> ConvTranspose2d:
+def _upsample_conv(channels: int, outputs: int) -> ConvTranspose2d:
     return ConvTranspose2d(channels, outputs, 3, 2, 1, 1, bias=False)
 
 
@@ -196,16 +196,16 @@ class Decoder(nn.Module):
     def __init__(self, channels: int, low: int, classes: int) -> None:
         super().__init__()
         self.deconv1 = nn.Sequential(
-            _doubling(channels, channels), Norm(channels), Rectified(),
-            _doubling(channels, channels), Norm(channels), Rectified(),
+            _upsample_conv(channels, channels), Norm(channels), FusedReLU(),
+            _upsample_conv(channels, channels), Norm(channels), FusedReLU(),
         )  # fmt: skip
         self.conv1 = nn.Sequential(
-            Conv2d(channels + low, channels, 3, padding=1, bias=False), Norm(channels), Rectified(),
-            Conv2d(channels, channels, 3, padding=1, bias=False), Norm(channels), Rectified(),
+            Conv2d(channels + low, channels, 3, padding=1, bias=False), Norm(channels), FusedReLU(),
+            Conv2d(channels, channels, 3, padding=1, bias=False), Norm(channels), FusedReLU(),
             Conv2d(channels, channels, 1),
         )  # fmt: skip
-        self.deconv2 = nn.Sequential(_doubling(channels, channels), Norm(channels), Rectified())
-        self.last_deconv = nn.Sequential(_doubling(channels, classes))
+        self.deconv2 = nn.Sequential(_upsample_conv(channels, channels), Norm(channels), FusedReLU())
+        self.last_deconv = nn.Sequential(_upsample_conv(channels, classes))
 
     def forward(self, x: Tensor, low: Tensor) -> Tensor:
         x = torch.cat((self.deconv1(x), low), 1)
@@ -227,13 +227,13 @@ class DeepCam(PretrainedMixin):
         super().__init__()
         self.cfg = cfg = cfg or DeepCamConfig()
         self.xception_features = Xception(cfg)
-        self.bottleneck = Pyramid(2048 // cfg.divide, 256 // cfg.divide)
+        self.bottleneck = ASPP(2048 // cfg.divide, 256 // cfg.divide)
         self.conv2 = Conv2d(128 // cfg.divide, 48 // cfg.divide, 1, bias=False)
         self.bn2 = Norm(48 // cfg.divide)
         self.upsample = Decoder(256 // cfg.divide, 48 // cfg.divide, len(cfg.classes))
-        self.total: nn.Module = nn.Identity()  # seam: sums over a map that is cut
-        self.whole: nn.Module = nn.Identity()  # seam: all of a map that is cut
-        self.fits: nn.Module = DivisibleShape(STRIDE, "cells")
+        self.spatial_sum: nn.Module = nn.Identity()  # seam: sums over a map that is cut
+        self.gather_map: nn.Module = nn.Identity()  # seam: all of a map that is cut
+        self.check_divisible: nn.Module = DivisibleShape(STRIDE, "cells")
         # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
         self.register_buffer("class_weights", torch.tensor(cfg.frequencies or [1.0] * len(cfg.classes)) ** -0.125, persistent=False)
         low, high = (torch.tensor(cfg.low or 0.0), torch.tensor(cfg.high or 1.0))
@@ -247,7 +247,7 @@ class DeepCam(PretrainedMixin):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        features, low = self.xception_features(self.fits(x).contiguous(memory_format=torch.channels_last))
+        features, low = self.xception_features(self.check_divisible(x).contiguous(memory_format=torch.channels_last))
         return self.upsample(self.bottleneck(features), self.bn2(self.conv2(low)))
 
     def scaled(self, fields: Tensor) -> Tensor:
@@ -266,12 +266,12 @@ class DeepCam(PretrainedMixin):
         """
         if self.cfg.low is None:
             raise ConfigError("this model has no ranges of its variables (cfg.low, cfg.high); give them when it is built")
-        whole = stacked(fields, self.cfg, units)
-        weight, (height, width) = self.conv2.weight, whole.shape[1:3]
-        guesses = []
+        maps = stack_fields(fields, self.cfg, units)
+        weight, (height, width) = self.conv2.weight, maps.shape[1:3]
+        masks = []
         with inference_mode(self, weight) as dtype:
-            for one in padded(whole):  # maps are large: one at a time
-                values = torch.from_numpy(one[None]).to(weight.device, dtype)
-                guesses.append(self(self.scaled(values)).argmax(1)[0, :height, :width].cpu().numpy())
-        cells = np.stack(guesses) if np.ndim(fields[self.cfg.variables[0]]) == 3 else guesses[0]
-        return {name: cells == k for k, name in enumerate(self.cfg.classes)}
+            for field in pad_fields(maps):  # maps are large: one at a time
+                values = torch.from_numpy(field[None]).to(weight.device, dtype)
+                masks.append(self(self.scaled(values)).argmax(1)[0, :height, :width].cpu().numpy())
+        classes = np.stack(masks) if np.ndim(fields[self.cfg.variables[0]]) == 3 else masks[0]
+        return {name: classes == k for k, name in enumerate(self.cfg.classes)}

@@ -10,7 +10,7 @@ from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.spatial import Cut, SumOverCut, Whole, spatial
 
 
-def cut_of(mesh: Mesh) -> Cut:
+def spatial_cut(mesh: Mesh) -> Cut:
     """How a map lies on the processes of a copy."""
     return Cut.over({"height": mesh["height"]}, 2)
 
@@ -24,5 +24,5 @@ def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tupl
         if size is None:
             raise MeshError(f"mesh.height is {mesh['height'].size}: give the size of the maps that are cut")
         cut = spatial(model, {"height": mesh["height"]}, size)  # checks that the whole fits: parts need not
-        model.total, model.whole, model.fits = SumOverCut(cut), Whole(cut, size), nn.Identity()
+        model.spatial_sum, model.gather_map, model.check_divisible = SumOverCut(cut), Whole(cut, size), nn.Identity()
     return model

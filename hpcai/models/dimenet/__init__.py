@@ -8,10 +8,10 @@ __getattr__, _names = attach(
     {
         ".model": ["DimeNet"],
         ".objective": ["Batch", "counted", "loss", "score", "pairs"],
-        ".graph": ["Graph", "Sizes", "Structure", "atoms", "find", "join", "sizes"],
-        ".formats": ["Frame", "frames", "batch_of", "to_data", "to_ase"],
+        ".graph": ["Graph", "Sizes", "Structure", "build_structure", "build_structure_for_model", "collate", "graph_sizes"],
+        ".formats": ["Frame", "read_frames", "make_batch", "to_data", "to_ase"],
         ".parallel": ["parallelize"],
-        ".load": ["load_weights", "pyg_words"],
+        ".load": ["load_weights", "pyg_kwargs"],
     },
 )
 __all__ = ["DimeNetConfig", "ObjectiveConfig", *_names]

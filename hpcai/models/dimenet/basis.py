@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 def _bessel(x: Any, orders: int, sin: Any, cos: Any) -> list[Any]:
     """j_0(x) ... j_(orders-1)(x), by the upward recurrence: in float64 good to 1e-9 from x = 0.5 on for orders up to 7."""
-    found = [sin(x) / x]
+    values = [sin(x) / x]
     if orders > 1:
-        found.append((found[0] - cos(x)) / x)
+        values.append((values[0] - cos(x)) / x)
     for n in range(1, orders - 1):
-        found.append((2 * n + 1) / x * found[n] - found[n - 1])
-    return found
+        values.append((2 * n + 1) / x * values[n] - values[n - 1])
+    return values
 
 
 @lru_cache
-def zeros(orders: int, count: int) -> NDArray[np.float64]:
+def spherical_bessel_zeros(orders: int, count: int) -> NDArray[np.float64]:
     """The first ``count`` positive zeros of j_0 ... j_(orders-1).   [L, R]
 
     Between two neighbouring zeros of one order lies one of the next, found by bisection.
@@ -66,43 +66,43 @@ class SphericalBessel(nn.Module):
     def __init__(self, orders: int, count: int, cutoff: float, exponent: int) -> None:
         super().__init__()
         self.cutoff, self.exponent = cutoff, exponent
-        z = zeros(orders, count)
+        z = spherical_bessel_zeros(orders, count)
         norm = [math.sqrt(2) / np.abs(_bessel(z[n], n + 2, np.sin, np.cos)[n + 1]) for n in range(orders)]
-        self._exact = {"z": torch.from_numpy(z), "norm": torch.from_numpy(np.stack(norm))}
-        for name, values in self._exact.items():
+        self._float64_buffers = {"z": torch.from_numpy(z), "norm": torch.from_numpy(np.stack(norm))}
+        for name, values in self._float64_buffers.items():
             self.register_buffer(name, values, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SphericalBessel":
         """The constants stay float64 in a model of narrower numbers, too."""
         super()._apply(fn, recurse)
-        for name, values in self._exact.items():
+        for name, values in self._float64_buffers.items():
             self._buffers[name] = values.to(getattr(self, name).device)
         return self
 
     def forward(self, d: Tensor) -> Tensor:
-        words = d, self.z, self.norm, self.cutoff, self.exponent, 0
-        return radial_functions(*words) if torch.compiler.is_compiling() else _Radial.apply(*words)
+        args = d, self.z, self.norm, self.cutoff, self.exponent, 0
+        return radial_functions(*args) if torch.compiler.is_compiling() else _RadialFunctions.apply(*args)
 
 
 def radial_functions(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent: int, order: int = 0) -> Tensor:
     """The functions, or their derivatives of ``order`` by d.   [E] -> [E, L * R]"""
     x = (d.double() / cutoff)[:, None]
-    around = [envelope(x, exponent, k) / cutoff**order * math.comb(order, k) for k in range(order + 1)]
+    envelopes = [envelope(x, exponent, k) / cutoff**order * math.comb(order, k) for k in range(order + 1)]
     rows = []
     for n in range(len(z)):
         y = x * z[n]
         j = _bessel(y, n + (2 if order else 1), torch.sin, torch.cos)
-        row = around[order] * j[n]
+        row = envelopes[order] * j[n]
         if order:
-            slope = n / y * j[n] - j[n + 1]
-            row = row + around[order - 1] * z[n] * slope
+            derivative = n / y * j[n] - j[n + 1]
+            row = row + envelopes[order - 1] * z[n] * derivative
             if order == 2:
-                row = row + around[0] * z[n] ** 2 * ((n * (n + 1) / y**2 - 1) * j[n] - 2 / y * slope)
+                row = row + envelopes[0] * z[n] ** 2 * ((n * (n + 1) / y**2 - 1) * j[n] - 2 / y * derivative)
         rows.append(row * norm[n])
     return torch.cat(rows, 1).to(d.dtype)
 
 
-class _Radial(torch.autograd.Function):
+class _RadialFunctions(torch.autograd.Function):
     """``radial_functions``, whose gradient is the next derivative; under torch.compile only the plain function's is right."""
 
     forward = staticmethod(radial_functions)
@@ -113,31 +113,31 @@ class _Radial(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:3])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         (d, z, norm), (cutoff, exponent, order) = ctx.saved_tensors, ctx.words
         if order == 2:
             raise NotImplementedError("third derivatives of the radial functions are not built")
-        return (g * _Radial.apply(d, z, norm, cutoff, exponent, order + 1)).sum(1), None, None, None, None, None
+        return (grad_output * _RadialFunctions.apply(d, z, norm, cutoff, exponent, order + 1)).sum(1), None, None, None, None, None
 
 
 # ---- harmonics
 
 
-def harmonics(u: Tensor, orders: int) -> Tensor:
+def spherical_harmonics(u: Tensor, orders: int) -> Tensor:
     """Real spherical harmonics of unit vectors, order after order, scaled so that the sum over m of Y_lm(u) Y_lm(v) is the Legendre
     polynomial P_l(u.v) (addition theorem).   [E, 3] -> [E, L * L]
 
     Polynomials in x, y and z, by the recurrences of the associated Legendre functions: smooth also at the poles.
     """
     x, y, z = u.unbind(-1)
-    one = torch.ones_like(x)
-    real, imaginary = [one], [torch.zeros_like(x)]  # (x + iy)^m
+    ones = torch.ones_like(x)
+    real, imaginary = [ones], [torch.zeros_like(x)]  # (x + iy)^m
     for m in range(1, orders):
         real.append(x * real[m - 1] - y * imaginary[m - 1])
         imaginary.append(x * imaginary[m - 1] + y * real[m - 1])
     legendre: dict[tuple[int, int], Tensor] = {}
     for m in range(orders):
-        legendre[m, m] = one * math.prod(range(1, 2 * m, 2))
+        legendre[m, m] = ones * math.prod(range(1, 2 * m, 2))
         if m + 1 < orders:
             legendre[m + 1, m] = (2 * m + 1) * z * legendre[m, m]
         for n in range(m + 2, orders):

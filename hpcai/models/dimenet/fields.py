@@ -20,8 +20,8 @@ NAMES: dict[str, tuple[tuple[str, ...], tuple[int | str, ...]]] = {
     "pbc": (("pbc",), ("B", 3)), "fixed": (("fixed",), ("N",)), "energy": (("energy", "y"), ("B",)),
     "forces": (("forces", "force"), ("N", 3)),
 }  # fmt: skip
-_CHECKED_HERE = {"fixed", "energy", "forces"}  # whether they are finite; atoms and cells are checked with their neighbours
-_KNOWN = "PyTorch Geometric's Data with pos and atomic_numbers or z, ASE's Atoms, or a sequence of them"
+_CHECK_FINITE = {"fixed", "energy", "forces"}  # whether they are finite; atoms and cells are checked with their neighbours
+_EXPECTED_TYPES = "PyTorch Geometric's Data with pos and atomic_numbers or z, ASE's Atoms, or a sequence of them"
 
 
 class Fields(NamedTuple):
@@ -37,7 +37,7 @@ class Fields(NamedTuple):
     forces: Floats | None  # [N, 3] eV/angstrom
 
 
-def fields(source: Any, where: str = "atoms", labels: bool = True) -> list[Fields]:
+def read_fields(source: Any, where: str = "atoms", labels: bool = True) -> list[Fields]:
     """Copies of the structures in ``source``: a PyTorch Geometric ``Data`` or ``Batch``, ASE's ``Atoms``, or a sequence of these.
 
     Without ``pbc`` a structure is periodic if it has a cell. ASE's labels are those that its calculator has computed already.
@@ -45,53 +45,53 @@ def fields(source: Any, where: str = "atoms", labels: bool = True) -> list[Field
     another shape than its structures have, or not a finite label.
     """
     if isinstance(source, Sequence) and not isinstance(source, str):
-        return [one for k, each in enumerate(source) for one in fields(each, f"{where}[{k}]", labels)]
+        return [structure for k, item in enumerate(source) for structure in read_fields(item, f"{where}[{k}]", labels)]
     if hasattr(source, "numbers") and hasattr(source, "get_pbc"):
-        return _of_atoms(source, where, labels)
+        return _read_ase(source, where, labels)
     if getattr(source, "pos", None) is None:
-        raise DataError(f"{where}: {type(source).__name__} without pos; expected {_KNOWN}")
-    return _of_data(source, where, labels)
+        raise DataError(f"{where}: {type(source).__name__} without pos; expected {_EXPECTED_TYPES}")
+    return _read_pyg(source, where, labels)
 
 
-def _of_atoms(ase: Any, where: str, labels: bool) -> list[Fields]:
+def _read_ase(ase: Any, where: str, labels: bool) -> list[Fields]:
     fixed = np.zeros(len(ase))
     for constraint in ase.constraints:
         if type(constraint).__name__ == "FixAtoms":
             fixed[constraint.index] = 1
-    found: dict[str, Any] = {"energy": None, "forces": None}
+    values: dict[str, Any] = {"energy": None, "forces": None}
     if labels and ase.calc is not None:
-        found = {name: None if ase.calc.calculation_required(ase, [name]) else ase.calc.results[name] for name in found}
-    found |= {"numbers": ase.numbers, "positions": ase.positions, "cell": ase.cell.array, "pbc": ase.pbc, "fixed": fixed}
-    return _split(found, [len(ase)], where)
+        values = {name: None if ase.calc.calculation_required(ase, [name]) else ase.calc.results[name] for name in values}
+    values |= {"numbers": ase.numbers, "positions": ase.positions, "cell": ase.cell.array, "pbc": ase.pbc, "fixed": fixed}
+    return _split_structures(values, [len(ase)], where)
 
 
-def _of_data(data: Any, where: str, labels: bool) -> list[Fields]:
-    found: dict[str, Any] = {}
-    for name, (theirs, _) in NAMES.items():
-        given = [getattr(data, each, None) for each in theirs]
-        found[name] = next((value for value in given if value is not None), None)
+def _read_pyg(data: Any, where: str, labels: bool) -> list[Fields]:
+    values: dict[str, Any] = {}
+    for name, (aliases, _) in NAMES.items():
+        candidates = [getattr(data, alias, None) for alias in aliases]
+        values[name] = next((value for value in candidates if value is not None), None)
     if not labels:
-        found |= {"energy": None, "forces": None}
-    if found["numbers"] is None:
-        raise DataError(f"{where}: no atomic_numbers and no z; expected {_KNOWN}")
-    return _split(found, _counts(data, len(found["positions"]), where), where)
+        values |= {"energy": None, "forces": None}
+    if values["numbers"] is None:
+        raise DataError(f"{where}: no atomic_numbers and no z; expected {_EXPECTED_TYPES}")
+    return _split_structures(values, _atom_counts(data, len(values["positions"]), where), where)
 
 
-def _counts(data: Any, atoms: int, where: str) -> list[int]:
+def _atom_counts(data: Any, atoms: int, where: str) -> list[int]:
     """Atoms of each structure."""
     natoms, batch = getattr(data, "natoms", None), getattr(data, "batch", None)
     if natoms is None and batch is not None:
-        batch = _array(batch, "batch", where)
+        batch = _to_array(batch, "batch", where)
         if batch.shape != (atoms,) or (np.diff(batch) < 0).any():
             raise DataError(f"{where}: batch has shape {list(batch.shape)} or descends, expected ascending [{atoms}]")
         natoms = np.bincount(batch.astype(int))
-    counts = [atoms] if natoms is None else _array(natoms, "natoms", where).reshape(-1).astype(int).tolist()
+    counts = [atoms] if natoms is None else _to_array(natoms, "natoms", where).reshape(-1).astype(int).tolist()
     if sum(counts) != atoms or min(counts, default=0) < 1:
         raise DataError(f"{where}: natoms is {counts[:5]}, {sum(counts)} in all, expected one or more each, and {atoms} as in pos")
     return counts
 
 
-def _array(values: Any, name: str, where: str) -> Floats:
+def _to_array(values: Any, name: str, where: str) -> Floats:
     values = values.detach().cpu().numpy() if hasattr(values, "detach") else values
     try:
         return np.array(values, np.float64)
@@ -99,37 +99,37 @@ def _array(values: Any, name: str, where: str) -> Floats:
         raise DataError(f"{where}: {name}: {problem}; give arrays of numbers") from problem
 
 
-def _split(found: dict[str, Any], counts: list[int], where: str) -> list[Fields]:
+def _split_structures(values: dict[str, Any], counts: list[int], where: str) -> list[Fields]:
     """The arrays of all structures, divided into those of each."""
     sizes = {"N": sum(counts), "B": len(counts)}
-    arrays = {name: None if found[name] is None else _shaped(found[name], name, sizes, where) for name in NAMES}
-    absent = {
+    arrays = {name: None if values[name] is None else _check_shape(values[name], name, sizes, where) for name in NAMES}
+    defaults = {
         "pbc": np.full((len(counts), 3), float(arrays["cell"] is not None)), "cell": np.zeros((len(counts), 3, 3)),
         "fixed": np.zeros(sizes["N"]),
     }  # fmt: skip
-    arrays |= {name: array for name, array in absent.items() if arrays[name] is None}
-    made, first = [], 0
+    arrays |= {name: array for name, array in defaults.items() if arrays[name] is None}
+    structures, first = [], 0
     for k, count in enumerate(counts):
-        own: dict[str, Any] = {}
+        kwargs: dict[str, Any] = {}
         for name, array in arrays.items():
-            own[name] = array if array is None else array[first : first + count] if NAMES[name][1][0] == "N" else array[k]
-        own["energy"] = None if own["energy"] is None else float(own["energy"])
-        made.append(Fields(where if len(counts) == 1 else f"{where}: structure {k}", **own))
+            kwargs[name] = array if array is None else array[first : first + count] if NAMES[name][1][0] == "N" else array[k]
+        kwargs["energy"] = None if kwargs["energy"] is None else float(kwargs["energy"])
+        structures.append(Fields(where if len(counts) == 1 else f"{where}: structure {k}", **kwargs))
         first += count
-    return made
+    return structures
 
 
-def _shaped(values: Any, name: str, sizes: dict[str, int], where: str) -> Floats:
-    theirs, shape = NAMES[name]
-    array, wanted = _array(values, name, where), tuple(size if isinstance(size, int) else sizes[size] for size in shape)
-    if shape[0] == "B" and array.size == math.prod(wanted):
-        array = array.reshape(wanted)  # [3, 3] of one cell, [B, 1] of energies, [3 * B] of joined pbc
-    if array.shape != wanted:
+def _check_shape(values: Any, name: str, sizes: dict[str, int], where: str) -> Floats:
+    aliases, shape = NAMES[name]
+    array, expected = _to_array(values, name, where), tuple(size if isinstance(size, int) else sizes[size] for size in shape)
+    if shape[0] == "B" and array.size == math.prod(expected):
+        array = array.reshape(expected)  # [3, 3] of one cell, [B, 1] of energies, [3 * B] of joined pbc
+    if array.shape != expected:
         raise DataError(
-            f"{where}: {' or '.join(theirs)} has shape {list(array.shape)}, expected {list(wanted)} for {sizes['B']} structures of "
-            f"{sizes['N']} atoms in all"
+            f"{where}: {' or '.join(aliases)} has shape {list(array.shape)}, expected {list(expected)} for {sizes['B']} "
+            f"structures of {sizes['N']} atoms in all"
         )
-    if name in _CHECKED_HERE:
-        for place in np.argwhere(~np.isfinite(array))[:1].tolist():
-            raise DataError(f"{where}: {' or '.join(theirs)} {place} is {array[tuple(place)]}, expected a finite number")
+    if name in _CHECK_FINITE:
+        for index in np.argwhere(~np.isfinite(array))[:1].tolist():
+            raise DataError(f"{where}: {' or '.join(aliases)} {index} is {array[tuple(index)]}, expected a finite number")
     return array

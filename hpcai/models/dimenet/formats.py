@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from hpcai.errors import DataError
 from hpcai.lazy import import_optional
-from hpcai.models.dimenet.fields import fields
-from hpcai.models.dimenet.graph import Sizes, Structure, atoms, join
+from hpcai.models.dimenet.fields import read_fields
+from hpcai.models.dimenet.graph import Sizes, Structure, build_structure, collate
 from hpcai.models.dimenet.objective import Batch
 
 
@@ -24,89 +24,89 @@ class Frame(NamedTuple):
     free: NDArray[np.floating]  # [N] 1: may move
 
 
-def frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: str = "frames") -> list[Frame]:
+def read_frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: str = "frames") -> list[Frame]:
     """Structures with neighbours, energies, forces and which atoms are held, from PyTorch Geometric's ``Data`` or ``Batch``, ASE's
     ``Atoms``, or a sequence of them. ``cutoff`` and ``most`` are those of the model. Raises DataError (see ``fields`` and
     ``atoms``), which names the structure and the field."""
-    made = []
-    for one in fields(source, where):
-        structure = atoms(one.numbers, one.positions, one.cell, one.pbc, cutoff=cutoff, most=most, where=one.where)
-        made.append(Frame(structure, one.energy, one.forces, 1 - one.fixed))
-    return made
+    frames = []
+    for raw in read_fields(source, where):
+        structure = build_structure(raw.numbers, raw.positions, raw.cell, raw.pbc, cutoff=cutoff, most=most, where=raw.where)
+        frames.append(Frame(structure, raw.energy, raw.forces, 1 - raw.fixed))
+    return frames
 
 
-def batch_of(frames: Sequence[Frame], least: Sizes = Sizes()) -> Batch:  # noqa: B008 immutable
+def make_batch(frames: Sequence[Frame], min_sizes: Sizes = Sizes()) -> Batch:  # noqa: B008 immutable
     """The frames as ``loss`` and ``score`` read them, padded to ``least``. Raises DataError for one without energy or forces."""
     for k, frame in enumerate(frames):
         if frame.energy is None or frame.forces is None:
             missing = "energy" if frame.energy is None else "forces"
             raise DataError(f"frame {k} has no {missing}; expected both: put them into {missing}, or into ASE's calculator")
-    graph = join([frame.structure for frame in frames], least)
-    rest = len(graph.numbers) - sum(len(frame.free) for frame in frames)
+    graph = collate([frame.structure for frame in frames], min_sizes)
+    padding = len(graph.numbers) - sum(len(frame.free) for frame in frames)
     forces, free = np.concatenate([frame.forces for frame in frames]), np.concatenate([frame.free for frame in frames])
     energy = torch.tensor([frame.energy for frame in frames], dtype=torch.float64)
-    forces, free = np.pad(forces, [(0, rest), (0, 0)]), np.pad(free, (0, rest)).astype(np.float32)
+    forces, free = np.pad(forces, [(0, padding), (0, 0)]), np.pad(free, (0, padding)).astype(np.float32)
     return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), graph)
 
 
-def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any = None) -> Any:
+def to_data(structures: Structure | Frame | Sequence[Structure | Frame], results: Any = None) -> Any:
     """PyTorch Geometric's ``Data``, or a ``Batch`` of several, under the names of fairchem, and ``z`` that its own models read.
 
     ``found``: what ``energy_and_forces`` says of them; otherwise a frame's own labels. Edges lead from row 0 of ``edge_index``
     [2, E] to row 1; ``cell_offsets`` [E, 3] are whole cells, ``distances`` [E] angstrom. Numbers keep their precision.
     """
     geometric = import_optional("torch_geometric.data", "Data need", "peers")
-    made = [geometric.Data(**_tensors(frame)) for frame in _labelled(given, found)]
-    return made[0] if isinstance(given, Structure | Frame) else geometric.Batch.from_data_list(made)
+    data = [geometric.Data(**_tensors(frame)) for frame in _to_frames(structures, results)]
+    return data[0] if isinstance(structures, Structure | Frame) else geometric.Batch.from_data_list(data)
 
 
-def to_ase(given: Structure | Frame | Sequence[Structure | Frame], found: Any = None) -> Any:
+def to_ase(structures: Structure | Frame | Sequence[Structure | Frame], results: Any = None) -> Any:
     """ASE's ``Atoms``, or a list of several, whose calculator holds energy and forces, if they are known, and whose held atoms are
     fixed; ``found`` as for ``to_data``."""
     ase = import_optional("ase", "Atoms need", "opencatalyst")
     calculators, constraints = import_module("ase.calculators.singlepoint"), import_module("ase.constraints")
-    made = []
-    for frame in _labelled(given, found):
-        one, (cell, pbc) = frame.structure, _box(frame.structure)
-        one = ase.Atoms(one.numbers, one.positions, cell=cell, pbc=pbc)
+    converted = []
+    for frame in _to_frames(structures, results):
+        atoms, (cell, pbc) = frame.structure, _cell_of(frame.structure)
+        atoms = ase.Atoms(atoms.numbers, atoms.positions, cell=cell, pbc=pbc)
         if not frame.free.all():
-            one.set_constraint(constraints.FixAtoms(mask=frame.free == 0))
-        known = {name: value for name in ("energy", "forces") if (value := getattr(frame, name)) is not None}
-        one.calc = calculators.SinglePointCalculator(one, **known) if known else None
-        made.append(one)
-    return made[0] if isinstance(given, Structure | Frame) else made
+            atoms.set_constraint(constraints.FixAtoms(mask=frame.free == 0))
+        labels = {name: value for name in ("energy", "forces") if (value := getattr(frame, name)) is not None}
+        atoms.calc = calculators.SinglePointCalculator(atoms, **labels) if labels else None
+        converted.append(atoms)
+    return converted[0] if isinstance(structures, Structure | Frame) else converted
 
 
-def _labelled(given: Any, found: Any) -> list[Frame]:
+def _to_frames(structures: Any, results: Any) -> list[Frame]:
     """Each structure with what is known of it."""
-    if isinstance(given, Structure | Frame):
-        given, found = [given], None if found is None else [found]
-    framed = [one if isinstance(one, Frame) else Frame(one, None, None, np.ones(len(one.numbers))) for one in given]
-    if found is None:
-        return framed
-    if len(found) != len(framed):
-        raise DataError(f"{len(found)} pairs of energy and forces for {len(framed)} structures, expected one for each")
-    for k, (frame, (_, forces)) in enumerate(zip(framed, found)):
-        wanted = frame.structure.positions.shape
-        if np.shape(forces) != wanted:
-            raise DataError(f"structure {k}: forces {np.shape(forces)}, expected {wanted}; give what the model says of these atoms")
-    return [frame._replace(energy=float(energy), forces=np.asarray(forces)) for frame, (energy, forces) in zip(framed, found)]
+    if isinstance(structures, Structure | Frame):
+        structures, results = [structures], None if results is None else [results]
+    frames = [item if isinstance(item, Frame) else Frame(item, None, None, np.ones(len(item.numbers))) for item in structures]
+    if results is None:
+        return frames
+    if len(results) != len(frames):
+        raise DataError(f"{len(results)} pairs of energy and forces for {len(frames)} structures, expected one for each")
+    for k, (frame, (_, forces)) in enumerate(zip(frames, results)):
+        expected = frame.structure.positions.shape
+        if np.shape(forces) != expected:
+            raise DataError(f"structure {k}: forces {np.shape(forces)}, expected {expected}; give the forces on these atoms")
+    return [frame._replace(energy=float(energy), forces=np.asarray(forces)) for frame, (energy, forces) in zip(frames, results)]
 
 
-def _box(structure: Structure) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def _cell_of(structure: Structure) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     if structure.cell is None or structure.pbc is None:
-        raise DataError("a structure that does not know its cell; expected one that was made by atoms(...) or frames(...)")
+        raise DataError("a structure without its cell; expected one from build_structure(...) or read_frames(...)")
     return structure.cell, structure.pbc
 
 
 def _tensors(frame: Frame) -> dict[str, Any]:
-    one, (cell, pbc) = frame.structure, _box(frame.structure)
-    vector = one.positions[one.other] - one.positions[one.centre] + one.shift
-    offsets = np.rint(one.shift @ np.linalg.pinv(np.where(pbc[:, None], cell, 0.0)))
+    s, (cell, pbc) = frame.structure, _cell_of(frame.structure)
+    vector = s.positions[s.neighbour] - s.positions[s.centre] + s.shift
+    offsets = np.rint(s.shift @ np.linalg.pinv(np.where(pbc[:, None], cell, 0.0)))
     arrays = {
-        "pos": one.positions, "cell": cell[None], "pbc": pbc[None], "atomic_numbers": one.numbers, "z": one.numbers,
-        "edge_index": np.stack([one.other, one.centre]), "cell_offsets": offsets, "distances": np.sqrt((vector**2).sum(1)),
+        "pos": s.positions, "cell": cell[None], "pbc": pbc[None], "atomic_numbers": s.numbers, "z": s.numbers,
+        "edge_index": np.stack([s.neighbour, s.centre]), "cell_offsets": offsets, "distances": np.sqrt((vector**2).sum(1)),
         "fixed": 1 - frame.free, "energy": None if frame.energy is None else np.array([frame.energy]), "forces": frame.forces,
     }  # fmt: skip
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items() if array is not None}
-    return tensors | {"natoms": len(one.numbers), "neighbors": len(one.centre)}
+    return tensors | {"natoms": len(s.numbers), "neighbors": len(s.centre)}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpcai.errors import DataError
 from hpcai.models.dimenet.config import DimeNetConfig
-from hpcai.models.dimenet.fields import fields
-from hpcai.models.dimenet.periodic import check, neighbours, reverse
+from hpcai.models.dimenet.fields import read_fields
+from hpcai.models.dimenet.periodic import check_atoms, find_reverse_edges, neighbour_list
 
 
 class Graph(NamedTuple):
@@ -23,12 +23,12 @@ class Graph(NamedTuple):
     numbers: Tensor  # [N] of the elements
     structure: Tensor  # [N]
     centre: Tensor  # [E] i, ascending
-    other: Tensor  # [E] j
+    neighbour: Tensor  # [E] j
     shift: Tensor  # [E, 3] angstrom, from atom j to its image that is near i
     incoming: Tensor  # [N, K] edges whose centre is this atom
     outgoing: Tensor  # [N, L] edges from this atom to others
-    into: Tensor  # [E] place of an edge in `incoming`
-    out_of: Tensor  # [E] and in `outgoing`
+    incoming_slot: Tensor  # [E] place of an edge in `incoming`
+    outgoing_slot: Tensor  # [E] and in `outgoing`
     reverse: Tensor  # [E] the edge i -> j over the same distance, or none
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Graph":
@@ -41,7 +41,7 @@ class Structure(NamedTuple):
     positions: NDArray[np.floating]  # [N, 3] angstrom
     numbers: NDArray[np.integer]  # [N] of the elements
     centre: NDArray[np.integer]  # [E] i, ascending
-    other: NDArray[np.integer]  # [E] j
+    neighbour: NDArray[np.integer]  # [E] j
     shift: NDArray[np.floating]  # [E, 3] angstrom
     reverse: NDArray[np.integer]  # [E] -1 where the edge i -> j is not kept
     cutoff: float
@@ -50,7 +50,7 @@ class Structure(NamedTuple):
     pbc: NDArray[np.bool_] | None = None  # [3]
 
 
-def atoms(
+def build_structure(
     numbers: Any, positions: Any = None, cell: Any = None, pbc: Any = None, *, cutoff: float = 6.0, most: int | None = 50,
     where: str = "atoms",
 ) -> Structure:  # fmt: skip
@@ -64,39 +64,43 @@ def atoms(
     if not (cutoff > 0 and math.isfinite(cutoff)) or (most is not None and most < 1):
         raise DataError(f"{where}: cutoff {cutoff:g} and most {most}, expected a length above 0 (angstrom), and 1 or more, or None")
     if positions is None:
-        given = fields(numbers, where, labels=False)
-        if len(given) != 1:
-            raise DataError(f"{where}: {len(given)} structures, expected one; read several with hpcai.models.dimenet.frames")
-        numbers, positions, cell, pbc = given[0].numbers, given[0].positions, given[0].cell, given[0].pbc
+        structures = read_fields(numbers, where, labels=False)
+        if len(structures) != 1:
+            raise DataError(f"{where}: {len(structures)} structures, expected one; or use hpcai.models.dimenet.read_frames")
+        numbers, positions, cell, pbc = structures[0].numbers, structures[0].positions, structures[0].cell, structures[0].pbc
     if pbc is None:
         pbc = [cell is not None] * 3
-    z, r, box, periodic = check(numbers, positions, np.zeros((3, 3)) if cell is None else cell, pbc, where, cutoff)
-    return _structure(z, r, box, periodic, cutoff, most, where)
+    z, r, box, periodic = check_atoms(numbers, positions, np.zeros((3, 3)) if cell is None else cell, pbc, where, cutoff)
+    return _build_structure(z, r, box, periodic, cutoff, most, where)
 
 
-def find(numbers: Any, positions: Any, cell: Any, pbc: Any, cfg: DimeNetConfig, where: str = "atoms") -> Structure:
+def build_structure_for_model(
+    numbers: Any, positions: Any, cell: Any, pbc: Any, cfg: DimeNetConfig, where: str = "atoms",
+) -> Structure:  # fmt: skip
     """``atoms`` for a model, of arrays that were checked when they were stored: positions keep their precision."""
-    found = _structure(numbers, positions, cell, np.asarray(pbc, bool), cfg.cutoff, cfg.most, where)
-    fits(found, cfg, where)
-    return found
+    structure = _build_structure(numbers, positions, cell, np.asarray(pbc, bool), cfg.cutoff, cfg.most, where)
+    check_structure(structure, cfg, where)
+    return structure
 
 
-def _structure(z: Any, r: Any, box: Any, periodic: Any, cutoff: float, most: int | None, where: str) -> Structure:
-    found = neighbours(r, box, periodic, cutoff, most, where)
-    if not len(found.centre):
+def _build_structure(z: Any, r: Any, cell: Any, periodic: Any, cutoff: float, most: int | None, where: str) -> Structure:
+    edges = neighbour_list(r, cell, periodic, cutoff, most, where)
+    if not len(edges.centre):
         raise DataError(f"{where}: no atom has a neighbour within {cutoff:g} angstrom; expected one at least; check the units")
-    shift: NDArray[np.float64] = found.offset.astype(np.float64) @ np.where(periodic[:, None], box, 0.0)
-    return Structure(r, z, found.centre, found.other, shift, reverse(found, len(z)), cutoff, most, np.asarray(box), periodic)
+    shift: NDArray[np.float64] = edges.offset.astype(np.float64) @ np.where(periodic[:, None], cell, 0.0)
+    return Structure(
+        r, z, edges.centre, edges.neighbour, shift, find_reverse_edges(edges, len(z)), cutoff, most, np.asarray(cell), periodic,
+    )  # fmt: skip
 
 
-def fits(structure: Structure, cfg: DimeNetConfig, where: str = "a structure") -> None:
+def check_structure(structure: Structure, cfg: DimeNetConfig, where: str = "a structure") -> None:
     """Raises DataError for a structure that is not for this network."""
     if not isinstance(structure, Structure):
-        raise DataError(f"{where}: found {type(structure).__name__}, expected what hpcai.models.dimenet.atoms makes of it")
+        raise DataError(f"{where}: is {type(structure).__name__}, expected a Structure from hpcai.models.dimenet.build_structure")
     if (structure.cutoff, structure.most) != (cfg.cutoff, cfg.most):
         raise DataError(
             f"{where} has neighbours within {structure.cutoff:g} angstrom, {structure.most} at most; the model expects "
-            f"{cfg.cutoff:g} and {cfg.most}: atoms(..., cutoff={cfg.cutoff:g}, most={cfg.most})"
+            f"{cfg.cutoff:g} and {cfg.most}: build_structure(..., cutoff={cfg.cutoff:g}, most={cfg.most})"
         )
     largest = int(structure.numbers.max())
     if largest >= cfg.elements:
@@ -113,57 +117,58 @@ class Sizes(NamedTuple):
     members: int = 0
 
 
-def sizes(structures: Sequence[Structure]) -> Sizes:
+def graph_sizes(structures: Sequence[Structure]) -> Sizes:
     """The sizes of the graph that ``join`` makes of them without padding."""
     atoms = [len(structure.positions) for structure in structures]
-    wide = [[np.bincount(row).max(initial=1) for row in (s.centre, s.other)] for s in structures]
-    incoming, outgoing = (int(max(column)) for column in zip(*wide))
+    widths = [[np.bincount(row).max(initial=1) for row in (s.centre, s.neighbour)] for s in structures]
+    incoming, outgoing = (int(max(column)) for column in zip(*widths))
     return Sizes(sum(atoms) + 1, sum(len(s.centre) for s in structures) + 1, incoming, outgoing, max(atoms))
 
 
-def join(structures: Sequence[Structure], least: Sizes = Sizes()) -> Graph:  # noqa: B008 immutable
+def collate(structures: Sequence[Structure], min_sizes: Sizes = Sizes()) -> Graph:  # noqa: B008 immutable
     """Structures as one graph, padded to ``least``. What is none lies beyond the cutoff, and all its functions are 0."""
-    count, edges = (np.array([len(getattr(s, name)) for s in structures]) for name in ("positions", "centre"))
-    first = np.concatenate([[0], np.cumsum(count)])
-    begin = np.concatenate([[0], np.cumsum(edges)])
-    n, e = max(int(first[-1]) + 1, least.atoms), max(int(begin[-1]) + 1, least.edges)
+    atom_counts, edge_counts = (np.array([len(getattr(s, name)) for s in structures]) for name in ("positions", "centre"))
+    atom_start = np.concatenate([[0], np.cumsum(atom_counts)])
+    edge_start = np.concatenate([[0], np.cumsum(edge_counts)])
+    n, e = max(int(atom_start[-1]) + 1, min_sizes.atoms), max(int(edge_start[-1]) + 1, min_sizes.edges)
 
-    def column(name: str, size: int, more: NDArray[np.integer] | None = None, fill: float = 0) -> NDArray:
+    def column(name: str, size: int, offsets: NDArray[np.integer] | None = None, fill: float = 0) -> NDArray:
         parts = [getattr(s, name) for s in structures]
-        if more is not None:
-            parts = [np.where(part < 0, fill, part + add) for part, add in zip(parts, more)]
-        whole = np.concatenate(parts)
-        rest = np.full((size - len(whole), *whole.shape[1:]), fill, whole.dtype)
-        return np.concatenate([whole, rest])
+        if offsets is not None:
+            parts = [np.where(part < 0, fill, part + add) for part, add in zip(parts, offsets)]
+        values = np.concatenate(parts)
+        padding = np.full((size - len(values), *values.shape[1:]), fill, values.dtype)
+        return np.concatenate([values, padding])
 
-    centre, other = (column(name, e, first, n - 1).astype(np.int64) for name in ("centre", "other"))
+    centre, neighbour = (column(name, e, atom_start, n - 1).astype(np.int64) for name in ("centre", "neighbour"))
     shift = column("shift", e)
-    shift[begin[-1] :, 0] = 2 * structures[0].cutoff
-    real = int(begin[-1])
-    incoming, into = table(centre[:real], n, e, least.incoming)
-    outgoing, out_of = table(other[:real], n, e, least.outgoing)
-    structure = np.repeat(np.arange(len(structures)), count)
-    members, _ = table(structure, len(structures) + 1, n, least.members)
+    shift[edge_start[-1] :, 0] = 2 * structures[0].cutoff
+    real = int(edge_start[-1])
+    incoming, incoming_slot = build_table(centre[:real], n, e, min_sizes.incoming)
+    outgoing, outgoing_slot = build_table(neighbour[:real], n, e, min_sizes.outgoing)
+    structure = np.repeat(np.arange(len(structures)), atom_counts)
+    members, _ = build_table(structure, len(structures) + 1, n, min_sizes.members)
     arrays = {
         "members": members, "positions": column("positions", n), "numbers": column("numbers", n).astype(np.int64),
-        "structure": np.pad(structure, (0, n - len(structure)), constant_values=len(structures)), "centre": centre, "other": other,
-        "shift": shift.astype(structures[0].positions.dtype), "incoming": incoming, "outgoing": outgoing, "into": into,
-        "out_of": out_of, "reverse": column("reverse", e, begin, e - 1).astype(np.int64),
+        "structure": np.pad(structure, (0, n - len(structure)), constant_values=len(structures)), "centre": centre,
+        "neighbour": neighbour, "shift": shift.astype(structures[0].positions.dtype), "incoming": incoming, "outgoing": outgoing,
+        "incoming_slot": incoming_slot, "outgoing_slot": outgoing_slot,
+        "reverse": column("reverse", e, edge_start, e - 1).astype(np.int64),
     }  # fmt: skip
     return Graph(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
-def table(row: NDArray[np.integer], rows: int, none: int, least: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def build_table(rows: NDArray[np.integer], n: int, padded: int, min_width: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Numbers 0 ... M - 1 in the rows that ``row`` gives them, in order, and the place of each; the last of ``none`` is none.
 
     row [M] -> [rows, K], [none]
     """
-    counts = np.bincount(row, minlength=rows)
-    width = max(int(counts.max(initial=0)), least, 1)
-    order = np.argsort(row, kind="stable")
-    at = np.arange(len(row)) - (np.cumsum(counts) - counts)[row[order]]
-    found = np.full((rows, width), none - 1)
-    found[row[order], at] = order
-    place = np.full(none, rows * width - 1)
-    place[order] = row[order] * width + at
-    return found, place
+    counts = np.bincount(rows, minlength=n)
+    width = max(int(counts.max(initial=0)), min_width, 1)
+    order = np.argsort(rows, kind="stable")
+    position = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows[order]]
+    table = np.full((n, width), padded - 1)
+    table[rows[order], position] = order
+    slots = np.full(padded, n * width - 1)
+    slots[order] = rows[order] * width + position
+    return table, slots

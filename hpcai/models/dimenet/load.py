@@ -13,14 +13,14 @@ from hpcai.nn import weights
 
 FORMS = "fairchem", "pyg"
 # PyTorch Geometric's words for our settings; what is not here has no counterpart there.
-_PYG_WORDS = {
+_PYG_KWARGS = {
     "hidden": "hidden_channels", "blocks": "num_blocks", "interaction": "int_emb_size", "basis": "basis_emb_size",
     "output": "out_emb_channels", "spherical": "num_spherical", "radial": "num_radial", "cutoff": "cutoff",
     "envelope": "envelope_exponent", "before_skip": "num_before_skip", "after_skip": "num_after_skip",
     "output_layers": "num_output_layers",
 }  # fmt: skip
 _PYG_ELEMENTS = 95  # rows of its embedding
-_MANY = 512  # neighbours, where all are kept: a metal has fewer within 10 angstrom
+_UNLIMITED_NEIGHBOURS = 512  # neighbours, where all are kept: a metal has fewer within 10 angstrom
 
 
 def in_form(state: Mapping[str, Tensor], cfg: DimeNetConfig, form: str) -> dict[str, Any]:
@@ -33,25 +33,25 @@ def in_form(state: Mapping[str, Tensor], cfg: DimeNetConfig, form: str) -> dict[
     Energies of both are in units of the network: ``scale``, ``mean`` and ``references`` stay behind. Raises CheckpointError for a
     network that PyTorch Geometric cannot have.
     """
-    found = {name: value.clone() for name, value in state.items()}  # of a view torch would write all that it looks at
+    converted = {name: value.clone() for name, value in state.items()}  # of a view torch would write all that it looks at
     if form == "fairchem":
-        return {"state_dict": {f"module.module.{name}": value for name, value in found.items()}}
+        return {"state_dict": {f"module.module.{name}": value for name, value in converted.items()}}
     if cfg.elements != _PYG_ELEMENTS:
         raise CheckpointError(f"elements is {cfg.elements}, but PyTorch Geometric's embedding has {_PYG_ELEMENTS} rows")
     for name in [name for name in state if name.startswith("output_blocks.") and name.endswith("lin_up.bias")]:
-        bias, layer = found.pop(name), name.replace("lin_up.bias", "lins.0")
-        if f"{layer}.bias" in found:  # W (U x + b) + c = W U x + (W b + c)
-            found[f"{layer}.bias"] += found[f"{layer}.weight"] @ bias
+        bias, layer = converted.pop(name), name.replace("lin_up.bias", "lins.0")
+        if f"{layer}.bias" in converted:  # W (U x + b) + c = W U x + (W b + c)
+            converted[f"{layer}.bias"] += converted[f"{layer}.weight"] @ bias
         elif bias.any():
             raise CheckpointError(f"{name} is not 0, which PyTorch Geometric lacks, and no layer follows (output_layers=0)")
-    return found
+    return converted
 
 
-def pyg_words(cfg: DimeNetConfig) -> dict[str, Any]:
+def pyg_kwargs(cfg: DimeNetConfig) -> dict[str, Any]:
     """The arguments that make PyTorch Geometric's ``DimeNetPlusPlus`` this network; it sees atoms without periodic images, and its
     forces are those of conservative angles."""
-    found = {theirs: getattr(cfg, ours) for ours, theirs in _PYG_WORDS.items()}
-    return found | {"out_channels": 1, "max_num_neighbors": cfg.most or _MANY}
+    kwargs = {theirs: getattr(cfg, ours) for ours, theirs in _PYG_KWARGS.items()}
+    return kwargs | {"out_channels": 1, "max_num_neighbors": cfg.most or _UNLIMITED_NEIGHBOURS}
 
 
 def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:
@@ -66,33 +66,34 @@ def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:
     does not fit.
     """
     path = Path(path)
-    state, found = weights.load_state(path, "dimenet", DimeNetConfig)
-    if found is None:
+    state, saved_cfg = weights.load_state(path, "dimenet", DimeNetConfig)
+    if saved_cfg is None:
         with weights.check_names(path, state, "of the reference (rbf.freq, emb.emb.weight, ...)"):
-            sizes = _sizes(state)
+            sizes = _infer_sizes(state)
         if cfg is not None:
             weights.check_sizes(path, sizes, {name: getattr(cfg, name) for name in sizes})
-        found = (cfg or DimeNetConfig(angles="detached")).model_copy(update=sizes)
-    elif cfg is not None and cfg != found:
+        saved_cfg = (cfg or DimeNetConfig(angles="detached")).model_copy(update=sizes)
+    elif cfg is not None and cfg != saved_cfg:
         raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
-    model = DimeNet(found)
+    model = DimeNet(saved_cfg)
     for name, value in model.state_dict().items():
         if name.endswith("lin_up.bias") and name not in state:
             state[name] = value.new_zeros(value.shape)
     return weights.load_into(model, state, path)
 
 
-def _sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
+def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     def count(start: str, end: str) -> int:
         return sum(name.startswith(start) and name.endswith(end) for name in state)
 
-    first = "interaction_blocks.0."
-    basis, table = state[f"{first}lin_sbf1.weight"].shape
+    prefix = "interaction_blocks.0."
+    basis, functions = state[f"{prefix}lin_sbf1.weight"].shape
     radial = len(state["rbf.freq"])
     return {
         "hidden": state["emb.emb.weight"].shape[1], "elements": len(state["emb.emb.weight"]), "radial": radial, "basis": basis,
-        "spherical": table // radial, "output": len(state["output_blocks.0.lin_up.weight"]),
-        "interaction": len(state[f"{first}lin_down.weight"]), "blocks": count("interaction_blocks.", ".lin_up.weight"),
-        "before_skip": count(f"{first}layers_before_skip.", "lin1.weight"),
-        "after_skip": count(f"{first}layers_after_skip.", "lin1.weight"), "output_layers": count("output_blocks.0.lins.", "weight"),
+        "spherical": functions // radial, "output": len(state["output_blocks.0.lin_up.weight"]),
+        "interaction": len(state[f"{prefix}lin_down.weight"]), "blocks": count("interaction_blocks.", ".lin_up.weight"),
+        "before_skip": count(f"{prefix}layers_before_skip.", "lin1.weight"),
+        "after_skip": count(f"{prefix}layers_after_skip.", "lin1.weight"),
+        "output_layers": count("output_blocks.0.lins.", "weight"),
     }  # fmt: skip

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, harmonics
+from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_harmonics
 from hpcai.models.dimenet.config import DimeNetConfig
-from hpcai.models.dimenet.graph import Graph, Structure, fits, join
-from hpcai.models.dimenet.tables import collect, place, spread, turn, unplace
+from hpcai.models.dimenet.graph import Graph, Structure, check_structure, collate
+from hpcai.models.dimenet.neighbour_table import gather, index_select, reverse_edges, scatter, segment_sum
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.double_backward import silu
 from hpcai.nn.weights import PretrainedMixin
@@ -30,7 +30,7 @@ class Prediction(NamedTuple):
     forces: Tensor  # [N, 3]
 
 
-class Functions(NamedTuple):
+class BasisFunctions(NamedTuple):
     """Functions of all edges, made once and used by every block."""
 
     radial: Tensor  # [E, R] Bessel functions of order 0, with frequencies that are learnt
@@ -67,10 +67,10 @@ class Embedding(nn.Module):
     def forward(self, graph: Graph, radial: Tensor) -> Tensor:
         h = self.emb(graph.numbers)
         # One matrix times the three joined is three matrices; two of them act on atoms, which are fewer.
-        of_centre, of_other, of_distance = self.lin.weight.chunk(3, 1)
-        x = nn.functional.linear(silu(self.lin_rbf(radial)), of_distance, self.lin.bias)
-        x = x + spread(nn.functional.linear(h, of_centre), graph.centre, graph.incoming)
-        return silu(x + spread(nn.functional.linear(h, of_other), graph.other, graph.outgoing))
+        centre_weight, neighbour_weight, distance_weight = self.lin.weight.chunk(3, 1)
+        x = nn.functional.linear(silu(self.lin_rbf(radial)), distance_weight, self.lin.bias)
+        x = x + index_select(nn.functional.linear(h, centre_weight), graph.centre, graph.incoming)
+        return silu(x + index_select(nn.functional.linear(h, neighbour_weight), graph.neighbour, graph.outgoing))
 
 
 class Residual(nn.Module):
@@ -97,12 +97,12 @@ class Interaction(nn.Module):
         self.layers_before_skip = nn.ModuleList(Residual(width) for _ in range(cfg.before_skip))
         self.lin = nn.Linear(width, width)
         self.layers_after_skip = nn.ModuleList(Residual(width) for _ in range(cfg.after_skip))
-        self.around = Around(cfg)
+        self.aggregate = AngularAggregation(cfg)
 
-    def forward(self, m: Tensor, graph: Graph, functions: Functions) -> Tensor:
+    def forward(self, m: Tensor, graph: Graph, functions: BasisFunctions) -> Tensor:
         x = silu(self.lin_kj(m)) * (functions.radial @ (self.lin_rbf2.weight @ self.lin_rbf1.weight).T)
         x = silu(self.lin_down(x))
-        x = self.around(x, graph, functions, self.lin_sbf2.weight @ self.lin_sbf1.weight)
+        x = self.aggregate(x, graph, functions, self.lin_sbf2.weight @ self.lin_sbf1.weight)
         x = silu(self.lin_ji(m)) + silu(self.lin_up(x))
         for layer in self.layers_before_skip:
             x = layer(x)
@@ -112,7 +112,7 @@ class Interaction(nn.Module):
         return x
 
 
-class Around(nn.Module):
+class AngularAggregation(nn.Module):
     """The sum, for every message j -> i, over those that come to j from k, filtered by the angle at j and the distance of k.
 
     x [E, I], weight [I, S * R] -> [E, I]
@@ -127,19 +127,19 @@ class Around(nn.Module):
         # model of any precision.
         self.register_buffer("order", torch.arange(cfg.spherical), persistent=False)
 
-    def forward(self, x: Tensor, graph: Graph, functions: Functions, weight: Tensor) -> Tensor:
+    def forward(self, x: Tensor, graph: Graph, functions: BasisFunctions, weight: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):  # sums over fifty neighbours that cancel
             x = x.to(functions.spherical.dtype)
             order = self.order.to(x.dtype)[:, None]  # [S, 1]
             weight = weight.to(x.dtype).unflatten(1, (self.orders, self.radial)) * angular_factor(order)  # [I, S, R]
-            came = place(x, graph.incoming, graph.into)  # [N, K, I]
-            gathered = (functions.moments @ came).unflatten(1, (-1, self.radial))  # [N, S * S, R, I]
+            incoming = scatter(x, graph.incoming, graph.incoming_slot)  # [N, K, I]
+            gathered = (functions.moments @ incoming).unflatten(1, (-1, self.radial))  # [N, S * S, R, I]
             parts = weight.permute(1, 2, 0).split(1)  # an order n has 2 n + 1 moments; an index would add gradients in any order
-            each = torch.cat([part.expand(2 * n + 1, -1, -1) for n, part in enumerate(parts)])  # [S * S, R, I]
-            moments = (gathered * each).sum(2)
-            found = unplace(functions.angular @ moments, graph.out_of, graph.outgoing)
-            back = x * (functions.spherical @ (weight * (1 - 2 * (order % 2))).flatten(1).T)  # P_l(-1) = (-1)^l
-            return found - turn(back, graph.reverse)
+            weights = torch.cat([part.expand(2 * n + 1, -1, -1) for n, part in enumerate(parts)])  # [S * S, R, I]
+            moments = (gathered * weights).sum(2)
+            out = gather(functions.angular @ moments, graph.outgoing_slot, graph.outgoing)
+            backtracking = x * (functions.spherical @ (weight * (1 - 2 * (order % 2))).flatten(1).T)  # P_l(-1) = (-1)^l
+            return out - reverse_edges(backtracking, graph.reverse)
 
 
 class Output(nn.Module):
@@ -152,13 +152,13 @@ class Output(nn.Module):
         self.lins = nn.ModuleList(nn.Linear(cfg.output, cfg.output) for _ in range(cfg.output_layers))
         self.lin = nn.Linear(cfg.output, 1, bias=False)
 
-    def forward(self, m: Tensor, graph: Graph, functions: Functions) -> Tensor:
-        said = (self.lin_rbf(functions.radial) * m).to(functions.radial.dtype)  # fifty of them are added
-        x = self.lin_up(collect(said, graph.centre, graph.incoming))
+    def forward(self, m: Tensor, graph: Graph, functions: BasisFunctions) -> Tensor:
+        messages = (self.lin_rbf(functions.radial) * m).to(functions.radial.dtype)  # fifty of them are added
+        x = self.lin_up(segment_sum(messages, graph.centre, graph.incoming))
         for layer in self.lins:
             x = silu(layer(x))
         with torch.autocast(x.device.type, enabled=False):  # energies of atoms add up to small differences
-            return nn.functional.linear(x.to(said.dtype), self.lin.weight.to(said.dtype))
+            return nn.functional.linear(x.to(messages.dtype), self.lin.weight.to(messages.dtype))
 
 
 class DimeNet(PretrainedMixin):
@@ -176,32 +176,32 @@ class DimeNet(PretrainedMixin):
         self.interaction_blocks = nn.ModuleList(Interaction(cfg) for _ in range(cfg.blocks))
         self.spherical = SphericalBessel(cfg.spherical, cfg.radial, cfg.cutoff, cfg.envelope)
         self.scale, self.mean = cfg.scale or 1.0, cfg.mean or 0.0
-        each = torch.tensor([cfg.references.get(number, 0.0) for number in range(cfg.elements)], dtype=torch.float64)
+        references = torch.tensor([cfg.references.get(number, 0.0) for number in range(cfg.elements)], dtype=torch.float64)
         # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
-        self.register_buffer("references", each[:, None] if cfg.references else None, persistent=False)
-        _initialise(self)
+        self.register_buffer("references", references[:, None] if cfg.references else None, persistent=False)
+        _init_weights(self)
 
     def forward(self, graph: Graph) -> Prediction:
         wide = torch.float64 if self.rbf.freq.dtype == torch.float64 else torch.float32
         graph = graph.to(graph.positions.device, wide)
 
         def energy(positions: Tensor) -> tuple[Tensor, Tensor]:
-            each = self.energy(positions, graph)
-            return each.sum(), each
+            energies = self.energy(positions, graph)
+            return energies.sum(), energies
 
         # A pure function of the positions: what the parameters need of the second derivative is computed, and no more.
-        slope, each = torch.func.grad(energy, has_aux=True)(graph.positions)
-        return Prediction(each, -slope)
+        gradient, energies = torch.func.grad(energy, has_aux=True)(graph.positions)
+        return Prediction(energies, -gradient)
 
     def offset(self, graph: Graph) -> Tensor | float:
         """Energy that is added to what the network says, eV.   [B]"""
         if self.references is None:
             return self.mean
-        return self.mean + collect(self.references[graph.numbers], graph.structure, graph.members)[:-1, 0]
+        return self.mean + segment_sum(self.references[graph.numbers], graph.structure, graph.members)[:-1, 0]
 
-    def physical(self, graph: Graph, found: Prediction) -> tuple[Tensor, Tensor]:
+    def to_physical(self, graph: Graph, prediction: Prediction) -> tuple[Tensor, Tensor]:
         """Energies [B] in eV and forces [N, 3] in eV/angstrom."""
-        return found.energy.double() * self.scale + self.offset(graph), found.forces * self.scale
+        return prediction.energy.double() * self.scale + self.offset(graph), prediction.forces * self.scale
 
     def energy_and_forces(self, structures: Structure | Sequence[Structure]) -> Any:
         """Energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (see ``atoms``), or a list of such pairs.
@@ -209,20 +209,20 @@ class DimeNet(PretrainedMixin):
         No structure gives an empty list. Raises DataError for a structure whose neighbours were sought otherwise than this model
         needs, or with an element that it does not know.
         """
-        one = isinstance(structures, Structure)
-        given = [structures] if isinstance(structures, Structure) else list(structures)
-        for structure in given:
-            fits(structure, self.cfg)
-        if not given:
+        is_single = isinstance(structures, Structure)
+        batch = [structures] if isinstance(structures, Structure) else list(structures)
+        for structure in batch:
+            check_structure(structure, self.cfg)
+        if not batch:
             return []
         weight = self.emb.emb.weight
         with inference_mode(self, weight) as dtype:
-            graph = join(given).to(weight.device, dtype)
-            energy, forces = self.physical(graph, self(graph))
-        sizes = [len(structure.positions) for structure in given]
+            graph = collate(batch).to(weight.device, dtype)
+            energy, forces = self.to_physical(graph, self(graph))
+        sizes = [len(structure.positions) for structure in batch]
         parts = forces.double().cpu()[: sum(sizes)].split(sizes)
-        found = [(e, f.numpy()) for e, f in zip(energy.tolist(), parts)]
-        return found[0] if one else found
+        results = [(e, f.numpy()) for e, f in zip(energy.tolist(), parts)]
+        return results[0] if is_single else results
 
     def calculator(self) -> Any:
         """A calculator for ASE: ``slab.calc = model.calculator()``. Raises ConfigError for a model whose forces are no gradient."""
@@ -232,37 +232,37 @@ class DimeNet(PretrainedMixin):
 
     def energy(self, positions: Tensor, graph: Graph) -> Tensor:
         """[N, 3] -> [B]"""
-        functions = self.functions(positions, graph)
+        functions = self.basis_functions(positions, graph)
         m = self.emb(graph, functions.radial)
-        atoms = self.output_blocks[0](m, graph, functions)
+        energies = self.output_blocks[0](m, graph, functions)
         for interaction, output in zip(self.interaction_blocks, self.output_blocks[1:]):
             m = interaction(m, graph, functions)
-            atoms = atoms + output(m, graph, functions)
-        return collect(atoms, graph.structure, graph.members)[:-1, 0]
+            energies = energies + output(m, graph, functions)
+        return segment_sum(energies, graph.structure, graph.members)[:-1, 0]
 
-    def functions(self, positions: Tensor, graph: Graph) -> Functions:
+    def basis_functions(self, positions: Tensor, graph: Graph) -> BasisFunctions:
         cfg = self.cfg
         with torch.autocast(positions.device.type, enabled=False):
-            there = spread(positions, graph.other, graph.outgoing)
-            vector = there - spread(positions, graph.centre, graph.incoming) + graph.shift
+            neighbours = index_select(positions, graph.neighbour, graph.outgoing)
+            vector = neighbours - index_select(positions, graph.centre, graph.incoming) + graph.shift
             d = vector.square().sum(1).sqrt()
             directed = vector.detach() if cfg.angles == "detached" else vector
             u = directed / directed.square().sum(1, keepdim=True).sqrt()
-            angular, spherical = harmonics(u, cfg.spherical), self.spherical(d)
-            y = place(angular, graph.incoming, graph.into)  # [N, K, S * S]
-            r = place(spherical, graph.incoming, graph.into).unflatten(2, (-1, cfg.radial))
+            angular, spherical = spherical_harmonics(u, cfg.spherical), self.spherical(d)
+            y = scatter(angular, graph.incoming, graph.incoming_slot)  # [N, K, S * S]
+            r = scatter(spherical, graph.incoming, graph.incoming_slot).unflatten(2, (-1, cfg.radial))
             parts = [y[..., n * n : (n + 1) ** 2, None] * r[:, :, n, None] for n in range(cfg.spherical)]
             moments = torch.cat([part.flatten(2) for part in parts], 2).transpose(1, 2)  # [N, S * S * R, K]
-            return Functions(self.rbf(d), spherical, moments, place(angular, graph.outgoing, graph.out_of))
+            return BasisFunctions(self.rbf(d), spherical, moments, scatter(angular, graph.outgoing, graph.outgoing_slot))
 
 
-def _initialise(model: nn.Module) -> None:
+def _init_weights(model: nn.Module) -> None:
     """Draw orthogonal matrices of the variance that Glorot asks for; the last layer of an output block begins with zeros."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and not name.startswith("emb."):
-            start = nn.init.orthogonal_(torch.empty(layer.weight.shape))  # its own: the weight may have no memory yet
+            init = nn.init.orthogonal_(torch.empty(layer.weight.shape))  # its own: the weight may have no memory yet
             with torch.no_grad():
-                layer.weight.copy_(start * math.sqrt(2.0 / (sum(start.shape) * start.var())))
+                layer.weight.copy_(init * math.sqrt(2.0 / (sum(init.shape) * init.var())))
             if layer.bias is not None and not name.endswith("lin_up"):
                 nn.init.zeros_(layer.bias)
     for output in model.output_blocks:  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from torch import Tensor
 from hpcai.models.dimenet.config import ObjectiveConfig
 from hpcai.models.dimenet.graph import Graph
 
-_ENERGY, _FORCE = 0.02, 0.03  # eV and eV/angstrom within which a structure counts as right (OC20)
+_ENERGY_TOLERANCE, _FORCE_TOLERANCE = 0.02, 0.03  # eV and eV/angstrom within which a structure counts as right (OC20)
 
 
 class Batch(NamedTuple):
@@ -30,11 +30,11 @@ def loss(
 ) -> dict[str, Any]:  # fmt: skip
     """Sum of |dF| over free atoms and directions, for each free atom, and mean |dE|, both in the model's units and times their
     weights (MLPerf HPC: 50 and 0). ``counts`` [2]: the free atoms and structures that they are divided by; None: the batch's."""
-    found, scale = model(batch.graph), model.scale
+    prediction, scale = model(batch.graph), model.scale
     atoms, structures = counted(batch) if counts is None else counts
-    force = ((found.forces - batch.forces / scale).abs() * batch.free[:, None]).sum()
-    wanted = (batch.energy - model.offset(batch.graph)) / scale
-    energy = (found.energy - wanted.to(found.energy.dtype)).abs().sum()
+    force = ((prediction.forces - batch.forces / scale).abs() * batch.free[:, None]).sum()
+    target = (batch.energy - model.offset(batch.graph)) / scale
+    energy = (prediction.energy - target.to(prediction.energy.dtype)).abs().sum()
     value = cfg.force * force / atoms + cfg.energy * energy / structures
     return {
         "loss": value,
@@ -48,17 +48,17 @@ def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, Any]]:
     ``force_cosine``: mean cosine of the angle between forces. ``energy_mae``. ``within``: share of the structures whose energy is
     right to 0.02 eV and every force to 0.03 eV/angstrom. Two others show what is had for nothing: ``force_zero``, the MAE of no
     force at all, and ``energy_mean``, that of the mean energy."""
-    energy, forces = model.physical(batch.graph, model(batch.graph))
+    energy, forces = model.to_physical(batch.graph, model(batch.graph))
     free, graph, count = batch.free[:, None], batch.graph, len(batch.energy)
-    error, off = (forces - batch.forces).abs() * free, (energy - batch.energy).abs()
-    same = torch.nn.functional.cosine_similarity(forces, batch.forces, 1, 1e-12)
-    worst = error.amax(1)[graph.members[:-1]].amax(1)  # an empty place names an atom that is none
+    force_error, energy_error = (forces - batch.forces).abs() * free, (energy - batch.energy).abs()
+    cosine = torch.nn.functional.cosine_similarity(forces, batch.forces, 1, 1e-12)
+    max_force_error = force_error.amax(1)[graph.members[:-1]].amax(1)  # an empty place names an atom that is none
     atoms = batch.free.sum()
     return {
-        "force_mae": (error.sum(), 3 * atoms),
-        "force_cosine": ((same * batch.free).sum(), atoms),
-        "energy_mae": (off.sum(), count),
-        "within": (((off <= _ENERGY) & (worst <= _FORCE)).sum(), count),
+        "force_mae": (force_error.sum(), 3 * atoms),
+        "force_cosine": ((cosine * batch.free).sum(), atoms),
+        "energy_mae": (energy_error.sum(), count),
+        "within": (((energy_error <= _ENERGY_TOLERANCE) & (max_force_error <= _FORCE_TOLERANCE)).sum(), count),
         "force_zero": ((batch.forces.abs() * free).sum(), 3 * atoms),
         "energy_mean": ((batch.energy - model.offset(graph)).abs().sum(), count),
     }
@@ -67,7 +67,7 @@ def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, Any]]:
 def pairs(model: Any, batch: Batch) -> dict[str, Tensor]:
     """Rows for pictures: true and predicted energies [B, 2] in eV; the element [A] of every free atom and its forces [A, 2, 3] in
     eV/angstrom."""
-    energy, forces = model.physical(batch.graph, model(batch.graph))
+    energy, forces = model.to_physical(batch.graph, model(batch.graph))
     free = batch.free > 0
     return {
         "energy": torch.stack((batch.energy, energy), 1),

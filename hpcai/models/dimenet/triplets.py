@@ -17,7 +17,7 @@ from hpcai.models.dimenet.graph import Graph
 from hpcai.models.dimenet.model import Prediction
 
 
-class Edges(NamedTuple):
+class TripletGraph(NamedTuple):
     """The real edges of a padded graph, and every two that follow one another."""
 
     numbers: Tensor  # [N]
@@ -30,30 +30,30 @@ class Edges(NamedTuple):
     ji: Tensor  # [T] edge
 
 
-def edges_of(graph: Graph) -> Edges:
+def build_triplets(graph: Graph) -> TripletGraph:
     """Triplets k -> j -> i, but for those that return to the very atom that they came from: not to an image of it."""
     structures = len(graph.members) - 1
     real = graph.structure < structures
     n, e = int(real.sum()), int(real[graph.centre].sum())
-    i, j, shift = graph.centre[:e], graph.other[:e], graph.shift[:e]
+    i, j, shift = graph.centre[:e], graph.neighbour[:e], graph.shift[:e]
     degree = torch.bincount(i, minlength=n)
-    many = degree[j]
-    ji = torch.repeat_interleave(torch.arange(e, device=i.device), many)
-    place = torch.arange(len(ji), device=i.device) - (many.cumsum(0) - many)[ji]
-    kj = (degree.cumsum(0) - degree)[j[ji]] + place
-    back = (j[kj] == i[ji]) & ((shift[kj] + shift[ji]).norm(dim=1) < 1e-4)
-    return Edges(graph.numbers[:n], graph.structure[:n], structures, i, j, shift, kj[~back], ji[~back])
+    degrees = degree[j]
+    ji = torch.repeat_interleave(torch.arange(e, device=i.device), degrees)
+    position = torch.arange(len(ji), device=i.device) - (degrees.cumsum(0) - degrees)[ji]
+    kj = (degree.cumsum(0) - degree)[j[ji]] + position
+    returns = (j[kj] == i[ji]) & ((shift[kj] + shift[ji]).norm(dim=1) < 1e-4)
+    return TripletGraph(graph.numbers[:n], graph.structure[:n], structures, i, j, shift, kj[~returns], ji[~returns])
 
 
-def energy_and_forces(net: Any, positions: Tensor, edges: Edges, detached: bool) -> tuple[Tensor, Tensor]:
+def energy_and_forces(net: Any, positions: Tensor, edges: TripletGraph, detached: bool) -> tuple[Tensor, Tensor]:
     """Energies and forces by ``WithTriplets``, or by PyTorch Geometric's modules.   positions [N, 3] -> [B], [N, 3]"""
     i, j, kj, ji = edges.i, edges.j, edges.kj, edges.ji
     positions = positions.clone().requires_grad_()
     vector = positions[j] - positions[i] + edges.shift
     d = vector.square().sum(1).sqrt()
     directed = vector.detach() if detached else vector
-    came, goes = directed[kj], directed[ji]
-    angle = torch.atan2(torch.cross(goes, came, dim=1).norm(dim=1), (goes * came).sum(1))
+    incoming, outgoing = directed[kj], directed[ji]
+    angle = torch.atan2(torch.cross(outgoing, incoming, dim=1).norm(dim=1), (outgoing * incoming).sum(1))
     radial, spherical = net.rbf(d), net.sbf(d, angle, kj)
     m = net.emb(edges.numbers, radial, i, j)
     atoms = net.output_blocks[0](m, radial, i, num_nodes=len(positions))
@@ -112,23 +112,23 @@ class _Output(nn.Module):
         return self.lin(x)
 
 
-class WithTriplets(ours.DimeNet):
+class TripletDimeNet(ours.DimeNet):
     """Our weights under our names, in layers as anybody writes them down."""
 
     def __init__(self, cfg: DimeNetConfig | None = None) -> None:
         super().__init__(cfg)
-        plain = {
+        classes = {
             SphericalBessel: _Spherical, ours.Embedding: _Embedding, ours.Residual: _Residual,
             ours.Interaction: _Interaction, ours.Output: _Output,
         }  # fmt: skip
         for layer in self.modules():
-            layer.__class__ = plain.get(type(layer), type(layer))
+            layer.__class__ = classes.get(type(layer), type(layer))
         self.sbf = self.spherical
         del self.spherical
 
     def forward(self, graph: Graph) -> Prediction:
-        edges, detached = edges_of(graph), self.cfg.angles == "detached"
+        edges, detached = build_triplets(graph), self.cfg.angles == "detached"
         with torch.enable_grad():
             energy, forces = energy_and_forces(self, graph.positions[: len(edges.numbers)], edges, detached)
-        rest = len(graph.numbers) - len(edges.numbers)
-        return Prediction(energy, F.pad(forces, (0, 0, 0, rest)))
+        padding = len(graph.numbers) - len(edges.numbers)
+        return Prediction(energy, F.pad(forces, (0, 0, 0, padding)))

@@ -13,9 +13,9 @@ __getattr__, _names = attach(
         ".features": ["FeatureConfig", "featurize"],
         ".folding": ["Fold"],
         ".objective": ["loss", "lddt"],
-        ".scores": ["score", "structures_of"],
+        ".scores": ["score", "predict_structures"],
         ".parallel": ["parallelize"],
-        ".formats": ["parts_of"],
+        ".formats": ["parse_features"],
         ".load": ["load_weights"],
     },
 )

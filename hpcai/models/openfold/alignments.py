@@ -20,21 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcai.errors import DataError
-from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
+from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 from hpcai.gzip_file import gunzip
 
-AGAIN = "make it again, or leave it out"
-NOT_FOR_MONOMERS = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows that pair chains, and templates
-ORDER = ("uniref90", "mgnify", "bfd", "small_bfd")
+_ADVICE = "make it again, or leave it out"
+_COMPLEX_FILES = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows that pair chains, and templates
+_DATABASE_ORDER = ("uniref90", "mgnify", "bfd", "small_bfd")
 
-_INSERTED = b"abcdefghijklmnopqrstuvwxyz"
-_ALLOWED = _INSERTED + _INSERTED.upper() + b"-."
-_BAD = -1
-_CODES = np.full(256, _BAD, np.int8)
-for _letter, _code in [*zip(LETTERS, range(20)), ("X", UNKNOWN), ("-", GAP)]:
+_INSERTIONS = b"abcdefghijklmnopqrstuvwxyz"
+_ALLOWED = _INSERTIONS + _INSERTIONS.upper() + b"-."
+_INVALID = -1
+_CODES = np.full(256, _INVALID, np.int8)
+for _letter, _code in [*zip(RESTYPES, range(20)), ("X", UNKNOWN), ("-", GAP)]:
     _CODES[ord(_letter)] = _code
-for _letter, _like in zip("BZUJO", "DECXX"):                                  # as AlphaFold has them
-    _CODES[ord(_letter)] = _CODES[ord(_like)]
+for _letter, _equivalent in zip("BZUJO", "DECXX"):                                  # as AlphaFold has them
+    _CODES[ord(_letter)] = _CODES[ord(_equivalent)]
 _AS_COLUMNS = bytes(b"-"[0] if code == b"."[0] else code for code in range(256)).upper()
 
 
@@ -77,9 +77,9 @@ def encode(sequence: str) -> NDArray[np.int8]:
     """
     if not isinstance(sequence, str):
         raise DataError(f"sequence: found {type(sequence).__name__}, expected text of one letter for each residue, such as 'MKVL'")
-    if odd := re.search("[^A-Za-z]", sequence):
+    if bad := re.search("[^A-Za-z]", sequence):
         raise DataError(
-            f"sequence: character {odd.start() + 1} of {len(sequence):,} is {odd[0]!r}, expected a letter for each residue; leave "
+            f"sequence: character {bad.start() + 1} of {len(sequence):,} is {bad[0]!r}, expected a letter for each residue; leave "
             "white space, gaps and a stop ('*') out, write X for an unknown residue, and fold chains one by one"
         )
     return _CODES[np.frombuffer(sequence.upper().encode("ascii"), np.uint8)]
@@ -98,55 +98,55 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
         files = [Path(each) for each in source]
     if not files:
         raise DataError(f"{source}: no alignments there, expected files such as uniref90_hits.a3m or mgnify_hits.sto")
-    found = []
-    wanted = None if sequence is None else encode(sequence)
+    alignments = []
+    query = None if sequence is None else encode(sequence)
     for path in files:
-        found.append(read_alignment(path))
-        wanted = found[0].msa[0] if wanted is None else wanted
-        agree(found[-1].msa[0], wanted, f"{path}: the query")
-    msa, deletions = (np.concatenate([getattr(part, field) for part in found]) for field in ("msa", "deletions"))
+        alignments.append(read_alignment(path))
+        query = alignments[0].msa[0] if query is None else query
+        check_same_sequence(alignments[-1].msa[0], query, f"{path}: the query")
+    msa, deletions = (np.concatenate([getattr(part, field) for part in alignments]) for field in ("msa", "deletions"))
     first: dict[bytes, int] = {}
     for index, row in enumerate(msa):
         first.setdefault(row.tobytes(), index)
-    kept = list(first.values())
-    names = [name for part in found for name in part.names]
-    if len(kept) == len(msa):
+    unique = list(first.values())
+    names = [name for part in alignments for name in part.names]
+    if len(unique) == len(msa):
         return Alignment(msa, deletions, names)
-    return Alignment(msa[kept], deletions[kept], [names[index] for index in kept])
+    return Alignment(msa[unique], deletions[unique], [names[index] for index in unique])
 
 
 def read_alignment(path: Path) -> Alignment:
     """All rows of one file."""
     parse = parse_stockholm if ".sto" in path.suffixes else parse_a3m
-    return parse(_content(path), str(path))
+    return parse(_read_bytes(path), str(path))
 
 
 def _files(folder: Path) -> list[Path]:
     def rank(path: Path) -> tuple[int, str]:
-        known = [place for place, start in enumerate(ORDER) if path.name.startswith(start)]
-        return (known[0] if known else len(ORDER)), path.name
+        matches = [position for position, start in enumerate(_DATABASE_ORDER) if path.name.startswith(start)]
+        return (matches[0] if matches else len(_DATABASE_ORDER)), path.name
 
     try:
         files = [path for path in folder.iterdir() if re.search(r"\.(a3m|sto)(\.gz)?$", path.name)]
     except OSError as problem:
         raise DataError(f"{folder}: {problem.strerror}; expected a folder of alignments") from problem
-    return sorted((path for path in files if path.name.split(".")[0] not in NOT_FOR_MONOMERS), key=rank)
+    return sorted((path for path in files if path.name.split(".")[0] not in _COMPLEX_FILES), key=rank)
 
 
-def alike(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
+def residues_match(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
     """Where residue types are the same; an unknown one agrees with all."""
-    return np.asarray((one == other) | (one == UNKNOWN) | (other == UNKNOWN))
+    return np.asarray((a == b) | (a == UNKNOWN) | (b == UNKNOWN))
 
 
-def agree(query: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
+def check_same_sequence(query: NDArray[Any], expected: NDArray[Any], label: str) -> None:
     """Raises DataError, which names ``what``, where two rows of residue types are not alike."""
-    if len(query) != len(wanted):
-        raise DataError(f"{what} has {len(query)} residues, expected {len(wanted)}; is it of another chain?")
-    other = np.flatnonzero(~alike(query, wanted))
-    if len(other):
-        at, shown = other[0], LETTERS + "X-"
+    if len(query) != len(expected):
+        raise DataError(f"{label} has {len(query)} residues, expected {len(expected)}; is it of another chain?")
+    mismatches = np.flatnonzero(~residues_match(query, expected))
+    if len(mismatches):
+        i, letters = mismatches[0], RESTYPES + "X-"
         raise DataError(
-            f"{what} has {shown[query[at]]} at residue {at + 1}, expected {shown[wanted[at]]} ({len(other)} of "
+            f"{label} has {letters[query[i]]} at residue {i + 1}, expected {letters[expected[i]]} ({len(mismatches)} of "
             f"{len(query)} residues differ); is it of another chain?"
         )
 
@@ -159,7 +159,7 @@ def parse_a3m(data: bytes, where: str) -> Alignment:
     names: list[str] = []
     starts: list[int] = []
     parts: list[list[bytes]] = []
-    for number, text in enumerate(_lines(data, where), 1):
+    for number, text in enumerate(_split_lines(data, where), 1):
         line = text.strip()
         if line.startswith(b">"):
             names.append(line[1:].decode("utf-8", "replace"))
@@ -167,27 +167,27 @@ def parse_a3m(data: bytes, where: str) -> Alignment:
             parts.append([])
         elif line and not line.startswith(b"#"):
             if not parts:
-                raise DataError(f"{where}: line {number}: {_shown(line)} before any line with '>'; expected A3M; {AGAIN}")
-            _refuse_letters(line, text, number, where)
+                raise DataError(f"{where}: line {number}: {_quote(line)} before any line with '>'; expected A3M; {_ADVICE}")
+            _check_letters(line, text, number, where)
             parts[-1].append(line)
     if not parts:
-        raise DataError(f"{where}: no line begins with '>', expected A3M with the query first; {AGAIN}")
+        raise DataError(f"{where}: no line begins with '>', expected A3M with the query first; {_ADVICE}")
     rows = [b"".join(part).translate(None, b".") for part in parts]
     del parts
-    aligned = [row.translate(None, _INSERTED) for row in rows]
+    aligned = [row.translate(None, _INSERTIONS) for row in rows]
     width = len(aligned[0])
     if not width or len(rows[0]) != width:
         odd = "lower-case letters, which are insertions" if rows[0] else "no letters"
-        raise DataError(f"{where}: line {starts[0]}: the query, the first row, has {odd}; expected upper-case letters; {AGAIN}")
+        raise DataError(f"{where}: line {starts[0]}: the query, the first row, has {odd}; expected upper-case letters; {_ADVICE}")
     for name, row, start in zip(names, aligned, starts):
         if len(row) != width:
             columns = f"{len(row):,} columns (lower-case letters aside), expected {width:,} as in the query"
-            raise DataError(f"{where}: line {start}: row {name[:40]!r} has {columns}; {AGAIN}")
+            raise DataError(f"{where}: line {start}: row {name[:40]!r} has {columns}; {_ADVICE}")
     msa = _CODES[np.frombuffer(b"".join(aligned), np.uint8)].reshape(-1, width)
     gaps = np.flatnonzero(msa[0] == GAP)
     if len(gaps):
         gap = f"the query, the first row, has a gap at its column {gaps[0] + 1}"
-        raise DataError(f"{where}: line {starts[0]}: {gap}; expected letters only; {AGAIN}")
+        raise DataError(f"{where}: line {starts[0]}: {gap}; expected letters only; {_ADVICE}")
     return Alignment(msa, _deletions(rows, width), names)
 
 
@@ -209,42 +209,42 @@ def _deletions(rows: list[bytes], width: int) -> NDArray[np.int32]:
 
 def parse_stockholm(data: bytes, where: str) -> Alignment:
     """Rows of Stockholm; ``where`` names them in errors. Case means nothing and "." is a gap."""
-    lines = _lines(data, where)
+    lines = _split_lines(data, where)
     parts: dict[bytes, list[bytes]] = {}
     starts: list[int] = []
     end = None
     for number, text in enumerate(lines, 1):
         line = text.strip()
         if number == 1 and not line.startswith(b"# STOCKHOLM"):
-            raise DataError(f"{where}: line 1: {_shown(line)}, expected '# STOCKHOLM 1.0'; {AGAIN}")
+            raise DataError(f"{where}: line 1: {_quote(line)}, expected '# STOCKHOLM 1.0'; {_ADVICE}")
         if line and end is not None:
-            raise DataError(f"{where}: line {number}: {_shown(line)} after '//', expected one alignment; {AGAIN}")
+            raise DataError(f"{where}: line {number}: {_quote(line)} after '//', expected one alignment; {_ADVICE}")
         if line == b"//":
             end = number
         elif line and not line.startswith(b"#"):
             fields = line.split()
             if len(fields) != 2:
-                raise DataError(f"{where}: line {number}: {_shown(line)}, expected a name and a row; {AGAIN}")
-            _refuse_letters(fields[1], text, number, where)
+                raise DataError(f"{where}: line {number}: {_quote(line)}, expected a name and a row; {_ADVICE}")
+            _check_letters(fields[1], text, number, where)
             if fields[0] not in parts:
                 parts[fields[0]] = []
                 starts.append(number)
             parts[fields[0]].append(fields[1])
     if end is None:
-        raise DataError(f"{where}: line {len(lines)}: the file ends without '//': it is cut off; {AGAIN}")
+        raise DataError(f"{where}: line {len(lines)}: the file ends without '//': it is cut off; {_ADVICE}")
     if not parts:
-        raise DataError(f"{where}: line {end}: no rows before '//', expected the query at least; {AGAIN}")
+        raise DataError(f"{where}: line {end}: no rows before '//', expected the query at least; {_ADVICE}")
     names = [name.decode("utf-8", "replace") for name in parts]
     rows = [b"".join(part).translate(_AS_COLUMNS) for part in parts.values()]
     width = len(rows[0])
     for name, row, start in zip(names, rows, starts):
         if len(row) != width:
             columns = f"{len(row):,} columns in all, expected {width:,} as in the query"
-            raise DataError(f"{where}: line {start}: row {name[:40]!r}, which begins here, has {columns}; {AGAIN}")
+            raise DataError(f"{where}: line {start}: row {name[:40]!r}, which begins here, has {columns}; {_ADVICE}")
     codes = _CODES[np.frombuffer(b"".join(rows), np.uint8)].reshape(-1, width)
     column = codes[0] != GAP
     if not column.any():
-        raise DataError(f"{where}: line {starts[0]}: the query, the first row, has only gaps; {AGAIN}")
+        raise DataError(f"{where}: line {starts[0]}: the query, the first row, has only gaps; {_ADVICE}")
     deletions = np.zeros((len(rows), int(column.sum())), np.int32)
     if not column.all():
         next_column, first = np.unique(np.cumsum(column)[~column], return_index=True)
@@ -259,13 +259,13 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
 
 def read_hhr(path: Path) -> list[Hit]:
     """The hits in the order of the file; none where the search found none."""
-    return parse_hhr(_content(path), str(path))
+    return parse_hhr(_read_bytes(path), str(path))
 
 
 def parse_hhr(data: bytes, where: str) -> list[Hit]:
-    lines = [line.decode("utf-8", "replace") for line in _lines(data, where)]
+    lines = [line.decode("utf-8", "replace") for line in _split_lines(data, where)]
     if not lines[0].startswith("Query"):
-        raise DataError(f"{where}: line 1: {_shown(_lines(data, where)[0])}, expected 'Query', as HHsearch begins; {AGAIN}")
+        raise DataError(f"{where}: line 1: {_quote(_split_lines(data, where)[0])}, expected 'Query', as HHsearch begins; {_ADVICE}")
     starts = [at for at, line in enumerate(lines) if line.startswith("No ")]
     return [_hit(lines[begin:end], begin + 1, where) for begin, end in zip(starts, [*starts[1:], len(lines)])]
 
@@ -280,9 +280,9 @@ def _hit(lines: list[str], begin: int, where: str) -> Hit:
             raise ValueError
     except (ValueError, IndexError, KeyError, OverflowError):
         text = "not the head of a hit; expected lines 'No 1', '>name' and 'Probab=... Aligned_cols=... Sum_probs=...'"
-        raise DataError(f"{where}: line {begin}: {text}; {AGAIN}") from None
+        raise DataError(f"{where}: line {begin}: {text}; {_ADVICE}") from None
     texts: dict[str, list[str]] = {"Q": [], "T": []}
-    places: dict[str, list[NDArray[np.int64]]] = {"Q": [], "T": []}
+    indices: dict[str, list[NDArray[np.int64]]] = {"Q": [], "T": []}
     width = {"Q": 0, "T": 0}
     for number, line in enumerate(lines[3:], begin + 3):
         fields = line.split()
@@ -296,47 +296,47 @@ def _hit(lines: list[str], begin: int, where: str) -> Hit:
             width[line[0]] += len(text)
             if line[0] == "T" and width["T"] != width["Q"]:
                 raise ValueError
-            place = np.where(letters, first - 2 + np.cumsum(letters), -1)
+            index_of_column = np.where(letters, first - 2 + np.cumsum(letters), -1)
         except (ValueError, IndexError, OverflowError):
             text = "expected the name, the first residue, letters, the last residue and (length), as many columns in Q as in T"
-            raise DataError(f"{where}: line {number}: {_shown(line.encode())}: {text}; {AGAIN}") from None
+            raise DataError(f"{where}: line {number}: {_quote(line.encode())}: {text}; {_ADVICE}") from None
         texts[line[0]].append(text)
-        places[line[0]].append(place)
+        indices[line[0]].append(index_of_column)
     if not width["Q"] or width["Q"] != width["T"]:
         text = f"hit {index} has {width['Q']} columns of the query and {width['T']} of the template: it is cut off"
-        raise DataError(f"{where}: line {begin}: {text}; {AGAIN}")
+        raise DataError(f"{where}: line {begin}: {text}; {_ADVICE}")
     query, hit = ("".join(texts[side]) for side in "QT")
-    query_indices, hit_indices = (np.concatenate(places[side]) for side in "QT")
+    query_indices, hit_indices = (np.concatenate(indices[side]) for side in "QT")
     return Hit(index, lines[1][1:], aligned_columns, sum_probs, query, hit, query_indices, hit_indices)
 
 
 # ---- bytes
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return gunzip(path) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as problem:
-        raise DataError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}; {AGAIN}") from problem
+        raise DataError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}; {_ADVICE}") from problem
 
 
-def _lines(data: bytes, where: str) -> list[bytes]:
+def _split_lines(data: bytes, where: str) -> list[bytes]:
     if not data.strip():
-        raise DataError(f"{where}: line 1: empty, expected an alignment; {AGAIN}")
+        raise DataError(f"{where}: line 1: empty, expected an alignment; {_ADVICE}")
     if b"\0" in data:
         line = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise DataError(f"{where}: line {line}: a NUL byte, expected text; is it packed, or several files in one? {AGAIN}")
+        raise DataError(f"{where}: line {line}: a NUL byte, expected text; is it packed, or several files in one? {_ADVICE}")
     return data.splitlines()
 
 
-def _shown(line: bytes) -> str:
+def _quote(line: bytes) -> str:
     return repr(line[:40].decode("utf-8", "replace")) + ("..." if len(line) > 40 else "")
 
 
-def _refuse_letters(row: bytes, line: bytes, number: int, where: str) -> None:
+def _check_letters(row: bytes, line: bytes, number: int, where: str) -> None:
     """Raise at the first character that no residue has, of a row that ends its line."""
-    odd = row.translate(None, _ALLOWED)
-    if odd:
-        column = len(line.rstrip()) - len(row) + row.index(odd[:1]) + 1
-        character = repr(chr(odd[0])) if odd[0] < 128 else f"byte 0x{odd[0]:02x}"
-        raise DataError(f"{where}: line {number}, column {column}: {character}, expected letters of residues or '-'; {AGAIN}")
+    invalid = row.translate(None, _ALLOWED)
+    if invalid:
+        column = len(line.rstrip()) - len(row) + row.index(invalid[:1]) + 1
+        character = repr(chr(invalid[0])) if invalid[0] < 128 else f"byte 0x{invalid[0]:02x}"
+        raise DataError(f"{where}: line {number}, column {column}: {character}, expected letters of residues or '-'; {_ADVICE}")

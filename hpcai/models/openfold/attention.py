@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.kernels.attention import gated_attention
-from hpcai.models.openfold.layers import Linear, channels_first, draw
+from hpcai.models.openfold.layers import Linear, channels_first, init_weight_
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
 
@@ -23,10 +23,10 @@ class GatedAttention(nn.Module):
         self.head, self.heads = head, heads
         self.linear_qkvg = Linear(channels, 4 * head * heads, bias=False)
         self.gate_bias = nn.Parameter(torch.ones(head * heads))
-        self.linear_o = Linear(head * heads, channels, start="final")
+        self.linear_o = Linear(head * heads, channels, init="final")
         with torch.no_grad():
             for part in self.linear_qkvg.weight.chunk(4)[:3]:
-                draw(part, "glorot")
+                init_weight_(part, "glorot")
             self.linear_qkvg.weight[3 * head * heads :] = 0
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
@@ -53,13 +53,13 @@ class RowAttention(nn.Module):
         self.layer_norm_m, self.layer_norm_z = LayerNorm(channels, autocast_output=True), LayerNorm(pair, autocast_output=True)
         self.linear_z = Linear(pair, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
-        self.every_row = Seam()  # a sequence meets every pair
+        self.gather_bias = Seam()  # a sequence meets every pair
 
     def forward(self, m: Tensor, mask: Tensor, z: Tensor) -> Tensor:
         bias = channels_first(self.linear_z.weight, None, self.layer_norm_z(z))  # [B, H, R/n, R]
-        passing = self.every_row.begin(bias)
+        pending = self.gather_bias.begin(bias)
         qkvg = self.attention.project(self.layer_norm_m(m))
-        return self.attention.attend(qkvg, mask, self.every_row.finish(passing))
+        return self.attention.attend(qkvg, mask, self.gather_bias.finish(pending))
 
 
 class ColumnAttention(nn.Module):
@@ -81,14 +81,14 @@ class GlobalColumnAttention(nn.Module):
         super().__init__()
         self.head, self.heads = head, heads
         self.layer_norm_m = LayerNorm(channels)
-        self.linear_q = Linear(channels, head * heads, bias=False, start="glorot")
-        self.linear_kv = Linear(channels, 2 * head, bias=False, start="glorot")
-        self.linear_g = Linear(channels, head * heads, start="final")
-        self.linear_o = Linear(head * heads, channels, start="final")
+        self.linear_q = Linear(channels, head * heads, bias=False, init="glorot")
+        self.linear_kv = Linear(channels, 2 * head, bias=False, init="glorot")
+        self.linear_g = Linear(channels, head * heads, init="final")
+        self.linear_o = Linear(head * heads, channels, init="final")
         nn.init.ones_(self.linear_g.bias)
         with torch.no_grad():
             for part in self.linear_kv.weight.chunk(2):
-                draw(part, "glorot")
+                init_weight_(part, "glorot")
 
     def forward(self, m: Tensor, mask: Tensor) -> Tensor:
         m = self.layer_norm_m(m)
@@ -113,11 +113,11 @@ class TriangleAttention(nn.Module):
         self.layer_norm = LayerNorm(channels, autocast_output=True)
         self.linear = Linear(channels, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
-        self.every_row = Seam()  # a row meets every pair of its columns
+        self.gather_bias = Seam()  # a row meets every pair of its columns
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm(z)
         bias = channels_first(self.linear.weight, None, z)
-        passing = self.every_row.begin(bias if self.starting else bias.transpose(2, 3))
+        pending = self.gather_bias.begin(bias if self.starting else bias.transpose(2, 3))
         qkvg = self.attention.project(z)
-        return self.attention.attend(qkvg, mask, self.every_row.finish(passing), columns=not self.starting)
+        return self.attention.attend(qkvg, mask, self.gather_bias.finish(pending), columns=not self.starting)

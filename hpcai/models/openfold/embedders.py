@@ -15,11 +15,11 @@ from hpcai.models.openfold.residues import MASKED
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
 
-_LETTERS = MASKED + 1  # alignments have 20, unknown, gap, masked
-_TYPES = _LETTERS - 1
+_NUM_LETTERS = MASKED + 1  # alignments have 20, unknown, gap, masked
+_NUM_TYPES = _NUM_LETTERS - 1
 _BACKBONE = slice(3)  # N, CA and C of the 37; a list of them would be copied to the device in every pass
-_FAR = 32  # residues of a chain beyond which a distance along it says no more
-_FARTHEST = 1e8  # square angstrom: the last bin of distances is open
+_MAX_OFFSET = 32  # residues of a chain beyond which a distance along it says no more
+_MAX_SQUARED_DISTANCE = 1e8  # square angstrom: the last bin of distances is open
 
 
 class InputEmbedder(nn.Module):
@@ -29,13 +29,13 @@ class InputEmbedder(nn.Module):
         super().__init__()
         self.linear_tf_z_i, self.linear_tf_z_j = Linear(22, pair), Linear(22, pair)
         self.linear_tf_m, self.linear_msa_m = Linear(22, msa), Linear(49, msa)
-        self.linear_relpos = Linear(2 * _FAR + 1, pair)
-        self.own_rows = Seam()
+        self.linear_relpos = Linear(2 * _MAX_OFFSET + 1, pair)
+        self.local_rows = Seam()
 
     def forward(self, target: Tensor, index: Tensor, msa: Tensor) -> tuple[Tensor, Tensor]:
-        apart = (self.own_rows(index)[:, :, None] - index[:, None]).clamp(-_FAR, _FAR) + _FAR
-        z = self.linear_tf_z_i(self.own_rows(target))[:, :, None] + self.linear_tf_z_j(target)[:, None]
-        z = z + self.linear_relpos(one_hot(apart, 2 * _FAR + 1, target.dtype))
+        offsets = (self.local_rows(index)[:, :, None] - index[:, None]).clamp(-_MAX_OFFSET, _MAX_OFFSET) + _MAX_OFFSET
+        z = self.linear_tf_z_i(self.local_rows(target))[:, :, None] + self.linear_tf_z_j(target)[:, None]
+        z = z + self.linear_relpos(one_hot(offsets, 2 * _MAX_OFFSET + 1, target.dtype))
         return self.linear_msa_m(msa) + self.linear_tf_m(target)[:, None], z
 
 
@@ -49,53 +49,53 @@ class RecyclingEmbedder(nn.Module):
         super().__init__()
         self.linear = Linear(15, pair)
         self.layer_norm_m, self.layer_norm_z = LayerNorm(msa), LayerNorm(pair)
-        self.register_buffer("edges", square_edges(3.25, 20.75, 15), persistent=False)
-        self.own_rows = Seam()
+        self.register_buffer("edges", squared_bin_edges(3.25, 20.75, 15), persistent=False)
+        self.local_rows = Seam()
 
     def forward(self, m: Tensor, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer_norm_m(m), self.layer_norm_z(z) + self.linear(bins(self.own_rows(x), x, self.edges).to(z.dtype))
+        return self.layer_norm_m(m), self.layer_norm_z(z) + self.linear(distogram(self.local_rows(x), x, self.edges).to(z.dtype))
 
 
-class ExtraEmbedder(nn.Module):
+class ExtraMSAEmbedder(nn.Module):
     """Extra rows, each a letter and two numbers of deletions.   [B, E, R] each -> [B, E/n, R, C]"""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.linear = Linear(_LETTERS + 2, channels)
-        self.own_sequences = Seam()
+        self.linear = Linear(_NUM_LETTERS + 2, channels)
+        self.local_sequences = Seam()
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         names = "extra_msa", "extra_has_deletion", "extra_deletion_value"
-        rows, *deletions = (self.own_sequences(features[name]) for name in names)
-        letters = one_hot(rows, _LETTERS, self.linear.weight.dtype)
-        more = [each[..., None].to(letters.dtype) for each in deletions]
-        return self.linear(torch.cat([letters, *more], -1))
+        rows, *deletions = (self.local_sequences(features[name]) for name in names)
+        letters = one_hot(rows, _NUM_LETTERS, self.linear.weight.dtype)
+        deletion_columns = [values[..., None].to(letters.dtype) for values in deletions]
+        return self.linear(torch.cat([letters, *deletion_columns], -1))
 
 
-class TemplateAngles(nn.Module):
+class TemplateAngleEmbedder(nn.Module):
     """Torsion angles of a template as a row of the alignment.   [B, T, R, 57] -> [B, T, R, C]"""
 
     def __init__(self, msa: int) -> None:
         super().__init__()
-        self.linear_1, self.linear_2 = Linear(57, msa, start="relu"), Linear(msa, msa)
+        self.linear_1, self.linear_2 = Linear(57, msa, init="relu"), Linear(msa, msa)
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        kind = self.linear_1.weight.dtype
-        x = [one_hot(features["template_aatype"], _TYPES, kind)]
-        x += [features[f"template_{name}torsion_angles_sin_cos"].flatten(-2).to(kind) for name in ("", "alt_")]
-        x += [features["template_torsion_angles_mask"].to(kind)]
+        dtype = self.linear_1.weight.dtype
+        x = [one_hot(features["template_aatype"], _NUM_TYPES, dtype)]
+        x += [features[f"template_{name}torsion_angles_sin_cos"].flatten(-2).to(dtype) for name in ("", "alt_")]
+        x += [features["template_torsion_angles_mask"].to(dtype)]
         return self.linear_2(self.linear_1(torch.cat(x, -1)).relu())
 
 
-class PointwiseAttention(nn.Module):
+class TemplatePointwiseAttention(nn.Module):
     """Attention of a pair to the same pair in templates (Algorithm 17).   t [B, T, R/n, R, Ct], z [B, R/n, R, C] -> as z"""
 
     def __init__(self, template: int, pair: int, head: int, heads: int) -> None:
         super().__init__()
         self.head, self.heads = head, heads
-        self.linear_q = Linear(pair, head * heads, bias=False, start="glorot")
-        self.linear_kv = Linear(template, 2 * head * heads, bias=False, start="glorot")
-        self.linear_o = Linear(head * heads, pair, start="final")
+        self.linear_q = Linear(pair, head * heads, bias=False, init="glorot")
+        self.linear_kv = Linear(template, 2 * head * heads, bias=False, init="glorot")
+        self.linear_o = Linear(head * heads, pair, init="final")
 
     def forward(self, t: Tensor, z: Tensor, mask: Tensor) -> Tensor:
         q = self.linear_q(z).unflatten(-1, (self.heads, self.head))[:, None] * self.head**-0.5  # [B, 1, R, R, H, C]
@@ -110,46 +110,46 @@ class TemplateEmbedder(nn.Module):
 
     edges: Tensor
 
-    def __init__(self, msa: int, pair: int, cfg: TemplateConfig, save: bool = False) -> None:
+    def __init__(self, msa: int, pair: int, cfg: TemplateConfig, checkpoint_blocks: bool = False) -> None:
         super().__init__()
-        self.template_single_embedder = TemplateAngles(msa)
-        self.template_pair_embedder = Linear(88, cfg.channels, start="relu")
-        self.template_pair_stack = TemplateStack(cfg.channels, cfg.blocks, cfg.pairs, save)
-        self.template_pointwise_att = PointwiseAttention(cfg.channels, pair, cfg.head, cfg.heads)
-        self.register_buffer("edges", square_edges(3.25, 50.75, 39), persistent=False)
-        self.own_rows = Seam()
+        self.template_single_embedder = TemplateAngleEmbedder(msa)
+        self.template_pair_embedder = Linear(88, cfg.channels, init="relu")
+        self.template_pair_stack = TemplateStack(cfg.channels, cfg.blocks, cfg.pairs, checkpoint_blocks)
+        self.template_pointwise_att = TemplatePointwiseAttention(cfg.channels, pair, cfg.head, cfg.heads)
+        self.register_buffer("edges", squared_bin_edges(3.25, 50.75, 39), persistent=False)
+        self.local_rows = Seam()
 
     def forward(self, features: Mapping[str, Tensor], z: Tensor, pair_mask: Tensor) -> Tensor:
         t = self.template_pair_embedder(self._pairs(features))  # [B, T, R/n, R, C]
-        several = t.shape[1]
-        every = pair_mask[:, None].expand(-1, several, -1, -1).flatten(0, 1)
-        t = self.template_pair_stack(t.flatten(0, 1), every).unflatten(0, (-1, several))
+        count = t.shape[1]
+        mask_per_template = pair_mask[:, None].expand(-1, count, -1, -1).flatten(0, 1)
+        t = self.template_pair_stack(t.flatten(0, 1), mask_per_template).unflatten(0, (-1, count))
         mask = features["template_mask"].to(z.dtype)  # [B, T]
         return self.template_pointwise_att(t, z, mask) * (mask.sum(1) > 0)[:, None, None, None]
 
     def _pairs(self, features: Mapping[str, Tensor]) -> Tensor:
         """[B, T, R/n, R, 88]: distances, which are known, types by column and by row, three unused zeros, backbones."""
-        kind = self.template_pair_embedder.weight.dtype
-        atoms = features["template_all_atom_mask"][..., _BACKBONE].prod(-1).to(kind)
-        beta = features["template_pseudo_beta_mask"].to(kind)
-        types = one_hot(features["template_aatype"], _TYPES, kind)
-        known, backbone = (self.own_rows(x)[..., :, None] * x[..., None, :] for x in (beta, atoms))  # [B, T, R/n, R]
-        near = bins(self.own_rows(features["template_pseudo_beta"]), features["template_pseudo_beta"], self.edges).to(kind)
-        shape = *known.shape, _TYPES
-        nothing = known.new_zeros(*known.shape, 3)
-        by_type = types[..., None, :, :].expand(shape), self.own_rows(types)[..., :, None, :].expand(shape)
-        return torch.cat([near, known[..., None], *by_type, nothing, backbone[..., None]], -1) * backbone[..., None]
+        dtype = self.template_pair_embedder.weight.dtype
+        atoms = features["template_all_atom_mask"][..., _BACKBONE].prod(-1).to(dtype)
+        beta = features["template_pseudo_beta_mask"].to(dtype)
+        types = one_hot(features["template_aatype"], _NUM_TYPES, dtype)
+        known, backbone = (self.local_rows(x)[..., :, None] * x[..., None, :] for x in (beta, atoms))  # [B, T, R/n, R]
+        near = distogram(self.local_rows(features["template_pseudo_beta"]), features["template_pseudo_beta"], self.edges).to(dtype)
+        shape = *known.shape, _NUM_TYPES
+        unused = known.new_zeros(*known.shape, 3)
+        by_type = types[..., None, :, :].expand(shape), self.local_rows(types)[..., :, None, :].expand(shape)
+        return torch.cat([near, known[..., None], *by_type, unused, backbone[..., None]], -1) * backbone[..., None]
 
 
-def square_edges(first: float, last: float, count: int) -> Tensor:
+def squared_bin_edges(first: float, last: float, count: int) -> Tensor:
     """Lower edges of bins of distances, squared, and the upper one of the last.   angstrom -> [count + 1] square angstrom"""
-    return torch.cat([torch.linspace(first, last, count) ** 2, torch.tensor([_FARTHEST])])
+    return torch.cat([torch.linspace(first, last, count) ** 2, torch.tensor([_MAX_SQUARED_DISTANCE])])
 
 
-def bins(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
+def distogram(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
     """True in the bin that holds the distance of a pair, if any does.
 
     x [..., I, 3], y [..., J, 3], edges [K + 1] -> [..., I, J, K]
     """
-    apart = (x[..., :, None, :] - y[..., None, :, :]).square().sum(-1, keepdim=True)
-    return (apart > edges[:-1].to(apart.dtype)) & (apart < edges[1:].to(apart.dtype))
+    squared = (x[..., :, None, :] - y[..., None, :, :]).square().sum(-1, keepdim=True)
+    return (squared > edges[:-1].to(squared.dtype)) & (squared < edges[1:].to(squared.dtype))

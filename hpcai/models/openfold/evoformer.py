@@ -45,8 +45,8 @@ class TriangleMultiplication(nn.Module):
         self.outgoing = outgoing
         self.layer_norm_in, self.layer_norm_out = LayerNorm(channels, autocast_output=True), LayerNorm(hidden, autocast_output=True)
         self.linear_ab = Linear(channels, 4 * hidden)  # projections of a and b, then their gates
-        self.linear_g = Linear(channels, channels, start="final")
-        self.linear_z = Linear(hidden, channels, start="final")
+        self.linear_g = Linear(channels, channels, init="final")
+        self.linear_z = Linear(hidden, channels, init="final")
         self.to_channels, self.to_rows = Seam(), Seam()  # a process multiplies some channels of all edges
         nn.init.ones_(self.linear_g.bias)
         with torch.no_grad():
@@ -55,34 +55,34 @@ class TriangleMultiplication(nn.Module):
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm_in(z)
-        one, hidden = z[..., 0].numel() * z.element_size(), self.linear_z.in_features
+        channel_bytes, hidden = z[..., 0].numel() * z.element_size(), self.linear_z.in_features
         if torch.is_grad_enabled():  # all gates are kept then, and are made while factors are on their way
-            passing = self.to_channels.begin(self._factors(z, mask, slice(0, hidden)))
-            g = self.linear_g(z)
-            return self._gated(self._sums(self.to_channels.finish(passing)), g)
+            pending = self.to_channels.begin(self._project(z, mask, slice(0, hidden)))
+            gates = self.linear_g(z)
+            return self._gate_output(self._contract(self.to_channels.finish(pending)), gates)
 
-        def edges(some: slice) -> Tensor:
-            return self._sums(self.to_channels(self._factors(z, mask, some)))
+        def edges(chunk: slice) -> Tensor:
+            return self._contract(self.to_channels(self._project(z, mask, chunk)))
 
-        x = map_chunks(edges, hidden, z, 6 * one, _CPU, 1, self.to_channels.num_shards)  # [B, C, R/n, R]
+        x = map_chunks(edges, hidden, z, 6 * channel_bytes, _CPU, 1, self.to_channels.num_shards)  # [B, C, R/n, R]
 
-        def rows(some: slice) -> Tensor:
-            return self._gated(x[:, :, some], self.linear_g(z[:, some]))
+        def rows(chunk: slice) -> Tensor:
+            return self._gate_output(x[:, :, chunk], self.linear_g(z[:, chunk]))
 
-        return map_chunks(rows, x.shape[2], z, 5 * hidden * one // x.shape[2], _CPU, 1)
+        return map_chunks(rows, x.shape[2], z, 5 * hidden * channel_bytes // x.shape[2], _CPU, 1)
 
-    def _factors(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
+    def _project(self, z: Tensor, mask: Tensor, channels: slice) -> Tensor:
         """Some channels of a, then of b.   [B, 2 c, R/n, R]"""
         weight, bias = self.linear_ab.weight, self.linear_ab.bias
-        if some != slice(0, self.linear_z.in_features):
-            weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (weight, bias))
+        if channels != slice(0, self.linear_z.in_features):
+            weight, bias = (parameter.unflatten(0, (4, -1))[:, channels].flatten(0, 1) for parameter in (weight, bias))
         return glu_halves(channels_first(weight, bias, z), mask[:, None])
 
-    def _sums(self, ab: Tensor) -> Tensor:
+    def _contract(self, ab: Tensor) -> Tensor:
         """Over the third residues.   [B, 2 c/n, R, R] -> [B, c, R/n, R]"""
         return self.to_rows(triangle_multiplication(ab, self.outgoing))
 
-    def _gated(self, x: Tensor, g: Tensor) -> Tensor:
+    def _gate_output(self, x: Tensor, g: Tensor) -> Tensor:
         return gate(self.linear_z(self.layer_norm_out(x.permute(0, 2, 3, 1))), g)
 
 
@@ -96,20 +96,20 @@ class OuterProductMean(nn.Module):
         super().__init__()
         self.layer_norm = LayerNorm(channels, autocast_output=True)
         self.linear_1, self.linear_2 = Linear(channels, hidden), Linear(channels, hidden)
-        self.linear_out = Linear(hidden**2, pair, start="final")
-        self.every_residue = Seam()  # a residue meets every other
+        self.linear_out = Linear(hidden**2, pair, init="final")
+        self.gather_residues = Seam()  # a residue meets every other
 
     def forward(self, m: Tensor, masks: Masks) -> Tensor:
         m = self.layer_norm(m)
         b = self.linear_2(m)
         mask = masks.columns[..., None].to(b.dtype)  # or the products would be wider than both
-        passing = self.every_residue.begin(b * mask, masks.size[1])
+        pending = self.gather_residues.begin(b * mask, masks.size[1])
         a = self.linear_1(m) * mask
-        b = self.every_residue.finish(passing)
+        b = self.gather_residues.finish(pending)
         return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.both + _COUNT_EPS)
 
 
-class PairUpdate(nn.Module):
+class PairStack(nn.Module):
     """Pairs through the triangles that they are edges of.   z [B, R/n, R, C], mask [B, R/n, R] (symmetric) -> [B, R/n, R, C]"""
 
     def __init__(self, channels: int, cfg: PairConfig, attention_first: bool = False) -> None:
@@ -120,7 +120,7 @@ class PairUpdate(nn.Module):
         self.tri_att_start = TriangleAttention(channels, cfg.head, cfg.heads, starting=True)
         self.tri_att_end = TriangleAttention(channels, cfg.head, cfg.heads, starting=False)
         self.pair_transition = Transition(channels, cfg.transition)
-        self.drop_columns, self.drop_rows = Dropout(cfg.dropout, shared=1), Dropout(cfg.dropout, shared=2)
+        self.drop_columns, self.drop_rows = Dropout(cfg.dropout, shared_dim=1), Dropout(cfg.dropout, shared_dim=2)
         self.to_columns, self.to_rows = Seam(), Seam()  # the cut of the pairs moves
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ class EvoformerBlock(nn.Module):
         self.msa_att_col: nn.Module = ColumnAttention(channels, msa.head, msa.heads)
         self.msa_transition = Transition(channels, msa.transition)
         self.outer_product_mean = OuterProductMean(channels, pair, msa.outer)
-        self.pair = PairUpdate(pair, pairs)
-        self.drop_rows = Dropout(msa.dropout, shared=1)
+        self.pair = PairStack(pair, pairs)
+        self.drop_rows = Dropout(msa.dropout, shared_dim=1)
         self.to_columns, self.to_rows = Seam(), Seam()  # the cut of the alignment moves
 
     def forward(self, m: Tensor, z: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
@@ -155,12 +155,12 @@ class EvoformerBlock(nn.Module):
         m = m + self.msa_att_col(m, masks.columns)
         m = m + self.msa_transition(m)
         z = z + self.outer_product_mean(m, masks)
-        passing = self.to_rows.begin(m, *masks.size)
+        pending = self.to_rows.begin(m, *masks.size)
         z = self.pair(z, masks.pairs)
-        return self.to_rows.finish(passing), z
+        return self.to_rows.finish(pending), z
 
 
-class ExtraBlock(EvoformerBlock):
+class ExtraMSABlock(EvoformerBlock):
     """A block for the extra rows (Algorithm 18): an Evoformer block with one global query for a column."""
 
     def __init__(self, channels: int, pair: int, msa: MsaConfig, pairs: PairConfig) -> None:
@@ -168,44 +168,44 @@ class ExtraBlock(EvoformerBlock):
         self.msa_att_col = GlobalColumnAttention(channels, msa.head, msa.heads)
 
 
-class Stack(nn.Module):
+class EvoformerStack(nn.Module):
     """Blocks one after another. With ``save`` each keeps only its input until the backward pass.
 
     m [B, S/n, R, C], z [B, R/n, R, C], msa_mask [B, S, R], pair_mask [B, R/n, R] -> [B, S, R/n, C], [B, R/n, R, C]
     """
 
-    def __init__(self, blocks: list[EvoformerBlock], save: bool = False) -> None:
+    def __init__(self, blocks: list[EvoformerBlock], checkpoint_blocks: bool = False) -> None:
         super().__init__()
-        self.blocks, self.save = nn.ModuleList(blocks), save
-        self.own_sequences, self.own_columns = Seam(), Seam()
+        self.blocks, self.checkpoint_blocks = nn.ModuleList(blocks), checkpoint_blocks
+        self.local_sequences, self.local_columns = Seam(), Seam()
 
     def forward(self, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:
         masks = self.masks(msa_mask, pair_mask)
         for block in self.blocks:
-            m, z = saving(block, self.save, m, z, masks)
+            m, z = run_block(block, self.checkpoint_blocks, m, z, masks)
         return m, z
 
     def masks(self, msa_mask: Tensor, pair_mask: Tensor) -> Masks:
         """Those of its blocks.   msa_mask [B, S, R], pair_mask [B, R/n, R]"""
-        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.own_columns(msa_mask)
-        return Masks(self.own_sequences(msa_mask), columns, pair_mask, columns.transpose(1, 2) @ msa_mask, size)
+        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.local_columns(msa_mask)
+        return Masks(self.local_sequences(msa_mask), columns, pair_mask, columns.transpose(1, 2) @ msa_mask, size)
 
 
 class TemplateStack(nn.Module):
     """Blocks for the pairs of templates, each by itself (Algorithm 16).   t [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]"""
 
-    def __init__(self, channels: int, blocks: int, cfg: PairConfig, save: bool = False) -> None:
+    def __init__(self, channels: int, blocks: int, cfg: PairConfig, checkpoint_blocks: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(PairUpdate(channels, cfg, attention_first=True) for _ in range(blocks))
+        self.blocks = nn.ModuleList(PairStack(channels, cfg, attention_first=True) for _ in range(blocks))
         self.layer_norm = LayerNorm(channels, autocast_output=True)
-        self.save = save
+        self.checkpoint_blocks = checkpoint_blocks
 
     def forward(self, t: Tensor, mask: Tensor) -> Tensor:
         for block in self.blocks:
-            t = saving(block, self.save, t, mask)
+            t = run_block(block, self.checkpoint_blocks, t, mask)
         return self.layer_norm(t)
 
 
-def saving(block: nn.Module, save: bool, *given: Any) -> Any:
+def run_block(block: nn.Module, checkpoint_blocks: bool, *args: Any) -> Any:
     # The re-entrant form breaks under data parallelism.
-    return checkpoint(block, *given, use_reentrant=False) if save and torch.is_grad_enabled() else block(*given)
+    return checkpoint(block, *args, use_reentrant=False) if checkpoint_blocks and torch.is_grad_enabled() else block(*args)

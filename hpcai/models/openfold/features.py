@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from hpcai.config import Natural, Positive, Rate, Settings, Share
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
-from hpcai.models.openfold.alignments import Alignment, agree, encode
+from hpcai.models.openfold.alignments import Alignment, check_same_sequence, encode
 from hpcai.models.openfold.residues import GAP, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
-from hpcai.models.openfold.truth import atom14, pseudo_beta, torsions, truth_of
+from hpcai.models.openfold.targets import compute_targets, make_atom14_masks, pseudo_beta, torsion_angles
 
 Array = NDArray[Any]
 
 TEMPLATES = "template_aatype", "template_all_atom_positions", "template_all_atom_mask", "template_sum_probs"
-_NOT_READ = {"torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"}  # only the chain's chi angles are
+_UNUSED_TARGETS = {"torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"}  # only the chain's chi angles are
 
 
 class FeatureConfig(Settings):
@@ -72,11 +72,11 @@ class Templates:
     take: Callable[[Array], Mapping[str, Array]]
 
 
-Given = Mapping[str, Array] | Templates | None
+TemplateSource = Mapping[str, Array] | Templates | None
 
 
 def featurize(
-    chain: Chain | str, alignment: Alignment, templates: Given = None, cfg: FeatureConfig | None = None, *,
+    chain: Chain | str, alignment: Alignment, templates: TemplateSource = None, cfg: FeatureConfig | None = None, *,
     seed: int = 0, epoch: int = 0, index: int = 0, passes: int | None = None, training: bool = True,
 ) -> dict[str, Array]:  # fmt: skip
     """Features of one chain, which may be a sequence alone, without a structure. Floats are float32, integers int64.
@@ -90,27 +90,27 @@ def featurize(
     cfg = cfg or FeatureConfig()
     passes = cfg.recycles + 1 if passes is None else passes
     where, aatype = ("sequence", encode(chain).astype(np.int64)) if isinstance(chain, str) else (chain.name, chain.aatype)
-    _check(where, aatype, alignment)
+    _check_inputs(where, aatype, alignment)
     if passes < 1:
         raise DataError(f"{where}: {passes} passes, expected one at least")
-    draw = _generator(seed, epoch, index, 0)
-    size, clamped = cfg.crop or len(aatype), draw.random() < cfg.clamped
-    first = int(draw.integers(0, max(len(aatype) - size, 0), endpoint=True)) if training else 0
-    seen = slice(first, first + size)
-    fixed = _residues(aatype, seen, size)
+    generator = _generator(seed, epoch, index, 0)
+    size, clamped = cfg.crop or len(aatype), generator.random() < cfg.clamped
+    start = int(generator.integers(0, max(len(aatype) - size, 0), endpoint=True)) if training else 0
+    crop = slice(start, start + size)
+    shared = _sequence_features(aatype, crop, size)
     if not isinstance(chain, str):
-        found = truth_of(aatype, chain.positions, chain.mask, where)
-        found |= {"all_atom_positions": np.where(chain.mask[..., None] > 0, chain.positions, 0), "all_atom_mask": chain.mask}
-        fixed |= {name: fit(array[seen], size) for name, array in found.items() if name not in _NOT_READ}
-        fixed |= {"resolution": np.float32(chain.resolution or 0), "is_distillation": np.float32(0)}
-        fixed["use_clamped_fape"] = np.float32(training and clamped)
+        targets = compute_targets(aatype, chain.positions, chain.mask, where)
+        targets |= {"all_atom_positions": np.where(chain.mask[..., None] > 0, chain.positions, 0), "all_atom_mask": chain.mask}
+        shared |= {name: pad_or_crop(array[crop], size) for name, array in targets.items() if name not in _UNUSED_TARGETS}
+        shared |= {"resolution": np.float32(chain.resolution or 0), "is_distillation": np.float32(0)}
+        shared["use_clamped_fape"] = np.float32(training and clamped)
     if cfg.templates:
-        fixed |= _templates(templates, len(aatype), seen, size, cfg, draw if training else None, where)
-    column = sampling.profile(alignment.msa)
-    rows = [_rows(alignment, column, seen, size, cfg, _generator(seed, epoch, index, 1 + k), training) for k in range(passes)]
-    parts = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    parts |= {name: np.repeat(np.asarray(array)[None], passes, 0) for name, array in fixed.items()}
-    return {name: np.moveaxis(array, 0, -1) for name, array in parts.items()}
+        shared |= _template_features(templates, len(aatype), crop, size, cfg, generator if training else None, where)
+    profile = sampling.msa_profile(alignment.msa)
+    rows = [_msa_rows(alignment, profile, crop, size, cfg, _generator(seed, epoch, index, 1 + k), training) for k in range(passes)]
+    stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    stacked |= {name: np.repeat(np.asarray(array)[None], passes, 0) for name, array in shared.items()}
+    return {name: np.moveaxis(array, 0, -1) for name, array in stacked.items()}
 
 
 def _generator(seed: int, epoch: int, index: int, stage: int) -> np.random.Generator:
@@ -118,7 +118,7 @@ def _generator(seed: int, epoch: int, index: int, stage: int) -> np.random.Gener
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, epoch, index), spawn_key=(stage,))))
 
 
-def _check(where: str, aatype: Array, alignment: Alignment) -> None:
+def _check_inputs(where: str, aatype: Array, alignment: Alignment) -> None:
     msa, deletions = alignment.msa, alignment.deletions
     if not len(aatype):
         raise DataError(f"{where}: no residues, expected one at least; leave it out")
@@ -136,53 +136,53 @@ def _check(where: str, aatype: Array, alignment: Alignment) -> None:
             f"{where}: letters {msa.dtype} from {msa.min()} to {msa.max()} and deletions from {deletions.min()} in the alignment; "
             f"expected integers from 0 to {GAP}, and 0 or more"
         )
-    agree(msa[0], aatype, f"{where}: the first row of the alignment")
+    check_same_sequence(msa[0], aatype, f"{where}: the first row of the alignment")
 
 
-def fit(array: Array, *sizes: int) -> Array:
+def pad_or_crop(array: Array, *sizes: int) -> Array:
     """Cut, or padded with zeros, to ``sizes`` along the first dims."""
     shape = (*sizes, *array.shape[len(sizes) :])[: array.ndim]
-    found = np.zeros(shape, array.dtype)
-    both = tuple(slice(min(pair)) for pair in zip(shape, array.shape))
-    found[both] = array[both]
-    return found
+    out = np.zeros(shape, array.dtype)
+    overlap = tuple(slice(min(pair)) for pair in zip(shape, array.shape))
+    out[overlap] = array[overlap]
+    return out
 
 
-def _residues(aatype: Array, seen: slice, size: int) -> dict[str, Any]:
+def _sequence_features(aatype: Array, crop: slice, size: int) -> dict[str, Any]:
     """The features that every sequence has."""
     length = len(aatype)
-    found = {
+    features = {
         "aatype": aatype,
         "residue_index": np.arange(length),
         "seq_mask": np.ones(length, np.float32),
         "target_feat": sampling.target_feat(aatype),
-        **atom14(aatype),
+        **make_atom14_masks(aatype),
     }
-    return {name: fit(array[seen], size) for name, array in found.items()} | {"seq_length": np.int64(min(length, size))}
+    return {name: pad_or_crop(array[crop], size) for name, array in features.items()} | {"seq_length": np.int64(min(length, size))}
 
 
 # ---- the alignment
 
 
-def _rows(
-    alignment: Alignment, column: Array, seen: slice, size: int, cfg: FeatureConfig, draw: np.random.Generator, training: bool
+def _msa_rows(
+    alignment: Alignment, profile: Array, crop: slice, size: int, cfg: FeatureConfig, generator: np.random.Generator, training: bool
 ) -> dict[str, Array]:
     """The alignment in one pass. Rows are compared whole, as in the public code; all else comes from the residues that are seen."""
-    kept = np.arange(len(alignment))
+    rows = np.arange(len(alignment))
     if training and cfg.deleted_blocks:
-        kept = sampling.spare(len(alignment), cfg.deleted_blocks, cfg.deleted_share, draw)
-    chosen, rest = (kept[rows] for rows in sampling.choose(len(kept), cfg.clusters, draw))
-    true, other = alignment.msa[chosen], alignment.msa[rest]
-    msa, hidden = sampling.hide(true, column, cfg.mask, draw)
-    cluster = sampling.nearest(msa, other)
-    msa, true, hidden, other = (array[:, seen] for array in (msa, true, hidden, other))
-    deletions, other_deletions = alignment.deletions[chosen, seen], alignment.deletions[rest, seen]
-    summary = sampling.summarise(msa, deletions, other, other_deletions, cluster)
-    extra, extra_deletions = other[: cfg.extra], other_deletions[: cfg.extra]  # the others are in random order
+        rows = sampling.delete_blocks(len(alignment), cfg.deleted_blocks, cfg.deleted_share, generator)
+    cluster_rows, extra_rows = (rows[indices] for indices in sampling.choose_clusters(len(rows), cfg.clusters, generator))
+    true_msa, extra_msa = alignment.msa[cluster_rows], alignment.msa[extra_rows]
+    msa, masked = sampling.mask_msa(true_msa, profile, cfg.mask, generator)
+    cluster = sampling.assign_clusters(msa, extra_msa)
+    msa, true_msa, masked, extra_msa = (array[:, crop] for array in (msa, true_msa, masked, extra_msa))
+    deletions, all_extra_deletions = alignment.deletions[cluster_rows, crop], alignment.deletions[extra_rows, crop]
+    summary = sampling.summarize_clusters(msa, deletions, extra_msa, all_extra_deletions, cluster)
+    extra, extra_deletions = extra_msa[: cfg.extra], all_extra_deletions[: cfg.extra]  # the others are in random order
     clusters: dict[str, Array] = {
         "msa_feat": sampling.msa_feat(msa, deletions, *summary),
-        "true_msa": true.astype(np.int64),
-        "bert_mask": hidden.astype(np.float32),
+        "true_msa": true_msa.astype(np.int64),
+        "bert_mask": masked.astype(np.float32),
         "msa_mask": np.ones(msa.shape, np.float32),
         "msa_row_mask": np.ones(len(msa), np.float32),
     }
@@ -193,65 +193,66 @@ def _rows(
         "extra_msa_mask": np.ones(extra.shape, np.float32),
         "extra_msa_row_mask": np.ones(len(extra), np.float32),
     }
-    found = {name: fit(array, cfg.clusters, size) for name, array in clusters.items()}
-    return found | {name: fit(array, cfg.extra, size) for name, array in extras.items()}
+    features = {name: pad_or_crop(array, cfg.clusters, size) for name, array in clusters.items()}
+    return features | {name: pad_or_crop(array, cfg.extra, size) for name, array in extras.items()}
 
 
 # ---- templates
 
 
-def choose_templates(count: int, most: int, draw: np.random.Generator) -> Array:
+def choose_templates(count: int, max_templates: int, generator: np.random.Generator) -> Array:
     """The templates from a random start on, among ``most`` random ones. The start may be the end: often few are left, sometimes
     none.   [0 to ``most``]"""
-    some = draw.permutation(count)[:most]
-    return some[int(draw.integers(0, len(some), endpoint=True)) :]
+    selected = generator.permutation(count)[:max_templates]
+    return selected[int(generator.integers(0, len(selected), endpoint=True)) :]
 
 
-def centred(positions: Array, mask: Array) -> NDArray[np.float32]:
+def center(positions: Array, mask: Array) -> NDArray[np.float32]:
     """Positions less the mean of a template's atoms: numbers of few bits are exact near 0.   [T, N, 37, 3], [T, N, 37]"""
-    there = mask[..., None] > 0
-    mean = positions.sum((1, 2), np.float64, where=there) / np.maximum(there.sum((1, 2)), 1)
-    return np.where(there, positions - mean[:, None, None], 0).astype(np.float32)
+    known = mask[..., None] > 0
+    mean = positions.sum((1, 2), np.float64, where=known) / np.maximum(known.sum((1, 2)), 1)
+    return np.where(known, positions - mean[:, None, None], 0).astype(np.float32)
 
 
-def _templates(
-    given: Given, length: int, seen: slice, size: int, cfg: FeatureConfig, draw: np.random.Generator | None, where: str,
+def _template_features(
+    source: TemplateSource, length: int, crop: slice, size: int, cfg: FeatureConfig, generator: np.random.Generator | None,
+    where: str,
 ) -> dict[str, Array]:  # fmt: skip
-    if not isinstance(given, Templates):
-        every = dict(zip(TEMPLATES, _given(given, length, where)))
-        aatype, positions, mask, _ = every.values()
+    if not isinstance(source, Templates):
+        arrays = dict(zip(TEMPLATES, _validate_templates(source, length, where)))
+        aatype, positions, mask, _ = arrays.values()
         for number, template in enumerate(zip(aatype, positions, mask), 1):
             pseudo_beta(*template, f"{where}: template {number}")  # refuses bad ones, whether they are drawn or not
-        given = Templates(len(aatype), lambda some: {name: array[some] for name, array in every.items()})
+        source = Templates(len(aatype), lambda indices: {name: array[indices] for name, array in arrays.items()})
     most = cfg.templates
-    chosen = choose_templates(given.count, most, draw) if draw is not None else np.arange(given.count)[:most]
-    aatype, positions, mask, sum_probs = _given(given.take(chosen) if len(chosen) else None, length, where)
+    chosen = choose_templates(source.count, most, generator) if generator is not None else np.arange(source.count)[:most]
+    aatype, positions, mask, sum_probs = _validate_templates(source.take(chosen) if len(chosen) else None, length, where)
     # The places of templates that are not there are without atoms, and all that follows from these is 0.
-    aatype, mask = fit(aatype.astype(np.int64), most), fit(mask.astype(np.float32), most)
-    positions = centred(fit(positions, most), mask)
-    found = {"aatype": aatype, "all_atom_positions": positions, "all_atom_mask": mask}
-    found["pseudo_beta"], found["pseudo_beta_mask"] = pseudo_beta(aatype, positions, mask, where)
+    aatype, mask = pad_or_crop(aatype.astype(np.int64), most), pad_or_crop(mask.astype(np.float32), most)
+    positions = center(pad_or_crop(positions, most), mask)
+    features = {"aatype": aatype, "all_atom_positions": positions, "all_atom_mask": mask}
+    features["pseudo_beta"], features["pseudo_beta_mask"] = pseudo_beta(aatype, positions, mask, where)
     if cfg.torsions:
         names = "torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"
-        found |= zip(names, torsions(aatype, positions, mask, where))
-    whole = {f"template_{name}": fit(array[:, seen], most, size) for name, array in found.items()}
-    whole["template_sum_probs"] = fit(sum_probs.astype(np.float32), most)
-    return whole | {"template_mask": fit(np.ones(len(chosen), np.float32), most)}
+        features |= zip(names, torsion_angles(aatype, positions, mask, where))
+    cropped = {f"template_{name}": pad_or_crop(array[:, crop], most, size) for name, array in features.items()}
+    cropped["template_sum_probs"] = pad_or_crop(sum_probs.astype(np.float32), most)
+    return cropped | {"template_mask": pad_or_crop(np.ones(len(chosen), np.float32), most)}
 
 
-def _given(given: Mapping[str, Array] | None, length: int, where: str) -> list[Array]:
+def _validate_templates(templates: Mapping[str, Array] | None, length: int, where: str) -> list[Array]:
     """The arrays that TEMPLATES names, with shapes that fit the chain."""
-    tails = (length,), (length, 37, 3), (length, 37), (1,)
-    if given is None:
-        return [np.zeros((0, *tail), np.int64 if name == TEMPLATES[0] else np.float32) for name, tail in zip(TEMPLATES, tails)]
-    lacking = [name for name in TEMPLATES if name not in given]
-    if lacking:
-        raise DataError(f"{where}: templates without {', '.join(lacking)}; expected {', '.join(TEMPLATES)}")
-    arrays = [np.asarray(given[name]) for name in TEMPLATES]
-    for name, array, tail in zip(TEMPLATES, arrays, tails):
-        if array.shape != (len(arrays[0]), *tail):
+    shapes = (length,), (length, 37, 3), (length, 37), (1,)
+    if templates is None:
+        return [np.zeros((0, *shape), np.int64 if name == TEMPLATES[0] else np.float32) for name, shape in zip(TEMPLATES, shapes)]
+    missing = [name for name in TEMPLATES if name not in templates]
+    if missing:
+        raise DataError(f"{where}: templates without {', '.join(missing)}; expected {', '.join(TEMPLATES)}")
+    arrays = [np.asarray(templates[name]) for name in TEMPLATES]
+    for name, array, shape in zip(TEMPLATES, arrays, shapes):
+        if array.shape != (len(arrays[0]), *shape):
             raise DataError(
-                f"{where}: {name} of shape {array.shape}, expected {(len(arrays[0]), *tail)} for {len(arrays[0])} templates of "
+                f"{where}: {name} of shape {array.shape}, expected {(len(arrays[0]), *shape)} for {len(arrays[0])} templates of "
                 f"{length} residues; are they of another chain?"
             )
     return arrays

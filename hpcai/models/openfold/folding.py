@@ -45,10 +45,10 @@ def fold(
     evaluation. Raises DataError for what is no letter of a sequence, for an alignment of another one, and for a chain that is too
     long for the memory.
     """
-    return predict(model, sequence, read(model, sequence, alignments, templates, recycles=recycles, seed=seed, cfg=cfg))
+    return predict(model, sequence, prepare_features(model, sequence, alignments, templates, recycles=recycles, seed=seed, cfg=cfg))
 
 
-def read(
+def prepare_features(
     model: Any, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
     templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
@@ -63,16 +63,16 @@ def read(
     arrays = featurize(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
     weight = model.to_single.weight
     batch = {name: torch.from_numpy(np.ascontiguousarray(array)).to(weight.device) for name, array in collate([arrays]).items()}
-    kind = torch.promote_types(weight.dtype, torch.float32)
-    return {name: x.to(kind) if x.is_floating_point() else x for name, x in batch.items()}
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
 
 
 def predict(model: Any, sequence: str, features: Mapping[str, Tensor]) -> Fold:
     """The second half of ``fold``, which all processes of a cut network do together."""
-    weight, was = model.to_single.weight, model.training
+    weight, was_training = model.to_single.weight, model.training
     with torch.no_grad():
         try:
-            *_, atoms, positions = model.eval().passes(features)
+            *_, atoms, positions = model.eval().run_passes(features)
             logits = model.heads.plddt(atoms.states[-1].to(torch.promote_types(weight.dtype, torch.float32)))
         except RuntimeError as problem:
             if not isinstance(problem, torch.OutOfMemoryError) and "can't allocate memory" not in str(problem):
@@ -83,7 +83,7 @@ def predict(model: Any, sequence: str, features: Mapping[str, Tensor]) -> Fold:
                 f"fewer rows, cut the chain into domains, or take a device with more memory ({str(problem).splitlines()[0]})"
             ) from problem
         finally:
-            model.train(was)
+            model.train(was_training)
     return Fold(
         sequence, encode(sequence).astype(np.int64), positions[0].float().cpu().numpy(),
         features["atom37_atom_exists"][0, ..., -1].float().cpu().numpy(), plddt(logits)[0].float().cpu().numpy(),

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment
 from hpcai.models.openfold.features import TEMPLATES
-from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
+from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 from hpcai.models.openfold.structures import Chain
 
 Array = NDArray[Any]
 
 _HHBLITS = "ACDEFGHIKLMNPQRSTVWY"  # the order of letters in raw alignments and templates, before X and the gap
-_TO_OURS = np.array([*(LETTERS.index(letter) for letter in _HHBLITS), UNKNOWN, GAP])
+_TO_OURS = np.array([*(RESTYPES.index(letter) for letter in _HHBLITS), UNKNOWN, GAP])
 _ALIASES = {"template_all_atom_masks": "template_all_atom_mask", "deletion_matrix": "deletion_matrix_int"}
 
 _RAW = {
@@ -27,7 +27,7 @@ _RAW = {
 }  # fmt: skip
 
 
-class Parts(NamedTuple):
+class FeaturizeArgs(NamedTuple):
     """The arguments of ``featurize``: ``featurize(*parts)``."""
 
     chain: Chain | str
@@ -35,57 +35,57 @@ class Parts(NamedTuple):
     templates: dict[str, Array] | None
 
 
-def parts_of(raw: Mapping[str, Any], name: str = "features") -> Parts:
+def parse_features(raw: Mapping[str, Any], name: str = "features") -> FeaturizeArgs:
     """The parts of a raw dictionary of one chain. Without ``all_atom_positions`` the chain is its sequence; without templates there
     are none. Raises DataError for a field that is missing or of another shape, and for several chains in one."""
     raw = {_ALIASES[key]: raw[key] for key in raw if key in _ALIASES} | dict(raw)
-    needed = ["aatype", "msa", "deletion_matrix_int", *(TEMPLATES if "template_aatype" in raw else ())]
-    needed += ["all_atom_mask"] if "all_atom_positions" in raw else []
-    given = {key: np.asarray(value) for key, value in raw.items() if key in _RAW}
-    if (sums := given.get("template_sum_probs")) is not None and sums.ndim == 1:
-        given["template_sum_probs"] = sums[:, None]  # AlphaFold has them without the last dim
-    _fit(given, needed, name)
-    aatype, residues = given["aatype"].argmax(-1), given.get("residue_index", np.zeros(0))
-    if (np.diff(residues) != 1).any() or given.get("between_segment_residues", residues[:0]).any():
+    required = ["aatype", "msa", "deletion_matrix_int", *(TEMPLATES if "template_aatype" in raw else ())]
+    required += ["all_atom_mask"] if "all_atom_positions" in raw else []
+    arrays = {key: np.asarray(value) for key, value in raw.items() if key in _RAW}
+    if (sum_probs := arrays.get("template_sum_probs")) is not None and sum_probs.ndim == 1:
+        arrays["template_sum_probs"] = sum_probs[:, None]  # AlphaFold has them without the last dim
+    _check_shapes(arrays, required, name)
+    aatype, residues = arrays["aatype"].argmax(-1), arrays.get("residue_index", np.zeros(0))
+    if (np.diff(residues) != 1).any() or arrays.get("between_segment_residues", residues[:0]).any():
         raise DataError(f"{name}: residue_index jumps or between_segment_residues is not 0; expected one chain without breaks")
-    msa = _letters(given["msa"], f"{name}: msa")
-    templates = {key: given[key] for key in TEMPLATES} if "template_aatype" in given else None
+    msa = _reorder_letters(arrays["msa"], f"{name}: msa")
+    templates = {key: arrays[key] for key in TEMPLATES} if "template_aatype" in arrays else None
     if templates is not None:
-        templates["template_aatype"] = _letters(templates["template_aatype"].argmax(-1), f"{name}: template_aatype")
-    alignment = Alignment(msa.astype(np.int8), given["deletion_matrix_int"].astype(np.int32), [])
-    return Parts(_chain(raw, given, aatype, name), alignment, templates)
+        templates["template_aatype"] = _reorder_letters(templates["template_aatype"].argmax(-1), f"{name}: template_aatype")
+    alignment = Alignment(msa.astype(np.int8), arrays["deletion_matrix_int"].astype(np.int32), [])
+    return FeaturizeArgs(_chain(raw, arrays, aatype, name), alignment, templates)
 
 
-def _chain(raw: Mapping[str, Any], given: Mapping[str, Array], aatype: Array, name: str) -> Chain | str:
-    sequence = "".join((LETTERS + "X")[kind] for kind in aatype)
-    if "all_atom_positions" not in given:
+def _chain(raw: Mapping[str, Any], arrays: Mapping[str, Array], aatype: Array, name: str) -> Chain | str:
+    sequence = "".join((RESTYPES + "X")[kind] for kind in aatype)
+    if "all_atom_positions" not in arrays:
         return sequence
-    told = np.asarray(raw.get("domain_name", name)).reshape(-1)[0]
-    mask, resolution = given["all_atom_mask"], float(given.get("resolution", np.zeros(1))[0])
-    named = told.decode() if isinstance(told, bytes) else str(told)
-    return Chain(named, sequence, aatype, given["all_atom_positions"], mask, np.zeros_like(mask), resolution or None, None, "")
+    domain_name = np.asarray(raw.get("domain_name", name)).reshape(-1)[0]
+    mask, resolution = arrays["all_atom_mask"], float(arrays.get("resolution", np.zeros(1))[0])
+    text = domain_name.decode() if isinstance(domain_name, bytes) else str(domain_name)
+    return Chain(text, sequence, aatype, arrays["all_atom_positions"], mask, np.zeros_like(mask), resolution or None, None, "")
 
 
-def _letters(theirs: Array, where: str) -> Array:
-    low, high = theirs.min(initial=0), theirs.max(initial=0)
-    if theirs.dtype.kind not in "iu" or low < 0 or high > GAP:
-        raise DataError(f"{where}: {theirs.dtype} from {low} to {high}, expected integers from 0 to {GAP}")
-    return _TO_OURS[theirs]
+def _reorder_letters(letters: Array, where: str) -> Array:
+    low, high = letters.min(initial=0), letters.max(initial=0)
+    if letters.dtype.kind not in "iu" or low < 0 or high > GAP:
+        raise DataError(f"{where}: {letters.dtype} from {low} to {high}, expected integers from 0 to {GAP}")
+    return _TO_OURS[letters]
 
 
-def _fit(given: Mapping[str, Array], needed: list[str], name: str) -> None:
+def _check_shapes(arrays: Mapping[str, Array], required: list[str], name: str) -> None:
     """Raises DataError unless every field that is needed is there and a letter stands for one size in all: that of the first field
     which has it."""
-    missing = [key for key in needed if key not in given]
+    missing = [key for key in required if key not in arrays]
     if missing:
-        raise DataError(f"{name}: no {', '.join(missing)}; expected {', '.join(needed)}, as AlphaFold and OpenFold name them")
+        raise DataError(f"{name}: no {', '.join(missing)}; expected {', '.join(required)}, as AlphaFold and OpenFold name them")
     sizes: dict[str, tuple[int, str]] = {}
-    for key in (*needed, *given):
-        found, dims = given[key].shape, _RAW[key].split()
-        if len(found) == len(dims):
-            for letter, size in zip(dims, found):
+    for key in (*required, *arrays):
+        shape, dims = arrays[key].shape, _RAW[key].split()
+        if len(shape) == len(dims):
+            for letter, size in zip(dims, shape):
                 sizes.setdefault(letter, (size, key))
-        wanted = [int(each) if each.isdigit() else sizes[each][0] if each in sizes else each for each in dims]
-        if list(found) != wanted:
-            from_others = ", ".join(f"{each} {sizes[each][0]} of {sizes[each][1]}" for each in dims if each in sizes)
-            raise DataError(f"{name}: {key} has shape {list(found)}, expected [{', '.join(dims)}]: {from_others}")
+        expected = [int(each) if each.isdigit() else sizes[each][0] if each in sizes else each for each in dims]
+        if list(shape) != expected:
+            known_sizes = ", ".join(f"{each} {sizes[each][0]} of {sizes[each][1]}" for each in dims if each in sizes)
+            raise DataError(f"{name}: {key} has shape {list(shape)}, expected [{', '.join(dims)}]: {known_sizes}")

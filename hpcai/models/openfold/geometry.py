@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcai.models.openfold import tables
+from hpcai.models.openfold import device_cache
 
 
-def _tables() -> tuple[np.ndarray, np.ndarray]:
+def _product_tables() -> tuple[np.ndarray, np.ndarray]:
     """How often products count: of a quaternion with itself in its rotation, with a vector in the product with (0, vector)."""
     rotation, product = np.zeros((4, 4, 3, 3)), np.zeros((4, 3, 4))
     for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
@@ -22,7 +22,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
     return rotation.reshape(16, 9), product.reshape(12, 4)
 
 
-_ROTATION, _PRODUCT = _tables()
+_ROTATION, _PRODUCT = _product_tables()
 
 
 class Frames(NamedTuple):
@@ -37,60 +37,60 @@ class Frames(NamedTuple):
 
     def apply(self, points: Tensor) -> Tensor:
         """[..., 3] -> [..., 3]"""
-        return turned(self.rotation, points) + self.translation
+        return rotate(self.rotation, points) + self.translation
 
-    def to_local(self, points: Tensor) -> Tensor:
+    def invert_apply(self, points: Tensor) -> Tensor:
         """The inverse of ``apply``."""
-        return turned(self.rotation.transpose(-1, -2), points - self.translation)
+        return rotate(self.rotation.transpose(-1, -2), points - self.translation)
 
-    def then(self, inner: "Frames") -> "Frames":
+    def compose(self, inner: "Frames") -> "Frames":
         """``inner``, whose coordinates are those of these frames, seen from outside."""
         return Frames(self.rotation @ inner.rotation, self.apply(inner.translation))
 
 
-def turned(rotation: Tensor, points: Tensor) -> Tensor:
+def rotate(rotation: Tensor, points: Tensor) -> Tensor:
     """[..., 3, 3] and [..., 3] -> [..., 3]"""
     return (rotation * points[..., None, :]).sum(-1)
 
 
-def rotation_of(quaternion: Tensor) -> Tensor:
+def quat_to_rot(quaternion: Tensor) -> Tensor:
     """[..., 4] (w, x, y, z), of any length: the rotation grows with its square -> [..., 3, 3]"""
-    return _with_products(quaternion, quaternion, _ROTATION).unflatten(-1, (3, 3))
+    return _bilinear(quaternion, quaternion, _ROTATION).unflatten(-1, (3, 3))
 
 
-def turned_further(quaternion: Tensor, by: Tensor) -> Tensor:
+def update_quaternion(quaternion: Tensor, vector: Tensor) -> Tensor:
     """The quaternion times (1, by), of length 1 (Algorithm 23, lines 1 to 3).   [..., 4] and [..., 3] -> [..., 4]"""
-    found = quaternion + _with_products(quaternion, by, _PRODUCT)
-    return found / torch.linalg.vector_norm(found, dim=-1, keepdim=True)
+    updated = quaternion + _bilinear(quaternion, vector, _PRODUCT)
+    return updated / torch.linalg.vector_norm(updated, dim=-1, keepdim=True)
 
 
-def _with_products(left: Tensor, right: Tensor, table: np.ndarray) -> Tensor:
+def _bilinear(left: Tensor, right: Tensor, table: np.ndarray) -> Tensor:
     """Sums of products of all pairs, by a table of how often each counts: few operations, each on a whole batch.
 
     left [..., N], right [..., M], table [N * M, K] -> [..., K]
     """
-    return (left[..., :, None] * right[..., None, :]).flatten(-2) @ tables.on(table, left)
+    return (left[..., :, None] * right[..., None, :]).flatten(-2) @ device_cache.to_device(table, left)
 
 
-def about_x(sin_cos: Tensor) -> Tensor:
+def rotation_about_x(sin_cos: Tensor) -> Tensor:
     """Rotations about the x axis.   [..., 2] -> [..., 3, 3]"""
     sin, cos = sin_cos.unbind(-1)
     one, zero = torch.ones_like(sin), torch.zeros_like(sin)
     return torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], -1).unflatten(-1, (3, 3))
 
 
-def groups_of(backbone: Frames, sin_cos: Tensor, default: Tensor) -> Frames:
+def torsion_angles_to_frames(backbone: Frames, sin_cos: Tensor, default_frames: Tensor) -> Frames:
     """The eight rigid groups of each residue in space (Algorithm 24): backbone, pre-omega, phi, psi, chi1 to chi4.
 
     backbone [..., R], sin_cos [..., R, 7, 2] of the torsion angles, default [..., R, 8, 4, 4], which may lack leading dims: where a
     group begins in its parent when its angle is 0 -> [..., R, 8]
     """
-    still = torch.stack([torch.zeros_like(sin_cos[..., :1, 0]), torch.ones_like(sin_cos[..., :1, 0])], -1)
-    begins = default[..., :3, :3] @ about_x(torch.cat([still, sin_cos], -2))
-    local = Frames(begins, default[..., :3, 3].expand(begins.shape[:-1]))
+    identity = torch.stack([torch.zeros_like(sin_cos[..., :1, 0]), torch.ones_like(sin_cos[..., :1, 0])], -1)
+    rotations = default_frames[..., :3, :3] @ rotation_about_x(torch.cat([identity, sin_cos], -2))
+    local = Frames(rotations, default_frames[..., :3, 3].expand(rotations.shape[:-1]))
     chain = [local.at(..., 4)]
     for chi in (5, 6, 7):  # each side-chain group hangs on the one before
-        chain.append(chain[-1].then(local.at(..., chi)))
+        chain.append(chain[-1].compose(local.at(..., chi)))
     rotation = torch.cat([local.rotation[..., :4, :, :], torch.stack([frame.rotation for frame in chain], -3)], -3)
     translation = torch.cat([local.translation[..., :4, :], torch.stack([frame.translation for frame in chain], -2)], -2)
-    return backbone.at(..., None).then(Frames(rotation, translation))
+    return backbone.at(..., None).compose(Frames(rotation, translation))

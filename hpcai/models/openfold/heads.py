@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpcai.models.openfold.config import HeadsConfig
 from hpcai.models.openfold.layers import Linear
-from hpcai.models.openfold.residues import ATOMS, MASKED
+from hpcai.models.openfold.residues import ATOM_TYPES, MASKED
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
 
@@ -27,14 +27,14 @@ class Logits(NamedTuple):
     aligned_error: Tensor | None  # [B, R, R, 64]
 
 
-class Confidence(nn.Module):
+class PLDDTHead(nn.Module):
     """How sure the network is of each residue (Algorithm 29).   [B, R, C] -> [B, R, 50]"""
 
     def __init__(self, single: int, hidden: int) -> None:
         super().__init__()
         self.layer_norm = LayerNorm(single)
-        self.linear_1, self.linear_2 = Linear(single, hidden, start="relu"), Linear(hidden, hidden, start="relu")
-        self.linear_3 = Linear(hidden, PLDDT_BINS, start="final")
+        self.linear_1, self.linear_2 = Linear(single, hidden, init="relu"), Linear(hidden, hidden, init="relu")
+        self.linear_3 = Linear(hidden, PLDDT_BINS, init="final")
 
     def forward(self, s: Tensor) -> Tensor:
         return self.linear_3(self.linear_2(self.linear_1(self.layer_norm(s)).relu()).relu())
@@ -45,25 +45,25 @@ class Heads(nn.Module):
 
     def __init__(self, msa: int, pair: int, single: int, cfg: HeadsConfig) -> None:
         super().__init__()
-        self.plddt = Confidence(single, cfg.plddt)
-        self.distogram = Linear(pair, DISTANCE_BINS, start="final")
-        self.masked_msa = Linear(msa, MASKED + 1, start="final")
-        self.experimentally_resolved = Linear(single, len(ATOMS), start="final")
-        self.tm = Linear(pair, ERROR_BINS, start="final") if cfg.tm else None
-        self.join_rows, self.join_columns = Seam(), Seam()
+        self.plddt = PLDDTHead(single, cfg.plddt)
+        self.distogram = Linear(pair, DISTANCE_BINS, init="final")
+        self.masked_msa = Linear(msa, MASKED + 1, init="final")
+        self.experimentally_resolved = Linear(single, len(ATOM_TYPES), init="final")
+        self.tm = Linear(pair, ERROR_BINS, init="final") if cfg.tm else None
+        self.gather_rows, self.gather_columns = Seam(), Seam()
 
-    def forward(self, m: Tensor, z: Tensor, s: Tensor, structured: Tensor) -> Logits:
+    def forward(self, m: Tensor, z: Tensor, s: Tensor, structure_states: Tensor) -> Logits:
         """``structured`` is what the structure module made of ``s``.   [B, S, R/n, C], [B, R/n, R, C], [B, R, C], [B, R, C]"""
         with torch.autocast(m.device.type, enabled=False):
             wide = torch.promote_types(self.distogram.weight.dtype, torch.float32)
-            m, z, s, structured = (x.to(wide) for x in (m, z, s, structured))
+            m, z, s, structure_states = (x.to(wide) for x in (m, z, s, structure_states))
             size = s.shape[1]
-            half = self.join_rows.begin(self.distogram(z), size)
-            msa = self.join_columns.begin(self.masked_msa(m), size)
-            error = self.join_rows.begin(self.tm(z), size) if self.tm is not None else None
-            plddt, resolved = self.plddt(structured), self.experimentally_resolved(s)
-            half, msa = self.join_rows.finish(half), self.join_columns.finish(msa)
-            error = self.join_rows.finish(error) if self.tm is not None else None
+            half = self.gather_rows.begin(self.distogram(z), size)
+            msa = self.gather_columns.begin(self.masked_msa(m), size)
+            error = self.gather_rows.begin(self.tm(z), size) if self.tm is not None else None
+            plddt, resolved = self.plddt(structure_states), self.experimentally_resolved(s)
+            half, msa = self.gather_rows.finish(half), self.gather_columns.finish(msa)
+            error = self.gather_rows.finish(error) if self.tm is not None else None
             return Logits(plddt, half + half.transpose(1, 2), msa, resolved, error)
 
 
@@ -75,5 +75,5 @@ def distance_edges(like: Tensor) -> Tensor:
 def plddt(logits: Tensor) -> Tensor:
     """Expected lDDT-Calpha of each residue, 0 to 100.   [..., 50] -> [...]"""
     bins = logits.shape[-1]
-    middles = (torch.arange(bins, dtype=logits.dtype, device=logits.device) + 0.5) * (100 / bins)
-    return logits.softmax(-1) @ middles
+    centres = (torch.arange(bins, dtype=logits.dtype, device=logits.device) + 0.5) * (100 / bins)
+    return logits.softmax(-1) @ centres

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hpcai.kernels.chunking import map_chunks
 from hpcai.nn.layernorm import LayerNorm
 
-Start = Literal["lecun", "relu", "glorot", "final"]
+Init = Literal["lecun", "relu", "glorot", "final"]
 _CPU = 32 << 20  # bytes of widened rows at a time, where there are no gradients
 _CUT = 0.87962566103423978  # deviation of a normal distribution that is cut at two of its deviations
 
@@ -16,88 +16,88 @@ _CUT = 0.87962566103423978  # deviation of a normal distribution that is cut at 
 class Linear(nn.Linear):
     """``start``: LeCun's normal distribution, He's before a rectifier, Glorot's uniform one, or 0 for the last of a branch."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = True, start: Start = "lecun") -> None:
-        self.start = start
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, init: Init = "lecun") -> None:
+        self.init = init
         super().__init__(inputs, outputs, bias)
 
     def reset_parameters(self) -> None:
-        draw(self.weight, self.start)
+        init_weight_(self.weight, self.init)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
-def draw(weight: Tensor, start: Start) -> None:
+def init_weight_(weight: Tensor, init: Init) -> None:
     """Draw the first values of a weight [outputs, inputs], in place."""
-    if start == "final":
+    if init == "final":
         nn.init.zeros_(weight)
-    elif start == "glorot":
+    elif init == "glorot":
         nn.init.xavier_uniform_(weight)
     else:
-        deviation = ((2.0 if start == "relu" else 1.0) / weight.shape[1]) ** 0.5 / _CUT
+        deviation = ((2.0 if init == "relu" else 1.0) / weight.shape[1]) ** 0.5 / _CUT
         nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
 
 class Transition(nn.Module):
     """Two linear layers on every entry, the inner one wider (Algorithms 9 and 15).   [..., C] -> [..., C]"""
 
-    def __init__(self, channels: int, widen: int) -> None:
+    def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
         self.layer_norm = LayerNorm(channels, autocast_output=True)
-        self.linear_1 = Linear(channels, widen * channels, start="relu")
-        self.linear_2 = Linear(widen * channels, channels, start="final")
+        self.linear_1 = Linear(channels, factor * channels, init="relu")
+        self.linear_2 = Linear(factor * channels, channels, init="final")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        each = self.linear_1.out_features * x.element_size()
-        return map_chunks(lambda some: self._of(rows[some]), len(rows), x, each, _CPU, 0).view(x.shape)
+        row_bytes = self.linear_1.out_features * x.element_size()
+        return map_chunks(lambda chunk: self._apply_to_rows(rows[chunk]), len(rows), x, row_bytes, _CPU, 0).view(x.shape)
 
-    def _of(self, x: Tensor) -> Tensor:
+    def _apply_to_rows(self, x: Tensor) -> Tensor:
         return self.linear_2(self.linear_1(self.layer_norm(x)).relu())  # in place would copy gradients: a linear layer gives a view
 
 
 class Dropout(nn.Module):
     """``to`` + ``x``, of which the same entries are dropped all along dim ``shared``."""
 
-    def __init__(self, rate: float, shared: int) -> None:
+    def __init__(self, rate: float, shared_dim: int) -> None:
         super().__init__()
-        self.rate, self.shared = rate, shared
+        self.rate, self.shared_dim = rate, shared_dim
 
-    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         if not (self.training and self.rate):
-            return to + x
+            return residual + x
         shape = list(x.shape)
-        shape[self.shared] = 1
+        shape[self.shared_dim] = 1
         wide = torch.promote_types(x.dtype, torch.float32)  # 1 / (1 - rate) in bfloat16 would be off by up to 0.4 %
-        kept = torch.empty(shape, dtype=wide, device=x.device).bernoulli_(1 - self.rate).div_(1 - self.rate)
-        return to + (x * kept).to(x.dtype) if torch.compiler.is_compiling() else _AddKept.apply(to, x, kept)
+        mask = torch.empty(shape, dtype=wide, device=x.device).bernoulli_(1 - self.rate).div_(1 - self.rate)
+        return residual + (x * mask).to(x.dtype) if torch.compiler.is_compiling() else _DropoutAdd.apply(residual, x, mask)
 
 
-class _AddKept(torch.autograd.Function):
+class _DropoutAdd(torch.autograd.Function):
     """to + x * kept, in one operation each way."""
 
     @staticmethod
-    def forward(ctx: Any, to: Tensor, x: Tensor, kept: Tensor) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(ctx: Any, to: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
         ctx.kind = x.dtype
         with torch.autocast(x.device.type, enabled=False):  # its casts would be operations of their own
-            return torch.addcmul(to, x, kept, out=to.new_empty(to.shape, dtype=torch.promote_types(to.dtype, x.dtype)))
+            return torch.addcmul(to, x, mask, out=to.new_empty(to.shape, dtype=torch.promote_types(to.dtype, x.dtype)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (kept,) = ctx.saved_tensors
-        return grad, torch.mul(grad, kept, out=torch.empty_like(grad, dtype=ctx.kind)), None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return grad_output, torch.mul(grad_output, mask, out=torch.empty_like(grad_output, dtype=ctx.kind)), None
 
 
 def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """A linear layer whose channels come out in front, for products over the other dims.   x [B, I, J, C] -> [B, C', I, J]"""
     if torch.compiler.is_compiling():
-        found = weight @ x.flatten(1, 2).transpose(1, 2)
-        return (found if bias is None else found + bias[:, None]).unflatten(2, x.shape[1:3])
+        out = weight @ x.flatten(1, 2).transpose(1, 2)
+        return (out if bias is None else out + bias[:, None]).unflatten(2, x.shape[1:3])
     device = x.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     with torch.autocast(device, enabled=False):  # written in place, where autocast does not reach
-        given = weight.to(kind), None if bias is None else bias.to(kind), x.to(kind)
-        return _ChannelsFirst.apply(*given)
+        args = weight.to(dtype), None if bias is None else bias.to(dtype), x.to(dtype)
+        return _ChannelsFirst.apply(*args)
 
 
 class _ChannelsFirst(torch.autograd.Function):
@@ -108,19 +108,19 @@ class _ChannelsFirst(torch.autograd.Function):
         ctx.save_for_backward(weight, x)
         ctx.biased = bias is not None
         out = x.new_empty(len(x), len(weight), *x.shape[1:3])
-        for rows, into in zip(x.flatten(1, 2), out.flatten(2)):
-            torch.mm(weight, rows.T, out=into) if bias is None else torch.addmm(bias[:, None], weight, rows.T, out=into)
+        for rows, out_matrix in zip(x.flatten(1, 2), out.flatten(2)):
+            torch.mm(weight, rows.T, out=out_matrix) if bias is None else torch.addmm(bias[:, None], weight, rows.T, out=out_matrix)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         weight, x = ctx.saved_tensors
-        grad = grad.flatten(2)
-        d_x, d_weight = torch.empty_like(x, memory_format=torch.contiguous_format), None
-        for above, rows, into in zip(grad, x.flatten(1, 2), d_x.flatten(1, 2)):
-            torch.mm(above.T, weight, out=into)
-            d_weight = above @ rows if d_weight is None else d_weight.addmm_(above, rows)
-        return d_weight, grad.sum((0, 2)) if ctx.biased else None, d_x
+        grad_output = grad_output.flatten(2)
+        grad_input, grad_weight = torch.empty_like(x, memory_format=torch.contiguous_format), None
+        for grad_matrix, rows, grad_rows in zip(grad_output, x.flatten(1, 2), grad_input.flatten(1, 2)):
+            torch.mm(grad_matrix.T, weight, out=grad_rows)
+            grad_weight = grad_matrix @ rows if grad_weight is None else grad_weight.addmm_(grad_matrix, rows)
+        return grad_weight, grad_output.sum((0, 2)) if ctx.biased else None, grad_input
 
 
 def one_hot(index: Tensor, classes: int, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from hpcai.nn import weights as files
 Form = Literal["hpcai", "openfold", "openfold_v1", "mlperf", "mlperf_fused", "alphafold"]
 Rules = tuple[tuple[str, str], ...]
 _MODEL = "openfold"
-_FEW = 4  # names in a message
+_MAX_SHOWN = 4  # names in a message
 
 
 def _rules(table: str) -> Rules:
@@ -176,12 +176,12 @@ _ALPHAFOLD = _rules("""
     .aux_heads.experimentally_resolved.linear. .experimentally_resolved_head.logits.
     .aux_heads.tm.linear.                   .predicted_aligned_error_head.logits.
 """)
-_LINEAGES: dict[Form, Rules] = {
+_RENAMINGS: dict[Form, Rules] = {
     "openfold": (), "openfold_v1": _V1, "mlperf": _MLPERF, "mlperf_fused": _MLPERF, "alphafold": _ALPHAFOLD,
 }  # fmt: skip
 
 
-FORMS = tuple(_LINEAGES)
+FORMS = tuple(_RENAMINGS)
 
 
 def public_names(name: str, form: Form = "openfold") -> list[str]:
@@ -197,25 +197,25 @@ class _Part(NamedTuple):
 def _parts(name: str, form: Form) -> list[_Part]:
     number = re.search(r"\.blocks\.(\d+)\.", name)
     if form == "hpcai" or number is None:
-        return [_Part(each, None) for each in _named(name, form)]
-    found = _named(name.replace(number[0], ".blocks.#.", 1), form)
-    return [_Part(each.replace("#", number[1]), None if "#" in each else int(number[1])) for each in found]
+        return [_Part(part_name, None) for part_name in _rename(name, form)]
+    names = _rename(name.replace(number[0], ".blocks.#.", 1), form)
+    return [_Part(part_name.replace("#", number[1]), None if "#" in part_name else int(number[1])) for part_name in names]
 
 
 @cache
-def _named(name: str, form: Form) -> tuple[str, ...]:
+def _rename(name: str, form: Form) -> tuple[str, ...]:
     if form == "hpcai":
         return (name,)
     name = f".{name}"
     parts = _PARTS | _FUSED if form == "mlperf_fused" else _PARTS
-    ours = next((each for each in parts if each in name), "")
-    found = tuple(name.replace(ours, theirs) for theirs in parts.get(ours, ("",)))
-    for old, new in _OPENFOLD + _LINEAGES[form]:
-        found = tuple(each.replace(old, new) for each in found)
-    return tuple(_path(each) if form == "alphafold" else each[1:] for each in found)
+    fused = next((part for part in parts if part in name), "")
+    names = tuple(name.replace(fused, public) for public in parts.get(fused, ("",)))
+    for old, new in _OPENFOLD + _RENAMINGS[form]:
+        names = tuple(part.replace(old, new) for part in names)
+    return tuple(_haiku_path(part) if form == "alphafold" else part[1:] for part in names)
 
 
-def _path(name: str) -> str:
+def _haiku_path(name: str) -> str:
     path, _, leaf = name[1:].rpartition(".")
     leaves = {"weight": "scale", "bias": "offset"} if "_norm" in path else {"weight": "weights"}
     return f"alphafold/alphafold_iteration/{path.replace('.', '/')}//{leaves.get(leaf, leaf)}"
@@ -224,42 +224,42 @@ def _path(name: str) -> str:
 # ---- values
 
 
-def from_public(theirs: Mapping[str, Tensor], names: Iterable[str], form: Form = "openfold") -> dict[str, Tensor]:
+def from_public(state_public: Mapping[str, Tensor], names: Iterable[str], form: Form = "openfold") -> dict[str, Tensor]:
     """Weights for a model whose state dict has ``names``; copies."""
-    return {name: torch.cat([_ours(theirs[part.name], part, form) for part in _parts(name, form)]) for name in names}
+    return {name: torch.cat([_to_hpcai(state_public[part.name], part, form) for part in _parts(name, form)]) for name in names}
 
 
 def to_public(state: Mapping[str, Tensor], cfg: OpenFoldConfig, form: Form = "openfold") -> dict[str, Tensor]:
     """A model's weights under the names and in the shapes of a lineage; views where they can be."""
-    found: dict[str, Tensor] = {}
+    public: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
     for name, value in state.items():
         parts = _parts(name, form)
         for part, piece in zip(parts, value.chunk(len(parts))):
-            piece = _theirs(piece, part.name, _heads(name, cfg)) if form == "alphafold" else piece
+            piece = _to_alphafold(piece, part.name, _heads(name, cfg)) if form == "alphafold" else piece
             if part.block is None:
-                found[part.name] = piece
+                public[part.name] = piece
             else:
                 stacks.setdefault(part.name, []).append(piece)
-    return found | {name: torch.stack(pieces) for name, pieces in stacks.items()}
+    return public | {name: torch.stack(pieces) for name, pieces in stacks.items()}
 
 
-def _ours(x: Tensor, part: _Part, form: Form) -> Tensor:
+def _to_hpcai(x: Tensor, part: _Part, form: Form) -> Tensor:
     x = x if part.block is None else x[part.block]
     if form != "alphafold":
         return x
     if part.name.endswith("output_w"):
         return x.flatten(0, 1).t()  # [H, C, out]
-    return (x.flatten(-2) if _by_head(part.name) else x).t()  # [in, H, C] or [H, C]; [in, out]
+    return (x.flatten(-2) if _splits_heads(part.name) else x).t()  # [in, H, C] or [H, C]; [in, out]
 
 
-def _theirs(x: Tensor, name: str, heads: int) -> Tensor:
+def _to_alphafold(x: Tensor, name: str, heads: int) -> Tensor:
     if name.endswith("output_w"):
         return x.t().unflatten(0, (heads, -1))
-    return x.t().unflatten(-1, (heads, -1)) if _by_head(name) else x.t()
+    return x.t().unflatten(-1, (heads, -1)) if _splits_heads(name) else x.t()
 
 
-def _by_head(name: str) -> bool:
+def _splits_heads(name: str) -> bool:
     leaf = name.rpartition("/")[2]
     return leaf in ("query_w", "gating_w", "gating_b") or (leaf in ("key_w", "value_w") and "global" not in name)
 
@@ -303,82 +303,82 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
     templates (as many as attend within a template). Raises CheckpointError for a file that is none of these or does not fit.
     """
     path = Path(path)
-    state, found = files.load_state(path, _MODEL, OpenFoldConfig)
-    form: Form = "hpcai" if found is not None else _lineage(state, path)
-    if found is not None and cfg is not None and cfg != found:
+    state, saved_cfg = files.load_state(path, _MODEL, OpenFoldConfig)
+    form: Form = "hpcai" if saved_cfg is not None else _detect_form(state, path)
+    if saved_cfg is not None and cfg is not None and cfg != saved_cfg:
         raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
-    if found is None:
+    if saved_cfg is None:
         try:
-            found = cfg or _settings(state, form)
+            saved_cfg = cfg or _infer_settings(state, form)
         except (LookupError, RuntimeError, ValueError, ArithmeticError) as problem:
-            _names_fit(_any_block(state), _any_block(_likely(state, form)), path, form)
+            _check_names(_merge_blocks(state), _merge_blocks(_expected_state(state, form)), path, form)
             raise CheckpointError(f"{path}: weights by the names of {form!r} in shapes of no OpenFold: {problem}") from problem
-    model = _unfilled(found)
-    names = model.state_dict()
-    expected = to_public(names, found, form)
-    _names_fit(state, expected, path, form)
-    wrong = [name for name, value in expected.items() if state[name].shape != value.shape]
-    if wrong:
-        first = wrong[0]
+    model = _build_on_meta(saved_cfg)
+    own_state = model.state_dict()
+    expected = to_public(own_state, saved_cfg, form)
+    _check_names(state, expected, path, form)
+    mismatched = [name for name, value in expected.items() if state[name].shape != value.shape]
+    if mismatched:
+        first = mismatched[0]
         raise CheckpointError(
-            f"{path}: {_some(wrong)} of other shapes than the settings ask for: {first} is {tuple(state[first].shape)}, "
+            f"{path}: {_shorten(mismatched)} of other shapes than the settings ask for: {first} is {tuple(state[first].shape)}, "
             f"expected {tuple(expected[first].shape)}; give the settings that they are of, or none to take them from the file"
         )
-    ours = from_public(state, names, form)
-    model.load_state_dict({name: value.float() for name, value in ours.items()}, assign=True)
+    weights = from_public(state, own_state, form)
+    model.load_state_dict({name: value.float() for name, value in weights.items()}, assign=True)
     return model.eval()
 
 
-def _unfilled(cfg: OpenFoldConfig) -> OpenFold:
+def _build_on_meta(cfg: OpenFoldConfig) -> OpenFold:
     """A network whose weights have no memory yet. Its tables, which files do not hold, are the same in all sizes."""
     with torch.device("meta"):
         model = OpenFold(cfg)
-    tables = dict(OpenFold(OpenFoldConfig.preset("tiny")).named_buffers())
+    buffers = dict(OpenFold(OpenFoldConfig.preset("tiny")).named_buffers())
     for name, _ in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, tables[name])
+        setattr(model.get_submodule(owner), leaf, buffers[name])
     return model
 
 
-def _names_fit(found: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
-    missing, more = ([name for name in one if name not in other] for one, other in ((expected, found), (found, expected)))
-    if missing or more:
+def _check_names(found: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
+    missing, unexpected = ([name for name in left if name not in right] for left, right in ((expected, found), (found, expected)))
+    if missing or unexpected:
         raise CheckpointError(
-            f"{path}: weights by the names of {form!r} that do not fit: {_some(missing)} missing; {_some(more)} unexpected; "
-            "give the settings that they are of, or none, and a file of one lineage"
+            f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {_shorten(unexpected)} "
+            "unexpected; give the settings that they are of, or none, and a file of one lineage"
         )
 
 
-def _likely(state: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
+def _expected_state(state: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
     """The names of a network to which weights without a tensor or two would belong; one block stands for all."""
     template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
     cfg = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
-    return to_public(_unfilled(cfg).state_dict(), cfg, form)
+    return to_public(_build_on_meta(cfg).state_dict(), cfg, form)
 
 
-def _any_block(names: Iterable[str]) -> list[str]:
+def _merge_blocks(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"\.blocks\.\d+\.", ".blocks.#.", name) for name in names))
 
 
-def _some(names: list[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:_FEW])}{', ...' if len(names) > _FEW else ''})" if names else "none"
+def _shorten(names: list[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:_MAX_SHOWN])}{', ...' if len(names) > _MAX_SHOWN else ''})" if names else "none"
 
 
 # Tensors whose names tell a lineage.
-_TELLING = (
+_MARKER_NAMES = (
     "heads.plddt.layer_norm.weight", "structure_module.ipa.linear_q_points.weight",
     "extra_msa_stack.blocks.0.msa_att_row.attention.gate_bias", "evoformer.blocks.0.msa_att_row.attention.gate_bias",
     "evoformer.blocks.0.pair.pair_transition.layer_norm.weight",
 )  # fmt: skip
 
 
-def _lineage(state: Mapping[str, Tensor], path: Path) -> Form:
-    marks = {form: sum(_has(state, name, form) for name in _TELLING) for form in get_args(Form)}
-    best: Form = max(marks, key=lambda form: marks[form])
-    if not marks[best]:
+def _detect_form(state: Mapping[str, Tensor], path: Path) -> Form:
+    matches = {form: sum(_has(state, name, form) for name in _MARKER_NAMES) for form in get_args(Form)}
+    best: Form = max(matches, key=lambda form: matches[form])
+    if not matches[best]:
         raise CheckpointError(
-            f"{path}: names of no OpenFold that is known: {_some(list(state))}; expected {public_names(_TELLING[0])[0]} of the "
-            f"public OpenFold, or its like of {', '.join(get_args(Form))}"
+            f"{path}: names of no OpenFold that is known: {_shorten(list(state))}; expected {public_names(_MARKER_NAMES[0])[0]} of "
+            f"the public OpenFold, or its like of {', '.join(get_args(Form))}"
         )
     return best
 
@@ -389,7 +389,7 @@ def _has(state: Mapping[str, Tensor], name: str, form: Form) -> bool:
     )
 
 
-class _Shapes(NamedTuple):
+class _StateSizes(NamedTuple):
     """Sizes of a network, read off the weights of a lineage."""
 
     state: Mapping[str, Tensor]
@@ -402,7 +402,7 @@ class _Shapes(NamedTuple):
         return _has(self.state, name, self.form)
 
     def number(self, name: str) -> int:
-        return next(number for number in itertools.count() if not self.has(name.format(number)))
+        return next(count for count in itertools.count() if not self.has(name.format(count)))
 
     def rows(self, block: str) -> dict[str, int]:
         heads, wide = self.size(f"{block}msa_att_row.linear_z.weight"), f"{block}msa_transition.linear_1.weight"
@@ -419,20 +419,20 @@ class _Shapes(NamedTuple):
         }  # fmt: skip
 
     def template(self) -> dict[str, Any] | None:
-        place = "template_embedder."
-        if not self.has(f"{place}template_pair_embedder.weight"):
+        prefix = "template_embedder."
+        if not self.has(f"{prefix}template_pair_embedder.weight"):
             return None
-        stack, query = f"{place}template_pair_stack.blocks.", f"{place}template_pointwise_att.linear_q.weight"
-        found: dict[str, Any] = {
-            "channels": self.size(f"{place}template_pair_embedder.weight"),
+        stack, query = f"{prefix}template_pair_stack.blocks.", f"{prefix}template_pointwise_att.linear_q.weight"
+        sizes: dict[str, Any] = {
+            "channels": self.size(f"{prefix}template_pair_embedder.weight"),
             "blocks": self.number(stack + "{}.tri_mul_out.linear_g.weight"),
         }
-        if found["blocks"]:
-            found["pairs"] = self.pairs(f"{stack}0.")
-        heads = found.get("pairs", {"heads": 4})["heads"]
+        if sizes["blocks"]:
+            sizes["pairs"] = self.pairs(f"{stack}0.")
+        heads = sizes.get("pairs", {"heads": 4})["heads"]
         if self.form == "alphafold":
             heads = self.state[public_names(query, self.form)[0]].shape[1]
-        return found | {"heads": heads, "head": self.size(query) // heads}
+        return sizes | {"heads": heads, "head": self.size(query) // heads}
 
     def structure(self) -> dict[str, int]:
         ipa, angles = "structure_module.ipa.", "structure_module.angle_resnet."
@@ -446,10 +446,10 @@ class _Shapes(NamedTuple):
         }  # fmt: skip
 
 
-def _settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
+def _infer_settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
     """The settings that the shapes tell; heads are counted by the biases that pairs give them."""
-    shapes = _Shapes(state, form)
-    found: dict[str, Any] = {
+    shapes = _StateSizes(state, form)
+    sizes: dict[str, Any] = {
         "msa": shapes.size("recycling_embedder.layer_norm_m.weight"), "pair": shapes.size("recycling_embedder.layer_norm_z.weight"),
         "single": shapes.size("to_single.weight"), "blocks": shapes.number("evoformer.blocks.{}.msa_att_row.layer_norm_m.weight"),
         "heads": {"plddt": shapes.size("heads.plddt.linear_1.weight"), "tm": shapes.has("heads.tm.weight")},
@@ -459,12 +459,12 @@ def _settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
         },
         "template": shapes.template(), "structure": shapes.structure(),
     }  # fmt: skip
-    if found["blocks"]:
-        found |= {"rows": shapes.rows("evoformer.blocks.0."), "pairs": shapes.pairs("evoformer.blocks.0.pair.")}
-    if found["extra"]["blocks"]:
+    if sizes["blocks"]:
+        sizes |= {"rows": shapes.rows("evoformer.blocks.0."), "pairs": shapes.pairs("evoformer.blocks.0.pair.")}
+    if sizes["extra"]["blocks"]:
         block = "extra_msa_stack.blocks.0."
-        found["extra"] |= {"msa": shapes.rows(block), "pairs": shapes.pairs(f"{block}pair.")}
-    tiny = OpenFoldConfig.preset("tiny", template=found["template"], heads=found["heads"])
-    asked = OpenFoldConfig.model_validate(found)
-    shorter = asked.model_copy(update={"structure": asked.structure.model_copy(update={"passes": tiny.structure.passes})})
-    return shorter if shorter == tiny else asked
+        sizes["extra"] |= {"msa": shapes.rows(block), "pairs": shapes.pairs(f"{block}pair.")}
+    tiny = OpenFoldConfig.preset("tiny", template=sizes["template"], heads=sizes["heads"])
+    cfg = OpenFoldConfig.model_validate(sizes)
+    fewer_passes = cfg.model_copy(update={"structure": cfg.structure.model_copy(update={"passes": tiny.structure.passes})})
+    return fewer_passes if fewer_passes == tiny else cfg

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.models.openfold.config import OpenFoldConfig
-from hpcai.models.openfold.embedders import ExtraEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
-from hpcai.models.openfold.evoformer import EvoformerBlock, ExtraBlock, Stack
+from hpcai.models.openfold.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
+from hpcai.models.openfold.evoformer import EvoformerBlock, EvoformerStack, ExtraMSABlock
 from hpcai.models.openfold.heads import Heads, Logits
 from hpcai.models.openfold.layers import Linear
-from hpcai.models.openfold.residues import LETTERS, PLACE
-from hpcai.models.openfold.structure import Atoms, StructureModule
+from hpcai.models.openfold.residues import ATOM_ORDER, RESTYPES
+from hpcai.models.openfold.structure import StructureModule, StructureOutput
 from hpcai.nn.seam import Seam
 from hpcai.nn.weights import PretrainedMixin
 
-_CA, _CB, _GLYCINE = PLACE["CA"], PLACE["CB"], LETTERS.index("G")
+_CA, _CB, _GLYCINE = ATOM_ORDER["CA"], ATOM_ORDER["CB"], RESTYPES.index("G")
 _PSI = 2  # its index among the seven torsion angles
 
 
@@ -28,15 +28,15 @@ class Prediction(NamedTuple):
     msa: Tensor  # [B, S, R/n, C]
     pair: Tensor  # [B, R/n, R, C]
     single: Tensor  # [B, R, C]
-    atoms: Atoms
+    atoms: StructureOutput
     positions: Tensor  # [B, R, 37, 3] angstrom
     logits: Logits
 
 
-class Previous(NamedTuple):
+class Recycled(NamedTuple):
     """A pass takes this over from the one before."""
 
-    first: Tensor  # [B, R, C] of the alignment
+    msa_first_row: Tensor  # [B, R, C]
     pair: Tensor  # [B, R/n, R, C]
     positions: Tensor  # [B, R, 37, 3] angstrom
 
@@ -53,80 +53,82 @@ class OpenFold(PretrainedMixin):
         self.input_embedder = InputEmbedder(cfg.msa, cfg.pair)
         self.recycling_embedder = RecyclingEmbedder(cfg.msa, cfg.pair)
         self.template_embedder = TemplateEmbedder(cfg.msa, cfg.pair, cfg.template, cfg.checkpoint) if cfg.template else None
-        self.extra_msa_embedder = ExtraEmbedder(extra.channels)
-        self.extra_msa_stack = Stack(
-            [ExtraBlock(extra.channels, cfg.pair, extra.msa, extra.pairs) for _ in range(extra.blocks)], cfg.checkpoint
+        self.extra_msa_embedder = ExtraMSAEmbedder(extra.channels)
+        self.extra_msa_stack = EvoformerStack(
+            [ExtraMSABlock(extra.channels, cfg.pair, extra.msa, extra.pairs) for _ in range(extra.blocks)], cfg.checkpoint
         )
-        self.evoformer = Stack([EvoformerBlock(cfg.msa, cfg.pair, cfg.rows, cfg.pairs) for _ in range(cfg.blocks)], cfg.checkpoint)
+        self.evoformer = EvoformerStack(
+            [EvoformerBlock(cfg.msa, cfg.pair, cfg.rows, cfg.pairs) for _ in range(cfg.blocks)], cfg.checkpoint
+        )
         self.to_single = Linear(cfg.msa, cfg.single)
         self.structure_module = StructureModule(cfg.single, cfg.pair, cfg.structure)
         self.heads = Heads(cfg.msa, cfg.pair, cfg.single, cfg.heads)
-        self.own_rows, self.own_sequences, self.join_rows = Seam(), Seam(), Seam()
-        self.one_answer: nn.Module = Seam()  # processes that hold a protein together give one answer, which counts once
+        self.local_rows, self.local_sequences, self.gather_rows = Seam(), Seam(), Seam()
+        self.replicated_output: nn.Module = Seam()  # processes that hold a protein together give one answer, which counts once
 
     def forward(self, features: Mapping[str, Tensor]) -> Prediction:
         """``features`` as ``hpcai.models.openfold.featurize`` makes them, with a batch dim in front and a dim of passes at the end.
 
         Only the last pass has gradients; the others give it where to begin.
         """
-        m, z, s, atoms, positions = self.passes(features)
+        m, z, s, atoms, positions = self.run_passes(features)
         m = m[:, : features["msa_feat"].shape[1]]
-        return self.one_answer(Prediction(m, z, s, atoms, positions, self.heads(m, z, s, atoms.states[-1])))
+        return self.replicated_output(Prediction(m, z, s, atoms, positions, self.heads(m, z, s, atoms.states[-1])))
 
-    def passes(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Atoms, Tensor]:
+    def run_passes(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, StructureOutput, Tensor]:
         """What the last pass ends with: alignment [B, S, R/n, C], pairs [B, R/n, R, C], residues [B, R, C], atoms, and their
         positions in 37 places [B, R, 37, 3]."""
-        previous, graded = None, torch.is_grad_enabled()
+        recycled, with_grad = None, torch.is_grad_enabled()
         passes = features["aatype"].shape[-1]
-        for number in range(passes):
-            last = number == passes - 1
-            now = {name: value[..., number] for name, value in features.items()}
-            with torch.set_grad_enabled(graded and last):
-                if torch.is_autocast_enabled(now["aatype"].device.type):
+        for pass_index in range(passes):
+            last = pass_index == passes - 1
+            inputs = {name: value[..., pass_index] for name, value in features.items()}
+            with torch.set_grad_enabled(with_grad and last):
+                if torch.is_autocast_enabled(inputs["aatype"].device.type):
                     torch.clear_autocast_cache()  # older torch gives out again what it cast without gradients
-                first, *found = self._once(now, previous)
-            previous = Previous(first, found[1], found[4])
-        m, z, s, atoms, positions = found
+                first, *outputs = self._iteration(inputs, recycled)
+            recycled = Recycled(first, outputs[1], outputs[4])
+        m, z, s, atoms, positions = outputs
         return m, z, s, atoms, positions
 
-    def fold(self, sequence: str, alignments: Any = None, **words: Any) -> Any:
+    def fold(self, sequence: str, alignments: Any = None, **kwargs: Any) -> Any:
         """The structure of a sequence, with confidence; see ``hpcai.models.openfold.folding.fold``."""
         from hpcai.models.openfold.folding import fold
 
-        return fold(self, sequence, alignments, **words)
+        return fold(self, sequence, alignments, **kwargs)
 
-    def _once(self, features: Mapping[str, Tensor], previous: Previous | None) -> tuple[Any, ...]:
+    def _iteration(self, features: Mapping[str, Tensor], previous: Recycled | None) -> tuple[Any, ...]:
         """One pass: the first sequence of the alignment [B, R, C], and what ``passes`` returns."""
-        kind = self.to_single.weight.dtype
-        residues, aatype = features["seq_mask"].to(kind), features["aatype"]
-        pair_mask = self.own_rows(residues)[:, :, None] * residues[:, None]
-        m, z = self.input_embedder(features["target_feat"].to(kind), features["residue_index"], features["msa_feat"].to(kind))
-        first, again = self.recycling_embedder(*self._recycled(previous, aatype, m, z))
-        m = torch.cat([m[:, :1] + first[:, None], m[:, 1:]], 1)
-        z = z + again
-        msa_mask = features["msa_mask"].to(kind)
+        dtype = self.to_single.weight.dtype
+        seq_mask, aatype = features["seq_mask"].to(dtype), features["aatype"]
+        pair_mask = self.local_rows(seq_mask)[:, :, None] * seq_mask[:, None]
+        m, z = self.input_embedder(features["target_feat"].to(dtype), features["residue_index"], features["msa_feat"].to(dtype))
+        msa_first_row, z_update = self.recycling_embedder(*self._recycled_inputs(previous, aatype, m, z))
+        m = torch.cat([m[:, :1] + msa_first_row[:, None], m[:, 1:]], 1)
+        z = z + z_update
+        msa_mask = features["msa_mask"].to(dtype)
         if self.template_embedder is not None:
             z = z + self.template_embedder(features, z, pair_mask)
             m = torch.cat([m, self.template_embedder.template_single_embedder(features)], 1)
-            msa_mask = torch.cat([msa_mask, features["template_torsion_angles_mask"][..., _PSI].to(kind)], 1)
+            msa_mask = torch.cat([msa_mask, features["template_torsion_angles_mask"][..., _PSI].to(dtype)], 1)
         extra = self.extra_msa_embedder(features)
-        z = self.extra_msa_stack(extra, z, features["extra_msa_mask"].to(kind), pair_mask)[1]
-        m, z = self.evoformer(self.own_sequences(m), z, msa_mask, pair_mask)
-        first = self.join_rows(m[:, 0], aatype.shape[1])
-        s = self.to_single(first)
-        atoms = self.structure_module(s, z, aatype, residues)
-        return first, m, z, s, atoms, self._positions(atoms.positions[-1], features)
+        z = self.extra_msa_stack(extra, z, features["extra_msa_mask"].to(dtype), pair_mask)[1]
+        m, z = self.evoformer(self.local_sequences(m), z, msa_mask, pair_mask)
+        msa_first_row = self.gather_rows(m[:, 0], aatype.shape[1])
+        s = self.to_single(msa_first_row)
+        atoms = self.structure_module(s, z, aatype, seq_mask)
+        return msa_first_row, m, z, s, atoms, self._atom37_positions(atoms.positions[-1], features)
 
-    def _recycled(self, previous: Previous | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _recycled_inputs(self, previous: Recycled | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first pass meets zeros, which the norms turn into their biases."""
         if previous is None:
             wide = torch.promote_types(m.dtype, torch.float32)
             return torch.zeros_like(m[:, 0]), torch.zeros_like(z), torch.zeros(*aatype.shape, 3, dtype=wide, device=m.device)
-        x = previous.positions
-        beta = torch.where((aatype == _GLYCINE)[..., None], x[:, :, _CA], x[:, :, _CB])
-        return previous.first.to(m.dtype), previous.pair.to(z.dtype), beta
+        positions = previous.positions
+        pseudo_beta = torch.where((aatype == _GLYCINE)[..., None], positions[:, :, _CA], positions[:, :, _CB])
+        return previous.msa_first_row.to(m.dtype), previous.pair.to(z.dtype), pseudo_beta
 
-    def _positions(self, positions: Tensor, features: Mapping[str, Tensor]) -> Tensor:
+    def _atom37_positions(self, positions: Tensor, features: Mapping[str, Tensor]) -> Tensor:
         """Positions of atoms in 37 places, from those in 14.   [B, R, 14, 3] -> [B, R, 37, 3]"""
         index = features["residx_atom37_to_atom14"][..., None].expand(-1, -1, -1, 3)
         return positions.gather(2, index) * features["atom37_atom_exists"][..., None].to(positions.dtype)

@@ -8,11 +8,11 @@ whose attention is cut by rows too. Everything of one residue, and the losses, r
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.openfold.attention import RowAttention, TriangleAttention
-from hpcai.models.openfold.embedders import ExtraEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
-from hpcai.models.openfold.evoformer import EvoformerBlock, OuterProductMean, PairUpdate, Stack, TriangleMultiplication
+from hpcai.models.openfold.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
+from hpcai.models.openfold.evoformer import EvoformerBlock, EvoformerStack, OuterProductMean, PairStack, TriangleMultiplication
 from hpcai.models.openfold.heads import Heads
 from hpcai.models.openfold.model import OpenFold
-from hpcai.models.openfold.structure import PointAttention
+from hpcai.models.openfold.structure import InvariantPointAttention
 from hpcai.nn.seam import Seam
 from hpcai.parallel.axial import Join, Move, Once, Own, ToChannels, ToRows
 from hpcai.parallel.replicate import sum_over
@@ -32,26 +32,26 @@ def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
                     f"mesh.axial is {axis.size}, which does not divide the {channels} channels of {name}; take a divisor of them"
                 )
             part.to_channels, part.to_rows = ToChannels(axis), ToRows(axis)
-        elif isinstance(part, (EvoformerBlock, PairUpdate)):
+        elif isinstance(part, (EvoformerBlock, PairStack)):
             part.to_columns, part.to_rows = Move(axis, 2, 1), Move(axis, 1, 2)
         elif isinstance(part, (RowAttention, TriangleAttention)):
-            part.every_row = Join(axis, 2)
+            part.gather_bias = Join(axis, 2)
         elif isinstance(part, OuterProductMean):
-            part.every_residue = Join(axis, 2)
-        if isinstance(part, (OpenFold, InputEmbedder, RecyclingEmbedder, PointAttention)):
-            part.own_rows = Own(axis, 1)
+            part.gather_residues = Join(axis, 2)
+        if isinstance(part, (OpenFold, InputEmbedder, RecyclingEmbedder, InvariantPointAttention)):
+            part.local_rows = Own(axis, 1)
         if isinstance(part, TemplateEmbedder):
-            part.own_rows = Own(axis, 2)
-        if isinstance(part, (OpenFold, Stack, ExtraEmbedder)):
-            part.own_sequences = Own(axis, 1)
-        if isinstance(part, Stack):
-            part.own_columns = Own(axis, 2)
-        if isinstance(part, (OpenFold, PointAttention, Heads)):
-            part.join_rows = Join(axis, 1)
+            part.local_rows = Own(axis, 2)
+        if isinstance(part, (OpenFold, EvoformerStack, ExtraMSAEmbedder)):
+            part.local_sequences = Own(axis, 1)
+        if isinstance(part, EvoformerStack):
+            part.local_columns = Own(axis, 2)
+        if isinstance(part, (OpenFold, InvariantPointAttention, Heads)):
+            part.gather_rows = Join(axis, 1)
         if isinstance(part, Heads):
-            part.join_columns = Join(axis, 2)
+            part.gather_columns = Join(axis, 2)
     for last in (model.extra_msa_stack.blocks[-1], model.evoformer.blocks[-1]):
         last.to_rows = Seam()  # of sequences only the first is asked for, by residues
-    model.one_answer = Once(axis)
+    model.replicated_output = Once(axis)
     sum_over(model, axis)
     return model

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LETTERS = "ARNDCQEGHILKMFPSTWYV"  # in the order of three-letter names
+RESTYPES = "ARNDCQEGHILKMFPSTWYV"  # in the order of three-letter names
 UNKNOWN, GAP, MASKED = 20, 21, 22
-NAMES = (
+RESNAMES = (
     "ALA", "ARG", "ASN", "ASP", "CYS", "GLN", "GLU", "GLY", "HIS", "ILE",
     "LEU", "LYS", "MET", "PHE", "PRO", "SER", "THR", "TRP", "TYR", "VAL",
 )  # fmt: skip
-ATOMS = (
+ATOM_TYPES = (
     "N", "CA", "C", "CB", "O", "CG", "CG1", "CG2", "OG", "OG1", "SG", "CD", "CD1", "CD2", "ND1", "ND2", "OD1", "OD2", "SD",
     "CE", "CE1", "CE2", "CE3", "NE", "NE1", "NE2", "OE1", "OE2", "CH2", "NH1", "NH2", "OH", "CZ", "CZ2", "CZ3", "NZ", "OXT",
 )  # fmt: skip
-PLACE = {name: place for place, name in enumerate(ATOMS)}
+ATOM_ORDER = {name: place for place, name in enumerate(ATOM_TYPES)}
 VAN_DER_WAALS = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}  # radii, angstrom
 
 # From one residue to the next: mean and standard deviation.
@@ -129,7 +129,7 @@ VAL: CA-CB 1.543 0.021, CB-CG1 CB-CG2 1.524 0.021, N-CA-CB 111.5 2.2, CB-CA-C 11
 """
 
 # Atoms that change places when the last chi turns by 180 degrees, pair by pair.
-_TWINS = {"ASP": "OD1 OD2", "GLU": "OE1 OE2", "PHE": "CD1 CD2 CE1 CE2", "TYR": "CD1 CD2 CE1 CE2"}
+_AMBIGUOUS_ATOMS = {"ASP": "OD1 OD2", "GLU": "OE1 OE2", "PHE": "CD1 CD2 CE1 CE2", "TYR": "CD1 CD2 CE1 CE2"}
 
 
 class _Residue(NamedTuple):
@@ -138,20 +138,20 @@ class _Residue(NamedTuple):
     position: dict[str, NDArray[np.float64]]
 
 
-def _lines(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
+def _parse_lines(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
     for line in text.strip().replace("\n ", " ").splitlines():
         head, cells = line.split(":")
         yield head.split(), [cell.split() for cell in cells.split(",")]
 
 
-def _residues() -> Iterator[_Residue]:
-    for (_, *chain), cells in _lines(_ATOMS):
+def _parse_residues() -> Iterator[_Residue]:
+    for (_, *chain), cells in _parse_lines(_ATOMS):
         group = {name: int(number) for name, number, *_ in cells}
         yield _Residue(["N", "CA", "CB", *chain], group, {name: np.array(xyz, float) for name, _, *xyz in cells})
     yield _Residue([], {}, {})
 
 
-def _fixed(values: Any, dtype: Any = np.float32) -> NDArray[Any]:
+def _constant(values: Any, dtype: Any = np.float32) -> NDArray[Any]:
     array = np.array(values, dtype)
     array.flags.writeable = False
     return array
@@ -159,30 +159,30 @@ def _fixed(values: Any, dtype: Any = np.float32) -> NDArray[Any]:
 
 # ---- atoms
 
-_RESIDUES = tuple(_residues())
+_RESIDUES = tuple(_parse_residues())
 ATOM14_NAMES = tuple((*residue.group, *[""] * (14 - len(residue.group))) for residue in _RESIDUES)  # [21][14] "" where none is
-ATOM14_EXISTS = _fixed([[name != "" for name in row] for row in ATOM14_NAMES])  # [21, 14]
-ATOM37_EXISTS = _fixed([[name in row for name in ATOMS] for row in ATOM14_NAMES])  # [21, 37] never OXT
-ATOM14_TO_37 = _fixed([[PLACE.get(name, 0) for name in row] for row in ATOM14_NAMES], np.int64)  # [21, 14] 0 where none is
-ATOM37_TO_14 = _fixed([[row.index(name) if name in row else 0 for name in ATOMS] for row in ATOM14_NAMES], np.int64)  # [21, 37]
-ATOM14_RADIUS = _fixed([[VAN_DER_WAALS.get(name[:1], 0) for name in row] for row in ATOM14_NAMES])  # [21, 14] angstrom
+ATOM14_EXISTS = _constant([[name != "" for name in row] for row in ATOM14_NAMES])  # [21, 14]
+ATOM37_EXISTS = _constant([[name in row for name in ATOM_TYPES] for row in ATOM14_NAMES])  # [21, 37] never OXT
+ATOM14_TO_37 = _constant([[ATOM_ORDER.get(name, 0) for name in row] for row in ATOM14_NAMES], np.int64)  # [21, 14] 0 where none is
+ATOM37_TO_14 = _constant([[row.index(name) if name in row else 0 for name in ATOM_TYPES] for row in ATOM14_NAMES], np.int64)
+ATOM14_RADIUS = _constant([[VAN_DER_WAALS.get(name[:1], 0) for name in row] for row in ATOM14_NAMES])  # [21, 14] angstrom
 
 
-def _twins() -> Iterator[list[int]]:
-    for name, row in zip((*NAMES, "X"), ATOM14_NAMES):
-        one, other = (_TWINS.get(name, "").split()[first::2] for first in (0, 1))
-        twin = dict(zip(one + other, other + one))
-        yield [row.index(twin[atom]) if atom in twin else place for place, atom in enumerate(row)]
+def _atom_swaps() -> Iterator[list[int]]:
+    for name, row in zip((*RESNAMES, "X"), ATOM14_NAMES):
+        first, second = (_AMBIGUOUS_ATOMS.get(name, "").split()[start::2] for start in (0, 1))
+        swapped = dict(zip(first + second, second + first))
+        yield [row.index(swapped[atom]) if atom in swapped else index for index, atom in enumerate(row)]
 
 
-ATOM14_SWAP = _fixed([*_twins()], np.int64)  # [21, 14] the place of an atom under the other naming
-ATOM14_AMBIGUOUS = _fixed(np.arange(14) != ATOM14_SWAP)  # [21, 14]
+ATOM14_SWAP = _constant([*_atom_swaps()], np.int64)  # [21, 14] the place of an atom under the other naming
+ATOM14_AMBIGUOUS = _constant(np.arange(14) != ATOM14_SWAP)  # [21, 14]
 
 # ---- angles and rigid groups
 
 
-def _quadruple(chain: list[str], chi: int) -> list[int]:
-    return [PLACE[name] for name in chain[chi : chi + 4]] if chi + 4 <= len(chain) else [0] * 4
+def _chi_atoms(chain: list[str], chi: int) -> list[int]:
+    return [ATOM_ORDER[name] for name in chain[chi : chi + 4]] if chi + 4 <= len(chain) else [0] * 4
 
 
 def _frame(origin: NDArray[np.float64], y: Any) -> NDArray[np.float64]:
@@ -206,19 +206,19 @@ def _frames(residue: _Residue) -> NDArray[np.float64]:
     return frames
 
 
-CHI_ATOMS = _fixed([[_quadruple(r.chain, chi) for chi in range(4)] for r in _RESIDUES], np.int64)  # [21, 4, 4] places of the 37
-CHI_EXISTS = _fixed(CHI_ATOMS[..., 3] > 0)  # [21, 4]; N is place 0 and ends none
+CHI_ATOMS = _constant([[_chi_atoms(r.chain, chi) for chi in range(4)] for r in _RESIDUES], np.int64)  # [21, 4, 4] places of the 37
+CHI_EXISTS = _constant(CHI_ATOMS[..., 3] > 0)  # [21, 4]; N is place 0 and ends none
 _last = np.arange(4) == CHI_EXISTS.sum(1, keepdims=True) - 1
-CHI_PERIODIC = _fixed(_last & ATOM14_AMBIGUOUS.any(1, keepdims=True))  # [21, 4] by 180 degrees
-_backbone = np.array([[PLACE[name] for name in names.split()] for names in ("C CA N", "N N N", "N N N", "CA C O")])
-GROUP_BASE = _fixed(  # [21, 8, 3] of the 37: on the negative x axis, the origin, on the side of y. The backbone's is turned later.
+CHI_PERIODIC = _constant(_last & ATOM14_AMBIGUOUS.any(1, keepdims=True))  # [21, 4] by 180 degrees
+_backbone = np.array([[ATOM_ORDER[name] for name in names.split()] for names in ("C CA N", "N N N", "N N N", "CA C O")])
+GROUP_BASE = _constant(  # [21, 8, 3] of the 37: on the negative x axis, the origin, in the half-plane of y; backbone flipped later
     np.concatenate([np.broadcast_to(_backbone, (21, 4, 3)), CHI_ATOMS[..., 1:]], 1), np.int64
 )
-GROUP_EXISTS = _fixed(np.concatenate([np.tile([1, 0, 0, 1], (21, 1)), CHI_EXISTS], 1))  # [21, 8]
-GROUP_AMBIGUOUS = _fixed(np.pad(CHI_PERIODIC, ((0, 0), (4, 0))))  # [21, 8]
-GROUP_FRAME = _fixed([_frames(residue) for residue in _RESIDUES])  # [21, 8, 4, 4] in the parent's, angle 0; zeros where none is
-ATOM14_GROUP = _fixed([[residue.group.get(name, 0) for name in row] for residue, row in zip(_RESIDUES, ATOM14_NAMES)], np.int64)
-ATOM14_POSITION = _fixed(  # [21, 14, 3] in the frame of the atom's group, angstrom
+GROUP_EXISTS = _constant(np.concatenate([np.tile([1, 0, 0, 1], (21, 1)), CHI_EXISTS], 1))  # [21, 8]
+GROUP_AMBIGUOUS = _constant(np.pad(CHI_PERIODIC, ((0, 0), (4, 0))))  # [21, 8]
+GROUP_FRAME = _constant([_frames(residue) for residue in _RESIDUES])  # [21, 8, 4, 4] in the parent's, angle 0; zeros where none is
+ATOM14_GROUP = _constant([[residue.group.get(name, 0) for name in row] for residue, row in zip(_RESIDUES, ATOM14_NAMES)], np.int64)
+ATOM14_POSITION = _constant(  # [21, 14, 3] in the frame of the atom's group, angstrom
     [[residue.position.get(name, np.zeros(3)) for name in row] for residue, row in zip(_RESIDUES, ATOM14_NAMES)]
 )
 
@@ -233,30 +233,30 @@ class Bounds(NamedTuple):
     deviation: NDArray[np.float32]  # 0 where the two are not ends of a bond or an angle
 
 
-def _distances() -> Iterator[dict[tuple[str, str], tuple[float, float]]]:
+def _mean_distances() -> Iterator[dict[tuple[str, str], tuple[float, float]]]:
     """Mean distance and its deviation for the ends of each residue's bonds and angles, errors taken as independent."""
     figures: dict[str, dict[str, tuple[float, float]]] = {}
-    for (residue,), cells in _lines(_STEREO):
+    for (residue,), cells in _parse_lines(_STEREO):
         figures[residue] = {name: (float(mean), float(deviation)) for *names, mean, deviation in cells for name in names}
-    for residue, row in zip(NAMES, ATOM14_NAMES):
-        known = {tuple(name.split("-")): figure for name, figure in (figures["ANY"] | figures[residue]).items()}
-        bonds = {frozenset(names): figure for names, figure in known.items() if len(names) == 2}
-        found: dict[tuple[str, str], tuple[float, float]] = {}
-        for names, (mean, deviation) in known.items():
+    for residue, row in zip(RESNAMES, ATOM14_NAMES):
+        by_atoms = {tuple(name.split("-")): figure for name, figure in (figures["ANY"] | figures[residue]).items()}
+        bonds = {frozenset(names): figure for names, figure in by_atoms.items() if len(names) == 2}
+        distances: dict[tuple[str, str], tuple[float, float]] = {}
+        for names, (mean, deviation) in by_atoms.items():
             if not {*names} <= {*row}:
                 continue
             if len(names) == 3:
                 (p, dp), (q, dq) = (bonds[frozenset(pair)] for pair in (names[:2], names[1:]))
-                angle, off = math.radians(mean), math.radians(deviation)
+                angle, angle_deviation = math.radians(mean), math.radians(deviation)
                 mean = math.sqrt(p * p + q * q - 2 * p * q * math.cos(angle))
-                parts = (p - q * math.cos(angle)) * dp, (q - p * math.cos(angle)) * dq, p * q * math.sin(angle) * off
+                parts = (p - q * math.cos(angle)) * dp, (q - p * math.cos(angle)) * dq, p * q * math.sin(angle) * angle_deviation
                 deviation = math.hypot(*parts) / mean
-            found[names[0], names[-1]] = mean, deviation
-        yield found
+            distances[names[0], names[-1]] = mean, deviation
+        yield distances
 
 
 @lru_cache
-def bounds(tolerance: float, overlap: float) -> Bounds:
+def distance_bounds(tolerance: float, overlap: float) -> Bounds:
     """The distances that two atoms of one residue may have.
 
     Across a bond or an angle the mean and ``tolerance`` deviations either way; otherwise from the sum of the van der Waals radii
@@ -265,9 +265,9 @@ def bounds(tolerance: float, overlap: float) -> Bounds:
     pair = ATOM14_EXISTS[:, :, None] * ATOM14_EXISTS[:, None] * (1 - np.eye(14))
     lower, upper = pair * (ATOM14_RADIUS[:, :, None] + ATOM14_RADIUS[:, None] - overlap), pair * 1e10
     deviation = np.zeros_like(pair)
-    for residue, (row, found) in enumerate(zip(ATOM14_NAMES, _distances())):
-        for (one, other), (mean, off) in found.items():
-            i, j = row.index(one), row.index(other)
+    for residue, (row, distances) in enumerate(zip(ATOM14_NAMES, _mean_distances())):
+        for (first, second), (mean, sigma) in distances.items():
+            i, j = row.index(first), row.index(second)
             both = residue, [i, j], [j, i]
-            lower[both], upper[both], deviation[both] = mean - tolerance * off, mean + tolerance * off, off
-    return Bounds(_fixed(lower), _fixed(upper), _fixed(deviation))
+            lower[both], upper[both], deviation[both] = mean - tolerance * sigma, mean + tolerance * sigma, sigma
+    return Bounds(_constant(lower), _constant(upper), _constant(deviation))

@@ -15,9 +15,9 @@ from hpcai.models.openfold.residues import MASKED, UNKNOWN
 
 Array = NDArray[Any]
 
-KINDS = MASKED + 1  # kinds of letters
-_SUMS = 127  # the most pairs of residues that a byte can count
-_TOGETHER = 32  # residues at a time: their counts fit a core's cache, and alignments of many rows need little memory
+NUM_LETTERS = MASKED + 1  # kinds of letters
+_MAX_BYTE_PAIRS = 127  # the most pairs of residues that a byte can count
+_CHUNK = 32  # residues at a time: their counts fit a core's cache, and alignments of many rows need little memory
 
 
 class MaskConfig(Settings):
@@ -42,13 +42,13 @@ class MaskConfig(Settings):
 # ---- draws
 
 
-def choose(rows: int, clusters: int, generator: np.random.Generator) -> tuple[Array, Array]:
+def choose_clusters(rows: int, clusters: int, generator: np.random.Generator) -> tuple[Array, Array]:
     """Rows that stand for clusters, the query first, and the others; both in random order.   [min(C, S)], [the rest]"""
     order = np.concatenate([[0], 1 + generator.permutation(rows - 1)])
     return order[:clusters], order[clusters:]
 
 
-def spare(rows: int, blocks: int, share: float, generator: np.random.Generator) -> Array:
+def delete_blocks(rows: int, blocks: int, share: float, generator: np.random.Generator) -> Array:
     """Rows that are left when ``blocks`` of neighbours go, ``share`` of all rows each; they may overlap. The query stays.
 
     Searches list relatives by likeness, so that a block is often one branch of the family (Algorithm 1).
@@ -56,78 +56,78 @@ def spare(rows: int, blocks: int, share: float, generator: np.random.Generator) 
     size = int(rows * share)
     if not size:
         return np.arange(rows)
-    gone = generator.integers(1, rows, blocks)[:, None] + np.arange(size)
-    return np.delete(np.arange(rows), np.minimum(gone, rows - 1))
+    deleted = generator.integers(1, rows, blocks)[:, None] + np.arange(size)
+    return np.delete(np.arange(rows), np.minimum(deleted, rows - 1))
 
 
-def hide(msa: Array, column: Array, cfg: MaskConfig, generator: np.random.Generator) -> tuple[Array, Array]:
+def mask_msa(msa: Array, profile: Array, cfg: MaskConfig, generator: np.random.Generator) -> tuple[Array, Array]:
     """Replaces letters, and says where it did, or chose to leave one as it was.   [C, N], profile [N, 22] -> [C, N], bool [C, N]"""
-    chosen = generator.random(msa.shape) < cfg.fraction
-    row, at = np.nonzero(chosen)
-    kind = np.searchsorted(np.cumsum([cfg.uniform, cfg.profile, cfg.same]), generator.random(len(row)), side="right")
-    ends = np.cumsum(column, 1)[at]
-    drawn = (generator.random((len(row), 1)) * ends[:, -1:] >= ends[:, :-1]).sum(1)
-    hidden = msa.copy()
-    hidden[row, at] = np.choose(kind, [generator.integers(0, UNKNOWN, len(row)), drawn, msa[row, at], MASKED])
-    return hidden, chosen
+    selected = generator.random(msa.shape) < cfg.fraction
+    row, column = np.nonzero(selected)
+    replacement = np.searchsorted(np.cumsum([cfg.uniform, cfg.profile, cfg.same]), generator.random(len(row)), side="right")
+    ends = np.cumsum(profile, 1)[column]
+    likely = (generator.random((len(row), 1)) * ends[:, -1:] >= ends[:, :-1]).sum(1)
+    masked = msa.copy()
+    masked[row, column] = np.choose(replacement, [generator.integers(0, UNKNOWN, len(row)), likely, msa[row, column], MASKED])
+    return masked, selected
 
 
 # ---- what follows from them
 
 
-def profile(msa: Array) -> NDArray[np.float32]:
+def msa_profile(msa: Array) -> NDArray[np.float32]:
     """How often each letter, gaps too, stands in a column.   [S, N] -> [N, 22]"""
-    return (count(msa, np.zeros(len(msa), np.intp), 1)[0, :, :MASKED] / len(msa)).astype(np.float32)
+    return (count_letters(msa, np.zeros(len(msa), np.intp), 1)[0, :, :MASKED] / len(msa)).astype(np.float32)
 
 
-def count(rows: Array, cluster: Array, clusters: int) -> NDArray[np.intp]:
+def count_letters(rows: Array, cluster: Array, clusters: int) -> NDArray[np.intp]:
     """How many rows of a cluster have a letter at a residue.   [M, N], [M] -> [C, N, 23]"""
-    found = np.empty((clusters, rows.shape[1], KINDS), np.intp)
-    for first in range(0, rows.shape[1], _TOGETHER):
-        some = rows[:, first : first + _TOGETHER]
-        width = some.shape[1]
-        index = np.arange(width) * KINDS + some
-        index += (cluster * (width * KINDS))[:, None]
-        counts = np.bincount(index.ravel(), minlength=clusters * width * KINDS)
-        found[:, first : first + width] = counts.reshape(clusters, width, KINDS)
-    return found
+    counts = np.empty((clusters, rows.shape[1], NUM_LETTERS), np.intp)
+    for start in range(0, rows.shape[1], _CHUNK):
+        chunk = rows[:, start : start + _CHUNK]
+        width = chunk.shape[1]
+        index = np.arange(width) * NUM_LETTERS + chunk
+        index += (cluster * (width * NUM_LETTERS))[:, None]
+        chunk_counts = np.bincount(index.ravel(), minlength=clusters * width * NUM_LETTERS)
+        counts[:, start : start + width] = chunk_counts.reshape(clusters, width, NUM_LETTERS)
+    return counts
 
 
-def nearest(clusters: Array, rows: Array) -> NDArray[np.intp]:
+def assign_clusters(clusters: Array, rows: Array) -> NDArray[np.intp]:
     """The cluster with which a row has most letters in common, the first of equals; gaps and masked letters do not count.
 
     [C, N] with masks, [M, N] -> [M]. Two residues are looked up at once, and sums kept in bytes: no products of one-hot rows,
     which need six to ten times as long on a CPU.
     """
-    odd = clusters.shape[1] % 2
-    known = np.pad(np.where(clusters > UNKNOWN, -1, clusters), ((0, 0), (0, odd)), constant_values=-1).T
-    same = (np.arange(KINDS)[:, None] == known[:, None]).astype(np.uint8)  # [N, 23, C]
-    letters = np.pad(rows, ((0, 0), (0, odd))).T.astype(np.int16)
-    pairs = letters[::2] * KINDS + letters[1::2]  # [N / 2, M]
-    total = np.zeros((len(rows), len(clusters)), np.uint16)
-    for first in range(0, len(pairs), _SUMS):
-        part = np.zeros(total.shape, np.uint8)
-        for place in range(first, min(first + _SUMS, len(pairs))):
-            table = same[2 * place][:, None] + same[2 * place + 1]  # [23, 23, C]
-            part += table.reshape(-1, len(clusters)).take(pairs[place], 0)
-        total += part
-    return total.argmax(1)
+    padding = clusters.shape[1] % 2
+    letters_of_clusters = np.pad(np.where(clusters > UNKNOWN, -1, clusters), ((0, 0), (0, padding)), constant_values=-1).T
+    same = (np.arange(NUM_LETTERS)[:, None] == letters_of_clusters[:, None]).astype(np.uint8)  # [N, 23, C]
+    letters = np.pad(rows, ((0, 0), (0, padding))).T.astype(np.int16)
+    pairs = letters[::2] * NUM_LETTERS + letters[1::2]  # [N / 2, M]
+    agreement = np.zeros((len(rows), len(clusters)), np.uint16)
+    for start in range(0, len(pairs), _MAX_BYTE_PAIRS):
+        chunk_total = np.zeros(agreement.shape, np.uint8)
+        for pair in range(start, min(start + _MAX_BYTE_PAIRS, len(pairs))):
+            table = same[2 * pair][:, None] + same[2 * pair + 1]  # [23, 23, C]
+            chunk_total += table.reshape(-1, len(clusters)).take(pairs[pair], 0)
+        agreement += chunk_total
+    return agreement.argmax(1)
 
 
-def summarise(
+def summarize_clusters(
     clusters: Array, deletions: Array, rows: Array, row_deletions: Array, cluster: Array
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """How often each letter stands at a residue of a cluster, its own row included, and the mean of deletions.
 
     [C, N] and [M, N] twice each, [M] the rows' clusters -> [C, N, 23], [C, N]
     """
-    letters = count(rows, cluster, len(clusters)) + (clusters[..., None] == np.arange(KINDS))
-    (number, width), some = clusters.shape, np.flatnonzero(row_deletions)
-    place = cluster[some // width] * width + some % width
-    deleted = np.bincount(place, row_deletions.ravel()[some], number * width).reshape(number, width) + deletions
+    letters = count_letters(rows, cluster, len(clusters)) + (clusters[..., None] == np.arange(NUM_LETTERS))
+    (count, width), nonzero = clusters.shape, np.flatnonzero(row_deletions)
+    index = cluster[nonzero // width] * width + nonzero % width
+    deletion_mean = np.bincount(index, row_deletions.ravel()[nonzero], count * width).reshape(count, width) + deletions
     # The public code adds 1e-6, so that shares do not quite add up to 1.
-    size = np.float32(1e-6) + (1 + np.bincount(cluster, minlength=number)).astype(np.float32)[:, None]
-    return letters.astype(np.float32) / size[..., None], deleted.astype(np.float32) / size
+    size = np.float32(1e-6) + (1 + np.bincount(cluster, minlength=count)).astype(np.float32)[:, None]
+    return letters.astype(np.float32) / size[..., None], deletion_mean.astype(np.float32) / size
 
 
 # ---- as the network reads it
@@ -146,13 +146,13 @@ def has_deletion(deletions: Array) -> NDArray[np.float32]:
     return np.clip(deletions, 0, 1).astype(np.float32)
 
 
-def msa_feat(msa: Array, deletions: Array, column: Array, mean: Array) -> NDArray[np.float32]:
+def msa_feat(msa: Array, deletions: Array, cluster_profile: Array, deletion_mean: Array) -> NDArray[np.float32]:
     """23 letters, two of deletions, the cluster's 23 letters and its deletions.   [C, N] ..., profile [C, N, 23] -> [C, N, 49]"""
-    found = np.empty((*msa.shape, 2 * KINDS + 3), np.float32)
-    found[..., :KINDS] = one_hot(msa, KINDS)
-    found[..., KINDS], found[..., KINDS + 1] = has_deletion(deletions), deletion_value(deletions)
-    found[..., KINDS + 2 : -1], found[..., -1] = column, deletion_value(mean)
-    return found
+    feat = np.empty((*msa.shape, 2 * NUM_LETTERS + 3), np.float32)
+    feat[..., :NUM_LETTERS] = one_hot(msa, NUM_LETTERS)
+    feat[..., NUM_LETTERS], feat[..., NUM_LETTERS + 1] = has_deletion(deletions), deletion_value(deletions)
+    feat[..., NUM_LETTERS + 2 : -1], feat[..., -1] = cluster_profile, deletion_value(deletion_mean)
+    return feat
 
 
 def target_feat(aatype: Array) -> NDArray[np.float32]:

@@ -9,87 +9,88 @@ from torch import Tensor
 from hpcai.models.openfold import objective
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.heads import distance_edges, plddt
-from hpcai.models.openfold.residues import PLACE
+from hpcai.models.openfold.residues import ATOM_ORDER
 
-_CA = PLACE["CA"]
-_TOTAL, _HIGH = (1.0, 2.0, 4.0, 8.0), (0.5, 1.0, 2.0, 4.0)  # angstrom
-_TOLD = ObjectiveConfig(chi=0, plddt=0)  # the terms that are reported of held-out chains, without their weights
+_CA = ATOM_ORDER["CA"]
+_GDT_TS, _GDT_HA = (1.0, 2.0, 4.0, 8.0), (0.5, 1.0, 2.0, 4.0)  # angstrom
+_REPORTED = ObjectiveConfig(chi=0, plddt=0)  # the terms that are reported of held-out chains, without their weights
 
 
 def score(model: Any, batch: Any) -> dict[str, Tensor]:
     """Means over chains. ``lddt``, the metric of MLPerf HPC (target 0.8): lDDT-Calpha, 0 to 1. ``drmsd`` in angstrom, ``gdt_ts``
     and ``gdt_ha`` of CA atoms, 0 to 1. ``confidence``: pLDDT, 0 to 100. And three terms of the loss."""
-    features, prediction = objective.predicted(model, batch)
+    features, prediction = objective.predict(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
-        guess, true, mask = _alphas(prediction, features)
-        fitted = superposed(guess, true, mask)
-        sure = (plddt(prediction.logits.plddt) * mask).sum(1) / mask.sum(1)
-        found = {
-            "lddt": objective.lddt(guess, true, mask), "drmsd": drmsd(guess, true, mask), "gdt_ts": gdt(fitted, true, mask, _TOTAL),
-            "gdt_ha": gdt(fitted, true, mask, _HIGH), "confidence": sure, **objective.terms(prediction, features, _TOLD),
+        guess, true, mask = _ca_atoms(prediction, features)
+        fitted = superpose(guess, true, mask)
+        confidence = (plddt(prediction.logits.plddt) * mask).sum(1) / mask.sum(1)
+        scores = {
+            "lddt": objective.lddt(guess, true, mask), "drmsd": drmsd(guess, true, mask),
+            "gdt_ts": gdt(fitted, true, mask, _GDT_TS), "gdt_ha": gdt(fitted, true, mask, _GDT_HA), "confidence": confidence,
+            **objective.loss_terms(prediction, features, _REPORTED),
         }  # fmt: skip
-        return {name: value.mean() for name, value in found.items()}
+        return {name: value.mean() for name, value in scores.items()}
 
 
-def structures_of(model: Any, batch: Any) -> dict[str, Tensor]:
+def predict_structures(model: Any, batch: Any) -> dict[str, Tensor]:
     """Rows for pictures: the residues of all chains one after the other, and before them ``index`` and ``residues`` [B] of each
     chain: types, true and predicted atoms [37, 3] angstrom, confidence and lDDT 0 to 100, NaN where there is no CA; at the end the
     distances [R * R] that the distogram expects, angstrom."""
-    features, prediction = objective.predicted(model, batch)
+    features, prediction = objective.predict(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
-        guess, true, mask = _alphas(prediction, features)
-        each = 100 * objective.lddt(guess, true, mask, each=True).where(mask > 0, torch.nan)
-        seen = features["seq_mask"] > 0
-        both = seen[:, :, None] & seen[:, None]
+        predicted, true, mask = _ca_atoms(prediction, features)
+        per_residue = 100 * objective.lddt(predicted, true, mask, per_residue=True).where(mask > 0, torch.nan)
+        real = features["seq_mask"] > 0
+        pair_mask = real[:, :, None] & real[:, None]
         return {
-            "index": features["index"], "residues": seen.sum(1), "aatype": features["aatype"][seen].to(torch.int8),
-            "predicted": prediction.positions[seen].float(), "true": features["all_atom_positions"][seen].float(),
-            "mask": features["all_atom_mask"][seen].to(torch.uint8), "plddt": plddt(prediction.logits.plddt)[seen].float(),
-            "lddt": each[seen].float(), "distance": expected(prediction.logits.distogram)[both].half(),
+            "index": features["index"], "residues": real.sum(1), "aatype": features["aatype"][real].to(torch.int8),
+            "predicted": prediction.positions[real].float(), "true": features["all_atom_positions"][real].float(),
+            "mask": features["all_atom_mask"][real].to(torch.uint8), "plddt": plddt(prediction.logits.plddt)[real].float(),
+            "lddt": per_residue[real].float(), "distance": expected_distance(prediction.logits.distogram)[pair_mask].half(),
         }  # fmt: skip
 
 
-def _alphas(prediction: Any, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _ca_atoms(prediction: Any, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Predicted and true CA [B, R, 3], and which are known [B, R]."""
-    guess, true, mask = prediction.positions, features["all_atom_positions"], features["all_atom_mask"]
-    return guess[:, :, _CA], true[:, :, _CA].to(guess.dtype), mask[:, :, _CA].to(guess.dtype)
+    predicted, true, mask = prediction.positions, features["all_atom_positions"], features["all_atom_mask"]
+    return predicted[:, :, _CA], true[:, :, _CA].to(predicted.dtype), mask[:, :, _CA].to(predicted.dtype)
 
 
-def superposed(guess: Tensor, true: Tensor, mask: Tensor) -> Tensor:
+def superpose(predicted: Tensor, true: Tensor, mask: Tensor) -> Tensor:
     """``guess`` turned and moved so that the squares of its distances to ``true`` are least (Kabsch 1976).
 
     guess and true [B, R, 3], mask [B, R] -> [B, R, 3]
     """
-    wide, weight = torch.float64, mask.double()[..., None]
+    dtype, weight = torch.float64, mask.double()[..., None]
     count = weight.sum(1, keepdim=True).clamp(min=1)
-    middles = [(x.to(wide) * weight).sum(1, keepdim=True) / count for x in (guess, true)]
-    moved = guess.to(wide) - middles[0]
-    u, _, v = torch.linalg.svd((moved * weight).transpose(1, 2) @ (true.to(wide) - middles[1]))
+    centroids = [(x.to(dtype) * weight).sum(1, keepdim=True) / count for x in (predicted, true)]
+    centred = predicted.to(dtype) - centroids[0]
+    u, _, v = torch.linalg.svd((centred * weight).transpose(1, 2) @ (true.to(dtype) - centroids[1]))
     mirrored = torch.linalg.det(u @ v).sign()
     u = torch.cat([u[..., :2], u[..., 2:] * mirrored[:, None, None]], 2)  # a mirror image is no rotation
-    return (moved @ (u @ v) + middles[1]).to(guess.dtype)
+    return (centred @ (u @ v) + centroids[1]).to(predicted.dtype)
 
 
-def gdt(fitted: Tensor, true: Tensor, mask: Tensor, limits: Sequence[float] = _TOTAL) -> Tensor:
+def gdt(superposed: Tensor, true: Tensor, mask: Tensor, limits: Sequence[float] = _GDT_TS) -> Tensor:
     """Global distance test (Zemla 2003): the share of atoms within each limit in angstrom, averaged. The limits are those of
     GDT-TS; half of them give GDT-HA. Of one superposition, by all atoms, it is a lower bound of what a search over many finds.
 
     fitted and true [B, R, 3], mask [B, R] -> [B]
     """
-    off = torch.linalg.vector_norm(fitted - true, dim=-1)
-    within = torch.stack([(off <= limit).to(mask.dtype) for limit in limits]).mean(0)
+    distances = torch.linalg.vector_norm(superposed - true, dim=-1)
+    within = torch.stack([(distances <= limit).to(mask.dtype) for limit in limits]).mean(0)
     return (within * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def drmsd(guess: Tensor, true: Tensor, mask: Tensor) -> Tensor:
+def drmsd(predicted: Tensor, true: Tensor, mask: Tensor) -> Tensor:
     """Root of the mean square by which the distances of all pairs of atoms differ, angstrom.   [B, R, 3] twice, [B, R] -> [B]"""
-    near, far = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (true, guess))
-    both = mask[:, :, None] * mask[:, None]
+    true_distances, distances = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (true, predicted))
+    pair_mask = mask[:, :, None] * mask[:, None]
     count = mask.sum(1)
-    return ((near - far).square() * both).sum((1, 2)).div((count * (count - 1)).clamp(min=1)).sqrt()
+    return ((true_distances - distances).square() * pair_mask).sum((1, 2)).div((count * (count - 1)).clamp(min=1)).sqrt()
 
 
-def expected(logits: Tensor) -> Tensor:
+def expected_distance(logits: Tensor) -> Tensor:
     """The mean distance of a distogram, angstrom; what is further than 21.7 counts as 21.8.   [..., 64] -> [...]"""
     edges = distance_edges(logits)
     width = edges[1] - edges[0]

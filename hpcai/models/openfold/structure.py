@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.config import StructureConfig
-from hpcai.models.openfold.geometry import Frames, groups_of, rotation_of, turned_further
+from hpcai.models.openfold.geometry import Frames, quat_to_rot, torsion_angles_to_frames, update_quaternion
 from hpcai.models.openfold.layers import Linear
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
 
-_UNIT = 10.0  # angstrom
+_ANGSTROM = 10.0  # angstrom
 _EPS = 1e-8
 
 
-class Atoms(NamedTuple):
+class StructureOutput(NamedTuple):
     """The results of all L passes, the last of which is the prediction."""
 
     backbone: Tensor  # [L, B, R, 7] quaternion (w, x, y, z) and translation, angstrom
@@ -32,7 +32,7 @@ class Atoms(NamedTuple):
     states: Tensor  # [L, B, R, C]
 
 
-class PointAttention(nn.Module):
+class InvariantPointAttention(nn.Module):
     """Attention by features, pairs and distances between points that each residue sets in space (Algorithm 22).
 
     s [B, R, C], bias [B, H, R/n, R], z [B, R/n, R, Cz], frames [B, R] -> [B, R, C]
@@ -48,44 +48,44 @@ class PointAttention(nn.Module):
         self.linear_kv_points = Linear(single, 3 * cfg.heads * points)
         self.linear_b = Linear(pair, cfg.heads)
         self.head_weights = nn.Parameter(torch.full((cfg.heads,), 0.541324854612918))  # softplus gives 1
-        self.linear_out = Linear(cfg.heads * (pair + cfg.head + 4 * cfg.value_points), single, start="final")
-        self.own_rows, self.join_rows = Seam(), Seam()
+        self.linear_out = Linear(cfg.heads * (pair + cfg.head + 4 * cfg.value_points), single, init="final")
+        self.local_rows, self.gather_rows = Seam(), Seam()
 
     def forward(self, s: Tensor, bias: Tensor, z: Tensor, frames: Frames) -> Tensor:
         cfg, heads = self.cfg, self.cfg.heads
-        here, stand = self.own_rows(s), Frames(*(self.own_rows(x) for x in frames))  # [B, R/n]
-        q = self.linear_q(here).unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, R/n, C]
+        local_s, local_frames = self.local_rows(s), Frames(*(self.local_rows(x) for x in frames))  # [B, R/n]
+        q = self.linear_q(local_s).unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, R/n, C]
         k, v = self.linear_kv(s).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(2, -1)
-        q_points = self._points(self.linear_q_points(here), stand)  # [B, H, R/n, P, 3]
-        k_points, v_points = self._points(self.linear_kv_points(s), frames).split([cfg.query_points, cfg.value_points], 3)
+        q_points = self._global_points(self.linear_q_points(local_s), local_frames)  # [B, H, R/n, P, 3]
+        k_points, v_points = self._global_points(self.linear_kv_points(s), frames).split([cfg.query_points, cfg.value_points], 3)
         # -w/2 |q - k|^2 of points is one more product of features: what depends on q alone falls out of the softmax.
         weight = (nn.functional.softplus(self.head_weights) * (1 / (3 * cfg.query_points * 9 / 2)) ** 0.5)[:, None, None]
-        half = k_points.square().sum((-1, -2))[..., None] * -0.5
-        weights = weight.expand(len(here), -1, here.shape[1], 1)
+        key_norms = k_points.square().sum((-1, -2))[..., None] * -0.5
+        weights = weight.expand(len(local_s), -1, local_s.shape[1], 1)
         left = torch.cat([q * (1 / (3 * cfg.head)) ** 0.5, q_points.flatten(-2) * weight, weights], -1)
-        right = torch.cat([k, k_points.flatten(-2), half], -1)
+        right = torch.cat([k, k_points.flatten(-2), key_norms], -1)
         logits = torch.baddbmm(bias.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1).transpose(1, 2))  # [B * H, R/n, R]
         p = logits.softmax(-1).unflatten(0, (-1, heads))
         o = (p @ v).transpose(1, 2).flatten(-2)
-        seen = (p @ v_points.flatten(-2)).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(2, 3)  # [B, R/n, H * P, 3] in space
-        met = (seen - stand.translation[..., None, :]) @ stand.rotation
-        length = (met.square().sum(-1) + _EPS).sqrt()
-        pairs = (p.transpose(1, 2) @ z).flatten(-2)  # [B, R/n, H * Cz]
-        return self.join_rows(self.linear_out(torch.cat([o, *met.unbind(-1), length, pairs], -1)), s.shape[1])
+        attended = (p @ v_points.flatten(-2)).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(2, 3)  # [B, R/n, H * P, 3] in space
+        points_local = (attended - local_frames.translation[..., None, :]) @ local_frames.rotation
+        point_norms = (points_local.square().sum(-1) + _EPS).sqrt()
+        pair_values = (p.transpose(1, 2) @ z).flatten(-2)  # [B, R/n, H * Cz]
+        return self.gather_rows(self.linear_out(torch.cat([o, *points_local.unbind(-1), point_norms, pair_values], -1)), s.shape[1])
 
-    def _points(self, x: Tensor, frames: Frames) -> Tensor:
+    def _global_points(self, x: Tensor, frames: Frames) -> Tensor:
         """[B, R, 3 * H * P], all x before all y before all z -> [B, H, R, P, 3] in space"""
-        local = x.unflatten(-1, (3, -1))  # [B, R, 3, H * P]
-        start, *given = (part.flatten(0, 1) for part in (frames.translation[..., None], frames.rotation, local))
-        return torch.baddbmm(start, *given).view(*x.shape[:2], 3, self.cfg.heads, -1).permute(0, 3, 1, 4, 2)
+        points = x.unflatten(-1, (3, -1))  # [B, R, 3, H * P]
+        origin, *factors = (part.flatten(0, 1) for part in (frames.translation[..., None], frames.rotation, points))
+        return torch.baddbmm(origin, *factors).view(*x.shape[:2], 3, self.cfg.heads, -1).permute(0, 3, 1, 4, 2)
 
-    def bias(self, z: Tensor, mask: Tensor) -> Tensor:
+    def pair_bias(self, z: Tensor, mask: Tensor) -> Tensor:
         """What pairs add to logits, the same in every pass.   [B, R/n, R, Cz] and [B, R] -> [B, H, R/n, R]"""
-        both = (self.own_rows(mask)[:, :, None] * mask[:, None])[..., None]
+        both = (self.local_rows(mask)[:, :, None] * mask[:, None])[..., None]
         return (self.linear_b(z) * (1 / 3) ** 0.5 + (both - 1) * 1e5).permute(0, 3, 1, 2).contiguous()
 
 
-class Angles(nn.Module):
+class AngleResnet(nn.Module):
     """Torsion angles (Algorithm 20, lines 11 to 14).   s [L, B, R, C], initial [B, R, C] -> [L, B, R, 7, 2] as they come,
     and of length 1"""
 
@@ -94,7 +94,7 @@ class Angles(nn.Module):
         width = cfg.angle
         self.linear_in, self.linear_initial = Linear(single, width), Linear(single, width)
         pairs = (
-            nn.ModuleDict({"linear_1": Linear(width, width, start="relu"), "linear_2": Linear(width, width, start="final")})
+            nn.ModuleDict({"linear_1": Linear(width, width, init="relu"), "linear_2": Linear(width, width, init="final")})
             for _ in range(cfg.angle_blocks)
         )
         self.layers = nn.ModuleList(pairs)
@@ -108,16 +108,16 @@ class Angles(nn.Module):
         return raw, raw / raw.square().sum(-1, keepdim=True).clamp(min=_EPS).sqrt()
 
 
-class Transition(nn.Module):
+class StructureTransition(nn.Module):
     """Layers on each residue (Algorithm 20, lines 8 and 9).   [B, R, C] -> [B, R, C]"""
 
     def __init__(self, single: int, cfg: StructureConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.ModuleDict({
-                "linear_1": Linear(single, single, start="relu"),
-                "linear_2": Linear(single, single, start="relu"),
-                "linear_3": Linear(single, single, start="final"),
+                "linear_1": Linear(single, single, init="relu"),
+                "linear_2": Linear(single, single, init="relu"),
+                "linear_3": Linear(single, single, init="final"),
             })
             for _ in range(cfg.transition_layers)
         )
@@ -148,12 +148,12 @@ class StructureModule(nn.Module):
         self.cfg = cfg
         self.layer_norm_s, self.layer_norm_z = LayerNorm(single), LayerNorm(pair)
         self.linear_in = Linear(single, single)
-        self.ipa = PointAttention(single, pair, cfg)
+        self.ipa = InvariantPointAttention(single, pair, cfg)
         self.ipa_dropout = nn.Dropout(cfg.dropout)
         self.layer_norm_ipa = LayerNorm(single)
-        self.transition = Transition(single, cfg)
-        self.bb_update = Linear(single, 6, start="final")
-        self.angle_resnet = Angles(single, cfg)
+        self.transition = StructureTransition(single, cfg)
+        self.bb_update = Linear(single, 6, init="final")
+        self.angle_resnet = AngleResnet(single, cfg)
         tables = {
             "group_frame": residues.GROUP_FRAME, "atom_group": residues.ATOM14_GROUP,
             "atom_position": residues.ATOM14_POSITION, "atom_exists": residues.ATOM14_EXISTS,
@@ -161,35 +161,35 @@ class StructureModule(nn.Module):
         for name, table in tables.items():
             self.register_buffer(name, torch.tensor(table), persistent=False)
 
-    def forward(self, single: Tensor, pair: Tensor, aatype: Tensor, mask: Tensor) -> Atoms:
+    def forward(self, single: Tensor, pair: Tensor, aatype: Tensor, mask: Tensor) -> StructureOutput:
         with torch.autocast(single.device.type, enabled=False):
             wide = torch.promote_types(single.dtype, torch.float32)
             s, z = self.layer_norm_s(single.to(wide)), self.layer_norm_z(pair.to(wide))
-            bias, initial = self.ipa.bias(z, mask.to(wide)), s
+            bias, initial = self.ipa.pair_bias(z, mask.to(wide)), s
             s = self.linear_in(s)
             quaternion = torch.zeros(*s.shape[:-1], 4, dtype=wide, device=s.device)
             quaternion[..., 0] = 1
             translation = torch.zeros_like(quaternion[..., 1:])
             passes = []
             for _ in range(self.cfg.passes):
-                frames = Frames(rotation_of(quaternion), translation)
+                frames = Frames(quat_to_rot(quaternion), translation)
                 s = self.layer_norm_ipa(self.ipa_dropout(s + self.ipa(s, bias, z, frames)))
                 s = self.transition(s)
-                turn, move = self.bb_update(s).split(3, -1)
-                quaternion, translation = turned_further(quaternion, turn), frames.apply(move)
+                rotation_update, translation_update = self.bb_update(s).split(3, -1)
+                quaternion, translation = update_quaternion(quaternion, rotation_update), frames.apply(translation_update)
                 passes.append((quaternion, translation, s))
                 quaternion = quaternion.detach()  # a rotation learns from its own pass alone: otherwise training is less stable
             quaternion, translation, states = (torch.stack(each) for each in zip(*passes))
             raw, angles = self.angle_resnet(states, initial)
-            backbone = Frames(rotation_of(quaternion), translation * _UNIT)
-            groups = groups_of(backbone, angles, self.group_frame[aatype].to(wide))
-            seven = torch.cat([quaternion, backbone.translation], -1)
-            return Atoms(seven, *groups, raw, angles, self._atoms(groups, aatype), states)
+            backbone = Frames(quat_to_rot(quaternion), translation * _ANGSTROM)
+            groups = torsion_angles_to_frames(backbone, angles, self.group_frame[aatype].to(wide))
+            backbone_7 = torch.cat([quaternion, backbone.translation], -1)
+            return StructureOutput(backbone_7, *groups, raw, angles, self._atom14_positions(groups, aatype), states)
 
-    def _atoms(self, groups: Frames, aatype: Tensor) -> Tensor:
+    def _atom14_positions(self, groups: Frames, aatype: Tensor) -> Tensor:
         """The atoms of each residue where its groups put them, those that it has not at 0.   [L, B, R, 14, 3]"""
-        of = self.atom_group[aatype].expand(len(groups.rotation), -1, -1, -1)  # [L, B, R, 14]
-        rotation = groups.rotation.gather(3, of[..., None, None].expand(-1, -1, -1, -1, 3, 3))
-        translation = groups.translation.gather(3, of[..., None].expand(-1, -1, -1, -1, 3))
-        placed = Frames(rotation, translation).apply(self.atom_position[aatype].to(rotation.dtype))
-        return placed * self.atom_exists[aatype][..., None].to(placed.dtype)
+        group = self.atom_group[aatype].expand(len(groups.rotation), -1, -1, -1)  # [L, B, R, 14]
+        rotation = groups.rotation.gather(3, group[..., None, None].expand(-1, -1, -1, -1, 3, 3))
+        translation = groups.translation.gather(3, group[..., None].expand(-1, -1, -1, -1, 3))
+        positions = Frames(rotation, translation).apply(self.atom_position[aatype].to(rotation.dtype))
+        return positions * self.atom_exists[aatype][..., None].to(positions.dtype)

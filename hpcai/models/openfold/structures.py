@@ -19,15 +19,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpcai.errors import DataError
 from hpcai.lazy import import_optional
-from hpcai.models.openfold.residues import ATOMS, LETTERS, NAMES, PLACE, UNKNOWN
+from hpcai.models.openfold.residues import ATOM_ORDER, ATOM_TYPES, RESNAMES, RESTYPES, UNKNOWN
 from hpcai.gzip_file import gunzip
 
-AGAIN = "fetch it again, or leave it out"
-TYPE = {letter: number for number, letter in enumerate(LETTERS)}
-LETTER = dict(zip(NAMES, LETTERS))
+_ADVICE = "fetch it again, or leave it out"
+RESTYPE_ORDER = {letter: number for number, letter in enumerate(RESTYPES)}
+RESTYPE_3TO1 = dict(zip(RESNAMES, RESTYPES))
 # The first of these that is a number counts; NMR has none of them.
-RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
-SITE = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
+_RESOLUTION_TAGS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+_SITE_TAGS = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
 PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # the most that the columns of the format hold; angstrom
 
 
@@ -91,17 +91,17 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
         cif = _gemmi().cif
         document = cif.read_string(gunzip(path)) if path.suffix == ".gz" else cif.read(str(path))
         block = document[0] if len(document) else None
-        tables = None if block is None else _tables(block)
+        tables = None if block is None else _read_categories(block)
     except (ValueError, RuntimeError, OSError, IndexError, EOFError, zlib.error) as problem:
         if isinstance(problem, DataError):
             raise
         text = str(problem).removeprefix(f"{path}:")
-        raise DataError(f"{path}: not a whole mmCIF file: {text}; {AGAIN}") from problem
+        raise DataError(f"{path}: not a whole mmCIF file: {text}; {_ADVICE}") from problem
     if tables is None:
-        raise DataError(f"{path}: empty, expected mmCIF; {AGAIN}")
-    about = _about(tables, path)
+        raise DataError(f"{path}: empty, expected mmCIF; {_ADVICE}")
+    metadata = _read_metadata(tables, path)
     polymers = _polymers(tables, path)
-    rows, names = _rows(tables["_atom_site."], polymers, path)
+    rows, names = _atom_rows(tables["_atom_site."], polymers, path)
     if not rows:
         text = f"{len(polymers)} protein chains in _entity_poly_seq, none with atoms" if polymers else "no protein chain"
         raise DataError(f"{path}: {text}; expected at least one with coordinates")
@@ -114,29 +114,29 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
         raise DataError(f"{path}: chain {chain!r} {text}; the protein chains are {', '.join(sorted(labels))}")
     stem = path.name.removesuffix(".gz").removesuffix(".cif")
     chains = {
-        author: _chain(f"{stem}_{author}", polymers[label], tables["_atom_site."], rows[label], about, path)
+        author: _build_chain(f"{stem}_{author}", polymers[label], tables["_atom_site."], rows[label], metadata, path)
         for author, label in labels.items() if chain in (None, author)
     }  # fmt: skip
-    return Entry(chains, *about)
+    return Entry(chains, *metadata)
 
 
-def _tables(block: Any) -> dict[str, dict[str, list[Any]]]:
+def _read_categories(block: Any) -> dict[str, dict[str, list[Any]]]:
     """The categories that are needed; a value that the file leaves open is None or False."""
-    wanted = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
-              "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in RESOLUTIONS))  # fmt: skip
-    return {name: block.get_mmcif_category(name) for name in wanted}
+    categories = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
+              "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in _RESOLUTION_TAGS))  # fmt: skip
+    return {name: block.get_mmcif_category(name) for name in categories}
 
 
 def _columns(table: dict[str, list[Any]], category: str, tags: Iterable[str], path: Path) -> list[list[Any]]:
     missing = [tag for tag in tags if tag not in table]
     if missing:
-        raise DataError(f"{path}: no {category}{missing[0]}, expected an entry with sequences and atoms as the PDB has it; {AGAIN}")
+        raise DataError(f"{path}: no {category}{missing[0]}, expected an entry with sequences and atoms as in the PDB; {_ADVICE}")
     return [table[tag] for tag in tags]
 
 
-def _about(tables: dict[str, dict[str, list[Any]]], path: Path) -> tuple[float | None, date | None, str]:
+def _read_metadata(tables: dict[str, dict[str, list[Any]]], path: Path) -> tuple[float | None, date | None, str]:
     resolution = None
-    for category, tag in (name.split(".") for name in RESOLUTIONS):
+    for category, tag in (name.split(".") for name in _RESOLUTION_TAGS):
         value = next(iter(tables[category + "."].get(tag, [])), None)
         number = _gemmi().cif.as_number(value) if value else math.nan
         if math.isfinite(number) and number > 0:
@@ -147,7 +147,7 @@ def _about(tables: dict[str, dict[str, list[Any]]], path: Path) -> tuple[float |
         release = date.fromisoformat(min(days)) if days else None
     except ValueError as problem:
         text = f"_pdbx_audit_revision_history.revision_date {min(days)!r}"
-        raise DataError(f"{path}: {text}, expected a day such as 2018-05-30; {AGAIN}") from problem
+        raise DataError(f"{path}: {text}, expected a day such as 2018-05-30; {_ADVICE}") from problem
     return resolution, release, ",".join(method.lower() for method in tables["_exptl."].get("method", []) if method)
 
 
@@ -156,7 +156,7 @@ def _polymers(tables: dict[str, dict[str, list[Any]]], path: Path) -> dict[str, 
     residues: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     entities, numbers, monomers = _columns(tables["_entity_poly_seq."], "_entity_poly_seq.", ("entity_id", "num", "mon_id"), path)
     for entity, number, monomer in zip(entities, numbers, monomers):
-        residues[entity][_number(number, "_entity_poly_seq.num", path)].append(monomer or "UNK")
+        residues[entity][_parse_int(number, "_entity_poly_seq.num", path)].append(monomer or "UNK")
     types = {name: str(kind).lower() for name, kind in zip(*(tables["_chem_comp."].get(tag, []) for tag in ("id", "type")))}
 
     def is_peptide(monomer: str) -> bool:
@@ -164,16 +164,18 @@ def _polymers(tables: dict[str, dict[str, list[Any]]], path: Path) -> dict[str, 
 
     peptides = {name for name in set(monomers) if name and is_peptide(name)}
     canonical = dict(zip(*(tables["_entity_poly."].get(tag, []) for tag in ("entity_id", "pdbx_seq_one_letter_code_can"))))
-    labels, of = _columns(tables["_struct_asym."], "_struct_asym.", ("id", "entity_id"), path)
+    labels, owners = _columns(tables["_struct_asym."], "_struct_asym.", ("id", "entity_id"), path)
     return {
-        label: _Polymer(residues[entity], "".join((canonical.get(entity) or "").split())) for label, entity in zip(labels, of)
+        label: _Polymer(residues[entity], "".join((canonical.get(entity) or "").split())) for label, entity in zip(labels, owners)
         if entity in residues and any(name in peptides for names in residues[entity].values() for name in names)
     }  # fmt: skip
 
 
-def _rows(site: dict[str, list[Any]], polymers: dict[str, _Polymer], path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
+def _atom_rows(
+    site: dict[str, list[Any]], polymers: dict[str, _Polymer], path: Path
+) -> tuple[dict[str, list[int]], dict[str, str]]:
     """The rows of _atom_site of each protein in the first model, and the authors' name of every chain."""
-    labels, authors, *_ = _columns(site, "_atom_site.", SITE, path)
+    labels, authors, *_ = _columns(site, "_atom_site.", _SITE_TAGS, path)
     models = site.get("pdbx_PDB_model_num") or [None] * len(labels)
     rows: dict[str, list[int]] = defaultdict(list)
     names: dict[str, str] = {}
@@ -185,46 +187,46 @@ def _rows(site: dict[str, list[Any]], polymers: dict[str, _Polymer], path: Path)
     return rows, names
 
 
-def _chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows: list[int],
-           about: tuple[float | None, date | None, str], path: Path) -> Chain:  # fmt: skip
+def _build_chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows: list[int],
+           metadata: tuple[float | None, date | None, str], path: Path) -> Chain:  # fmt: skip
     order = {number: index for index, number in enumerate(sorted(polymer.residues))}
     sequence = _sequence(polymer)
-    number, monomers, atoms, *xyz = (site[tag] for tag in SITE[2:])
+    number, monomers, atoms, *xyz = (site[tag] for tag in _SITE_TAGS[2:])
     occupancy, bfactor = (site.get(tag) or [None] * len(atoms) for tag in ("occupancy", "B_iso_or_equiv"))
     as_number = _gemmi().cif.as_number
     best: dict[tuple[int, int], tuple[float, int]] = {}
     for row in rows:
         if not number[row]:             # a ligand under the name of the chain
             continue
-        seq, monomer = _number(number[row], "_atom_site.label_seq_id", path), monomers[row]
+        seq, monomer = _parse_int(number[row], "_atom_site.label_seq_id", path), monomers[row]
         names = polymer.residues.get(seq)
         if names is None:
             text = f"residue {seq} of chain {name} has atoms, its sequence goes from {min(order)} to {max(order)}"
-            raise DataError(f"{path}: {text}; {AGAIN}")
+            raise DataError(f"{path}: {text}; {_ADVICE}")
         if monomer not in names:
             text = f"residue {seq} of chain {name} is {monomer} in _atom_site and {' or '.join(names)} in _entity_poly_seq"
-            raise DataError(f"{path}: {text}; {AGAIN}")
-        place = PLACE.get("SD" if monomer == "MSE" and atoms[row] == "SE" else atoms[row])
-        if place is None or monomer != names[0]:
+            raise DataError(f"{path}: {text}; {_ADVICE}")
+        atom_index = ATOM_ORDER.get("SD" if monomer == "MSE" and atoms[row] == "SE" else atoms[row])
+        if atom_index is None or monomer != names[0]:
             continue
-        share = as_number(occupancy[row]) if occupancy[row] else 1.0
-        if (order[seq], place) not in best or share > best[order[seq], place][0]:
-            best[order[seq], place] = share, row
-    positions, mask = np.zeros((len(order), len(ATOMS), 3), np.float32), np.zeros((len(order), len(ATOMS)), np.float32)
+        occupancy_value = as_number(occupancy[row]) if occupancy[row] else 1.0
+        if (order[seq], atom_index) not in best or occupancy_value > best[order[seq], atom_index][0]:
+            best[order[seq], atom_index] = occupancy_value, row
+    positions, mask = np.zeros((len(order), len(ATOM_TYPES), 3), np.float32), np.zeros((len(order), len(ATOM_TYPES)), np.float32)
     bfactors = np.zeros_like(mask)
     if best:
-        where = tuple(np.array(list(best)).T)
+        index = tuple(np.array(list(best)).T)
         taken = [row for _, row in best.values()]
-        found = np.array([[as_number(axis[row]) if axis[row] else math.nan for axis in xyz] for row in taken])
-        if not (np.abs(found) < np.finfo(np.float32).max).all():
-            row = taken[int(np.argmax(~(np.abs(found) < np.finfo(np.float32).max).all(1)))]
+        coordinates = np.array([[as_number(axis[row]) if axis[row] else math.nan for axis in xyz] for row in taken])
+        if not (np.abs(coordinates) < np.finfo(np.float32).max).all():
+            row = taken[int(np.argmax(~(np.abs(coordinates) < np.finfo(np.float32).max).all(1)))]
             text = f"atom {atoms[row]} of residue {number[row]} of chain {name} is at {[axis[row] or '?' for axis in xyz]}"
-            raise DataError(f"{path}: {text}, expected three numbers; {AGAIN}")
-        positions[where], mask[where] = found, 1
-        bfactors[where] = np.nan_to_num([as_number(bfactor[row]) if bfactor[row] else 0.0 for row in taken], posinf=0.0, neginf=0.0)
-    _name_by_distance([index for seq, index in order.items() if polymer.residues[seq][0] == "ARG"], positions, mask, bfactors)
-    aatype = np.array([TYPE.get(letter, UNKNOWN) for letter in sequence], np.int64)
-    return Chain(name, sequence, aatype, positions, mask, bfactors, *about)
+            raise DataError(f"{path}: {text}, expected three numbers; {_ADVICE}")
+        positions[index], mask[index] = coordinates, 1
+        bfactors[index] = np.nan_to_num([as_number(bfactor[row]) if bfactor[row] else 0.0 for row in taken], posinf=0.0, neginf=0.0)
+    _swap_arginine_atoms([index for seq, index in order.items() if polymer.residues[seq][0] == "ARG"], positions, mask, bfactors)
+    aatype = np.array([RESTYPE_ORDER.get(letter, UNKNOWN) for letter in sequence], np.int64)
+    return Chain(name, sequence, aatype, positions, mask, bfactors, *metadata)
 
 
 def _sequence(polymer: _Polymer) -> str:
@@ -232,30 +234,30 @@ def _sequence(polymer: _Polymer) -> str:
     residues that it was made of, and then does not fit."""
     letters = []
     canonical = polymer.canonical if len(polymer.canonical) == len(polymer.residues) else "X" * len(polymer.residues)
-    for (_, names), known in zip(sorted(polymer.residues.items()), canonical):
+    for (_, names), letter_from_pdb in zip(sorted(polymer.residues.items()), canonical):
         tabulated = _gemmi().find_tabulated_residue(names[0])
-        other = tabulated.one_letter_code.upper() if tabulated.is_amino_acid() else "X"
-        letter = LETTER.get(names[0]) or (known if known in TYPE else other)
-        letters.append(letter if letter in TYPE else "X")
+        tabulated_letter = tabulated.one_letter_code.upper() if tabulated.is_amino_acid() else "X"
+        letter = RESTYPE_3TO1.get(names[0]) or (letter_from_pdb if letter_from_pdb in RESTYPE_ORDER else tabulated_letter)
+        letters.append(letter if letter in RESTYPE_ORDER else "X")
     return "".join(letters)
 
 
-def _name_by_distance(arginines: list[int], *arrays: NDArray[np.float32]) -> None:
+def _swap_arginine_atoms(arginines: list[int], *arrays: NDArray[np.float32]) -> None:
     """Swap NH1 and NH2 where NH2 is the nearer to CD."""
     positions, mask, _ = arrays
-    cd, one, two = (PLACE[name] for name in ("CD", "NH1", "NH2"))
+    cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
     for index in arginines:
-        far, near = (np.linalg.norm(positions[index, nh] - positions[index, cd]) for nh in (one, two))
-        if mask[index, [cd, one, two]].all() and far > near:
+        nh1_distance, nh2_distance = (np.linalg.norm(positions[index, nh] - positions[index, cd]) for nh in (nh1, nh2))
+        if mask[index, [cd, nh1, nh2]].all() and nh1_distance > nh2_distance:
             for array in arrays:
-                array[index, [one, two]] = array[index, [two, one]]
+                array[index, [nh1, nh2]] = array[index, [nh2, nh1]]
 
 
-def _number(value: Any, tag: str, path: Path) -> int:
+def _parse_int(value: Any, tag: str, path: Path) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise DataError(f"{path}: {tag} {value or '?'!r}, expected a whole number; {AGAIN}") from None
+        raise DataError(f"{path}: {tag} {value or '?'!r}, expected a whole number; {_ADVICE}") from None
 
 
 # ---- writing
@@ -272,23 +274,23 @@ def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: A
     types = np.asarray(aatype)
     xyz, present, b = np.asarray(positions, np.float64), np.asarray(mask) > 0, np.asarray(bfactors, np.float64)
     b = np.broadcast_to(b[:, None], present.shape) if b.ndim == 1 and len(b) == len(present) else b
-    _refuse(path, types, xyz, present, b, chain)
+    _check_writable(path, types, xyz, present, b, chain)
     module = _gemmi()
-    structure, model, made = module.Structure(), module.Model(1), module.Chain(chain)
+    structure, model, gemmi_chain = module.Structure(), module.Model(1), module.Chain(chain)
     structure.name = name
-    names = [NAMES[number] if number < UNKNOWN else "UNK" for number in types.tolist()]
+    names = [RESNAMES[number] if number < UNKNOWN else "UNK" for number in types.tolist()]
     for index, residue_name in enumerate(names):
         residue = module.Residue()
         residue.name, residue.seqid, residue.label_seq = residue_name, module.SeqId(index + 1, " "), index + 1
         residue.subchain, residue.entity_id, residue.entity_type, residue.het_flag = chain, "1", module.EntityType.Polymer, "A"
-        for place in np.flatnonzero(present[index]):
+        for atom_index in np.flatnonzero(present[index]):
             atom = module.Atom()
-            atom.name, atom.element, atom.occ = ATOMS[place], module.Element(ATOMS[place][0]), 1.0
-            atom.pos, atom.b_iso = module.Position(*xyz[index, place]), float(b[index, place])
+            atom.name, atom.element, atom.occ = ATOM_TYPES[atom_index], module.Element(ATOM_TYPES[atom_index][0]), 1.0
+            atom.pos, atom.b_iso = module.Position(*xyz[index, atom_index]), float(b[index, atom_index])
             residue.add_atom(atom)
         if len(residue):
-            made.add_residue(residue)
-    model.add_chain(made)
+            gemmi_chain.add_residue(residue)
+    model.add_chain(gemmi_chain)
     structure.add_model(model)
     entity = module.Entity("1")
     entity.entity_type, entity.polymer_type = module.EntityType.Polymer, module.PolymerType.PeptideL
@@ -307,7 +309,7 @@ def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: A
     path.write_text(text, encoding="ascii")
 
 
-def _refuse(path: Path, types: NDArray[Any], xyz: NDArray[np.float64], present: NDArray[np.bool_], b: NDArray[np.float64],
+def _check_writable(path: Path, types: NDArray[Any], xyz: NDArray[np.float64], present: NDArray[np.bool_], b: NDArray[np.float64],
             chain: str) -> None:  # fmt: skip
     length = len(types)
     shapes = {"positions": (xyz, (length, 37, 3)), "mask": (present, (length, 37)), "bfactors": (b, (length, 37))}

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcai.kernels.chunking import chunk_size
-from hpcai.models.openfold import residues, tables
+from hpcai.models.openfold import device_cache, residues
 
 TOLERANCE = 12.0  # deviations
 OVERLAP = 1.5  # angstrom
 _N, _CA, _C = 0, 1, 2  # places among the 14
-_SULPHUR = residues.ATOM14_NAMES[residues.NAMES.index("CYS")].index("SG")
-_PROLINE = residues.LETTERS.index("P")
+_SULPHUR = residues.ATOM14_NAMES[residues.RESNAMES.index("CYS")].index("SG")
+_PROLINE = residues.RESTYPES.index("P")
 _CPU = 16 << 20  # bytes of distances at a time
 
 
@@ -29,87 +29,87 @@ class Bonds(NamedTuple):
     violated: Tensor  # [B, R] 1 for a residue with any of them
 
 
-def violation(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
+def violation_loss(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
     """The sum of all, clashes per atom.   positions [B, R, 14, 3], exists [B, R, 14], aatype and index [B, R] -> [B]"""
     atoms = exists.sum((1, 2)) + 1e-8
-    found = bonds(positions, exists, aatype, index)
-    clash = (clashes(positions, exists, aatype, index) + within(positions, exists, aatype)) / atoms
-    return found.lengths + found.before + found.after + clash
+    bonds_found = bond_violations(positions, exists, aatype, index)
+    clash = (clash_overlap(positions, exists, aatype, index) + within_residue_violations(positions, exists, aatype)) / atoms
+    return bonds_found.lengths + bonds_found.before + bonds_found.after + clash
 
 
-def bonds(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps: float = 1e-6) -> Bonds:
+def bond_violations(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps: float = 1e-6) -> Bonds:
     """Violations of the bonds and angles between residues (equations 44 and 45)."""
-    n, ca, c = (positions[:, :, place] for place in (_N, _CA, _C))
-    there = [exists[:, :, place] for place in (_N, _CA, _C)]
-    next_to = (index[:, 1:] - index[:, :-1] == 1).to(positions.dtype)
+    n, ca, c = (positions[:, :, atom] for atom in (_N, _CA, _C))
+    masks = [exists[:, :, atom] for atom in (_N, _CA, _C)]
+    consecutive = (index[:, 1:] - index[:, :-1] == 1).to(positions.dtype)
     proline = aatype[:, 1:] == _PROLINE
     columns = (map(positions.new_full, ((), ()), column) for column in zip(*residues.C_N_LENGTH))
-    wanted, deviation = (torch.where(proline, after, others) for others, after in columns)
+    target_length, deviation = (torch.where(proline, after, others) for others, after in columns)
     c_n, c_ca, n_ca = n[:, 1:] - c[:, :-1], (ca - c)[:, :-1], (ca - n)[:, 1:]
-    length, other, another = ((eps + x.square().sum(-1)).sqrt() for x in (c_n, c_ca, n_ca))
-    at_c = (c_ca / other[..., None] * c_n / length[..., None]).sum(-1)
-    at_n = (-c_n / length[..., None] * n_ca / another[..., None]).sum(-1)
+    length, c_ca_length, n_ca_length = ((eps + x.square().sum(-1)).sqrt() for x in (c_n, c_ca, n_ca))
+    at_c = (c_ca / c_ca_length[..., None] * c_n / length[..., None]).sum(-1)
+    at_n = (-c_n / length[..., None] * n_ca / n_ca_length[..., None]).sum(-1)
     # The deviation of the angle at C is that of the bond, as in the published code.
-    rows: tuple[tuple[Any, Any, Any, Tensor], ...] = (
-        (length, wanted, deviation, there[2][:, :-1] * there[0][:, 1:]),
-        (at_c, residues.COS_CA_C_N[0], residues.C_N_LENGTH[0][1], there[1][:, :-1] * there[2][:, :-1] * there[0][:, 1:]),
-        (at_n, residues.COS_C_N_CA[0], residues.COS_C_N_CA[1], there[2][:, :-1] * there[0][:, 1:] * there[1][:, 1:]),
+    checks: tuple[tuple[Any, Any, Any, Tensor], ...] = (
+        (length, target_length, deviation, masks[2][:, :-1] * masks[0][:, 1:]),
+        (at_c, residues.COS_CA_C_N[0], residues.C_N_LENGTH[0][1], masks[1][:, :-1] * masks[2][:, :-1] * masks[0][:, 1:]),
+        (at_n, residues.COS_C_N_CA[0], residues.COS_C_N_CA[1], masks[2][:, :-1] * masks[0][:, 1:] * masks[1][:, 1:]),
     )
-    means, broken = [], torch.zeros_like(next_to)
-    for value, middle, spread, known in rows:
-        over = (eps + (value - middle) ** 2).sqrt() - TOLERANCE * spread
-        known = known * next_to
-        means.append((known * over.relu()).sum(-1) / (known.sum(-1) + eps))
-        broken = torch.maximum(broken, known * (over > 0))
-    either = torch.maximum(*(torch.nn.functional.pad(broken, side) for side in ((0, 1), (1, 0))))
-    return Bonds(means[0], means[1], means[2], either)
+    means, violated = [], torch.zeros_like(consecutive)
+    for value, target, deviation_of_value, mask in checks:
+        excess = (eps + (value - target) ** 2).sqrt() - TOLERANCE * deviation_of_value
+        mask = mask * consecutive
+        means.append((mask * excess.relu()).sum(-1) / (mask.sum(-1) + eps))
+        violated = torch.maximum(violated, mask * (excess > 0))
+    violated_residues = torch.maximum(*(torch.nn.functional.pad(violated, side) for side in ((0, 1), (1, 0))))
+    return Bonds(means[0], means[1], means[2], violated_residues)
 
 
-def within(positions: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:
+def within_residue_violations(positions: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:
     """How far atoms of one residue go beyond stereochemistry (equation 46), angstrom, each pair from both sides.   [B]"""
-    table = residues.bounds(TOLERANCE, OVERLAP)
-    lower, upper = (tables.on(bound, positions)[aatype] for bound in table[:2])
-    apart = (1e-10 + (positions[..., :, None, :] - positions[..., None, :, :]).square().sum(-1)).sqrt()
-    both = exists[..., :, None] * exists[..., None, :] * (1 - torch.eye(14, dtype=exists.dtype, device=exists.device))
-    return 2 * (both * ((lower - apart).relu() + (apart - upper).relu())).sum((1, 2, 3))
+    bounds = residues.distance_bounds(TOLERANCE, OVERLAP)
+    lower, upper = (device_cache.to_device(bound, positions)[aatype] for bound in bounds[:2])
+    distances = (1e-10 + (positions[..., :, None, :] - positions[..., None, :, :]).square().sum(-1)).sqrt()
+    pair_mask = exists[..., :, None] * exists[..., None, :] * (1 - torch.eye(14, dtype=exists.dtype, device=exists.device))
+    return 2 * (pair_mask * ((lower - distances).relu() + (distances - upper).relu())).sum((1, 2, 3))
 
 
-def clashes(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
+def clash_overlap(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
     """Overlap of atoms of different residues (equation 46) beyond what is tolerated, angstrom, each pair from both sides.   [B]
 
     Pairs are R^2 of 196 and few of them clash: they are gone through a few residues at a time, each with its derivative.
     """
-    radius = tables.on(residues.ATOM14_RADIUS, positions)[aatype] * exists
-    return _Clashes.apply(positions, radius, exists, index)
+    radius = device_cache.to_device(residues.ATOM14_RADIUS, positions)[aatype] * exists
+    return _ClashOverlap.apply(positions, radius, exists, index)
 
 
-class _Clashes(torch.autograd.Function):
+class _ClashOverlap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, positions: Tensor, radius: Tensor, exists: Tensor, index: Tensor) -> Tensor:
         batch, count = index.shape
-        total, slope = positions.new_zeros(batch), torch.zeros_like(positions)
+        total, gradient = positions.new_zeros(batch), torch.zeros_like(positions)
         step = chunk_size(positions, 14 * 14 * 4 * count, _CPU)
-        place = torch.arange(14, device=positions.device)
-        sulphur = (place[:, None, None] == _SULPHUR) & (place == _SULPHUR)  # [14, 1, 14]
-        bond = (place[:, None, None] == _C) & (place == _N)
+        atom = torch.arange(14, device=positions.device)
+        sulphur = (atom[:, None, None] == _SULPHUR) & (atom == _SULPHUR)  # [14, 1, 14]
+        bond = (atom[:, None, None] == _C) & (atom == _N)
         for b in range(batch):
-            x, size, there, number = positions[b].flatten(0, 1), radius[b].flatten(), exists[b].flatten(), index[b]
+            x, size, mask, residue_index = positions[b].flatten(0, 1), radius[b].flatten(), exists[b].flatten(), index[b]
             for first in range(0, count, step):
-                some = slice(first, first + step)
+                chunk = slice(first, first + step)
                 rows = slice(14 * first, 14 * (first + step))
-                later = (number[some, None] < number)[:, None, :, None]
-                linked = (number[some, None] + 1 == number)[:, None, :, None] & bond
-                pair = (later & ~linked & ~sulphur).flatten(2).flatten(0, 1) * there[rows, None] * there  # [r * 14, R * 14]
-                apart = torch.cdist(x[rows], x, compute_mode="donot_use_mm_for_euclid_dist").clamp(min=1e-5)
-                over = (pair * (size[rows, None] + size - OVERLAP - apart)).relu()
-                total[b] += 2 * over.sum()
-                push = (over > 0) / apart * -2  # times x_i - x_j: it acts on i this way, on j the other
-                slope[b].view(-1, 3)[rows] += push.sum(1)[:, None] * x[rows] - push @ x
-                slope[b].view(-1, 3).add_(push.sum(0)[:, None] * x - push.T @ x[rows])
-        ctx.save_for_backward(slope)
+                later = (residue_index[chunk, None] < residue_index)[:, None, :, None]
+                bonded = (residue_index[chunk, None] + 1 == residue_index)[:, None, :, None] & bond
+                pair = (later & ~bonded & ~sulphur).flatten(2).flatten(0, 1) * mask[rows, None] * mask  # [r * 14, R * 14]
+                distances = torch.cdist(x[rows], x, compute_mode="donot_use_mm_for_euclid_dist").clamp(min=1e-5)
+                overlap = (pair * (size[rows, None] + size - OVERLAP - distances)).relu()
+                total[b] += 2 * overlap.sum()
+                factor = (overlap > 0) / distances * -2  # times x_i - x_j: it acts on i this way, on j the other
+                gradient[b].view(-1, 3)[rows] += factor.sum(1)[:, None] * x[rows] - factor @ x
+                gradient[b].view(-1, 3).add_(factor.sum(0)[:, None] * x - factor.T @ x[rows])
+        ctx.save_for_backward(gradient)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad[:, None, None, None] * ctx.saved_tensors[0], None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return grad_output[:, None, None, None] * ctx.saved_tensors[0], None, None, None

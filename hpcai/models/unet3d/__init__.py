@@ -8,9 +8,9 @@ __getattr__, _names = attach(
     {
         ".model": ["UNet3D"],
         ".objective": ["Batch", "loss", "score", "dice", "slices"],
-        ".parallel": ["parallelize", "cut_of"],
+        ".parallel": ["parallelize", "spatial_cut"],
         ".load": ["load_weights"],
-        ".windows": ["Windows", "sliding_window", "place"],
+        ".windows": ["SlidingWindow", "sliding_window_inference", "plan_windows"],
     },
 )
 __all__ = ["UNet3DConfig", *_names]

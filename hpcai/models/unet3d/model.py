@@ -12,34 +12,34 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.models.unet3d.config import UNet3DConfig
-from hpcai.models.unet3d.volume import normalise, refuse, resample, resampled_shape
-from hpcai.models.unet3d.windows import Windows
+from hpcai.models.unet3d.volume import normalise, resample, resampled_shape, validate
+from hpcai.models.unet3d.windows import SlidingWindow
 from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, DivisibleShape
 from hpcai.nn.conv import channels_last
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin
 
 
-class Layer(nn.Sequential):
+class ConvNormReLU(nn.Sequential):
     """Convolution, instance norm with a rectifier.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__(Conv3d(inputs, outputs, 3, stride, padding=1, bias=False), InstanceNorm(outputs, "relu"))
 
 
-class Pair(nn.Module):
+class DoubleConv(nn.Module):
     """Two layers, the first of which may halve the volume.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = Layer(inputs, outputs, stride)
-        self.conv2 = Layer(outputs, outputs)
+        self.conv1 = ConvNormReLU(inputs, outputs, stride)
+        self.conv2 = ConvNormReLU(outputs, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv2(self.conv1(x))
 
 
-class Up(nn.Module):
+class UpBlock(nn.Module):
     """A transposed convolution, beside the features of that resolution, then two layers.
 
     [B, C, D, H, W] and [B, O, 2D, 2H, 2W] -> [B, O, 2D, 2H, 2W]
@@ -48,8 +48,8 @@ class Up(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.upsample_conv = nn.Sequential(ConvTranspose3d(inputs, outputs, 2, 2))
-        self.conv1 = Layer(2 * outputs, outputs)
-        self.conv2 = Layer(outputs, outputs)
+        self.conv1 = ConvNormReLU(2 * outputs, outputs)
+        self.conv2 = ConvNormReLU(outputs, outputs)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         return self.conv2(self.conv1(torch.cat((self.upsample_conv(x), skip), 1)))
@@ -78,19 +78,19 @@ class UNet3D(PretrainedMixin):
         super().__init__()
         self.cfg = cfg = cfg or UNet3DConfig()
         widths = cfg.filters
-        self.input_block = Pair(cfg.channels, widths[0])
-        self.downsample = nn.ModuleList(Pair(i, o, 2) for i, o in pairwise(widths))
-        self.bottleneck = Pair(widths[-1], widths[-1], 2)
-        self.upsample = nn.ModuleList(Up(i, o) for i, o in pairwise((widths[-1], *reversed(widths))))
+        self.input_block = DoubleConv(cfg.channels, widths[0])
+        self.downsample = nn.ModuleList(DoubleConv(i, o, 2) for i, o in pairwise(widths))
+        self.bottleneck = DoubleConv(widths[-1], widths[-1], 2)
+        self.upsample = nn.ModuleList(UpBlock(i, o) for i, o in pairwise((widths[-1], *reversed(widths))))
         self.output = Output(widths[0], len(cfg.classes))
-        self.total: nn.Module = nn.Identity()  # seam: sums over a volume that is cut
-        self.fits: nn.Module = DivisibleShape(cfg.stride, "voxels")
-        self.windows = Windows(cfg.window, cfg.overlap)
+        self.spatial_sum: nn.Module = nn.Identity()  # seam: sums over a volume that is cut
+        self.check_divisible: nn.Module = DivisibleShape(cfg.stride, "voxels")
+        self.sliding_window = SlidingWindow(cfg.window, cfg.overlap)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         # oneDNN and, in bf16, cuDNN reorder contiguous volumes before each convolution; norms go over rows of channels at once.
-        x = self.input_block(channels_last(self.fits(x)))
+        x = self.input_block(channels_last(self.check_divisible(x)))
         skips = [x]
         for down in self.downsample:
             skips.append(x := down(x))
@@ -107,14 +107,14 @@ class UNet3D(PretrainedMixin):
         largest one is taken. Raises DataError for a wrong shape, values that are not finite, and spacings that no scan has in mm.
         """
         image = np.asarray(volume)
-        refuse(image, None, spacing_mm)
+        validate(image, None, spacing_mm)
         shape = resampled_shape(image.shape, spacing_mm, self.cfg.spacing_mm)
         weight, values = self.output.conv.weight, torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]
         with inference_mode(self, weight) as dtype:
-            logits, _ = self.windows(self, values.to(weight.device, dtype), crop=False)
+            logits, _ = self.sliding_window(self, values.to(weight.device, dtype), crop=False)
         best, mask = None, np.zeros(image.shape, np.uint8)
         for k in range(len(self.cfg.classes)):  # one class at a time: the volume's own grid may be large
-            level = resample(logits[0, k].float().cpu().numpy(), image.shape, "linear")
-            mask = mask if best is None else np.where(level > best, np.uint8(k), mask)
-            best = level if best is None else np.maximum(level, best)
+            logit = resample(logits[0, k].float().cpu().numpy(), image.shape, "linear")
+            mask = mask if best is None else np.where(logit > best, np.uint8(k), mask)
+            best = logit if best is None else np.maximum(logit, best)
         return {name: mask == k for k, name in enumerate(self.cfg.classes)}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcai.models.unet3d.volume import CLIP_HU, DEVIATION_HU, MEAN_HU
+from hpcai.models.unet3d.volume import CLIP_HU, MEAN_HU, STD_HU
 
 _SMOOTH = 1e-6  # in numerator and denominator of the dice: a class in neither counts as 1
 
@@ -19,7 +19,7 @@ class Batch(NamedTuple):
     label: Tensor  # [B, D, H, W] class of each voxel, uint8
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -28,39 +28,39 @@ def _input(model: Any, image: Tensor) -> Tensor:
     return image[:, None].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
 
-def _measure(logits: Tensor, label: Tensor, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _dice_and_entropy(logits: Tensor, label: Tensor, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Soft dice of each class but the first, and mean cross entropy, of each whole volume.   [B, K-1] and [B]"""
     log = F.log_softmax(logits, 1)
-    guess = log[:, 1:].exp()
-    hot = label[:, None] == torch.arange(1, logits.shape[1], device=label.device, dtype=label.dtype).view(1, -1, 1, 1, 1)
+    p = log[:, 1:].exp()
+    one_hot = label[:, None] == torch.arange(1, logits.shape[1], device=label.device, dtype=label.dtype).view(1, -1, 1, 1, 1)
     entropy = F.nll_loss(log, label.long(), reduction="none").flatten(1)
-    both, predicted, true = (v.flatten(2).sum(2) for v in (guess * hot, guess, hot.to(guess.dtype)))
-    own = torch.cat((both, predicted, true, entropy.sum(1, keepdim=True), entropy.new_full((len(entropy), 1), entropy.shape[1])), 1)
-    sums = total(own)
-    both, predicted, true = sums[:, :-2].chunk(3, 1)
-    return _ratio(both, predicted + true), sums[:, -2] / sums[:, -1]
+    both, guess, true = (v.flatten(2).sum(2) for v in (p * one_hot, p, one_hot.to(p.dtype)))
+    sums = torch.cat((both, guess, true, entropy.sum(1, keepdim=True), entropy.new_full((len(entropy), 1), entropy.shape[1])), 1)
+    sums = total(sums)
+    both, guess, true = sums[:, :-2].chunk(3, 1)
+    return _dice_ratio(both, guess + true), sums[:, -2] / sums[:, -1]
 
 
-def _mixed(soft: Tensor, entropy: Tensor) -> Tensor:
+def _combine(soft: Tensor, entropy: Tensor) -> Tensor:
     return ((1 - soft).mean() + entropy.mean()) / 2
 
 
-def _ratio(both: Tensor, sizes: Tensor) -> Tensor:
-    return (2 * both + _SMOOTH) / (sizes + _SMOOTH)
+def _dice_ratio(intersection: Tensor, sizes: Tensor) -> Tensor:
+    return (2 * intersection + _SMOOTH) / (sizes + _SMOOTH)
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
     """Mean of cross entropy over all classes and 1 - soft dice over all but the first (MLPerf; Milletari et al. 2016)."""
-    soft, entropy = _measure(_wide(model(_input(model, batch.image))), batch.label, model.total)
-    return {"loss": _mixed(soft, entropy), "dice": soft.detach().mean(), "entropy": entropy.detach().mean()}
+    soft, entropy = _dice_and_entropy(_at_least_float32(model(_input(model, batch.image))), batch.label, model.spatial_sum)
+    return {"loss": _combine(soft, entropy), "dice": soft.detach().mean(), "entropy": entropy.detach().mean()}
 
 
-def dice(guess: Tensor, label: Tensor, classes: int) -> Tensor:
+def dice(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
     """Dice of each class but the first in each volume; 1 where it is in neither.   [B, D, H, W] twice -> [B, K-1] float64"""
     columns = []
     for k in range(1, classes):
-        a, b = (guess == k).flatten(1), (label == k).flatten(1)
-        columns.append(_ratio((a & b).sum(1).double(), (a.sum(1) + b.sum(1)).double()))
+        a, b = (predicted == k).flatten(1), (label == k).flatten(1)
+        columns.append(_dice_ratio((a & b).sum(1).double(), (a.sum(1) + b.sum(1)).double()))
     return torch.stack(columns, 1)
 
 
@@ -70,16 +70,16 @@ def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float
 
     Where a volume does not divide into strides its rim is not scored, as in the reference (``place``).
     """
-    found, losses = [], []
+    dices, losses = [], []
     for image, label in volumes:
-        logits, kept = model.windows(model, _input(model, image))
-        label = label[(..., *kept)]
-        found.append(dice(logits.argmax(1), label, logits.shape[1]))
-        losses.append(_mixed(*_measure(logits, label, lambda sums: sums)))
-    every, share = torch.cat(found), model.windows.team.share
+        logits, crops = model.sliding_window(model, _input(model, image))
+        label = label[(..., *crops)]
+        dices.append(dice(logits.argmax(1), label, logits.shape[1]))
+        losses.append(_combine(*_dice_and_entropy(logits, label, lambda sums: sums)))
+    scores, weight = torch.cat(dices), model.sliding_window.group.share
     names = [f"dice_{name.replace(' ', '_')}" for name in model.cfg.classes[1:]]
-    columns = {"mean_dice": every.mean(1), **dict(zip(names, every.unbind(1))), "loss": torch.stack(losses)}
-    return {name: (column.sum() * share, len(every) * share) for name, column in columns.items()}
+    columns = {"mean_dice": scores.mean(1), **dict(zip(names, scores.unbind(1))), "loss": torch.stack(losses)}
+    return {name: (column.sum() * weight, len(scores) * weight) for name, column in columns.items()}
 
 
 def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
@@ -89,20 +89,20 @@ def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
     side = max(model.cfg.window[1:]) * 3 // 2
     columns: list[list[Tensor]] = []
     for image, label in volumes:
-        logits, kept = model.windows(model, _input(model, image))
-        guess, true, seen = logits.argmax(1)[0], label[(0, *kept)].long(), image[(0, *kept)].float() * DEVIATION_HU + MEAN_HU
+        logits, crops = model.sliding_window(model, _input(model, image))
+        guess, true, seen = logits.argmax(1)[0], label[(0, *crops)].long(), image[(0, *crops)].float() * STD_HU + MEAN_HU
         last = (true == len(model.cfg.classes) - 1).flatten(1).sum(1)
-        here = int(torch.where(last.any(), last, (true > 0).flatten(1).sum(1)).argmax())
-        found = (true[here] > 0).nonzero()
-        middle = found.double().mean(0) if len(found) else torch.tensor(true.shape[1:]).double() / 2
-        first = [int(at) - side // 2 for at in middle]
-        columns.append([_framed(plane[here], first, side, fill) for plane, fill in ((seen, CLIP_HU[0]), (true, 0), (guess, 0))])
+        k = int(torch.where(last.any(), last, (true > 0).flatten(1).sum(1)).argmax())
+        voxels = (true[k] > 0).nonzero()
+        centre = voxels.double().mean(0) if len(voxels) else torch.tensor(true.shape[1:]).double() / 2
+        start = [int(coordinate) - side // 2 for coordinate in centre]
+        columns.append([_crop_plane(plane[k], start, side, fill) for plane, fill in ((seen, CLIP_HU[0]), (true, 0), (guess, 0))])
     fields, true, guess = (torch.stack(planes) for planes in zip(*columns))
-    shown = len(fields) if model.windows.team.is_first else 0
-    return {"fields": fields[:shown, ..., None], "true": true[:shown].to(torch.uint8), "predicted": guess[:shown].to(torch.uint8)}
+    count = len(fields) if model.sliding_window.group.is_first else 0
+    return {"fields": fields[:count, ..., None], "true": true[:count].to(torch.uint8), "predicted": guess[:count].to(torch.uint8)}
 
 
-def _framed(plane: Tensor, first: list[int], side: int, fill: float) -> Tensor:
+def _crop_plane(plane: Tensor, start: list[int], side: int, fill: float) -> Tensor:
     """The square of ``side`` from ``first`` on, which may reach beyond the plane.   [H, W] -> [S, S]"""
-    around = [n for at, size in reversed(list(zip(first, plane.shape))) for n in (-at, at + side - size)]
-    return F.pad(plane, around, value=fill)
+    padding = [n for begin, size in reversed(list(zip(start, plane.shape))) for n in (-begin, begin + side - size)]
+    return F.pad(plane, padding, value=fill)

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.models.unet3d.model import UNet3D
-from hpcai.models.unet3d.windows import Alone, Corner
+from hpcai.models.unet3d.windows import Corner, WindowGroup
 from hpcai.parallel.batchnorm import SumInPlace
 from hpcai.parallel.spatial import Cut, SumOverCut, spatial
 
 
-def cut_of(mesh: Mesh) -> Cut:
+def spatial_cut(mesh: Mesh) -> Cut:
     """How a volume lies on the processes of a copy."""
     return Cut.over({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
@@ -25,15 +25,15 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
     """
     mesh.only("UNet3D", "replicate", "depth", "height")
     cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, model.cfg.window)
-    model.total = SumOverCut(cut)
+    model.spatial_sum = SumOverCut(cut)
     if cut.axes:
-        model.fits = nn.Identity()
-    _, group = mesh.split("replicate", window_group, "data.window_group")
-    model.windows.team = Team(cut, mesh.copy, group)
+        model.check_divisible = nn.Identity()
+    _, window_axis = mesh.split("replicate", window_group, "data.window_group")
+    model.sliding_window.group = DistributedWindowGroup(cut, mesh.copy, window_axis)
     return model
 
 
-class Team(Alone):
+class DistributedWindowGroup(WindowGroup):
     """The processes of a copy, and of the neighbouring copies of ``group``: each sees every n-th window, whole."""
 
     def __init__(self, cut: Cut, copy: Axis, group: Axis) -> None:
@@ -42,11 +42,11 @@ class Team(Alone):
         self.rank, self.size = group.rank * copy.size + copy.rank, group.size * copy.size
         self.share, self.is_first = 1 / group.size, group.rank == 0
 
-    def mine(self, windows: Sequence[Corner]) -> Sequence[Corner]:
+    def assign(self, windows: Sequence[Corner]) -> Sequence[Corner]:
         return windows[self.rank :: self.size]
 
-    def total(self, sums: Tensor) -> Tensor:
+    def all_reduce(self, sums: Tensor) -> Tensor:
         return self.sum(sums)
 
-    def whole_windows(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         return self.cut.off()

@@ -10,12 +10,12 @@ from apps.openfold import picture
 from apps.openfold.picture import Chain
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
-from hpcai.models.openfold.residues import LETTERS, PLACE
+from hpcai.models.openfold.residues import RESTYPES, ATOM_ORDER
 from tests import pages
 from tests.pages import subtitle
 
-CA, CB = PLACE["CA"], PLACE["CB"]
-GLYCINE = LETTERS.index("G")
+CA, CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
+GLYCINE = RESTYPES.index("G")
 PLDDT = (95.0, 80.0, 60.0, 20.0)                                                # one of each band
 
 

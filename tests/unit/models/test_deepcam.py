@@ -12,7 +12,7 @@ from hpcai import dist
 from hpcai.errors import DataError
 from hpcai.models import deepcam
 from hpcai.models.deepcam import CLASSES, VARIABLES, Batch, DeepCam, DeepCamConfig
-from hpcai.models.deepcam.fields import stacked
+from hpcai.models.deepcam.fields import stack_fields
 from hpcai.nn import BatchNorm
 from hpcai.train.metrics import MetricSums
 
@@ -116,8 +116,8 @@ def test_maps_of_any_size_are_padded_at_their_edges() -> None:
     model, given = new(), fields(37, 50)
     masks = model.segment(given)
     assert masks["background"].shape == (37, 50)
-    padded = {name: np.pad(values, ((0, 11), (0, 14)), mode="edge") for name, values in given.items()}
-    assert (model.segment(padded)["background"][:37, :50] == masks["background"]).all()
+    pad_fields = {name: np.pad(values, ((0, 11), (0, 14)), mode="edge") for name, values in given.items()}
+    assert (model.segment(pad_fields)["background"][:37, :50] == masks["background"]).all()
     with pytest.raises(ValueError, match=r"37 x 50 cells; expected multiples of 16"):
         model(torch.rand(1, 16, 37, 50))
 
@@ -131,7 +131,7 @@ def test_units_are_converted() -> None:
     ones: dict[str, Any] = {name: np.ones((1, 1)) for name in VARIABLES} | {"PSL": np.ones((1, 1)).view(InMillibars)}
     theirs = {"TS": "celsius", "QREFHT": "g kg-1", "PRECT": "mm/d", "U850": "kt", "Z200": "km", "TMQ": "mm"}
     expected = {"PSL": 100, "TS": 274.15, "QREFHT": 1e-3, "PRECT": 1e-3 / 86400, "U850": 0.514444, "Z200": 1000, "TMQ": 1}
-    found = dict(zip(VARIABLES, stacked(ones, cfg, theirs).flatten().tolist()))
+    found = dict(zip(VARIABLES, stack_fields(ones, cfg, theirs).flatten().tolist()))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     for wrong, text in (({"PSL": "psi"}, "PSL is in 'psi'; expected Pa, or one of hPa, mbar"),
                         ({"PLS": "hPa"}, "units names PLS, which the network does not take")):  # fmt: skip

@@ -10,8 +10,20 @@ from ase.optimize import BFGS
 from scipy.spatial.transform import Rotation
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score, sizes
-from hpcai.models.dimenet.triplets import WithTriplets
+from hpcai.models.dimenet import (
+    Batch,
+    DimeNet,
+    DimeNetConfig,
+    ObjectiveConfig,
+    Sizes,
+    build_structure,
+    collate,
+    graph_sizes,
+    loss,
+    pairs,
+    score,
+)
+from hpcai.models.dimenet.triplets import TripletDimeNet
 from hpcai.train.auto_settings import cast_to_bf16
 from tests.atoms import SMALL, crystal, network, structure
 from tests.unit.models.watched import Without
@@ -23,9 +35,9 @@ FEW = SMALL.model_copy(update={"most": 9})
 @pytest.mark.parametrize("cfg", [SMALL, DETACHED, FEW], ids=["conservative", "detached", "nine neighbours"])
 def test_moments_are_the_sum_over_all_triplets(cfg: DimeNetConfig) -> None:
     """Energies, forces, and the gradients of a loss of both."""
-    model, plain, found = network(cfg), WithTriplets(cfg).double(), []
+    model, plain, found = network(cfg), TripletDimeNet(cfg).double(), []
     plain.load_state_dict(model.state_dict())
-    graph = join([structure(seed, cfg, count) for seed, count in ((0, 3), (1, 1), (2, 5))])
+    graph = collate([structure(seed, cfg, count) for seed, count in ((0, 3), (1, 1), (2, 5))])
     for way in (model, plain):
         energy, forces = way(graph)
         (energy.square().sum() + (forces[:-1] - 0.3).abs().sum()).backward()
@@ -39,7 +51,7 @@ def test_energies_do_not_change_and_forces_turn_with_the_atoms() -> None:
     model, (numbers, positions, cell), rng = network(), crystal(0), np.random.default_rng(0)
 
     def found(numbers: Any, positions: Any, cell: Any) -> Any:
-        return model.energy_and_forces(atoms(numbers, positions, cell, cutoff=4.0, most=None))
+        return model.energy_and_forces(build_structure(numbers, positions, cell, cutoff=4.0, most=None))
 
     energy, forces = found(numbers, positions, cell)
     assert abs(energy) > 1e-3 and np.abs(forces.sum(0)).max() < 1e-9
@@ -57,10 +69,10 @@ def test_energies_do_not_change_and_forces_turn_with_the_atoms() -> None:
 
 def test_padding_and_company_change_nothing() -> None:
     model, parts = network(), [structure(seed, count=count) for seed, count in ((0, 3), (1, 1), (2, 5))]
-    exact, found = join(parts), []
+    exact, found = collate(parts), []
     tables = exact.incoming, exact.outgoing, exact.members
-    assert sizes(parts) == (len(exact.numbers), len(exact.centre), *(table.shape[1] for table in tables))
-    for graph in (exact, join(parts, Sizes(40, 900, 90, 95, 17))):
+    assert graph_sizes(parts) == (len(exact.numbers), len(exact.centre), *(table.shape[1] for table in tables))
+    for graph in (exact, collate(parts, Sizes(40, 900, 90, 95, 17))):
         model.zero_grad()
         energy, forces = model(graph)
         (energy.sum() + forces.square().sum()).backward()
@@ -68,12 +80,12 @@ def test_padding_and_company_change_nothing() -> None:
         assert not forces[9:].any()
     for one, other in zip(*found):
         assert (one - other).norm() <= 1e-12 * other.norm()
-    alone = torch.stack([model(join([part])).energy[0] for part in parts])
+    alone = torch.stack([model(collate([part])).energy[0] for part in parts])
     assert (alone - found[0][0]).norm() <= 1e-12 * alone.norm()
 
 
 def test_nothing_is_added_in_an_order_left_to_chance() -> None:
-    model, graph = network(), join([structure(0)])
+    model, graph = network(), collate([structure(0)])
     kinds = ("index_add", "scatter_add", "index_put", "_index_put_impl", "index_reduce", "scatter_reduce")
     with Without(*kinds, *(f"{name}_" for name in kinds), "lift_fresh"):
         model(graph).forces.sum().backward()
@@ -84,11 +96,11 @@ def test_a_new_network_has_matrices_of_glorot_s_variance_and_says_nothing() -> N
     layer = model.interaction_blocks[0].lin_kj.weight
     assert layer.var().item() == pytest.approx(2 / 64, rel=1e-5)
     torch.testing.assert_close(layer @ layer.T, (layer @ layer.T)[0, 0] * torch.eye(32), rtol=1e-4, atol=1e-5)
-    assert not model(join([atoms([1, 8], [[0, 0, 0], [0, 0, 1.0]])]).to("cpu", torch.float32)).energy.any()
+    assert not model(collate([build_structure([1, 8], [[0, 0, 0], [0, 0, 1.0]])]).to("cpu", torch.float32)).energy.any()
 
 
 def test_under_bf16_the_sums_stay_wide() -> None:
-    model, graph = network(dtype=torch.float32), join([structure(0), structure(1)]).to("cpu", torch.float32)
+    model, graph = network(dtype=torch.float32), collate([structure(0), structure(1)]).to("cpu", torch.float32)
     expected = model(graph)
     cast_to_bf16(model)
     assert model.rbf.freq.dtype == torch.float32 and model.emb.lin.weight.dtype == torch.bfloat16
@@ -104,7 +116,7 @@ def test_under_bf16_the_sums_stay_wide() -> None:
 
 
 def batch(cfg: DimeNetConfig = SMALL, dtype: torch.dtype = torch.float64) -> Batch:
-    graph = join([structure(seed, cfg, count) for seed, count in ((0, 3), (2, 5))]).to("cpu", dtype)
+    graph = collate([structure(seed, cfg, count) for seed, count in ((0, 3), (2, 5))]).to("cpu", dtype)
     generator = torch.Generator().manual_seed(0)
     forces, free = torch.randn(9, 3, generator=generator, dtype=dtype), torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 0], dtype=dtype)
     return Batch(torch.tensor([5.0, 7], dtype=torch.float64), forces, free, graph)
@@ -133,7 +145,7 @@ def test_scores_are_in_physical_units_and_of_free_atoms() -> None:
 
 def test_a_structure_is_within_when_its_energy_and_every_force_on_a_free_atom_are() -> None:
     model, given = network(), batch()
-    energy, forces = model.physical(given.graph, model(given.graph))
+    energy, forces = model.to_physical(given.graph, model(given.graph))
     right = given._replace(energy=energy.detach() + 0.019, forces=forces.detach() + 0.02)
     assert float(score(model, right)["within"][0]) == 2
     wrong = right.forces.clone()
@@ -167,7 +179,8 @@ def test_a_structure_is_relaxed_in_three_lines() -> None:
 )
 def test_what_cannot_be_is_refused(given: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
-        network().energy_and_forces(atoms(**{"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None, **given}))
+        two = {"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None}
+        network().energy_and_forces(build_structure(**{**two, **given}))
 
 
 def test_weights_of_other_codes_load(tmp_path: Any) -> None:
@@ -176,6 +189,6 @@ def test_weights_of_other_codes_load(tmp_path: Any) -> None:
     torch.save(state, tmp_path / "ocp.pt")
     assert DimeNet.load(tmp_path / "ocp.pt").cfg == DETACHED.model_copy(update={"cutoff": 6.0, "most": 50})
     again = DimeNet.load(tmp_path / "ocp.pt", DETACHED).double()
-    assert torch.equal(again(join([structure(0)])).energy, model(join([structure(0)])).energy)
+    assert torch.equal(again(collate([structure(0)])).energy, model(collate([structure(0)])).energy)
     torch.save({name: value for name, value in state.items() if not name.endswith("lin_up.bias")}, tmp_path / "pyg.pt")
     assert not DimeNet.load(tmp_path / "pyg.pt", SMALL).output_blocks[0].lin_up.bias.any()

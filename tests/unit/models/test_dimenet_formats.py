@@ -21,9 +21,9 @@ from hpcai.errors import DataError
 from hpcai.models.dimenet import (
     DimeNet,
     DimeNetConfig,
-    atoms,
-    frames,
-    pyg_words,
+    build_structure,
+    pyg_kwargs,
+    read_frames,
     to_ase,
     to_data,
 )
@@ -58,13 +58,13 @@ def names_of_open_catalyst(**changes: Any) -> Data:
 
 def test_both_kinds_of_names_are_the_atoms_that_arrays_are() -> None:
     numbers, positions, cell = crystal(0)
-    wanted = atoms(numbers, positions, cell, **WORDS)
+    wanted = build_structure(numbers, positions, cell, **WORDS)
     geometric = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), cell=torch.tensor(cell), pbc=torch.tensor([True] * 3))
     for given in (names_of_open_catalyst(), geometric, Atoms(numbers, positions, cell=cell, pbc=True)):
-        found = atoms(given, **WORDS)
+        found = build_structure(given, **WORDS)
         assert all(np.array_equal(one, other) for one, other in zip(found, wanted))
     without = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), y=torch.ones(1, 19))
-    for one, other in zip(atoms(without, **WORDS), atoms(numbers, positions, **WORDS)):
+    for one, other in zip(build_structure(without, **WORDS), build_structure(numbers, positions, **WORDS)):
         assert np.array_equal(one, other), "a molecule of QM9, whose nineteen labels are not asked for"
 
 
@@ -72,13 +72,13 @@ def test_both_kinds_of_names_are_the_atoms_that_arrays_are() -> None:
 def test_labels_come_along(batched: Any) -> None:
     given = [names_of_open_catalyst(), names_of_open_catalyst(y=2.0, natoms=None, pbc=torch.tensor([[True, False, True]]))]
     given[0].pbc, given[1].natoms = torch.ones(1, 3, dtype=torch.bool), 4
-    found = frames(batched(given), **WORDS)
+    found = read_frames(batched(given), **WORDS)
     assert [frame.energy for frame in found] == [-3.5, 2.0]
     assert [frame.structure.pbc.tolist() for frame in found] == [[True] * 3, [True, False, True]]  # type: ignore[union-attr]
     for frame in found:
         assert np.array_equal(frame.forces, np.arange(12.0).reshape(4, 3)) and frame.free.tolist() == [0, 1, 1, 0]  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"2 structures, expected one; read several with hpcai.models.dimenet.frames"):
-        atoms(Geometric.from_data_list(given))
+    with pytest.raises(DataError, match=r"2 structures, expected one; for several use hpcai.models.dimenet.read_frames"):
+        build_structure(Geometric.from_data_list(given))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_labels_come_along(batched: Any) -> None:
 )
 def test_what_cannot_be_is_refused_by_its_name(changes: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
-        frames(names_of_open_catalyst(**changes), **WORDS)
+        read_frames(names_of_open_catalyst(**changes), **WORDS)
 
 
 # ---- and back
 
 
 def test_data_have_what_fairchem_reads() -> None:
-    structure = atoms(slab(), **WORDS)
+    structure = build_structure(slab(), **WORDS)
     energy, forces = network().energy_and_forces(structure)
     data = to_data(structure, (energy, forces))
     (j, i), offsets = data.edge_index, data.cell_offsets
@@ -110,9 +110,9 @@ def test_data_have_what_fairchem_reads() -> None:
 
 
 def test_there_and_back_is_every_bit() -> None:
-    first = frames([slab(), *map(molecule, ("H2O", "CH4"))], **WORDS)
+    first = read_frames([slab(), *map(molecule, ("H2O", "CH4"))], **WORDS)
     first[1:] = [frame._replace(energy=float(k), forces=np.full((len(frame.free), 3), k)) for k, frame in enumerate(first[1:])]
-    for again in (frames(to_data(first), **WORDS), frames(to_ase(first), **WORDS)):
+    for again in (read_frames(to_data(first), **WORDS), read_frames(to_ase(first), **WORDS)):
         for one, other in zip(again, first):
             assert one.energy == other.energy and np.array_equal(one.forces, other.forces) and np.array_equal(one.free, other.free)  # type: ignore[arg-type]
             assert all(np.array_equal(mine, yours) for mine, yours in zip(one.structure, other.structure))
@@ -121,7 +121,7 @@ def test_there_and_back_is_every_bit() -> None:
 
 
 def test_ase_has_the_prediction_in_a_calculator() -> None:
-    model, structures = network(), [atoms(slab(), **WORDS), atoms(molecule("H2O"), **WORDS)]
+    model, structures = network(), [build_structure(slab(), **WORDS), build_structure(molecule("H2O"), **WORDS)]
     found = model.energy_and_forces(structures)
     for one, (energy, forces) in zip(to_ase(structures, found), found):
         assert one.get_potential_energy() == energy and np.array_equal(one.get_forces(), forces)
@@ -144,7 +144,7 @@ def geometric(tmp_path_factory: pytest.TempPathFactory) -> tuple[DimeNet, Any, P
             torch.nn.init.normal_(weight, std=0.3)
     path = tmp_path_factory.mktemp("weights") / "pyg.pt"
     model.save(path, form="pyg")
-    net = DimeNetPlusPlus(**pyg_words(TINY)).double()
+    net = DimeNetPlusPlus(**pyg_kwargs(TINY)).double()
     net.load_state_dict(torch.load(path, weights_only=True))
     return model, net, path
 
@@ -154,7 +154,7 @@ def test_their_forward_says_of_molecules_what_ours_says(geometric: Any, monkeypa
     model, net, _ = geometric
     monkeypatch.setattr(theirs, "radius_graph", lambda pos, r, batch, max_num_neighbors: near(pos, batch, r))
     monkeypatch.setattr(theirs, "triplets", triplets)
-    structures = [atoms(molecule(name), **WORDS) for name in ("CH3CH2OH", "H2O", "C6H6")]
+    structures = [build_structure(molecule(name), **WORDS) for name in ("CH3CH2OH", "H2O", "C6H6")]
     data = to_data(structures)
     found = net(data.z, data.pos, data.batch)[:, 0].tolist()
     wanted = [energy for energy, _ in model.energy_and_forces(structures)]
@@ -174,7 +174,7 @@ def triplets(edges: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
 
 def test_what_was_written_for_others_loads_again(geometric: Any, tmp_path: Path) -> None:
     model, _, path = geometric
-    structure, again = atoms(slab(), **WORDS), DimeNet.load(path, TINY)
+    structure, again = build_structure(slab(), **WORDS), DimeNet.load(path, TINY)
     assert again.double().energy_and_forces(structure)[0] == pytest.approx(model.energy_and_forces(structure)[0], rel=1e-6)
     model.save(tmp_path / "ocp.pt", form="fairchem")
     state = torch.load(tmp_path / "ocp.pt", weights_only=True)["state_dict"]

@@ -10,7 +10,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from hpcai.errors import DataError
-from hpcai.models.dimenet.periodic import Neighbours, check, neighbours
+from hpcai.models.dimenet.periodic import NeighbourList, check_atoms, neighbour_list
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Structure = tuple[Any, Any, Any]
@@ -28,8 +28,8 @@ def random_structure(seed: int) -> Structure:
             return draw.uniform(-2, 3, size=(draw.integers(1, 8), 3)) @ cell, cell, pbc
 
 
-def rows(found: Neighbours) -> list[list[int]]:
-    return np.c_[found.centre, found.other, found.offset].tolist()
+def rows(found: NeighbourList) -> list[list[int]]:
+    return np.c_[found.centre, found.neighbour, found.offset].tolist()
 
 
 def fcc(cells: int, side: float = 3.6) -> Structure:
@@ -43,10 +43,10 @@ def fcc(cells: int, side: float = 3.6) -> Structure:
 def test_the_edges_are_those_of_ase(seed: int, cutoff: float) -> None:
     search = pytest.importorskip("ase.neighborlist").primitive_neighbor_list
     r, cell, pbc = random_structure(seed)
-    found = neighbours(r, cell, pbc, cutoff)
+    found = neighbour_list(r, cell, pbc, cutoff)
     i, j, d, S = search("ijdS", pbc, cell, r, cutoff)
     assert sorted(rows(found)) == sorted(np.c_[i, j, S].tolist())
-    assert np.allclose(found.vector, r[found.other] + found.offset @ cell - r[found.centre], atol=1e-12)
+    assert np.allclose(found.vector, r[found.neighbour] + found.offset @ cell - r[found.centre], atol=1e-12)
     assert np.allclose(np.sort(found.distance), np.sort(d)) and np.allclose(np.linalg.norm(found.vector, axis=1), found.distance)
 
 
@@ -54,9 +54,9 @@ def test_the_edges_are_those_of_ase(seed: int, cutoff: float) -> None:
 def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -> None:
     r, pbc = np.random.default_rng(0).uniform(-8, 8, (9, 3)), np.array([True, True, False])
     cell = np.array([[4.0, 0, 0], [1, 5, 0], [0, 0, 30]])
-    whole = neighbours(r, cell, pbc, 4.5)
+    whole = neighbour_list(r, cell, pbc, 4.5)
     cell[2] = row
-    assert rows(neighbours(r, cell, pbc, 4.5)) == rows(whole) and not whole.offset[:, 2].any()
+    assert rows(neighbour_list(r, cell, pbc, 4.5)) == rows(whole) and not whole.offset[:, 2].any()
     assert len(whole.centre) > 50
 
 
@@ -64,12 +64,12 @@ def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -
 def test_ties_of_a_crystal_fall_the_same_way_turned_or_in_float32(most: int | None) -> None:
     """Shells of 12, 6, 24, 12 and 24 neighbours, of which 15 and 50 cut one. By index and offset, which a rotation leaves alone."""
     r, cell, pbc = fcc(2, 3.61495)
-    found = neighbours(r, cell, pbc, 6.0, most)
+    found = neighbour_list(r, cell, pbc, 6.0, most)
     assert np.bincount(found.centre).tolist() == [min(78, most or 78)] * len(r)
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
     turn *= np.linalg.det(turn)
     for dtype in (np.float64, np.float32):
-        assert rows(neighbours((r @ turn).astype(dtype), (cell @ turn).astype(dtype), pbc, 6.0, most)) == rows(found)
+        assert rows(neighbour_list((r @ turn).astype(dtype), (cell @ turn).astype(dtype), pbc, 6.0, most)) == rows(found)
     near = [row[1:] for row, d in zip(rows(found), found.distance) if row[0] == 0 and d < 2.7]
     assert near == sorted(near) and len(near) == 12, "equally far: by the other atom, then offset"
 
@@ -86,4 +86,4 @@ GOOD: dict[str, Any] = {"numbers": [29, 29], "positions": [[0.0, 0, 0], [2, 0, 0
 ])  # fmt: skip
 def test_what_check_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^slab_7: {message}"):
-        check(**GOOD | change, where="slab_7", cutoff=6.0)
+        check_atoms(**GOOD | change, where="slab_7", cutoff=6.0)

@@ -8,7 +8,7 @@ import torch
 
 from hpcai.errors import ConfigError
 from hpcai.models import unet3d
-from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, sliding_window
+from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, sliding_window_inference
 from hpcai.models.unet3d.objective import dice
 
 SMALL = UNet3DConfig(filters=(4, 6), window=(8, 16, 16), spacing_mm=(4.0, 2.0, 2.0))
@@ -34,7 +34,7 @@ def test_a_volume_is_segmented_on_its_own_grid() -> None:
     same = net.segment(volume, spacing_mm=SMALL.spacing_mm)
     image = torch.from_numpy((np.clip(volume, -79, 304).astype(np.float32) - 101) / np.float32(76.9))
     with torch.no_grad():
-        logits, _ = net.windows(net, image[None, None], crop=False)
+        logits, _ = net.sliding_window(net, image[None, None], crop=False)
     assert (np.stack(list(same.values())).argmax(0) == logits[0].argmax(0).numpy()).all()
 
 
@@ -71,7 +71,7 @@ def test_windows_cover_every_voxel_and_weigh_it_once() -> None:
         overlap = float(random.choice([0.0, 0.25, 0.5, 0.75]))
         x = torch.from_numpy(random.normal(size=(1, 2, *size)))
         for crop in (False, True):
-            y, kept = sliding_window(lambda part: part, x, window, overlap, crop=crop)
+            y, kept = sliding_window_inference(lambda part: part, x, window, overlap, crop=crop)
             torch.testing.assert_close(y, x[(..., *kept)], rtol=1e-11, atol=1e-11)
             for n, w, part in zip(size, window, kept):
                 assert n - (part.stop - part.start) < max(crop * int(w * (1 - overlap)) // 2, 1)

@@ -8,7 +8,7 @@ import pytest
 
 from hpcai.errors import DataError
 from hpcai.models.unet3d import volume
-from hpcai.models.unet3d.volume import prepare, resample
+from hpcai.models.unet3d.volume import preprocess, resample
 
 
 def ramp(shape: tuple[int, ...], kind: Any = np.float32) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_what_is_refused(fault: str) -> None:
     what, text = REFUSED[fault]
     words: dict[str, Any] = {"image": np.zeros((4, 5, 6), np.float32), "label": None, "spacing_mm": (1, 1, 1), **what}
     with pytest.raises(DataError, match=re.escape(text)):
-        prepare(**words)
+        preprocess(**words)
 
 
 def test_a_large_volume_takes_no_copy_of_itself() -> None:
@@ -49,7 +49,7 @@ def test_a_large_volume_takes_no_copy_of_itself() -> None:
 
     image, label = np.zeros((60, 256, 256), np.float32), np.zeros((60, 256, 256), np.uint8)
     tracemalloc.start()                                             # numpy's memory; torch's result is counted by its size
-    volume.prepare(image, label, (1.6, 0.6, 0.6), least=(1, 1, 1))
+    volume.preprocess(image, label, (1.6, 0.6, 0.6), min_shape=(1, 1, 1))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.75 * image.nbytes

@@ -17,7 +17,7 @@ from hpcai.dist.collect import Scattered, agree, gather_objects, gather_shares, 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.kernels import triton_support
-from hpcai.models.openfold import OpenFold, OpenFoldConfig, parallelize, tables
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, device_cache, parallelize
 from hpcai.models.openfold.evoformer import Masks
 from hpcai.nn.deferred_init import deferred
 from hpcai.plan.machines import find_machine
@@ -145,8 +145,8 @@ def test_nothing_of_a_plan_stays() -> None:
     assert not torch_dist.is_initialized() and not triton_support.PLANNED and torch.ones(2).sum().item() == 2
     array = np.arange(3)
     with paper():
-        assert isinstance(tables.on(array, torch.empty(1)), FakeTensor)
-    assert tables.on(array, torch.empty(1)).tolist() == [0, 1, 2]
+        assert isinstance(device_cache.to_device(array, torch.empty(1)), FakeTensor)
+    assert device_cache.to_device(array, torch.empty(1)).tolist() == [0, 1, 2]
 
 
 def test_a_plan_within_a_job_is_refused() -> None:

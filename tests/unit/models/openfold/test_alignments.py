@@ -13,7 +13,7 @@ import pytest
 
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode, parse_a3m, parse_hhr, parse_stockholm, read_alignments
-from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
+from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 
 A3M = b"""#4\t1
 >query
@@ -68,7 +68,7 @@ T 2DEF_B            1 W    1 (2)
 
 
 def text(found: Alignment) -> list[str]:
-    return ["".join((LETTERS + "X-")[code] for code in row) for row in found.msa]
+    return ["".join((RESTYPES + "X-")[code] for code in row) for row in found.msa]
 
 
 def test_lower_case_letters_count_before_the_next_column() -> None:

@@ -80,7 +80,7 @@ def test_masks_are_drawn_in_the_shares_that_were_asked_for() -> None:
     rng, msa = np.random.default_rng(0), np.full((400, 500), 3, np.int8)
     column = np.zeros((500, 22), np.float32)
     column[:, 7], column[:, GAP] = 0.75, 0.25
-    hidden, chosen = sampling.hide(msa, column, MaskConfig(), rng)
+    hidden, chosen = sampling.mask_msa(msa, column, MaskConfig(), rng)
     assert (hidden[~chosen] == 3).all()
     wanted = np.full(23, 0.1 / 20)
     wanted[[UNKNOWN, GAP, MASKED]] = 0, 0.025, 0.7
@@ -88,19 +88,19 @@ def test_masks_are_drawn_in_the_shares_that_were_asked_for() -> None:
     count, letters = chosen.sum(), np.bincount(hidden[chosen], minlength=23)
     for found, share, of in ((count, 0.15, msa.size), *((n, share, count) for n, share in zip(letters, wanted))):
         assert abs(int(found) - of * share) <= 5 * np.sqrt(of * share * (1 - share))
-    assert np.array_equal(sampling.hide(msa, column, MaskConfig(fraction=0), rng)[0], msa)
-    assert (sampling.hide(msa, column, MaskConfig(fraction=1, uniform=0, profile=0, same=0), rng)[0] == MASKED).all()
+    assert np.array_equal(sampling.mask_msa(msa, column, MaskConfig(fraction=0), rng)[0], msa)
+    assert (sampling.mask_msa(msa, column, MaskConfig(fraction=1, uniform=0, profile=0, same=0), rng)[0] == MASKED).all()
 
 
 def test_rows_are_chosen_and_blocks_of_neighbours_deleted_but_the_query_never() -> None:
     seen, sizes = np.zeros(10), []
     for seed in range(2000):
-        chosen, rest = sampling.choose(10, 4, np.random.default_rng(seed))
+        chosen, rest = sampling.choose_clusters(10, 4, np.random.default_rng(seed))
         assert chosen[0] == 0 and sorted([*chosen, *rest]) == list(range(10))
         seen[chosen] += 1
     assert np.abs(seen[1:] / 2000 - 1 / 3).max() < 5 * np.sqrt(2 / 9 / 2000)
     for seed in range(300):
-        kept = sampling.spare(100, 5, 0.3, np.random.default_rng(seed))
+        kept = sampling.delete_blocks(100, 5, 0.3, np.random.default_rng(seed))
         gone = np.setdiff1d(np.arange(100), kept)
         assert kept[0] == 0 and 1 <= 1 + (np.diff(gone) > 1).sum() <= 5
         sizes.append(len(gone))

@@ -9,8 +9,8 @@ import pytest
 from hpcai.errors import DataError
 from hpcai.models.openfold import Chain
 from hpcai.models.openfold.features import TEMPLATES
-from hpcai.models.openfold.formats import parts_of
-from hpcai.models.openfold.residues import LETTERS
+from hpcai.models.openfold.formats import parse_features
+from hpcai.models.openfold.residues import RESTYPES
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "openfold_features"
 HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"
@@ -23,29 +23,29 @@ def golden() -> dict[str, np.ndarray]:
 
 def test_raw_features_of_the_package_are_read() -> None:
     raw = golden()
-    chain, alignment, templates = parts_of(raw, "7abc_A")
+    chain, alignment, templates = parse_features(raw, "7abc_A")
     assert isinstance(chain, Chain) and chain.name == "7abc_A" and templates is not None
     assert np.array_equal(np.eye(21)[chain.aatype], raw["aatype"]) and np.array_equal(chain.positions, raw["all_atom_positions"])
     for found, code in ((alignment.msa, raw["msa"]), (templates["template_aatype"], raw["template_aatype"].argmax(-1))):
-        assert np.array_equal(np.array([*LETTERS, "X", "-"])[found], np.array([*HHBLITS])[code])
+        assert np.array_equal(np.array([*RESTYPES, "X", "-"])[found], np.array([*HHBLITS])[code])
     assert np.array_equal(alignment.deletions, raw["deletion_matrix_int"])
     assert all(np.array_equal(templates[name], raw[name]) for name in TEMPLATES[1:])
 
 
 def test_a_chain_without_positions_is_its_sequence() -> None:
     raw = {name: golden()[name] for name in ("aatype", "msa", "deletion_matrix_int")}
-    chain, _, templates = parts_of(raw)
-    assert chain == "".join(LETTERS[code] for code in raw["aatype"].argmax(-1)) and templates is None
+    chain, _, templates = parse_features(raw)
+    assert chain == "".join(RESTYPES[code] for code in raw["aatype"].argmax(-1)) and templates is None
 
 
 def test_older_names_and_shapes_are_read_too() -> None:
     raw = golden()
-    wanted = parts_of(raw)
+    wanted = parse_features(raw)
     renamed = raw | {"deletion_matrix": raw["deletion_matrix_int"].astype(np.float32)}
     renamed["template_sum_probs"] = raw["template_sum_probs"][:, 0]
     renamed["template_all_atom_masks"], renamed["domain_name"] = renamed.pop("template_all_atom_mask"), np.array([b"5zyh"], object)
     del renamed["deletion_matrix_int"], renamed["resolution"]
-    found = parts_of(renamed)
+    found = parse_features(renamed)
     assert np.array_equal(found.alignment.deletions, wanted.alignment.deletions) and found.alignment.deletions.dtype == np.int32
     assert all(np.array_equal(found.templates[name], wanted.templates[name]) for name in TEMPLATES)  # type: ignore[index]
     assert isinstance(found.chain, Chain) and found.chain.name == "5zyh" and found.chain.resolution is None
@@ -62,4 +62,4 @@ def test_older_names_and_shapes_are_read_too() -> None:
 def test_raw_features_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
     raw = {name: value for name, value in (golden() | changes).items() if value is not None}
     with pytest.raises(DataError, match=text):
-        parts_of(raw)
+        parse_features(raw)

@@ -14,7 +14,7 @@ from hpcai.models.openfold import OpenFold, OpenFoldConfig, embedders, loss
 from hpcai.models.openfold import objective as objectives
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.layers import Dropout
-from hpcai.models.openfold.objective import terms, total
+from hpcai.models.openfold.objective import loss_terms, weighted_total
 from hpcai.settings import StepConfig
 from hpcai.train import Step
 from tests import proteins
@@ -137,7 +137,7 @@ def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(
 ) -> None:
     model, batch = network(torch.float32), proteins.batch([12], dtype=torch.float32)
     coarse, exact = "evoformer.blocks.0.pair.pair_transition", ("ipa", "bb_update", "angle_resnet.linear_out")
-    found, binned, bins = dict[str, torch.dtype](), list[torch.dtype](), embedders.bins
+    found, binned, bins = dict[str, torch.dtype](), list[torch.dtype](), embedders.distogram
     for name in (coarse, "heads.plddt", "heads.distogram", *(f"structure_module.{part}" for part in exact)):
         part = model.get_submodule(name)
         part.register_forward_hook(lambda _, __, out, name=name: found.__setitem__(name, out.dtype))
@@ -167,10 +167,10 @@ def test_terms_without_weight_are_not_computed_and_the_loss_grows_with_the_root_
     model, batch, cfg = still(network()), proteins.batch([12]), ObjectiveConfig()
     last = {name: value[..., -1] for name, value in batch.items()}
     last["seq_length"] = torch.tensor([100])  # of which a crop of 12 is seen
-    found = terms(model(batch), last, cfg)
+    found = loss_terms(model(batch), last, cfg)
     assert set(found) == {"fape", "chi", "distogram", "masked_msa", "plddt"}
     weighted = sum(getattr(cfg, name) * term for name, term in found.items())
-    assert total(found, last, cfg).item() == pytest.approx(12**0.5 * weighted.item())  # type: ignore[union-attr]
+    assert weighted_total(found, last, cfg).item() == pytest.approx(12**0.5 * weighted.item())  # type: ignore[union-attr]
 
 
 def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -> None:

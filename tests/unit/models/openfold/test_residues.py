@@ -7,7 +7,7 @@ import pytest
 
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues as table
-from hpcai.models.openfold.truth import truth_of
+from hpcai.models.openfold.targets import compute_targets
 from tests import proteins
 
 RING = ("N", "CG"), ("N", "CD"), ("CA", "CD")  # of proline: closed at few angles only
@@ -28,7 +28,7 @@ def test_ideal_residues_have_the_lengths_and_angles_of_the_table() -> None:
     """All are within 2 deviations at all torsion angles (histidine's CD2 - NE2 is farthest off), but for the ring of proline."""
     aatype, positions, mask = parts(1000)
     assert set(aatype) == set(range(20))
-    bounds, proline = table.bounds(2.0, 1.5), table.NAMES.index("PRO")
+    bounds, proline = table.distance_bounds(2.0, 1.5), table.RESNAMES.index("PRO")
     deviation = bounds.deviation > 0
     for pair in RING:
         i, j = map(table.ATOM14_NAMES[proline].index, pair)
@@ -44,13 +44,14 @@ def test_ideal_residues_have_the_lengths_and_angles_of_the_table() -> None:
 
 def test_what_is_missing_is_masked_and_never_nan() -> None:
     aatype, positions, mask = parts()
-    aatype[7], aatype[8] = table.UNKNOWN, table.LETTERS.index("G")
-    mask[7:9, [table.PLACE[name] for name in ("N", "CA", "C", "CB")]] = 1
-    found = truth_of(aatype, np.where(mask[..., None] > 0, positions, np.nan), mask)
+    aatype[7], aatype[8] = table.UNKNOWN, table.RESTYPES.index("G")
+    mask[7:9, [table.ATOM_ORDER[name] for name in ("N", "CA", "C", "CB")]] = 1
+    found = compute_targets(aatype, np.where(mask[..., None] > 0, positions, np.nan), mask)
     assert all(np.isfinite(array).all() for array in found.values())
     assert not found["torsion_angles_sin_cos"][found["torsion_angles_mask"] == 0].any()
     assert found["backbone_rigid_mask"][7] and not found["atom14_gt_exists"][7].any() and not found["chi_mask"][7].any()
-    assert np.array_equal(found["pseudo_beta"][[7, 8]], [positions[7, table.PLACE["CB"]], positions[8, table.PLACE["CA"]]])
+    beta = [positions[7, table.ATOM_ORDER["CB"]], positions[8, table.ATOM_ORDER["CA"]]]
+    assert np.array_equal(found["pseudo_beta"][[7, 8]], beta)
     assert not found["torsion_angles_mask"][0, :2].any()
 
 
@@ -63,4 +64,4 @@ def test_what_is_missing_is_masked_and_never_nan() -> None:
 def test_what_cannot_be_is_refused(broken: dict[str, Any], says: str) -> None:
     given = dict(zip(("aatype", "positions", "mask"), parts())) | broken
     with pytest.raises(DataError, match=says):
-        truth_of(**given, where="chain")
+        compute_targets(**given, where="chain")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from hpcai.models.openfold import OpenFold, OpenFoldConfig, score, structures_of
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, predict_structures, score
 from hpcai.models.openfold.objective import lddt
-from hpcai.models.openfold.scores import drmsd, gdt, superposed
+from hpcai.models.openfold.scores import drmsd, gdt, superpose
 from tests.proteins import SMALL, batch
 
 
@@ -27,12 +27,12 @@ def chain() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_moved_chain_is_superposed_and_a_mirrored_one_is_not(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
     true, mask = chain
     wild = torch.where(mask[..., None] > 0, turned(true), 1e4)  # atoms that are not known do not pull
-    fitted, known = superposed(wild, true, mask), mask > 0
+    fitted, known = superpose(wild, true, mask), mask > 0
     torch.testing.assert_close(fitted[known], true[known], rtol=0, atol=1e-9)
     assert gdt(fitted, true, mask).tolist() == [1, 1]
     mirrored = turned(true, mirror=True)
     assert drmsd(mirrored, true, mask).max() < 1e-6 and lddt(mirrored, true, mask).min() > 1 - 1e-9, "distances are the same"
-    assert gdt(superposed(mirrored, true, mask), true, mask).max() < 0.6
+    assert gdt(superpose(mirrored, true, mask), true, mask).max() < 0.6
 
 
 def test_limits_and_shares() -> None:
@@ -58,7 +58,7 @@ def test_scores_and_pictures_of_a_network() -> None:
     assert all(math.isfinite(value.item()) for value in found.values())
     assert found["distogram"].item() == pytest.approx(math.log(64), rel=1e-6), "heads begin with zeros"
     assert found["confidence"].item() == pytest.approx(50)
-    drawn = structures_of(model, features)
+    drawn = predict_structures(model, features)
     assert drawn["index"].tolist() == [4, 9] and drawn["residues"].tolist() == [7, 5]
     assert drawn["predicted"].shape == drawn["true"].shape == (12, 37, 3) and drawn["distance"].shape == (7 * 7 + 5 * 5,)
     unknown = drawn["mask"][:, 1] == 0

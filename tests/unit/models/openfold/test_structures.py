@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from hpcai.errors import DataError, MissingExtraError
-from hpcai.models.openfold.residues import ATOMS, LETTERS
+from hpcai.models.openfold.residues import ATOM_TYPES, RESTYPES
 from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
 
 gemmi = pytest.importorskip("gemmi", reason="gemmi is not installed: structures are NOT tested")
-N, CA, CD, SD, NH1, NH2 = (ATOMS.index(name) for name in ("N", "CA", "CD", "SD", "NH1", "NH2"))
+N, CA, CD, SD, NH1, NH2 = (ATOM_TYPES.index(name) for name in ("N", "CA", "CD", "SD", "NH1", "NH2"))
 
 HEAD = """data_1ABC
 _exptl.method 'X-RAY DIFFRACTION'
@@ -75,7 +75,7 @@ def read(folder: Path, text: str, chain: str | None = "H") -> Chain:
 
 def test_a_chain_has_the_residues_without_atoms_too(tmp_path: Path) -> None:
     chain = read(tmp_path, entry(SMALL), None)
-    assert (chain.name, chain.sequence, chain.aatype.tolist()) == ("1abc_H", "AG", [LETTERS.index("A"), LETTERS.index("G")])
+    assert (chain.name, chain.sequence, chain.aatype.tolist()) == ("1abc_H", "AG", [RESTYPES.index("A"), RESTYPES.index("G")])
     assert chain.mask.sum(1).tolist() == [0, 2] and chain.positions[1, [N, CA]].tolist() == [[1, 2, 3], [2, 2, 3]]
     assert chain.bfactors[1, [N, CA]].tolist() == [10, 11] and not chain.positions[0].any()
     assert (chain.resolution, chain.release, chain.method) == (1.95, date(2009, 12, 31), "x-ray diffraction")
@@ -145,7 +145,7 @@ def test_a_prediction_is_read_again_by_gemmi(tmp_path: Path, suffix: str) -> Non
     assert [residue.seqid.num for residue in found] == [index + 1 for index in range(21) if index != 3]
     for residue in found:
         index = residue.seqid.num - 1
-        assert [atom.name for atom in residue] == [ATOMS[place] for place in np.flatnonzero(mask[index])]
+        assert [atom.name for atom in residue] == [ATOM_TYPES[place] for place in np.flatnonzero(mask[index])]
         assert np.abs([[*atom.pos] for atom in residue] - positions[index][mask[index] > 0]).max() <= 0.001
         assert np.abs(np.array([atom.b_iso for atom in residue]) - plddt[index]).max() <= 0.01
         assert all(atom.element.name == atom.name[0] for atom in residue)

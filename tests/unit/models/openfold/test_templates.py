@@ -12,17 +12,17 @@ import pytest
 from hpcai.errors import DataError
 from hpcai.models.openfold import read_templates
 from hpcai.models.openfold.alignments import Hit
-from hpcai.models.openfold.residues import GAP, LETTERS, PLACE
+from hpcai.models.openfold.residues import ATOM_ORDER, GAP, RESTYPES
 from hpcai.models.openfold.structures import Chain, write_structure
-from hpcai.models.openfold.templates import chain_of, match, unusable
+from hpcai.models.openfold.templates import parse_chain_name, rejection_reason, select_hits
 from tests import proteins
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: templates are NOT tested")
 DAY = date(2020, 6, 1)
 
 DRAW = np.random.default_rng(7)
-QUERY = "".join(LETTERS[code] for code in DRAW.integers(0, 20, 40))
-OTHER = "".join(LETTERS[code] for code in DRAW.integers(0, 20, 60))
+QUERY = "".join(RESTYPES[code] for code in DRAW.integers(0, 20, 40))
+OTHER = "".join(RESTYPES[code] for code in DRAW.integers(0, 20, 60))
 
 
 def hit(query: str, text: str, first: int = 0, at: int = 0, name: str = "1ABC_A a protein; 1.9A {Homo}", **changes: Any) -> Hit:
@@ -51,7 +51,7 @@ HIT = hit(QUERY[5:25], OTHER[30:50], 5, 30)
 
 def reason(one: Hit = HIT, sequence: str = QUERY, chains: Any = None, **words: Any) -> str | None:
     """Why a hit is refused; None where it is taken."""
-    found, reasons = match([one], sequence, chains or known(), **words)
+    found, reasons = select_hits([one], sequence, chains or known(), **words)
     assert len(found) + len(reasons) == 1
     return None if found else next(iter(reasons.values()))
 
@@ -103,18 +103,18 @@ def test_a_chain_that_is_not_there_or_cannot_be_read_is_refused_and_letters_of_c
     ("_A x", None), ("1ABC_ x", None),
 ])  # fmt: skip
 def test_hits_are_named_as_chains_of_entries(name: str, chain: str | None) -> None:
-    assert chain_of(replace(HIT, name=name)) == chain
+    assert parse_chain_name(replace(HIT, name=name)) == chain
     assert chain or "not named as a chain" in str(reason(replace(HIT, name=name)))
 
 
 def test_the_best_come_first_and_equals_as_in_the_file() -> None:
     names = ("1abc_A", 2.0), ("2abc_A", 5.0), ("9zzz_A", 9.0), ("1abc_A", 5.0), ("9zzz_A", 1.0), ("2abc_A", 0.0)
     hits = [replace(HIT, index=number, name=name, sum_probs=probs) for number, (name, probs) in enumerate(names)]
-    found, reasons = match(hits, QUERY, known())
+    found, reasons = select_hits(hits, QUERY, known())
     assert [(one.name, one.sum_probs) for one in found] == [("2abc_A", 5), ("1abc_A", 5), ("1abc_A", 2), ("2abc_A", 0)]
     assert list(reasons) == ["9zzz_A", "9zzz_A, hit 4"]
-    assert [one.sum_probs for one in match(hits, QUERY, known(), most=2)[0]] == [5, 5]
-    found, reasons = match([replace(hits[0], sum_probs=np.nan), *hits[1:]], QUERY, known())
+    assert [one.sum_probs for one in select_hits(hits, QUERY, known(), most=2)[0]] == [5, 5]
+    found, reasons = select_hits([replace(hits[0], sum_probs=np.nan), *hits[1:]], QUERY, known())
     assert len(found) == 3 and "Sum_probs=" in reasons["1abc_A"]
 
 
@@ -122,9 +122,9 @@ def test_the_best_come_first_and_equals_as_in_the_file() -> None:
 
 
 def places_of(one: Hit, sequence: str = OTHER) -> list[int]:
-    found, reasons = match([one], QUERY, known(sequence))
-    assert not reasons and found[0].places.shape == (40,)
-    return list(found[0].places.tolist())
+    found, reasons = select_hits([one], QUERY, known(sequence))
+    assert not reasons and found[0].residue_map.shape == (40,)
+    return list(found[0].residue_map.tolist())
 
 
 def test_residues_are_where_the_hit_says() -> None:
@@ -167,8 +167,8 @@ def test_a_changed_chain_is_aligned_anew() -> None:
 ])  # fmt: skip
 def test_hits_of_another_query_are_an_error(change: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="hit 1, '1ABC_A a protein"):
-        match([replace(HIT, **change)], QUERY, known())
-    assert not match([replace(HIT, query="X" + HIT.query[1:])], QUERY, known())[1], "an unknown residue agrees with all"
+        select_hits([replace(HIT, **change)], QUERY, known())
+    assert not select_hits([replace(HIT, query="X" + HIT.query[1:])], QUERY, known())[1], "an unknown residue agrees with all"
 
 
 # ---- what is seen
@@ -176,17 +176,17 @@ def test_hits_of_another_query_are_an_error(change: dict[str, Any]) -> None:
 
 def test_a_chain_without_backbone_or_with_a_jump_is_no_template() -> None:
     chain = replace(proteins.chain(20), mask=np.ones((20, 37), np.float32))
-    assert unusable(chain) is None
+    assert rejection_reason(chain) is None
     without, unseen = chain.mask.copy(), chain.mask.copy()
-    without[:, PLACE["C"]] = 0
-    assert unusable(replace(chain, mask=without)) == "no residue has its backbone"
+    without[:, ATOM_ORDER["C"]] = 0
+    assert rejection_reason(replace(chain, mask=without)) == "no residue has its backbone"
     positions = np.zeros((20, 37, 3), np.float32)
     positions[8:, :, 0] = 150
-    assert unusable(replace(chain, positions=positions)) is None
+    assert rejection_reason(replace(chain, positions=positions)) is None
     positions[8:, :, 0] = 150.1
-    assert unusable(replace(chain, positions=positions)) == "150 angstrom from residue 8 to the next, 150 at most"
-    unseen[8, PLACE["CA"]] = 0
-    assert unusable(replace(chain, positions=positions, mask=unseen)) is None, "only neighbours that are both seen"
+    assert rejection_reason(replace(chain, positions=positions)) == "150 angstrom from residue 8 to the next, 150 at most"
+    unseen[8, ATOM_ORDER["CA"]] = 0
+    assert rejection_reason(replace(chain, positions=positions, mask=unseen)) is None, "only neighbours that are both seen"
 
 
 # ---- from files
@@ -222,7 +222,7 @@ def library(tmp_path: Path) -> Path:
 def made() -> Chain:
     """A chain with N, CA and C of residues 0 to 34 and of 40, and with N and CA of 45 and 52."""
     chain = proteins.chain(60, 3)
-    aatype = np.array([LETTERS.index(letter) for letter in OTHER])
+    aatype = np.array([RESTYPES.index(letter) for letter in OTHER])
     mask = np.zeros((60, 37), np.float32)
     mask[:35, :3] = mask[40, :3] = mask[[45, 52], :2] = 1
     return replace(chain, aatype=aatype, sequence=OTHER, mask=mask, positions=(chain.positions + 1) * mask[..., None])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.openfold import residues, violations
-from hpcai.models.openfold.violations import bonds, clashes
+from hpcai.models.openfold.violations import bond_violations, clash_overlap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -15,7 +15,7 @@ def atoms(length: int, seed: int = 0, spread: float = 4.0) -> tuple[Tensor, Tens
     """Residues close to one another, the fourth of which follows no other."""
     draw = np.random.default_rng(seed)
     aatype = torch.from_numpy(draw.integers(0, 20, (2, length)))
-    aatype[:, :2] = residues.LETTERS.index("C")  # two cysteines may be bridged
+    aatype[:, :2] = residues.RESTYPES.index("C")  # two cysteines may be bridged
     positions = torch.from_numpy(draw.normal(0, spread, (2, length, 14, 3)))
     index = torch.arange(length).repeat(2, 1)
     index[:, 4:] += 3
@@ -28,7 +28,7 @@ def test_clashes_are_the_same_of_all_pairs_at_once_and_a_few_at_a_time(monkeypat
     for size in (1, 1 << 24):
         monkeypatch.setattr(violations, "_CPU", size)
         x = positions.clone().requires_grad_()
-        out = clashes(x, *rest)
+        out = clash_overlap(x, *rest)
         found.append((out, torch.autograd.grad((out * torch.tensor([1.0, -2.0])).sum(), [x])[0]))
     assert found[1][0].min() > 1
     for few, whole in zip(*found):
@@ -44,25 +44,25 @@ def test_a_stretched_bond_is_told_and_a_gap_is_none() -> None:
     exists = torch.zeros(1, count, 14, dtype=torch.float64)
     exists[..., :3] = 1
     aatype, index = torch.zeros(1, count, dtype=torch.int64), torch.arange(count)[None]
-    assert bonds(positions, exists, aatype, index).lengths == 0
+    assert bond_violations(positions, exists, aatype, index).lengths == 0
     stretched = positions.clone()
     stretched[0, 3:, :, 0] += 1.0
-    told = bonds(stretched, exists, aatype, index)
+    told = bond_violations(stretched, exists, aatype, index)
     assert told.lengths.item() == pytest.approx((1.0 - 12 * 0.014) / 5, rel=1e-3)
     apart = index.clone()
     apart[0, 3:] += 5
-    assert bonds(stretched, exists, aatype, apart).lengths == 0
-    aatype[0, 3] = residues.LETTERS.index("P")
-    longer = bonds(stretched, exists, aatype, index)
+    assert bond_violations(stretched, exists, aatype, apart).lengths == 0
+    aatype[0, 3] = residues.RESTYPES.index("P")
+    longer = bond_violations(stretched, exists, aatype, index)
     assert longer.lengths.item() == pytest.approx((1.0 - 0.012 - 12 * 0.016) / 5, rel=1e-3)
 
 
 @pytest.mark.parametrize("names, clash", [(("SG", "SG"), False), (("CB", "SG"), True), (("C", "N"), False), (("CA", "N"), True)])
 def test_bridges_and_bonds_are_no_clashes(names: tuple[str, str], clash: bool) -> None:
     """Of one atom each of two cysteines in a row, which are 1.3 angstrom apart."""
-    aatype = torch.full((1, 2), residues.LETTERS.index("C"))
+    aatype = torch.full((1, 2), residues.RESTYPES.index("C"))
     exists, positions = torch.zeros(1, 2, 14, dtype=torch.float64), torch.zeros(1, 2, 14, 3, dtype=torch.float64)
     for residue, name in enumerate(names):
         place = residues.ATOM14_NAMES[aatype[0, 0]].index(name)
         exists[0, residue, place], positions[0, residue, place, 0] = 1, 1.3 * residue
-    assert bool(clashes(positions, exists, aatype, torch.arange(2)[None]) > 0) == clash
+    assert bool(clash_overlap(positions, exists, aatype, torch.arange(2)[None]) > 0) == clash

@@ -6,19 +6,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_made: dict[tuple[int, torch.device, torch.dtype], tuple[Any, Tensor]] = {}
+_cache: dict[tuple[int, torch.device, torch.dtype], tuple[Any, Tensor]] = {}
 
 
-def on(array: np.ndarray, like: Tensor) -> Tensor:
+def to_device(array: np.ndarray, like: Tensor) -> Tensor:
     """A constant of ``hpcai.models.openfold.residues`` on the device and in the dtype of ``like``.
 
     It is copied there once: each such copy holds up the host, and none can be captured (a step is warmed up before that).
     """
     key = id(array), like.device, like.dtype
-    if key in _made:
-        return _made[key][1]
+    if key in _cache:
+        return _cache[key][1]
     with torch.inference_mode(False):  # training may want it too
-        made = torch.tensor(array).to(like)
-    if type(made) is Tensor:  # one on paper (hpcai.plan) has no numbers
-        _made[key] = array, made
-    return made
+        tensor = torch.tensor(array).to(like)
+    if type(tensor) is Tensor:  # one on paper (hpcai.plan) has no numbers
+        _cache[key] = array, tensor
+    return tensor

@@ -13,42 +13,42 @@ import torch
 from torch import Tensor
 
 
-def place(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+def scatter(x: Tensor, table: Tensor, slots: Tensor) -> Tensor:
     """Rows in another order: ``there`` says which row of ``x`` stands at each place, ``back`` at which place each row stands.
 
     x [E, C], there [N, K], back [E] -> [N, K, C]
     """
-    rows = there.flatten()
-    return (x[rows] if torch.compiler.is_compiling() else _Place.apply(x, rows, back)).unflatten(0, there.shape)
+    rows = table.flatten()
+    return (x[rows] if torch.compiler.is_compiling() else _Permute.apply(x, rows, slots)).unflatten(0, table.shape)
 
 
-def unplace(x: Tensor, back: Tensor, there: Tensor) -> Tensor:
+def gather(x: Tensor, slots: Tensor, table: Tensor) -> Tensor:
     """The inverse of ``place``.   x [N, K, C], back [E], there [N, K] -> [E, C]"""
     rows = x.flatten(0, 1)
-    return rows[back] if torch.compiler.is_compiling() else _Place.apply(rows, back, there.flatten())
+    return rows[slots] if torch.compiler.is_compiling() else _Permute.apply(rows, slots, table.flatten())
 
 
-def turn(x: Tensor, reverse: Tensor) -> Tensor:
+def reverse_edges(x: Tensor, reverse: Tensor) -> Tensor:
     """Values of the edges that lead back; done twice it changes nothing.   x [E, C], reverse [E] -> [E, C]"""
-    return x[reverse] if torch.compiler.is_compiling() else _Place.apply(x, reverse, reverse)
+    return x[reverse] if torch.compiler.is_compiling() else _Permute.apply(x, reverse, reverse)
 
 
-def spread(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
+def index_select(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
     """Values of atoms at their edges: row ``index`` of ``x``, where ``table`` lists the edges of each.
 
     x [N, C], index [E], table [N, K] -> [E, C]
     """
-    return x[index] if torch.compiler.is_compiling() else _Spread.apply(x, index, table)
+    return x[index] if torch.compiler.is_compiling() else _IndexSelect.apply(x, index, table)
 
 
-def collect(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
+def segment_sum(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
     """The sum over the edges of each atom.   x [E, C], index [E], table [N, K] -> [N, C]"""
     if torch.compiler.is_compiling():
         return x.new_zeros(len(table), x.shape[1]).index_add(0, index, x)
-    return _Collect.apply(x, index, table)
+    return _SegmentSum.apply(x, index, table)
 
 
-class _ByTable(torch.autograd.Function):
+class _TableFunction(torch.autograd.Function):
     """A function of values and tables whose derivative needs the tables alone."""
 
     @staticmethod
@@ -56,35 +56,35 @@ class _ByTable(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
 
 
-class _Place(_ByTable):
+class _Permute(_TableFunction):
     @staticmethod
-    def forward(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        return x.index_select(0, there)
+    def forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        there, back = ctx.saved_tensors
-        return _Place.apply(g, back, there), None, None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        index, inverse = ctx.saved_tensors
+        return _Permute.apply(grad_output, inverse, index), None, None
 
 
-class _Spread(_ByTable):
+class _IndexSelect(_TableFunction):
     @staticmethod
     def forward(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         index, table = ctx.saved_tensors
-        return _Collect.apply(g, index, table), None, None
+        return _SegmentSum.apply(grad_output, index, table), None, None
 
 
-class _Collect(_ByTable):
+class _SegmentSum(_TableFunction):
     @staticmethod
     def forward(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
-        none = len(x) - 1  # the last edge is none
-        return torch.nn.functional.embedding_bag(table, x, mode="sum", padding_idx=none)
+        padding = len(x) - 1  # the last edge is none
+        return torch.nn.functional.embedding_bag(table, x, mode="sum", padding_idx=padding)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         index, table = ctx.saved_tensors
-        return _Spread.apply(g, index, table), None, None
+        return _IndexSelect.apply(grad_output, index, table), None, None

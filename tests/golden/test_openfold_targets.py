@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcai.models.openfold.truth import truth_of
+from hpcai.models.openfold.targets import compute_targets
 from tests.stored import arrays
 
 # Where an atom is missing the reference fills torsion angles with noise, of rounding, scaled to unit length; here they are 0.
@@ -19,7 +19,7 @@ def test_the_truth_of_a_chain(chain: str) -> None:
     """All else everywhere, frames of missing groups too. The reference computes in float32: its angles are off by up to 7e-6."""
     stored = arrays(f"openfold/features/{chain}")
     wanted = {name.removeprefix("det."): array for name, array in stored.items() if name.startswith("det.")}
-    found = truth_of(wanted["aatype"], wanted["all_atom_positions"], wanted["all_atom_mask"], chain)
+    found = compute_targets(wanted["aatype"], wanted["all_atom_positions"], wanted["all_atom_mask"], chain)
     assert len(found) == 23
     for name, array in found.items():
         assert array.shape == wanted[name].shape and array.dtype.kind == wanted[name].dtype.kind, name

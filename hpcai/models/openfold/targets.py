@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues
-from hpcai.models.openfold.residues import GAP, PLACE, UNKNOWN
+from hpcai.models.openfold.residues import ATOM_ORDER, GAP, UNKNOWN
 
 Array = NDArray[Any]
 
@@ -19,11 +19,11 @@ EPSILON = 1e-8  # added to squared lengths, angstrom squared, as in the public c
 
 # The four atoms of each torsion angle: pre-omega, phi, psi, chi1 to chi4; those of the residue before have places from 37 on.
 _BACKBONE = ("CA' C' N CA", "C' N CA C", "N CA C O")
-_TORSIONS = np.array([[PLACE[name.rstrip("'")] + 37 * name.endswith("'") for name in row.split()] for row in _BACKBONE])
+_TORSIONS = np.array([[ATOM_ORDER[name.rstrip("'")] + 37 * name.endswith("'") for name in row.split()] for row in _BACKBONE])
 _TORSIONS = np.concatenate([np.broadcast_to(_TORSIONS, (21, 3, 4)), residues.CHI_ATOMS], 1)  # [21, 7, 4]
 _TORSION_EXISTS = np.concatenate([np.ones((21, 3), np.float32), residues.CHI_EXISTS], 1)  # [21, 7]
 _TORSION_PERIODIC = np.pad(residues.CHI_PERIODIC, ((0, 0), (3, 0)))  # [21, 7]
-_TURN = np.array([1, 1, -1, 1, 1, 1, 1.0])  # psi is measured to O, half a turn from the next residue's N, and turned back
+_SIGNS = np.array([1, 1, -1, 1, 1, 1, 1.0])  # psi is measured to O, half a turn from the next residue's N, and turned back
 
 
 def _check(aatype: Any, positions: Any, mask: Any, where: str, most: int) -> tuple[Array, Array, Array]:
@@ -42,7 +42,7 @@ def _check(aatype: Any, positions: Any, mask: Any, where: str, most: int) -> tup
     if not np.isfinite(positions).all():
         *_, residue, atom, _ = np.argwhere(~np.isfinite(positions))[0]
         raise DataError(
-            f"{where}: {residues.ATOMS[atom]} of residue {residue} has no finite position; expected angstrom, or 0 in the mask"
+            f"{where}: {residues.ATOM_TYPES[atom]} of residue {residue} has no finite position; expected angstrom, or 0 in the mask"
         )
     return aatype, positions, mask
 
@@ -54,14 +54,14 @@ def _check_types(aatype: Array, where: str, most: int) -> None:
         raise DataError(f"{where}: residue types from {aatype.min()} to {aatype.max()}; expected 0 to {most} ({UNKNOWN} is X)")
 
 
-def frames_of(a: Array, b: Array, c: Array) -> Array:
+def frames_from_points(a: Array, b: Array, c: Array) -> Array:
     """Frames with origin b, x from a to b, and y on the side of c (Algorithm 21).   3 x [..., 3] -> [..., 4, 4]
 
     The rotation is short of orthogonal by EPSILON, and 0 where points coincide.
     """
-    x = _unit(b - a)
+    x = _normalize(b - a)
     y = c - b
-    y = _unit(y - x * (x * y).sum(-1, keepdims=True))
+    y = _normalize(y - x * (x * y).sum(-1, keepdims=True))
     frames = np.zeros((*x.shape[:-1], 4, 4), x.dtype)
     for column, vector in enumerate((x, y, np.cross(x, y), b)):
         frames[..., :3, column] = vector
@@ -69,11 +69,11 @@ def frames_of(a: Array, b: Array, c: Array) -> Array:
     return frames
 
 
-def _unit(vector: Array) -> Array:
+def _normalize(vector: Array) -> Array:
     return vector / np.sqrt((vector * vector).sum(-1, keepdims=True) + EPSILON)
 
 
-def _atoms(positions: Array, mask: Array, index: Array) -> tuple[Array, Array]:
+def _gather_atoms(positions: Array, mask: Array, index: Array) -> tuple[Array, Array]:
     """Float64 positions of atoms in places of 37, or of 74, and whether all of them are there.
 
     [..., N, 37, 3], [..., N, 37], [..., N, G, K] -> [..., N, G, K, 3], [..., N, G]
@@ -83,29 +83,29 @@ def _atoms(positions: Array, mask: Array, index: Array) -> tuple[Array, Array]:
     return points.astype(np.float64), np.take_along_axis(mask, flat, -1).reshape(index.shape).min(-1)
 
 
-def torsions(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> tuple[Array, Array, Array]:
+def torsion_angles(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> tuple[Array, Array, Array]:
     """Sine and cosine of pre-omega, phi, psi and chi1 to chi4; the same under the other naming of atoms; and which are known.
 
     Pre-omega and phi need the residue before. What is not known is 0. A gap, as templates have them, counts as X.
     [..., N], [..., N, 37, 3], [..., N, 37] -> [..., N, 7, 2], [..., N, 7, 2], [..., N, 7]
     """
-    return _torsions(*_check(aatype, positions, mask, where, GAP))
+    return _torsion_angles(*_check(aatype, positions, mask, where, GAP))
 
 
-def _torsions(aatype: Array, positions: Array, mask: Array) -> tuple[Array, Array, Array]:
+def _torsion_angles(aatype: Array, positions: Array, mask: Array) -> tuple[Array, Array, Array]:
     aatype = np.minimum(aatype, UNKNOWN)
-    pairs, known = np.zeros((*aatype.shape, 74, 3), np.float32), np.zeros((*aatype.shape, 74), np.float32)
-    pairs[..., :37, :], known[..., :37] = positions, mask
-    pairs[..., 1:, 37:, :], known[..., 1:, 37:] = positions[..., :-1, :, :], mask[..., :-1, :]
-    points, found = _atoms(pairs, known, _TORSIONS[aatype])
-    found *= _TORSION_EXISTS[aatype]
-    frames = frames_of(points[..., 1, :], points[..., 2, :], points[..., 0, :])
-    away = points[..., 3, :] - points[..., 2, :]
-    cos, sin = ((frames[..., :3, axis] * away).sum(-1) for axis in (1, 2))
+    pairs, pair_mask = np.zeros((*aatype.shape, 74, 3), np.float32), np.zeros((*aatype.shape, 74), np.float32)
+    pairs[..., :37, :], pair_mask[..., :37] = positions, mask
+    pairs[..., 1:, 37:, :], pair_mask[..., 1:, 37:] = positions[..., :-1, :, :], mask[..., :-1, :]
+    points, mask_found = _gather_atoms(pairs, pair_mask, _TORSIONS[aatype])
+    mask_found *= _TORSION_EXISTS[aatype]
+    frames = frames_from_points(points[..., 1, :], points[..., 2, :], points[..., 0, :])
+    displacement = points[..., 3, :] - points[..., 2, :]
+    cos, sin = ((frames[..., :3, axis] * displacement).sum(-1) for axis in (1, 2))
     sin_cos = np.stack([sin, cos], -1)
-    sin_cos *= (_TURN * found / np.sqrt(sin * sin + cos * cos + EPSILON))[..., None]
-    other = sin_cos * (1 - 2 * _TORSION_PERIODIC[aatype])[..., None]
-    return sin_cos.astype(np.float32), other.astype(np.float32), found
+    sin_cos *= (_SIGNS * mask_found / np.sqrt(sin * sin + cos * cos + EPSILON))[..., None]
+    alternative = sin_cos * (1 - 2 * _TORSION_PERIODIC[aatype])[..., None]
+    return sin_cos.astype(np.float32), alternative.astype(np.float32), mask_found
 
 
 def pseudo_beta(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> tuple[Array, Array]:
@@ -114,13 +114,13 @@ def pseudo_beta(aatype: Any, positions: Any, mask: Any, where: str = "structure"
 
 
 def _pseudo_beta(aatype: Array, positions: Array, mask: Array) -> tuple[Array, Array]:
-    glycine = aatype == residues.LETTERS.index("G")
-    alpha, beta = PLACE["CA"], PLACE["CB"]
-    found = np.where(glycine[..., None], positions[..., alpha, :], positions[..., beta, :])
-    return found, np.where(glycine, mask[..., alpha], mask[..., beta])
+    glycine = aatype == residues.RESTYPES.index("G")
+    alpha, beta = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
+    beta_positions = np.where(glycine[..., None], positions[..., alpha, :], positions[..., beta, :])
+    return beta_positions, np.where(glycine, mask[..., alpha], mask[..., beta])
 
 
-def atom14(aatype: Any, where: str = "structure") -> dict[str, Array]:
+def make_atom14_masks(aatype: Any, where: str = "structure") -> dict[str, Array]:
     """Which atoms residues have, in 14 and in 37 places, and the way from one to the other; absent atoms lead to place 0."""
     aatype = np.asarray(aatype)
     _check_types(aatype, where, UNKNOWN)
@@ -132,56 +132,56 @@ def atom14(aatype: Any, where: str = "structure") -> dict[str, Array]:
     }
 
 
-def truth_of(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> dict[str, Array]:
+def compute_targets(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> dict[str, Array]:
     """Everything that losses compare with.   [..., N] types up to 20, [..., N, 37, 3] angstrom, [..., N, 37]
 
     Names with ``alt`` are the structure under the other naming of atoms that a half turn exchanges. Atoms that a residue of its
     type does not have, and OXT, are left out. Raises DataError, with ``where``, for what cannot be.
     """
     aatype, positions, mask = _check(aatype, positions, mask, where, UNKNOWN)
-    found = atom14(aatype, where) | _named(aatype, positions, mask) | _groups(aatype, positions, mask)
-    sin_cos, other, known = _torsions(aatype, positions, mask)
+    targets = make_atom14_masks(aatype, where) | _name_atoms(aatype, positions, mask) | _group_frames(aatype, positions, mask)
+    sin_cos, alternative, torsion_mask = _torsion_angles(aatype, positions, mask)
     beta, beta_mask = _pseudo_beta(aatype, positions, mask)
-    return found | {
+    return targets | {
         "torsion_angles_sin_cos": sin_cos,
-        "alt_torsion_angles_sin_cos": other,
-        "torsion_angles_mask": known,
+        "alt_torsion_angles_sin_cos": alternative,
+        "torsion_angles_mask": torsion_mask,
         "chi_angles_sin_cos": sin_cos[..., 3:, :],
-        "chi_mask": known[..., 3:],
+        "chi_mask": torsion_mask[..., 3:],
         "pseudo_beta": beta,
         "pseudo_beta_mask": beta_mask,
     }
 
 
-def _named(aatype: Array, positions: Array, mask: Array) -> dict[str, Array]:
+def _name_atoms(aatype: Array, positions: Array, mask: Array) -> dict[str, Array]:
     """The atoms in 14 places, under both namings."""
     index, swap = residues.ATOM14_TO_37[aatype], residues.ATOM14_SWAP[aatype]
     exists = residues.ATOM14_EXISTS[aatype] * np.take_along_axis(mask, index, -1)
-    at = np.take_along_axis(positions, index[..., None], -2) * exists[..., None]
+    atom14_positions = np.take_along_axis(positions, index[..., None], -2) * exists[..., None]
     return {
         "atom14_gt_exists": exists,
-        "atom14_gt_positions": at,
+        "atom14_gt_positions": atom14_positions,
         "atom14_alt_gt_exists": np.take_along_axis(exists, swap, -1),
-        "atom14_alt_gt_positions": np.take_along_axis(at, swap[..., None], -2),
+        "atom14_alt_gt_positions": np.take_along_axis(atom14_positions, swap[..., None], -2),
         "atom14_atom_is_ambiguous": residues.ATOM14_AMBIGUOUS[aatype],
     }
 
 
-def _groups(aatype: Array, positions: Array, mask: Array) -> dict[str, Array]:
+def _group_frames(aatype: Array, positions: Array, mask: Array) -> dict[str, Array]:
     """The frames of the eight rigid groups.   [..., N, 8, 4, 4]"""
-    points, exists = _atoms(positions, mask, residues.GROUP_BASE[aatype])
-    frames = frames_of(*np.moveaxis(points, -2, 0))
+    points, exists = _gather_atoms(positions, mask, residues.GROUP_BASE[aatype])
+    frames = frames_from_points(*np.moveaxis(points, -2, 0))
     frames[..., 0, :3, 0::2] *= -1  # the backbone's x leads from CA to C: half a turn about y
-    ambiguous, group = residues.GROUP_AMBIGUOUS[aatype], residues.GROUP_EXISTS[aatype]
-    gt, exists = frames.astype(np.float32), exists * group
-    other = gt.copy()
-    other[..., :3, 1:3] *= 1 - 2 * ambiguous[..., None, None]  # half a turn about x
+    ambiguous, group_exists = residues.GROUP_AMBIGUOUS[aatype], residues.GROUP_EXISTS[aatype]
+    true_frames, exists = frames.astype(np.float32), exists * group_exists
+    alternative = true_frames.copy()
+    alternative[..., :3, 1:3] *= 1 - 2 * ambiguous[..., None, None]  # half a turn about x
     return {
-        "rigidgroups_gt_frames": gt,
+        "rigidgroups_gt_frames": true_frames,
         "rigidgroups_gt_exists": exists,
-        "rigidgroups_group_exists": group,
+        "rigidgroups_group_exists": group_exists,
         "rigidgroups_group_is_ambiguous": ambiguous,
-        "rigidgroups_alt_gt_frames": other,
-        "backbone_rigid_tensor": gt[..., 0, :, :],
+        "rigidgroups_alt_gt_frames": alternative,
+        "backbone_rigid_tensor": true_frames[..., 0, :, :],
         "backbone_rigid_mask": exists[..., 0],
     }
