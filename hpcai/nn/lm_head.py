@@ -79,7 +79,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             index, is_local = _local_targets(local[chunk], weight)
             target[chunk] = logits.gather(-1, index)[:, 0].where(is_local, 0)
             top = logits.amax(-1)
-            logsumexp[chunk] = logits.sub_(top[:, None]).exp_().sum(-1).log_().add_(top)  # in place: torch's needs as much again
+            logsumexp[chunk] = logits.sub_(top[:, None]).exp_().sum(-1).log_().add_(top)  # torch's would need as much again
             del logits  # before the next chunk is allocated
         logsumexp, target = vocab.all_reduce(logsumexp, target)
         ctx.save_for_backward(hidden, weight, targets, logsumexp)

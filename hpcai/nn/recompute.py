@@ -1,4 +1,4 @@
-"""Selective activation recomputation: results of cheap functions (norms, rotations, activations) are not saved for the backward pass.
+"""Selective activation recomputation: cheap functions (norms, rotations, activations) run again in the backward pass.
 
     with recompute_cheap(cfg.recompute == "selective"):
         y = down(cheap(gelu, up(x)))            # saves up(x), not gelu(up(x))
