@@ -18,11 +18,10 @@ def is_local(all_reduce: nn.Module) -> bool:
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``nn.BatchNorm`` of any number of dims, then ``+ residual``, then a rectifier (``relu``), in one pass.
+    """``nn.BatchNorm`` of any number of dims, then ``+ residual``, then a rectifier (``relu``), in one pass.   [B, C, ...]
 
     Keys are those of ``nn.BatchNorm2d``. Statistics are float32, or float64 for a float64 input. ``all_reduce`` is the seam for
     synchronised statistics: ``hpcai.parallel.batchnorm`` substitutes a module that sums a small tensor over ranks.
-    Shape: x and residual [B, C, ...] -> [B, C, ...]
     """
 
     def __init__(self, channels: int, relu: bool = False, eps: float = 1e-5, momentum: float | None = 0.1,
@@ -47,8 +46,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @disable_dynamo
     def _fused_eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Communication is not traced by ``torch.compile``."""
-        return self._fused(x, residual)
+        return self._fused(x, residual)  # communication is not traced
 
     def _fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
         local = is_local(self.all_reduce)
@@ -85,11 +83,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class Normalise(torch.autograd.Function):
-    """Normalisation with batch statistics, residual sum and activation (``hpcai.kernels.batchnorm``).
-
-    Statistics are those of ``samples`` samples (1: the batch as one), and shared by ``group`` neighbouring channels. There is one
-    all-reduce in the forward pass and one in the backward pass, whatever the batch.
-    """
+    """Normalisation with the statistics of ``samples`` samples (1: the batch as one) and ``group`` neighbouring channels; residual
+    sum and activation. There is one all-reduce in the forward pass and one in the backward pass, whatever the batch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None,

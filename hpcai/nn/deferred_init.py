@@ -135,8 +135,8 @@ def _caller() -> str:
 
 
 class _MetaOverrides(TorchFunctionMode):
-    """A recorded parameter has ``is_meta`` False, and a number that is written into it becomes no meta tensor: functions such as
-    ``nn.init.orthogonal_`` skip tensors of the meta device."""
+    """``is_meta`` is False for a recorded parameter, since functions such as ``nn.init.orthogonal_`` skip meta tensors, and a
+    number that is written into it becomes a real tensor."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -155,10 +155,8 @@ class _MetaOverrides(TorchFunctionMode):
 
 @contextmanager
 def deferred(seed: int = 0) -> Iterator[None]:
-    """Context manager: parameters of new modules are on the meta device, and their initialisation is recorded for ``materialize``.
-
-    Raises ConfigError where their elements are read.
-    """
+    """Context manager: parameters of new modules are on the meta device, and ``materialize`` will replay their initialisation.
+    Raises ConfigError where their elements are read."""
     recorder, original = _Recorder(seed), nn.init._no_grad_trunc_normal_
 
     def truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
@@ -188,29 +186,22 @@ def deferred(seed: int = 0) -> Iterator[None]:
 
 
 def record_names(model: nn.Module) -> None:
-    """Record the names of the parameters in ``model``, on which their random numbers depend.
-
-    ``materialize`` calls it. Call it earlier if a submodule is materialized, or if parameters are renamed.
-    """
+    """Record the names of the parameters in ``model``, on which their random numbers depend. ``materialize`` calls it; call it
+    earlier if a submodule is materialized, or if parameters are renamed."""
     for name, parameter in model.named_parameters():
         if trace := getattr(parameter, "init_trace", None):
             trace.name = trace.name or name
 
 
 @torch.no_grad()
-def materialize(
-    model: nn.Module, device: torch.device | str, seed: int | None = None, *, dtype: torch.dtype | None = None
-) -> nn.Module:
+def materialize(model: nn.Module, device: torch.device | str, seed: int | None = None, *,
+                dtype: torch.dtype | None = None) -> nn.Module:  # fmt: skip
     """Allocate and initialise the meta parameters of ``model`` on ``device``, each the shard of its attribute ``place``, if any.
 
-    Parameters that modules share stay shared, and attributes stay. Everything else is moved as by ``.to``. If a module has a method
-    ``post_materialize``, it is called as soon as its own parameters are materialized, and may replace them.
-
-    Args:
-        seed: Overrides the seed of ``deferred``.
-        dtype: Floating-point parameters and buffers are cast to it.
-
-    Raises ConfigError for a meta tensor without a trace, CheckpointError for a file that cannot be read.
+    Parameters that modules share stay shared, and attributes stay. Everything else is moved as by ``.to``. A method
+    ``post_materialize`` of a module is called as soon as its own parameters are materialized, and may replace them. ``seed``
+    overrides that of ``deferred``; all floating-point tensors are cast to ``dtype``. Raises ConfigError for a meta tensor without
+    a trace, CheckpointError for a file that cannot be read.
     """
     active, _active[:] = _active[:], []  # also inside of deferred
     try:
@@ -254,7 +245,7 @@ def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.dev
         raise ConfigError(f"parameter {name} was written between deferred and materialize; write it before or after")
     if size != trace.size or [sum(b - a for a, b in dim_ranges) for dim_ranges in ranges] != list(parameter.shape):
         raise ConfigError(
-            f"parameter {name} was {list(trace.size)}, and is {list(parameter.shape)} of {list(size)}; shard it by parallel.sharding"
+            f"parameter {name} was {list(trace.size)}, and is {list(parameter.shape)} of {list(size)}; use parallel.sharding"
         )
     local = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     trace.write(local, ranges, seed)
@@ -274,11 +265,9 @@ def load_deferred(model: nn.Module, source: str | Path, file_key: Callable[[str]
     """Let ``materialize`` read the meta parameters from safetensors files, each the shard of this rank. Parameters and buffers with
     memory are read now.
 
-    Args:
-        source: A file, or a folder with ``model.safetensors.index.json``. It may hold more tensors.
-        file_key: Maps a name in the model to the name in the files. Of a tensor with several names one is enough.
-
-    Raises CheckpointError for tensors that are missing or of another size, before anything is read.
+    ``source``: A file, or a folder with ``model.safetensors.index.json``; it may hold more tensors. ``file_key`` maps a name in the
+    model to that in the files; of a tensor with several names one is enough. Raises CheckpointError for tensors that are missing or
+    of another size, before anything is read.
     """
     stored, errors, names, matches = open_tensors(Path(source)), list[str](), dict[Tensor, list[str]](), dict[Tensor, LazyTensor]()
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -14,13 +14,11 @@ from hpcai.nn.batchnorm import Normalise, is_local
 
 class PerSampleNorm(nn.Module):
     """A norm with statistics of each sample and group of neighbouring channels, then ``activation``: relu, leaky_relu with
-    ``slope``, silu or None.
+    ``slope``, silu or None.   [B, C, ...] -> [B, C, ...], in the same memory format
 
     Statistics are float32, or float64 for a float64 input. ``all_reduce`` is the seam for samples that are sharded over ranks: a
-    module that sums a small tensor over them, in place.
-    Shape: x [B, C, ...] -> [B, C, ...], in the same memory format
-    Raises ValueError for an unknown activation, for a slope that is not above 0 and, in ``forward``, for groups of one element,
-    which have no statistics.
+    module that sums a small tensor over them, in place. Raises ValueError for an unknown activation, for a slope that is not above
+    0 and, in ``forward``, for groups of one element, which have no statistics.
     """
 
     channels: int
@@ -60,8 +58,7 @@ class PerSampleNorm(nn.Module):
 
     @disable_dynamo
     def _fused_eager(self, x: Tensor) -> Tensor:
-        """Communication is not traced by ``torch.compile``."""
-        return self._fused(x)
+        return self._fused(x)  # communication is not traced
 
     def _fused(self, x: Tensor) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

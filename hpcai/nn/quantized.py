@@ -2,7 +2,7 @@
 
 In int8, w = q s with one scale s for each output: the largest absolute weight / 127 (Dettmers et al., "LLM.int8()", 2022, for
 weights only). y = (x q^T) s, for which q is cast to the dtype of x and not saved; the gradient of x is computed likewise, and q and
-s have none. The mean error of a weight is 0.7 to 0.9 % of their size. It would be 0.6 % with one scale for each 64 inputs, but then the
+s have none. The mean error of a weight is 0.7 to 0.9 % of their size. With one scale for each 64 inputs it would be 0.6 %, but the
 product would no longer be one of q alone. C inputs, C' outputs, T tokens
 """
 
@@ -23,8 +23,8 @@ _CHUNK = 1 << 20  # weights that are rounded at a time
 
 
 class Int8Matmul(Matmul):
-    """Matrix products with frozen weights in int8 or bfloat16. A layer has two operands: weight [C', C], and scale [C'] or None. No
-    copy of a weight is saved for the backward pass."""
+    """Matrix products with frozen weights in int8 or bfloat16, of which no copy is saved for the backward pass. A layer has two
+    operands: weight [C', C], and scale [C'] or None."""
 
     def operands_of(self, linear: Any) -> tuple[Tensor | None, ...]:
         return linear.weight, linear.scale
@@ -44,8 +44,7 @@ class Int8Matmul(Matmul):
 class QuantizedLinear(FusedLinear):
     """A linear layer with a frozen weight in int8 or bfloat16, as ``bits`` says.   x [T, C] -> [T, C']
 
-    Until ``post_materialize`` quantizes it, the weight is that of an ordinary layer, or on the meta device
-    (``hpcai.nn.deferred_init``).
+    Until ``post_materialize`` quantizes it, the weight is that of an ordinary layer, or on the meta device (``deferred_init``).
     """
 
     matmul: Matmul = Int8Matmul()
@@ -90,11 +89,8 @@ def _pairs(operands: Operands) -> Any:
 
 
 def int8_scales(amax: Tensor) -> Tensor:
-    """Return the scales of weights with these largest absolute values.   [C'] -> [C']
-
-    They are exact in bfloat16, so that a conversion of the model to any dtype keeps them. For this they are a little larger than
-    needed.
-    """
+    """Return the scales for these largest absolute weights: exact in bfloat16, so that any dtype of the model keeps them, and for
+    this a little larger than needed.   [C'] -> [C']"""
     return torch.where(amax == 0, 1, (amax * ((1 + 2**-8) / _INT8_MAX))).bfloat16().to(amax.dtype)
 
 

@@ -18,8 +18,7 @@ from hpcai.nn.periodic import circular_pad
 class UpsampleConv(nn.Module):
     """Nearest upsampling by 2 along each dim and a convolution with kernel 3, whose weights are from ``fold_upsampling``.
 
-    ``circular_dims``: The dims of ``x`` with circular padding.
-    Shape: x [B, C, ...], weight [C, C', 4, ...], bias [C'] -> [B, C', 2...]
+    x [B, C, ...], weight [C, C', 4, ...], bias [C'] -> [B, C', 2...]. ``circular_dims``: The dims of ``x`` with circular padding.
     """
 
     transposed, groups, padding_mode = True, 1, "zeros"
@@ -39,8 +38,7 @@ class UpsampleConv(nn.Module):
 def fold_upsampling(weight: Any) -> Tensor:
     """Return the weights of a transposed convolution with stride 2 that upsamples and convolves.
 
-    Along each dim (a, b, c) becomes (c, b + c, a + b, a).
-    Shape: weight [C', C, 3, ...] -> [C, C', 4, ...] in channels-last memory
+    [C', C, 3, ...] -> [C, C', 4, ...] in channels-last memory; along each dim (a, b, c) becomes (c, b + c, a + b, a).
     """
     dims = weight.ndim - 2
     device = "cpu" if weight.is_meta else weight.device.type
