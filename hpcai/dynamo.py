@@ -1,7 +1,7 @@
-"""Functions that torch.compile leaves as they are, such as exchanges between processes.
+"""Functions that ``torch.compile`` does not trace, such as communication.
 
-torch's own mark (``torch.compiler.disable``) imports the compiler, a second and 10,000 file operations of every process, though
-most processes never compile. This one imports nothing.
+``torch.compiler.disable`` imports the compiler, which costs every process a second and 10,000 file operations, though most never
+compile. This decorator imports nothing.
 """
 
 import sys
@@ -16,22 +16,22 @@ R = TypeVar("R")
 
 
 def disable_dynamo(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which is never traced, with all that it calls: a compiled one that comes to it is in two parts there."""
+    """Decorator: ``function`` and everything that it calls run eagerly. A compiled caller has a graph break there."""
     frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):
         return torch.compiler.disable(function)
-    apart: Callable[P, R] | None = None
+    disabled: Callable[P, R] | None = None
 
     @wraps(function)
-    def call(*args: P.args, **words: P.kwargs) -> R:
-        nonlocal apart
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
         if "torch._dynamo" not in sys.modules:
-            return function(*args, **words)
-        if apart is None:
-            apart = torch.compiler.disable(function)
-        return apart(*args, **words)
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
 
-    # What the compiler looks for in a function that it meets; and it is not to begin with the frame of ``call`` itself.
+    # The attributes of a function that the compiler reads; and it must not trace the frame of ``call`` itself.
     marks: Any = call
     marks._torchdynamo_disable, marks._torchdynamo_disable_msg, marks._torchdynamo_disable_recursive = True, None, True
     skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)

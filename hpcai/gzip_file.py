@@ -1,4 +1,4 @@
-"""Files in gzip that may come from anybody: a few megabytes can unpack to more than a machine holds."""
+"""Decompression of untrusted gzip files, of which a few megabytes can unpack to more than the memory of a machine."""
 
 import gzip
 from pathlib import Path
@@ -9,9 +9,9 @@ _BLOCK, _MIN_LIMIT, _MAX_RATIO = 1 << 24, 1 << 26, 100
 
 
 def gunzip(path: Path, max_bytes: int | None = None) -> bytes:
-    """What ``path`` unpacks to: at most ``most`` bytes, by default 100 times its own size and 64 MiB where that is more.
+    """Return the content of ``path``: at most ``max_bytes``, by default 100 times its compressed size, and 64 MiB at least.
 
-    Raises DataError for a file that holds more, and OSError, EOFError or zlib.error for a damaged one.
+    Raises DataError for a file with more content, and OSError, EOFError or zlib.error for a damaged one.
     """
     max_bytes = max(_MIN_LIMIT, _MAX_RATIO * path.stat().st_size) if max_bytes is None else max_bytes
     unpacked = bytearray()

@@ -9,8 +9,7 @@ Arguments, with n elements of the flat parameter and S segments, each the range 
     gradient: [n] float32, bfloat16 or float64, read only. It is multiplied by ``scale`` (None: 1).
     exp_avg, exp_avg_sq, momentum_buffer: Moments [n], in the dtype of the weights, or in bfloat16 with stochastic rounding.
     lr, average_rate, step, scale, found_inf: Scalars on the device; ``step`` counts from 1.
-    bf16_copy: [n] bfloat16 copy of the weights, rounded to nearest even.
-    average: [n] average a of the weights, a += average_rate*(w - a).
+    bf16_copy, average: [n] bfloat16 copy of the weights, rounded to nearest even; [n] their average, a += average_rate*(w - a).
     seed, offset: Random bits of the stochastic rounding of element i depend on ``seed`` (int64, another one in every step) and on
         ``offset`` + i modulo 2^32, so that a shard of a flat parameter draws the bits of the full one.
 Raises ConfigError if shapes or dtypes do not fit together.
@@ -105,9 +104,8 @@ def lamb_direction_(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_
 
     Return sums of squares of weights and direction [S, 2], in the dtype of the weights; undefined if ``found_inf`` is 1.
     """
-    operands = Operands(
-        weights, gradient, (exp_avg, exp_avg_sq), scale, found_inf, segments=segments, direction=direction, **kwargs
-    )
+    operands = Operands(weights, gradient, (exp_avg, exp_avg_sq), scale, found_inf, segments=segments, direction=direction,
+                        **kwargs)  # fmt: skip
     return _adam(operands, "lamb", None, step, betas, eps, weight_decay)
 
 

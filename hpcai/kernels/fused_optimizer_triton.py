@@ -139,8 +139,8 @@ def run(
         update[(blocks,)](
             w, operands.gradient, m, v, operands.bf16_copy, operands.average, operands.direction, operands.ratio,
             None if s is None else s.table, sums, lr, operands.average_rate, step, operands.scale, operands.found_inf,
-            operands.seed, n, operands.offset, log_beta1, 1 - betas[0], log_beta2, betas[1], 1 - betas[1], eps, mu, decay, KIND=kind,
-            NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
+            operands.seed, n, operands.offset, log_beta1, 1 - betas[0], log_beta2, betas[1], 1 - betas[1], eps, mu, decay,
+            KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
         )  # fmt: skip
         if s is None or sums is None:
             return None

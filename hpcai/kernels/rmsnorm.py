@@ -21,8 +21,7 @@ _SMALL = 1 << 14  # elements that are not chunked
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, autocast_output: bool = False) -> Tensor:
     """Return the normalised ``x``, contiguous, in its dtype.
 
-    ``autocast_output``: Return the dtype of autocast inside autocast, for results that only matrix products read. float64 stays
-    float64.
+    ``autocast_output``: Return the dtype of autocast inside autocast, for results that only matrix products read; not of float64.
     Shape: x [..., C], weight [C] -> [..., C]
     """
     dtype = _autocast_dtype(x) if autocast_output else x.dtype

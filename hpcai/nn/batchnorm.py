@@ -1,4 +1,4 @@
-"""Batch normalisation together with the sum and the rectifier that follow it.   B batch, C channels."""
+"""Batch normalisation fused with a residual sum and a rectifier.   B batch, C channels."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from hpcai.kernels.triton_support import on_gpu
 
 
 def is_local(all_reduce: nn.Module) -> bool:
-    """Whether the seam for statistics over several processes adds nothing: it is empty, or its ``axes`` are."""
+    """Whether a seam of statistics communicates with no other rank: it is the identity, or its ``axes`` are empty."""
     return isinstance(all_reduce, nn.Identity) or not getattr(all_reduce, "axes", True)
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``nn.BatchNorm`` of any number of dims, then ``+ plus``, then a rectifier (``relu``), in one pass.   [B, C, ...] -> the same
+    """``nn.BatchNorm`` of any number of dims, then ``+ residual``, then a rectifier (``relu``), in one pass.   [B, C, ...]
 
-    Keys are those of ``nn.BatchNorm2d``. Statistics are float32, or float64 for a float64 input. ``total`` is the seam for
-    statistics over several processes: ``hpcai.parallel.batchnorm`` puts there a module that adds a small tensor over them.
+    Keys are those of ``nn.BatchNorm2d``. Statistics are float32, or float64 for a float64 input. ``all_reduce`` is the seam for
+    synchronised statistics: ``hpcai.parallel.batchnorm`` substitutes a module that sums a small tensor over ranks.
     """
 
     def __init__(self, channels: int, relu: bool = False, eps: float = 1e-5, momentum: float | None = 0.1,
@@ -32,12 +32,12 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(x)
-        alone, compiling = is_local(self.all_reduce), torch.compiler.is_compiling()
-        if not alone and compiling:
+        local, compiling = is_local(self.all_reduce), torch.compiler.is_compiling()
+        if not local and compiling:
             return self._fused_eager(x, residual)
-        if not alone or (on_gpu(x) and not compiling):
+        if not local or (on_gpu(x) and not compiling):
             return self._fused(x, residual)
-        y = super().forward(x)  # on one CPU torch's own is as good, and the compiler fuses what follows itself
+        y = super().forward(x)  # on a CPU torch's is as fast, and the compiler fuses the rest itself
         if compiling:
             y = y if residual is None else y + residual.to(y.dtype)
             return F.relu(y) if self.relu else y
@@ -46,11 +46,10 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @disable_dynamo
     def _fused_eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Messages between processes are not for a compiler's graph."""
-        return self._fused(x, residual)
+        return self._fused(x, residual)  # communication is not traced
 
     def _fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        alone = is_local(self.all_reduce)
+        local = is_local(self.all_reduce)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.weight is None:
             weight, bias = (x.new_full((self.num_features,), value, dtype=wide) for value in (1.0, 0.0))
@@ -59,8 +58,9 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if residual is not None:
             residual = residual.to(x.dtype)
         if not self.training and self.running_mean is not None and self.running_var is not None:
-            return _NormaliseEval.apply(x, residual, weight, bias, self.running_mean.to(wide), self.running_var.to(wide), self.eps, self.relu)
-        all_reduce, act = None if alone else self.all_reduce, "relu" if self.relu else None
+            return _NormaliseEval.apply(x, residual, weight, bias, self.running_mean.to(wide), self.running_var.to(wide), self.eps,
+                                        self.relu)  # fmt: skip
+        all_reduce, act = None if local else self.all_reduce, "relu" if self.relu else None
         y, mean, variance, count = Normalise.apply(x, residual, weight, bias, self.eps, act, 0.0, all_reduce, 1, 1)
         if self.training and self.running_mean is not None:
             self._update_running_stats(mean, variance, count)
@@ -83,19 +83,18 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class Normalise(torch.autograd.Function):
-    """Normalisation with the statistics of ``samples`` samples, each for itself or a batch as one, which ``group`` neighbouring
-    channels share; then the sum and the activation. Whatever the batch, one message goes forward and one backward through
-    ``total``."""
+    """Normalisation with the statistics of ``samples`` samples (1: the batch as one) and ``group`` neighbouring channels; residual
+    sum and activation. There is one all-reduce in the forward pass and one in the backward pass, whatever the batch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None, slope: float,
-                all_reduce: Any, samples: int, group: int) -> Any:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None,
+                slope: float, all_reduce: Any, samples: int, group: int) -> Any:  # fmt: skip
         mean, variance, count = batchnorm.moments(x, all_reduce, samples, group)
-        each = batchnorm.repeat_groups(mean, group), batchnorm.repeat_groups(variance, group)
-        params = batchnorm.NormParams(*each, weight, bias, eps, act, slope)
+        per_channel = batchnorm.repeat_groups(mean, group), batchnorm.repeat_groups(variance, group)
+        params = batchnorm.NormParams(*per_channel, weight, bias, eps, act, slope)
         y = batchnorm.normalise(x, params, residual)
-        ctx.rest, ctx.total, ctx.group, ctx.plus = params[4:], all_reduce, group, residual is not None
-        ctx.save_for_backward(x, y if batchnorm.saves_output(x, params, ctx.plus) else None, count, *params[:4])
+        ctx.rest, ctx.all_reduce, ctx.group, ctx.has_residual = params[4:], all_reduce, group, residual is not None
+        ctx.save_for_backward(x, y if batchnorm.saves_output(x, params, ctx.has_residual) else None, count, *params[:4])
         ctx.mark_non_differentiable(mean, variance, count)
         return y, mean, variance, count
 
@@ -103,18 +102,18 @@ class Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         x, y, count, *values = ctx.saved_tensors
-        params, need = batchnorm.NormParams(*values, *ctx.rest), ctx.plus and ctx.needs_input_grad[1]
-        return *batchnorm.gradients(dy, x, y, params, count, ctx.total, ctx.group, need), *[None] * 6
+        params, need = batchnorm.NormParams(*values, *ctx.rest), ctx.has_residual and ctx.needs_input_grad[1]
+        return *batchnorm.gradients(dy, x, y, params, count, ctx.all_reduce, ctx.group, need), *[None] * 6
 
 
 class _NormaliseEval(torch.autograd.Function):
-    """Normalisation with statistics that are given."""
+    """Normalisation with running statistics."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float,
-                relu: bool) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor,
+                eps: float, relu: bool) -> Tensor:  # fmt: skip
         y = batchnorm.normalise(x, batchnorm.NormParams(mean, variance, weight, bias, eps, "relu" if relu else None), residual)
-        ctx.eps, ctx.plus = eps, residual is not None
+        ctx.eps, ctx.has_residual = eps, residual is not None
         ctx.save_for_backward(x, y if relu else None, mean, variance, weight)
         return y
 
@@ -129,4 +128,4 @@ class _NormaliseEval(torch.autograd.Function):
         dims = [d for d in range(x.ndim) if d != 1]
         dweight = (wide * (x - mean.view(shape)) * invstd.view(shape)).sum(dims)
         dx = (wide * (weight * invstd).view(shape)).to(x.dtype)
-        return dx, dz if ctx.plus else None, dweight, wide.sum(dims), None, None, None, None
+        return dx, dz if ctx.has_residual else None, dweight, wide.sum(dims), None, None, None, None

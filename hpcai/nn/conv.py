@@ -1,4 +1,4 @@
-"""Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume, P voxels of it."""
+"""Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume, P its voxels"""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -11,19 +11,19 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.kernels.triton_support import on_cpu
 
-# torch sends a convolution of one float32 volume to oneDNN only when B*C*D*H is larger than this (2.11 to 2.13), and otherwise
-# unrolls it into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
-_UNROLLED_UP_TO = 20480
-# The gradients of one volume with no more voxels than this are products with the volume unrolled, because oneDNN would spend its
-# time on reordering the weights (by input and weights, 320 channels at 4^3: 15 ms as products, 24 as halves; 256 at 8^3: 61, 41).
-_MATMUL_UP_TO = 128
+# torch dispatches a convolution of one float32 volume to oneDNN only if B*C*D*H is larger than this (2.11 to 2.13), and otherwise
+# unrolls it (im2col) into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
+_MAX_UNROLLED = 20480
+# The gradients of one volume with no more voxels than this are matrix products with the unrolled volume, because oneDNN would spend
+# its time on reordering the weights (both gradients, 320 channels at 4^3: 15 ms as products, 24 in halves; 256 at 8^3: 61, 41).
+_MAX_MATMUL_VOXELS = 128
 
 Triple = tuple[int, ...]
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """``x`` [B, C, D, H, W] in channels-last memory. Its strides say so for one channel too; otherwise torch takes such a volume
-    for contiguous, and makes every result of it contiguous."""
+    """Return ``x`` [B, C, D, H, W] in channels-last memory, with its strides also for one channel: otherwise torch takes such a
+    volume for contiguous, and makes every result of it contiguous."""
     if x.shape[1] == 1 and x.is_contiguous():
         return x[:, 0, ..., None].permute(0, 4, 1, 2, 3)
     return x.contiguous(memory_format=torch.channels_last_3d)
@@ -31,16 +31,16 @@ def channels_last(x: Tensor) -> Tensor:
 
 def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple = (1, 1, 1), padding: Triple = (0, 0, 0),
            dilation: Triple = (1, 1, 1), groups: int = 1) -> Tensor:  # fmt: skip
-    """``F.conv3d``, as fast for a single small volume on a CPU as for a batch, and right for a shallow one in bfloat16.
+    """``F.conv3d`` that is also fast for a single small volume on a CPU, and correct for a shallow one in bfloat16.
 
-    [B, C, D, H, W] -> [B, O, D', H', W']
+    Shape: x [B, C, D, H, W] -> [B, O, D', H', W']
     """
     if _leaves_grad_weight_unwritten(x, weight):
         return _in_float32(F.conv3d, x, weight, bias, stride, padding, dilation, groups)
     if on_cpu(x) and x.ndim == 5 and groups == 1 and not torch.compiler.is_compiling():
         if weight.shape[2:].numel() == 1 and not any(padding) and x.is_contiguous(memory_format=torch.channels_last_3d):
-            down, up, across = stride
-            return F.linear(_rows(x[:, :, ::down, ::up, ::across]), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)
+            d, h, w = stride
+            return F.linear(_channels_to_end(x[:, :, ::d, ::h, ::w]), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)
         if _would_be_unrolled(x, weight):
             return _OneDNNConv3d.apply(channels_last(x), weight, bias, stride, padding, dilation)
     return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
@@ -49,9 +49,9 @@ def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple
 def conv_transpose3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple = (1, 1, 1),
                      padding: Triple = (0, 0, 0), output_padding: Triple = (0, 0, 0), dilation: Triple = (1, 1, 1),
                      groups: int = 1) -> Tensor:  # fmt: skip
-    """``F.conv_transpose3d``, as one matrix product where kernels do not overlap, on a CPU and in channels-last memory.
+    """``F.conv_transpose3d``, as one matrix product if kernels do not overlap, on a CPU and in channels-last memory.
 
-    [B, C, D, H, W] -> [B, O, D', H', W']
+    Shape: x [B, C, D, H, W] -> [B, O, D', H', W']
     """
     kernel = tuple(weight.shape[2:])
     if (
@@ -66,21 +66,20 @@ def conv_transpose3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
         and not torch.compiler.is_compiling()
     ):
         (batch, _, *sizes), (a, b, c), outputs = x.shape, kernel, weight.shape[1]
-        y = F.linear(_rows(x), _rows(weight).flatten(1).t(), None if bias is None else bias.repeat(a * b * c))
+        y = F.linear(_channels_to_end(x), _channels_to_end(weight).flatten(1).t(), None if bias is None else bias.repeat(a * b * c))
         y = y.view(batch, *sizes, a, b, c, outputs).permute(0, 1, 4, 2, 5, 3, 6, 7)
         return y.reshape(batch, sizes[0] * a, sizes[1] * b, sizes[2] * c, outputs).permute(0, 4, 1, 2, 3)
     return F.conv_transpose3d(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _channels_to_end(x: Tensor) -> Tensor:
     """[B, C, D, H, W] -> [B, D, H, W, C]"""
     return x.permute(0, 2, 3, 4, 1)
 
 
 def _leaves_grad_weight_unwritten(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's gradient of the weights would hold unwritten memory, as it does in bfloat16 on a CPU where a volume is less
-    deep than the kernel (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in
-    float32."""
+    """Whether oneDNN would leave the gradient of the weights unwritten: in bfloat16 on a CPU, for a volume that is less deep than
+    the kernel (torch 2.13: depth 2 with kernel 3, depths 3 and 4 with kernel 5). Such small volumes are fast in float32 too."""
     return on_cpu(x) and x.shape[-3] < weight.shape[2] and _in_bfloat16(weight)
 
 
@@ -90,7 +89,7 @@ def _in_bfloat16(weight: Tensor) -> bool:
 
 
 def _in_float32(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, *sizes: Any) -> Tensor:
-    """A convolution of bfloat16, computed in float32 and rounded."""
+    """Compute a bfloat16 convolution in float32, and round the result."""
     with torch.autocast("cpu", enabled=False):
         return convolve(x.float(), weight.float(), None if bias is None else bias.float(), *sizes).bfloat16()
 
@@ -100,7 +99,7 @@ def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
     return bool(
         x.dtype == weight.dtype == torch.float32
         and x.shape[0] == 1
-        and x.shape[1:4].numel() <= _UNROLLED_UP_TO
+        and x.shape[1:4].numel() <= _MAX_UNROLLED
         and x.shape[1] == weight.shape[1]
         and kernel.numel() > 1
         and not (kernel[1] > 3 and kernel[2] > 3)
@@ -112,73 +111,74 @@ def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
 
 
 class _OneDNNConv3d(torch.autograd.Function):
-    """The convolution of one float32 volume by oneDNN, where torch would unroll it. Forward is an operation of torch; backward,
-    for which torch has none, is by ``conv3d_gradients``. It has no second derivative."""
+    """The convolution of one float32 volume by oneDNN, where torch would unroll it. The forward pass is an operation of torch; the
+    backward pass, for which torch has none, is ``conv3d_gradients``. It has no second derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple, padding: Triple,
                 dilation: Triple) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.how = stride, padding, dilation
+        ctx.conv_args = stride, padding, dilation
         return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        stride, padding, dilation = ctx.how
-        found = conv3d_gradients(dy, x, weight, stride, padding, dilation, 1, ctx.needs_input_grad[:3])
-        return *found, None, None, None
+        stride, padding, dilation = ctx.conv_args
+        grads = conv3d_gradients(dy, x, weight, stride, padding, dilation, 1, ctx.needs_input_grad[:3])
+        return *grads, None, None, None
 
 
 def conv3d_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, stride: Triple, padding: Triple, dilation: Triple, groups: int, output_mask: Sequence[bool],
+    dy: Tensor, x: Tensor, weight: Tensor, stride: Triple, padding: Triple, dilation: Triple, groups: int,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of ``conv3d`` by its input, weight and bias, where ``want`` says so. One float32 volume that torch would unroll is
-    computed as two samples or as products."""
-    by_input, by_weight, by_bias = output_mask
+    """Return the gradients of input, weight and bias of ``conv3d``, each if ``output_mask`` is set. For one float32 volume that
+    torch would unroll they are computed as two samples or as matrix products."""
+    need_input, need_weight, need_bias = output_mask
     if on_cpu(x) and groups == 1 and _would_be_unrolled(x, weight):
         dx = dweight = None
-        if by_input or by_weight:
-            way = _gradients_by_matmul if dy.shape[2] == 1 or dy.shape[2:].numel() <= _MATMUL_UP_TO else _gradients_by_halves
-            dx, dweight = way(channels_last(dy), channels_last(x), weight, (stride, padding, dilation), by_input, by_weight)
-        return dx, dweight, dy.sum((0, 2, 3, 4)) if by_bias else None
-    sizes = [weight.shape[0]] if by_bias else None
-    how = (stride, padding, dilation, False, (0, 0, 0), groups)
-    found: Any = torch.ops.aten.convolution_backward(dy, x, weight, sizes, *how, tuple(output_mask))
-    return found
+        if need_input or need_weight:
+            method = _matmul_gradients if dy.shape[2] == 1 or dy.shape[2:].numel() <= _MAX_MATMUL_VOXELS else _halved_gradients
+            dx, dweight = method(channels_last(dy), channels_last(x), weight, (stride, padding, dilation), need_input, need_weight)
+        return dx, dweight, dy.sum((0, 2, 3, 4)) if need_bias else None
+    bias_sizes = [weight.shape[0]] if need_bias else None
+    conv_args = (stride, padding, dilation, False, (0, 0, 0), groups)
+    grads: Any = torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *conv_args, tuple(output_mask))
+    return grads
 
 
-def _gradients_by_matmul(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
-              by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients by x and weight as matrix products, with the volume unrolled into [P', kernel * C]."""
-    (stride, padding, dilation), kernel, channels = how, weight.shape[2:], x.shape[1]
-    across = [p for n in reversed(padding) for p in (n, n)]
-    rows = _rows(dy).reshape(-1, dy.shape[1])
+def _matmul_gradients(dy: Tensor, x: Tensor, weight: Tensor, conv_args: tuple[Triple, Triple, Triple], need_input: bool,
+                      need_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of x and weight by matrix products, with the volume unrolled into [P', kernel * C]."""
+    (stride, padding, dilation), kernel, channels = conv_args, weight.shape[2:], x.shape[1]
+    pads = [p for n in reversed(padding) for p in (n, n)]
+    rows = _channels_to_end(dy).reshape(-1, dy.shape[1])
     dx = dweight = None
-    if by_weight:
-        padded = _rows(F.pad(x, across)).contiguous()
+    if need_weight:
+        padded = _channels_to_end(F.pad(x, pads)).contiguous()
         steps = padded.stride()[1:4]
-        apart = [s * n for s, n in zip(stride, steps)], [d * n for d, n in zip(dilation, steps)]
-        columns = padded.as_strided((*dy.shape[2:], *kernel, channels), (*apart[0], *apart[1], 1))
+        strides = [s * n for s, n in zip(stride, steps)], [d * n for d, n in zip(dilation, steps)]
+        columns = padded.as_strided((*dy.shape[2:], *kernel, channels), (*strides[0], *strides[1], 1))
         dweight = (rows.t() @ columns.reshape(len(rows), -1)).view(-1, *kernel, channels).permute(0, 4, 1, 2, 3)
-    if by_input:
-        parts = (rows @ _rows(weight).reshape(len(weight), -1)).view(*dy.shape[2:], *kernel, channels)
+    if need_input:
+        dcolumns = (rows @ _channels_to_end(weight).reshape(len(weight), -1)).view(*dy.shape[2:], *kernel, channels)
         padded = x.new_zeros([n + 2 * p for n, p in zip(x.shape[2:], padding)] + [channels])
-        for place in product(*map(range, kernel)):
-            read: Any = (..., *place, slice(None))
-            starts = [k * d for k, d in zip(place, dilation)]
+        for tap in product(*map(range, kernel)):
+            read: Any = (..., *tap, slice(None))
+            starts = [k * d for k, d in zip(tap, dilation)]
             write: Any = tuple(slice(a, a + s * (n - 1) + 1, s) for a, s, n in zip(starts, stride, dy.shape[2:]))
-            padded[write] += parts[read]
-        dx = F.pad(padded.permute(3, 0, 1, 2)[None], [-p for p in across])
+            padded[write] += dcolumns[read]
+        dx = F.pad(padded.permute(3, 0, 1, 2)[None], [-p for p in pads])
     return dx, dweight
 
 
-def _gradients_by_halves(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
-            by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients by x and weight, with ``dy`` cut into two samples along D, each with the part of the volume that it is made of: for
-    two samples torch takes oneDNN."""
-    (stride, padding, dilation), half = how, -(-dy.shape[2] // 2)
+def _halved_gradients(dy: Tensor, x: Tensor, weight: Tensor, conv_args: tuple[Triple, Triple, Triple], need_input: bool,
+                      need_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of x and weight, with ``dy`` split along D into two samples, and x likewise with a halo: for two samples
+    torch dispatches to oneDNN."""
+    (stride, padding, dilation), half = conv_args, -(-dy.shape[2] // 2)
     if dy.shape[2] % 2:
         dy = channels_last(F.pad(dy, (0, 0, 0, 0, 0, 1)))
     first = half * stride[0]
@@ -186,10 +186,10 @@ def _gradients_by_halves(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Tripl
     ends = padding[0], first + span - x.shape[2] - padding[0]
     padded = F.pad(x, (0, 0, 0, 0, *ends))
     both = channels_last(torch.cat((padded[:, :, :span], padded[:, :, first:])))
-    pair = _rows(dy).view(2, half, *dy.shape[3:], dy.shape[1]).permute(0, 4, 1, 2, 3)  # half the memory is half the volume
+    pair = _channels_to_end(dy).view(2, half, *dy.shape[3:], dy.shape[1]).permute(0, 4, 1, 2, 3)  # halves of the memory
     rest = (stride, (0, *padding[1:]), dilation, False, (0, 0, 0), 1)
-    dboth, dweight, _ = torch.ops.aten.convolution_backward(pair, both, weight, None, *rest, (by_input, by_weight, False))
-    if not by_input:
+    dboth, dweight, _ = torch.ops.aten.convolution_backward(pair, both, weight, None, *rest, (need_input, need_weight, False))
+    if not need_input:
         return None, dweight
     dx = torch.zeros_like(padded, memory_format=torch.channels_last_3d)
     dx[:, :, :span] = dboth[:1]
@@ -198,7 +198,7 @@ def _gradients_by_halves(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Tripl
 
 
 class Conv3d(nn.Conv3d):
-    """``nn.Conv3d`` by ``conv3d``: values and gradients are the same."""
+    """``nn.Conv3d`` by ``conv3d``. Values and gradients are the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, D, H, W] -> [B, O, D', H', W']"""
@@ -210,23 +210,23 @@ class Conv3d(nn.Conv3d):
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
-    """``nn.ConvTranspose3d`` by ``conv_transpose3d``: values and gradients are the same."""
+    """``nn.ConvTranspose3d`` by ``conv_transpose3d``. Values and gradients are the same."""
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """[B, C, D, H, W] -> [B, O, D', H', W']"""
         if output_size is not None or self.padding_mode != "zeros" or isinstance(self.padding, str):
             return super().forward(x, output_size)
-        how = (self.stride, self.padding, self.output_padding, self.dilation, self.groups)
-        return conv_transpose3d(x, self.weight, self.bias, *how)
+        conv_args = (self.stride, self.padding, self.output_padding, self.dilation, self.groups)
+        return conv_transpose3d(x, self.weight, self.bias, *conv_args)
 
 
 class Conv2d(nn.Conv2d):
-    """``nn.Conv2d``, whose 1 x 1 form is a matrix product on a CPU in channels-last memory.
+    """``nn.Conv2d``; a 1 x 1 convolution is a matrix product on a CPU in channels-last memory.
 
-    torch unrolls that form where there is one thread, and oneDNN's gradient of strided weights ends the process for some widths
-    (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``. A dilated
-    depthwise convolution in bfloat16 is computed in float32 on a CPU: oneDNN leaves the gradient of its weights unwritten (torch
-    2.11 to 2.14).
+    With one thread torch unrolls 1 x 1 convolutions, and oneDNN's gradient of weights with a stride aborts the process for some
+    widths (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``. Dilated depthwise
+    convolutions in bfloat16 are computed in float32 on a CPU: oneDNN leaves the gradient of the weights unwritten (torch 2.11 to
+    2.14).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -234,9 +234,9 @@ class Conv2d(nn.Conv2d):
         if self.groups > 1 and self.dilation != (1, 1) and on_cpu(x) and _in_bfloat16(self.weight):
             return _in_float32(self._conv_forward, x, self.weight, self.bias)
         if not self._is_product(x):
-            return _MixedFormatConv.of(self, x) if self.dilation != (1, 1) and _slow_weights(self, x) else super().forward(x)
-        down, across = self.stride
-        return F.linear(x[:, :, ::down, ::across].permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+            return _MixedFormatConv.call(self, x) if self.dilation != (1, 1) and _slow_weights(self, x) else super().forward(x)
+        h, w = self.stride
+        return F.linear(x[:, :, ::h, ::w].permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
     def _is_product(self, x: Tensor) -> bool:
         return (
@@ -249,17 +249,17 @@ class Conv2d(nn.Conv2d):
 
 
 class ConvTranspose2d(nn.ConvTranspose2d):
-    """``nn.ConvTranspose2d``, whose gradient of the weights is computed in contiguous memory on a CPU (``_Apart``)."""
+    """``nn.ConvTranspose2d``; on a CPU the gradient of the weights is computed in contiguous memory (``_MixedFormatConv``)."""
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
         if output_size is None and _slow_weights(self, x):
-            return _MixedFormatConv.of(self, x)
+            return _MixedFormatConv.call(self, x)
         return super().forward(x, output_size)
 
 
 def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
-    """Whether oneDNN's gradient of the weights is so slow in channels-last memory that copies pay. In float32 they do for
+    """Whether oneDNN's gradient of the weights is so slow in channels-last memory that copies pay off. In float32 they do for
     transposed convolutions (256 to 256 channels at 96 x 144: 0.22 s instead of 0.46 s) and for dilated ones (2,048 to 256 at
     24 x 36: 0.15 s instead of 0.20 s), unless there are few output channels."""
     return (
@@ -276,32 +276,32 @@ def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
 
 
 class _MixedFormatConv(torch.autograd.Function):
-    """A convolution whose gradient by the input is computed in channels-last memory, and that by the weights in contiguous."""
+    """A convolution with the gradient of its input in channels-last memory, and that of its weights in contiguous memory."""
 
     @staticmethod
-    def of(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:
+    def call(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:
         transposed = isinstance(conv, nn.ConvTranspose2d)
-        how = (conv.stride, conv.padding, conv.dilation, transposed, conv.output_padding, conv.groups)
-        return _MixedFormatConv.apply(x, conv.weight, conv.bias, how)
+        conv_args = (conv.stride, conv.padding, conv.dilation, transposed, conv.output_padding, conv.groups)
+        return _MixedFormatConv.apply(x, conv.weight, conv.bias, conv_args)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv_args: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how, ctx.bias = how, bias is not None
-        return torch.convolution(x, weight, bias, *how)
+        ctx.conv_args, ctx.has_bias = conv_args, bias is not None
+        return torch.convolution(x, weight, bias, *conv_args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
-        sizes = [dy.shape[1]] if ctx.bias else None
+        need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+        bias_sizes = [dy.shape[1]] if ctx.has_bias else None
 
-        def gradients(form: torch.memory_format, want: list[bool]) -> Any:
-            dy_, x_, weight_ = (t.contiguous(memory_format=form) for t in (dy, x, weight))
-            return torch.ops.aten.convolution_backward(dy_, x_, weight_, sizes, *ctx.how, want)
+        def gradients(memory_format: torch.memory_format, mask: list[bool]) -> Any:
+            dy_, x_, weight_ = (t.contiguous(memory_format=memory_format) for t in (dy, x, weight))
+            return torch.ops.aten.convolution_backward(dy_, x_, weight_, bias_sizes, *ctx.conv_args, mask)
 
-        dx = gradients(torch.channels_last, [True, False, False])[0] if by_input else None
-        want = [False, by_weight, ctx.bias and by_bias]
-        _, dweight, dbias = gradients(torch.contiguous_format, want) if any(want) else (None, None, None)
+        dx = gradients(torch.channels_last, [True, False, False])[0] if need_input else None
+        mask = [False, need_weight, ctx.has_bias and need_bias]
+        _, dweight, dbias = gradients(torch.contiguous_format, mask) if any(mask) else (None, None, None)
         return dx, dweight, dbias, None

@@ -1,15 +1,15 @@
-"""Models that are built without memory for their parameters, cut, and then drawn part by part.
+"""Models that are built without memory for their parameters, sharded, and then initialised shard by shard.
 
     with deferred(seed):
-        model = parallelize(Net(cfg))    # parameters have sizes, and notes of what was done to them
-    make(model, device)                  # now they have numbers: of each, the part that this process holds
+        model = parallelize(Net(cfg))    # parameters on the meta device, with a trace of their initialisation
+    materialize(model, device)           # allocates and initialises the shard of each parameter that this rank holds
 
-A parameter becomes a meta tensor when a module registers it. Random numbers depend on the seed, the parameter's name in the model,
-which of its random operations it is, and their index in the whole tensor (``hpcai.kernels.philox``): a part has the numbers of the
-whole, whoever draws it. What is done element by element, as by most of ``nn.init``, is done to the part only. Where anything else
-was done (``eye_``, a slice was written), the whole tensor is made on the CPU for a moment, and cut. Tensors that are made anew are
-real, of torch's own random numbers, and so is what ``nn.init.orthogonal_`` computes: all processes need the same seed for those. A
-parameter that has numbers when it is registered holds these until it is made; ``torch.empty`` costs nothing.
+A parameter becomes a meta tensor when a module registers it. Its random numbers depend on the seed, its name in the model, the
+count of random operations on it before, and their index in the full tensor (``hpcai.kernels.philox``): a shard has the elements of
+the full tensor on any rank. Elementwise operations, as most of ``nn.init``, are applied to the shard only. For others (``eye_``,
+writes to a slice) the full tensor is computed on the CPU, and sliced. New tensors, and the result of ``nn.init.orthogonal_``, are
+real and draw from torch's generator: all ranks need the same seed for them. A parameter that has elements when it is registered
+keeps them until it is materialized; ``torch.empty`` takes no memory for them.
 """
 
 import math
@@ -31,43 +31,43 @@ from hpcai.errors import CheckpointError, ConfigError
 from hpcai.nn.init_trace import FILL_OPS, RANDOM_OPS, InitOp, InitTrace
 from hpcai.nn.safetensors_files import LazyTensor, open_tensors
 
-_COPY_OPS = ("clone", "_to_copy", "cat")  # by which a parameter is cut, or gets another dtype or order of memory
-_active: list["_Recorder"] = []  # that run
+_COPY_OPS = ("clone", "_to_copy", "cat")  # by which a parameter is sharded, or gets another dtype or memory format
+_active: list["_Recorder"] = []
 
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
-        self.parameters: dict[int, nn.Parameter] = {}  # recorded ones by address of their memory, also of what was theirs
-        self._storages: list[torch.UntypedStorage] = []  # so that no other gets these addresses
-        self._registered = WeakIdKeyDictionary()  # a real parameter that is registered again is the same again
+        self.parameters: dict[int, nn.Parameter] = {}  # by the address of their storage, also of former ones
+        self._storages: list[torch.UntypedStorage] = []  # so that the addresses are not reused
+        self._registered = WeakIdKeyDictionary()  # the meta parameter of each real one, which modules may share
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled inside, and torch would import its compiler for this: 0.8 s
+        return False  # nothing is compiled inside, and torch would import its compiler: 0.8 s
 
     def register(self, module: nn.Module, name: str, parameter: Any) -> Any:
-        """Called by torch where a module gets a parameter."""
-        plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided and parameter.device.type != "meta"
-        if not plain or self not in _active:
+        """Replace a parameter by a meta tensor. This is a registration hook of torch."""
+        is_plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided and parameter.device.type != "meta"
+        if not is_plain or self not in _active:
             return None
         if parameter not in self._registered:
             base = parameter.detach()
             meta = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-            made: Any = nn.Parameter(meta, parameter.requires_grad)
-            made.__dict__.update(parameter.__dict__, init_trace=InitTrace(self.seed, tuple(base.shape), base))
-            self._registered[parameter] = made
-            self.track(made)
+            recorded: Any = nn.Parameter(meta, parameter.requires_grad)
+            recorded.__dict__.update(parameter.__dict__, init_trace=InitTrace(self.seed, tuple(base.shape), base))
+            self._registered[parameter] = recorded
+            self.track(recorded)
         return self._registered[parameter]
 
     def track(self, parameter: nn.Parameter) -> None:
-        memory = parameter.untyped_storage()
-        self._storages.append(memory)
-        self.parameters[memory._cdata] = parameter
+        storage = parameter.untyped_storage()
+        self._storages.append(storage)
+        self.parameters[storage._cdata] = parameter
 
     def find(self, x: Any) -> Any:
-        """The recorded parameter in whose memory ``x`` lies, or None."""
+        """Return the recorded parameter that shares its storage with ``x``, or None."""
         if self not in _active or not isinstance(x, Tensor) or x.device.type != "meta":
             return None
         return self.parameters.get(x.untyped_storage()._cdata)
@@ -77,8 +77,8 @@ class _Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             if all(self.find(x) is None for x in tree_leaves((args, kwargs))):
                 return func(*args, **kwargs)
-            words = dict(zip((a.name for a in schema.arguments), args)) | kwargs
-            if written := tree_leaves([words.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]):
+            named = dict(zip((a.name for a in schema.arguments), args)) | kwargs
+            if written := tree_leaves([named.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]):
                 self._record(func, args, kwargs, written)
                 return written[0] if schema.returns else None
             on_meta = str(kwargs.get("device") or "meta") == "meta"
@@ -93,196 +93,197 @@ class _Recorder(TorchDispatchMode):
         others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not target]
         if parameter is None or len(written) > 1 or torch.Tag.inplace_view in func.tags:
             raise _read_error(name)
-        record, all_of_it = parameter.init_trace, _geometry(target) == _geometry(parameter)
-        uncut = tuple(parameter.shape) == record.size
-        copied = others[0] if name == "copy_" and all_of_it and uncut and others[0].shape == target.shape else None
-        source = self.find(copied)
-        if copied is not None and source is not None and _geometry(source) == _geometry(copied) and source.init_trace.size == record.size:
-            record.base, record.ops = source.init_trace.base, list(source.init_trace.ops)
+        trace, writes_all = parameter.init_trace, _layout(target) == _layout(parameter)
+        is_full = tuple(parameter.shape) == trace.size
+        value = others[0] if name == "copy_" and writes_all and is_full and others[0].shape == target.shape else None
+        source = self.find(value)
+        if value is not None and source is not None and _layout(source) == _layout(value) and source.init_trace.size == trace.size:
+            trace.base, trace.ops = source.init_trace.base, list(source.init_trace.ops)
         elif any(x.device.type == "meta" for x in others):
             raise _read_error(name)
-        elif copied is not None:
-            record.base, record.ops = copied.detach().to(target.dtype, copy=True), []
+        elif value is not None:
+            trace.base, trace.ops = value.detach().to(target.dtype, copy=True), []
         else:
-            kept = {id(x): x.detach().clone() for x in others} | {id(target): ...}
-            args, kwargs = tree_map(lambda x: kept.get(id(x), x), (args, kwargs))
+            clones = {id(x): x.detach().clone() for x in others} | {id(target): ...}
+            args, kwargs = tree_map(lambda x: clones.get(id(x), x), (args, kwargs))
             kwargs.pop("generator", None)
-            lies = None if all_of_it else (*_geometry(target)[:2], target.storage_offset() - parameter.storage_offset())
-            note = InitOp(func, args, kwargs, lies, parameter.stride(), parameter.dtype, record, record.draws)
-            if not uncut and not note.is_elementwise:
-                raise ConfigError(f"deferred: {name} at {_caller()} writes to a part of a parameter after it was cut; do so before")
-            if all_of_it and name in (*RANDOM_OPS, *FILL_OPS):
-                record.base, record.ops = None, []
-            record.draws += note.is_random
-            record.ops.append(note)
+            view = None if writes_all else (*_layout(target)[:2], target.storage_offset() - parameter.storage_offset())
+            op = InitOp(func, args, kwargs, view, parameter.stride(), parameter.dtype, trace, trace.draws)
+            if not is_full and not op.is_elementwise:
+                raise ConfigError(f"deferred: {name} at {_caller()} writes to a part of a parameter that is sharded; write before")
+            if writes_all and name in (*RANDOM_OPS, *FILL_OPS):
+                trace.base, trace.ops = None, []
+            trace.draws += op.is_random
+            trace.ops.append(op)
 
 
-def _geometry(x: Tensor) -> tuple[Any, ...]:
+def _layout(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.stride(), x.storage_offset()
 
 
 def _read_error(name: str) -> ConfigError:
     return ConfigError(
-        f"deferred: aten.{name} at {_caller()} reads the numbers of a parameter, which has none yet; compute with a tensor of "
-        "your own and copy_ it into the parameter, or build the model outside of deferred"
+        f"deferred: aten.{name} at {_caller()} reads the elements of a parameter, which has none yet; compute with another tensor "
+        "and copy_ it into the parameter, or build the model outside of deferred"
     )
 
 
 def _caller() -> str:
-    """The innermost line of a model or an app, outside torch and this file."""
+    """Return the innermost line of the stack outside torch and this file."""
     frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown place"
 
 
 class _MetaOverrides(TorchFunctionMode):
-    """torch leaves tensors of the meta device out, in ``nn.init.orthogonal_`` and others: a recorded parameter does not say that it
-    is one, and a number that is written into it does not become one."""
+    """``is_meta`` is False for a recorded parameter, since functions such as ``nn.init.orthogonal_`` skip meta tensors, and a
+    number that is written into it becomes a real tensor."""
 
-    def __init__(self, tape: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
-        self.recorder = tape
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is Tensor.is_meta and self.recorder.find(args[0]) is not None:
             return False
         if func is Tensor.__setitem__ and not isinstance(args[2], Tensor) and self.recorder.find(args[0]) is not None:
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func == Tensor.data.__set__ and "init_trace" in vars(args[0]):  # type: ignore[attr-defined]
             self.recorder.track(args[0])
-        return found
+        return result
 
 
 @contextmanager
 def deferred(seed: int = 0) -> Iterator[None]:
-    """Inside, modules get parameters without memory, and what is done to these is noted (see the top of this file). Raises
-    ConfigError where their numbers are read."""
-    tape, ordinary = _Recorder(seed), nn.init._no_grad_trunc_normal_
+    """Context manager: parameters of new modules are on the meta device, and ``materialize`` will replay their initialisation.
+    Raises ConfigError where their elements are read."""
+    recorder, original = _Recorder(seed), nn.init._no_grad_trunc_normal_
 
     def truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
-        """By the inverse of the distribution; torch draws again what is out of bounds, and so must look at it."""
-        if tape.find(tensor) is None:
-            return ordinary(tensor, mean, std, a, b, generator=generator)
+        """Sample by the inverse CDF; torch's rejection sampling reads the elements."""
+        if recorder.find(tensor) is None:
+            return original(tensor, mean, std, a, b, generator=generator)
         low, high = (math.erf((x - mean) / (std * math.sqrt(2.0))) for x in (a, b))
         with torch.no_grad():
             return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
 
-    hook = register_module_parameter_registration_hook(tape.register)
-    _active.append(tape)
+    hook = register_module_parameter_registration_hook(recorder.register)
+    _active.append(recorder)
     nn.init._no_grad_trunc_normal_ = truncated
     try:
-        with tape, _MetaOverrides(tape):
+        with recorder, _MetaOverrides(recorder):
             yield
     finally:
         hook.remove()
-        _active.remove(tape)
-        nn.init._no_grad_trunc_normal_ = ordinary
-    for parameter in tape.parameters.values():
-        if record := vars(parameter).get("init_trace"):
-            record.version = parameter._version
+        _active.remove(recorder)
+        nn.init._no_grad_trunc_normal_ = original
+    for parameter in recorder.parameters.values():
+        if trace := vars(parameter).get("init_trace"):
+            trace.version = parameter._version
 
 
-# ---- numbers
+# ---- materialization
 
 
 def record_names(model: nn.Module) -> None:
-    """Have parameters remember their names in ``model``, on which their random numbers depend. ``make`` does so; call it earlier
-    where a part of the model is made, or parameters get other names."""
+    """Record the names of the parameters in ``model``, on which their random numbers depend. ``materialize`` calls it; call it
+    earlier if a submodule is materialized, or if parameters are renamed."""
     for name, parameter in model.named_parameters():
-        if record := getattr(parameter, "init_trace", None):
-            record.name = record.name or name
+        if trace := getattr(parameter, "init_trace", None):
+            trace.name = trace.name or name
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device | str, seed: int | None = None, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Give each parameter of ``model`` that has no memory its numbers on ``device``: the part that its ``place`` says, where it
-    has one. Parameters that modules share stay one, and attributes stay. All else is moved as by ``.to``. A method ``post_materialize``
-    of a module is called as soon as its own parameters have numbers, and may replace them.
+def materialize(model: nn.Module, device: torch.device | str, seed: int | None = None, *,
+                dtype: torch.dtype | None = None) -> nn.Module:  # fmt: skip
+    """Allocate and initialise the meta parameters of ``model`` on ``device``, each the shard of its attribute ``place``, if any.
 
-    ``seed``: in place of that of ``deferred``. ``dtype``: what all floating numbers are converted to. Raises ConfigError for a
-    tensor whose numbers are not known, CheckpointError for a file that cannot be read.
+    Parameters that modules share stay shared, and attributes stay. Everything else is moved as by ``.to``. A method
+    ``post_materialize`` of a module is called as soon as its own parameters are materialized, and may replace them. ``seed``
+    overrides that of ``deferred``; all floating-point tensors are cast to ``dtype``. Raises ConfigError for a meta tensor without
+    a trace, CheckpointError for a file that cannot be read.
     """
-    running, _active[:] = _active[:], []  # inside of deferred, too
+    active, _active[:] = _active[:], []  # also inside of deferred
     try:
         record_names(model)
-        made: dict[nn.Parameter, nn.Parameter] = {}
+        real: dict[nn.Parameter, nn.Parameter] = {}
         for path, module in model.named_modules():
             own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None and parameter.is_meta}
             for name, parameter in own.items():
-                if parameter not in made:
-                    made[parameter] = _materialize_parameter(parameter, f"{path}.{name}".lstrip("."), torch.device(device), seed)
-                module._parameters[name] = made[parameter]
-            if own and (then := getattr(module, "post_materialize", None)) is not None:
-                then()
-                made.update((parameter, module._parameters[name]) for name, parameter in own.items())
+                if parameter not in real:
+                    real[parameter] = _materialize_parameter(parameter, f"{path}.{name}".lstrip("."), torch.device(device), seed)
+                module._parameters[name] = real[parameter]
+            if own and (hook := getattr(module, "post_materialize", None)) is not None:
+                hook()
+                real.update((parameter, module._parameters[name]) for name, parameter in own.items())
         _move_tensors(model, device, dtype)
     finally:
-        _active[:] = running
+        _active[:] = active
     return model
 
 
 def _move_tensors(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
-    """Move what is real; buffers keep their attributes."""
+    """Move real tensors; buffers keep their attributes."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise ConfigError(f"buffer {name} has no numbers: it was computed from parameters without any; compute it after make")
+            raise ConfigError(f"buffer {name} is on the meta device: it read a parameter before materialize; compute it afterwards")
     owners = [(module._buffers, name) for module in model.modules() for name, x in module._buffers.items() if x is not None]
-    said = [vars(buffers[name]) for buffers, name in owners]
+    saved = [vars(buffers[name]) for buffers, name in owners]
     if all(x.device == torch.device(device) and dtype in (None, x.dtype) for x in (*model.parameters(), *model.buffers())):
         return
     model.to(device, dtype)
-    for (buffers, name), attributes in zip(owners, said):
+    for (buffers, name), attributes in zip(owners, saved):
         vars(buffers[name]).update(attributes)
 
 
 def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.device, seed: int | None) -> nn.Parameter:
-    record: InitTrace | None = getattr(parameter, "init_trace", None)
-    size, stretches = _shard_ranges(parameter)
-    if record is None:
+    trace: InitTrace | None = getattr(parameter, "init_trace", None)
+    size, ranges = _shard_ranges(parameter)
+    if trace is None:
         raise ConfigError(f"parameter {name} is on the meta device, but not of deferred (a deepcopy is not); build it there")
-    if record.version not in (None, parameter._version):
-        raise ConfigError(f"parameter {name} was written after deferred, when it had no numbers; do so inside, or after make")
-    if size != record.size or [sum(b - a for a, b in held) for held in stretches] != list(parameter.shape):
+    if trace.version not in (None, parameter._version):
+        raise ConfigError(f"parameter {name} was written between deferred and materialize; write it before or after")
+    if size != trace.size or [sum(b - a for a, b in dim_ranges) for dim_ranges in ranges] != list(parameter.shape):
         raise ConfigError(
-            f"parameter {name} was {list(record.size)}, and is {list(parameter.shape)} of {list(size)}; cut it by parallel.rows"
+            f"parameter {name} was {list(trace.size)}, and is {list(parameter.shape)} of {list(size)}; use parallel.sharding"
         )
     local = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-    record.write(local, stretches, seed)
-    made = nn.Parameter(local, parameter.requires_grad)
-    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != "init_trace"})
-    del vars(parameter)["init_trace"]  # whose base may be memory
-    return made
+    trace.write(local, ranges, seed)
+    materialized = nn.Parameter(local, parameter.requires_grad)
+    materialized.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != "init_trace"})
+    del vars(parameter)["init_trace"]  # its base may have memory
+    return materialized
 
 
 def _shard_ranges(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
-    """The size of the whole, and the stretches of it in each dim that ``tensor`` holds."""
+    """Return the size of the full tensor, and for each dim the index ranges of it that ``tensor`` holds."""
     place = getattr(tensor, "place", None)
     return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if place is None else (tuple(place.size), place.stretches)
 
 
 def load_deferred(model: nn.Module, source: str | Path, file_key: Callable[[str], str] = str) -> None:
-    """Have ``make`` read the parameters without memory from safetensors, of each the part that is held. Parameters and buffers
-    with memory are read now.
+    """Let ``materialize`` read the meta parameters from safetensors files, each the shard of this rank. Parameters and buffers with
+    memory are read now.
 
-    ``source``: a file, or a folder with ``model.safetensors.index.json``, which may hold more. ``names`` gives the name there from
-    that in the model; of a tensor with several names one is enough. Raises CheckpointError for what is missing or of another size,
-    before anything is read.
+    ``source``: A file, or a folder with ``model.safetensors.index.json``; it may hold more tensors. ``file_key`` maps a name in the
+    model to that in the files; of a tensor with several names one is enough. Raises CheckpointError for tensors that are missing or
+    of another size, before anything is read.
     """
-    there, wrong, known, found = open_tensors(Path(source)), list[str](), dict[Tensor, list[str]](), dict[Tensor, LazyTensor]()
+    stored, errors, names, matches = open_tensors(Path(source)), list[str](), dict[Tensor, list[str]](), dict[Tensor, LazyTensor]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        known.setdefault(tensor, []).append(file_key(name))
-    for tensor, keys in known.items():
-        key, size = next((key for key in keys if key in there), None), _shard_ranges(tensor)[0]
-        if key is None or there[key].size != size:
-            wrong.append(f"{keys[0]} is missing" if key is None else f"{key} is {list(there[key].size)}, expected {list(size)}")
+        names.setdefault(tensor, []).append(file_key(name))
+    for tensor, keys in names.items():
+        key, size = next((key for key in keys if key in stored), None), _shard_ranges(tensor)[0]
+        if key is None or stored[key].size != size:
+            errors.append(f"{keys[0]} is missing" if key is None else f"{key} is {list(stored[key].size)}, expected {list(size)}")
         else:
-            found[tensor] = there[key]
-    if wrong:
-        more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise CheckpointError(f"{source}: not the weights of this {type(model).__name__}: {'; '.join(wrong[:10])}{more}")
-    for tensor, one in found.items():
-        record = InitTrace(0, one.size, one)
-        if tensor.device.type == "meta":  # ``is_meta`` says otherwise inside of deferred
-            tensor.init_trace = record  # type: ignore[attr-defined]
+            matches[tensor] = stored[key]
+    if errors:
+        more = f"; and {len(errors) - 10} more" if len(errors) > 10 else ""
+        raise CheckpointError(f"{source}: not the weights of this {type(model).__name__}: {'; '.join(errors[:10])}{more}")
+    for tensor, lazy in matches.items():
+        trace = InitTrace(0, lazy.size, lazy)
+        if tensor.device.type == "meta":  # not ``is_meta``, which is False inside of deferred
+            tensor.init_trace = trace  # type: ignore[attr-defined]
         else:
-            record.write(tensor.detach(), _shard_ranges(tensor)[1], None)
+            trace.write(tensor.detach(), _shard_ranges(tensor)[1], None)

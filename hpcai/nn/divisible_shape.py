@@ -4,14 +4,8 @@ from torch import Tensor, nn
 
 
 class DivisibleShape(nn.Module):
-    """The identity. Raises ValueError if a side is no multiple of the output stride of the network.   [B, C, ...] -> [B, C, ...]
-
-    This is a seam: the full size of a sharded sample must be divisible; shards are not checked.
-
-    Args:
-        divisor: The output stride.
-        unit: The word for the elements in the error message: cells, voxels.
-    """
+    """The identity [B, C, ...]. Raises ValueError if a side is no multiple of the output stride of the network. This is a seam: the
+    full size of a sharded sample must be divisible; shards are not checked. ``unit``: cells or voxels."""
 
     def __init__(self, divisor: int, unit: str) -> None:
         super().__init__()

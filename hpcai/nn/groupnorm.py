@@ -1,4 +1,4 @@
-"""Group normalisation together with the activation that follows it (Wu and He 2018, arXiv:1803.08494).   B batch, C channels."""
+"""Group normalisation fused with an activation (Wu and He 2018, arXiv:1803.08494).   B batch, C channels."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from hpcai.nn.batchnorm import Normalise, is_local
 
 
 class PerSampleNorm(nn.Module):
-    """A norm with statistics of each sample, over groups of neighbouring channels, then ``activation``: relu, leaky_relu with
-    ``slope``, silu or None.   [B, C, ...] -> the same, in the same memory format
+    """A norm with statistics of each sample and group of neighbouring channels, then ``activation``: relu, leaky_relu with
+    ``slope``, silu or None.   [B, C, ...] -> [B, C, ...], in the same memory format
 
-    Statistics are float32, or float64 for a float64 input. ``total`` is the seam for a sample that is cut over several processes:
-    a module there adds a small tensor over them, in place. Raises ValueError for an unknown activation, for a slope that is not
-    above 0 and, in ``forward``, for one value per group, which has no statistics.
+    Statistics are float32, or float64 for a float64 input. ``all_reduce`` is the seam for samples that are sharded over ranks: a
+    module that sums a small tensor over them, in place. Raises ValueError for an unknown activation, for a slope that is not above
+    0 and, in ``forward``, for groups of one element, which have no statistics.
     """
 
     channels: int
@@ -28,10 +28,10 @@ class PerSampleNorm(nn.Module):
     bias: Any
 
     def set_activation(self, channels: int, group: int, activation: str | None, slope: float) -> None:
-        """What the norm of torch, whose weights this one has, does not know."""
+        """Set the sizes and the activation, after ``__init__`` of torch's norm."""
         if activation is not None and activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected None or one of {', '.join(ACTIVATIONS)}")
-        if not slope > 0:  # the backward pass takes the side from the sign of the output
+        if not slope > 0:  # the backward pass reads the sign of the input from the output
             raise ValueError(f"slope is {slope}; expected a number above 0; for 0 take activation='relu'")
         self.channels, self.group, self.activation, self.slope = channels, group, activation, slope
         self.all_reduce = nn.Identity()
@@ -39,27 +39,26 @@ class PerSampleNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim < 2 or x.shape[1] != self.channels:
             raise ValueError(f"input has shape {list(x.shape)}; expected [B, {self.channels}, ...]")
-        alone, compiling = is_local(self.all_reduce), torch.compiler.is_compiling()
-        if not alone:
+        local, compiling = is_local(self.all_reduce), torch.compiler.is_compiling()
+        if not local:
             return self._fused_eager(x) if compiling else self._fused(x)
         self._check_count(x, 1)
-        if compiling or self._prefers_torch(x):  # the compiler fuses what follows itself
+        if compiling or self._prefers_torch(x):  # the compiler fuses the rest itself
             wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
             y = F.group_norm(wide if compiling else x, self.channels // self.group, self.weight, self.bias, self.eps).to(x.dtype)
             return apply_activation(y, self.activation, self.slope, inplace=not compiling and self.activation != "silu")
         return self._fused(x)
 
     def _prefers_torch(self, x: Tensor) -> bool:
-        """Whether torch's group norm is quicker and as exact. In channels-last memory it takes long with as many groups as channels
-        and over bfloat16, and adds rows up in float32, one after the other: 64^3 of them are wrong by 3e-5."""
+        """Whether torch's group norm is faster and as exact. In channels-last memory it is slow for bfloat16 and for as many groups
+        as channels, and it sums rows sequentially in float32: the error of 64^3 rows is 3e-5."""
         if on_gpu(x) or not in_channels_last(x):
             return not on_gpu(x)
         return self.group > 1 and x.dtype.itemsize >= 4 and x.shape[2:].numel() <= 2**15
 
     @disable_dynamo
     def _fused_eager(self, x: Tensor) -> Tensor:
-        """Messages between processes are not for a compiler's graph."""
-        return self._fused(x)
+        return self._fused(x)  # communication is not traced
 
     def _fused(self, x: Tensor) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -67,14 +66,14 @@ class PerSampleNorm(nn.Module):
             weight, bias = (x.new_full((self.channels,), value, dtype=wide) for value in (1.0, 0.0))
         else:
             weight, bias = self.weight.to(wide), self.bias.to(wide)
-        total = None if is_local(self.all_reduce) else self.all_reduce
-        how = self.eps, self.activation, self.slope, total, len(x), self.group
-        y, _, _, count = Normalise.apply(x, None, weight, bias, *how)
+        all_reduce = None if is_local(self.all_reduce) else self.all_reduce
+        args = self.eps, self.activation, self.slope, all_reduce, len(x), self.group
+        y, _, _, count = Normalise.apply(x, None, weight, bias, *args)
         self._check_count(x, count)
         return y
 
     def _check_count(self, x: Tensor, count: Tensor | int) -> None:
-        # More than one value here are more than one in all: nothing is read from the device.
+        # Nothing is read from the device if this rank alone has more than one element.
         if x.shape[2:].numel() * self.group < 2 and int(count) < 2:
             raise ValueError(
                 f"input has shape {list(x.shape)}: one value per {'channel' if self.group == 1 else 'group'} has no statistics; "
@@ -83,9 +82,9 @@ class PerSampleNorm(nn.Module):
 
 
 class GroupNorm(PerSampleNorm, nn.GroupNorm):
-    """``nn.GroupNorm`` of maps and volumes with the activation that follows it; see ``PerSample``.   [B, C, ...] -> the same
+    """``nn.GroupNorm`` of maps and volumes, then an activation (``PerSampleNorm``).   [B, C, ...] -> [B, C, ...]
 
-    Keys are those of ``nn.GroupNorm``. Raises ValueError where ``groups`` does not divide ``channels``.
+    Keys are those of ``nn.GroupNorm``. Raises ValueError if ``groups`` does not divide ``channels``.
     """
 
     def __init__(self, groups: int, channels: int, activation: str | None = None, slope: float = 0.01, eps: float = 1e-5,

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 @contextmanager
 def inference_mode(model: nn.Module, weight: Tensor) -> Iterator[torch.dtype]:
-    """Context manager: ``model`` is in evaluation mode, without gradients, and under bfloat16 autocast if its ``weight`` is bfloat16.
-
-    Yield the dtype of its input. The exit restores the mode of the model.
-    """
+    """Context manager: ``model`` is in evaluation mode, without gradients, and under bfloat16 autocast if ``weight`` is bfloat16.
+    Yield the dtype of the input. The exit restores the mode of the model."""
     is_bf16, training = weight.dtype == torch.bfloat16, model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""How a tensor gets its numbers: notes of operations, which are done again to any part of it, with the numbers of the whole."""
+"""The recorded initialisation of a parameter. Replayed for a shard, it gives the elements of the full tensor."""
 
 import hashlib
 import math
@@ -18,7 +18,7 @@ from hpcai.nn.safetensors_files import LazyTensor
 
 Box = tuple[slice, ...]
 
-_BLOCK = 1 << 18  # numbers that one thread has under way: 1 MiB in float32
+_CHUNK = 1 << 18  # elements that one thread computes at a time: 1 MiB in float32
 FILL_OPS = ("fill_", "zero_")
 RANDOM_OPS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, dict[str, Any]], Tensor]]] = {
     "uniform_": (philox.uniform, lambda x, w: x.mul_(w["to"] - w["from"]).add_(w["from"])),
@@ -28,7 +28,7 @@ RANDOM_OPS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, dict[str, A
 
 @dataclass
 class InitTrace:
-    """How a parameter of ``size`` gets its numbers: from ``base`` (None: the first note writes them all), and then by ``notes``."""
+    """The initialisation of a parameter of ``size``: ``base`` (None: the first operation writes all elements), then ``ops``."""
 
     seed: int
     size: tuple[int, ...]
@@ -36,42 +36,42 @@ class InitTrace:
     ops: list["InitOp"] = field(default_factory=list)
     draws: int = 0
     name: str | None = None
-    version: int | None = None  # of the parameter when notes ended
+    version: int | None = None  # of the parameter at the end of the recording
 
     def write(self, local: Tensor, ranges: Sequence[Sequence[tuple[int, int]]], seed: int | None) -> None:
-        """Write to ``local`` its numbers, which are those ``stretches`` of the whole in each dim, one after another."""
-        base, notes = self.base, self.ops
-        if not all(note.is_elementwise for note in notes):
-            base, notes = self._full(seed), []
-        for here, there in _chunks(ranges, local):
-            x = local[here]
-            if notes:
-                x = torch.empty(x.shape, dtype=_compute_dtype(notes[0].dtype), device=x.device)
+        """Write the shard ``local``, which holds these index ranges of each dim of the full tensor, concatenated."""
+        base, ops = self.base, self.ops
+        if not all(op.is_elementwise for op in ops):
+            base, ops = self._full(seed), []
+        for local_box, full_box in _chunks(ranges, local):
+            x = local[local_box]
+            if ops:
+                x = torch.empty(x.shape, dtype=_compute_dtype(ops[0].dtype), device=x.device)
             if base is not None:
-                x.copy_(base[there])
-            first = _row_starts(there, self.size, x) if notes else torch.empty(0)
-            for note in notes:
-                x = x.to(_compute_dtype(note.dtype))
-                note.apply(x, first, seed)
-            if notes:
-                local[here] = x
+                x.copy_(base[full_box])
+            starts = _row_starts(full_box, self.size, x) if ops else torch.empty(0)
+            for op in ops:
+                x = x.to(_compute_dtype(op.dtype))
+                op.apply(x, starts, seed)
+            if ops:
+                local[local_box] = x
 
     def _full(self, seed: int | None) -> Tensor:
-        """The whole tensor, by doing again all that was done."""
+        """Return the full tensor, by replaying all operations."""
         x = torch.empty(self.size, dtype=self.ops[0].dtype)
         if self.base is not None:
             x.copy_(self.base[tuple(slice(0, n) for n in self.size)])
-        for note in self.ops:
-            x = torch.empty_strided(self.size, note.strides, dtype=note.dtype).copy_(x)
-            note.apply(x if note.view is None else x.as_strided(*note.view), torch.zeros(1, dtype=torch.int64), seed)
+        for op in self.ops:
+            x = torch.empty_strided(self.size, op.strides, dtype=op.dtype).copy_(x)
+            op.apply(x if op.view is None else x.as_strided(*op.view), torch.zeros(1, dtype=torch.int64), seed)
         return x
 
 
 @dataclass(frozen=True, eq=False)
 class InitOp:
-    """An operation on a parameter of ``layout`` (strides) and ``dtype``, or on what ``lies`` (size, strides, offset) in its memory.
+    """An in-place operation on a parameter with these ``strides`` and ``dtype``, or on a ``view`` (size, strides, offset) of it.
 
-    ``...`` stands for that among the arguments. ``number``: which it is of the random operations on the parameter of ``record``.
+    ``...`` stands for the parameter among the arguments. ``draw``: The number of random operations on it before this one.
     """
 
     func: Any
@@ -93,23 +93,23 @@ class InitOp:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether it does to a part what it does to the whole."""
+        """Whether it can be applied to a shard alone."""
         scalars = all(not isinstance(x, Tensor) or x.ndim == 0 for x in tree_leaves((self.args, self.kwargs)))
-        alike = self.name in (*RANDOM_OPS, *FILL_OPS) or (torch.Tag.pointwise in self.func.tags and not self.is_random)
-        return self.view is None and scalars and alike
+        pointwise = self.name in (*RANDOM_OPS, *FILL_OPS) or (torch.Tag.pointwise in self.func.tags and not self.is_random)
+        return self.view is None and scalars and pointwise
 
-    def apply(self, x: Tensor, first: Tensor, seed: int | None) -> None:
-        """To ``x``, of which equally long rows begin at ``first`` [r] in the whole."""
+    def apply(self, x: Tensor, starts: Tensor, seed: int | None) -> None:
+        """Apply it to ``x``, whose rows of equal length start at the indices ``starts`` [r] of the flat full tensor."""
         if self.is_random and self.name in RANDOM_OPS:
             draw, shape = RANDOM_OPS[self.name]
-            words = {a.name: a.default_value for a in self.func._schema.arguments}
-            words |= dict(zip(words, self.args)) | self.kwargs
+            arguments = {a.name: a.default_value for a in self.func._schema.arguments}
+            arguments |= dict(zip(arguments, self.args)) | self.kwargs
             out = torch.empty(x.shape, dtype=_compute_dtype(x.dtype), device=x.device)
-            if len(first) == 1:
-                draw(self._key(seed), int(first), x.numel(), out=out.view(-1))
+            if len(starts) == 1:
+                draw(self._key(seed), int(starts), x.numel(), out=out.view(-1))
             elif x.numel():
-                draw(self._key(seed), first, x.numel() // len(first), out=out.view(len(first), -1))
-            x.copy_(shape(out, words))
+                draw(self._key(seed), starts, x.numel() // len(starts), out=out.view(len(starts), -1))
+            x.copy_(shape(out, arguments))
             return
         with torch.random.fork_rng(devices=[]) if self.is_random else nullcontext():
             if self.is_random:
@@ -119,7 +119,7 @@ class InitOp:
 
     def _key(self, seed: int | None) -> int:
         if self.trace.name is None:
-            raise ConfigError(f"{self.name}: its numbers were copied from a parameter that is not in the model; keep that one")
+            raise ConfigError(f"{self.name}: its elements were copied from a parameter that is not in the model; keep that one")
         text = f"{self.trace.seed if seed is None else seed} {self.trace.name} {self.draw}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1  # seeds of torch have a sign
 
@@ -128,25 +128,25 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _chunks(stretches: Sequence[Sequence[tuple[int, int]]], local: Tensor) -> Iterator[tuple[Box, Box]]:
-    """Parts of ``local`` with few numbers, cut in dim 0, and where they are in the whole."""
-    most = _BLOCK * (torch.get_num_threads() if local.device.type == "cpu" else 64)
+def _chunks(ranges: Sequence[Sequence[tuple[int, int]]], local: Tensor) -> Iterator[tuple[Box, Box]]:
+    """Yield boxes of ``local`` with few elements, split along dim 0, and the same boxes of the full tensor."""
+    max_elements = _CHUNK * (torch.get_num_threads() if local.device.type == "cpu" else 64)
     dims: list[list[tuple[slice, slice]]] = []
-    for d, held in enumerate(stretches):
+    for d, dim_ranges in enumerate(ranges):
         at, dim = 0, list[tuple[slice, slice]]()
-        for a, b in held:
-            step = max(most // math.prod(local.shape[1:]) if d == 0 and local.numel() else b - a, 1)
+        for a, b in dim_ranges:
+            step = max(max_elements // math.prod(local.shape[1:]) if d == 0 and local.numel() else b - a, 1)
             dim += [(slice(at + c - a, at + min(c + step, b) - a), slice(c, min(c + step, b))) for c in range(a, b, step)]
             at += b - a
         dims.append(dim)
     for pairs in product(*dims):
-        yield tuple(here for here, _ in pairs), tuple(there for _, there in pairs)
+        yield tuple(local_slice for local_slice, _ in pairs), tuple(full_slice for _, full_slice in pairs)
 
 
 def _row_starts(box: Box, size: tuple[int, ...], x: Tensor) -> Tensor:
-    """Where the rows of a box begin in the whole: what lies together, from the last dim on that is not whole.   [r]"""
+    """Return the flat indices [r] at which the contiguous rows of a box start in the full tensor."""
     dim = max((d for d, part in enumerate(box) if part != slice(0, size[d])), default=0)
-    first = torch.tensor([box[dim].start * math.prod(size[dim + 1 :]) if box else 0])
+    starts = torch.tensor([box[dim].start * math.prod(size[dim + 1 :]) if box else 0])
     for d in range(dim):
-        first = first[..., None] + torch.arange(box[d].start, box[d].stop) * math.prod(size[d + 1 :])
-    return first.view(-1) if first.numel() == 1 else first.view(-1).to(x.device)
+        starts = starts[..., None] + torch.arange(box[d].start, box[d].stop) * math.prod(size[d + 1 :])
+    return starts.view(-1) if starts.numel() == 1 else starts.view(-1).to(x.device)

@@ -1,4 +1,4 @@
-"""Instance normalisation together with the activation that follows it (Ulyanov et al. 2016, arXiv:1607.08022)."""
+"""Instance normalisation fused with an activation (Ulyanov et al. 2016, arXiv:1607.08022)."""
 
 from torch import nn
 
@@ -6,10 +6,10 @@ from hpcai.nn.groupnorm import PerSampleNorm
 
 
 class InstanceNorm(PerSampleNorm, nn.modules.instancenorm._InstanceNorm):
-    """``nn.InstanceNorm`` of any number of dims, with weights and without running statistics, then an activation; see
-    ``PerSample``: each channel is a group.   [B, C, ...] -> the same
+    """``nn.InstanceNorm`` of any number of dims, with weights and without running statistics, then an activation.
 
-    Keys are those of ``nn.InstanceNorm3d(affine=True)``.
+    It is a ``PerSampleNorm`` with a group for each channel. Keys are those of ``nn.InstanceNorm3d(affine=True)``.
+    Shape: x [B, C, ...] -> [B, C, ...]
     """
 
     def __init__(self, channels: int, activation: str | None = None, slope: float = 0.01, eps: float = 1e-5) -> None:

@@ -8,12 +8,10 @@ from hpcai.kernels.layernorm import layer_norm
 
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` over the last dim, by one kernel for each pass on a GPU.
+    """``nn.LayerNorm`` over the last dim, by one kernel for each pass on a GPU.   [..., C] of any strides -> [..., C], contiguous
 
-    ``autocast_output``: Under autocast the result has the dtype of autocast, for layers that only matrix products read. Otherwise it
-    is float32 on a GPU.
-    Shape: x [..., C] of any strides -> [..., C], contiguous
-    Raises ValueError for several dims.
+    ``autocast_output``: Under autocast the result has the dtype of autocast, for results that only matrix products read. Otherwise
+    it is float32 on a GPU. Raises ValueError for several dims.
     """
 
     def __init__(self, channels: int, *args: Any, autocast_output: bool = False, **kwargs: Any) -> None:

@@ -41,11 +41,10 @@ class VocabShard:
 
 
 class LMHead(nn.Linear):
-    """A linear layer without bias; with ``targets``, the cross entropy of each token, in float32 or wider.
+    """hidden [..., C] -> logits [..., V]; with ``targets`` [...] -> the cross entropy of each token [...], in float32 or wider.
 
-    The cross entropy is 0 where the target is ``IGNORE_INDEX``, and NaN where it is no vocabulary entry. Logits are computed in
-    chunks of tokens, and recomputed in the backward pass.
-    Shape: hidden [..., C] -> logits [..., V]; with targets [...] -> cross entropy [...]
+    It is 0 where the target is ``IGNORE_INDEX``, and NaN where the target is no vocabulary entry. Logits are computed in chunks of
+    tokens, and recomputed in the backward pass.
     """
 
     vocab = VocabShard()
@@ -79,7 +78,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             index, is_local = _local_targets(local[chunk], weight)
             target[chunk] = logits.gather(-1, index)[:, 0].where(is_local, 0)
             top = logits.amax(-1)
-            logsumexp[chunk] = logits.sub_(top[:, None]).exp_().sum(-1).log_().add_(top)  # in place: torch's needs as much again
+            logsumexp[chunk] = logits.sub_(top[:, None]).exp_().sum(-1).log_().add_(top)  # torch's would need as much again
             del logits  # before the next chunk is allocated
         logsumexp, target = vocab.all_reduce(logsumexp, target)
         ctx.save_for_backward(hidden, weight, targets, logsumexp)
@@ -94,18 +93,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         full = vocab.gather_hidden(hidden)
         rows, local = full.reshape(-1, full.shape[-1]), targets.reshape(-1) - vocab.start
         scale = grad.reshape(-1).where(targets.reshape(-1) != IGNORE_INDEX, 0)
-        grad_rows = torch.empty_like(rows)
+        drows = torch.empty_like(rows)
         dweight = torch.zeros_like(weight, dtype=logsumexp.dtype) if ctx.needs_input_grad[1] else None
         for chunk in _chunks(rows, weight):
             grad_logits = F.linear(rows[chunk], weight).to(logsumexp.dtype).sub_(logsumexp[chunk, None]).exp_()
             index, is_local = _local_targets(local[chunk], weight)
             grad_logits.scatter_add_(-1, index, -is_local[:, None].to(grad_logits.dtype))
             grad_logits = grad_logits.mul_(scale[chunk, None]).to(weight.dtype)
-            torch.mm(grad_logits, weight, out=grad_rows[chunk])
+            torch.mm(grad_logits, weight, out=drows[chunk])
             if dweight is not None:
                 dweight += grad_logits.T @ rows[chunk]
             del grad_logits
-        return vocab.reduce_grad_input(grad_rows.view(full.shape)), None if dweight is None else dweight.to(weight.dtype), None, None
+        return vocab.reduce_grad_input(drows.view(full.shape)), None if dweight is None else dweight.to(weight.dtype), None, None
 
 
 def _chunks(rows: Tensor, weight: Tensor) -> Iterator[slice]:

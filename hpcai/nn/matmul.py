@@ -78,15 +78,10 @@ class Float8Matmul(Matmul):
 
     def grad_weight(self, grads: Sequence[Any], x: Tensor, operands: Operands, saved: Sequence[Tensor]) -> list[Tensor | None]:
         columns: Any = quantize(x, rows=False, columns=True, scale=saved[0]).columns
-        return [
-            scaled_mm(grad.columns, columns, grad.scale, saved[0], weight.dtype)
-            for (grad, _), weight in zip(grads, operands)
-        ]
+        return [scaled_mm(g.columns, columns, g.scale, saved[0], weight.dtype) for (g, _), weight in zip(grads, operands)]
 
 
 class Pending(Protocol):
-    """The result of a communication; ``wait`` returns it."""
-
     def wait(self) -> Tensor: ...
 
 
@@ -113,10 +108,7 @@ class SequenceShard:
 
 
 class FusedLinear(nn.Linear):
-    """A linear layer with a ``Matmul``, which is computed together with others of its kind by ``fused_linear``.
-
-    Shape: x [T, C] -> [T, C']
-    """
+    """A linear layer with a ``Matmul``, which ``fused_linear`` computes together with others of its kind.   [T, C] -> [T, C']"""
 
     matmul: Matmul = Matmul()
     communicates = False  # then it is not traced by torch.compile
@@ -147,10 +139,8 @@ def fused_linear(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
 
 
 def convert_to_float8(linear: nn.Linear, name: str) -> None:
-    """Let ``linear`` compute its products in FP8, in place.
-
-    Raises ConfigError for a weight that is quantized, and for sizes that FP8 tensor cores do not support.
-    """
+    """Let ``linear`` compute its products in FP8, in place. Raises ConfigError for a weight that is quantized, and for sizes that
+    FP8 tensor cores do not support."""
     is_floating = linear.weight.dtype.is_floating_point
     if type(linear) is nn.Linear:
         linear.__class__ = FusedLinear

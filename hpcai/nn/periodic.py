@@ -1,6 +1,6 @@
-"""Convolutions of maps and volumes that come back to their beginning along some dims: periodic boxes, the longitude of a globe.
+"""Convolutions of maps and volumes with circular padding along some dims: periodic boxes, the longitude of a globe.
 
-B samples, C channels, ... the places of a map (H, W) or a volume (D, H, W)
+B samples, C channels, ... the pixels of a map (H, W) or the voxels of a volume (D, H, W)
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def circular_pad(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """``x`` [B, C, ...] with one more place on both sides of each of these dims, the one at its other end, in channels-last memory
-    (``F.pad`` with circular would lose that)."""
-    found: Tensor = _CircularPad.apply(x, tuple(dims)) if dims else x
-    return found
+    """Pad ``x`` [B, C, ...] circularly by one element on both sides of ``dims``, in channels-last memory, which ``F.pad`` would not
+    keep."""
+    padded: Tensor = _CircularPad.apply(x, tuple(dims)) if dims else x
+    return padded
 
 
 class _CircularPad(torch.autograd.Function):
@@ -29,7 +29,7 @@ class _CircularPad(torch.autograd.Function):
         sizes = [n + 2 * (dim in dims) for dim, n in enumerate(x.shape)]
         y = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=_FORMATS[x.ndim])
         _interior(y, dims).copy_(x)
-        for dim in dims:  # one after the other, so that the last fills the corners
+        for dim in dims:  # in order, so that the last fills the corners
             n = x.shape[dim]
             y.narrow(dim, 0, 1).copy_(y.narrow(dim, n, 1))
             y.narrow(dim, n + 1, 1).copy_(y.narrow(dim, 1, 1))
@@ -53,7 +53,7 @@ def _interior(y: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 class _CircularConv:
-    """A convolution of whose dims some are periodic: 3 places wide, and without padding along these."""
+    """A convolution with kernel 3 and circular padding along some dims, along which its own padding is 0."""
 
     circular_dims: tuple[int, ...] = ()
     """dims of its input [B, C, ...]"""
@@ -63,8 +63,8 @@ class _CircularConv:
 
 
 class PeriodicConv2d(_CircularConv, Conv2d):
-    """``hpcai.nn.Conv2d`` of a map that is periodic along the dims ``wrapped``.   [B, C, H, W] -> [B, O, H', W']"""
+    """``hpcai.nn.Conv2d`` with circular padding along ``circular_dims``.   [B, C, H, W] -> [B, O, H', W']"""
 
 
 class PeriodicConv3d(_CircularConv, Conv3d):
-    """``hpcai.nn.Conv3d`` of a volume that is periodic along the dims ``wrapped``.   [B, C, D, H, W] -> [B, O, D', H', W']"""
+    """``hpcai.nn.Conv3d`` with circular padding along ``circular_dims``.   [B, C, D, H, W] -> [B, O, D', H', W']"""

@@ -1,9 +1,9 @@
-"""Linear layers whose weights are not trained, and lie in memory in 8 or 16 bits whatever is computed with.
+"""Linear layers with frozen weights that are stored in int8 or bfloat16, whatever the dtype of the computation.
 
-In 8 bits w = q s, with q in int8 and a scale s of each output: the greatest of its weights / 127 (Dettmers et al., "LLM.int8()",
-2022, of weights alone). y = (x q^T) s, where q is converted to the dtype of x for this product and then forgotten; the gradient of
-x goes the same way back, and q and s have none. On average a weight is off by 0.7 to 0.9 % of their size, and by 0.6 % with a scale
-for each 64 inputs, after which no product of q alone would be left. C inputs, C' outputs, T tokens
+In int8, w = q s with one scale s for each output: the largest absolute weight / 127 (Dettmers et al., "LLM.int8()", 2022, for
+weights only). y = (x q^T) s, for which q is cast to the dtype of x and not saved; the gradient of x is computed likewise, and q and
+s have none. The mean error of a weight is 0.7 to 0.9 % of their size. With one scale for each 64 inputs it would be 0.6 %, but the
+product would no longer be one of q alone. C inputs, C' outputs, T tokens
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from hpcai.nn.matmul import FusedLinear, Matmul, Operands
 WeightFormat = Literal["bf16", "8bit"]
 
 _INT8_MAX = 127
-_BLOCK = 1 << 20  # weights that are rounded at a time
+_CHUNK = 1 << 20  # weights that are rounded at a time
 
 
 class Int8Matmul(Matmul):
-    """With weights of 8 or 16 bits that have no gradients: two operands of a layer, weight [C', C] and scale [C'] or None. Of the
-    weight is kept what lies in memory anyway."""
+    """Matrix products with frozen weights in int8 or bfloat16, of which no copy is saved for the backward pass. A layer has two
+    operands: weight [C', C], and scale [C'] or None."""
 
     def operands_of(self, linear: Any) -> tuple[Tensor | None, ...]:
         return linear.weight, linear.scale
@@ -32,49 +32,48 @@ class Int8Matmul(Matmul):
     def outputs(self, x: Tensor, operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
         return [_linear(x, weight, scale) for weight, scale in _pairs(operands)], []
 
-    def grad_input(self, slopes: Sequence[Any], operands: Operands, kept: Sequence[Tensor]) -> Tensor:
-        found: Tensor | None = None
-        for slope, (weight, scale) in zip(slopes, _pairs(operands)):
-            slope = slope if scale is None else slope * scale.to(slope.dtype)
-            found = slope @ weight.to(slope.dtype) if found is None else found.addmm_(slope, weight.to(slope.dtype))
-        assert found is not None
-        return found
+    def grad_input(self, grads: Sequence[Any], operands: Operands, saved: Sequence[Tensor]) -> Tensor:
+        result: Tensor | None = None
+        for grad, (weight, scale) in zip(grads, _pairs(operands)):
+            grad = grad if scale is None else grad * scale.to(grad.dtype)
+            result = grad @ weight.to(grad.dtype) if result is None else result.addmm_(grad, weight.to(grad.dtype))
+        assert result is not None
+        return result
 
 
 class QuantizedLinear(FusedLinear):
-    """A linear layer without gradients of its own.   x [T, C] -> [T, C']
+    """A linear layer with a frozen weight in int8 or bfloat16, as ``bits`` says.   x [T, C] -> [T, C']
 
-    ``weights_made`` turns its weight to what ``bits`` says; until then it is that of an ordinary layer, or has no numbers
-    (``hpcai.nn.deferred``).
+    Until ``post_materialize`` quantizes it, the weight is that of an ordinary layer, or on the meta device (``deferred_init``).
     """
 
-    products: Matmul = Int8Matmul()
+    matmul: Matmul = Int8Matmul()
     bits: WeightFormat
     weight: nn.Parameter
     scale: nn.Parameter | None
-    """of each output [C'] where weights have 8 bits"""
+    """[C'], if the weight is int8"""
 
     @torch.no_grad()
     def post_materialize(self) -> None:
-        """``deferred.make`` calls this when the weight has numbers, before that of the next layer is made."""
-        if self.weight.dtype == torch.int8:  # one that was real when it was frozen, and within ``deferred`` is made again
+        """Quantize the weight. ``deferred_init.materialize`` calls this before it allocates the weight of the next layer."""
+        if self.weight.dtype == torch.int8:  # quantized when it was real, and then materialized by ``deferred``
             return
         scale = None
         if self.bits == "8bit":
             scale = int8_scales(self._amax(self.weight.abs().amax(1)))
             self.scale = _parameter_like(self.weight, scale)
             if (place := getattr(self.weight, "place", None)) is not None:
-                axes = place.axes if place.stretches[1] == ((0, place.size[1]),) else ()  # those of inputs that are cut are alike
+                axes = place.axes if place.stretches[1] == ((0, place.size[1]),) else ()  # shards of the inputs have equal scales
                 self.scale.place = replace(place, size=place.size[:1], stretches=place.stretches[:1], axes=axes)  # type: ignore[attr-defined]
         self.weight = _parameter_like(self.weight, quantize_int8(self.weight, scale))
 
-    def _amax(self, top: Tensor) -> Tensor:
-        """The greatest absolute weights of outputs [C'], from those of the inputs that are here."""
-        return top
+    def _amax(self, local: Tensor) -> Tensor:
+        """Return the largest absolute weight of each output [C'], from that of the local inputs."""
+        return local
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype) -> None:
-        """Make the weight what is computed with, in ``dtype``."""
+        """Replace the weight by its dequantized values, in ``dtype``."""
         weight = self.weight.to(dtype)
         self.weight = _parameter_like(self.weight, weight if self.scale is None else weight.mul_(self.scale[:, None]))
         del self.scale
@@ -82,32 +81,32 @@ class QuantizedLinear(FusedLinear):
 
 def _linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     y = F.linear(x, weight.to(x.dtype))
-    return y if scale is None else y * scale.to(y.dtype)  # torch 2.11 traces what a function changes in place and returns wrongly
+    return y if scale is None else y * scale.to(y.dtype)  # not in place: torch 2.11 traces in-place operations and returns wrongly
 
 
 def _pairs(operands: Operands) -> Any:
     return zip(operands[::2], operands[1::2])
 
 
-def int8_scales(top: Tensor) -> Tensor:
-    """Scales with which weights of at most ``top`` have 8 bits, a little greater than need be: such as bfloat16 has, so that they
-    stay the same in whatever dtype a model is converted to.   [C'] -> [C']"""
-    return torch.where(top == 0, 1, (top * ((1 + 2**-8) / _INT8_MAX))).bfloat16().to(top.dtype)
+def int8_scales(amax: Tensor) -> Tensor:
+    """Return the scales for these largest absolute weights: exact in bfloat16, so that any dtype of the model keeps them, and for
+    this a little larger than needed.   [C'] -> [C']"""
+    return torch.where(amax == 0, 1, (amax * ((1 + 2**-8) / _INT8_MAX))).bfloat16().to(amax.dtype)
 
 
 def quantize_int8(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """``weight`` in int8, or without a scale in bfloat16.   [C', C]"""
+    """Return ``weight`` in int8, or in bfloat16 without a scale.   [C', C]"""
     if scale is None:
         return weight.bfloat16()
-    found = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    rows = max(1, _BLOCK // weight.shape[1])
-    for into, some, by in zip(found.split(rows), weight.split(rows), scale.split(rows)):
-        into.copy_((some / by[:, None]).round_())
-    return found
+    quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    rows = max(1, _CHUNK // weight.shape[1])
+    for out, w, s in zip(quantized.split(rows), weight.split(rows), scale.split(rows)):
+        out.copy_((w / s[:, None]).round_())
+    return quantized
 
 
-def _parameter_like(weight: nn.Parameter, numbers: Tensor) -> nn.Parameter:
-    """A parameter that is not trained, of which is known what is known of ``weight``: where it lies, and of which file it is."""
-    made = nn.Parameter(numbers, requires_grad=False)
-    made.__dict__.update(weight.__dict__)
-    return made
+def _parameter_like(weight: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """Return a frozen parameter with the attributes of ``weight``: its shard, the file of its origin."""
+    parameter = nn.Parameter(data, requires_grad=False)
+    parameter.__dict__.update(weight.__dict__)
+    return parameter

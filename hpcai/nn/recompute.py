@@ -1,12 +1,11 @@
-"""Selective activation recomputation: results of cheap functions (norms, rotations, activations) are not saved for the backward pass.
+"""Selective activation recomputation: cheap functions (norms, rotations, activations) run again in the backward pass.
 
     with recompute_cheap(cfg.recompute == "selective"):
         y = down(cheap(gelu, up(x)))            # saves up(x), not gelu(up(x))
 
 The arguments of a cheap function are saved instead of its result, so they should be saved anyway. Matrix products, attention and
-communication run once: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, recompute
-attention instead. The hooks act where autograd saves a tensor, not by a second forward pass: any layer, sharded or with an adapter,
-may read a result.
+communication run once (the reverse of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
+Hooks act where autograd saves a tensor, without a second forward pass: any layer, sharded or adapted, may read a result.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +21,8 @@ _registry: ContextVar[_Registry | None] = ContextVar("recompute_cheap", default=
 
 
 def cheap(function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)``, a tensor or a tuple of tensors. Inside ``recompute_cheap`` the backward pass recomputes it.
-
-    The function must not draw random numbers, and its own backward pass must not need its results.
-    """
+    """Return ``function(*args)``, a tensor or a tuple of tensors. Inside ``recompute_cheap`` the backward pass recomputes it. The
+    function must not draw random numbers, and its own backward pass must not need its results."""
     outputs = function(*args)
     if not torch.compiler.is_compiling() and (registry := _registry.get()) is not None:
         recomputation = _Recomputation(function, args)
@@ -36,10 +33,8 @@ def cheap(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def recompute_cheap(enabled: bool = True) -> Iterator[None]:
-    """Context manager: results of functions called by ``cheap`` are recomputed in the backward pass instead of being saved.
-
-    It has no effect without gradients and under ``torch.compile``, which decides by itself what to recompute.
-    """
+    """Context manager: results of functions called by ``cheap`` are recomputed in the backward pass instead of being saved. It has
+    no effect without gradients and under ``torch.compile``, which chooses itself."""
     if not enabled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return

@@ -9,9 +9,8 @@ class Seam(nn.Module):
     """A submodule that communicates with the other ranks of a model-parallel group; the default is the identity.
 
     ``begin`` starts the communication and returns a handle, ``finish`` waits for it: the computation between them overlaps with it,
-    as does its backward pass. Each handle is finished at most once. ``sizes`` are sizes of the unsharded tensor.
-
-    ``num_shards``: The number of equal shards of the tensor that passes here.
+    as does its backward pass. Each handle is finished at most once. ``sizes``: Sizes of the unsharded tensor. ``num_shards``: The
+    number of equal shards of the tensor that passes here.
     """
 
     num_shards = 1

@@ -1,7 +1,7 @@
-"""A map or a volume of twice as many places along each dim, convolved, as one transposed convolution.
+"""Nearest upsampling by 2 and a convolution with kernel 3, as one transposed convolution.
 
-Of three doubled places along a dim two hold the same, so that their weights add up: 16 products for each place before instead of
-36, in a volume 64 instead of 216.
+Two of three upsampled neighbours along a dim are equal, so that their weights can be added: 16 products for each pixel before
+upsampling instead of 36, or 64 instead of 216 for a voxel.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from hpcai.nn.periodic import circular_pad
 
 
 class UpsampleConv(nn.Module):
-    """Each place twice along each dim, and a convolution of 3 places of them, given by what ``spread_weight`` makes of its weights.
+    """Nearest upsampling by 2 along each dim and a convolution with kernel 3, whose weights are from ``fold_upsampling``.
 
-    x [B, C, ...], weight [C, C', 4, ...], bias [C'] -> [B, C', 2...]. ``wrapped``: the periodic dims of ``x``.
+    x [B, C, ...], weight [C, C', 4, ...], bias [C'] -> [B, C', 2...]. ``circular_dims``: The dims of ``x`` with circular padding.
     """
 
     transposed, groups, padding_mode = True, 1, "zeros"
@@ -31,21 +31,21 @@ class UpsampleConv(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding = tuple(p + 2 * (dim in self.circular_dims) for dim, p in enumerate(self.padding, 2))
-        transposed: Any = F.conv_transpose2d if x.ndim == 4 else conv_transpose3d
-        return transposed(circular_pad(x, self.circular_dims), weight, bias, self.stride, padding)
+        conv_transpose: Any = F.conv_transpose2d if x.ndim == 4 else conv_transpose3d
+        return conv_transpose(circular_pad(x, self.circular_dims), weight, bias, self.stride, padding)
 
 
 def fold_upsampling(weight: Any) -> Tensor:
-    """The weights of a transposed convolution of stride 2 that doubles a map or a volume and convolves it.
+    """Return the weights of a transposed convolution with stride 2 that upsamples and convolves.
 
     [C', C, 3, ...] -> [C, C', 4, ...] in channels-last memory; along each dim (a, b, c) becomes (c, b + c, a + b, a).
     """
     dims = weight.ndim - 2
     device = "cpu" if weight.is_meta else weight.device.type
-    with torch.autocast(device, enabled=False):  # rounded once, when they are sums
-        ends = torch.arange(4, device=weight.device)[:, None] + torch.arange(3, device=weight.device)
-        sums = every = ((ends == 2) | (ends == 3)).to(weight.dtype)
+    with torch.autocast(device, enabled=False):  # the sums are rounded once
+        offsets = torch.arange(4, device=weight.device)[:, None] + torch.arange(3, device=weight.device)
+        fold = fold_all = ((offsets == 2) | (offsets == 3)).to(weight.dtype)
         for _ in range(dims - 1):
-            every = torch.kron(every, sums)
+            fold_all = torch.kron(fold_all, fold)
         taps = weight.movedim((0, 1), (-1, 0)).flatten(1, -2)  # [C, 3 * 3, C']
-        return (every @ taps).unflatten(1, (4,) * dims).movedim(-1, 1)
+        return (fold_all @ taps).unflatten(1, (4,) * dims).movedim(-1, 1)

@@ -1,4 +1,4 @@
-"""Weights in and out of files, together with the settings of their model. Nothing is unpickled but tensors."""
+"""Files of weights with the settings of their model. Only tensors are unpickled."""
 
 import json
 import pickle
@@ -21,14 +21,13 @@ from hpcai.errors import CheckpointError, ConfigError
 SettingsT = TypeVar("SettingsT", bound=Settings)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# What checkpoints of torch, Lightning, DeepSpeed and the MLPerf codes put around weights and before their names. An average of the
-# weights comes first.
-_CONTAINERS = ("ema", "params", "alphafold_state_dict", "state_dict", "model_state_dict", "module", "model", "best_model_state_dict")
+# Keys of state dicts in checkpoints of torch, Lightning, DeepSpeed and the MLPerf codes, averages first; prefixes of their keys.
+_CONTAINERS = "ema", "params", "alphafold_state_dict", "state_dict", "model_state_dict", "module", "model", "best_model_state_dict"
 _PREFIXES = re.compile(r"^(?:_forward_module\.|averaged_model\.|module\.|model\.|_orig_mod\.)+")
 
 
 class PretrainedMixin(nn.Module):
-    """A network that goes into a file together with its settings, and comes out of one by the ``load.py`` of its package."""
+    """A network that is saved to a file with its settings, and loaded by the ``load.py`` of its package."""
 
     cfg: Any
     package: str
@@ -36,95 +35,94 @@ class PretrainedMixin(nn.Module):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What a file of weights says of the network: its kind and settings, and the word for tensors of torch without which some
-        libraries refuse it."""
+        """The metadata of a file of weights: kind and settings of the network, and ``format``, which some libraries require."""
         settings = self.cfg.model_dump(mode="json")
         return {"format": "pt", "hpcai": json.dumps({"model": self.package.rpartition(".")[2], "settings": settings})}
 
     def output_files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
-        """What a run leaves for people: functions that write a file, by its name. ``export(path)`` writes the weights of the last
-        checkpoint (``hpcai.train.checkpoint_reader``)."""
+        """Return the functions that write the files at the end of a run, by file name. ``export(path)`` writes the weights of the
+        last checkpoint (``hpcai.train.checkpoint_reader``)."""
         return {"model.safetensors": export}
 
     @classmethod
     def load(cls, path: str | Path, cfg: Any = None) -> Self:
-        """A model from weights in a file; ``load_weights`` of the model's package says which formats it reads."""
+        """Load a model from a file of weights, in a format that ``load_weights`` of the model's package documents."""
         return import_module(f"{cls.package}.load").load_weights(path, cfg)
 
     def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-        """Weights and settings in one safetensors file, or weights as another code has them: a ``form`` that ``load.py`` of the
-        package makes. ``weights`` are by name, in place of the model's own. Raises CheckpointError for a form that is not known, or
-        that cannot hold this network."""
+        """Save weights and settings as one safetensors file, or weights in the format of another code: a ``form`` of ``FORMS`` in
+        ``load.py`` of the package. ``weights``: Weights by name, instead of those of the model. Raises CheckpointError for a form
+        that is unknown, or that cannot represent this network."""
         path, state = Path(path), {name: value.detach().cpu() for name, value in (weights or self.state_dict()).items()}
-        partial = path.with_name(f".{path.name}.partial")  # renamed when it is whole
+        partial = path.with_name(f".{path.name}.partial")  # renamed when it is complete
         if form == "hpcai":
             _write(partial, self.metadata, state)
         else:
             try:
                 _write_form(partial, import_module(f"{self.package}.load"), self.cfg, state, form)
-            except CheckpointError as problem:
-                raise CheckpointError(f"{path}: {problem}") from problem
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from error
         partial.replace(path)
 
 
-def _write(path: Path, about: dict[str, str], state: Mapping[str, Tensor]) -> None:
+def _write(path: Path, metadata: dict[str, str], state: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    whole: dict[int, Tensor] = {}
+    owners: dict[int, Tensor] = {}
     for value in state.values():
-        whole.setdefault(value.data_ptr(), value)  # of weights that modules share, each name has a copy
-    alone = {name: value.contiguous() if whole[value.data_ptr()] is value else value.clone() for name, value in state.items()}
-    save_file(alone, path, metadata=about)
-    path.chmod(0o644)  # safetensors makes a file for its owner only
+        owners.setdefault(value.data_ptr(), value)  # safetensors has no shared weights: each name gets a copy
+    copies = {name: value.contiguous() if owners[value.data_ptr()] is value else value.clone() for name, value in state.items()}
+    save_file(copies, path, metadata=metadata)
+    path.chmod(0o644)  # safetensors makes files that only their owner can read
 
 
-def _write_form(path: Path, others: Any, cfg: Settings, state: Mapping[str, Tensor], form: str) -> None:
-    forms = getattr(others, "FORMS", ())
+def _write_form(path: Path, package: Any, cfg: Settings, state: Mapping[str, Tensor], form: str) -> None:
+    forms = getattr(package, "FORMS", ())
     if form not in forms:
         raise CheckpointError(f"there is no form {form!r} of weights; expected one of {', '.join(('hpcai', *forms))}")
-    found = others.in_form(state, cfg, form)
+    converted = package.in_form(state, cfg, form)
     with path.open("wb") as file:
-        if all(isinstance(value, np.ndarray) for value in found.values()):
-            np.savez(file, **found)
+        if all(isinstance(value, np.ndarray) for value in converted.values()):
+            np.savez(file, **converted)
         else:
-            torch.save(found, file)
+            torch.save(converted, file)
 
 
 def load_state(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict[str, Tensor], SettingsT | None]:
-    """Weights by name, and the settings that travelled with them, if any did: from a safetensors file, from arrays of numpy (.npz),
-    or from a torch state dict, alone or within a checkpoint. Raises CheckpointError."""
+    """Load weights by name, and the settings in the file, or None: from a safetensors file, from NumPy arrays (.npz), or from a
+    torch state dict, alone or in a checkpoint. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file of weights")
     with path.open("rb") as file:
-        head = file.read(9)
+        magic = file.read(9)
     try:
-        if head[8:] == b"{":
+        if magic[8:] == b"{":
             return _safetensors(path, kind, settings)
-        zipped = zipfile.is_zipfile(path)
-        if zipped and _is_numpy(path):
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip and _is_numpy(path):
             with np.load(path, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays}, None
-        # Mapped, so that a checkpoint's optimizer is not read.
-        return _unwrap(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), path), None
+        # Memory-mapped, so that the optimizer state of a checkpoint is not read.
+        return _unwrap(torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip), path), None
     except (CheckpointError, ConfigError):
         raise
-    except Exception as problem:  # every reader has errors of its own for a damaged file
-        if isinstance(problem, pickle.UnpicklingError) or "weights_only" in str(problem):  # such as a TorchScript archive
-            why = "damaged, or holds more than tensors and plain values, which is not unpickled; save the state dict alone"
-            raise CheckpointError(f"{path}: {why}") from None  # torch's own advice is to run what the file holds
-        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
-        raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from problem
+    except Exception as error:  # each reader has its own exceptions for a damaged file
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):  # such as a TorchScript archive
+            reason = "damaged, or holds more than tensors and plain values, which is not unpickled; save the state dict alone"
+            raise CheckpointError(f"{path}: {reason}") from None  # torch's message recommends running the code of the file
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from error
 
 
 def read_settings(path: Path, kind: str, settings: type[SettingsT]) -> SettingsT | None:
-    """The settings that travelled with the weights of a safetensors file, if any did; no weight is read. Raises CheckpointError."""
+    """Read the settings in a safetensors file, or None, and no weight. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             return _embedded_settings(path, file.metadata(), kind, settings)
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{path}: no safetensors file, or damaged: {problem}") from problem
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: no safetensors file, or damaged: {error}") from error
 
 
 def _is_numpy(path: Path) -> bool:
@@ -136,69 +134,70 @@ def _safetensors(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
-        found = _embedded_settings(path, file.metadata(), kind, settings)
-    return (_unwrap(state, path), None) if found is None else (state, found)
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        cfg = _embedded_settings(path, file.metadata(), kind, settings)
+    return (_unwrap(state, path), None) if cfg is None else (state, cfg)
 
 
 def _embedded_settings(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: type[SettingsT]) -> SettingsT | None:
-    about = json.loads((metadata or {}).get("hpcai", "{}"))
-    if not about:
+    content = json.loads((metadata or {}).get("hpcai", "{}"))
+    if not content:
         return None
-    if about.get("model") != kind:
-        raise CheckpointError(f"{path}: holds a model of kind {about.get('model')!r}; expected {kind!r}")
+    if content.get("model") != kind:
+        raise CheckpointError(f"{path}: holds a model of kind {content.get('model')!r}; expected {kind!r}")
     try:
-        return settings.model_validate_json(json.dumps(about["settings"]))
-    except ValidationError as problem:
-        raise ConfigError(f"{path}: settings inside the file: {mistake(problem)}") from problem
+        return settings.model_validate_json(json.dumps(content["settings"]))
+    except ValidationError as error:
+        raise ConfigError(f"{path}: settings inside the file: {mistake(error)}") from error
 
 
-def _unwrap(found: Any, path: Path) -> dict[str, Tensor]:
-    """The weights alone, without what is around them and before their names."""
-    while isinstance(found, Mapping) and (inner := next((k for k in _CONTAINERS if isinstance(found.get(k), Mapping)), None)):
-        found = found[inner]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
+    """Return the state dict in a checkpoint, without prefixes of its keys."""
+    while isinstance(content, Mapping) and (key := next((k for k in _CONTAINERS if isinstance(content.get(k), Mapping)), None)):
+        content = content[key]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path}: expected names with tensors, alone or under one of {', '.join(_CONTAINERS)}")
-    state = {_PREFIXES.sub("", name): value for name, value in found.items()}
-    if len(state) != len(found):
-        raise CheckpointError(f"{path}: several tensors of one name, but for what is before it; save one state dict alone")
-    state.pop("n_averaged", None)  # a count, which torch keeps beside its averages
+    state = {_PREFIXES.sub("", name): value for name, value in content.items()}
+    if len(state) != len(content):
+        raise CheckpointError(f"{path}: several tensors of one name, apart from its prefix; save one state dict alone")
+    state.pop("n_averaged", None)  # a counter of torch's AveragedModel
     return state
 
 
-# ---- from weights to a network
+# ---- loading into a network
 
 
 @contextmanager
 def check_names(path: Path, state: Mapping[str, Tensor], expected: str) -> Iterator[None]:
-    """Inside, the sizes of a network are read off its weights. Raises CheckpointError where one is missing or of other dims."""
+    """Context manager for code that derives the sizes of a network from its weights. Raises CheckpointError if that code fails, as
+    a weight is missing or has other dims."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, ZeroDivisionError) as problem:
-        known = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(state.items())[:6])
-        what = f"no tensor {problem}" if isinstance(problem, KeyError) else f"tensors of other shapes ({problem})"
-        raise CheckpointError(f"{path}: {what}; expected the names {expected}, found {known}") from problem
+    except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(state.items())[:6])
+        reason = f"no tensor {error}" if isinstance(error, KeyError) else f"tensors of other shapes ({error})"
+        raise CheckpointError(f"{path}: {reason}; expected the names {expected}, found {shapes}") from error
 
 
-def check_sizes(path: Path, sizes: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where the sizes of weights are not those that settings ask for."""
+def check_sizes(path: Path, sizes: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the sizes of weights differ from those of the settings."""
     for name, size in sizes.items():
-        if asked[name] != size:
-            raise CheckpointError(f"{path}: the weights have {name} {size}, the settings {asked[name]}; load without settings")
+        if expected[name] != size:
+            raise CheckpointError(f"{path}: the weights have {name} {size}, the settings {expected[name]}; load without settings")
 
 
 def load_into(model: ModelT, state: Mapping[str, Tensor], path: Path) -> ModelT:
-    """``model`` with these weights, in evaluation mode. Raises CheckpointError where they do not fit."""
+    """Load weights into ``model``, and return it in evaluation mode. Raises CheckpointError if they do not fit."""
     try:
         model.load_state_dict(state)
-    except RuntimeError as problem:
-        raise CheckpointError(f"{path}: not the weights of a {type(model).__name__}: {problem}") from problem
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: not the weights of a {type(model).__name__}: {error}") from error
     set_origin(model, path)
     return model.eval()
 
 
 def set_origin(model: nn.Module, path: Path) -> None:
-    """Record that all parameters are those of a file (``parameter.origin``). A checkpoint names the file in place of those that are
-    frozen; who changes such a parameter removes its ``origin``."""
+    """Set ``origin`` of all parameters to the file of their weights. A checkpoint stores it instead of frozen parameters; code that
+    changes a parameter must delete it."""
     for parameter in model.parameters():
         parameter.origin = str(path.resolve())  # type: ignore[attr-defined]

@@ -178,7 +178,7 @@ class FullySharded:
         # What was recorded of a parameter is gone with it.
         self._places = {name: place_of(p) for name, p in named.items()}
         self._copies = {name: alike(p, mesh, self.cut, self.between) for name, p in named.items()}
-        notes = {name: p.deferred for name, p in named.items() if p.is_meta}  # type: ignore[attr-defined]
+        traces = {name: p.init_trace for name, p in named.items() if p.is_meta}  # type: ignore[attr-defined]
         added = {name: tuple(a for a in sum_axes(p) if a.name not in place_of(p).directions) for name, p in named.items()}
         self._parts = list(policies)  # from within outwards
         for module, policy in policies.items():
@@ -186,14 +186,14 @@ class FullySharded:
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # gradients are sums, as everywhere here
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # the sum uses no operation that only NCCL has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-        if notes:
+        if traces:
             model._apply(lambda x: torch.empty_like(x, device=mesh.device) if x.is_meta else x.to(mesh.device))
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._axes = [(p, added[name]) for name, p in self._named.items() if added[name]]
         for name, p in model.named_parameters():
-            if name in notes:
+            if name in traces:
                 first, *rest = self._places[name].stretches
-                notes[name].write(p.detach().to_local(), (within(first, *self._share(p)), *rest), None)  # type: ignore[attr-defined]
+                traces[name].write(p.detach().to_local(), (within(first, *self._share(p)), *rest), None)  # type: ignore[attr-defined]
         self.rows = [self._row(name, p, name in decays) for name, p in self._named.items()]
 
     def _share(self, parameter: Tensor) -> tuple[int, int]:

@@ -526,8 +526,7 @@ class _Norm(Layer):
     def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self
         whole = layer.all_reduce
-        # One for this pass: its backward adds over the same axes.
-        layer.all_reduce = SumInPlace(*whole.axes, *self.cut.cut_axes(size))
+        layer.all_reduce = SumInPlace(*whole.axes, *self.cut.cut_axes(size))  # for this pass: its backward adds over the same axes
         try:
             return super(Layer, self).forward(x, *args, **kwargs)
         finally:

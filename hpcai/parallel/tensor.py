@@ -147,9 +147,8 @@ class FrozenInputs(QuantizedLinear, CutInputs):
         return top
 
 
-_FROZEN: dict[type[QuantizedLinear], type[nn.Linear]] = {
-    QuantizedLinear: nn.Linear, FrozenOutputs: CutOutputs, FrozenInputs: CutInputs,
-}  # fmt: skip
+_FROZEN: dict[type[QuantizedLinear], type[nn.Linear]] = {QuantizedLinear: nn.Linear, FrozenOutputs: CutOutputs,
+                                                         FrozenInputs: CutInputs}  # fmt: skip
 
 
 class CutWords(nn.Embedding):

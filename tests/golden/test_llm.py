@@ -183,7 +183,7 @@ SAID = {
     "adapter_of_another_model": "layers.0.self_attn.q_proj.lora_A.weight is [2, 10], expected [2, 8]; it is of another model",
     "adapter_for_absent_modules": "query_key_value.lora_A.weight is there for no layer of the model; is it an adapter",
     "adapter_of_unknown_kind": "adapter_config.json: an adapter of kind 'IA3'; expected a plain LORA",
-    "missing_shard": "model-00002-of-00002.safetensors: is not there; fetch or save the folder again",
+    "missing_shard": "model-00002-of-00002.safetensors: does not exist; fetch or save the folder again",
     "truncated_shard": "model-00002-of-00002.safetensors: no safetensors file, or damaged",
     "index_names_absent_tensor": "layers.1.self_attn.v_proj.weight is not in model-00002-of-00002.safetensors, as the index says",
     "tensor_absent": "has no model.layers.1.mlp.up_proj.weight",

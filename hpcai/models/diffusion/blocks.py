@@ -86,7 +86,7 @@ def make_conv(space: Space, inputs: int, outputs: int, kernel: int = 3, stride: 
     kinds: Any = (PeriodicConv2d, PeriodicConv3d) if wrapped else (Conv2d, Conv3d)
     found: Any = kinds[space.dims - 2](inputs, outputs, kernel, stride, padding)
     if wrapped:
-        found.wrapped = wrapped
+        found.circular_dims = wrapped
     return found
 
 

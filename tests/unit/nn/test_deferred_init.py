@@ -152,8 +152,8 @@ def test_numbers_are_of_the_kind_of_an_ordinary_models(name: str) -> None:
 
 def test_any_part_has_the_numbers_of_the_whole_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, r = values(made()), random.Random(5)
-    for length in (init_trace._BLOCK, 50):  # blocks that begin everywhere
-        monkeypatch.setattr(init_trace, "_BLOCK", length)
+    for length in (init_trace._CHUNK, 50):  # blocks that begin everywhere
+        monkeypatch.setattr(init_trace, "_CHUNK", length)
         for _ in range(4):
             model = built()
             stretches = {name: some(p.shape, r) for name, p in model.named_parameters()}
@@ -291,16 +291,16 @@ READS: dict[str, Callable[[nn.Linear], Any]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_an_operation_that_needs_numbers_is_refused_with_its_line(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"aten.{name} at \S*test_deferred_init.py:\d+ \(.*\) reads the numbers of a parameter"):
+    with pytest.raises(ConfigError, match=rf"aten.{name} at \S*test_deferred_init.py:\d+ \(.*\) reads the elements of a parameter"):
         built(lambda: Reading(READS[name]))
 
 
 def test_what_cannot_be_made_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match="buffer found has no numbers"):
+    with pytest.raises(ConfigError, match="buffer found is on the meta device"):
         made(lambda: Reading(lambda layer: nn.Buffer(layer.weight.detach().clone())))
     model = built(lambda: nn.Linear(3, 3))
     nn.init.zeros_(model.bias)
-    with pytest.raises(ConfigError, match="parameter bias was written after deferred"):
+    with pytest.raises(ConfigError, match="parameter bias was written between deferred and materialize"):
         materialize(model, "cpu")
     with pytest.raises(ConfigError, match=r"parameter 0.weight is on the meta device, but not of deferred \(a deepcopy is not\)"):
         materialize(nn.Sequential(copy.deepcopy(built(lambda: nn.Linear(3, 3)))), "cpu")

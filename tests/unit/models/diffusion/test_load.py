@@ -58,7 +58,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
         written(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 36760\n"), CheckpointError,
         (FILE, "git lfs pull"),
     ),
-    "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "is not there")),
+    "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "does not exist")),
 }  # fmt: skip
 
 
