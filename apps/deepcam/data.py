@@ -29,7 +29,7 @@ def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamCon
     words |= by_shard(train, cfg.data, batch, seed)
     held: dict[str, Any] = {"shuffle": False, "last": "keep"}
     copies, cut = mesh["replicate"].size, cut_of(mesh)
-    part = cut.part(train.shapes["mask"]) if cut.axes else ()
+    part = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, part)
     with loaders(
         mesh,

@@ -244,7 +244,7 @@ def _made(parameter: nn.Parameter, name: str, device: torch.device, seed: int | 
         raise ConfigError(f"parameter {name} was written after deferred, when it had no numbers; do so inside, or after make")
     if size != record.size or [sum(b - a for a, b in held) for held in stretches] != list(parameter.shape):
         raise ConfigError(
-            f"parameter {name} was {list(record.size)}, and is {list(parameter.shape)} of {list(size)}; cut it by parallel.rows"
+            f"parameter {name} was {list(record.size)}, and is {list(parameter.shape)} of {list(size)}; cut it by parallel.sharding"
         )
     local = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     record.write(local, stretches, seed)
@@ -256,8 +256,8 @@ def _made(parameter: nn.Parameter, name: str, device: torch.device, seed: int | 
 
 def _place(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
     """The size of the whole, and the stretches of it in each dim that ``tensor`` holds."""
-    place = getattr(tensor, "place", None)
-    return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if place is None else (tuple(place.size), place.stretches)
+    place = getattr(tensor, "shard_spec", None)
+    return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if place is None else (tuple(place.global_shape), place.ranges)
 
 
 def read_later(model: nn.Module, source: str | Path, names: Callable[[str], str] = str) -> None:

@@ -63,9 +63,11 @@ class Frozen(Joint):
         if self.bits == "8bit":
             scale = scales(self._greatest(self.weight.abs().amax(1)))
             self.scale = _like(self.weight, scale)
-            if (place := getattr(self.weight, "place", None)) is not None:
-                axes = place.axes if place.stretches[1] == ((0, place.size[1]),) else ()  # those of inputs that are cut are alike
-                self.scale.place = replace(place, size=place.size[:1], stretches=place.stretches[:1], axes=axes)  # type: ignore[attr-defined]
+            if (place := getattr(self.weight, "shard_spec", None)) is not None:
+                axes = place.axes if place.ranges[1] == ((0, place.global_shape[1]),) else ()  # equal where inputs are sharded
+                self.scale.shard_spec = replace(  # type: ignore[attr-defined]
+                    place, global_shape=place.global_shape[:1], ranges=place.ranges[:1], axes=axes
+                )
         self.weight = _like(self.weight, rounded(self.weight, scale))
 
     def _greatest(self, top: Tensor) -> Tensor:

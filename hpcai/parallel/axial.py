@@ -40,7 +40,7 @@ class _Seam(Seam):
         self.axis = axis
 
 
-class Own(_Seam):
+class LocalSlice(_Seam):
     """This rank's part of a whole, along ``dim``. Raises DataError where there are fewer places than ranks."""
 
     def __init__(self, axis: Axis, dim: int) -> None:
@@ -54,15 +54,15 @@ class Own(_Seam):
                 f"a tensor {list(x.shape)} has {size} places along dim {self.dim} for the {n} ranks of mesh.{self.axis.name}; give "
                 f"longer samples, or set mesh.{self.axis.name} to {size} or less"
             )
-        each = -(-size // n)
-        first = min(self.axis.rank * each, size)
-        return _filled(x.narrow(self.dim, first, min(each, size - first)), self.dim, each)
+        local_size = -(-size // n)
+        first = min(self.axis.rank * local_size, size)
+        return _pad(x.narrow(self.dim, first, min(local_size, size - first)), self.dim, local_size)
 
 
-class _Crossed(_Seam):
+class _Collective(_Seam):
     """A seam that sends: whole, or in two halves with computation in between. ``_ways`` are those of a part and of its gradient."""
 
-    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
+    def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
         raise NotImplementedError
 
     @untraced
@@ -70,16 +70,16 @@ class _Crossed(_Seam):
         return self.finish(self.begin(x, *sizes))
 
     @untraced
-    def begin(self, x: Tensor, *sizes: int) -> "Passing":
-        crossing = Crossing(*self._ways(x, *sizes))
-        return Passing(_Begin.apply(x, crossing), crossing)
+    def begin(self, x: Tensor, *sizes: int) -> "PendingCollective":
+        collective = AsyncCollective(*self._collectives(x, *sizes))
+        return PendingCollective(_Begin.apply(x, collective), collective)
 
     @untraced
-    def finish(self, passing: "Passing") -> Tensor:
-        return _Finish.apply(*passing)
+    def finish(self, pending: "PendingCollective") -> Tensor:
+        return _Finish.apply(*pending)
 
 
-class Join(_Crossed):
+class AllGather(_Collective):
     """The whole on every rank, from its parts along ``dim``, of the first of ``sizes`` places or, of a square, as many as the next
     dim has."""
 
@@ -87,26 +87,26 @@ class Join(_Crossed):
         super().__init__(axis)
         self.dim = dim
 
-    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
-        given, size = (self.axis, self.dim), sizes[0] if sizes else x.shape[self.dim + 1]
-        return partial(_gathered, *given, size), partial(_scattered, *given, x.shape[self.dim])
+    def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
+        args, size = (self.axis, self.dim), sizes[0] if sizes else x.shape[self.dim + 1]
+        return partial(_all_gather, *args, size), partial(_reduce_scatter, *args, x.shape[self.dim])
 
 
-class Move(_Crossed):
+class AllToAll(_Collective):
     """The cut moves from dim ``take``, which is put together, to dim ``give``. ``sizes`` are those of the whole from dim 1 on; a
     square needs none."""
 
     def __init__(self, axis: Axis, give: int, take: int) -> None:
         super().__init__(axis)
-        self.give, self.take = give, take
+        self.split_dim, self.concat_dim = give, take
 
-    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
-        size = sizes[self.take - 1] if sizes else x.shape[self.give]
-        there = partial(_moved, self.axis, self.give, self.take, size)
-        return there, partial(_moved, self.axis, self.take, self.give, x.shape[self.give])
+    def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
+        size = sizes[self.concat_dim - 1] if sizes else x.shape[self.split_dim]
+        start_forward = partial(_all_to_all, self.axis, self.split_dim, self.concat_dim, size)
+        return start_forward, partial(_all_to_all, self.axis, self.concat_dim, self.split_dim, x.shape[self.split_dim])
 
 
-class ToChannels(Move):
+class RowsToChannels(AllToAll):
     """All edges of some channels, from all channels of some rows.   [B, 2 C, R/n, R] -> [B, 2 C/n, R, R], each half by itself"""
 
     def __init__(self, axis: Axis) -> None:
@@ -117,77 +117,77 @@ class ToChannels(Move):
         return self.axis.size
 
     @untraced
-    def begin(self, x: Tensor, *sizes: int) -> "Passing":
+    def begin(self, x: Tensor, *sizes: int) -> "PendingCollective":
         return super().begin(x.unflatten(1, (2, -1)), 2, x.shape[1] // 2, x.shape[3], x.shape[3])
 
     @untraced
-    def finish(self, passing: "Passing") -> Tensor:
-        return super().finish(passing).flatten(1, 2)
+    def finish(self, pending: "PendingCollective") -> Tensor:
+        return super().finish(pending).flatten(1, 2)
 
 
-class ToRows(Move):
+class ChannelsToRows(AllToAll):
     """All channels of some rows, from all edges of some channels.   [B, C/n, R, R] -> [B, C, R/n, R]"""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis, 2, 1)
 
     @untraced
-    def begin(self, x: Tensor, *sizes: int) -> "Passing":
+    def begin(self, x: Tensor, *sizes: int) -> "PendingCollective":
         return super().begin(x, x.shape[1] * self.axis.size)
 
 
-class Once(nn.Module):
+class ReplicatedOnce(nn.Module):
     """Stands where ranks have computed the same tensors: what follows counts once, though each rank computes it."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
 
-    def forward(self, every: Any) -> Any:
+    def forward(self, tree: Any) -> Any:
         n = self.axis.size
-        return tree_map(lambda x: once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, every)
+        return tree_map(lambda x: once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
-class Message:
+class Work:
     """A tensor under way along ``axis``: ``work`` reads ``sent``, and fills what ``landed`` makes it of."""
 
-    def __init__(self, work: Any, axis: Axis, sent: Tensor, landed: Callable[[], Tensor]) -> None:
-        self.work, self.sent, self.landed = work, sent, landed
-        self.in_stream = backend(sent.device, axis) == "nccl"
+    def __init__(self, work: Any, axis: Axis, buffer: Tensor, assemble: Callable[[], Tensor]) -> None:
+        self.work, self.buffer, self.assemble = work, buffer, assemble
+        self.in_stream = backend(buffer.device, axis) == "nccl"
 
     def wait(self) -> Tensor:
         self.work.wait()
-        return self.landed()
+        return self.assemble()
 
 
-Way = Callable[[Tensor], Message]
+StartCollective = Callable[[Tensor], Work]
 
 
-class Crossing:
+class AsyncCollective:
     """A part that crosses a seam, and its gradient on the way back: of one message at a time, for which one waits once."""
 
-    def __init__(self, there: Way, back: Way) -> None:
-        self.there, self.back = there, back
-        self.message: Message | None = None
+    def __init__(self, start_forward: StartCollective, start_backward: StartCollective) -> None:
+        self.start_forward, self.start_backward = start_forward, start_backward
+        self.pending: Work | None = None
 
     def wait(self) -> Tensor:
-        message, self.message = self.message, None
-        assert message is not None, "what passes a seam is finished once"
-        return message.wait()
+        work, self.pending = self.pending, None
+        assert work is not None, "what passes a seam is finished once"
+        return work.wait()
 
     def __del__(self) -> None:
         # A block that is computed again ends before the last of its messages is asked for. NCCL waits in the stream alone, and
         # in a graph nothing else keeps the memory that it writes; gloo keeps it.
-        if self.message is not None and self.message.in_stream:
-            self.message.work.wait()
+        if self.pending is not None and self.pending.in_stream:
+            self.pending.work.wait()
 
 
-class Passing(NamedTuple):
+class PendingCollective(NamedTuple):
     """What lies between the halves of a seam. ``token`` has no values: it carries the order of the backward pass, and nobody can
     add to a gradient that has not come yet."""
 
     token: Tensor
-    crossing: Crossing
+    collective: AsyncCollective
 
 
 class _Begin(torch.autograd.Function):
@@ -195,64 +195,64 @@ class _Begin(torch.autograd.Function):
     ``_Finish.backward`` and ``_Begin.backward``, on every rank alike."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        crossing.message = crossing.there(x)
+    def forward(ctx: Any, x: Tensor, collective: AsyncCollective) -> Tensor:
+        ctx.collective = collective
+        collective.pending = collective.start_forward(x)
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> Any:
-        return ctx.crossing.wait(), None
+        return ctx.collective.wait(), None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        return crossing.wait()
+    def forward(ctx: Any, token: Tensor, collective: AsyncCollective) -> Tensor:
+        ctx.collective = collective
+        return collective.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.crossing.message = ctx.crossing.back(grad)
+        ctx.collective.pending = ctx.collective.start_backward(grad)
         return grad.new_empty(0), None
 
 
-def _gathered(axis: Axis, dim: int, size: int, x: Tensor) -> Message:
-    own = x.contiguous()
-    every = own.new_empty((axis.size, *own.shape))
-    work = gather_shares(every.view(-1), own.view(-1), axis)
-    return Message(work, axis, own, lambda: _together(every, dim, size))
+def _all_gather(axis: Axis, dim: int, size: int, x: Tensor) -> Work:
+    local = x.contiguous()
+    gathered = local.new_empty((axis.size, *local.shape))
+    work = gather_shares(gathered.view(-1), local.view(-1), axis)
+    return Work(work, axis, local, lambda: _concat(gathered, dim, size))
 
 
-def _scattered(axis: Axis, dim: int, each: int, grad: Tensor) -> Message:
-    parts = _apart(grad, dim, axis.size, each)
-    own = torch.empty_like(parts[0])
-    return Message(Scattered(own.view(-1), parts.view(-1), axis), axis, parts, lambda: own)
+def _reduce_scatter(axis: Axis, dim: int, local_size: int, grad: Tensor) -> Work:
+    slices = _split(grad, dim, axis.size, local_size)
+    local = torch.empty_like(slices[0])
+    return Work(Scattered(local.view(-1), slices.view(-1), axis), axis, slices, lambda: local)
 
 
-def _moved(axis: Axis, give: int, take: int, size: int, x: Tensor) -> Message:
-    parts = _apart(x, give, axis.size, -(-x.shape[give] // axis.size))
-    every = torch.empty_like(parts)
-    work = swap_shares(every.view(-1), parts.view(-1), axis)
-    return Message(work, axis, parts, lambda: _together(every, take, size))
+def _all_to_all(axis: Axis, split_dim: int, concat_dim: int, size: int, x: Tensor) -> Work:
+    slices = _split(x, split_dim, axis.size, -(-x.shape[split_dim] // axis.size))
+    received = torch.empty_like(slices)
+    work = swap_shares(received.view(-1), slices.view(-1), axis)
+    return Work(work, axis, slices, lambda: _concat(received, concat_dim, size))
 
 
-def _apart(x: Tensor, dim: int, parts: int, each: int) -> Tensor:
+def _split(x: Tensor, dim: int, count: int, local_size: int) -> Tensor:
     """Equal parts along ``dim``, one after another in memory, the last ones filled with zeros; no copy where they lie so."""
-    return _filled(x, dim, parts * each).unflatten(dim, (parts, each)).movedim(dim, 0).contiguous()
+    return _pad(x, dim, count * local_size).unflatten(dim, (count, local_size)).movedim(dim, 0).contiguous()
 
 
-def _together(every: Tensor, dim: int, size: int) -> Tensor:
+def _concat(slices: Tensor, dim: int, size: int) -> Tensor:
     """The adjoint: the first ``size`` places along ``dim``."""
-    each = every.shape[dim + 1]
-    if size == len(every) * each:
-        return every.movedim(0, dim).flatten(dim, dim + 1)
-    return torch.cat([part.narrow(dim, 0, max(0, min(each, size - n * each))) for n, part in enumerate(every)], dim)
+    local_size = slices.shape[dim + 1]
+    if size == len(slices) * local_size:
+        return slices.movedim(0, dim).flatten(dim, dim + 1)
+    return torch.cat([part.narrow(dim, 0, max(0, min(local_size, size - n * local_size))) for n, part in enumerate(slices)], dim)
 
 
-def _filled(x: Tensor, dim: int, size: int) -> Tensor:
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
     """``x`` with zeros behind its places along ``dim``, up to ``size`` of them."""
     missing = size - x.shape[dim]
     return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x

@@ -15,7 +15,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-class SumInPlace(nn.Module):
+class AllReduce(nn.Module):
     """Adds a tensor over axes, in place; over no axis it does nothing."""
 
     def __init__(self, *axes: Axis) -> None:
@@ -25,11 +25,11 @@ class SumInPlace(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         return sum_in_place(value, *self.axes)
 
-    def __deepcopy__(self, memo: dict) -> "SumInPlace":
+    def __deepcopy__(self, memo: dict) -> "AllReduce":
         return type(self)(*copy.deepcopy(self.axes, memo))
 
 
-def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:
+def convert_sync_batchnorm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:
     """Have every batch norm of ``model`` (``nn.BatchNorm1d`` to ``3d``, ours), in place, take statistics over the samples of
     ``group`` neighbouring copies along ``replicate``; with 1 nothing changes.
 
@@ -40,26 +40,26 @@ def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batch
     _, axis = mesh.split("replicate", group, setting)
     if axis.size == 1:
         return model
-    use_ours(model)
+    replace_norms(model)
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            module.add_module("total", SumInPlace(axis))
+            module.add_module("total", AllReduce(axis))
     return model
 
 
-def use_ours(model: nn.Module) -> None:
+def replace_norms(model: nn.Module) -> None:
     """Replace torch's norms in ``model`` by norms whose statistics can be those of several processes; these take over the very
     parameters and buffers, not copies."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            made: BatchNorm | InstanceNorm | GroupNorm
+            norm: BatchNorm | InstanceNorm | GroupNorm
             if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-                made = BatchNorm(child.num_features, False, child.eps, child.momentum, child.affine, child.track_running_stats)
+                norm = BatchNorm(child.num_features, False, child.eps, child.momentum, child.affine, child.track_running_stats)
             elif isinstance(child, _INSTANCE) and child.affine and not child.track_running_stats:
-                made = InstanceNorm(child.num_features, eps=child.eps)
+                norm = InstanceNorm(child.num_features, eps=child.eps)
             elif type(child) is nn.GroupNorm:
-                made = GroupNorm(child.num_groups, child.num_channels, eps=child.eps, affine=child.affine)
+                norm = GroupNorm(child.num_groups, child.num_channels, eps=child.eps, affine=child.affine)
             else:
                 continue
-            made._parameters, made._buffers = child._parameters, child._buffers
-            setattr(module, name, made.train(child.training))
+            norm._parameters, norm._buffers = child._parameters, child._buffers
+            setattr(module, name, norm.train(child.training))

@@ -24,7 +24,7 @@ from hpcai.kernels.grouped_query_attention import grouped_query_attention
 from hpcai.untraced import untraced
 
 
-class Own(nn.Module):
+class LocalChunk(nn.Module):
     """This rank's tokens of a whole, along ``dim``.   [B, T, ...] -> [B, T/n, ...]
 
     Raises DataError when the tokens do not divide into 2n blocks.
@@ -47,7 +47,7 @@ class Own(nn.Module):
         return torch.cat((blocks[self.axis.rank], blocks[2 * n - 1 - self.axis.rank]), self.dim)
 
 
-class Total(nn.Module):
+class ContextSum(nn.Module):
     """The sum of what the ranks counted of their tokens. All make the same loss of it, which counts once."""
 
     def __init__(self, axis: Axis) -> None:
@@ -58,7 +58,7 @@ class Total(nn.Module):
         return sum_with_adjoint(x, self.axis, once=True)
 
 
-class CausalContext(nn.Module):
+class ContextParallelAttention(nn.Module):
     """Attention of each token to itself and those before it, whichever ranks hold them.
 
     q [B, H, T/n, D], k and v [B, H or fewer, T/n, D] -> [B, H, T/n, D]; a head of k and v serves as many neighbouring ones of q.
@@ -68,80 +68,80 @@ class CausalContext(nn.Module):
     (activation checkpoints), set it to False.
     """
 
-    def __init__(self, axis: Axis, again: bool = True) -> None:
+    def __init__(self, axis: Axis, regather: bool = True) -> None:
         super().__init__()
-        self.axis, self.again = axis.meet(), again
+        self.axis, self.regather = axis.meet(), regather
 
     @untraced
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         from torch.nn.attention.bias import causal_lower_right  # it imports torch's compiler
 
         n, rank, tokens = self.axis.size, self.axis.rank, q.shape[2]
-        own = torch.stack((k, v))
+        local = torch.stack((k, v))
         if torch.is_autocast_enabled(q.device.type):  # attention with this mask would not; and half as much travels
-            q, own = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, own))
-        gathered = _Gathered(own, self.axis)
-        whole = _Gather.apply(own, gathered) if n > 1 else own
+            q, local = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, local))
+        gathered = _GatheredKV(local, self.axis)
+        full = _AllGatherKV.apply(local, gathered) if n > 1 else local
         ends = (tokens,) if n == 1 else ((rank + 1) * tokens // 2, (2 * n - rank) * tokens // 2)
         outs = []
-        with gathered.left_out(whole) if self.again and n > 1 else nullcontext():
-            for end, part in zip(ends, q.chunk(len(ends), 2)):
-                (keys, values), first = whole[..., :end, :], end - part.shape[2]
-                mask: Any = causal_lower_right(part.shape[2], end)
+        with gathered.drop_saved(full) if self.regather and n > 1 else nullcontext():
+            for end, chunk in zip(ends, q.chunk(len(ends), 2)):
+                (keys, values), first = full[..., :end, :], end - chunk.shape[2]
+                mask: Any = causal_lower_right(chunk.shape[2], end)
                 if documents is not None:
                     mask = (documents[:, None, first:end, None] == documents[:, None, None, :end]).tril(first)
-                outs.append(grouped_query_attention(part, keys, values, mask))
+                outs.append(grouped_query_attention(chunk, keys, values, mask))
         return torch.cat(outs, 2)
 
 
-class _Gathered:
+class _GatheredKV:
     """Keys and values of all ranks, in the order of the tokens, for one use of attention and its backward pass."""
 
-    def __init__(self, own: Tensor, axis: Axis) -> None:
-        self.own, self.axis = own.detach(), axis
-        self.found: Tensor | None = None
+    def __init__(self, local: Tensor, axis: Axis) -> None:
+        self.local, self.axis = local.detach(), axis
+        self.cached: Tensor | None = None
 
     def gather(self) -> Tensor:
         """[2, B, H, T/n, D] of each rank -> [2, B, H, T, D]"""
-        blocks = self.own.unflatten(3, (2, -1)).movedim(3, 0).contiguous()  # [2, 2, B, H, T/2n, D]
-        every = blocks.new_empty((self.axis.size, *blocks.shape))
-        gather_shares(every.flatten(), blocks.flatten(), self.axis).wait()
-        return torch.cat((*every[:, 0], *every.flip(0)[:, 1]), 3)
+        blocks = self.local.unflatten(3, (2, -1)).movedim(3, 0).contiguous()  # [2, 2, B, H, T/2n, D]
+        gathered = blocks.new_empty((self.axis.size, *blocks.shape))
+        gather_shares(gathered.flatten(), blocks.flatten(), self.axis).wait()
+        return torch.cat((*gathered[:, 0], *gathered.flip(0)[:, 1]), 3)
 
     def scatter(self, sums: Tensor) -> Tensor:
         """The adjoint.   [2, B, H, T, D] -> [2, B, H, T/n, D]"""
         blocks = torch.stack(sums.chunk(2 * self.axis.size, 3))
         pairs = torch.stack((blocks[: self.axis.size], blocks.flip(0)[: self.axis.size]), 1)
-        own = pairs.new_empty(pairs[0].shape)
-        Scattered(own.view(-1), pairs.view(-1), self.axis).wait()
-        return torch.cat((own[0], own[1]), 3)
+        local = pairs.new_empty(pairs[0].shape)
+        Scattered(local.view(-1), pairs.view(-1), self.axis).wait()
+        return torch.cat((local[0], local[1]), 3)
 
-    def left_out(self, whole: Tensor) -> AbstractContextManager[Any]:
+    def drop_saved(self, full: Tensor) -> AbstractContextManager[Any]:
         """Inside, views of ``whole`` that the backward pass wants are not kept: all are gathered again when it asks for one."""
-        memory = whole.untyped_storage()._cdata  # and not the tensor: autograd holds the functions below
+        storage = full.untyped_storage()._cdata  # and not the tensor: autograd holds the functions below
 
         def pack(tensor: Tensor) -> Any:
-            is_view = tensor.untyped_storage()._cdata == memory
+            is_view = tensor.untyped_storage()._cdata == storage
             return (tensor.size(), tensor.stride(), tensor.storage_offset()) if is_view else tensor
 
-        def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            if self.found is None:
-                self.found = self.gather()
-            return self.found.as_strided(*kept)
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            if self.cached is None:
+                self.cached = self.gather()
+            return self.cached.as_strided(*packed)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class _Gather(torch.autograd.Function):
+class _AllGatherKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, gathered: _Gathered) -> Tensor:
+    def forward(ctx: Any, local: Tensor, gathered: _GatheredKV) -> Tensor:
         ctx.gathered = gathered
         return gathered.gather()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.gathered.found = None
-        return ctx.gathered.scatter(gradient), None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        ctx.gathered.cached = None
+        return ctx.gathered.scatter(grad_output), None

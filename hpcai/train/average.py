@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.dist.collect import sum_in_place
-from hpcai.parallel.replicate import GradientSums
-from hpcai.parallel.rows import Share, placed
-from hpcai.parallel.shard import FullySharded
+from hpcai.parallel.data_parallel import GradientReducer
+from hpcai.parallel.fsdp import FSDP
+from hpcai.parallel.sharding import FlatShard, with_spec
 from hpcai.settings import StepConfig
 from hpcai.train.optim import Optimizer
 
@@ -20,12 +20,12 @@ class Average:
     The optimizer averages the parameters in the pass that updates them; the floating-point buffers are averaged here.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, sums: GradientSums | FullySharded, cfg: StepConfig) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, sums: GradientReducer | FSDP, cfg: StepConfig) -> None:
         self.cfg, self.optimizer, self.sums = cfg, optimizer, sums
         kept = model.state_dict(keep_vars=True).items()
         self._live = {n: b for n, b in kept if not isinstance(b, nn.Parameter) and b.is_floating_point()}
         live = self._live.items() if cfg.average is not None else ()
-        self._mean = {name: placed(buffer.detach().clone(), buffer) for name, buffer in live}
+        self._mean = {name: with_spec(buffer.detach().clone(), buffer) for name, buffer in live}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -33,7 +33,7 @@ class Average:
             change = torch._foreach_sub(list(self._live.values()), self.buffers)
             torch._foreach_add_(self.buffers, torch._foreach_mul(change, self.optimizer.take))
 
-    def state(self) -> dict[str, Tensor | Share]:
+    def state(self) -> dict[str, Tensor | FlatShard]:
         return {**self.optimizer.averages(), **self._mean}
 
     @property
@@ -69,9 +69,9 @@ class Average:
 
     @torch.no_grad()
     def _put(self, pairs: list[tuple[Tensor, Tensor]], shared: bool) -> None:
-        self.sums.settle()
+        self.sums.wait()
         for live, value in pairs:
             live.copy_(value)
         if shared:
-            self.sums.spread()
-            self.sums.settle()
+            self.sums.all_gather_parameters()
+            self.sums.wait()

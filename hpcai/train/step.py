@@ -14,7 +14,7 @@ from hpcai.dist.collect import distinct, gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.nn.deferred import make, tell_names
-from hpcai.parallel.rows import Row, total
+from hpcai.parallel.sharding import FlatParameter, global_sum
 from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.agreement import NEVER, Agreement
@@ -74,10 +74,10 @@ class Step:
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []
         self.sums = gradient_sums(self.model, mesh, cfg)
-        self.optimizer = Optimizer(self.sums.rows, cfg)
-        kinds: dict[Any, list[Row]] = {}
-        for row in self.sums.rows:
-            kinds.setdefault((row.others, row.counts), []).append(row)
+        self.optimizer = Optimizer(self.sums.flat_parameters, cfg)
+        kinds: dict[Any, list[FlatParameter]] = {}
+        for row in self.sums.flat_parameters:
+            kinds.setdefault((row.partition_axes, row.is_counted), []).append(row)
         self._alike = list(kinds.values())  # rows whose other parts lie along the same axes
         self.average = Average(self.model, self.optimizer, self.sums, cfg)
         self.agreement = Agreement(self.sums, self.optimizer, mesh)
@@ -129,10 +129,10 @@ class Step:
 
     def _gradients(self, batch: Any) -> dict[str, Value]:
         with span("gradients"):
-            self.sums.zero()
+            self.sums.zero_grad()
             values = self.forward_backward(self.model, batch)
         with span("sums"):
-            self.sums.finish()
+            self.sums.reduce()
         return values
 
     def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
@@ -147,7 +147,7 @@ class Step:
             told = {name: _detach(value) for name, value in values.items()}
             return head[0] if isinstance(head, tuple) else head * self._share, told
 
-        self.sums.last = False  # which one is the last, the act may know
+        self.sums.is_last_backward = False  # which one is the last, the act may know
         return _mean(self.act.backward(measure, parts, self.autocast))
 
     def _each(self, model: nn.Module, batch: Any) -> dict[str, Value]:
@@ -193,7 +193,7 @@ class Step:
         skip = (self._first_bad[0] < NEVER).float()
         with span("update"):
             self.optimizer.step(scale, skip)
-            self.sums.spread()
+            self.sums.all_gather_parameters()
         self.average.update()
         self._count += 1
 
@@ -204,7 +204,7 @@ class Step:
             found = [gradient for row in rows if (gradient := row.gradient()) is not None]
             norms = torch._foreach_norm(found, 2, dtype=self.optimizer.lr.dtype) if found else [torch.zeros_like(self.optimizer.lr)]
             squares.append((rows[0], torch.stack(norms).square().sum()))
-        return total(squares).sqrt()
+        return global_sum(squares).sqrt()
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
@@ -276,7 +276,7 @@ class Whole:
         """Leave the gradient of what ``measure(model, part)`` gives first, over all parts -> what it gives second, of each."""
         every: list[dict[str, Value]] = []
         for part in parts:
-            self.sums.last = part is parts[-1]
+            self.sums.is_last_backward = part is parts[-1]
             with around():
                 scalar, values = measure(self.model, part)
             scalar.backward()

@@ -10,8 +10,8 @@ from hpcai.errors import ConfigError
 from hpcai.models.llm.model import LLM, Attention, Causal
 from hpcai.nn.seam import Seam
 from hpcai.parallel.pipeline import Pipeline
-from hpcai.parallel.stages import Passed
-from hpcai.parallel.tensor import parts_with_tokens
+from hpcai.parallel.pipeline_stages import StageOutput
+from hpcai.parallel.tensor import sequence_parallel
 
 Change = tuple[Any, str, Any]  # an object, one of its attributes, and another value of that
 
@@ -19,8 +19,8 @@ Change = tuple[Any, str, Any]  # an object, one of its attributes, and another v
 def undivided(model: LLM, act: Pipeline | None = None) -> list[Change]:
     """What lets each rank of ``tensor`` and ``context`` have all tokens of its texts, however few, where no gradients are wanted:
     with ``context``, along which weights are whole, all ranks do the same."""
-    seen = [model] + ([act.stages.module(stage) for stage in act.stages.own] if act is not None else [])
-    changes: list[Change] = [(part, "sequence", None) for part in parts_with_tokens(model)]
+    seen = [model] + ([act.stages.module(stage) for stage in act.stages.local_stages] if act is not None else [])
+    changes: list[Change] = [(part, "sequence", None) for part in sequence_parallel(model)]
     changes += [(each, "own", Seam()) for each in seen]
     return changes + [(attention, "attend", Causal()) for attention in attentions(model)]
 
@@ -49,13 +49,13 @@ def _set(one: Any, name: str, value: Any) -> None:
 def attentions(model: LLM) -> list[Attention]:
     """Of the layers that this process has."""
     layers: Any = model.model.layers
-    return [layer.self_attn for layer in layers if not isinstance(layer, Passed)]
+    return [layer.self_attn for layer in layers if not isinstance(layer, StageOutput)]
 
 
 def last_stage(model: LLM, act: Any) -> Pipeline | None:
     """``act`` where a model is cut into stages, else None. Raises ConfigError where such a model comes without."""
     if isinstance(act, Pipeline) and act.axis.size > 1:
         return act
-    if any(isinstance(part, Passed) for part in model.modules()):
+    if any(isinstance(part, StageOutput) for part in model.modules()):
         raise ConfigError("the model is cut into stages, and this process has one of them; give act=stages(model, mesh)")
     return None

@@ -14,8 +14,8 @@ from hpcai.models.openfold.heads import Heads
 from hpcai.models.openfold.model import OpenFold
 from hpcai.models.openfold.structure import PointAttention
 from hpcai.nn.seam import Seam
-from hpcai.parallel.axial import Join, Move, Once, Own, ToChannels, ToRows
-from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.axial import AllGather, AllToAll, ChannelsToRows, LocalSlice, ReplicatedOnce, RowsToChannels
+from hpcai.parallel.data_parallel import sum_gradients_over
 
 
 def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
@@ -31,27 +31,27 @@ def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
                 raise MeshError(
                     f"mesh.axial is {axis.size}, which does not divide the {channels} channels of {name}; take a divisor of them"
                 )
-            part.to_channels, part.to_rows = ToChannels(axis), ToRows(axis)
+            part.to_channels, part.to_rows = RowsToChannels(axis), ChannelsToRows(axis)
         elif isinstance(part, (EvoformerBlock, PairUpdate)):
-            part.to_columns, part.to_rows = Move(axis, 2, 1), Move(axis, 1, 2)
+            part.to_columns, part.to_rows = AllToAll(axis, 2, 1), AllToAll(axis, 1, 2)
         elif isinstance(part, (RowAttention, TriangleAttention)):
-            part.every_row = Join(axis, 2)
+            part.every_row = AllGather(axis, 2)
         elif isinstance(part, OuterProductMean):
-            part.every_residue = Join(axis, 2)
+            part.every_residue = AllGather(axis, 2)
         if isinstance(part, (OpenFold, InputEmbedder, RecyclingEmbedder, PointAttention)):
-            part.own_rows = Own(axis, 1)
+            part.own_rows = LocalSlice(axis, 1)
         if isinstance(part, TemplateEmbedder):
-            part.own_rows = Own(axis, 2)
+            part.own_rows = LocalSlice(axis, 2)
         if isinstance(part, (OpenFold, Stack, ExtraEmbedder)):
-            part.own_sequences = Own(axis, 1)
+            part.own_sequences = LocalSlice(axis, 1)
         if isinstance(part, Stack):
-            part.own_columns = Own(axis, 2)
+            part.own_columns = LocalSlice(axis, 2)
         if isinstance(part, (OpenFold, PointAttention, Heads)):
-            part.join_rows = Join(axis, 1)
+            part.join_rows = AllGather(axis, 1)
         if isinstance(part, Heads):
-            part.join_columns = Join(axis, 2)
+            part.join_columns = AllGather(axis, 2)
     for last in (model.extra_msa_stack.blocks[-1], model.evoformer.blocks[-1]):
         last.to_rows = Seam()  # of sequences only the first is asked for, by residues
-    model.one_answer = Once(axis)
-    sum_over(model, axis)
+    model.one_answer = ReplicatedOnce(axis)
+    sum_gradients_over(model, axis)
     return model

@@ -13,66 +13,66 @@ from torch import Tensor, nn
 
 from hpcai.errors import ConfigError
 
-Around = Callable[[], AbstractContextManager[Any]]
+ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
-class Call:
+class ModelCall:
     """What a model is called with."""
 
     args: tuple[Any, ...]
-    words: dict[str, Any]
+    kwargs: dict[str, Any]
 
     @property
     def shapes(self) -> Any:
         """What decides the shapes of all that the model computes: those of its tensors, and integers and names by value."""
-        return _shapes((self.args, self.words))
+        return _shapes((self.args, self.kwargs))
 
     @property
-    def depends(self) -> bool:
+    def has_grad_args(self) -> bool:
         """Whether other arguments than the first depend on weights."""
-        return any(tensor.requires_grad for tensor in _tensors((self.args[1:], self.words)))
+        return any(tensor.requires_grad for tensor in _tensors((self.args[1:], self.kwargs)))
 
 
-def call_of(function: Callable[..., Any], model: nn.Module, batch: Any, around: Around) -> Call:
+def capture_call(function: Callable[..., Any], model: nn.Module, batch: Any, context: ContextFactory) -> ModelCall:
     """What ``function(model, batch)`` calls the model with, within ``around()``. Raises ConfigError where it never does."""
 
-    def caught(*args: Any, **words: Any) -> Any:
-        raise _Called(Call(args, words))
+    def capture(*args: Any, **words: Any) -> Any:
+        raise _CallCaptured(ModelCall(args, words))
 
     try:
-        with around():
-            function(_StandIn(model, caught), batch)
-    except _Called as found:
-        if not found.call.args:
+        with context():
+            function(_ModelProxy(model, capture), batch)
+    except _CallCaptured as captured:
+        if not captured.call.args:
             raise ConfigError("a loss or metric gives the model no positional argument; stages of a pipeline need one") from None
-        return found.call
+        return captured.call
     raise ConfigError("a loss or metric never calls the model; stages of a pipeline need one call")
 
 
-def after(function: Callable[..., Any], model: nn.Module, batch: Any, around: Around, output: Any) -> Any:
+def resume_after(function: Callable[..., Any], model: nn.Module, batch: Any, context: ContextFactory, output: Any) -> Any:
     """What ``function(model, batch)`` returns where the model returns ``output``. Raises ConfigError at a second call."""
-    calls = 0
+    count = 0
 
-    def given(*_: Any, **__: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
+    def replay(*_: Any, **__: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > 1:
             raise ConfigError("a loss or metric calls the model more than once; stages of a pipeline need one call")
         return output
 
-    with around():
-        return function(_StandIn(model, given), batch)
+    with context():
+        return function(_ModelProxy(model, replay), batch)
 
 
-class _Called(BaseException):
+class _CallCaptured(BaseException):
     """Ends a function where it calls its model, also one that catches every Exception."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModelCall) -> None:
         self.call = call
 
 
-class _StandIn:
+class _ModelProxy:
     """A model whose call is another; all else is its own."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
