@@ -1,20 +1,20 @@
-"""Axial parallelism: a tensor with two long dims is cut along one of them, and its cut moves to the other (Cheng et al.,
-"FastFold", 2022, after Ho et al., "Axial attention", 2019).
+"""Axial parallelism: a tensor with two long dims is sharded along one of them, and resharded along the other by an all-to-all
+(Cheng et al., "FastFold", 2022, after Ho et al., "Axial attention", 2019).
 
-    part = Own(axis, 1)(x)                     # [B, R, C, ...] -> [B, R/n, C, ...]
-    part = Move(axis, give=2, take=1)(part)    # [B, R/n, C, ...] -> [B, R, C/n, ...]
-    x = Join(axis, 2)(part, C)                 # [B, R, C, ...]
+    x = LocalSlice(axis, 1)(x)                             # [B, R, C, ...] -> [B, R/n, C, ...]
+    x = AllToAll(axis, split_dim=2, concat_dim=1)(x)       # [B, R/n, C, ...] -> [B, R, C/n, ...]
+    x = AllGather(axis, 2)(x, C)                           # [B, R, C, ...]
 
-Ranks hold equal parts: a dim that does not divide is filled with zeros behind its last place, and what is not cut has its true size
-again. One rule makes all gradients right: what ranks count adds up. The adjoint of a cut is filling with zeros, that of a join is a
-sum of which each rank gets its part, and what all ranks compute alike counts 1/n on each (``Once``). Nothing is approximate.
+Shards are equal: a dim that does not divide is padded with zeros at its end, and has its true size where it is not sharded. The
+losses of the ranks add up to the loss, which determines every adjoint: that of a slice is padding with zeros, that of an all-gather
+is a reduce-scatter, and replicated results count 1/n on each rank (``ReplicatedOnce``). Nothing is approximate.
 n the size of the axis.
 
-A message that a model asks for before it needs it hides behind what it computes meanwhile, and so does its gradient's:
+A collective that starts early overlaps with the computation between ``begin`` and ``finish``, in the backward pass too:
 
-    passing = join.begin(part, C)              # sent
+    pending = gather.begin(x, C)
     y = something(else)
-    x = join.finish(passing)                   # there
+    x = gather.finish(pending)
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class _Seam(Seam):
 
 
 class LocalSlice(_Seam):
-    """This rank's part of a whole, along ``dim``. Raises DataError where there are fewer places than ranks."""
+    """Slice this rank's shard out of a full tensor along ``dim``. Raises DataError if there are fewer elements than ranks."""
 
     def __init__(self, axis: Axis, dim: int) -> None:
         super().__init__(axis)
@@ -51,7 +51,7 @@ class LocalSlice(_Seam):
         size, n = x.shape[self.dim], self.axis.size
         if size < n:
             raise DataError(
-                f"a tensor {list(x.shape)} has {size} places along dim {self.dim} for the {n} ranks of mesh.{self.axis.name}; give "
+                f"a tensor {list(x.shape)} has {size} elements along dim {self.dim} for {n} ranks of mesh.{self.axis.name}; use "
                 f"longer samples, or set mesh.{self.axis.name} to {size} or less"
             )
         local_size = -(-size // n)
@@ -60,7 +60,10 @@ class LocalSlice(_Seam):
 
 
 class _Collective(_Seam):
-    """A seam that sends: whole, or in two halves with computation in between. ``_ways`` are those of a part and of its gradient."""
+    """A seam that communicates: at once, or in two halves with computation between them.
+
+    ``_collectives`` returns functions that start the forward collective and its adjoint.
+    """
 
     def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
         raise NotImplementedError
@@ -80,8 +83,8 @@ class _Collective(_Seam):
 
 
 class AllGather(_Collective):
-    """The whole on every rank, from its parts along ``dim``, of the first of ``sizes`` places or, of a square, as many as the next
-    dim has."""
+    """Gather the full tensor from its shards along ``dim``. The first of ``sizes`` is the full size; by default that of the next
+    dim (square pair tensors)."""
 
     def __init__(self, axis: Axis, dim: int) -> None:
         super().__init__(axis)
@@ -93,8 +96,8 @@ class AllGather(_Collective):
 
 
 class AllToAll(_Collective):
-    """The cut moves from dim ``take``, which is put together, to dim ``give``. ``sizes`` are those of the whole from dim 1 on; a
-    square needs none."""
+    """Reshard from ``concat_dim``, which becomes full, to ``split_dim``. ``sizes`` are the full sizes from dim 1 on; square tensors
+    need none."""
 
     def __init__(self, axis: Axis, give: int, take: int) -> None:
         super().__init__(axis)
@@ -107,7 +110,7 @@ class AllToAll(_Collective):
 
 
 class RowsToChannels(AllToAll):
-    """All edges of some channels, from all channels of some rows.   [B, 2 C, R/n, R] -> [B, 2 C/n, R, R], each half by itself"""
+    """Reshard from rows to channels, each half of the channels separately.   [B, 2 C, R/n, R] -> [B, 2 C/n, R, R]"""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis, 2, 3)
@@ -126,7 +129,7 @@ class RowsToChannels(AllToAll):
 
 
 class ChannelsToRows(AllToAll):
-    """All channels of some rows, from all edges of some channels.   [B, C/n, R, R] -> [B, C, R/n, R]"""
+    """Reshard from channels to rows.   [B, C/n, R, R] -> [B, C, R/n, R]"""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis, 2, 1)
@@ -137,7 +140,7 @@ class ChannelsToRows(AllToAll):
 
 
 class ReplicatedOnce(nn.Module):
-    """Stands where ranks have computed the same tensors: what follows counts once, though each rank computes it."""
+    """Scale gradients of replicated tensors by 1/n: the computation that follows counts once, though every rank repeats it."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -149,7 +152,7 @@ class ReplicatedOnce(nn.Module):
 
 
 class Work:
-    """A tensor under way along ``axis``: ``work`` reads ``sent``, and fills what ``landed`` makes it of."""
+    """A running collective along ``axis``: ``work`` reads ``buffer``, and ``assemble`` returns the result once it is complete."""
 
     def __init__(self, work: Any, axis: Axis, buffer: Tensor, assemble: Callable[[], Tensor]) -> None:
         self.work, self.buffer, self.assemble = work, buffer, assemble
@@ -164,7 +167,7 @@ StartCollective = Callable[[Tensor], Work]
 
 
 class AsyncCollective:
-    """A part that crosses a seam, and its gradient on the way back: of one message at a time, for which one waits once."""
+    """The forward collective of a seam and its adjoint, of which one runs at a time and is waited for once."""
 
     def __init__(self, start_forward: StartCollective, start_backward: StartCollective) -> None:
         self.start_forward, self.start_backward = start_forward, start_backward
@@ -172,27 +175,27 @@ class AsyncCollective:
 
     def wait(self) -> Tensor:
         work, self.pending = self.pending, None
-        assert work is not None, "what passes a seam is finished once"
+        assert work is not None, "a collective was finished twice, or before it began"
         return work.wait()
 
     def __del__(self) -> None:
-        # A block that is computed again ends before the last of its messages is asked for. NCCL waits in the stream alone, and
-        # in a graph nothing else keeps the memory that it writes; gloo keeps it.
+        # A recomputed block ends before its last collective is finished. NCCL waits in the stream alone, and in a graph nothing
+        # else keeps the memory that it writes; gloo keeps it.
         if self.pending is not None and self.pending.in_stream:
             self.pending.work.wait()
 
 
 class PendingCollective(NamedTuple):
-    """What lies between the halves of a seam. ``token`` has no values: it carries the order of the backward pass, and nobody can
-    add to a gradient that has not come yet."""
+    """A collective between ``begin`` and ``finish``. ``token`` [0] has no elements: it orders the backward pass, and no gradient can
+    be accumulated into it before the collective is complete."""
 
     token: Tensor
     collective: AsyncCollective
 
 
 class _Begin(torch.autograd.Function):
-    """The backward pass runs, of what is ready, the node that was made last: what a model computes between the halves comes between
-    ``_Finish.backward`` and ``_Begin.backward``, on every rank alike."""
+    """The backward pass runs the ready node that was created last: nodes created between the two halves run between
+    ``_Finish.backward`` and ``_Begin.backward``, in the same order on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: AsyncCollective) -> Tensor:
@@ -240,12 +243,12 @@ def _all_to_all(axis: Axis, split_dim: int, concat_dim: int, size: int, x: Tenso
 
 
 def _split(x: Tensor, dim: int, count: int, local_size: int) -> Tensor:
-    """Equal parts along ``dim``, one after another in memory, the last ones filled with zeros; no copy where they lie so."""
+    """Split ``dim`` into equal slices, zero-padded, along a new first dim, contiguous; no copy if the memory layout allows it."""
     return _pad(x, dim, count * local_size).unflatten(dim, (count, local_size)).movedim(dim, 0).contiguous()
 
 
 def _concat(slices: Tensor, dim: int, size: int) -> Tensor:
-    """The adjoint: the first ``size`` places along ``dim``."""
+    """Concatenate slices along ``dim``, and keep the first ``size`` elements: the adjoint of ``_split``."""
     local_size = slices.shape[dim + 1]
     if size == len(slices) * local_size:
         return slices.movedim(0, dim).flatten(dim, dim + 1)
@@ -253,6 +256,6 @@ def _concat(slices: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with zeros behind its places along ``dim``, up to ``size`` of them."""
+    """Pad ``x`` with zeros at the end of ``dim``, to ``size`` elements."""
     missing = size - x.shape[dim]
     return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x

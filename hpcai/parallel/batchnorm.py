@@ -1,4 +1,4 @@
-"""Batch normalisation with statistics over the samples of several copies of a model: one node's, any number, or all."""
+"""Synchronized batch normalization over a group of replicas: one node, any number, or all."""
 
 import copy
 from typing import TypeVar
@@ -16,7 +16,7 @@ _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class AllReduce(nn.Module):
-    """Adds a tensor over axes, in place; over no axis it does nothing."""
+    """All-reduce (sum) a tensor in place over axes; without axes it is the identity."""
 
     def __init__(self, *axes: Axis) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class AllReduce(nn.Module):
 
 
 def convert_sync_batchnorm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:
-    """Have every batch norm of ``model`` (``nn.BatchNorm1d`` to ``3d``, ours), in place, take statistics over the samples of
-    ``group`` neighbouring copies along ``replicate``; with 1 nothing changes.
+    """Convert every batch norm of ``model`` (``nn.BatchNorm1d`` to ``3d``, hpcai's), in place, to statistics over the samples of
+    ``group`` neighbouring replicas along ``replicate``; with 1 nothing changes.
 
-    Forward and backward send one message each per layer. Values, gradients and running statistics equal those of one process with
-    all samples of the group. Parameters, buffers and their names stay. Each process of the job calls it. Raises MeshError when
-    ``group`` does not divide the copies; ``setting`` names what is then to be changed.
+    Forward and backward take one all-reduce each per layer. Values, gradients and running statistics equal those of one process
+    with all samples of the group. Parameters, buffers and their names are kept. Every rank of the job must call it. Raises MeshError
+    if ``group`` does not divide the number of replicas; the message names ``setting``.
     """
     _, axis = mesh.split("replicate", group, setting)
     if axis.size == 1:
@@ -48,8 +48,8 @@ def convert_sync_batchnorm(model: Model, mesh: Mesh, group: int, setting: str = 
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Replace torch's norms in ``model`` by norms whose statistics can be those of several processes; these take over the very
-    parameters and buffers, not copies."""
+    """Replace torch's norms in ``model`` by hpcai's, whose statistics can span several ranks; parameters and buffers are reused,
+    not copied."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             norm: BatchNorm | InstanceNorm | GroupNorm

@@ -1,7 +1,7 @@
-"""Losses and metrics cut at the place where they call their model, whose parts are on several processes.
+"""Split a loss or metric at its model call, for a model whose stages are on several ranks.
 
-``function(model, batch)`` is pure and calls its model once. It runs twice: with a stand-in that ends it where it calls the model,
-and with one that gives what the model would have given. All else of a stand-in is the model's own.
+``function(model, batch)`` is pure and calls its model once. It runs twice, with a proxy of the model: the first proxy captures the
+arguments and ends the function, the second returns the model's output. All other attributes are the model's own.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,47 +18,47 @@ ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class ModelCall:
-    """What a model is called with."""
+    """The arguments of a model call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
     def shapes(self) -> Any:
-        """What decides the shapes of all that the model computes: those of its tensors, and integers and names by value."""
+        """The arguments that determine all shapes in the model: shapes and dtypes of tensors, and values of integers and strings."""
         return _shapes((self.args, self.kwargs))
 
     @property
     def has_grad_args(self) -> bool:
-        """Whether other arguments than the first depend on weights."""
+        """Whether an argument other than the first requires a gradient."""
         return any(tensor.requires_grad for tensor in _tensors((self.args[1:], self.kwargs)))
 
 
 def capture_call(function: Callable[..., Any], model: nn.Module, batch: Any, context: ContextFactory) -> ModelCall:
-    """What ``function(model, batch)`` calls the model with, within ``around()``. Raises ConfigError where it never does."""
+    """Return the arguments of the model call in ``function(model, batch)``, under ``context()``. Raises ConfigError if it has none."""
 
-    def capture(*args: Any, **words: Any) -> Any:
-        raise _CallCaptured(ModelCall(args, words))
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        raise _CallCaptured(ModelCall(args, kwargs))
 
     try:
         with context():
             function(_ModelProxy(model, capture), batch)
     except _CallCaptured as captured:
         if not captured.call.args:
-            raise ConfigError("a loss or metric gives the model no positional argument; stages of a pipeline need one") from None
+            raise ConfigError("a loss or metric calls the model without a positional argument; pipeline stages need one") from None
         return captured.call
-    raise ConfigError("a loss or metric never calls the model; stages of a pipeline need one call")
+    raise ConfigError("a loss or metric never calls the model; pipeline stages need one call")
 
 
 def resume_after(function: Callable[..., Any], model: nn.Module, batch: Any, context: ContextFactory, output: Any) -> Any:
-    """What ``function(model, batch)`` returns where the model returns ``output``. Raises ConfigError at a second call."""
+    """Return ``function(model, batch)`` for a model that returns ``output``. Raises ConfigError at a second call."""
     count = 0
 
     def replay(*_: Any, **__: Any) -> Any:
         nonlocal count
         count += 1
         if count > 1:
-            raise ConfigError("a loss or metric calls the model more than once; stages of a pipeline need one call")
+            raise ConfigError("a loss or metric calls the model more than once; pipeline stages need one call")
         return output
 
     with context():
@@ -66,20 +66,20 @@ def resume_after(function: Callable[..., Any], model: nn.Module, batch: Any, con
 
 
 class _CallCaptured(BaseException):
-    """Ends a function where it calls its model, also one that catches every Exception."""
+    """Ends a function at its model call, even if it catches every Exception."""
 
     def __init__(self, call: ModelCall) -> None:
         self.call = call
 
 
 class _ModelProxy:
-    """A model whose call is another; all else is its own."""
+    """A model with a replaced call; all other attributes are its own."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
         self._model, self._call = model, call
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        return self._call(*args, **words)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

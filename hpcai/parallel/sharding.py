@@ -1,8 +1,8 @@
-"""Where weights lie: places within a whole that several processes hold together, and rows that an optimizer updates as one.
+"""Sharded parameters, and the flat parameters that an optimizer updates.
 
-A weight that is cut has a ``Place``, which says what part of the whole it is. A row holds parameters one after another, each in its
-own order of memory (a channels-last weight stays channels-last), or this process's share of them. Weights, gradients, moments and
-averages are rows of the same length.
+A sharded parameter has a ``ShardSpec``: the index ranges of the full tensor that this rank holds. A flat parameter (FSDP's term)
+concatenates parameters, each in its memory order (channels-last stays channels-last), or is a shard of such a concatenation.
+Weights, gradients, moments and averages are flat tensors of the same length.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,15 +18,15 @@ from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 
 ALONE = Axis("alone")
-Ranges = tuple[tuple[int, int], ...]  # first and last + 1 of each
+Ranges = tuple[tuple[int, int], ...]  # (begin, end) of each
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a tensor lies within a whole of ``size``: in each dim, the ``stretches`` of the whole that are here, one after another.
+    """The shard of a tensor that this rank holds: for each dim, the index ranges of the full tensor, concatenated.
 
-    The ranks along ``axes`` hold its other parts; those along ``apart`` have no such tensor (another stage of a pipeline, other
-    experts). Along every other axis of the mesh all hold the same.
+    Ranks along ``axes`` hold the other shards. Ranks along ``exclusive_axes`` do not have the tensor at all (another pipeline
+    stage, other experts). Along every other axis of the mesh all ranks hold the same shard.
     """
 
     global_shape: tuple[int, ...]
@@ -40,18 +40,18 @@ class ShardSpec:
 
     @property
     def axis_names(self) -> set[str]:
-        """The axes of the mesh along which not all ranks hold the same."""
+        """The names of the mesh axes along which ranks hold different elements."""
         return {axis.of or axis.name for axis in (*self.axes, *self.exclusive_axes)}
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """A box of the tensor as boxes of the whole: the offsets there, and which part of the box it is."""
+        """Split a box of the shard into boxes of the full tensor: yield the offsets there and the slices of the given box."""
         dims = [list(_intersect(stretches, o, o + n)) for stretches, o, n in zip(self.ranges, offsets, sizes)]
         for pieces in product(*dims):
             yield tuple(at for at, _, _ in pieces), tuple(slice(a - o, b - o) for (_, a, b), o in zip(pieces, offsets))
 
 
 def _intersect(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Numbers ``begin`` to ``end`` of what the stretches are together: where each piece begins in the whole, and here; its end."""
+    """Split elements ``begin`` to ``end`` of the concatenated ranges: yield (global start, local start, local end) of each piece."""
     position = 0
     for first, last in ranges:
         a, b = max(begin, position), min(end, position + last - first)
@@ -61,17 +61,17 @@ def _intersect(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int,
 
 
 def subrange(ranges: Ranges, begin: int, end: int) -> Ranges:
-    """Numbers ``begin`` to ``end`` of what the stretches are together, as stretches of the whole."""
+    """Return elements ``begin`` to ``end`` of the concatenated ranges, as ranges of the full tensor."""
     return tuple((at, at + b - a) for at, a, b in _intersect(ranges, begin, end))
 
 
 def shard_spec(tensor: Tensor) -> ShardSpec:
-    """Where ``tensor`` lies; one that nobody cut is whole."""
+    """Return the spec of ``tensor``; a tensor that was not sharded is full."""
     return getattr(tensor, "shard_spec", None) or ShardSpec.full(tensor.shape)
 
 
 def with_spec(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor``, which lies where ``like`` does."""
+    """Return ``tensor`` with the spec of ``like``, if it has one."""
     if hasattr(like, "shard_spec"):
         tensor.shard_spec = like.shard_spec  # type: ignore[attr-defined]
     return tensor
@@ -79,11 +79,14 @@ def with_spec(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shard_(tensor: Tensor, dim: int, axis: Axis, sizes: Sequence[int] = ()) -> None:
-    """Leave of ``tensor``, a parameter or a buffer, this rank's share along ``dim``, in place: of n numbers, from n*r/size on.
+    """Shard ``tensor``, a parameter or a buffer, along ``dim`` in place: rank r holds elements n*r/size to n*(r+1)/size of n.
 
-    ``parts``: the sizes of tensors that lie one behind another along ``dim``, of which each is cut by itself (queries, keys and
-    values in one weight). A tensor that has been cut like this already, since two modules share it, stays as it is. Raises
-    ConfigError where there is less than one number for each rank, or where it is cut along ``axis`` in another dim.
+    A tensor that was already sharded this way, because two modules share it, is left unchanged.
+
+    Args:
+        sizes: Sizes of tensors that are concatenated along ``dim`` and sharded separately (queries, keys and values).
+
+    Raises ConfigError if a rank would hold no element, or if the tensor is already sharded over ``axis`` in another dim.
     """
     spec = shard_spec(tensor)
     dim, length = dim % tensor.ndim, tensor.shape[dim]
@@ -91,13 +94,13 @@ def shard_(tensor: Tensor, dim: int, axis: Axis, sizes: Sequence[int] = ()) -> N
         return
     if axis in spec.axes:
         if spec.ranges[dim] == ((0, spec.global_shape[dim]),):
-            raise ConfigError(f"a weight of {list(spec.global_shape)} is cut over {axis.name} in another dim than {dim}; keep one")
+            raise ConfigError(f"a weight {list(spec.global_shape)} is sharded over {axis.name} in another dim than {dim}; keep one")
         return
     sizes = sizes or (length,)
     if sum(sizes) != length or min(sizes) < axis.size:
         raise ConfigError(
-            f"a weight of {list(tensor.shape)} cannot be cut over {axis.name} in dim {dim}: its parts are {list(sizes)}, expected "
-            f"a sum of {length} and at least one number for each of {axis.size} ranks"
+            f"a weight {list(tensor.shape)} cannot be sharded over {axis.name} in dim {dim}: sizes are {list(sizes)}, expected "
+            f"a sum of {length} and at least one element for each of {axis.size} ranks"
         )
     local, start = [], 0
     for n in sizes:
@@ -111,28 +114,29 @@ def shard_(tensor: Tensor, dim: int, axis: Axis, sizes: Sequence[int] = ()) -> N
 
 
 def mark_exclusive(module: nn.Module, axis: Axis) -> None:
-    """Record that the ranks along ``axis`` have no such ``module``: they hold other layers, or other experts."""
+    """Record that other ranks along ``axis`` do not have ``module``: they hold other layers, or other experts."""
     for tensor in (*module.parameters(), *module.buffers()):
         mark_tensor_exclusive(tensor, axis)
 
 
 def mark_tensor_exclusive(tensor: Tensor, axis: Axis) -> None:
-    """``keep_apart`` of one parameter or buffer."""
+    """``mark_exclusive`` for one parameter or buffer."""
     spec = shard_spec(tensor)
     if axis.size > 1 and axis not in spec.exclusive_axes:
         tensor.shard_spec = replace(spec, exclusive_axes=(*spec.exclusive_axes, axis))  # type: ignore[attr-defined]
 
 
 def sum_axes(parameter: Tensor) -> tuple[Axis, ...]:
-    """The axes over which gradients are added besides replicate, because each rank sees a part of a sample (``sum_over``), and
-    those of a part of an axis along which it is cut (``Axis.of``)."""
+    """Return the axes over which gradients are summed besides replicate: each rank sees a part of a sample
+    (``sum_gradients_over``), or the axis is a subset of one over which the parameter is sharded (``Axis.of``)."""
     return tuple(axis for axis in getattr(parameter, "sum_axes", ()) if axis.size > 1)
 
 
 def replica_axes(tensor: Tensor, mesh: Mesh, shard_axis: Axis = ALONE, replicate_axis: Axis = ALONE) -> tuple[Axis, ...]:
-    """The axes along which all ranks hold the same numbers of ``tensor``: as few as can be, no two of them in one direction.
+    """Return the axes along which all ranks hold the same elements of ``tensor``: as few as possible, no two along one mesh axis.
 
-    ``cut``: of a share of it, which the ranks along ``cut`` have shares of; groups that divide it alike lie along ``between``.
+    With ``shard_axis``: of a shard of it, where ranks along ``shard_axis`` hold the other shards, and ranks along
+    ``replicate_axis`` the same shard (hybrid sharding).
     """
     differing = shard_spec(tensor).axis_names | {shard_axis.of or shard_axis.name}
     merged = mesh.over(*(axis.name for axis in mesh.used if axis.name not in differing))
@@ -142,7 +146,7 @@ def replica_axes(tensor: Tensor, mesh: Mesh, shard_axis: Axis = ALONE, replicate
 
 @dataclass(frozen=True)
 class FlatView:
-    """Numbers ``begin`` to ``begin + length`` of a parameter, in its order of memory, which begin at ``start`` of a row."""
+    """``length`` elements of a parameter from ``param_offset``, in memory order, at ``flat_offset`` of a flat parameter."""
 
     name: str
     parameter: nn.Parameter
@@ -152,11 +156,11 @@ class FlatView:
     spec: ShardSpec
 
     def full(self, flat: Tensor) -> Tensor:
-        """The parameter's numbers in ``row``, in its shape. The part must be whole."""
+        """Return the view of ``flat`` in the shape of the parameter, all of whose elements it must hold."""
         return torch.as_strided(flat, self.parameter.size(), self.parameter.stride(), flat.storage_offset() + self.flat_offset)
 
     def boxes(self, flat: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """The numbers of this part as rectangular pieces of the whole weight: (offsets, a view of ``row`` in the piece's shape)."""
+        """Split the elements into boxes of the full weight: yield (offsets, a view of ``flat`` in the shape of the box)."""
         stride, spec = self.parameter.stride(), self.spec
         for offsets, sizes in boxes(tuple(self.parameter.shape), stride, self.param_offset, self.param_offset + self.length):
             position = sum(o * s for o, s in zip(offsets, stride)) - self.param_offset + self.flat_offset
@@ -165,12 +169,12 @@ class FlatView:
 
 
 class FlatParameter:
-    """What one process updates together: ``weights`` [n] in the dtype that the model computes with, and where each parameter lies.
+    """Parameters that are updated in one pass: ``weights`` [n] in the compute dtype, and a view for each parameter.
 
-    ``gradient()`` gives the row of gradients [n], summed over all copies of the model, or None where there is none. ``cut`` is the
-    axis whose ranks hold the other shares of the row (size 1: there are none), and ``first`` is where this share begins.
-    All shares name the same parameters, even those of which they hold no number. All parts have the same ``axes`` and ``apart``
-    (``Place``) and the same sums; ``copies`` are the axes along which all hold the same.
+    ``gradient()`` returns the flat gradient [n], summed over all replicas, or None if there is none. Ranks along ``shard_axis``
+    hold the other shards of the flat parameter (size 1: it is full), and this shard begins at ``offset``. All shards list the same
+    parameters, including those of which they hold no element. All views have the same ``axes`` and ``exclusive_axes`` and the same
+    gradient sums. All ranks along ``replica_axes`` hold the same elements.
     """
 
     def __init__(
@@ -182,25 +186,25 @@ class FlatParameter:
 
     @property
     def sharded_axes(self) -> tuple[Axis, ...]:
-        """The axes along which lie the other parts of the same weights."""
+        """The axes whose ranks hold the other shards of the same weights."""
         axes = self.views[0].spec.axes
         return axes if self.shard_axis.size == 1 else (*axes, self.shard_axis)
 
     @property
     def partition_axes(self) -> tuple[Axis, ...]:
-        """The axes along which lie all other numbers of the model."""
+        """The axes whose ranks hold all other elements of the model."""
         return (*self.sharded_axes, *self.views[0].spec.exclusive_axes)
 
     @property
     def is_counted(self) -> bool:
-        """Whether these numbers count in a sum over ``others``: they do once, where several of those ranks hold the same."""
+        """Whether a sum over ``partition_axes`` includes this rank: elements that several of its ranks hold count once."""
         names = {axis.name for axis in self.partition_axes}
         return all(axis.rank == 0 for axis in self.replica_axes if axis.of in names)
 
 
 @dataclass(frozen=True)
 class FlatShard:
-    """The numbers of one weight that this process, and those along ``copies``, hold: some, all or none."""
+    """The elements of one weight that this rank, like all ranks along ``replica_axes``, holds: some, all or none."""
 
     view: FlatView
     flat: Tensor
@@ -208,7 +212,7 @@ class FlatShard:
 
 
 def global_sum(values: Iterable[tuple[FlatParameter, Tensor]]) -> Tensor:
-    """The sum over all numbers of the model, of which each counts once, from each row's own sum []: one message for each axis."""
+    """Return the sum over all elements of the model, each once, from the sum [] of each flat parameter: an all-reduce per axis."""
     sums: dict[tuple[Axis, ...], Tensor] = {}
 
     def add(axes: tuple[Axis, ...], value: Tensor) -> None:
@@ -225,18 +229,17 @@ def global_sum(values: Iterable[tuple[FlatParameter, Tensor]]) -> Tensor:
 
 
 def _last_is_pipeline(axis: Axis) -> tuple[bool, str]:
-    """An order of axes that all ranks have. Stages have other rows, of which the other axes leave one sum."""
+    """Sort key of axes, the same on all ranks. Stages have different flat parameters, which the other axes reduce to one sum."""
     return (axis.of or axis.name) == "pipeline", axis.name
 
 
 def local_view(view: FlatView, flat: Tensor, like: FlatParameter) -> Tensor | FlatShard:
-    """What ``row``, which lies like the row ``of``, holds of the weight of ``part``: the whole in its shape, or a share."""
+    """Return the elements that ``flat``, in the layout of ``like``, holds of a weight: the full tensor in its shape, or a shard."""
     return FlatShard(view, flat, like.replica_axes) if like.partition_axes else view.full(flat)
 
 
 def boxes(shape: tuple[int, ...], stride: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``begin`` to ``end`` of a dense tensor, in its order of memory, as rectangular pieces (offsets, sizes); these are
-    fewer than two for each dim."""
+    """Split elements ``begin`` to ``end`` of a dense tensor, in memory order, into boxes (offsets, sizes), fewer than two per dim."""
     order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d] > 1), reverse=True)
     lengths = [shape[d] for d in order]
     pieces: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -275,17 +278,17 @@ def boxes(shape: tuple[int, ...], stride: tuple[int, ...], begin: int, end: int)
 
 
 def flatten_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The numbers of ``tensor`` in the order in which ``parameter`` lies in memory: a view where both lie alike."""
+    """Return the elements of ``tensor`` in the memory order of ``parameter`` [n]: a view if both have the same strides."""
     if tensor.stride() != parameter.stride():
         tensor = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
 def unflatten(name: str, parameter: nn.Parameter, decays: bool, replica_axes: tuple[Axis, ...] = ()) -> FlatParameter:
-    """A row of one parameter where it lies, with the gradient that autograd left: nothing is copied."""
+    """Return a flat parameter that is one parameter in its own memory, with the gradient that autograd left: nothing is copied."""
 
     def gradient() -> Tensor | None:
-        if flat.weights.data_ptr() != parameter.data_ptr():  # the parameter was given other memory
+        if flat.weights.data_ptr() != parameter.data_ptr():  # the parameter has new memory
             flat.weights = flatten_like(parameter.detach(), parameter)
         return None if parameter.grad is None else flatten_like(parameter.grad, parameter)
 
@@ -295,9 +298,9 @@ def unflatten(name: str, parameter: nn.Parameter, decays: bool, replica_axes: tu
 
 
 def check_dense(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise ConfigError for a parameter whose numbers do not lie one after another."""
+    """Raise ConfigError for a parameter whose elements are not contiguous in memory, in any order of dims."""
     for name, parameter in parameters.items():
         if sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride())) + 1 != parameter.numel():
             raise ConfigError(
-                f"parameter {name} has gaps in memory or repeats itself (strides {parameter.stride()}); make it contiguous"
+                f"parameter {name} has gaps or overlaps in memory (strides {parameter.stride()}); make it contiguous"
             )

@@ -117,4 +117,4 @@ def test_causal_attention_costs_each_rank_the_same_and_a_remainder_is_refused() 
     assert sorted(sum((tokens for tokens, _ in found), [])) == list(range(24))
     assert {sum(tokens) for tokens, _ in found} == {69}
     assert found[1][0] == [3, 4, 5, 18, 19, 20]
-    assert "a sample of 18 tokens does not divide into 2 x 4 blocks (mesh.context)" in found[0][1]
+    assert "a sample of 18 tokens does not divide into 2 x 4 chunks (mesh.context)" in found[0][1]

@@ -110,7 +110,7 @@ def in_slabs(mesh: Mesh, words: dict[str, Any]) -> tuple[Rows, list[float]]:
     cfg = cosmoflow.CosmoFlowConfig(size=16, filters=4, blocks=3, dropout=0.0)
     torch.manual_seed(0)
     step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(lr=1e-3), mesh)
-    axis, part = mesh["replicate"], cosmoflow.cut_of(mesh).part((16, 16, 16))
+    axis, part = mesh["replicate"], cosmoflow.cut_of(mesh).local_slices((16, 16, 16))
 
     def universes(count: int, seed: int) -> list[cosmoflow.Batch]:
         generator = torch.Generator().manual_seed(seed)

@@ -54,11 +54,11 @@ def test_a_shared_weight_is_cut_once_and_contradictions_are_refused() -> None:
     shard_(weight, 0, axis)
     shard_(weight, 0, axis)
     assert weight.shape == (2, 6)
-    with pytest.raises(ConfigError, match="cut over tensor in another dim than 1"):
+    with pytest.raises(ConfigError, match="sharded over tensor in another dim than 1"):
         shard_(weight, 1, axis)
     with pytest.raises(ConfigError, match=r"its parts are \[4, 1\], expected a sum of 6"):
         shard_(weight, 1, Axis("height", 2, 0), (4, 1))
-    with pytest.raises(ConfigError, match="at least one number for each of 8 ranks"):
+    with pytest.raises(ConfigError, match="at least one element for each of 8 ranks"):
         shard_(weight, 1, Axis("height", 8, 0))
 
 
