@@ -71,7 +71,7 @@ def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConf
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
     cut = spatial_cut(mesh)
-    part = cut.part((cfg.model.size,) * 3) if cut.axes else ()
+    part = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= sharded_sampler(train, cfg.data, batch, seed)
     turn, held = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last": "keep"}

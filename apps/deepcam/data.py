@@ -29,7 +29,7 @@ def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamCon
     words |= sharded_sampler(train, cfg.data, batch, seed)
     held: dict[str, Any] = {"shuffle": False, "last": "keep"}
     copies, cut = mesh["replicate"].size, spatial_cut(mesh)
-    part = cut.part(train.shapes["mask"]) if cut.axes else ()
+    part = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, part)
     with open_loaders(
         mesh,

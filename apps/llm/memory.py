@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SURE = 1.15
 """times the room that an estimate must be for a run to be refused"""
 _LOGITS = 1 << 28  # bytes of float32 logits that a GPU computes at a time (hpcai.kernels.chunking)
-_FEW = 4  # ranks whose gradients are added up in bfloat16 (hpcai.parallel.replicate)
+_FEW = 4  # ranks whose gradients are added up in bfloat16 (hpcai.parallel.data_parallel)
 _READ, _FED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers that read a norm's result
 _MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1}  # lamb's third is the direction
 

@@ -30,7 +30,7 @@ def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures."""
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     cut = spatial_cut(mesh)
-    crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.part(cfg.model.window), cfg.data.repeat)
+    crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.local_slices(cfg.model.window), cfg.data.repeat)
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
     words |= sharded_sampler(train, cfg.data, cfg.data.batch, cfg.train.seed)
     few = Volumes(validation, cfg.data.pictures)

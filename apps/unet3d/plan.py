@@ -29,5 +29,5 @@ class Plan(Workload):
     )
 
     def batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
-        whole, part = super().batch(cfg, mesh, count), spatial_cut(mesh).part(cfg.model.window)
+        whole, part = super().batch(cfg, mesh, count), spatial_cut(mesh).local_slices(cfg.model.window)
         return Batch(*(tensor[(slice(None), *part)] for tensor in whole))

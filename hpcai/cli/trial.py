@@ -297,9 +297,9 @@ class Training:
             module.train()
         found = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
         for bucket in step.reducer.buckets:  # an update may scale gradients where they lie
-            if hasattr(bucket, "own"):  # of the sum each process has its share
-                gather_shares(bucket.flat, bucket.own, copies).wait()
-            found |= {part.name: part.whole(bucket.flat) for part in bucket.parts}
+            if hasattr(bucket, "gradient_shard"):  # of the sum each process has its share
+                gather_shares(bucket.gradients, bucket.gradient_shard, copies).wait()
+            found |= {part.name: part.full(bucket.gradients) for part in bucket.flat_views}
         loss = sum_in_place(values["loss"].detach().clone(), copies) / copies.size
         return loss.item(), torch.cat([found[name].detach().float().reshape(-1).cpu() for name in sorted(found)])
 

@@ -257,8 +257,8 @@ def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.dev
 
 def _shard_ranges(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
     """Return the size of the full tensor, and for each dim the index ranges of it that ``tensor`` holds."""
-    place = getattr(tensor, "place", None)
-    return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if place is None else (tuple(place.size), place.stretches)
+    place = getattr(tensor, "shard_spec", None)
+    return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if place is None else (tuple(place.global_shape), place.ranges)
 
 
 def load_deferred(model: nn.Module, source: str | Path, file_key: Callable[[str], str] = str) -> None:

@@ -62,9 +62,11 @@ class QuantizedLinear(FusedLinear):
         if self.bits == "8bit":
             scale = int8_scales(self._amax(self.weight.abs().amax(1)))
             self.scale = _parameter_like(self.weight, scale)
-            if (place := getattr(self.weight, "place", None)) is not None:
-                axes = place.axes if place.stretches[1] == ((0, place.size[1]),) else ()  # shards of the inputs have equal scales
-                self.scale.place = replace(place, size=place.size[:1], stretches=place.stretches[:1], axes=axes)  # type: ignore[attr-defined]
+            if (place := getattr(self.weight, "shard_spec", None)) is not None:
+                axes = place.axes if place.ranges[1] == ((0, place.global_shape[1]),) else ()  # shards of the inputs have equal scales
+                self.scale.shard_spec = replace(  # type: ignore[attr-defined]
+                    place, global_shape=place.global_shape[:1], ranges=place.ranges[:1], axes=axes
+                )
         self.weight = _parameter_like(self.weight, quantize_int8(self.weight, scale))
 
     def _amax(self, local: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Parallel forms: functions that take a built model and a mesh."""
+"""Parallelism: functions that shard a built model in place over the axes of a mesh."""

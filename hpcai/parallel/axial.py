@@ -1,20 +1,20 @@
-"""Axial parallelism: a tensor with two long dims is cut along one of them, and its cut moves to the other (Cheng et al.,
-"FastFold", 2022, after Ho et al., "Axial attention", 2019).
+"""Axial parallelism: a tensor with two long dims is sharded along one of them, and resharded along the other by an all-to-all
+(Cheng et al., "FastFold", 2022, after Ho et al., "Axial attention", 2019).
 
-    part = Own(axis, 1)(x)                     # [B, R, C, ...] -> [B, R/n, C, ...]
-    part = Move(axis, give=2, take=1)(part)    # [B, R/n, C, ...] -> [B, R, C/n, ...]
-    x = Join(axis, 2)(part, C)                 # [B, R, C, ...]
+    x = LocalSlice(axis, 1)(x)                             # [B, R, C, ...] -> [B, R/n, C, ...]
+    x = AllToAll(axis, split_dim=2, concat_dim=1)(x)       # [B, R/n, C, ...] -> [B, R, C/n, ...]
+    x = AllGather(axis, 2)(x, C)                           # [B, R, C, ...]
 
-Ranks hold equal parts: a dim that does not divide is filled with zeros behind its last place, and what is not cut has its true size
-again. One rule makes all gradients right: what ranks count adds up. The adjoint of a cut is filling with zeros, that of a join is a
-sum of which each rank gets its part, and what all ranks compute alike counts 1/n on each (``Once``). Nothing is approximate.
+Shards are equal: a dim that does not divide is padded with zeros at its end, and has its true size where it is not sharded. The
+losses of the ranks add up to the loss, which determines every adjoint: that of a slice is padding with zeros, that of an all-gather
+is a reduce-scatter, and replicated results count 1/n on each rank (``ReplicatedOnce``). Nothing is approximate.
 n the size of the axis.
 
-A message that a model asks for before it needs it hides behind what it computes meanwhile, and so does its gradient's:
+A collective that starts early overlaps with the computation between ``begin`` and ``finish``, in the backward pass too:
 
-    passing = join.begin(part, C)              # sent
+    pending = gather.begin(x, C)
     y = something(else)
-    x = join.finish(passing)                   # there
+    x = gather.finish(pending)
 """
 
 from collections.abc import Callable
@@ -40,8 +40,8 @@ class _Seam(Seam):
         self.axis = axis
 
 
-class Own(_Seam):
-    """This rank's part of a whole, along ``dim``. Raises DataError where there are fewer places than ranks."""
+class LocalSlice(_Seam):
+    """Slice this rank's shard out of a full tensor along ``dim``. Raises DataError if there are fewer elements than ranks."""
 
     def __init__(self, axis: Axis, dim: int) -> None:
         super().__init__(axis)
@@ -51,18 +51,21 @@ class Own(_Seam):
         size, n = x.shape[self.dim], self.axis.size
         if size < n:
             raise DataError(
-                f"a tensor {list(x.shape)} has {size} places along dim {self.dim} for the {n} ranks of mesh.{self.axis.name}; give "
+                f"a tensor {list(x.shape)} has {size} elements along dim {self.dim} for {n} ranks of mesh.{self.axis.name}; use "
                 f"longer samples, or set mesh.{self.axis.name} to {size} or less"
             )
-        each = -(-size // n)
-        first = min(self.axis.rank * each, size)
-        return _filled(x.narrow(self.dim, first, min(each, size - first)), self.dim, each)
+        local_size = -(-size // n)
+        first = min(self.axis.rank * local_size, size)
+        return _pad(x.narrow(self.dim, first, min(local_size, size - first)), self.dim, local_size)
 
 
-class _Crossed(_Seam):
-    """A seam that sends: whole, or in two halves with computation in between. ``_ways`` are those of a part and of its gradient."""
+class _Collective(_Seam):
+    """A seam that communicates: at once, or in two halves with computation between them.
 
-    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
+    ``_collectives`` returns functions that start the forward collective and its adjoint.
+    """
+
+    def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
         raise NotImplementedError
 
     @disable_dynamo
@@ -70,44 +73,44 @@ class _Crossed(_Seam):
         return self.finish(self.begin(x, *sizes))
 
     @disable_dynamo
-    def begin(self, x: Tensor, *sizes: int) -> "Passing":
-        crossing = Crossing(*self._ways(x, *sizes))
-        return Passing(_Begin.apply(x, crossing), crossing)
+    def begin(self, x: Tensor, *sizes: int) -> "PendingCollective":
+        collective = AsyncCollective(*self._collectives(x, *sizes))
+        return PendingCollective(_Begin.apply(x, collective), collective)
 
     @disable_dynamo
-    def finish(self, passing: "Passing") -> Tensor:
-        return _Finish.apply(*passing)
+    def finish(self, pending: "PendingCollective") -> Tensor:
+        return _Finish.apply(*pending)
 
 
-class Join(_Crossed):
-    """The whole on every rank, from its parts along ``dim``, of the first of ``sizes`` places or, of a square, as many as the next
-    dim has."""
+class AllGather(_Collective):
+    """Gather the full tensor from its shards along ``dim``. The first of ``sizes`` is the full size; by default that of the next
+    dim (square pair tensors)."""
 
     def __init__(self, axis: Axis, dim: int) -> None:
         super().__init__(axis)
         self.dim = dim
 
-    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
-        given, size = (self.axis, self.dim), sizes[0] if sizes else x.shape[self.dim + 1]
-        return partial(_gathered, *given, size), partial(_scattered, *given, x.shape[self.dim])
+    def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
+        args, size = (self.axis, self.dim), sizes[0] if sizes else x.shape[self.dim + 1]
+        return partial(_all_gather, *args, size), partial(_reduce_scatter, *args, x.shape[self.dim])
 
 
-class Move(_Crossed):
-    """The cut moves from dim ``take``, which is put together, to dim ``give``. ``sizes`` are those of the whole from dim 1 on; a
-    square needs none."""
+class AllToAll(_Collective):
+    """Reshard from ``concat_dim``, which becomes full, to ``split_dim``. ``sizes`` are the full sizes from dim 1 on; square tensors
+    need none."""
 
     def __init__(self, axis: Axis, give: int, take: int) -> None:
         super().__init__(axis)
-        self.give, self.take = give, take
+        self.split_dim, self.concat_dim = give, take
 
-    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
-        size = sizes[self.take - 1] if sizes else x.shape[self.give]
-        there = partial(_moved, self.axis, self.give, self.take, size)
-        return there, partial(_moved, self.axis, self.take, self.give, x.shape[self.give])
+    def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
+        size = sizes[self.concat_dim - 1] if sizes else x.shape[self.split_dim]
+        start_forward = partial(_all_to_all, self.axis, self.split_dim, self.concat_dim, size)
+        return start_forward, partial(_all_to_all, self.axis, self.concat_dim, self.split_dim, x.shape[self.split_dim])
 
 
-class ToChannels(Move):
-    """All edges of some channels, from all channels of some rows.   [B, 2 C, R/n, R] -> [B, 2 C/n, R, R], each half by itself"""
+class RowsToChannels(AllToAll):
+    """Reshard from rows to channels, each half of the channels separately.   [B, 2 C, R/n, R] -> [B, 2 C/n, R, R]"""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis, 2, 3)
@@ -117,142 +120,142 @@ class ToChannels(Move):
         return self.axis.size
 
     @disable_dynamo
-    def begin(self, x: Tensor, *sizes: int) -> "Passing":
+    def begin(self, x: Tensor, *sizes: int) -> "PendingCollective":
         return super().begin(x.unflatten(1, (2, -1)), 2, x.shape[1] // 2, x.shape[3], x.shape[3])
 
     @disable_dynamo
-    def finish(self, passing: "Passing") -> Tensor:
-        return super().finish(passing).flatten(1, 2)
+    def finish(self, pending: "PendingCollective") -> Tensor:
+        return super().finish(pending).flatten(1, 2)
 
 
-class ToRows(Move):
-    """All channels of some rows, from all edges of some channels.   [B, C/n, R, R] -> [B, C, R/n, R]"""
+class ChannelsToRows(AllToAll):
+    """Reshard from channels to rows.   [B, C/n, R, R] -> [B, C, R/n, R]"""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis, 2, 1)
 
     @disable_dynamo
-    def begin(self, x: Tensor, *sizes: int) -> "Passing":
+    def begin(self, x: Tensor, *sizes: int) -> "PendingCollective":
         return super().begin(x, x.shape[1] * self.axis.size)
 
 
-class Once(nn.Module):
-    """Stands where ranks have computed the same tensors: what follows counts once, though each rank computes it."""
+class ReplicatedOnce(nn.Module):
+    """Scale gradients of replicated tensors by 1/n: the computation that follows counts once, though every rank repeats it."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
 
-    def forward(self, every: Any) -> Any:
+    def forward(self, tree: Any) -> Any:
         n = self.axis.size
-        return tree_map(lambda x: once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, every)
+        return tree_map(lambda x: once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
-class Message:
-    """A tensor under way along ``axis``: ``work`` reads ``sent``, and fills what ``landed`` makes it of."""
+class Work:
+    """A running collective along ``axis``: ``work`` reads ``buffer``, and ``assemble`` returns the result once it is complete."""
 
-    def __init__(self, work: Any, axis: Axis, sent: Tensor, landed: Callable[[], Tensor]) -> None:
-        self.work, self.sent, self.landed = work, sent, landed
-        self.in_stream = backend(sent.device, axis) == "nccl"
+    def __init__(self, work: Any, axis: Axis, buffer: Tensor, assemble: Callable[[], Tensor]) -> None:
+        self.work, self.buffer, self.assemble = work, buffer, assemble
+        self.in_stream = backend(buffer.device, axis) == "nccl"
 
     def wait(self) -> Tensor:
         self.work.wait()
-        return self.landed()
+        return self.assemble()
 
 
-Way = Callable[[Tensor], Message]
+StartCollective = Callable[[Tensor], Work]
 
 
-class Crossing:
-    """A part that crosses a seam, and its gradient on the way back: of one message at a time, for which one waits once."""
+class AsyncCollective:
+    """The forward collective of a seam and its adjoint, of which one runs at a time and is waited for once."""
 
-    def __init__(self, there: Way, back: Way) -> None:
-        self.there, self.back = there, back
-        self.message: Message | None = None
+    def __init__(self, start_forward: StartCollective, start_backward: StartCollective) -> None:
+        self.start_forward, self.start_backward = start_forward, start_backward
+        self.pending: Work | None = None
 
     def wait(self) -> Tensor:
-        message, self.message = self.message, None
-        assert message is not None, "what passes a seam is finished once"
-        return message.wait()
+        work, self.pending = self.pending, None
+        assert work is not None, "a collective was finished twice, or before it began"
+        return work.wait()
 
     def __del__(self) -> None:
-        # A block that is computed again ends before the last of its messages is asked for. NCCL waits in the stream alone, and
-        # in a graph nothing else keeps the memory that it writes; gloo keeps it.
-        if self.message is not None and self.message.in_stream:
-            self.message.work.wait()
+        # A recomputed block ends before its last collective is finished. NCCL waits in the stream alone, and in a graph nothing
+        # else keeps the memory that it writes; gloo keeps it.
+        if self.pending is not None and self.pending.in_stream:
+            self.pending.work.wait()
 
 
-class Passing(NamedTuple):
-    """What lies between the halves of a seam. ``token`` has no values: it carries the order of the backward pass, and nobody can
-    add to a gradient that has not come yet."""
+class PendingCollective(NamedTuple):
+    """A collective between ``begin`` and ``finish``. ``token`` [0] has no elements: it orders the backward pass, and no gradient can
+    be accumulated into it before the collective is complete."""
 
     token: Tensor
-    crossing: Crossing
+    collective: AsyncCollective
 
 
 class _Begin(torch.autograd.Function):
-    """The backward pass runs, of what is ready, the node that was made last: what a model computes between the halves comes between
-    ``_Finish.backward`` and ``_Begin.backward``, on every rank alike."""
+    """The backward pass runs the ready node that was created last: nodes created between the two halves run between
+    ``_Finish.backward`` and ``_Begin.backward``, in the same order on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        crossing.message = crossing.there(x)
+    def forward(ctx: Any, x: Tensor, collective: AsyncCollective) -> Tensor:
+        ctx.collective = collective
+        collective.pending = collective.start_forward(x)
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> Any:
-        return ctx.crossing.wait(), None
+        return ctx.collective.wait(), None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        return crossing.wait()
+    def forward(ctx: Any, token: Tensor, collective: AsyncCollective) -> Tensor:
+        ctx.collective = collective
+        return collective.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.crossing.message = ctx.crossing.back(grad)
+        ctx.collective.pending = ctx.collective.start_backward(grad)
         return grad.new_empty(0), None
 
 
-def _gathered(axis: Axis, dim: int, size: int, x: Tensor) -> Message:
-    own = x.contiguous()
-    every = own.new_empty((axis.size, *own.shape))
-    work = gather_shares(every.view(-1), own.view(-1), axis)
-    return Message(work, axis, own, lambda: _together(every, dim, size))
+def _all_gather(axis: Axis, dim: int, size: int, x: Tensor) -> Work:
+    local = x.contiguous()
+    gathered = local.new_empty((axis.size, *local.shape))
+    work = gather_shares(gathered.view(-1), local.view(-1), axis)
+    return Work(work, axis, local, lambda: _concat(gathered, dim, size))
 
 
-def _scattered(axis: Axis, dim: int, each: int, grad: Tensor) -> Message:
-    parts = _apart(grad, dim, axis.size, each)
-    own = torch.empty_like(parts[0])
-    return Message(Scattered(own.view(-1), parts.view(-1), axis), axis, parts, lambda: own)
+def _reduce_scatter(axis: Axis, dim: int, local_size: int, grad: Tensor) -> Work:
+    slices = _split(grad, dim, axis.size, local_size)
+    local = torch.empty_like(slices[0])
+    return Work(Scattered(local.view(-1), slices.view(-1), axis), axis, slices, lambda: local)
 
 
-def _moved(axis: Axis, give: int, take: int, size: int, x: Tensor) -> Message:
-    parts = _apart(x, give, axis.size, -(-x.shape[give] // axis.size))
-    every = torch.empty_like(parts)
-    work = swap_shares(every.view(-1), parts.view(-1), axis)
-    return Message(work, axis, parts, lambda: _together(every, take, size))
+def _all_to_all(axis: Axis, split_dim: int, concat_dim: int, size: int, x: Tensor) -> Work:
+    slices = _split(x, split_dim, axis.size, -(-x.shape[split_dim] // axis.size))
+    received = torch.empty_like(slices)
+    work = swap_shares(received.view(-1), slices.view(-1), axis)
+    return Work(work, axis, slices, lambda: _concat(received, concat_dim, size))
 
 
-def _apart(x: Tensor, dim: int, parts: int, each: int) -> Tensor:
-    """Equal parts along ``dim``, one after another in memory, the last ones filled with zeros; no copy where they lie so."""
-    return _filled(x, dim, parts * each).unflatten(dim, (parts, each)).movedim(dim, 0).contiguous()
+def _split(x: Tensor, dim: int, count: int, local_size: int) -> Tensor:
+    """Split ``dim`` into equal slices, zero-padded, along a new first dim, contiguous; no copy if the memory layout allows it."""
+    return _pad(x, dim, count * local_size).unflatten(dim, (count, local_size)).movedim(dim, 0).contiguous()
 
 
-def _together(every: Tensor, dim: int, size: int) -> Tensor:
-    """The adjoint: the first ``size`` places along ``dim``."""
-    each = every.shape[dim + 1]
-    if size == len(every) * each:
-        return every.movedim(0, dim).flatten(dim, dim + 1)
-    return torch.cat([part.narrow(dim, 0, max(0, min(each, size - n * each))) for n, part in enumerate(every)], dim)
+def _concat(slices: Tensor, dim: int, size: int) -> Tensor:
+    """Concatenate slices along ``dim``, and keep the first ``size`` elements: the adjoint of ``_split``."""
+    local_size = slices.shape[dim + 1]
+    if size == len(slices) * local_size:
+        return slices.movedim(0, dim).flatten(dim, dim + 1)
+    return torch.cat([part.narrow(dim, 0, max(0, min(local_size, size - n * local_size))) for n, part in enumerate(slices)], dim)
 
 
-def _filled(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with zeros behind its places along ``dim``, up to ``size`` of them."""
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """Pad ``x`` with zeros at the end of ``dim``, to ``size`` elements."""
     missing = size - x.shape[dim]
     return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x

@@ -1,4 +1,4 @@
-"""Batch normalisation with statistics over the samples of several copies of a model: one node's, any number, or all."""
+"""Synchronized batch normalization over a group of replicas: one node, any number, or all."""
 
 import copy
 from typing import TypeVar
@@ -15,8 +15,8 @@ Model = TypeVar("Model", bound=nn.Module)
 _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-class SumInPlace(nn.Module):
-    """Adds a tensor over axes, in place; over no axis it does nothing."""
+class AllReduce(nn.Module):
+    """All-reduce (sum) a tensor in place over axes; without axes it is the identity."""
 
     def __init__(self, *axes: Axis) -> None:
         super().__init__()
@@ -25,41 +25,41 @@ class SumInPlace(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         return sum_in_place(value, *self.axes)
 
-    def __deepcopy__(self, memo: dict) -> "SumInPlace":
+    def __deepcopy__(self, memo: dict) -> "AllReduce":
         return type(self)(*copy.deepcopy(self.axes, memo))
 
 
-def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:
-    """Have every batch norm of ``model`` (``nn.BatchNorm1d`` to ``3d``, ours), in place, take statistics over the samples of
-    ``group`` neighbouring copies along ``replicate``; with 1 nothing changes.
+def convert_sync_batchnorm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:
+    """Convert every batch norm of ``model`` (``nn.BatchNorm1d`` to ``3d``, hpcai's), in place, to statistics over the samples of
+    ``group`` neighbouring replicas along ``replicate``; with 1 nothing changes.
 
-    Forward and backward send one message each per layer. Values, gradients and running statistics equal those of one process with
-    all samples of the group. Parameters, buffers and their names stay. Each process of the job calls it. Raises MeshError when
-    ``group`` does not divide the copies; ``setting`` names what is then to be changed.
+    Forward and backward take one all-reduce each per layer. Values, gradients and running statistics equal those of one process
+    with all samples of the group. Parameters, buffers and their names are kept. Every rank of the job must call it. Raises MeshError
+    if ``group`` does not divide the number of replicas; the message names ``setting``.
     """
     _, axis = mesh.split("replicate", group, setting)
     if axis.size == 1:
         return model
-    use_ours(model)
+    replace_norms(model)
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            module.add_module("all_reduce", SumInPlace(axis))
+            module.add_module("all_reduce", AllReduce(axis))
     return model
 
 
-def use_ours(model: nn.Module) -> None:
-    """Replace torch's norms in ``model`` by norms whose statistics can be those of several processes; these take over the very
-    parameters and buffers, not copies."""
+def replace_norms(model: nn.Module) -> None:
+    """Replace torch's norms in ``model`` by hpcai's, whose statistics can span several ranks; parameters and buffers are reused,
+    not copied."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            made: BatchNorm | InstanceNorm | GroupNorm
+            norm: BatchNorm | InstanceNorm | GroupNorm
             if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-                made = BatchNorm(child.num_features, False, child.eps, child.momentum, child.affine, child.track_running_stats)
+                norm = BatchNorm(child.num_features, False, child.eps, child.momentum, child.affine, child.track_running_stats)
             elif isinstance(child, _INSTANCE) and child.affine and not child.track_running_stats:
-                made = InstanceNorm(child.num_features, eps=child.eps)
+                norm = InstanceNorm(child.num_features, eps=child.eps)
             elif type(child) is nn.GroupNorm:
-                made = GroupNorm(child.num_groups, child.num_channels, eps=child.eps, affine=child.affine)
+                norm = GroupNorm(child.num_groups, child.num_channels, eps=child.eps, affine=child.affine)
             else:
                 continue
-            made._parameters, made._buffers = child._parameters, child._buffers
-            setattr(module, name, made.train(child.training))
+            norm._parameters, norm._buffers = child._parameters, child._buffers
+            setattr(module, name, norm.train(child.training))

@@ -30,9 +30,9 @@ from hpcai.nn.batchnorm import BatchNorm
 from hpcai.nn.upsample_conv import UpsampleConv
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.instancenorm import InstanceNorm
-from hpcai.parallel.batchnorm import SumInPlace, use_ours
-from hpcai.parallel.halo import Convolution, Exchange, How, Range, Route, Traffic
-from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.batchnorm import AllReduce, replace_norms
+from hpcai.parallel.data_parallel import sum_gradients_over
+from hpcai.parallel.halo import CommVolume, ConvArgs, HaloConvolution, HaloExchange, HaloPlan, Range
 from hpcai.dynamo import disable_dynamo
 
 Sizes = tuple[int, ...]  # of the whole, by dim: D, H, W
@@ -41,39 +41,39 @@ Inputs = Callable[[Sequence[int]], tuple[Any, ...]]
 NAMES = ("depth", "height", "width")  # of the dims of a volume; a map has the last two
 
 
-class Cut:
+class SpatialPartition:
     """Which dims of a tensor are cut over which axes, and the sizes of the whole at each layer.
 
     ``least``: a level with fewer places for each rank is not cut. ``apart``: the interior of a slab is convolved while halos
     travel; None: on a GPU.
     """
 
-    def __init__(self, axes: Mapping[int, Axis], least: int = 2, apart: bool | None = None) -> None:
+    def __init__(self, axes: Mapping[int, Axis], min_size: int = 2, overlap: bool | None = None) -> None:
         self.axes = {dim: axis for dim, axis in axes.items() if axis.size > 1}
-        self.least, self.apart, self.active = least, apart, True
-        self.traffic = Traffic()
-        self.known: dict[str, dict[Sizes, Sizes]] = {}  # by layer: sizes of what this rank holds, and of the whole
+        self.min_size, self.overlap, self.active = min_size, overlap, True
+        self.comm_volume = CommVolume()
+        self.full_sizes: dict[str, dict[Sizes, Sizes]] = {}  # by layer: sizes of what this rank holds, and of the whole
         self.plans: dict[tuple[str, Sizes], Any] = {}  # by layer and size of the whole: what travels where
 
     @classmethod
-    def over(cls, axes: Mapping[str, Axis], dims: int, **words: Any) -> "Cut":
+    def from_axes(cls, axes: Mapping[str, Axis], dims: int, **kwargs: Any) -> "SpatialPartition":
         """The cut of a volume (3 ``dims``: D, H, W) or a map (H, W) over the axes of depth, height and width. Raises MeshError for
         an axis without a dim."""
         names = NAMES[-dims:]
         unknown = [name for name, axis in axes.items() if name not in names and axis.size > 1]
         if unknown:
-            have = " and ".join(names)
-            raise MeshError(f"mesh.{unknown[0]} is {axes[unknown[0]].size}, but there is only {have} to cut; set it to 1")
-        return cls({names.index(name) + 2: axis for name, axis in axes.items() if name in names}, **words)
+            available = " and ".join(names)
+            raise MeshError(f"mesh.{unknown[0]} is {axes[unknown[0]].size}, but there is only {available} to cut; set it to 1")
+        return cls({names.index(name) + 2: axis for name, axis in axes.items() if name in names}, **kwargs)
 
-    def __deepcopy__(self, memo: dict) -> "Cut":
+    def __deepcopy__(self, memo: dict) -> "SpatialPartition":
         """A model's copy has a state of its own, over the same processes; its plans name its own channels."""
-        twin = Cut(copy.deepcopy(self.axes, memo), self.least, self.apart)
-        twin.known, twin.active = self.known, self.active
-        return twin
+        clone = SpatialPartition(copy.deepcopy(self.axes, memo), self.min_size, self.overlap)
+        clone.full_sizes, clone.active = self.full_sizes, self.active
+        return clone
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Inside, the model works as before the cut: every rank computes with whole volumes of its own."""
         before, self.active = self.active, False
         try:
@@ -81,95 +81,95 @@ class Cut:
         finally:
             self.active = before
 
-    def check(self, size: Sequence[int]) -> None:
+    def check_size(self, size: Sequence[int]) -> None:
         """Raise MeshError when a volume of ``size`` is too small for so many ranks."""
         for dim, axis in self.axes.items():
             n = size[dim - 2]
-            if not self.is_cut(dim, n):
+            if not self.is_sharded(dim, n):
                 raise MeshError(
-                    f"mesh.{axis.name} is {axis.size}, but {n} places along {axis.name} are fewer than {self.least} for each rank; "
-                    f"set mesh.{axis.name} to {max(n // self.least, 1)} or less"
+                    f"mesh.{axis.name} is {axis.size}, but {n} places along {axis.name} are fewer than {self.min_size} per rank; "
+                    f"set mesh.{axis.name} to {max(n // self.min_size, 1)} or less"
                 )
 
-    def is_cut(self, dim: int, size: int) -> bool:
-        return dim in self.axes and size >= self.axes[dim].size * self.least
+    def is_sharded(self, dim: int, size: int) -> bool:
+        return dim in self.axes and size >= self.axes[dim].size * self.min_size
 
-    def range_of(self, dim: int, size: int, rank: int | None = None) -> Range:
+    def local_range(self, dim: int, size: int, rank: int | None = None) -> Range:
         """Places of ``dim`` that a rank of its axis holds."""
-        if not self.is_cut(dim, size):
+        if not self.is_sharded(dim, size):
             return 0, size
-        return part(size, self.axes[dim].rank if rank is None else rank, self.axes[dim].size)
+        return shard_range(size, self.axes[dim].rank if rank is None else rank, self.axes[dim].size)
 
-    def part(self, size: Sequence[int]) -> tuple[slice, ...]:
+    def local_slices(self, size: Sequence[int]) -> tuple[slice, ...]:
         """Where this rank's part of a volume lies: a slice for each of D, H, W."""
-        return tuple(slice(*self.range_of(dim, n)) for dim, n in enumerate(size, 2))
+        return tuple(slice(*self.local_range(dim, n)) for dim, n in enumerate(size, 2))
 
-    def own(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor) -> Tensor:
         """This rank's part of a whole.   [B, C, D, H, W] -> [B, C, D/n, H/m, W]"""
-        box: Any = (..., *self.part(x.shape[2:]))
+        box: Any = (..., *self.local_slices(x.shape[2:]))
         return x[box]
 
-    def join(self, x: Tensor, size: Sequence[int]) -> Tensor:
+    def gather(self, x: Tensor, size: Sequence[int]) -> Tensor:
         """The whole on every rank, of ``size`` places.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
         for dim, n in enumerate(size, 2):
-            if self.is_cut(dim, n):
-                x = self.join_along(x, dim, n)
+            if self.is_sharded(dim, n):
+                x = self.gather_dim(x, dim, n)
         return x
 
-    def join_along(self, x: Tensor, dim: int, size: int) -> Tensor:
+    def gather_dim(self, x: Tensor, dim: int, size: int) -> Tensor:
         """All ``size`` places of one dim, joined from the ranks' parts."""
         axis = self.axes[dim]
-        have = tuple(part(size, r, axis.size) for r in range(axis.size))
-        return Exchange.apply(x, Route(dim, axis, have, ((0, size),) * axis.size), self.traffic, 0.0)
+        held = tuple(shard_range(size, r, axis.size) for r in range(axis.size))
+        return HaloExchange.apply(x, HaloPlan(dim, axis, held, ((0, size),) * axis.size), self.comm_volume, 0.0)
 
-    def cut_axes(self, size: Sequence[int]) -> tuple[Axis, ...]:
+    def sharded_axes(self, size: Sequence[int]) -> tuple[Axis, ...]:
         """The axes over which a level of ``size`` is cut."""
-        return tuple(self.axes[dim] for dim, n in enumerate(size, 2) if self.is_cut(dim, n))
+        return tuple(self.axes[dim] for dim, n in enumerate(size, 2) if self.is_sharded(dim, n))
 
-    def held(self, size: Sequence[int], ranks: Mapping[int, int] | None = None) -> Sizes:
+    def local_size(self, size: Sequence[int], ranks: Mapping[int, int] | None = None) -> Sizes:
         """Sizes of the part of a whole that this rank holds, or the one at ``ranks`` (by dim)."""
-        parts = [self.range_of(dim, n, None if ranks is None else ranks.get(dim)) for dim, n in enumerate(size, 2)]
+        parts = [self.local_range(dim, n, None if ranks is None else ranks.get(dim)) for dim, n in enumerate(size, 2)]
         return tuple(end - first for first, end in parts)
 
-    def whole(self, layer: str, held: Sequence[int]) -> Sizes:
+    def full_size(self, layer: str, local: Sequence[int]) -> Sizes:
         """Sizes of the whole, from those of the part that is a layer's input."""
-        table = self.known.get(layer, {})
-        if tuple(held) in table:
-            return table[tuple(held)]
+        table = self.full_sizes.get(layer, {})
+        if tuple(local) in table:
+            return table[tuple(local)]
         sizes = " or ".join(" x ".join(map(str, s)) for s in table) or "nothing"
         raise MeshError(
-            f"spatial: {layer} got a part of {' x '.join(map(str, held))} places; this rank holds {sizes} there of the volumes "
+            f"spatial: {layer} got a part of {' x '.join(map(str, local))} places; this rank holds {sizes} there of the volumes "
             "whose sizes were told; tell another with plan(model, cut, size), or give each rank cut.own(volume)"
         )
 
-    def note(self, layer: str, size: Sizes) -> None:
+    def record_size(self, layer: str, size: Sizes) -> None:
         """Note that a layer sees a whole of ``size``. Raises MeshError, on all ranks, where a rank cannot tell it from another."""
-        table = self.known.setdefault(layer, {})
+        table = self.full_sizes.setdefault(layer, {})
         for other in set(table.values()) - {size}:
-            for ranks in self._every_rank():
-                if self.held(size, ranks) == self.held(other, ranks):
+            for ranks in self._rank_combinations():
+                if self.local_size(size, ranks) == self.local_size(other, ranks):
                     raise MeshError(
                         f"spatial: {layer} sees volumes of {size} and of {other}, of which a rank holds parts of one size; "
                         "cut each with a model of its own"
                     )
-        table[self.held(size)] = size
+        table[self.local_size(size)] = size
 
-    def _every_rank(self) -> Iterator[dict[int, int]]:
-        found: list[dict[int, int]] = [{}]
+    def _rank_combinations(self) -> Iterator[dict[int, int]]:
+        combinations: list[dict[int, int]] = [{}]
         for dim, axis in self.axes.items():
-            found = [{**ranks, dim: r} for ranks in found for r in range(axis.size)]
-        yield from found
+            combinations = [{**ranks, dim: r} for ranks in combinations for r in range(axis.size)]
+        yield from combinations
 
 
-def part(size: int, rank: int, count: int) -> Range:
+def shard_range(size: int, rank: int, count: int) -> Range:
     """The places of ``size`` that ``rank`` of ``count`` holds."""
     return size * rank // count, size * (rank + 1) // count
 
 
-def spatial(
+def parallelize_spatial(
     model: nn.Module, axes: Mapping[str, Axis], size: Sequence[int], *, channels: int | None = None, inputs: Inputs | None = None,
-    kinds: Mapping[type[nn.Module], type["Layer"]] = MappingProxyType({}), least: int = 2, apart: bool | None = None,
-) -> Cut:  # fmt: skip
+    kinds: Mapping[type[nn.Module], type["SpatialLayer"]] = MappingProxyType({}), min_size: int = 2, overlap: bool | None = None,
+) -> SpatialPartition:  # fmt: skip
     """Cut what ``model`` computes of a volume of ``size`` (D, H, W), or of a map (H, W), over the processes of ``axes``, in place.
 
     ``axes`` names the dims: depth, height, width. Afterwards the model takes this rank's part of its input and gives this rank's
@@ -182,34 +182,34 @@ def spatial(
 
     Raises MeshError for a size that cannot be cut so, for unknown layers, and for operations outside layers that mix places.
     """
-    cut = Cut.over(axes, len(size), least=least, apart=apart)
-    cut.check(size)
-    if cut.axes:
-        _swap(model, cut, {**_KINDS, **kinds})
-        plan(model, cut, size, channels, inputs)
-        for axis in cut.axes.values():
-            sum_over(model, axis.meet())  # a rank whose layers exchange nothing would not come to its first use
-    return cut
+    partition = SpatialPartition.from_axes(axes, len(size), min_size=min_size, overlap=overlap)
+    partition.check_size(size)
+    if partition.axes:
+        _convert_layers(model, partition, {**_KINDS, **kinds})
+        plan_size(model, partition, size, channels, inputs)
+        for axis in partition.axes.values():
+            sum_gradients_over(model, axis.meet())  # a rank whose layers exchange nothing would not come to its first use
+    return partition
 
 
-def plan(
-    model: nn.Module, cut: Cut, size: Sequence[int], channels: int | None = None, inputs: Inputs | None = None
+def plan_size(
+    model: nn.Module, partition: SpatialPartition, size: Sequence[int], channels: int | None = None, inputs: Inputs | None = None
 ) -> None:
     """Tell a cut model that volumes of ``size`` will come: it runs once, without memory or arithmetic, and each layer notes what
     it sees."""
-    if not cut.axes:
+    if not partition.axes:
         return
-    given = (_volume(model, size, channels),) if inputs is None else inputs(size)
+    args = (_meta_input(model, size, channels),) if inputs is None else inputs(size)
     state = {name: t.to("meta", copy=True) for name, t in (*model.named_parameters(), *model.named_buffers())}
-    watch = _Watch()
+    check = _OpCheck()
     handles = []
     for name, layer in model.named_modules():
-        if isinstance(layer, Layer):
-            handles += [layer.register_forward_pre_hook(watch.enter(name, cut)), layer.register_forward_hook(watch.leave)]
+        if isinstance(layer, SpatialLayer):
+            handles += [layer.register_forward_pre_hook(check.enter(name, partition)), layer.register_forward_hook(check.leave)]
     training = {module: module.training for module in model.modules()}
     try:
-        with cut.off(), torch.no_grad(), watch:
-            torch.func.functional_call(model.eval(), state, given)
+        with partition.disabled(), torch.no_grad(), check:
+            torch.func.functional_call(model.eval(), state, args)
     finally:
         for handle in handles:
             handle.remove()
@@ -217,18 +217,18 @@ def plan(
             module.training = value
 
 
-def _volume(model: nn.Module, size: Sequence[int], channels: int | None) -> Tensor:
-    known = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
-    if channels is None and not known:
+def _meta_input(model: nn.Module, size: Sequence[int], channels: int | None) -> Tensor:
+    in_channels = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
+    if channels is None and not in_channels:
         raise MeshError("spatial: the model has no convolution that tells the channels of its input; give channels")
-    return torch.empty((1, channels or known[0], *size), device="meta", dtype=next(model.parameters()).dtype)
+    return torch.empty((1, channels or in_channels[0], *size), device="meta", dtype=next(model.parameters()).dtype)
 
 
 _MIXING = ("convolution", "pool", "upsample", "norm", "roll", "flip", "fft", "grid_sampler", "im2col", "cumsum")
 _REDUCING = ("mean", "sum", "var", "var_mean", "amax", "amin", "max", "min", "prod", "std", "softmax", "_softmax", "_log_softmax")
 
 
-class _Watch(TorchDispatchMode):
+class _OpCheck(TorchDispatchMode):
     """Refuses operations that mix places outside the layers that know how to."""
 
     def __init__(self) -> None:
@@ -236,9 +236,9 @@ class _Watch(TorchDispatchMode):
         self._inside: list[str] = []
         self._last = "its input"
 
-    def enter(self, name: str, cut: Cut) -> Callable[..., None]:
+    def enter(self, name: str, partition: SpatialPartition) -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...]) -> None:
-            cut.note(name, tuple(module.places(*args)))
+            partition.record_size(name, tuple(module.spatial_shape(*args)))
             self._inside.append(name)
 
         return hook
@@ -265,98 +265,98 @@ class _Watch(TorchDispatchMode):
 # ---- the layers
 
 
-class Layer(nn.Module):
+class SpatialLayer(nn.Module):
     """What each layer of a cut model has beside its own class."""
 
-    cut: Cut
+    partition: SpatialPartition
     name: str
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.cut.active:
+        if not self.partition.active:
             return super().forward(x, *args, **kwargs)
-        return self._apart(x, *args, **kwargs)
+        return self._forward_sharded(x, *args, **kwargs)
 
     @disable_dynamo
-    def _apart(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward_sharded(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
-        return self.over(x, self.cut.whole(self.name, self.places(x, *args, **kwargs)), *args, **kwargs)
+        return self.forward_shard(x, self.partition.full_size(self.name, self.spatial_shape(x, *args, **kwargs)), *args, **kwargs)
 
-    def places(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
+    def spatial_shape(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
         """How many places of its input there are along each dim."""
         return x.shape[2:]
 
-    def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_shard(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         """This rank's output, from its part ``x`` of a whole of ``size``."""
         raise NotImplementedError
 
-    def planned(self, size: Sizes) -> Any:
+    def cached_plan(self, size: Sizes) -> Any:
         """``plan(size)``, which is made once."""
         key = self.name, size
-        if key not in self.cut.plans:
-            self.cut.plans[key] = self.plan(size)
-        return self.cut.plans[key]
+        if key not in self.partition.plans:
+            self.partition.plans[key] = self.plan(size)
+        return self.partition.plans[key]
 
     def plan(self, size: Sizes) -> Any:
         """What travels where for a whole of ``size``."""
         raise NotImplementedError
 
-    def check(self) -> str | None:
+    def find_unsupported(self) -> str | None:
         """What about this layer cannot be cut, or None."""
         return None
 
-    def brought(self, x: Tensor, routes: Sequence[Route], fill: float = 0.0) -> Tensor:
+    def exchange(self, x: Tensor, plans: Sequence[HaloPlan], fill: float = 0.0) -> Tensor:
         """``x`` with what ``routes`` bring around it."""
-        for route in routes:
-            if not route.is_local:
-                x = Exchange.apply(x, route, self.cut.traffic, fill)
+        for plan in plans:
+            if not plan.is_local:
+                x = HaloExchange.apply(x, plan, self.partition.comm_volume, fill)
         return x
 
 
-def _route(
-    cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Range], wraps: bool = False
-) -> tuple[Route, int] | None:
+def _plan_halo(
+    partition: SpatialPartition, dim: int, size: int, out: int, field: Callable[[Range], Range], wraps: bool = False
+) -> tuple[HaloPlan, int] | None:
     """What ranks need along ``dim`` of ``size`` places to compute their part of ``out`` places, and how many of these this rank
     computes; None where nothing is cut. ``reach``: what a range of the output needs, which may go beyond the ends; ``wraps``:
     there it comes back at the other end."""
-    axis = cut.axes.get(dim)
-    if axis is None or not (cut.is_cut(dim, size) or cut.is_cut(dim, out)):
+    axis = partition.axes.get(dim)
+    if axis is None or not (partition.is_sharded(dim, size) or partition.is_sharded(dim, out)):
         return None
     # An output that is not cut is still computed in parts, if each rank gets a place, and then joined: that is less work for each
     # rank, and a smaller message than joining the input.
-    outs = [part(out, r, axis.size) if out >= axis.size else (0, out) for r in range(axis.size)]
-    reached = [reach(each) for each in outs]
+    outs = [shard_range(out, r, axis.size) if out >= axis.size else (0, out) for r in range(axis.size)]
+    fields = [field(out_range) for out_range in outs]
     if wraps:
-        have = tuple(cut.range_of(dim, size, r) for r in range(axis.size))
+        held = tuple(partition.local_range(dim, size, r) for r in range(axis.size))
         first, end = outs[axis.rank]
-        return Route(dim, axis, have, tuple(reached), period=size), end - first
-    need = tuple((min(max(a, 0), size), max(min(b, size), 0)) for a, b in reached)
-    have = tuple(cut.range_of(dim, size, r) for r in range(axis.size))
-    a, b = reached[axis.rank]
-    low, high = need[axis.rank]
+        return HaloPlan(dim, axis, held, tuple(fields), period=size), end - first
+    needed = tuple((min(max(a, 0), size), max(min(b, size), 0)) for a, b in fields)
+    held = tuple(partition.local_range(dim, size, r) for r in range(axis.size))
+    a, b = fields[axis.rank]
+    low, high = needed[axis.rank]
     first, end = outs[axis.rank]
-    return Route(dim, axis, have, need, max(low - a, 0), max(b - high, 0)), end - first
+    return HaloPlan(dim, axis, held, needed, max(low - a, 0), max(b - high, 0)), end - first
 
 
-def _windows(n: int, k: int, s: int, p: int, d: int) -> tuple[int, Callable[[Range], Range]]:
+def _conv_windows(n: int, k: int, s: int, p: int, d: int) -> tuple[int, Callable[[Range], Range]]:
     """Windows of ``k`` places, ``d`` apart, that begin every ``s`` places of ``n``, with ``p`` more at either end: how many there
     are, and what a range of them reaches."""
     return (n + 2 * p - d * (k - 1) - 1) // s + 1, lambda of: (of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1)
 
 
-def _transposed(n: int, k: int, s: int, p: int, d: int, more: int) -> tuple[int, Callable[[Range], Range]]:
+def _transposed_windows(n: int, k: int, s: int, p: int, d: int, extra: int) -> tuple[int, Callable[[Range], Range]]:
     """The same for a transposed convolution, whose windows lie in its output."""
-    return (n - 1) * s - 2 * p + d * (k - 1) + more + 1, lambda of: (-(-(of[0] + p - d * (k - 1)) // s), (of[1] - 1 + p) // s + 1)
+    return (n - 1) * s - 2 * p + d * (k - 1) + extra + 1, lambda of: (-(-(of[0] + p - d * (k - 1)) // s), (of[1] - 1 + p) // s + 1)
 
 
-def _settled(cut: Cut, y: Tensor, out: Sizes) -> Tensor:
+def _gather_output(partition: SpatialPartition, y: Tensor, out: Sizes) -> Tensor:
     """``y``, computed in parts, joined along the dims in which a level of ``out`` is not cut."""
     for dim, n in enumerate(out, 2):
-        if y.shape[dim] != n and not cut.is_cut(dim, n):
-            y = cut.join_along(y, dim, n)
+        if y.shape[dim] != n and not partition.is_sharded(dim, n):
+            y = partition.gather_dim(y, dim, n)
     return y
 
 
-class _Convolution(Layer):
+class _Convolution(SpatialLayer):
     """Also one that is given its weights in a call."""
 
     kernel_size: tuple[int, ...]
@@ -370,77 +370,78 @@ class _Convolution(Layer):
     weight: Tensor
     bias: Tensor | None
 
-    def check(self) -> str | None:
+    def find_unsupported(self) -> str | None:
         if self.padding_mode not in ("zeros", "circular"):
             return f"padding_mode {self.padding_mode}; only zeros and circular can be cut"
         return f"padding {self.padding!r}; give numbers" if isinstance(self.padding, str) else None
 
-    def wraps(self, dim: int) -> int:
+    def wrap_size(self, dim: int) -> int:
         """How many places of the other end it sees beyond each end of ``dim``."""
         if self.padding_mode == "circular":
             return int(self.padding[dim - 2])
         return 1 if dim in getattr(self, "circular_dims", ()) else 0
 
-    def over(self, x: Tensor, size: Sizes, *given: Any) -> Tensor:
-        routes, around, how, out = self.planned(size)
-        if not routes:
-            return _settled(self.cut, super(Layer, self).forward(x, *given), out)
-        weight, bias = given or (self.weight, self.bias)
-        for dim, count in around:
+    def forward_shard(self, x: Tensor, size: Sizes, *params: Any) -> Tensor:
+        plans, wraps, conv, out = self.cached_plan(size)
+        if not plans:
+            return _gather_output(self.partition, super(SpatialLayer, self).forward(x, *params), out)
+        weight, bias = params or (self.weight, self.bias)
+        for dim, count in wraps:
             x = torch.cat((x.narrow(dim, -count, count), x, x.narrow(dim, 0, count)), dim)
         if torch.is_autocast_enabled(x.device.type):
-            narrow = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
-        apart = on_gpu(x) if self.cut.apart is None else self.cut.apart
-        y = Convolution.apply(x, weight, bias, routes, how, self.cut.traffic, apart)
-        return _settled(self.cut, y, out)
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        overlap = on_gpu(x) if self.partition.overlap is None else self.partition.overlap
+        y = HaloConvolution.apply(x, weight, bias, plans, conv, self.partition.comm_volume, overlap)
+        return _gather_output(self.partition, y, out)
 
-    def plan(self, size: Sizes) -> tuple[tuple[Route, ...], list[tuple[int, int]], How, Sizes]:
+    def plan(self, size: Sizes) -> tuple[tuple[HaloPlan, ...], list[tuple[int, int]], ConvArgs, Sizes]:
         """What travels where, which ends are put around what is there, the convolution, and the sizes of the whole output."""
-        transposed, routes, around, kept, out = self.transposed, [], [], [], []
-        padding, more = [int(p) for p in self.padding], [int(p) for p in self.output_padding]
+        transposed, plans, local_wraps, crops, out = self.transposed, [], [], [], []
+        padding, output_padding = [int(p) for p in self.padding], [int(p) for p in self.output_padding]
         for i, n in enumerate(size):
-            k, s, d, wraps = self.kernel_size[i], self.stride[i], self.dilation[i], self.wraps(i + 2)
+            k, s, d, wraps = self.kernel_size[i], self.stride[i], self.dilation[i], self.wrap_size(i + 2)
             p = padding[i] if transposed else max(padding[i], wraps)
-            o, reach = _transposed(n, k, s, p, d, more[i]) if transposed else _windows(n, k, s, p, d)
+            o, field = _transposed_windows(n, k, s, p, d, output_padding[i]) if transposed else _conv_windows(n, k, s, p, d)
             out.append(o)
-            found = _route(self.cut, i + 2, n, o, reach, wraps > 0)
-            if found is None:
+            halo = _plan_halo(self.partition, i + 2, n, o, field, wraps > 0)
+            if halo is None:
                 if wraps:
-                    around.append((i + 2, wraps))
+                    local_wraps.append((i + 2, wraps))
                     padding[i] = p + wraps * s if transposed else 0
                 continue
-            route, count = found
-            routes.append(route)
+            plan, count = halo
+            plans.append(plan)
             if transposed:
-                first = part(o, route.axis.rank, route.axis.size)[0] if count < o else 0
-                skipped = first + p - (route.wanted[0] - route.before) * s
-                places = (route.wanted[1] + route.after - route.wanted[0] + route.before - 1) * s + d * (k - 1) + 1
-                if skipped or count != places:
-                    kept.append((i + 2, skipped, count))
-                more[i] = 0
+                first = shard_range(o, plan.axis.rank, plan.axis.size)[0] if count < o else 0
+                skipped = first + p - (plan.needed[0] - plan.pad_before) * s
+                computed = (plan.needed[1] + plan.pad_after - plan.needed[0] + plan.pad_before - 1) * s + d * (k - 1) + 1
+                if skipped or count != computed:
+                    crops.append((i + 2, skipped, count))
+                output_padding[i] = 0
             padding[i] = 0
-        how = How(
-            tuple(self.stride), tuple(padding), tuple(self.dilation), self.groups, tuple(more) if transposed else None, tuple(kept)
+        conv = ConvArgs(
+            tuple(self.stride), tuple(padding), tuple(self.dilation), self.groups,
+            tuple(output_padding) if transposed else None, tuple(crops),
         )
-        if all(route.is_local for route in routes) and not kept and not around and how.padding == tuple(self.padding):
-            routes = []  # as without a cut
-        return tuple(routes), around, how, tuple(out)
+        if all(plan.is_local for plan in plans) and not crops and not local_wraps and conv.padding == tuple(self.padding):
+            plans = []  # as without a cut
+        return tuple(plans), local_wraps, conv, tuple(out)
 
 
-class _Pool(Layer):
+class _Pool(SpatialLayer):
     """Pooling over windows: the largest value or the mean."""
 
-    def check(self) -> str | None:
+    def find_unsupported(self) -> str | None:
         if self.ceil_mode:
             return "ceil_mode; only whole windows can be cut"
         if getattr(self, "return_indices", False):
             return "return_indices; places of a part are not those of the whole"
-        if any(self._words("padding")) and not getattr(self, "count_include_pad", True):
+        if any(self._tuple("padding")) and not getattr(self, "count_include_pad", True):
             return "count_include_pad=False with padding"
         return None
 
-    def _words(self, name: str) -> tuple[int, ...]:
+    def _tuple(self, name: str) -> tuple[int, ...]:
         value: Any = getattr(self, name, 1)
         return tuple(value) if isinstance(value, (tuple, list)) else (value,) * self.dims
 
@@ -448,34 +449,34 @@ class _Pool(Layer):
     def dims(self) -> int:
         return 3 if isinstance(self, (nn.MaxPool3d, nn.AvgPool3d)) else 2
 
-    def over(self, x: Tensor, size: Sizes) -> Tensor:
-        largest = isinstance(self, (nn.MaxPool2d, nn.MaxPool3d))
-        routes, padding, out = self.planned(size)
-        x = self.brought(x, routes, -torch.inf if largest else 0.0)
-        pool: Any = getattr(F, f"{'max' if largest else 'avg'}_pool{self.dims}d")
-        words = {"dilation": self._words("dilation")} if largest else {"divisor_override": getattr(self, "divisor_override", None)}
-        return _settled(self.cut, pool(x, self._words("kernel_size"), self._words("stride"), padding, **words), out)
+    def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
+        is_max = isinstance(self, (nn.MaxPool2d, nn.MaxPool3d))
+        plans, padding, out = self.cached_plan(size)
+        x = self.exchange(x, plans, -torch.inf if is_max else 0.0)
+        pool: Any = getattr(F, f"{'max' if is_max else 'avg'}_pool{self.dims}d")
+        kwargs = {"dilation": self._tuple("dilation")} if is_max else {"divisor_override": getattr(self, "divisor_override", None)}
+        return _gather_output(self.partition, pool(x, self._tuple("kernel_size"), self._tuple("stride"), padding, **kwargs), out)
 
-    def plan(self, size: Sizes) -> tuple[list[Route], Sizes, Sizes]:
-        padding, routes, out = list(self._words("padding")), [], []
-        each = zip(*(self._words(name) for name in ("kernel_size", "stride", "padding", "dilation")))
-        for i, (n, words) in enumerate(zip(size, each)):
-            o, reach = _windows(n, *words)
+    def plan(self, size: Sizes) -> tuple[list[HaloPlan], Sizes, Sizes]:
+        padding, plans, out = list(self._tuple("padding")), [], []
+        windows = zip(*(self._tuple(name) for name in ("kernel_size", "stride", "padding", "dilation")))
+        for i, (n, window) in enumerate(zip(size, windows)):
+            o, field = _conv_windows(n, *window)
             out.append(o)
-            found = _route(self.cut, i + 2, n, o, reach)
-            if found is not None:
+            halo = _plan_halo(self.partition, i + 2, n, o, field)
+            if halo is not None:
                 padding[i] = 0
-                routes.append(found[0])
-        return routes, tuple(padding), tuple(out)
+                plans.append(halo[0])
+        return plans, tuple(padding), tuple(out)
 
 
-class _Upsample(Layer):
+class _Upsample(SpatialLayer):
     size: Any
     scale_factor: Any
     mode: str
     align_corners: bool | None
 
-    def check(self) -> str | None:
+    def find_unsupported(self) -> str | None:
         scale = self.scale_factor if isinstance(self.scale_factor, tuple) else (self.scale_factor,)
         if self.size is not None or any(s is None or s != int(s) for s in scale):
             return "a size or a broken scale_factor; give whole factors"
@@ -483,110 +484,110 @@ class _Upsample(Layer):
             return f"mode {self.mode} with align_corners {self.align_corners}; nearest, bilinear and trilinear without can be cut"
         return None
 
-    def over(self, x: Tensor, size: Sizes) -> Tensor:
-        routes, kept, out = self.planned(size)
-        y = F.interpolate(self.brought(x, routes), scale_factor=tuple(float(s) for s in self._scale(len(size))), mode=self.mode)
-        for dim, first, count in kept:
+    def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
+        plans, crops, out = self.cached_plan(size)
+        y = F.interpolate(self.exchange(x, plans), scale_factor=tuple(float(s) for s in self._scale(len(size))), mode=self.mode)
+        for dim, first, count in crops:
             y = y.narrow(dim, first, count)
-        return _settled(self.cut, y, out)
+        return _gather_output(self.partition, y, out)
 
     def _scale(self, dims: int) -> tuple[int, ...]:
         factor = self.scale_factor if isinstance(self.scale_factor, tuple) else (self.scale_factor,) * dims
         return tuple(int(s) for s in factor)
 
-    def plan(self, size: Sizes) -> tuple[list[Route], list[tuple[int, int, int]], Sizes]:
-        routes, kept, scale, wide = [], [], self._scale(len(size)), 0 if self.mode == "nearest" else 1
+    def plan(self, size: Sizes) -> tuple[list[HaloPlan], list[tuple[int, int, int]], Sizes]:
+        plans, crops, scale, overlap = [], [], self._scale(len(size)), 0 if self.mode == "nearest" else 1
         for i, (n, s) in enumerate(zip(size, scale)):
 
-            def reach(of: Range, s: int = s, n: int = n) -> Range:
+            def field(of: Range, s: int = s, n: int = n) -> Range:
                 # Beyond the ends of the whole interpolation itself repeats the edge.
-                return max(of[0] // s - wide, 0), min((of[1] - 1) // s + 1 + wide, n)
+                return max(of[0] // s - overlap, 0), min((of[1] - 1) // s + 1 + overlap, n)
 
-            found = _route(self.cut, i + 2, n, n * s, reach)
-            if found is not None:
-                route, count = found
-                routes.append(route)
-                kept.append((i + 2, part(n * s, route.axis.rank, route.axis.size)[0] - route.wanted[0] * s, count))
-        return routes, kept, tuple(n * s for n, s in zip(size, scale))
+            halo = _plan_halo(self.partition, i + 2, n, n * s, field)
+            if halo is not None:
+                plan, count = halo
+                plans.append(plan)
+                crops.append((i + 2, shard_range(n * s, plan.axis.rank, plan.axis.size)[0] - plan.needed[0] * s, count))
+        return plans, crops, tuple(n * s for n, s in zip(size, scale))
 
 
-class _GlobalMean(Layer):
-    def check(self) -> str | None:
+class _GlobalMean(SpatialLayer):
+    def find_unsupported(self) -> str | None:
         size: Any = self.output_size
         return None if set(size if isinstance(size, tuple) else (size,)) == {1} else f"output_size {size}; only 1 can be cut"
 
-    def over(self, x: Tensor, size: Sizes) -> Tensor:
-        own = x.sum(tuple(range(2, x.ndim)), keepdim=True)
-        return sum_with_adjoint(own, *self.cut.cut_axes(size)) / torch.Size(size).numel()
+    def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
+        local_sum = x.sum(tuple(range(2, x.ndim)), keepdim=True)
+        return sum_with_adjoint(local_sum, *self.partition.sharded_axes(size)) / torch.Size(size).numel()
 
 
-class _Norm(Layer):
+class _Norm(SpatialLayer):
     """Instance, group and batch norms, whose ``all_reduce`` adds up moments over the axes over which the level is cut."""
 
-    def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_shard(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self
-        whole = layer.all_reduce
-        layer.all_reduce = SumInPlace(*whole.axes, *self.cut.cut_axes(size))  # for this pass: its backward adds over the same axes
+        before = layer.all_reduce
+        layer.all_reduce = AllReduce(*before.axes, *self.partition.sharded_axes(size))  # the backward pass sums over the same axes
         try:
-            return super(Layer, self).forward(x, *args, **kwargs)
+            return super(SpatialLayer, self).forward(x, *args, **kwargs)
         finally:
-            layer.all_reduce = whole
+            layer.all_reduce = before
 
 
-class Join(nn.Module):
+class GatherVolume(nn.Module):
     """A seam where a model needs the whole volume on every rank; where nothing is cut it changes nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class _Join(Layer, Join):
-    def over(self, x: Tensor, size: Sizes) -> Tensor:
-        return self.cut.join(x, size)
+class _GatherVolume(SpatialLayer, GatherVolume):
+    def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
+        return self.partition.gather(x, size)
 
 
-class Once(nn.Module):
+class ReplicatedOnce(nn.Module):
     """Stands where ranks have computed the same: what follows counts once, though each rank computes it."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, partition: SpatialPartition) -> None:
         super().__init__()
-        self.cut = cut
+        self.partition = partition
 
     def forward(self, x: Tensor) -> Tensor:
-        count = math.prod(axis.size for axis in self.cut.axes.values())
-        return x if count == 1 or not self.cut.active else once(x, count)
+        count = math.prod(axis.size for axis in self.partition.axes.values())
+        return x if count == 1 or not self.partition.active else once(x, count)
 
 
-class SumOverCut(nn.Module):
+class SpatialSum(nn.Module):
     """Adds sums of parts of a volume over its ranks. All of these make the same loss or metric of them, which counts once: the
     gradient of a rank is that of its own sums."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, partition: SpatialPartition) -> None:
         super().__init__()
-        self.cut = cut
+        self.partition = partition
 
     def forward(self, sums: Tensor) -> Tensor:
-        return sum_with_adjoint(sums, *self.cut.axes.values(), once=True) if self.cut.active else sums
+        return sum_with_adjoint(sums, *self.partition.axes.values(), once=True) if self.partition.active else sums
 
 
-class Whole(nn.Module):
+class GatherFull(nn.Module):
     """A whole volume of ``size``, on every rank, joined from the ranks' parts.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
 
-    def __init__(self, cut: Cut, size: Sequence[int]) -> None:
+    def __init__(self, partition: SpatialPartition, size: Sequence[int]) -> None:
         super().__init__()
-        self.cut, self.size = cut, tuple(size)
+        self.partition, self.size = partition, tuple(size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cut.join(x, self.size) if self.cut.active else x
+        return self.partition.gather(x, self.size) if self.partition.active else x
 
 
-_KINDS: dict[type[nn.Module], type[Layer]] = {
+_KINDS: dict[type[nn.Module], type[SpatialLayer]] = {
     **dict.fromkeys((nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d), _Pool),
     **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _GlobalMean),
     **dict.fromkeys((BatchNorm, InstanceNorm, GroupNorm), _Norm),
     nn.Upsample: _Upsample,
     UpsampleConv: _Convolution,
-    Join: _Join,
+    GatherVolume: _GatherVolume,
 }
 # Layers of torch that leave places where they are.
 _LOCAL = (
@@ -595,30 +596,30 @@ _LOCAL = (
 )  # fmt: skip
 
 
-def _swap(model: nn.Module, cut: Cut, kinds: Mapping[type[nn.Module], type[Layer]]) -> None:
-    use_ours(model)
+def _convert_layers(model: nn.Module, partition: SpatialPartition, kinds: Mapping[type[nn.Module], type[SpatialLayer]]) -> None:
+    replace_norms(model)
     for name, layer in model.named_modules():
         kind = _Convolution if isinstance(layer, nn.modules.conv._ConvNd) else kinds.get(type(layer))
         if kind is None:
-            _refuse(name, layer)
+            _check_local(name, layer)
             continue
-        layer.__class__ = _joined(kind, type(layer))  # type: ignore[arg-type]  # mypy takes classes for not hashable
-        layer.cut, layer.name = cut, name
-        why = layer.check()
-        if why is not None:
-            raise MeshError(f"spatial: {name} has {why}")
-        if kind is _Norm and not isinstance(layer.all_reduce, SumInPlace):
-            layer.all_reduce = SumInPlace()
+        layer.__class__ = _spatial_class(kind, type(layer))  # type: ignore[arg-type]  # mypy takes classes for not hashable
+        layer.partition, layer.name = partition, name
+        problem = layer.find_unsupported()
+        if problem is not None:
+            raise MeshError(f"spatial: {name} has {problem}")
+        if kind is _Norm and not isinstance(layer.all_reduce, AllReduce):
+            layer.all_reduce = AllReduce()
 
 
 @cache
-def _joined(kind: type[Layer], was: type[nn.Module]) -> type:
+def _spatial_class(kind: type[SpatialLayer], base: type[nn.Module]) -> type:
     """A class of layers that are still of the class that they were, so that they can do as before (``Cut.off``)."""
-    return type(f"Cut{was.__name__}", (kind, was), {"__module__": __name__})
+    return type(f"Cut{base.__name__}", (kind, base), {"__module__": __name__})
 
 
-def _refuse(name: str, layer: nn.Module) -> None:
-    theirs = type(layer).__module__.startswith("torch.nn.")
-    pointwise = type(layer).__module__ == "torch.nn.modules.activation" and not isinstance(layer, nn.MultiheadAttention)
-    if theirs and not pointwise and not isinstance(layer, _LOCAL):
+def _check_local(name: str, layer: nn.Module) -> None:
+    is_torch = type(layer).__module__.startswith("torch.nn.")
+    is_pointwise = type(layer).__module__ == "torch.nn.modules.activation" and not isinstance(layer, nn.MultiheadAttention)
+    if is_torch and not is_pointwise and not isinstance(layer, _LOCAL):
         raise MeshError(f"spatial: {name} is a {type(layer).__name__}, and how to cut one is not known")

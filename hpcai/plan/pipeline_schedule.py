@@ -53,8 +53,8 @@ class SequentialStages:
         return self.pipeline.source
 
     def backward(self, measure: Any, parts: Sequence[Any], around: Any) -> list[Any]:
-        run = self.pipeline.alone(measure, parts[0], around)
-        for stage in self.pipeline.stages.own:
+        run = self.pipeline.stage_runner(measure, parts[0], around)
+        for stage in self.pipeline.stages.local_stages:
             with self.tracer.record():  # gradients have no memory yet
                 before = self.tracer.bytes
                 self._trace_stage(run, stage)

@@ -11,8 +11,8 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.kernels import float8, triton_support
 from hpcai.nn.matmul import convert_to_float8
-from hpcai.parallel.replicate import GradientSums
-from hpcai.parallel.shard import FullySharded, ShardedSums
+from hpcai.parallel.data_parallel import GradientReducer
+from hpcai.parallel.fsdp import FSDP, ShardedReducer
 from hpcai.settings import StepConfig
 from hpcai.train.compiling import repeated_blocks
 from hpcai.train.optim import match_decay_names
@@ -100,7 +100,7 @@ def has_fast_bf16(device: torch.device) -> bool:
     return any(test() for test in tests if test is not None)
 
 
-def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums | FullySharded:
+def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientReducer | FSDP:
     """How the gradients of ``model`` are added, by ``cfg.shard``; with ``bf16-params`` the model's parameters change to bfloat16.
 
     Raises MeshError when ``cfg.shard_within`` does not divide the copies, ConfigError for what a pipeline cannot do.
@@ -110,14 +110,14 @@ def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums
     decays, alone = match_decay_names(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:
-        return FullySharded(model, mesh, decays, repeated_blocks(model), axes, cfg.precision == "bf16-params")
+        return FSDP(model, mesh, decays, repeated_blocks(model), axes, cfg.precision == "bf16-params")
     if cfg.precision == "bf16-params":
         cast_to_bf16(model)
     accumulates = cfg.accumulate > 1
     if cfg.shard == "none" or alone:
-        return GradientSums(model, mesh, cfg.bucket_mb, decays, accumulates, fixed=cfg.capture != "none")
+        return GradientReducer(model, mesh, cfg.bucket_mb, decays, accumulates, fixed=cfg.capture != "none")
     overlap = cfg.capture == cfg.compile == "none"
-    return ShardedSums(model, mesh, cfg.bucket_mb, decays, accumulates, axes, overlap)
+    return ShardedReducer(model, mesh, cfg.bucket_mb, decays, accumulates, axes, overlap)
 
 
 def cast_to_bf16(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
 from hpcai.errors import CheckpointError
 from hpcai.nn.weights import PretrainedMixin
-from hpcai.parallel.rows import Share, alike, place_of
+from hpcai.parallel.sharding import FlatShard, replica_axes, shard_spec
 from hpcai.settings import CheckpointConfig
 from hpcai.train import shard_file
 from hpcai.train.background import submit
@@ -79,7 +79,7 @@ class _StagingBuffer:
     def allocate(self, step: Step, writers: int, frozen: Collection[str]) -> bool:
         """Find the boxes of ``step``, but for weights that are ``frozen`` -> whether these are in other memory than at the last
         call."""
-        step.reducer.settle()
+        step.reducer.wait()
         tensors = (*step.model.parameters(), *step.model.buffers())
         key = (step, *(getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors))
         if key == self._key:
@@ -295,7 +295,7 @@ class Checkpoints:
                 raise DamagedError(problem)
         progress = reader.run.progress
         step.optimizer.cast_master_weights()
-        step.reducer.spread()
+        step.reducer.all_gather_parameters()
         step.count = progress.step
 
     def _absent_frozen(self, reader: CheckpointReader, step: Step) -> set[str]:
@@ -369,31 +369,31 @@ def _error_of(action: Callable[[], None]) -> str:
 def _boxes(step: Step, mesh: Mesh, frozen: Collection[str] = ()) -> list[Box]:
     """All that resuming needs but weights that are ``frozen``, by name and without a copy: weights in full precision, and this
     rank's boxes of those that are divided."""
-    step.reducer.settle()
-    weights, state = step.reducer.idle() | step.optimizer.weights(), step.model.state_dict(keep_vars=True)
+    step.reducer.wait()
+    weights, state = step.reducer.frozen_shards() | step.optimizer.weights(), step.model.state_dict(keep_vars=True)
     # A tied weight has further names. Weights that were gathered for an evaluation are other tensors before ``state_dict``.
     first = {parameter: name for name, parameter in step.model.named_parameters()}
-    parts: dict[str, dict[str, Tensor | Share]] = {
+    parts: dict[str, dict[str, Tensor | FlatShard]] = {
         "model": {name: weights.get(first.get(value, name), value) for name, value in state.items()
                   if first.get(value, name) not in frozen},
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
     }
-    everyone = alike(torch.empty(0), mesh)
+    everyone = replica_axes(torch.empty(0), mesh)
     return [box for kind, part in parts.items() for name, value in part.items()
             for box in _boxes_of_tensor(f"{kind}/{name}", value, mesh, everyone)]  # fmt: skip
 
 
-def _boxes_of_tensor(name: str, value: Tensor | Share, mesh: Mesh, everyone: tuple[Axis, ...]) -> Iterator[Box]:
-    if isinstance(value, Share):
-        for offsets, tensor in value.part.boxes(value.row):
-            yield Box(name, value.part.place.size, offsets, tensor, value.copies)
-    elif not hasattr(value, "place"):
+def _boxes_of_tensor(name: str, value: Tensor | FlatShard, mesh: Mesh, everyone: tuple[Axis, ...]) -> Iterator[Box]:
+    if isinstance(value, FlatShard):
+        for offsets, tensor in value.view.boxes(value.flat):
+            yield Box(name, value.view.spec.global_shape, offsets, tensor, value.replica_axes)
+    elif not hasattr(value, "shard_spec"):
         yield Box(name, tuple(value.shape), (0,) * value.ndim, value, everyone)
     else:
-        place, copies = place_of(value), alike(value, mesh)
+        place, copies = shard_spec(value), replica_axes(value, mesh)
         for offsets, part in place.boxes((0,) * value.ndim, value.shape):
-            yield Box(name, place.size, offsets, value[part], copies)
+            yield Box(name, place.global_shape, offsets, value[part], copies)
 
 
 def _rename_damaged(path: Path) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
-from hpcai.parallel.stages import Passed
+from hpcai.parallel.pipeline_stages import StageOutput
 from hpcai.settings import StepConfig
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def _iterate_blocks(module: nn.Module) -> Iterator[nn.Module]:
         bases = [base for base in type(child).__mro__ if base is not nn.Module]
         layer = not list(child.children()) and any(base.__module__.startswith("torch.nn.") for base in bases)
         stage = isinstance(child, nn.ModuleList | nn.ModuleDict) or (inner and isinstance(child, nn.Sequential))
-        repeated = kinds[type(child)] + kinds[Passed] > 1 and not isinstance(child, Passed)
+        repeated = kinds[type(child)] + kinds[StageOutput] > 1 and not isinstance(child, StageOutput)
         if isinstance(module, nn.ModuleList | nn.Sequential) and repeated and not layer and not stage:
             yield child
         else:

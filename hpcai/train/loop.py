@@ -17,7 +17,7 @@ from hpcai.dist.energy import Processors
 from hpcai.dist.host import Collector, Gpu, check_power_cap, warm_collectives
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
-from hpcai.parallel.rows import place_of
+from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import TrainConfig
 from hpcai.stop import interrupts_put_off
 from hpcai.train.checkpoint import VERSIONS, SavedCheckpoint
@@ -91,7 +91,7 @@ def fit(
 
 def _count_parameters(model: nn.Module, mesh: Mesh) -> int:
     """Of the whole model, of which this process may have a part."""
-    local = sum(max(parameter.numel(), math.prod(place_of(parameter).size)) for parameter in model.parameters())
+    local = sum(max(parameter.numel(), math.prod(shard_spec(parameter).global_shape)) for parameter in model.parameters())
     return int(sum_in_place(torch.tensor(local), mesh["pipeline"]).item())
 
 

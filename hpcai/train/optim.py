@@ -12,7 +12,7 @@ from hpcai.dist.collect import gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 from hpcai.kernels import fused_optimizer
-from hpcai.parallel.rows import ALONE, Row, Share, held
+from hpcai.parallel.sharding import ALONE, FlatParameter, FlatShard, local_view
 from hpcai.settings import StepConfig
 
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -26,7 +26,7 @@ class _State:
     table_indices: Tensor  # [parts] the parameters' lines in the table of norms
     direction: Tensor
 
-    def __init__(self, flat_param: Row, cfg: StepConfig) -> None:
+    def __init__(self, flat_param: FlatParameter, cfg: StepConfig) -> None:
         self.flat_param = flat_param
         wide = flat_param.weights.dtype in (torch.float32, torch.float64)
         self._master = None if wide else flat_param.weights.float()
@@ -56,7 +56,7 @@ class Optimizer:
     Weights narrower than float32 have a float32 master copy here; that copy is updated, averaged and saved.
     """
 
-    def __init__(self, rows: list[Row], cfg: StepConfig) -> None:
+    def __init__(self, rows: list[FlatParameter], cfg: StepConfig) -> None:
         if not rows:
             raise ConfigError("the model has no parameter to train")
         self.cfg = cfg
@@ -67,13 +67,13 @@ class Optimizer:
         self.count = torch.zeros((), device=first.device)  # updates made
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
         if cfg.optimizer in ("lamb", "lars"):  # a line per parameter in a table that is the same on all ranks that have parts of it
-            names = sorted({part.name for row in rows for part in row.parts})
+            names = sorted({part.name for row in rows for part in row.views})
             line = {name: i for i, name in enumerate(names)}
-            axes = {axis.name: axis for row in rows for axis in row.axes}
+            axes = {axis.name: axis for row in rows for axis in row.sharded_axes}
             self._sharded_axes = [(axes[name], self._table_indices(rows, axes[name], line)) for name in sorted(axes)]
             for state in self.states:
-                parts, weights = state.flat_param.parts, state.weights
-                stretches = [(part.start, part.length) for part in parts]
+                parts, weights = state.flat_param.views, state.weights
+                stretches = [(part.flat_offset, part.length) for part in parts]
                 state.segments = fused_optimizer.Segments(stretches, weights.device, len(weights))
                 state.table_indices = torch.tensor([line[part.name] for part in parts], dtype=torch.int64, device=weights.device)
                 if cfg.optimizer == "lamb":
@@ -97,13 +97,13 @@ class Optimizer:
                 fused_optimizer.sgd_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, found_inf=skip,
                     momentum=cfg.momentum, weight_decay=state.decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov,
-                    seed=self._seed, offset=state.flat_param.first, **self._copies(state),
+                    seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
                 )  # fmt: skip
             else:
                 fused_optimizer.adam_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
                     scale=scale, found_inf=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
-                    decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.flat_param.first, **self._copies(state),
+                    decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
                 )  # fmt: skip
 
     def _copies(self, state: _State) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Optimizer:
                 fused_optimizer.lamb_direction_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], state.direction,
                     state.segments, step=self.count, scale=scale, found_inf=skip, betas=cfg.betas, eps=cfg.eps,
-                    weight_decay=state.decay, seed=self._seed, offset=state.flat_param.first,
+                    weight_decay=state.decay, seed=self._seed, offset=state.flat_param.offset,
                 )
             )  # fmt: skip
         for (state, gradient), norms in zip(present, self._all_reduce_norms([state for state, _ in present], sums)):
@@ -133,7 +133,7 @@ class Optimizer:
             if lars:
                 fused_optimizer.lars_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), state.segments, ratio, lr=self.lr, scale=scale,
-                    found_inf=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed, offset=state.flat_param.first,
+                    found_inf=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed, offset=state.flat_param.offset,
                     **self._copies(state),
                 )  # fmt: skip
             else:
@@ -142,9 +142,9 @@ class Optimizer:
                 )
 
     @staticmethod
-    def _table_indices(rows: list[Row], axis: Axis, line: dict[str, int]) -> Tensor:
+    def _table_indices(rows: list[FlatParameter], axis: Axis, line: dict[str, int]) -> Tensor:
         """The lines of parameters whose parts lie along ``axis``."""
-        found = sorted({line[part.name] for row in rows if axis in row.axes for part in row.parts})
+        found = sorted({line[part.name] for row in rows if axis in row.sharded_axes for part in row.views})
         return torch.tensor(found, dtype=torch.int64, device=rows[0].weights.device)
 
     def _all_reduce_norms(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
@@ -160,28 +160,28 @@ class Optimizer:
 
     def full_weights(self) -> dict[str, Tensor]:
         """The weights in full precision as the model has them, of rows that are not cut into shares."""
-        rows = [(state.flat_param.parts, state.weights) for state in self.states if state.flat_param.cut.size == 1]
-        return {part.name: part.whole(weights) for parts, weights in rows for part in parts}
+        rows = [(state.flat_param.views, state.weights) for state in self.states if state.flat_param.shard_axis.size == 1]
+        return {part.name: part.full(weights) for parts, weights in rows for part in parts}
 
-    def weights(self) -> dict[str, Tensor | Share]:
+    def weights(self) -> dict[str, Tensor | FlatShard]:
         """The weights in full precision, by parameter."""
         return self._by_parameter(state.weights for state in self.states)
 
-    def averages(self) -> dict[str, Tensor | Share]:
+    def averages(self) -> dict[str, Tensor | FlatShard]:
         """The average of the weights, by parameter; empty without one."""
         return self._by_parameter(state.average for state in self.states)
 
-    def state(self) -> dict[str, Tensor | Share]:
+    def state(self) -> dict[str, Tensor | FlatShard]:
         """Moments by ``<parameter>.<what>``, and ``step``, the number of updates made."""
-        found: dict[str, Tensor | Share] = {"step": self.count}
+        found: dict[str, Tensor | FlatShard] = {"step": self.count}
         for what in _MOMENTS[self.cfg.optimizer]:
             moments = self._by_parameter(state.moments.get(what) for state in self.states)
             found |= {f"{name}.{what}": value for name, value in moments.items()}
         return found
 
-    def _by_parameter(self, rows: Iterable[Tensor | None]) -> dict[str, Tensor | Share]:
+    def _by_parameter(self, rows: Iterable[Tensor | None]) -> dict[str, Tensor | FlatShard]:
         pairs = [(state.flat_param, row) for state, row in zip(self.states, rows) if row is not None]
-        return {part.name: held(part, row, of) for of, row in pairs for part in of.parts}
+        return {part.name: local_view(part, row, of) for of, row in pairs for part in of.views}
 
     @torch.no_grad()
     def cast_master_weights(self) -> None:

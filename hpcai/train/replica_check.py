@@ -14,8 +14,8 @@ from torch import Tensor
 from hpcai.dist.collect import gather_objects, least
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DivergedError
-from hpcai.parallel.replicate import GradientSums
-from hpcai.parallel.shard import FullySharded
+from hpcai.parallel.data_parallel import GradientReducer
+from hpcai.parallel.fsdp import FSDP
 from hpcai.train.optim import Optimizer
 
 NEVER = 2**62
@@ -27,9 +27,9 @@ _INT_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ReplicaCheck:
     """``first_unlike()`` compares the weights after a step; ``tell()`` says who holds others, once its number was read."""
 
-    def __init__(self, reducer: GradientSums | FullySharded, optimizer: Optimizer, mesh: Mesh) -> None:
+    def __init__(self, reducer: GradientReducer | FSDP, optimizer: Optimizer, mesh: Mesh) -> None:
         self.reducer, self.optimizer, self.mesh = reducer, optimizer, mesh
-        self._names, _, self._axes = zip(*reducer.alike())
+        self._names, _, self._axes = zip(*reducer.replicated_tensors())
         places = {axes: [i for i, each in enumerate(self._axes) if each == axes] for axes in dict.fromkeys(self._axes) if axes}
         self._groups = [(axes, torch.tensor(indices, device=mesh.device)) for axes, indices in places.items()]
         self._fingerprints = torch.zeros(0, dtype=torch.int64)
@@ -46,7 +46,7 @@ class ReplicaCheck:
         """The number of the first parameter of which this process and another hold different bits, or a huge one, on the device."""
         # Of weights in full precision a bit lasts: narrow ones are rounded anew from them in every step.
         master = self.optimizer.full_weights()
-        self._fingerprints = torch.stack([fingerprint(master.get(name, numbers)) for name, numbers, _ in self.reducer.alike()])
+        self._fingerprints = torch.stack([fingerprint(master.get(name, numbers)) for name, numbers, _ in self.reducer.replicated_tensors()])
         first = torch.full((), NEVER, dtype=torch.int64, device=self.mesh.device)
         for axes, places in self._groups:
             own = self._fingerprints[places]

@@ -14,7 +14,7 @@ from hpcai.dist.collect import distinct, gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.nn.deferred_init import materialize, record_names
-from hpcai.parallel.rows import Row, total
+from hpcai.parallel.sharding import FlatParameter, global_sum
 from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.auto_settings import build_reducer, enable_float8, resolve_auto, set_backend_flags
@@ -74,10 +74,10 @@ class Step:
         self._compiled = CompiledModel(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.messages += [self._compiled.message] if self._compiled else []
         self.reducer = build_reducer(self.model, mesh, cfg)
-        self.optimizer = Optimizer(self.reducer.rows, cfg)
-        kinds: dict[Any, list[Row]] = {}
-        for row in self.reducer.rows:
-            kinds.setdefault((row.others, row.counts), []).append(row)
+        self.optimizer = Optimizer(self.reducer.flat_parameters, cfg)
+        kinds: dict[Any, list[FlatParameter]] = {}
+        for row in self.reducer.flat_parameters:
+            kinds.setdefault((row.partition_axes, row.is_counted), []).append(row)
         self._norm_groups = list(kinds.values())  # rows whose other parts lie along the same axes
         self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
@@ -131,10 +131,10 @@ class Step:
 
     def _gradients(self, batch: Any) -> dict[str, Value]:
         with span("gradients"):
-            self.reducer.zero()
+            self.reducer.zero_grad()
             values = self.forward_backward(self.model, batch)
         with span("sums"):
-            self.reducer.finish()
+            self.reducer.reduce()
         return values
 
     def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
@@ -149,7 +149,7 @@ class Step:
             detached = {name: _detach(value) for name, value in values.items()}
             return loss[0] if isinstance(loss, tuple) else loss * self._weight, detached
 
-        self.reducer.last = False  # which one is the last, the pipeline may know
+        self.reducer.is_last_backward = False  # which one is the last, the pipeline may know
         return _combine_micro_batches(self.pipeline.backward(measure, parts, self.autocast))
 
     def _per_sample_gradients(self, model: nn.Module, batch: Any) -> dict[str, Value]:
@@ -195,7 +195,7 @@ class Step:
         skip = (self._first_nonfinite[0] < NEVER).float()
         with span("update"):
             self.optimizer.step(scale, skip)
-            self.reducer.spread()
+            self.reducer.all_gather_parameters()
         self.average.update()
         self._count += 1
 
@@ -206,7 +206,7 @@ class Step:
             grads = [gradient for row in rows if (gradient := row.gradient()) is not None]
             norms = torch._foreach_norm(grads, 2, dtype=self.optimizer.lr.dtype) if grads else [torch.zeros_like(self.optimizer.lr)]
             squares.append((rows[0], torch.stack(norms).square().sum()))
-        return total(squares).sqrt()
+        return global_sum(squares).sqrt()
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
@@ -279,7 +279,7 @@ class SingleStage:
         """Leave the gradient of what ``measure(model, part)`` gives first, over all parts -> what it gives second, of each."""
         values_of_parts: list[dict[str, Value]] = []
         for part in parts:
-            self.reducer.last = part is parts[-1]
+            self.reducer.is_last_backward = part is parts[-1]
             with autocast():
                 scalar, values = measure(self.model, part)
             scalar.backward()

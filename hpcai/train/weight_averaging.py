@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.dist.collect import sum_in_place
-from hpcai.parallel.replicate import GradientSums
-from hpcai.parallel.rows import Share, placed
-from hpcai.parallel.shard import FullySharded
+from hpcai.parallel.data_parallel import GradientReducer
+from hpcai.parallel.fsdp import FSDP
+from hpcai.parallel.sharding import FlatShard, with_spec
 from hpcai.settings import StepConfig
 from hpcai.train.optim import Optimizer
 
@@ -20,12 +20,12 @@ class WeightAverage:
     The optimizer averages the parameters in the pass that updates them; the floating-point buffers are averaged here.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: GradientSums | FullySharded, cfg: StepConfig) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: GradientReducer | FSDP, cfg: StepConfig) -> None:
         self.cfg, self.optimizer, self.reducer = cfg, optimizer, reducer
         state = model.state_dict(keep_vars=True).items()
         self._buffers = {n: b for n, b in state if not isinstance(b, nn.Parameter) and b.is_floating_point()}
         live = self._buffers.items() if cfg.average is not None else ()
-        self._averages = {name: placed(buffer.detach().clone(), buffer) for name, buffer in live}
+        self._averages = {name: with_spec(buffer.detach().clone(), buffer) for name, buffer in live}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -33,7 +33,7 @@ class WeightAverage:
             change = torch._foreach_sub(list(self._buffers.values()), self.buffers)
             torch._foreach_add_(self.buffers, torch._foreach_mul(change, self.optimizer.take))
 
-    def state(self) -> dict[str, Tensor | Share]:
+    def state(self) -> dict[str, Tensor | FlatShard]:
         return {**self.optimizer.averages(), **self._averages}
 
     @property
@@ -69,9 +69,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def _load(self, pairs: list[tuple[Tensor, Tensor]], shared: bool) -> None:
-        self.reducer.settle()
+        self.reducer.wait()
         for live, value in pairs:
             live.copy_(value)
         if shared:
-            self.reducer.spread()
-            self.reducer.settle()
+            self.reducer.all_gather_parameters()
+            self.reducer.wait()

@@ -25,8 +25,8 @@ from hpcai.errors import MeshError
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, build_pipeline, loss, parallelize
 from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import pipeline
-from hpcai.parallel.replicate import GradientSums
-from hpcai.parallel.rows import loose
+from hpcai.parallel.data_parallel import GradientReducer
+from hpcai.parallel.sharding import unflatten
 from hpcai.plan.machines import find_machine as machine
 from hpcai.plan.step_trace import StepTracer, traced_job
 from hpcai.train import Step
@@ -92,11 +92,11 @@ def job(cfg: Config, world: int) -> Iterator[StepTracer]:
     size = micro, TOKENS // (cfg.mesh.tensor * cfg.mesh.context), cfg.model.width
     dtype = torch.bfloat16 if cfg.step.precision == "bf16-params" else torch.float32
 
-    def fixed(*args: Any, **words: Any) -> GradientSums:
-        return GradientSums(*args, **words | {"fixed": True})  # buckets, as on a GPU
+    def fixed(*args: Any, **words: Any) -> GradientReducer:
+        return GradientReducer(*args, **words | {"fixed": True})  # buckets, as on a GPU
 
     def learned(self: Any, *_: Any) -> list[Any]:
-        return [pipeline._Kind(size, dtype)] * (self.count - 1) + [pipeline._Kind((1,), torch.float32)]
+        return [pipeline._TensorSpec(size, dtype)] * (self.count - 1) + [pipeline._TensorSpec((1,), torch.float32)]
 
     def known(self: Any, chain: Any, *_: Any) -> None:
         from torch.distributed.pipelining.stage import InferenceMode
@@ -109,10 +109,10 @@ def job(cfg: Config, world: int) -> Iterator[StepTracer]:
     votes = {"torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p": known}  # stages of torch >= 2.13 vote
     with ExitStack() as held:
         for place, function in {
-            "hpcai.train.auto_settings.GradientSums": fixed,
-            "hpcai.parallel.pipeline.Pipeline._learned": learned,
-            "hpcai.parallel.pipeline.Pipeline._told": lambda *_: [{}],
-            "hpcai.parallel.pipeline._Stage.forward": lambda stage, *hidden, number: stage._act(0, hidden[0] if hidden else None),
+            "hpcai.train.auto_settings.GradientReducer": fixed,
+            "hpcai.parallel.pipeline.Pipeline._find_output_specs": learned,
+            "hpcai.parallel.pipeline.Pipeline._broadcast_values": lambda *_: [{}],
+            "hpcai.parallel.pipeline._Stage.forward": lambda stage, *x, number: stage._run_microbatch(0, x[0] if x else None),
             "hpcai.train.step._combine_micro_batches": lambda every: {},
             **(votes if hasattr(schedules._PipelineSchedule, "_warmup_p2p") else {}),
         }.items():
@@ -158,8 +158,9 @@ def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
                 rest = (state._master, state.average, getattr(state, "direction", None), *state.moments.values())
                 found += sum(x.nbytes for x in (state.flat_param.weights, state.flat_param.gradient(), *rest) if x is not None)
             for bucket in step.reducer.buckets:
-                if hasattr(bucket, "own"):  # of weights and gradients all is there, and the row has a share
-                    found += bucket.weights.nbytes - bucket.own.numel() * bucket.weights.element_size() + bucket.flat.nbytes
+                if hasattr(bucket, "gradient_shard"):  # of weights and gradients all is there, and the row has a share
+                    local = bucket.gradient_shard.numel() * bucket.weights.element_size()
+                    found += bucket.weights.nbytes - local + bucket.gradients.nbytes
     return found, between, record.peak
 
 
@@ -241,7 +242,7 @@ def test_an_optimizer_keeps_what_is_counted(name: Any, narrow: bool) -> None:
     words = [f"step.optimizer={name}", f"step.precision={'bf16-params' if narrow else 'fp32'}", "step.moments=bf16"]
     cfg = settings(*words, "step.momentum=0.9")
     model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if narrow else torch.float32)
-    states = Optimizer([loose("weight", model.weight, True, ())], cfg.step).states
+    states = Optimizer([unflatten("weight", model.weight, True, ())], cfg.step).states
     kept = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
     found = memory._held(cfg, memory.Sizes(1, 1, 1, 1), 64 * 32, trained=True)
     assert found["optimizer"] == sum(x.nbytes for x in kept) > 0

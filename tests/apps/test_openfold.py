@@ -391,14 +391,14 @@ def test_a_rank_that_is_killed_in_a_collective_of_a_cut_chain_ends_the_others_wi
 ) -> None:
     from hpcai.parallel import axial
 
-    move, moves = axial.Move.forward, itertools.count()
+    move, moves = axial.AllToAll.forward, itertools.count()
 
     def killed(self: Any, *given: Any) -> Any:
         if os.environ["RANK"] == "2" and next(moves) == 30:  # in the second step, while rank 3 waits for it
             os.kill(os.getpid(), signal.SIGKILL)
         return move(self, *given)
 
-    monkeypatch.setattr(axial.Move, "forward", killed)
+    monkeypatch.setattr(axial.AllToAll, "forward", killed)
     began = time.monotonic()
     codes, said = ended(APP.command(data, tmp_path / "run", "mesh.axial=2"), tmp_path / "said", 4)
     assert codes[2] == -signal.SIGKILL and all(code == 1 for code in codes[:2] + codes[3:]), (codes, said)

@@ -22,8 +22,8 @@ from hpcai.errors import ConfigError
 from hpcai.models.dimenet import loss
 from hpcai.models.openfold import attention, evoformer, layers, objective
 from hpcai.nn import BatchNorm, Conv2d, layernorm
-from hpcai.parallel.axial import Move
-from hpcai.parallel.batchnorm import SumInPlace
+from hpcai.parallel.axial import AllToAll
+from hpcai.parallel.batchnorm import AllReduce
 from hpcai.train.evaluation import TrainingRanksEvaluation, InlineEvaluation
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -315,7 +315,7 @@ def _group(mesh: Mesh) -> list[tuple[int, float, np.ndarray]]:
     arrangements = ({"kernels"}, {"kernels", "group batch norm"}, {"group batch norm"}, {"kernels", "group batch norm"})
     for each, on in zip((subject, subject, subject, Unlike()), arrangements):
         with each.trial(cfg, mesh, frozenset(on)) as training:
-            totals = sum(isinstance(module, SumInPlace) for module in training.step.model.modules())
+            totals = sum(isinstance(module, AllReduce) for module in training.step.model.modules())
             value, gradient = training.numerics()
             found.append((totals, value, gradient.numpy()))
     return found
@@ -343,7 +343,7 @@ def _cut(mesh: Mesh) -> list[tuple[int, int, float, np.ndarray]]:
     found = []
     for on in (NONE, frozenset({"cut chains"}), whole - {"cut chains"}, whole | LOOP):
         with subject.trial(cfg, mesh, on) as training:
-            moves = sum(isinstance(module, Move) for module in training.step.model.modules())
+            moves = sum(isinstance(module, AllToAll) for module in training.step.model.modules())
             value, gradient = training.numerics()
             if on in (NONE, whole | LOOP):
                 with training.around():

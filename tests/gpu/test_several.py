@@ -14,7 +14,7 @@ from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.gpu.gpus import needs, on_gpus
 from tests.gpu.machine import DEVICE, ON_GPU, precisely
-from tests.ranks.test_shard import Network, batch, loss
+from tests.ranks.test_fsdp import Network, batch, loss
 from tests.ranks.test_spatial_models import Cam, Cosmo, Unet
 from tests.tape import Tape
 
@@ -43,7 +43,7 @@ def copies(mesh: Mesh, words: dict[str, Any]) -> Trained:
         part = tuple(x.to(mesh.device, kind).chunk(axis.size)[axis.rank] for x in batch(number))
         losses.append(step(part, 0.05 / (number + 1))["loss"])
     step.check()
-    step.reducer.settle()  # weights that others have updated may be on their way
+    step.reducer.wait()  # weights that others have updated may be on their way
     return [float(x) for x in losses], {name: whole(x) for name, x in step.model.state_dict().items()}
 
 
@@ -96,7 +96,7 @@ def cut(mesh: Mesh, kind: Any, words: dict[str, Any]) -> Trained:
     for number in range(STEPS):
         losses.append(step(tree_map(case.batch(number, mesh, mine), lambda x: x.to(mesh.device)))["loss"])
     step.check()
-    step.reducer.settle()  # weights that others have updated may be on their way
+    step.reducer.wait()  # weights that others have updated may be on their way
     return [float(x) for x in losses], {name: whole(x) for name, x in step.model.state_dict().items()}
 
 

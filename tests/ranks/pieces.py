@@ -13,14 +13,15 @@ Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]
 def pieces(step: Step) -> Pieces:
     """What this rank holds of weights, gradients, moments and averages: name, size of the whole, offsets there, numbers."""
     found: Pieces = []
-    step.reducer.settle()
+    step.reducer.wait()
     for state in step.optimizer.states:
         rows = {"weight": state.weights, "gradient": state.flat_param.gradient(), "average": state.average, **state.moments}
-        for part in state.flat_param.parts:
+        for part in state.flat_param.views:
             for what, row in rows.items():
                 if row is not None:
                     boxes = part.boxes(row)
-                    found += [(f"{part.name} {what}", part.place.size, at, t.detach().double().numpy().copy()) for at, t in boxes]
+                    size = part.spec.global_shape
+                    found += [(f"{part.name} {what}", size, at, t.detach().double().numpy().copy()) for at, t in boxes]
     return found
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.nn import BatchNorm
-from hpcai.parallel.batchnorm import group_batch_norm
-from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.batchnorm import convert_sync_batchnorm
+from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress
@@ -69,10 +69,10 @@ def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any
     model.flat.eval()
     names, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     if not alone:
-        group_batch_norm(model, mesh, group)
+        convert_sync_batchnorm(model, mesh, group)
     assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)), "none is a copy"
     assert model.second[1].training and not model.flat.training, "what is not trained stays so"
-    sum_over(model, mesh["depth"])
+    sum_gradients_over(model, mesh["depth"])
     words: dict[str, Any] = {"optimizer": "sgd", "precision": "fp64", "lr": 0.1, "clip": 1.0, "average": 0.5 if folder else None}
     step = Step(model, loss, StepConfig(**words, accumulate=group if alone else 1), mesh)
     step._weight /= mesh["depth"].size
@@ -105,7 +105,7 @@ def test_a_group_is_one_process_with_all_its_samples(axes: dict[str, int], group
 
 def resumed(mesh: Mesh, folder: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     cfg = StepConfig(optimizer="sgd", precision="fp64", average=0.5)
-    step = Step(group_batch_norm(new_model(), mesh, mesh["replicate"].size), loss, cfg, mesh)
+    step = Step(convert_sync_batchnorm(new_model(), mesh, mesh["replicate"].size), loss, cfg, mesh)
     Checkpoints(Path(folder), CheckpointConfig(), mesh, {}).resume(step)
     live = {n: t.detach().clone().numpy() for n, t in step.model.state_dict().items()}
     return live, {n: t.numpy() for n, t in step.snapshot().items()}
@@ -133,7 +133,7 @@ def uneven(mesh: Mesh, rows: list[int]) -> dict[str, Any]:
     whole = nn.BatchNorm2d(5).double()
     whole.load_state_dict(norm.state_dict())
     a, b = x[mine].clone().requires_grad_(), x.clone().requires_grad_()
-    group_batch_norm(nn.Sequential(norm), mesh, axis.size)(a).backward(dy[mine])
+    convert_sync_batchnorm(nn.Sequential(norm), mesh, axis.size)(a).backward(dy[mine])
     torch.relu(whole(b)).backward(dy)
     assert a.grad is not None and b.grad is not None
     torch.testing.assert_close(a.grad, b.grad[mine], rtol=1e-8, atol=1e-9)
@@ -152,7 +152,7 @@ def test_copies_may_have_different_numbers_of_samples(rows: list[int]) -> None:
 
 
 def only_evaluating(mesh: Mesh) -> int:
-    model = group_batch_norm(new_model(), mesh, 2)
+    model = convert_sync_batchnorm(new_model(), mesh, 2)
     return sum(not isinstance(norm.all_reduce, nn.Identity) for norm in model.modules() if isinstance(norm, BatchNorm))
 
 

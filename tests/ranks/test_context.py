@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
-from hpcai.parallel.context import CausalContext, Own, _Gathered
+from hpcai.parallel.context import ContextParallelAttention, LocalChunk, _GatheredKV
 from tests.ranks.language_model import checkpoints_go_round, cut_equals_whole, sharded
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case
@@ -48,18 +48,18 @@ def example() -> tuple[Tensor, ...]:
 def attended(mesh: Mesh, again: bool, packed: bool) -> tuple[list[np.ndarray], int, bool]:
     """This rank's output and gradients of q, k, v; how often keys and values were gathered; whether all were kept meanwhile."""
     *tensors, documents = example()
-    own = Own(mesh["context"], 2)
+    own = LocalChunk(mesh["context"], 2)
     q, k, v, gradient = (own(tensor).clone().requires_grad_() for tensor in tensors)
     gathered: list[StorageWeakRef] = []
-    gather = _Gathered.gather
+    gather = _GatheredKV.gather
 
-    def noted(self: _Gathered) -> Tensor:
+    def noted(self: _GatheredKV) -> Tensor:
         whole = gather(self)
         gathered.append(StorageWeakRef(whole.untyped_storage()))
         return whole
 
-    with patch.object(_Gathered, "gather", noted):
-        out = CausalContext(mesh["context"], again)(q, k, v, documents if packed else None)
+    with patch.object(_GatheredKV, "gather", noted):
+        out = ContextParallelAttention(mesh["context"], again)(q, k, v, documents if packed else None)
         kept = any(not whole.expired() for whole in gathered)
         gradients = torch.autograd.grad(out, (q, k, v), gradient)
     assert not any(not whole.expired() for whole in gathered), "they are forgotten after the backward pass"
@@ -90,12 +90,12 @@ def test_grouped_queries_and_packed_documents_are_cut_alike(ranks: int, packed: 
 
 def narrow(mesh: Mesh) -> tuple[Any, np.ndarray]:
     """The kind of what travels under autocast, and this rank's output."""
-    own = Own(mesh["context"], 2)
+    own = LocalChunk(mesh["context"], 2)
     q, k, v = (own(tensor).float() for tensor in example()[:3])
-    spied = patch.object(_Gathered, "gather", autospec=True, side_effect=_Gathered.gather)
+    spied = patch.object(_GatheredKV, "gather", autospec=True, side_effect=_GatheredKV.gather)
     with torch.autocast("cpu", torch.bfloat16), spied as spy:
-        out = CausalContext(mesh["context"])(q, k, v)
-    return str(spy.call_args.args[0].own.dtype), out.float().numpy().copy()
+        out = ContextParallelAttention(mesh["context"])(q, k, v)
+    return str(spy.call_args.args[0].local.dtype), out.float().numpy().copy()
 
 
 def test_in_half_precision_half_as_much_travels() -> None:
@@ -108,8 +108,8 @@ def test_in_half_precision_half_as_much_travels() -> None:
 def dealt(mesh: Mesh) -> tuple[list[int], str]:
     axis = mesh["context"]
     with pytest.raises(DataError) as problem:
-        Own(axis, -1)(torch.arange(18))
-    return Own(axis, -1)(torch.arange(24)).tolist(), str(problem.value)
+        LocalChunk(axis, -1)(torch.arange(18))
+    return LocalChunk(axis, -1)(torch.arange(24)).tolist(), str(problem.value)
 
 
 def test_causal_attention_costs_each_rank_the_same_and_a_remainder_is_refused() -> None:
@@ -117,4 +117,4 @@ def test_causal_attention_costs_each_rank_the_same_and_a_remainder_is_refused() 
     assert sorted(sum((tokens for tokens, _ in found), [])) == list(range(24))
     assert {sum(tokens) for tokens, _ in found} == {69}
     assert found[1][0] == [3, 4, 5, 18, 19, 20]
-    assert "a sample of 18 tokens does not divide into 2 x 4 blocks (mesh.context)" in found[0][1]
+    assert "a sample of 18 tokens does not divide into 2 x 4 chunks (mesh.context)" in found[0][1]

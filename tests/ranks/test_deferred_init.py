@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Mesh
-from hpcai.parallel.rows import cut, place_of
+from hpcai.parallel.sharding import shard_, shard_spec
 from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.step import Step
@@ -38,12 +38,12 @@ class Network(nn.Module):
 def shared(mesh: Mesh) -> Network:
     model, tensor, height = Network(), mesh["tensor"], mesh["height"]
     for weight in (model.table.weight, model.head.weight, model.slow.weight, model.waves, model.ramp):
-        cut(weight, 0, tensor)
-    cut(model.attention.in_proj_weight, 0, tensor, (14, 14, 14))
-    cut(model.attention.in_proj_weight, 1, height)
-    cut(model.conv.weight, 1, tensor)
-    cut(model.conv.weight, 0, height)
-    cut(model.dense.weight, 1, tensor)
+        shard_(weight, 0, tensor)
+    shard_(model.attention.in_proj_weight, 0, tensor, (14, 14, 14))
+    shard_(model.attention.in_proj_weight, 1, height)
+    shard_(model.conv.weight, 1, tensor)
+    shard_(model.conv.weight, 0, height)
+    shard_(model.dense.weight, 1, tensor)
     return model
 
 
@@ -55,9 +55,9 @@ def drawn(mesh: Mesh, precision: Any) -> dict[str, Any]:
     assert all(p.is_meta for p in model.parameters())
     assert model.head.weight is model.table.weight
     step = Step(model, lambda model, batch: {}, StepConfig(precision=precision), mesh)
-    own = {name: (t.detach().numpy().copy(), place_of(t)) for name, t in step.model.state_dict(keep_vars=True).items()}
+    own = {name: (t.detach().numpy().copy(), shard_spec(t)) for name, t in step.model.state_dict(keep_vars=True).items()}
     found: dict[str, Any] = {}
-    said = {name: (array, place.size, place.stretches) for name, (array, place) in own.items()}
+    said = {name: (array, place.global_shape, place.ranges) for name, (array, place) in own.items()}
     for each in gather_objects(said, mesh.everyone):
         for name, (array, size, stretches) in each.items():
             whole = found.setdefault(name, np.full(size, np.nan, array.dtype))

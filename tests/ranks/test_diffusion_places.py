@@ -177,7 +177,7 @@ def kept(mesh: Mesh) -> tuple[int, int]:
     asked = Condition(field=torch.zeros(1, 1, 8, 4, 4))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         model(model.grid.shard(torch.zeros(1, 2, *size)), torch.zeros(1), asked).sum().backward()
-    return sum(found.values()), cast(diffusion.Slabs, model.grid).cut.traffic.sent if mesh.copy.size > 1 else 0
+    return sum(found.values()), cast(diffusion.Slabs, model.grid).cut.comm_volume.bytes_sent if mesh.copy.size > 1 else 0
 
 
 def test_a_process_keeps_no_more_than_its_part() -> None:

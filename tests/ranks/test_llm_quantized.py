@@ -11,7 +11,7 @@ from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LoRAConfig
 from hpcai.models.llm.load import read_config
 from hpcai.nn.deferred_init import deferred
-from hpcai.parallel.rows import place_of
+from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress, open_checkpoint
@@ -37,9 +37,9 @@ def still(model: torch.nn.Module) -> Pieces:
     found: Pieces = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            place = place_of(parameter)
+            place = shard_spec(parameter)
             for at, box in place.boxes((0,) * parameter.ndim, tuple(parameter.shape)):
-                found.append((name, place.size, at, parameter.detach()[box].double().numpy().copy()))
+                found.append((name, place.global_shape, at, parameter.detach()[box].double().numpy().copy()))
     return found
 
 
@@ -124,7 +124,8 @@ def merged(mesh: Mesh) -> Pieces:
     train(step, batches(mesh, EIGHT))
     model: Any = llm.merge(step.model)  # type: ignore[arg-type]
     kinds = {type(part).__name__ for part in model.modules()}
-    assert not any(name.startswith("Frozen") for name in kinds) and ("CutInputs" in kinds) == (mesh["tensor"].size > 1)
+    assert not any(name.startswith(("Frozen", "Quantized")) for name in kinds)
+    assert ("RowParallelLinear" in kinds) == (mesh["tensor"].size > 1)
     return still(model.requires_grad_(False))
 
 

@@ -13,7 +13,7 @@ import torch
 from hpcai.data import Loader, Reader, Rows
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
-from hpcai.parallel.spatial import Cut
+from hpcai.parallel.spatial import SpatialPartition
 from tests.numbers import Numbers
 from tests.ranks.launch import on_ranks
 
@@ -81,7 +81,7 @@ def parts(mesh: Mesh, folder: Path) -> tuple[list[Any], int]:
         def __init__(self) -> None:
             fields = {"counts": ("int16", (64, 64, 64, 4)), "target": ("float32", (3,))}
             self.rows = Rows(folder, fields, reader=Reader("direct"))
-            self.where = {"counts": Cut.over({"depth": mesh["depth"]}, 3).part((64, 64, 64))}
+            self.where = {"counts": SpatialPartition.from_axes({"depth": mesh["depth"]}, 3).local_slices((64, 64, 64))}
 
         def __len__(self) -> int:
             return len(self.rows)

@@ -14,7 +14,7 @@ from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig
 from hpcai.nn.deferred_init import deferred
 from hpcai.nn.matmul import fused_linear
 from hpcai.parallel import tensor
-from hpcai.parallel.tensor import cut_inputs, cut_outputs
+from hpcai.parallel.tensor import column_parallel, row_parallel
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -48,10 +48,10 @@ def fed(mesh: Mesh, sequence: bool) -> Pieces:
         nn.init.uniform_(parameter, 0.5, 1.0)
     axis, dim = mesh["tensor"], 1 if sequence else None
     for linear in (model.gate, model.up):
-        cut_outputs(linear, axis, sequence=dim)
-    cut_inputs(model.down, axis, dim)
+        column_parallel(linear, axis, sequence=dim)
+    row_parallel(model.down, axis, dim)
     if sequence:
-        tensor.sum_over(model, axis)
+        tensor.sum_gradients_over(model, axis)
     words: dict[str, Any] = {"precision": "fp64", "products": "fp8", "lr": 0.01, "capture": "none"}
     step = Step(model, squares, StepConfig(**words, accumulate=2 // mesh["replicate"].size), mesh)
     for number in range(2):
@@ -126,7 +126,7 @@ def messages(mesh: Mesh, lora: LoRAConfig | None) -> list[str]:
     step = Step(model, llm.loss, StepConfig(capture="none"), mesh)
     layer = step.model.model.layers[0]  # type: ignore[union-attr, index]
     patch = pytest.MonkeyPatch()
-    for kind, name in ((tensor._Gathering, "gather"), (tensor._Summing, "sum")):
+    for kind, name in ((tensor._AsyncAllGather, "gather"), (tensor._AsyncReduce, "sum")):
         patch.setattr(kind, "__init__", _told(kind.__init__, done, name))
     with patch.context():
         x = torch.randn(1, 4, 32, requires_grad=True)

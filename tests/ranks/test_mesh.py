@@ -10,7 +10,7 @@ from torch import nn
 
 from hpcai.dist.collect import gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.parallel.batchnorm import group_batch_norm
+from hpcai.parallel.batchnorm import convert_sync_batchnorm
 from tests.ranks.launch import on_ranks
 
 
@@ -33,7 +33,7 @@ def uses(mesh: Mesh) -> list[list[int]]:
     assert mesh.used == (mesh["replicate"], depth) and copy.deepcopy(depth) is depth and {depth: 1}[depth] and groups() == 0
     found = [members(depth)]
     assert groups() == 1 and mesh.copy.group is depth.group and hash(depth) == before and groups() == 1
-    norms = group_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), mesh, 2)
+    norms = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), mesh, 2)
     assert groups() == 2, "a layer has its group before its first pass, which may be compiled"
     found += [members(mesh["replicate"]), members(mesh.everyone), members(mesh["tensor"])]
     assert groups() == 2 and mesh.everyone.group is torch_dist.group.WORLD

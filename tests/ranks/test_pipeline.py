@@ -200,7 +200,7 @@ def flipped(mesh: Mesh, name: str, model: str, rank: int) -> list[str]:
         step(batches(mesh, {}, 0, 1)[0])
         if struck and mesh.rank == rank:
             weight: Any = step.optimizer.weights()[name]
-            weight.part.whole(weight.row).view(torch.int64).flatten()[0] ^= 1
+            weight.view.full(weight.flat).view(torch.int64).flatten()[0] ^= 1
         try:
             step.replica_check.raise_if_divergent(int(step.first_failures(compare=True)[1].item()), step.count)
         except DivergedError as error:

@@ -9,7 +9,7 @@ import torch
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DivergedError
 from hpcai.models import cosmoflow
-from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train.capture import _Reads
 from hpcai.train.loop import fit
@@ -44,7 +44,7 @@ def trained(mesh: Mesh, struck: dict[int, str], words: dict[str, Any], settings:
     """What a run of 16 steps, or of so many as are set, says of its weights, and how many steps it made."""
     torch.manual_seed(0)
     model = Network()
-    sum_over(model, mesh["depth"])
+    sum_gradients_over(model, mesh["depth"])
     graph = Tape if "capture" in words else None
     step = Struck(model, loss, StepConfig(lr=0.01, **words), mesh, graph=graph)
     step.struck = struck
@@ -103,9 +103,9 @@ def divided(mesh: Mesh, shard: str) -> list[str]:
     told = []
     for struck in (False, True):
         step(batches(4, 2, mesh.rank)[0])
-        step.reducer.settle()
+        step.reducer.wait()
         if struck and mesh.rank == 1:
-            next(numbers for name, numbers, _ in step.reducer.alike() if name == "first.weight").view(torch.int32)[0] ^= 1
+            next(numbers for name, numbers, _ in step.reducer.replicated_tensors() if name == "first.weight").view(torch.int32)[0] ^= 1
         try:
             step.replica_check.raise_if_divergent(int(step.first_failures(compare=True)[1].item()), step.count)
         except DivergedError as error:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models import cosmoflow
-from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import evaluation
 from hpcai.train.loop import fit
@@ -56,7 +56,7 @@ def shares(counts: torch.Tensor) -> dict[str, float]:
 def run(mesh: Mesh, evaluate: str = "wait", score: Any = metric, cfg: dict[str, Any] | None = None, **words: Any) -> Result:
     torch.manual_seed(0)
     model = Network()
-    sum_over(model, mesh["depth"])
+    sum_gradients_over(model, mesh["depth"])
     step = Step(model, loss, StepConfig(average=0.8, lr=0.01, **words), mesh)
     axis = mesh["replicate"]
     training = [b.chunk(axis.size)[axis.rank] for b in batches(EVERY, 8, 1)]
@@ -110,7 +110,7 @@ def in_slabs(mesh: Mesh, words: dict[str, Any]) -> tuple[Rows, list[float]]:
     cfg = cosmoflow.CosmoFlowConfig(size=16, filters=4, blocks=3, dropout=0.0)
     torch.manual_seed(0)
     step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(lr=1e-3), mesh)
-    axis, part = mesh["replicate"], cosmoflow.spatial_cut(mesh).part((16, 16, 16))
+    axis, part = mesh["replicate"], cosmoflow.spatial_cut(mesh).local_slices((16, 16, 16))
 
     def universes(count: int, seed: int) -> list[cosmoflow.Batch]:
         generator = torch.Generator().manual_seed(seed)

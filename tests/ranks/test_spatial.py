@@ -11,7 +11,7 @@ from hpcai.dist.collect import sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.nn import BatchNorm, Conv3d, InstanceNorm
-from hpcai.parallel.spatial import Join, Once, SumOverCut, plan, spatial
+from hpcai.parallel.spatial import GatherVolume, ReplicatedOnce, SpatialSum, parallelize_spatial, plan_size
 from tests.ranks.launch import on_ranks
 
 MESHES: list[dict[str, int]] = [
@@ -34,26 +34,26 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
     model = deepcopy(whole)
     keys = list(model.state_dict())
     names = ("depth", "height", "width")[-len(size) :]
-    cut = spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **words)
+    cut = parallelize_spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **words)
     assert list(model.state_dict()) == keys
     x = torch.randn(passes, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
-    own = cut.own(x).clone().requires_grad_()
+    own = cut.shard(x).clone().requires_grad_()
     x.requires_grad_()
     for _ in range(passes):  # what belongs to one pass must not stay for the next
         y_whole, y = whole(x), model(own)
-        where = cut.part(y_whole.shape[2:])
+        where = cut.local_slices(y_whole.shape[2:])
         assert y.shape == y_whole[(..., *where)].shape
         torch.testing.assert_close(y, y_whole[(..., *where)], rtol=small, atol=small)
         weights = torch.randn(y_whole.shape, generator=torch.Generator().manual_seed(3)).double()
         share = 1.0
         for dim, axis in cut.axes.items():  # where the output is whole on every rank, each counts a part of it
-            share /= axis.size if not cut.is_cut(dim, y_whole.shape[dim]) else 1
+            share /= axis.size if not cut.is_sharded(dim, y_whole.shape[dim]) else 1
         for model_, x_ in ((whole, x), (model, own)):
             model_.zero_grad()
             x_.grad = None
         (y_whole * weights).square().sum().backward()
         ((y * weights[(..., *where)]).square().sum() * share).backward()
-        worst = ("x", float((own.grad - cut.own(x.grad)).abs().max() / x.grad.abs().max()))
+        worst = ("x", float((own.grad - cut.shard(x.grad)).abs().max() / x.grad.abs().max()))
         largest = max(float(p.grad.abs().max()) for p in whole.parameters())  # a bias before a norm has a gradient of 0
         for (name, a), b in zip(whole.named_parameters(), model.parameters()):
             axes = getattr(b, "sum_axes", ())
@@ -88,8 +88,8 @@ class Unet(nn.Module):
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_network_that_is_cut_is_the_network(axes: dict[str, int]) -> None:
-    for apart in (False, True):
-        on_ranks(axes, compare, Unet, (16, 12, 8), 2, {"apart": apart})
+    for overlap in (False, True):
+        on_ranks(axes, compare, Unet, (16, 12, 8), 2, {"overlap": overlap})
 
 
 CONVOLUTIONS = [
@@ -138,7 +138,7 @@ class Made:
 def every(mesh: Mesh, size: tuple[int, ...]) -> None:
     cases = [Made(nn.Conv3d, words) for words in CONVOLUTIONS] + [Made(nn.ConvTranspose3d, words) for words in TRANSPOSED]
     for case in cases + [Made(layer, {}) for layer in OTHERS]:
-        for words in ({"apart": True}, {"least": 1})[: 2 if size[0] < 12 else 1]:  # short slabs are what ``least`` is about
+        for words in ({"overlap": True}, {"min_size": 1})[: 2 if size[0] < 12 else 1]:  # ``min_size`` is about short slabs
             try:
                 compare(mesh, case, size, 4, words, passes=1)
             except AssertionError as problem:
@@ -182,7 +182,7 @@ class Regressor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.MaxPool3d(2), nn.LeakyReLU(), nn.Conv3d(4, 4, 3, padding=1))
-        self.every_place: nn.Module = Join()
+        self.every_place: nn.Module = GatherVolume()
         self.dense = nn.Sequential(nn.Linear(4 * 8 * 4 * 2, 6), nn.Tanh(), nn.Linear(6, 2))
         self.once: nn.Module = nn.Identity()
         self.total: nn.Module = nn.Identity()
@@ -198,25 +198,25 @@ class Regressor(nn.Module):
 def losses(mesh: Mesh) -> None:
     whole = filled(Regressor())
     model: Any = deepcopy(whole)
-    cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
-    model.once, model.total = Once(cut), SumOverCut(cut)
+    cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
+    model.once, model.total = ReplicatedOnce(cut), SpatialSum(cut)
     x = torch.randn(2, 2, 16, 8, 4, generator=torch.Generator().manual_seed(5)).double()
-    expected, found = whole.loss(x), model.loss(cut.own(x))
+    expected, found = whole.loss(x), model.loss(cut.shard(x))
     expected.backward()
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
     for (name, a), b in zip(whole.named_parameters(), model.parameters()):
         torch.testing.assert_close(sum_in_place(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
-    with cut.off():
+    with cut.disabled():
         torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
-    slab, other = cut.own(x).clone().requires_grad_(), x.clone().requires_grad_()
+    slab, other = cut.shard(x).clone().requires_grad_(), x.clone().requires_grad_()
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(6)).double()
-    ((cut.join(slab, x.shape[2:]) + other) * weights).sum().backward()  # one gradient for two: it is not written into
+    ((cut.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # one gradient for two: it is not written into
     assert slab.grad is not None and other.grad is not None
     torch.testing.assert_close(other.grad, weights, rtol=0, atol=0)
-    torch.testing.assert_close(slab.grad, cut.own(weights) * mesh.copy.size, rtol=1e-12, atol=0)
+    torch.testing.assert_close(slab.grad, cut.shard(weights) * mesh.copy.size, rtol=1e-12, atol=0)
     twin = deepcopy(model)
-    torch.testing.assert_close(twin(cut.own(x)), model(cut.own(x)), rtol=0, atol=0)
+    torch.testing.assert_close(twin(cut.shard(x)), model(cut.shard(x)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
@@ -253,16 +253,16 @@ def why_not(mesh: Mesh) -> list[str]:
     ]  # fmt: skip
     models: list[nn.Module] = [nn.Sequential(nn.Conv3d(2, 2, 1), layer) for layer in layers]
     models += [Itself(function) for function in itself]
-    texts = [answer(spatial, model, axes, (8, 8, 8)) for model in models]
-    spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # of channels, place by place
+    texts = [answer(parallelize_spatial, model, axes, (8, 8, 8)) for model in models]
+    parallelize_spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # of channels, place by place
     model = Itself(nn.ReLU())
-    cut = spatial(model, axes, (8, 8, 8))
+    cut = parallelize_spatial(model, axes, (8, 8, 8))
     texts.append(answer(model, torch.zeros(1, 2, 8, 8, 8)))
-    texts += [answer(spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
-    texts.append(answer(plan, model, cut, (9, 8, 8)))
-    plan(model, cut, (12, 8, 6))
+    texts += [answer(parallelize_spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
+    texts.append(answer(plan_size, model, cut, (9, 8, 8)))
+    plan_size(model, cut, (12, 8, 6))
     for size in ((8, 8, 8), (12, 8, 6)):
-        model(cut.own(torch.zeros(1, 2, *size)))
+        model(cut.shard(torch.zeros(1, 2, *size)))
     return texts
 
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_cut_is_told_before_anything_is_computed() -> None:
         "spatial: 1 has padding_mode reflect; only zeros and circular can be cut", "ceil_mode", "is a LayerNorm, and how to cut",
         "after conv the model calls max_pool3d", "calls mean itself", "calls flip itself",
         "conv got a part of 8 x 8 x 8 places; this rank holds 4 x 8 x 8 there of the volumes whose sizes were told",
-        "mesh.depth is 2, but 2 places along depth are fewer than 2 for each rank; set mesh.depth to 1 or less",
+        "mesh.depth is 2, but 2 places along depth are fewer than 2 per rank; set mesh.depth to 1 or less",
         "mesh.depth is 2, but there is only height and width to cut; set it to 1",
         "conv sees volumes of (9, 8, 8) and of (8, 8, 8), of which a rank holds parts of one size",
     ]  # fmt: skip

@@ -36,7 +36,7 @@ class Unet:
     def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
         image = torch.randn(COPIES, *self.cfg.window, generator=random(step)).double()
         label = torch.randint(0, 3, image.shape, generator=random(step), dtype=torch.uint8)
-        part = unet3d.spatial_cut(mesh).part(self.cfg.window)
+        part = unet3d.spatial_cut(mesh).local_slices(self.cfg.window)
         return unet3d.Batch(image[(copies, *part)], label[(copies, *part)])
 
     def held(self, mesh: Mesh) -> Any:
@@ -57,7 +57,7 @@ class Cosmo:
     def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
         counts = torch.randint(0, 50, (COPIES, 16, 16, 16, 4), generator=random(step), dtype=torch.int16)
         target = torch.rand(COPIES, 4, generator=random(step))
-        return cosmoflow.Batch(counts[(copies, *cosmoflow.spatial_cut(mesh).part((16, 16, 16)))], target[copies])
+        return cosmoflow.Batch(counts[(copies, *cosmoflow.spatial_cut(mesh).local_slices((16, 16, 16)))], target[copies])
 
     def score(self, model: Any, mesh: Mesh) -> Any:
         return cosmoflow.error(model, self.batch(99, mesh, slice(None)))
@@ -71,7 +71,7 @@ class Cam:
         return deepcam.parallelize(deepcam.DeepCam(self.cfg), mesh, mesh["replicate"].size, (96, 32))
 
     def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
-        part = deepcam.spatial_cut(mesh).part((96, 32))
+        part = deepcam.spatial_cut(mesh).local_slices((96, 32))
         fields = torch.rand(COPIES, 96, 32, 2, generator=random(step))
         mask = torch.randint(0, 3, (COPIES, 96, 32), generator=random(step), dtype=torch.uint8)
         return deepcam.Batch(fields[(copies, *part)].double(), mask[(copies, *part)])

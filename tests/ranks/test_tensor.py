@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.dist.mesh import Mesh
 from hpcai.parallel import tensor
-from hpcai.parallel.tensor import cut_inputs, cut_outputs, cut_words
+from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_embedding
 from tests.ranks.language_model import checkpoints_go_round, cut_equals_whole, new_step, sharded
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case
@@ -46,7 +46,7 @@ def layers(mesh: Mesh) -> None:
     for parts in ([7], [6, 4, 5]):
         whole, linear = (nn.Linear(5, sum(parts)).double() for _ in range(2))
         linear.load_state_dict(whole.state_dict())
-        cut_outputs(linear, axis, parts)
+        column_parallel(linear, axis, parts)
         x = torch.randn(3, 2, 5).double()
         a, b = (x.clone().requires_grad_() for _ in range(2))
         y, right = linear(a), whole(b)
@@ -60,12 +60,12 @@ def layers(mesh: Mesh) -> None:
     assert torch.equal(mesh.beside(linear)(x), linear(x)), "a copy that is evaluated beside the training"
     with torch.device("meta"):
         far = nn.Linear(8, 3)
-    cut_inputs(far, axis)
+    row_parallel(far, axis)
     assert far.weight.is_meta and far.weight.shape == (3, 8 // n)
     for padding in (None, 0, 8):
         whole, embedding = (nn.Embedding(9, 3, padding).double() for _ in range(2))
         embedding.load_state_dict(whole.state_dict())
-        cut_words(embedding, axis)
+        vocab_parallel_embedding(embedding, axis)
         words = torch.randint(0, 9, (4, 6))
         y, right = embedding(words), whole(words)
         assert torch.equal(y, right)
@@ -99,11 +99,11 @@ class Watched(TorchDispatchMode):
 def order(mesh: Mesh, sequence: bool) -> tuple[list[str], list[int]]:
     """What the backward pass of a layer does, and the sizes of the tensors that its forward pass kept."""
     linear, kept, watch = nn.Linear(6, 4), list[int](), Watched()
-    cut_outputs(linear, mesh["tensor"], sequence=1 if sequence else None)
-    started, waited = tensor._Summing.__init__, tensor._Summing.wait
+    column_parallel(linear, mesh["tensor"], sequence=1 if sequence else None)
+    started, waited = tensor._AsyncReduce.__init__, tensor._AsyncReduce.wait
     patch = pytest.MonkeyPatch()
-    patch.setattr(tensor._Summing, "__init__", lambda *words: (started(*words), watch.done.append("start"))[0])
-    patch.setattr(tensor._Summing, "wait", lambda self: (watch.done.append("wait"), waited(self))[1])
+    patch.setattr(tensor._AsyncReduce, "__init__", lambda *words: (started(*words), watch.done.append("start"))[0])
+    patch.setattr(tensor._AsyncReduce, "wait", lambda self: (watch.done.append("wait"), waited(self))[1])
     x = torch.randn(2, 5, 6, requires_grad=True)
     with patch.context(), torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
         y = linear(x).sum()

@@ -90,7 +90,7 @@ def test_the_loop_costs_less_than_2_percent() -> None:
         values["loss"].backward()
         return values
 
-    step.reducer.zero, step.forward_backward = clock()(step.reducer.zero), clock()(bare)  # type: ignore[method-assign]
+    step.reducer.zero_grad, step.forward_backward = clock()(step.reducer.zero_grad), clock()(bare)  # type: ignore[method-assign]
     step.optimizer.step = clock()(step.optimizer.step)  # type: ignore[method-assign]
 
     def overhead() -> float:
@@ -133,7 +133,7 @@ def layers(millions: float = 10.0) -> nn.ParameterList:
 def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other() -> None:
     step = Step(layers(), lambda model, batch: {}, StepConfig(average=0.999, optimizer="adam"), dist.alone())
     plain = layers()
-    step.reducer.zero()
+    step.reducer.zero_grad()
     for parameter in (*step.model.parameters(), *plain):
         parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.normal_()
     means = [parameter.detach().clone() for parameter in plain]

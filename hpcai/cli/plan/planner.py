@@ -18,8 +18,8 @@ from hpcai.cli.plan.workload import Published, find
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.deferred_init import deferred
-from hpcai.parallel.replicate import FEW
-from hpcai.parallel.stages import evenly
+from hpcai.parallel.data_parallel import MAX_BF16_RANKS
+from hpcai.parallel.pipeline_stages import balanced_split
 from hpcai.plan import machines
 from hpcai.plan.loader_queue import queue_capacity, simulate_waits
 from hpcai.plan.machines import Machine
@@ -162,9 +162,9 @@ class Planner:
                 batch = paper.empty_like(real)
                 _once(paper, step)
                 with paper.record() as record:
-                    step.reducer.spread()
+                    step.reducer.all_gather_parameters()
                     if act is not None:
-                        step.reducer.settle()
+                        step.reducer.wait()
                     step._gradients(batch)
                     paper.once_per_step(lambda: _update(paper, step))()
             del directions  # which lamb keeps beside
@@ -193,7 +193,7 @@ class Planner:
         at_once = next(n for n in range(min(each, self.workload.most), 0, -1) if each % n == 0)
         few, within = self.few(copies, words), ways * self.around(words)
         found, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-        parts = 2 if each > at_once or copies > FEW else 1  # which make the sums of gradients wide, and are else the same
+        parts = 2 if each > at_once or copies > MAX_BF16_RANKS else 1  # gradients are then summed in float32; else the same
         for weight, (record, *_) in self.recorded(ways, few, at_once, words, parts=parts):
             whole, again = (estimate_cost(_spread(some, within, few, copies), on) for some in (record.events, record.repeated))
             found += (whole + again.scaled(each / at_once - 1)).scaled(weight)
@@ -317,7 +317,7 @@ class _Stages:
         cfg, depth = planner.settings(*words), planner.workload.depth
         self.count = planner.workload.stages(cfg)
         layers = 0 if depth is None else attrgetter(depth)(cfg)
-        self.layers = evenly(layers, self.count)
+        self.layers = balanced_split(layers, self.count)
         deep = layers > _MORE * self.count
         depths: list[Words] = [(f"{depth}={n * self.count}",) for n in (_FEW, _MORE)] if deep else [()]
         self.recorded = {
@@ -418,7 +418,9 @@ def _update(paper: StepTracer, step: Step) -> None:
 def _once(paper: StepTracer, step: Step) -> None:
     """Sums of gradients, and what is before and after them, belong to a step and not to each of its micro-batches."""
     sums: Any = step.reducer
-    for owner, name in ((sums, "spread"), (sums, "zero"), (sums, "finish"), *((bucket, "launch") for bucket in sums.buckets)):
+    for owner, name in (
+        (sums, "all_gather_parameters"), (sums, "zero_grad"), (sums, "reduce"), *((bucket, "launch") for bucket in sums.buckets),
+    ):  # fmt: skip
         setattr(owner, name, paper.once_per_step(getattr(owner, name)))
 
 

@@ -2,12 +2,12 @@
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.cosmoflow.model import CosmoFlow
-from hpcai.parallel.spatial import Cut, Join, Once, spatial
+from hpcai.parallel.spatial import GatherVolume, ReplicatedOnce, SpatialPartition, parallelize_spatial
 
 
-def spatial_cut(mesh: Mesh) -> Cut:
+def spatial_cut(mesh: Mesh) -> SpatialPartition:
     """How a universe lies on the processes of a copy."""
-    return Cut.over({"depth": mesh["depth"], "height": mesh["height"]}, 3)
+    return SpatialPartition.from_axes({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
 
 def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
@@ -15,7 +15,7 @@ def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
     fit."""
     mesh.only("CosmoFlow", "replicate", "depth", "height")
     if mesh.copy.size > 1:
-        model.gather_volume = Join()
-        cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (model.cfg.size,) * 3)
-        model.replicated_output = Once(cut)
+        model.gather_volume = GatherVolume()
+        cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (model.cfg.size,) * 3)
+        model.replicated_output = ReplicatedOnce(cut)
     return model

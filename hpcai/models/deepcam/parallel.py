@@ -6,23 +6,23 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.deepcam.model import DeepCam
-from hpcai.parallel.batchnorm import group_batch_norm
-from hpcai.parallel.spatial import Cut, SumOverCut, Whole, spatial
+from hpcai.parallel.batchnorm import convert_sync_batchnorm
+from hpcai.parallel.spatial import GatherFull, SpatialPartition, SpatialSum, parallelize_spatial
 
 
-def spatial_cut(mesh: Mesh) -> Cut:
+def spatial_cut(mesh: Mesh) -> SpatialPartition:
     """How a map lies on the processes of a copy."""
-    return Cut.over({"height": mesh["height"]}, 2)
+    return SpatialPartition.from_axes({"height": mesh["height"]}, 2)
 
 
 def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tuple[int, int] | None = None) -> DeepCam:
     """``model``, in place, with batch statistics of ``batchnorm_group`` neighbouring copies, its maps of ``size`` (H, W) cut over
     ``height``. Raises MeshError where the mesh does not fit."""
     mesh.only("DeepCAM", "replicate", "height")
-    group_batch_norm(model, mesh, batchnorm_group)
+    convert_sync_batchnorm(model, mesh, batchnorm_group)
     if mesh["height"].size > 1:
         if size is None:
             raise MeshError(f"mesh.height is {mesh['height'].size}: give the size of the maps that are cut")
-        cut = spatial(model, {"height": mesh["height"]}, size)  # checks that the whole fits: parts need not
-        model.spatial_sum, model.gather_map, model.check_divisible = SumOverCut(cut), Whole(cut, size), nn.Identity()
+        cut = parallelize_spatial(model, {"height": mesh["height"]}, size)  # checks that the whole fits: parts need not
+        model.spatial_sum, model.gather_map, model.check_divisible = SpatialSum(cut), GatherFull(cut, size), nn.Identity()
     return model

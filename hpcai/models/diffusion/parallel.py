@@ -24,9 +24,9 @@ from hpcai.models.diffusion.grid import Grid
 from hpcai.models.diffusion.model import Diffusion
 from hpcai.models.diffusion.unet import UNet, pixel_shuffle, pixel_unshuffle
 from hpcai.nn.rmsnorm import RMSNorm
-from hpcai.parallel.replicate import sum_over
-from hpcai.parallel.spatial import Cut, Layer, Sizes, plan, spatial
-from hpcai.parallel.tensor import cut_inputs, cut_outputs
+from hpcai.parallel.data_parallel import sum_gradients_over
+from hpcai.parallel.spatial import Sizes, SpatialLayer, SpatialPartition, parallelize_spatial, plan_size
+from hpcai.parallel.tensor import column_parallel, row_parallel
 
 Model = TypeVar("Model", Diffusion, UNet, DiT, Flux)
 _OUTPUTS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "proj_mlp", "net.0.proj")
@@ -55,7 +55,7 @@ class Slabs(Grid):
 
     def __init__(self, cfg: UNetConfig, mesh: Mesh) -> None:
         self._patch, self._divisor = cfg.patch, cfg.patch * 2 ** (len(cfg.channels) - 1)
-        self.cut = Cut.over({name: mesh[name] for name in ("depth", "height")}, cfg.dims)
+        self.cut = SpatialPartition.from_axes({name: mesh[name] for name in ("depth", "height")}, cfg.dims)
         self._sizes: dict[Sizes, Sizes] = {}  # of whole samples, by what this process holds of them
         self._network: UNet | None = None
 
@@ -66,13 +66,13 @@ class Slabs(Grid):
             if isinstance(part, Upsample):
                 part.is_sharded = True
         axes = {axis.name: axis for axis in self.cut.axes.values()}
-        self.cut = spatial(network, axes, patches, inputs=partial(_meta_inputs, network), kinds={SpatialAttention: _ShardedSpatialAttention})
+        self.cut = parallelize_spatial(network, axes, patches, inputs=partial(_meta_inputs, network), kinds={SpatialAttention: _ShardedSpatialAttention})
         network.grid, self._network = self, network
         self._sizes[self._local_size(size)] = tuple(size)
 
     def expect(self, size: Sequence[int]) -> None:
         if self._local_size(size) not in self._sizes and self._network is not None:
-            plan(self._network, self.cut, self._patches(size), inputs=partial(_meta_inputs, self._network))
+            plan_size(self._network, self.cut, self._patches(size), inputs=partial(_meta_inputs, self._network))
             self._sizes[self._local_size(size)] = tuple(size)
 
     def full_size(self, held: Sequence[int]) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Slabs(Grid):
     def box(self, size: Sequence[int]) -> tuple[slice, ...]:
         if not self.cut.active:
             return super().box(size)
-        parts = self.cut.part([n // self._patch for n in size])
+        parts = self.cut.local_slices([n // self._patch for n in size])
         return tuple(slice(self._patch * part.start, self._patch * part.stop) for part in parts)
 
     def shard(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Slabs(Grid):
 
     def gather(self, x: Tensor) -> Tensor:
         patches = self._patches(self.full_size(x.shape[2:]))
-        return pixel_shuffle(self.cut.join(pixel_unshuffle(x, self._patch), patches), self._patch) if self.cut.active else x
+        return pixel_shuffle(self.cut.gather(pixel_unshuffle(x, self._patch), patches), self._patch) if self.cut.active else x
 
     def mean(self, x: Tensor) -> Tensor:
         share = x.shape[2:].numel() / torch.Size(self.full_size(x.shape[2:])).numel()
@@ -130,17 +130,17 @@ def _meta_inputs(network: UNet, size: Sequence[int]) -> tuple[Any, ...]:
     return empty(1, cfg.inputs, *places), empty(1), Condition(**given)
 
 
-class _ShardedSpatialAttention(Layer):
+class _ShardedSpatialAttention(SpatialLayer):
     """Queries of this rank's places; keys and values of all, which are joined in one exchange."""
 
-    def places(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
+    def spatial_shape(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
         sizes: Sequence[int] = args[2]
         return sizes
 
-    def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_shard(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         k, v, sizes = args
-        both = to_tokens(self.cut.join(from_tokens(torch.cat((k, v), -1), sizes), size))
-        found: Tensor = super(Layer, self).forward(x, *both.chunk(2, -1), size)
+        both = to_tokens(self.partition.gather(from_tokens(torch.cat((k, v), -1), sizes), size))
+        found: Tensor = super(SpatialLayer, self).forward(x, *both.chunk(2, -1), size)
         return found
 
 
@@ -170,10 +170,10 @@ def _shard_heads(network: Any, mesh: Mesh) -> None:
         raise MeshError(f"mesh.tensor is {tensor.size}, which does not divide {cfg.heads} heads; take a divisor of them")
     for name, part in network.named_modules():
         if name.endswith(_OUTPUTS):
-            cut_outputs(part, tensor)
+            column_parallel(part, tensor)
         elif name.endswith(_INPUTS):
-            cut_inputs(part, tensor)
+            row_parallel(part, tensor)
         elif isinstance(part, SingleStreamBlock):  # its last layer reads attention beside a feed-forward part
-            cut_inputs(part.proj_out, tensor, parts=(cfg.width, 4 * cfg.width))
+            row_parallel(part.proj_out, tensor, sizes=(cfg.width, 4 * cfg.width))
         elif isinstance(part, RMSNorm):  # of some of the heads
-            sum_over(part, tensor)
+            sum_gradients_over(part, tensor)

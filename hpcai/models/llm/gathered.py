@@ -10,8 +10,8 @@ from hpcai.errors import ConfigError
 from hpcai.models.llm.model import LLM, Attention, CausalAttention
 from hpcai.nn.seam import Seam
 from hpcai.parallel.pipeline import Pipeline
-from hpcai.parallel.stages import Passed
-from hpcai.parallel.tensor import parts_with_tokens
+from hpcai.parallel.pipeline_stages import StageOutput
+from hpcai.parallel.tensor import sequence_parallel
 
 Override = tuple[Any, str, Any]  # object, name of an attribute, temporary value
 
@@ -19,8 +19,8 @@ Override = tuple[Any, str, Any]  # object, name of an attribute, temporary value
 def gather_overrides(model: LLM, pipeline: Pipeline | None = None) -> list[Override]:
     """Return the overrides that turn sequence and context parallelism off: each rank of ``tensor`` and ``context`` then computes
     all tokens of its texts, however few. For inference only. Ranks of ``context``, which have full weights, compute the same."""
-    modules = [model] + ([pipeline.stages.module(stage) for stage in pipeline.stages.own] if pipeline is not None else [])
-    overrides: list[Override] = [(part, "sequence", None) for part in parts_with_tokens(model)]
+    modules = [model] + ([pipeline.stages.module(stage) for stage in pipeline.stages.local_stages] if pipeline is not None else [])
+    overrides: list[Override] = [(part, "sequence", None) for part in sequence_parallel(model)]
     overrides += [(module, "local_tokens", Seam()) for module in modules]
     return overrides + [(attention, "core_attention", CausalAttention()) for attention in local_attentions(model)]
 
@@ -49,13 +49,13 @@ def _set_attribute(owner: Any, name: str, value: Any) -> None:
 def local_attentions(model: LLM) -> list[Attention]:
     """Return the attention modules of the layers on this rank."""
     layers: Any = model.model.layers
-    return [layer.self_attn for layer in layers if not isinstance(layer, Passed)]
+    return [layer.self_attn for layer in layers if not isinstance(layer, StageOutput)]
 
 
 def active_pipeline(model: LLM, pipeline: Any) -> Pipeline | None:
     """Return ``pipeline`` if it has several stages, otherwise None. Raises ConfigError for a stage of a model without it."""
     if isinstance(pipeline, Pipeline) and pipeline.axis.size > 1:
         return pipeline
-    if any(isinstance(part, Passed) for part in model.modules()):
+    if any(isinstance(part, StageOutput) for part in model.modules()):
         raise ConfigError("the model is one stage of a pipeline; expected pipeline=build_pipeline(model, mesh)")
     return None

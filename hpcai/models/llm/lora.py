@@ -19,9 +19,9 @@ from hpcai.models.llm.config import LoRAConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn.quantized import QuantizedLinear
 from hpcai.nn.safetensors_files import open_tensors
-from hpcai.parallel.replicate import sum_over
-from hpcai.parallel.rows import ALONE, place_of, sum_axes
-from hpcai.parallel.tensor import CutInputs, CutOutputs, cut_inputs, cut_outputs, freeze, thaw
+from hpcai.parallel.data_parallel import sum_gradients_over
+from hpcai.parallel.sharding import ALONE, shard_spec, sum_axes
+from hpcai.parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel, dequantize, quantize, row_parallel
 
 _FILE, _CONFIG, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
@@ -35,22 +35,22 @@ class Adapter(nn.Module):
         super().__init__()
         device = None if linear.weight.device.type == "meta" else linear.weight.device  # in ``deferred`` they are drawn later, too
         like: dict[str, Any] = {"device": device, "dtype": linear.weight.dtype, "bias": False}
-        place, summed = place_of(linear.weight), sum_axes(linear.weight)
-        outputs, inputs = place.size
+        place, summed = shard_spec(linear.weight), sum_axes(linear.weight)
+        outputs, inputs = place.global_shape
         self.lora_A, self.lora_B = nn.Linear(inputs, cfg.rank, **like), nn.Linear(cfg.rank, outputs, **like)
         self.drop, self.scale = nn.Dropout(cfg.dropout), cfg.scale
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
         for axis in summed:
-            sum_over(self, axis if not axis.of else ALONE)  # those of a part of an axis come with the cut
-        if isinstance(linear, CutOutputs):
+            sum_gradients_over(self, axis if not axis.of else ALONE)  # those of a part of an axis come with the cut
+        if isinstance(linear, ColumnParallelLinear):
             over, groups = place.axes[0] if place.axes else ALONE, None
             if over.of or over is ALONE:  # some ranks, or all, have the same outputs
                 same = (axis for axis in summed if axis.of == over.of and (axis.of or axis.name) == linear.axis.name)
                 groups = over, next(same)
-            cut_outputs(self.lora_B, linear.axis, sequence=linear.sequence, groups=groups)
-        elif isinstance(linear, CutInputs):
-            cut_inputs(self.lora_A, linear.axis, linear.sequence)
+            column_parallel(self.lora_B, linear.axis, sequence=linear.sequence, groups=groups)
+        elif isinstance(linear, RowParallelLinear):
+            row_parallel(self.lora_A, linear.axis, linear.sequence)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * self.lora_B(self.lora_A(self.drop(x)))
@@ -79,7 +79,7 @@ def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
             linear.adapter = Adapter(linear, cfg).train(model.training)
             linear.register_forward_hook(_add_adapter)
         if cfg.frozen != "as they are":
-            freeze(linear, cfg.frozen)
+            quantize(linear, cfg.frozen)
     model.adapters = cfg
     return model
 
@@ -93,7 +93,7 @@ def merge(model: LLM) -> LLM:
     dtypes = {adapter.lora_A.weight.dtype for _, _, adapter in _adapted_layers(model)}
     for part in model.modules():
         if isinstance(part, QuantizedLinear):
-            thaw(part, *dtypes)
+            dequantize(part, *dtypes)
     for _, linear, adapter in list(_adapted_layers(model)):
         with torch.no_grad():
             linear.weight.copy_(linear.weight.to(adapter.delta_weight.dtype) + adapter.delta_weight)
@@ -148,7 +148,7 @@ def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
         what = "is there for no layer of the model" if wrong[0] in there else "is missing"
         raise CheckpointError(f"{folder}: {wrong[0]} {what}; is it an adapter of this model?")
     for name in names:
-        outputs, inputs = place_of(model.get_parameter(f"{name}.weight")).size
+        outputs, inputs = shard_spec(model.get_parameter(f"{name}.weight")).global_shape
         for half, size in (("lora_A", (cfg.rank, inputs)), ("lora_B", (outputs, cfg.rank))):
             key = _peft_name(f"{name}.adapter.{half}.weight")
             if there[key].size != size:
@@ -157,7 +157,7 @@ def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
     for name, parameter in _adapter_parameters(model).items():
         source = there[_peft_name(name)]
         with torch.no_grad():
-            for offsets, box in place_of(parameter).boxes((0, 0), tuple(parameter.shape)):
+            for offsets, box in shard_spec(parameter).boxes((0, 0), tuple(parameter.shape)):
                 sizes = parameter[box].shape
                 parameter[box] = source[tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].to(parameter)
     return cfg

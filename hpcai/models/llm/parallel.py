@@ -11,10 +11,10 @@ from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import MeshError
 from hpcai.models.llm.model import LLM
 from hpcai.nn.seam import Seam
-from hpcai.parallel.context import CausalContext, Own, Total
+from hpcai.parallel.context import ContextParallelAttention, ContextSum, LocalChunk
+from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.parallel.pipeline import Pipeline
-from hpcai.parallel.replicate import sum_over
-from hpcai.parallel.tensor import cut_head, cut_inputs, cut_outputs, cut_words
+from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_embedding, vocab_parallel_head
 
 
 def parallelize(model: LLM, mesh: Mesh) -> LLM:
@@ -28,25 +28,25 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
     if keys is None and cfg.kv_heads % tensor.size:
         raise MeshError(f"mesh.tensor is {tensor.size}, which neither divides {cfg.kv_heads} heads of keys nor is a multiple of them")
     if tensor.size > 1:
-        cut_words(model.model.embed_tokens, tensor, sequence=1)
+        vocab_parallel_embedding(model.model.embed_tokens, tensor, sequence=1)
         if model.model.add_positions is not None:
             model.model.add_positions.local_tokens = _LocalTokens(tensor)
         for layer in layers:
             attention, feed = layer.self_attn, layer.mlp
             outputs = [attention.q_proj, feed.up_proj, *([feed.gate_proj] if cfg.feed == "swiglu" else [])]
             for linear in outputs:
-                cut_outputs(linear, tensor, sequence=1)
+                column_parallel(linear, tensor, sequence=1)
             for linear in (attention.k_proj, attention.v_proj):
-                cut_outputs(linear, tensor, sequence=1, groups=keys)
+                column_parallel(linear, tensor, sequence=1, groups=keys)
             for linear in (attention.o_proj, feed.down_proj):
-                cut_inputs(linear, tensor, sequence=1)
-        cut_head(model.lm_head, tensor, sequence=1)
-        sum_over(model, tensor)
+                row_parallel(linear, tensor, sequence=1)
+        vocab_parallel_head(model.lm_head, tensor, sequence=1)
+        sum_gradients_over(model, tensor)
     if context.size > 1:
-        model.local_tokens, model.all_reduce = Own(context, 1), Total(context)
+        model.local_tokens, model.all_reduce = LocalChunk(context, 1), ContextSum(context)
         for layer in layers:
-            layer.self_attn.core_attention = CausalContext(context, again=cfg.recompute != "layers")
-        sum_over(model, context)
+            layer.self_attn.core_attention = ContextParallelAttention(context, regather=cfg.recompute != "layers")
+        sum_gradients_over(model, context)
     return model
 
 

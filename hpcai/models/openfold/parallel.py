@@ -14,8 +14,8 @@ from hpcai.models.openfold.heads import Heads
 from hpcai.models.openfold.model import OpenFold
 from hpcai.models.openfold.structure import InvariantPointAttention
 from hpcai.nn.seam import Seam
-from hpcai.parallel.axial import Join, Move, Once, Own, ToChannels, ToRows
-from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.axial import AllGather, AllToAll, ChannelsToRows, LocalSlice, ReplicatedOnce, RowsToChannels
+from hpcai.parallel.data_parallel import sum_gradients_over
 
 
 def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
@@ -31,27 +31,27 @@ def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
                 raise MeshError(
                     f"mesh.axial is {axis.size}, which does not divide the {channels} channels of {name}; take a divisor of them"
                 )
-            part.to_channels, part.to_rows = ToChannels(axis), ToRows(axis)
+            part.to_channels, part.to_rows = RowsToChannels(axis), ChannelsToRows(axis)
         elif isinstance(part, (EvoformerBlock, PairStack)):
-            part.to_columns, part.to_rows = Move(axis, 2, 1), Move(axis, 1, 2)
+            part.to_columns, part.to_rows = AllToAll(axis, 2, 1), AllToAll(axis, 1, 2)
         elif isinstance(part, (RowAttention, TriangleAttention)):
-            part.gather_bias = Join(axis, 2)
+            part.gather_bias = AllGather(axis, 2)
         elif isinstance(part, OuterProductMean):
-            part.gather_residues = Join(axis, 2)
+            part.gather_residues = AllGather(axis, 2)
         if isinstance(part, (OpenFold, InputEmbedder, RecyclingEmbedder, InvariantPointAttention)):
-            part.local_rows = Own(axis, 1)
+            part.local_rows = LocalSlice(axis, 1)
         if isinstance(part, TemplateEmbedder):
-            part.local_rows = Own(axis, 2)
+            part.local_rows = LocalSlice(axis, 2)
         if isinstance(part, (OpenFold, EvoformerStack, ExtraMSAEmbedder)):
-            part.local_sequences = Own(axis, 1)
+            part.local_sequences = LocalSlice(axis, 1)
         if isinstance(part, EvoformerStack):
-            part.local_columns = Own(axis, 2)
+            part.local_columns = LocalSlice(axis, 2)
         if isinstance(part, (OpenFold, InvariantPointAttention, Heads)):
-            part.gather_rows = Join(axis, 1)
+            part.gather_rows = AllGather(axis, 1)
         if isinstance(part, Heads):
-            part.gather_columns = Join(axis, 2)
+            part.gather_columns = AllGather(axis, 2)
     for last in (model.extra_msa_stack.blocks[-1], model.evoformer.blocks[-1]):
         last.to_rows = Seam()  # of sequences only the first is asked for, by residues
-    model.replicated_output = Once(axis)
-    sum_over(model, axis)
+    model.replicated_output = ReplicatedOnce(axis)
+    sum_gradients_over(model, axis)
     return model

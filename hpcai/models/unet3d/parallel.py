@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.models.unet3d.model import UNet3D
 from hpcai.models.unet3d.windows import Corner, WindowGroup
-from hpcai.parallel.batchnorm import SumInPlace
-from hpcai.parallel.spatial import Cut, SumOverCut, spatial
+from hpcai.parallel.batchnorm import AllReduce
+from hpcai.parallel.spatial import SpatialPartition, SpatialSum, parallelize_spatial
 
 
-def spatial_cut(mesh: Mesh) -> Cut:
+def spatial_cut(mesh: Mesh) -> SpatialPartition:
     """How a volume lies on the processes of a copy."""
-    return Cut.over({"depth": mesh["depth"], "height": mesh["height"]}, 3)
+    return SpatialPartition.from_axes({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
 
 def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
@@ -24,8 +24,8 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
     Raises MeshError for a mesh that does not fit.
     """
     mesh.only("UNet3D", "replicate", "depth", "height")
-    cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, model.cfg.window)
-    model.spatial_sum = SumOverCut(cut)
+    cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, model.cfg.window)
+    model.spatial_sum = SpatialSum(cut)
     if cut.axes:
         model.check_divisible = nn.Identity()
     _, window_axis = mesh.split("replicate", window_group, "data.window_group")
@@ -36,9 +36,9 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
 class DistributedWindowGroup(WindowGroup):
     """The processes of a copy, and of the neighbouring copies of ``group``: each sees every n-th window, whole."""
 
-    def __init__(self, cut: Cut, copy: Axis, group: Axis) -> None:
+    def __init__(self, cut: SpatialPartition, copy: Axis, group: Axis) -> None:
         super().__init__()
-        self.cut, self.sum = cut, SumInPlace(copy, group)
+        self.cut, self.sum = cut, AllReduce(copy, group)
         self.rank, self.size = group.rank * copy.size + copy.rank, group.size * copy.size
         self.share, self.is_first = 1 / group.size, group.rank == 0
 
@@ -49,4 +49,4 @@ class DistributedWindowGroup(WindowGroup):
         return self.sum(sums)
 
     def unsharded(self) -> AbstractContextManager[None]:
-        return self.cut.off()
+        return self.cut.disabled()

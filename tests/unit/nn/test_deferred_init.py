@@ -25,7 +25,7 @@ from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models import cosmoflow, deepcam, dimenet, openfold, unet3d
 from hpcai.nn import init_trace
 from hpcai.nn.deferred_init import deferred, load_deferred, materialize, record_names
-from hpcai.parallel.rows import cut
+from hpcai.parallel.sharding import shard_
 
 
 class Everything(nn.Module):
@@ -104,7 +104,7 @@ def box(x: Tensor, stretches: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
 
 
 def placed(parameter: Any, stretches: Sequence[Sequence[tuple[int, int]]]) -> None:
-    parameter.place = SimpleNamespace(size=tuple(parameter.shape), stretches=stretches)
+    parameter.shard_spec = SimpleNamespace(global_shape=tuple(parameter.shape), ranges=stretches)
     size = [sum(b - a for a, b in dim) for dim in stretches]
     parameter.data = torch.empty(size, dtype=parameter.dtype, device="meta")
 
@@ -187,10 +187,10 @@ def test_a_parameter_of_several_modules_stays_one_and_keeps_what_was_said_of_it(
     with deferred(1):
         model.first, model.second = nn.ParameterList([shared]), nn.ParameterList([shared])
     model.wide.sum_axes = ("depth",)
-    model.batch.running_mean.place = "here"
+    model.batch.running_mean.shard_spec = "here"
     materialize(model, "cpu", dtype=torch.float64)
     assert model.tied.weight is model.uniform.weight and model.first[0] is model.second[0] and model.wide.sum_axes == ("depth",)
-    assert model.batch.running_mean.place == "here" and model.batch.running_mean.dtype == torch.float64
+    assert model.batch.running_mean.shard_spec == "here" and model.batch.running_mean.dtype == torch.float64
     assert model.memory._flat_weights[0] is model.memory.weight_ih_l0
     model.wide.sum().backward()
     assert model.wide.grad is not None and not model.frozen.requires_grad
@@ -250,7 +250,7 @@ def measured() -> list[str]:
     def share(layers: int = 384) -> None:
         model = built(lambda: deep(layers))
         for k, layer in enumerate(model):
-            cut(layer.weight, k % 2, Axis("tensor", 4, 1))
+            shard_(layer.weight, k % 2, Axis("tensor", 4, 1))
         materialize(model, "cpu")
 
     def values_of_its_own() -> None:

@@ -11,7 +11,7 @@ from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
 from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.nn.quantized import QuantizedLinear, int8_scales, quantize_int8
-from hpcai.parallel.tensor import freeze, thaw
+from hpcai.parallel.tensor import dequantize, quantize
 from hpcai.settings import StepConfig
 from hpcai.train.auto_settings import cast_to_bf16
 from hpcai.train.step import Step
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"vocabulary": 40, "width": 128, "layers": 3, "heads": 4
 def linear(bits: Any, dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(0)
     made = nn.Linear(96, 40, dtype=dtype)
-    freeze(made, bits)
+    quantize(made, bits)
     return made
 
 
@@ -39,7 +39,7 @@ def test_the_product_and_its_gradient_are_those_of_the_wide_weight(bits: str) ->
     slope = torch.randn_like(found)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, slope)[0] for y in (found, right)), rtol=0, atol=1e-13)
     assert made.weight.dtype == {"8bit": torch.int8, "bf16": torch.bfloat16}[bits]
-    thaw(made, torch.float64)
+    dequantize(made, torch.float64)
     assert type(made) is nn.Linear and torch.equal(made.weight, wide.weight) and [*made.state_dict()] == ["weight", "bias"]
 
 
@@ -58,7 +58,7 @@ def test_a_weight_that_is_not_finite_shows() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         made = nn.Linear(8, 3)
         made.weight.data[1, 2] = bad
-        freeze(made, "8bit")
+        quantize(made, "8bit")
         assert made(torch.ones(1, 8)).isfinite().tolist() == [[True, False, True]]
 
 

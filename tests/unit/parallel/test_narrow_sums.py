@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.parallel import replicate
-from hpcai.parallel.replicate import GradientSums
-from hpcai.parallel.shard import ShardedSums
+from hpcai.parallel import data_parallel
+from hpcai.parallel.data_parallel import GradientReducer
+from hpcai.parallel.fsdp import ShardedReducer
 
 
 def gradients(ranks: int) -> torch.Tensor:
@@ -26,15 +26,15 @@ def error(ranks: int, monkeypatch: pytest.MonkeyPatch, **words: Any) -> float:
             total += gradient.to(total.dtype)
 
     for name, stand_in in {"all_reduce": all_reduce, "broadcast": lambda *_, **words: None}.items():
-        monkeypatch.setattr(replicate.torch_dist, name, stand_in)
+        monkeypatch.setattr(data_parallel.torch_dist, name, stand_in)
     monkeypatch.setattr(Axis, "group", None)
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
-    sums = GradientSums(model, Mesh({"replicate": ranks}, ranks), **words)
-    sums.zero()
+    sums = GradientReducer(model, Mesh({"replicate": ranks}, ranks), **words)
+    sums.zero_grad()
     (model.weight * every[0]).sum().backward()
-    sums.finish()
-    found, exact = sums.rows[0].gradient(), every.double().sum(0)
+    sums.reduce()
+    found, exact = sums.flat_parameters[0].gradient(), every.double().sum(0)
     assert found is not None
     return ((found.double() - exact).norm() / exact.norm()).item()
 
@@ -42,16 +42,16 @@ def error(ranks: int, monkeypatch: pytest.MonkeyPatch, **words: Any) -> float:
 def test_the_error_of_narrow_gradients_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [error(ranks, monkeypatch) for ranks in (2, 4, 8, 128)]
     assert errors[0] < errors[1] < 0.004 and max(errors[2:]) < 1e-5
-    monkeypatch.setattr(replicate, "FEW", 1000)
+    monkeypatch.setattr(data_parallel, "MAX_BF16_RANKS", 1000)
     assert error(128, monkeypatch) > 0.005, "in bfloat16"
-    assert error(128, monkeypatch, wide=True) < 1e-5
+    assert error(128, monkeypatch, float32_sums=True) < 1e-5
 
 
 def test_shares_are_summed_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicate.torch_dist, "broadcast", lambda *_, **words: None)
+    monkeypatch.setattr(data_parallel.torch_dist, "broadcast", lambda *_, **words: None)
     monkeypatch.setattr(Axis, "group", None)
     kinds = []
     for ranks in (4, 8):
-        (bucket,) = ShardedSums(nn.Linear(8, 8).bfloat16(), Mesh({"replicate": ranks}, ranks), overlap=False).buckets
-        kinds.append((bucket.flat.dtype, bucket.weights.dtype))
+        (bucket,) = ShardedReducer(nn.Linear(8, 8).bfloat16(), Mesh({"replicate": ranks}, ranks), overlap=False).buckets
+        kinds.append((bucket.gradients.dtype, bucket.weights.dtype))
     assert kinds == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]

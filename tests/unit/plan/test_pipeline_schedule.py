@@ -13,7 +13,7 @@ from hpcai.cli import main
 from hpcai.cli.plan import show
 from hpcai.cli.plan.planner import Planner
 from hpcai.dist.mesh import Mesh
-from hpcai.parallel.context import CausalContext
+from hpcai.parallel.context import ContextParallelAttention
 from hpcai.parallel.pipeline import Pipeline
 from hpcai.plan.machines import Link
 from hpcai.plan.machines import find_machine as machine
@@ -98,7 +98,7 @@ def test_layers_of_stages_are_planned_from_few_as_from_all(lean: str) -> None:
 def attended(ranks: int, rank: int, again: bool = True) -> tuple[float, list[Communication]]:
     """Products of attention to 64 tokens by one of ``ranks``, forward and backward, and its messages."""
     with traced_job(ranks, rank=rank) as paper:
-        attend = CausalContext(Mesh({"context": ranks}, ranks, rank)["context"], again)
+        attend = ContextParallelAttention(Mesh({"context": ranks}, ranks, rank)["context"], again)
         with paper.fake_tensors(), paper.record() as record:
             q, k, v = (torch.empty(1, heads, 64 // ranks, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
             attend(q, k, v).sum().backward()
@@ -117,7 +117,7 @@ def test_attention_over_context_multiplies_as_much_in_all_as_on_one_process() ->
 def test_attention_over_context_keeps_its_queries_and_its_own_keys() -> None:
     def kept(again: bool) -> int:
         with traced_job(4) as paper, paper.fake_tensors():
-            attend = CausalContext(Mesh({"context": 4}, 4)["context"], again)
+            attend = ContextParallelAttention(Mesh({"context": 4}, 4)["context"], again)
             q, k, v = (torch.empty(1, heads, 16, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
             before = paper.bytes
             out = attend(q * 2, k * 2, v * 2)

@@ -18,7 +18,7 @@ from torch import nn
 from hpcai import __version__, dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DivergedError
-from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train import checkpoint, checkpoint_reader, rng
 from hpcai.train.checkpoint import VERSIONS, Checkpoints
@@ -38,7 +38,7 @@ def new_step(mesh: Mesh | None = None, seed: int = 0, **words: Any) -> Step:
     )
     mesh = mesh or dist.alone()
     torch.manual_seed(77 + mesh["replicate"].rank)
-    sum_over(model, mesh["depth"])  # every rank holds the whole model
+    sum_gradients_over(model, mesh["depth"])  # every rank holds the whole model
     return Step(model, loss, StepConfig(average=0.9, **words), mesh)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from hpcai import dist
 from hpcai.errors import ConfigError
-from hpcai.parallel.replicate import GradientSums
+from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.settings import StepConfig
 from hpcai.train.optim import Optimizer, match_decay_names
 
@@ -28,7 +28,7 @@ def _layout(p: torch.Tensor) -> torch.memory_format:
 
 
 def new(model: nn.Module, cfg: StepConfig) -> Optimizer:
-    return Optimizer(GradientSums(model, dist.alone(torch.device("cpu")), decays=match_decay_names(model, cfg)).rows, cfg)
+    return Optimizer(GradientReducer(model, dist.alone(torch.device("cpu")), decays=match_decay_names(model, cfg)).flat_parameters, cfg)
 
 
 def run(cfg: StepConfig) -> nn.Module:

@@ -264,7 +264,7 @@ def test_bf16_params_leaves_running_statistics_and_their_layers_in_fp32() -> Non
     step.check()
     assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2 + [torch.bfloat16] * 2
     assert all(w.dtype == torch.float32 for w in step.optimizer.weights().values())  # type: ignore[union-attr]
-    gradients = [row.gradient() for row in step.reducer.rows]
+    gradients = [row.gradient() for row in step.reducer.flat_parameters]
     assert all(g.dtype == torch.float32 for g in gradients), "micro-batches are added up in float32"
 
 

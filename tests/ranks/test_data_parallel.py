@@ -6,7 +6,7 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DivergedError
-from hpcai.parallel.replicate import Bucket, GradientSums, sum_over
+from hpcai.parallel.data_parallel import Bucket, GradientReducer, sum_gradients_over
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -44,7 +44,7 @@ def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
     model.register_buffer("mean", torch.full((2,), float(mesh.rank)))
     keys = list(model.state_dict())
     if mesh["depth"].size > 1:  # as if each rank of the axis saw half of every sample: halves add up to the whole
-        sum_over(model, mesh["depth"])
+        sum_gradients_over(model, mesh["depth"])
     axis = mesh["replicate"]
     part = tuple(x.chunk(axis.size)[axis.rank] for x in batch())
     step = Step(
@@ -57,15 +57,15 @@ def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
     for _ in range(2):  # a second step finds no trace of the first
         for p, before in zip(model.parameters(), expected_model.parameters()):
             torch.testing.assert_close(p, before, rtol=0, atol=0)
-        step.reducer.zero()
+        step.reducer.zero_grad()
         plain(model, part)
-        step.reducer.finish()
+        step.reducer.reduce()
         for p, gradient in zip(model.parameters(), expected):
             torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-14)
             assert p.grad.stride() == p.stride()
     assert list(model.state_dict()) == keys
     if mesh["replicate"].size > 1:
-        flats = [bucket.flat for bucket in step.reducer.buckets]
+        flats = [bucket.gradients for bucket in step.reducer.buckets]
         inside = [any(f.data_ptr() <= p.grad.data_ptr() < f.data_ptr() + f.nbytes for f in flats) for p in model.parameters()]
         assert all(inside), "gradients are views of their buckets"
 
@@ -79,17 +79,17 @@ def test_cut_equals_whole(axes: dict[str, int], bucket_mb: float, accumulate: in
 def overlapped(mesh: Mesh) -> list[str]:
     """Order of the events of a backward pass: gradients made (by layer) and sums started."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    sums = GradientSums(model, mesh, bucket_mb=1e-4)
+    sums = GradientReducer(model, mesh, bucket_mb=1e-4)
     events: list[str] = []
     for bucket in sums.buckets:
         start = bucket.launch
         bucket.launch = lambda start=start: (events.append("sum"), start())[1]  # type: ignore[method-assign]
     for layer in model:
         layer.register_full_backward_hook(lambda *_: events.append("gradient"))
-    sums.zero()
+    sums.zero_grad()
     model(torch.ones(2, 8, requires_grad=True)).sum().backward()
     events.append("backward is over")
-    sums.finish()
+    sums.reduce()
     return events
 
 
@@ -111,14 +111,14 @@ class Sometimes(nn.Module):
 def unused(mesh: Mesh) -> float:
     torch.manual_seed(0)
     model = Sometimes()
-    sums, seen = GradientSums(model, mesh, bucket_mb=1e-5), []
+    sums, seen = GradientReducer(model, mesh, bucket_mb=1e-5), []
     for step in range(3):  # a gradient of the step before is no gradient of this one
-        sums.zero()
+        sums.zero_grad()
         out = model.always(torch.ones(1, 2))
         if mesh.rank == 0 or step == 1:
             out = model.sometimes(out)
         out.sum().backward()
-        sums.finish()
+        sums.reduce()
         seen.append(model.sometimes.weight.grad.sum().item())
     assert seen[0] == seen[2] == seen[1] / 2
     return seen[2]
@@ -156,10 +156,10 @@ def test_what_is_not_finite_on_one_rank_is_told_on_all_and_no_nan_reaches_anybod
 
 def summed(mesh: Mesh) -> float:
     bucket = Bucket({"w": nn.Parameter(torch.zeros(3))}, (mesh["replicate"], mesh["depth"]), False, torch.float32)
-    bucket.flat.fill_(10.0**mesh.rank)
+    bucket.gradients.fill_(10.0**mesh.rank)
     bucket.launch()
     bucket.wait()
-    return float(bucket.flat[0])
+    return float(bucket.gradients[0])
 
 
 def test_a_bucket_is_summed_over_each_of_its_axes() -> None:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.deferred_init import record_names
-from hpcai.parallel.rows import set_apart
+from hpcai.parallel.sharding import mark_tensor_exclusive
 
 
-class Passed(nn.Module):
+class StageOutput(nn.Module):
     """In place of a module that another stage has: gives its first argument back."""
 
-    def forward(self, hidden: Any, *others: Any, **words: Any) -> Any:
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden
 
 
@@ -31,69 +31,69 @@ class Stages:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, blocks: str, first: Sequence[str], last: Sequence[str], per_rank: int, back: bool,
+        self, model: nn.Module, mesh: Mesh, blocks: str, first: Sequence[str], last: Sequence[str], per_rank: int, v_shaped: bool,
         sizes: Sequence[int] | None,
     ) -> None:  # fmt: skip
         self.model, axis = model, mesh["pipeline"]
-        found = dict(model.named_modules(remove_duplicate=False))
-        if unknown := [name for name in (blocks, *first, *last) if name not in found]:
-            names = ", ".join(list(found)[1:20])
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if unknown := [name for name in (blocks, *first, *last) if name not in modules]:
+            names = ", ".join(list(modules)[1:20])
             raise ConfigError(f"pipeline: {type(model).__name__} has no module {unknown[0]!r}; it has {names}")
-        turns = [list(range(axis.size))[:: -1 if back and turn % 2 else 1] for turn in range(per_rank)]
+        turns = [list(range(axis.size))[:: -1 if v_shaped and turn % 2 else 1] for turn in range(per_rank)]
         self.rank_of = [rank for turn in turns for rank in turn] if axis.size > 1 else [0]
-        self.own = [stage for stage, rank in enumerate(self.rank_of) if rank == axis.rank]
-        numbers = [f"{blocks}.{name}" for name, _ in found[blocks].named_children()]
-        ends = [0, *accumulate(_sizes(sizes, len(numbers), len(self.rank_of), bool(first), bool(last)))]
-        units = [numbers[a:b] for a, b in pairwise(ends)]
+        self.local_stages = [stage for stage, rank in enumerate(self.rank_of) if rank == axis.rank]
+        block_names = [f"{blocks}.{name}" for name, _ in modules[blocks].named_children()]
+        ends = [0, *accumulate(_sizes(sizes, len(block_names), len(self.rank_of), bool(first), bool(last)))]
+        units = [block_names[a:b] for a, b in pairwise(ends)]
         units[0], units[-1] = [*first, *units[0]], [*units[-1], *last]
         self._stage_of = {unit: stage for stage, each in enumerate(units) for unit in each}
-        self._twins: dict[int, list[tuple[nn.Module, nn.Module]]] = {}
+        self._stage_models: dict[int, list[tuple[nn.Module, nn.Module]]] = {}
         if axis.size > 1:
-            self._cut(mesh)
+            self._split(mesh)
 
     def module(self, stage: int) -> nn.Module:
         """The model as one of this rank's stages sees it: the same parameters, without the modules of its other stages. It is made
         on first use, so that it has what was done to the model until then."""
-        if stage not in self._twins:
-            self._twins[stage] = []
-            _without(self.model, {unit for unit, other in self._stage_of.items() if other != stage}, self._twins[stage])
-        for twin, of in self._twins[stage]:
-            twin.training = of.training
-        return self._twins[stage][0][0]
+        if stage not in self._stage_models:
+            self._stage_models[stage] = []
+            _copy_without(self.model, {unit for unit, other in self._stage_of.items() if other != stage}, self._stage_models[stage])
+        for copied, original in self._stage_models[stage]:
+            copied.training = original.training
+        return self._stage_models[stage][0][0]
 
-    def _cut(self, mesh: Mesh) -> None:
+    def _split(self, mesh: Mesh) -> None:
         axis, holders = mesh["pipeline"], dict[Tensor, set[int]]()
         record_names(self.model)
         parameters = self.model.named_parameters(remove_duplicate=False)
         for name, tensor in (*parameters, *self.model.named_buffers(remove_duplicate=False)):
-            within = {self.rank_of[stage] for unit, stage in self._stage_of.items() if name.startswith(f"{unit}.")}
-            holders.setdefault(tensor, set()).update(within or range(axis.size))
-        held = {tensor for tensor, ranks in holders.items() if axis.rank in ranks}
+            ranks = {self.rank_of[stage] for unit, stage in self._stage_of.items() if name.startswith(f"{unit}.")}
+            holders.setdefault(tensor, set()).update(ranks or range(axis.size))
+        local = {tensor for tensor, ranks in holders.items() if axis.rank in ranks}
         for unit, stage in self._stage_of.items():
-            if stage not in self.own:
+            if stage not in self.local_stages:
                 parent, _, name = unit.rpartition(".")
-                names = _names(self.model.get_submodule(unit), held)
-                self.model.get_submodule(parent)._modules[name] = Passed() if names is None else names
+                names = _keep_names(self.model.get_submodule(unit), local)
+                self.model.get_submodule(parent)._modules[name] = StageOutput() if names is None else names
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            ranks = sorted(holders[tensor])
-            shared = axis if len(ranks) == axis.size else mesh.some("pipeline", ranks)
+            holding = sorted(holders[tensor])
+            shared = axis if len(holding) == axis.size else mesh.some("pipeline", holding)
             if shared is not axis:
-                set_apart(tensor, axis)
+                mark_tensor_exclusive(tensor, axis)
             if shared.size > 1 and isinstance(tensor, nn.Parameter):
                 tensor.sum_axes = (*getattr(tensor, "sum_axes", ()), shared)  # type: ignore[attr-defined]
 
 
-def evenly(blocks: int, stages: int) -> list[int]:
+def balanced_split(blocks: int, stages: int) -> list[int]:
     """Blocks of each stage where nobody says how many: the last one has fewest, then the first."""
-    fullest = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0))
-    return [blocks // stages + (fullest.index(stage) < blocks % stages) for stage in range(stages)]
+    order = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0))
+    return [blocks // stages + (order.index(stage) < blocks % stages) for stage in range(stages)]
 
 
 def _sizes(sizes: Sequence[int] | None, blocks: int, stages: int, first: bool, last: bool) -> list[int]:
     """Blocks of each stage."""
-    sizes = evenly(blocks, stages) if sizes is None else sizes
-    least = [0 if (stage == 0 and first) or (stage == stages - 1 and last) else 1 for stage in range(stages)]
-    if len(sizes) != stages or sum(sizes) != blocks or any(n < m for n, m in zip(sizes, least)):
+    sizes = balanced_split(blocks, stages) if sizes is None else sizes
+    minimum = [0 if (stage == 0 and first) or (stage == stages - 1 and last) else 1 for stage in range(stages)]
+    if len(sizes) != stages or sum(sizes) != blocks or any(n < m for n, m in zip(sizes, minimum)):
         raise ConfigError(
             f"pipeline: {blocks} blocks cannot be divided among {stages} stages as {list(sizes)}; expected {stages} sizes with a "
             f"sum of {blocks}, none of them 0 where a stage has nothing else: choose fewer stages (mesh.pipeline) or other sizes"
@@ -101,29 +101,29 @@ def _sizes(sizes: Sequence[int] | None, blocks: int, stages: int, first: bool, l
     return list(sizes)
 
 
-def _names(module: nn.Module, held: Collection[Tensor]) -> nn.Module | None:
+def _keep_names(module: nn.Module, kept: Collection[Tensor]) -> nn.Module | None:
     """The names that tensors of ``held`` have within ``module``, with nothing else, or None where there are none: a weight that
     several stages share has all its names on each of them, as in a checkpoint."""
-    found = nn.Module()
+    holder = nn.Module()
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and tensor in held:
-            setattr(found, name, tensor) if isinstance(tensor, nn.Parameter) else found.register_buffer(name, tensor)
+        if tensor is not None and tensor in kept:
+            setattr(holder, name, tensor) if isinstance(tensor, nn.Parameter) else holder.register_buffer(name, tensor)
     for name, child in module.named_children():
-        if (inner := _names(child, held)) is not None:
-            found.add_module(name, inner)
-    return found if any(True for _ in (*found.parameters(), *found.buffers())) else None
+        if (inner := _keep_names(child, kept)) is not None:
+            holder.add_module(name, inner)
+    return holder if any(True for _ in (*holder.parameters(), *holder.buffers())) else None
 
 
-def _without(module: nn.Module, units: Collection[str], made: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+def _copy_without(module: nn.Module, units: Collection[str], copies: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
     """``module`` with the same submodules and parameters, but for ``units`` of it, which pass on what they are given. ``made``
     lists what had to be made for that, from without inwards, each with that of which it is a twin."""
-    twin = object.__new__(type(module))
-    twin.__dict__ = module.__dict__ | {"_modules": dict(module._modules)}
-    made.append((twin, module))
+    copied = object.__new__(type(module))
+    copied.__dict__ = module.__dict__ | {"_modules": dict(module._modules)}
+    copies.append((copied, module))
     for name, child in module._modules.items():
         inner = [unit.removeprefix(f"{name}.") for unit in units if unit.startswith(f"{name}.")]
         if name in units:
-            twin._modules[name] = Passed()
+            copied._modules[name] = StageOutput()
         elif inner and child is not None:
-            twin._modules[name] = _without(child, inner, made)
-    return twin
+            copied._modules[name] = _copy_without(child, inner, copies)
+    return copied

@@ -17,8 +17,8 @@ from torch import nn
 
 from hpcai.dist.collect import gather_shares
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.parallel import shard
-from hpcai.parallel.replicate import sum_over
+from hpcai.parallel import fsdp
+from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -67,7 +67,7 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     torch.manual_seed(seed + mesh["replicate"].rank)  # the copies start equal, whatever they were
     model = Network()
-    sum_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample: halves add up to the whole
+    sum_gradients_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample: halves add up to the whole
     words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "average": 0.9, "bucket_mb": 2e-3} | case
     step = Step(model, loss, StepConfig(**words), mesh)
     step._weight /= mesh["depth"].size
@@ -176,12 +176,12 @@ def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
     step = Step(big, lambda m, b: {"loss": m(b).square().mean()}, StepConfig(shard=shard), mesh)
     part = torch.randn(2, 1000)
     step(part)
-    step.reducer.settle()
+    step.reducer.wait()
     torch_dist.barrier()
     before = bytes_sent()
     for _ in range(steps):
         step(part)
-    step.reducer.settle()
+    step.reducer.wait()
     torch_dist.barrier()
     return bytes_sent() - before, sum(p.nbytes for p in big.parameters())
 
@@ -199,11 +199,11 @@ def events(mesh: Mesh) -> list[str]:
     step = Step(model, lambda m, b: {"loss": m(b).sum()}, StepConfig(shard="optimizer", bucket_mb=1e-4), mesh)
     seen: list[str] = []
     for bucket in step.reducer.buckets:
-        launch, arrive = bucket.launch, bucket.arrive  # type: ignore[attr-defined]
-        share, name = bucket.spread, bucket.parts[-1].name  # type: ignore[attr-defined]
+        launch, arrive = bucket.launch, bucket.wait_gather  # type: ignore[attr-defined]
+        share, name = bucket.all_gather, bucket.flat_views[-1].name  # type: ignore[attr-defined]
         bucket.launch = lambda f=launch: (seen.append("sum"), f())[1]  # type: ignore[method-assign]
-        bucket.spread = lambda f=share, n=name: (seen.append(f"gather {n}"), f())[1]  # type: ignore[attr-defined]
-        bucket.arrive = lambda b=bucket, f=arrive: (b.coming and seen.append("arrive"), f())[1]  # type: ignore[attr-defined]
+        bucket.all_gather = lambda f=share, n=name: (seen.append(f"gather {n}"), f())[1]  # type: ignore[attr-defined]
+        bucket.wait_gather = lambda b=bucket, f=arrive: (b.gather_work and seen.append("arrive"), f())[1]  # type: ignore[attr-defined]
     for i, layer in enumerate(model):
         layer.register_full_backward_hook(lambda *_: seen.append("gradient"))
         layer.register_forward_hook(lambda *_, i=i: seen.append(f"layer {i}"))
@@ -250,7 +250,7 @@ def asked(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
     """The weights right after each of some steps, asked for in several ways."""
     torch.manual_seed(0)
     ways: list[Any] = [nn.Module.state_dict, lambda m: dict(m.named_parameters()), lambda m: deepcopy(m).state_dict()]
-    with patch.object(shard, "gather_shares", Late):
+    with patch.object(fsdp, "gather_shares", Late):
         words: dict[str, Any] = {"precision": "fp64", "shard": scheme, "bucket_mb": 1e-4}
         step = Step(Asking(), lambda m, x: {"loss": m(x).square().mean()}, StepConfig(**words), mesh)
         found = []

@@ -8,8 +8,8 @@ from torch import nn
 
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
-from hpcai.parallel.replicate import sum_over
-from hpcai.parallel.rows import Part, Place, Row, alike, cut, keep_apart, place_of, total
+from hpcai.parallel.data_parallel import sum_gradients_over
+from hpcai.parallel.sharding import FlatParameter, FlatView, ShardSpec, global_sum, mark_exclusive, replica_axes, shard_, shard_spec
 
 PARTS = (6, 3, 3)
 
@@ -17,8 +17,8 @@ PARTS = (6, 3, 3)
 def twice(tensor: int, height: int) -> nn.Parameter:
     """A weight of three parts that is cut along dim 0 by two axes and along dim 1 by a third."""
     weight = nn.Parameter(torch.arange(12 * 10.0).view(12, 10))
-    cut(weight, 0, Axis("tensor", 3, tensor), PARTS)
-    cut(weight, 1, Axis("height", 2, height))
+    shard_(weight, 0, Axis("tensor", 3, tensor), PARTS)
+    shard_(weight, 1, Axis("height", 2, height))
     return weight
 
 
@@ -27,8 +27,8 @@ def test_the_parts_of_all_ranks_are_the_whole() -> None:
     for tensor in range(3):
         for height in range(2):
             part = twice(tensor, height)
-            assert part.shape == (4, 5) and place_of(part).size == (12, 10)
-            for offsets, here in place_of(part).boxes((0, 0), part.shape):
+            assert part.shape == (4, 5) and shard_spec(part).global_shape == (12, 10)
+            for offsets, here in shard_spec(part).boxes((0, 0), part.shape):
                 box = tuple(slice(o, o + n) for o, n in zip(offsets, part[here].shape))
                 assert found[box].isnan().all()
                 found[box] = part[here].detach()
@@ -37,29 +37,29 @@ def test_the_parts_of_all_ranks_are_the_whole() -> None:
 
 def test_a_box_of_a_part_is_found_in_the_whole() -> None:
     part = twice(1, 1)
-    assert place_of(part).stretches == (((2, 4), (7, 8), (10, 11)), ((5, 10),))
-    found = [(at, part[1:4, 2:3][here].tolist()) for at, here in place_of(part).boxes((1, 2), (3, 1))]
+    assert shard_spec(part).ranges == (((2, 4), (7, 8), (10, 11)), ((5, 10),))
+    found = [(at, part[1:4, 2:3][here].tolist()) for at, here in shard_spec(part).boxes((1, 2), (3, 1))]
     assert found == [((3, 7), [[37.0]]), ((7, 7), [[77.0]]), ((10, 7), [[107.0]])]
 
 
 def test_a_dim_may_be_cut_by_two_axes() -> None:
     weight = nn.Parameter(torch.arange(12.0))
-    cut(weight, 0, Axis("tensor", 2, 1), (8, 4))
-    cut(weight, 0, Axis("height", 3, 1))
-    assert weight.tolist() == [6, 7] and place_of(weight).stretches == (((6, 8),),)
+    shard_(weight, 0, Axis("tensor", 2, 1), (8, 4))
+    shard_(weight, 0, Axis("height", 3, 1))
+    assert weight.tolist() == [6, 7] and shard_spec(weight).ranges == (((6, 8),),)
 
 
 def test_a_shared_weight_is_cut_once_and_contradictions_are_refused() -> None:
     weight, axis = nn.Parameter(torch.ones(4, 6)), Axis("tensor", 2, 1)
-    cut(weight, 0, axis)
-    cut(weight, 0, axis)
+    shard_(weight, 0, axis)
+    shard_(weight, 0, axis)
     assert weight.shape == (2, 6)
-    with pytest.raises(ConfigError, match="cut over tensor in another dim than 1"):
-        cut(weight, 1, axis)
+    with pytest.raises(ConfigError, match="sharded over tensor in another dim than 1"):
+        shard_(weight, 1, axis)
     with pytest.raises(ConfigError, match=r"its parts are \[4, 1\], expected a sum of 6"):
-        cut(weight, 1, Axis("height", 2, 0), (4, 1))
-    with pytest.raises(ConfigError, match="at least one number for each of 8 ranks"):
-        cut(weight, 1, Axis("height", 8, 0))
+        shard_(weight, 1, Axis("height", 2, 0), (4, 1))
+    with pytest.raises(ConfigError, match="at least one element for each of 8 ranks"):
+        shard_(weight, 1, Axis("height", 8, 0))
 
 
 def test_what_is_alike_along_which_axes() -> None:
@@ -67,25 +67,25 @@ def test_what_is_alike_along_which_axes() -> None:
     layer = nn.Linear(4, 4)
 
     def names(tensor: torch.Tensor) -> list[str]:
-        return [axis.name for axis in alike(tensor, mesh)]
+        return [axis.name for axis in replica_axes(tensor, mesh)]
 
     assert names(layer.bias) == ["replicate x pipeline x tensor"]
-    cut(layer.weight, 0, mesh["tensor"])
+    shard_(layer.weight, 0, mesh["tensor"])
     assert names(layer.weight) == ["replicate x pipeline"] and names(layer.bias) == ["replicate x pipeline x tensor"]
-    keep_apart(layer, mesh["pipeline"])
+    mark_exclusive(layer, mesh["pipeline"])
     assert names(layer.weight) == ["replicate"] and names(layer.bias) == ["replicate x tensor"]
     between, within = mesh.split("replicate", 2, "x")
-    assert [a.name for a in alike(layer.bias, mesh, within, between)] == ["tensor"]
-    sum_over(layer, Axis("ends", 2, 0, of="pipeline"))  # a weight that two stages share
+    assert [a.name for a in replica_axes(layer.bias, mesh, within, between)] == ["tensor"]
+    sum_gradients_over(layer, Axis("ends", 2, 0, of="pipeline"))  # a weight that two stages share
     assert names(layer.bias) == ["replicate x tensor", "ends"]
 
 
 def test_a_number_that_several_hold_counts_once() -> None:
-    def row(rank: int) -> Row:
+    def row(rank: int) -> FlatParameter:
         parameter = nn.Parameter(torch.ones(2))
-        part = Part("w", parameter, 0, 2, 0, Place((2,), (((0, 2),),), apart=(Axis("pipeline"),)))
-        return Row([part], parameter.detach(), lambda: None, False, (Axis("ends", 2, rank, of="pipeline"),))
+        part = FlatView("w", parameter, 0, 2, 0, ShardSpec((2,), (((0, 2),),), exclusive_axes=(Axis("pipeline"),)))
+        return FlatParameter([part], parameter.detach(), lambda: None, False, (Axis("ends", 2, rank, of="pipeline"),))
 
-    assert [row(0).counts, row(1).counts] == [True, False]
+    assert [row(0).is_counted, row(1).is_counted] == [True, False]
     values = [(row(0), torch.tensor(3.0)), (row(1), torch.tensor(5.0))]
-    assert total(values).item() == 3.0
+    assert global_sum(values).item() == 3.0

@@ -1,0 +1,273 @@
+"""The optimizer and its state cut over the copies of a model: each rank updates its share of the weights.
+
+Rajbhandari et al., "ZeRO", SC20 (stage 1 and 2); the blocks of NVIDIA apex's distributed optimizers. Per bucket: the gradients are
+scattered as sums while the backward pass goes on, each rank updates its share, and the new weights are gathered while the next
+forward pass begins. On the wire: 2 (G-1)/G of the parameters per step and rank, as an all-reduce alone would need.
+With ``within`` (the ranks of one node) shares are held within that group and summed between the groups.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from hpcai.dist.collect import Scattered, gather_shares
+from hpcai.dist.mesh import Axis, Mesh
+from hpcai.errors import ConfigError
+from hpcai.nn.quantized import QuantizedLinear
+from hpcai.parallel.data_parallel import Bucket, GradientReducer, broadcast_parameters
+from hpcai.parallel.sharding import (
+    ALONE,
+    FlatParameter,
+    FlatShard,
+    FlatView,
+    flatten_like,
+    replica_axes,
+    shard_spec,
+    subrange,
+    sum_axes,
+)
+
+
+class _ShardedBucket(Bucket):
+    """A bucket that is cut into one share for each rank of ``cut``; each rank updates its own."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype,
+        replica_axes: tuple[Axis, ...], shard_axis: Axis,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, axes, decays, dtype, replica_axes, shards=shard_axis.size)
+        self.shard_axis, size = shard_axis, len(self.weights) // shard_axis.size
+        self.first, self.last = shard_axis.rank * size, (shard_axis.rank + 1) * size
+        self.gradient_shard = torch.zeros(size, dtype=dtype, device=self.gradients.device)
+        self.gather_work: Any = None
+
+    def flat_parameter(self) -> FlatParameter:
+        views = []
+        for view in self.flat_views:
+            begin, end = (min(max(i, self.first), self.last) for i in (view.flat_offset, view.flat_offset + view.length))
+            param_offset = begin - view.flat_offset if begin < end else 0
+            views.append(replace(view, param_offset=param_offset, length=end - begin, flat_offset=begin - self.first))
+        local = self.weights[self.first : self.last]
+        return FlatParameter(views, local, lambda: self.gradient_shard, self.decays, self.replica_axes, self.shard_axis, self.first)
+
+    def launch(self) -> None:
+        self.work = Scattered(self.gradient_shard, self.gradients, self.shard_axis)
+
+    def wait(self) -> None:
+        if self.work is None:
+            raise RuntimeError("a gradient bucket was waited for before its sum was started")
+        self.work.wait()
+        self.work = None
+        for axis in self.axes:
+            torch_dist.all_reduce(self.gradient_shard, group=axis.group)
+
+    def assign_gradients(self) -> None:
+        """No rank has the sum of whole gradients."""
+
+    def all_gather(self) -> None:
+        local = self.weights[self.first : self.last]
+        self.gather_work = gather_shares(self.weights, local, self.shard_axis)
+
+    def wait_gather(self) -> None:
+        if self.gather_work is not None:
+            self.gather_work.wait()
+            self.gather_work = None
+
+
+class ShardedReducer(GradientReducer):
+    """``GradientSums`` whose rows are this rank's shares; ``spread()`` gathers the new weights.
+
+    ``axes``: replicate as two axes, (between, within); the ranks of the second hold the shares (``Mesh.split``). None: all copies
+    hold them. ``overlap``: who asks a module for a weight waits until it has come; otherwise ``spread()`` returns when all are
+    there.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, bucket_mb: float = 25.0, decays: Collection[str] = (), float32_sums: bool = False,
+        axes: tuple[Axis, Axis] | None = None, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        self.replicate_axis, self.shard_axis = axes or (ALONE, mesh["replicate"])
+        self.overlap, self._sharded_buckets = overlap, list[_ShardedBucket]()
+        super().__init__(model, mesh, bucket_mb, decays, float32_sums)
+        if overlap:
+            bucket_of = {p: bucket for bucket in self._sharded_buckets for p in bucket.parameters}
+            for module in model.modules():
+                parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+                if buckets := {name: bucket_of[p] for name, p in parameters if p in bucket_of}:
+                    module._parameters = _LazyParameters(module._parameters, buckets)
+
+    def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
+        first = next(iter(parameters.values()))
+        if self.mesh["replicate"] not in axes:  # each copy has its own, such as its experts: there are no shares
+            return super()._bucket(parameters, axes, decays)
+        other_axes = self._merge_axes(tuple(axis for axis in axes if axis.name != "replicate"))
+        other_axes = (self.replicate_axis, *other_axes) if self.replicate_axis.size > 1 else other_axes
+        replicas = replica_axes(first, self.mesh, self.shard_axis, self.replicate_axis)
+        self._sharded_buckets.insert(
+            0, _ShardedBucket(parameters, other_axes, decays, self._reduce_dtype(first, axes), replicas, self.shard_axis)
+        )
+        return self._sharded_buckets[0]
+
+    def all_gather_parameters(self) -> None:
+        for bucket in self._sharded_buckets:  # in the order of the forward pass
+            bucket.all_gather()
+        if not self.overlap:
+            self.wait()
+
+    def wait(self) -> None:
+        for bucket in self._sharded_buckets:
+            bucket.wait_gather()
+
+
+class _LazyParameters(dict[str, Any]):
+    """A module's parameters, by name: who asks for one waits until its numbers have come. ``module.weight`` asks here."""
+
+    def __init__(self, parameters: dict[str, Any], buckets: dict[str, _ShardedBucket]) -> None:
+        super().__init__(parameters)
+        self._buckets = buckets
+
+    def __getitem__(self, name: str) -> Any:
+        if bucket := self._buckets.get(name):
+            bucket.wait_gather()
+        return super().__getitem__(name)
+
+    def values(self) -> Any:
+        return self._gathered().values()
+
+    def items(self) -> Any:
+        return self._gathered().items()
+
+    def _gathered(self) -> dict[str, Any]:
+        return {name: self[name] for name in self}
+
+    def __reduce__(self) -> Any:  # a copy has numbers of its own, which do not come from elsewhere
+        return dict, (self._gathered(),)
+
+
+class FSDP:
+    """torch's ``fully_shard`` behind the interface of ``GradientSums``: weights, gradients and optimizer state are all cut, and a
+    block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
+
+    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, and frozen weights are
+    held so, except for modules that say they are ``wide``; sums are float32. Of parameters without memory (``deferred_init``) each
+    process draws its share alone.
+    """
+
+    is_last_backward = True  # gradients are summed after each backward pass, since there is no room for whole ones
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, decays: Collection[str] = (), blocks: Sequence[nn.Module] = (),
+        axes: tuple[Axis, Axis] | None = None, bf16: bool = False,
+    ) -> None:  # fmt: skip
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self.model, self.mesh = model, mesh
+        self.buckets: list[Bucket] = []
+        self.replicate_axis, self.shard_axis = axes or (ALONE, mesh["replicate"])
+        named = dict(model.named_parameters())
+        if quantized := next((name for name, part in model.named_modules() if isinstance(part, QuantizedLinear)), None):
+            why = f"step.shard is weights, but {quantized} holds weights that are not trained in fewer bits (lora.frozen)"
+            raise ConfigError(f"{why}; set step.shard=optimizer or none")
+        broadcast_parameters(model, mesh)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.contiguous()  # fully_shard takes no other order
+        if exclusive := [name for name, p in named.items() if "replicate" in shard_spec(p).axis_names]:
+            raise ConfigError(f"step.shard is weights, but replicas differ in {exclusive[0]}; set step.shard=optimizer or none")
+        float32 = {p for part in _wide_modules(model) for p in part.parameters()}
+        for parameter in model.parameters():
+            if bf16 and not parameter.requires_grad and parameter not in float32:  # there is no update that would need more
+                parameter.data = parameter.data.bfloat16()
+        device_mesh = mesh.device_mesh(*(axis for axis in (self.replicate_axis, self.shard_axis) if axis.size > 1))
+        dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
+        policies = {each: MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False) for each in blocks}
+        policies |= {each: MixedPrecisionPolicy(cast_forward_inputs=False) for each in _wide_modules(model)} if bf16 else {}
+        policies[model] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+        # What was recorded of a parameter is gone with it.
+        self._specs = {name: shard_spec(p) for name, p in named.items()}
+        self._replica_axes = {name: replica_axes(p, mesh, self.shard_axis, self.replicate_axis) for name, p in named.items()}
+        traces = {name: p.init_trace for name, p in named.items() if p.is_meta}  # type: ignore[attr-defined]
+        extra_sums = {name: tuple(a for a in sum_axes(p) if a.name not in shard_spec(p).axis_names) for name, p in named.items()}
+        self._modules = list(policies)  # from within outwards
+        for module, policy in policies.items():
+            fully_shard(module, mesh=device_mesh, mp_policy=policy)
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # gradients are sums, as everywhere here
+            if hasattr(module, "set_force_sum_reduction_for_comms"):  # the sum uses no operation that only NCCL has
+                module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        if traces:
+            model._apply(lambda x: torch.empty_like(x, device=mesh.device) if x.is_meta else x.to(mesh.device))
+        self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._extra_sums = [(p, extra_sums[name]) for name, p in self._trainable.items() if extra_sums[name]]
+        for name, p in model.named_parameters():
+            if name in traces:
+                first, *rest = self._specs[name].ranges
+                traces[name].write(p.detach().to_local(), (subrange(first, *self._local_range(p)), *rest), None)  # type: ignore[attr-defined]
+        self.flat_parameters = [self._flat_parameter(name, p, name in decays) for name, p in self._trainable.items()]
+
+    def _local_range(self, parameter: Tensor) -> tuple[int, int]:
+        """The first and last + 1 of what this process has of a parameter, along dim 0."""
+        length, shard_size = parameter.shape[0], -(-parameter.shape[0] // self.shard_axis.size)
+        return min(self.shard_axis.rank * shard_size, length), min((self.shard_axis.rank + 1) * shard_size, length)
+
+    def _flat_parameter(self, name: str, parameter: Any, decays: bool) -> FlatParameter:
+        length, (begin, end) = parameter.shape[0], self._local_range(parameter)
+        inner = parameter.numel() // max(length, 1)
+        view = FlatView(name, parameter, begin * inner, (end - begin) * inner, 0, self._specs[name])
+
+        def gradient() -> Tensor | None:
+            if parameter.grad is None:
+                return None
+            local = parameter.grad.to_local()
+            return flatten_like(local, local.contiguous())
+
+        local = parameter.to_local().detach()
+        return FlatParameter(
+            [view], flatten_like(local, local), gradient, decays, self._replica_axes[name], self.shard_axis, begin * inner
+        )
+
+    def zero_grad(self) -> None:
+        for parameter in self._trainable.values():
+            parameter.grad = None
+
+    def reduce(self) -> None:
+        if not self.is_last_backward:  # a pipeline's schedule is over, in which no backward pass was known to be the last
+            _reduce_pending(self.model)
+        for parameter, axes in self._extra_sums:
+            for axis in axes:
+                if parameter.grad is not None:
+                    torch_dist.all_reduce(parameter.grad.to_local(), group=axis.group)  # type: ignore[attr-defined]
+
+    def all_gather_parameters(self) -> None:
+        """Forget gathered weights that a forward pass without a backward one left: a block gathers its weights when it runs."""
+        for module in self._modules:
+            module.reshard()  # type: ignore[operator]
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+    def frozen_shards(self) -> dict[str, FlatShard]:
+        """What this process has of weights that are not trained."""
+        flat_parameters = [self._flat_parameter(name, p, False) for name, p in self.model.named_parameters() if not p.requires_grad]
+        return {row.views[0].name: FlatShard(row.views[0], row.weights, row.replica_axes) for row in flat_parameters}
+
+    def replicated_tensors(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
+        """``GradientSums.alike`` of this process's shares: the groups that divide the weights hold the same."""
+        named: Any = self.model.named_parameters()
+        return [(name, p.detach().to_local(), self._replica_axes[name]) for name, p in named]
+
+
+def _reduce_pending(module: nn.Module) -> None:
+    """Add the gradients of backward passes without sums, as torch's own pipeline schedules do at their end."""
+    from torch.distributed.pipelining import PipelineStage
+
+    stage: Any = SimpleNamespace(submod=module)
+    PipelineStage.perform_reduce_grad(stage, grad_scale_factor=1)
+
+
+def _wide_modules(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that say they are ``wide``."""
+    return [module] if getattr(module, "wide", False) else [found for child in module.children() for found in _wide_modules(child)]
