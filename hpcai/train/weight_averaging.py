@@ -15,9 +15,10 @@ from hpcai.train.optim import Optimizer
 
 
 class WeightAverage:
-    """a += (1 - step.average)*(w - a) after every step, from the first weights on; without ``step.average`` the weights themselves.
+    """Average of the weights: a += (1 - step.average)*(w - a) after each step, from the initial weights. Without ``step.average``
+    it is the weights themselves.
 
-    The optimizer averages the parameters in the pass that updates them; the floating-point buffers are averaged here.
+    The optimizer averages the parameters in the pass that updates them. Floating-point buffers are averaged here.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: GradientSums | FullySharded, cfg: StepConfig) -> None:
@@ -38,13 +39,14 @@ class WeightAverage:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The averages of the buffers, in place."""
+        """Return the averages of the buffers, which are updated in place."""
         return list(self._averages.values())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model holds the average, with level statistics (``level``); afterwards its weights are what they were. All
-        processes that train call it together. Memory stays where it is, so that captured graphs go on.
+        """Context manager: the model holds the averaged weights, with synchronised buffers, and gets its own back afterwards.
+
+        All training ranks enter it together. Weights are copied into the same memory, so captured CUDA graphs stay valid.
         """
         self.sync_buffers()
         rows = [(s.flat_param.weights, s.weights, s.average) for s in self.optimizer.states] if self.cfg.average is not None else []
@@ -58,8 +60,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Set running statistics, and their averages, to their means over all copies, in one message. Training does not read them;
-        an evaluation or a checkpoint does, and then sees the samples of all copies and not of one."""
+        """Set running statistics and their averages to their means over all replicas, in one all-reduce. Training does not read
+        them. An evaluation or a checkpoint does, and would otherwise see the samples of one replica only."""
         axis, buffers = self.reducer.mesh["replicate"], [*self._buffers.values(), *self._averages.values()]
         if axis.size == 1 or not buffers:
             return
