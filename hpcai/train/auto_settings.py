@@ -47,16 +47,16 @@ def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> li
         return []
     if device.type == "cuda" and not float8.is_supported(device):
         raise ConfigError(
-            f"step.products is fp8, but {torch.cuda.get_device_name(device)} does not multiply 8 bits, as those of compute "
-            "capability 8.9 and more do; set it to precision"
+            f"step.products is fp8, but {torch.cuda.get_device_name(device)} has no FP8 tensor cores "
+            "(compute capability 8.9 or higher); set it to precision"
         )
     linears = [(name, part) for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, nn.Linear)]
     if not linears:
-        raise ConfigError(f"step.products is fp8, but {type(model).__name__} names no layers for it; set it to precision")
+        raise ConfigError(f"step.products is fp8, but {type(model).__name__} has no layers for it; set it to precision")
     for name, linear in linears:
         multiply_in_eighths(linear, name)
-    remark = "" if device.type == "cuda" else f"; {device.type} rounds as a GPU does, and is not faster for it"
-    return [f"step.products: {len(linears)} linear layers multiply in 8 bits of floating point{remark}"]
+    remark = "" if device.type == "cuda" else f"; {device.type} emulates its rounding, without a speedup"
+    return [f"step.products: {len(linears)} linear layers use FP8{remark}"]
 
 
 def _tagged_modules(model: nn.Module, tag: str, name: str = "", tagged: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -78,7 +78,7 @@ def set_backend_flags(cfg: StepConfig, device: torch.device) -> list[str]:
         torch.backends.cudnn.benchmark = True
     effect = "for this whole process" if device.type == "cuda" else f"without effect: this process computes on {device.type}"
     unfused = device.type == "cuda" and triton_support.MISSING
-    messages = [f"kernels: plain operations of torch, which are slower: {triton_support.MISSING}"] if unfused else []
+    messages = [f"kernels: operations of torch, which are slower: {triton_support.MISSING}"] if unfused else []
     return messages + [f"step.{name}: {str(getattr(cfg, name)).lower()}, {effect}" for name, is_set in requested.items() if is_set]
 
 
@@ -90,7 +90,7 @@ def _capture_obstacle(cfg: StepConfig, mesh: Mesh) -> str | None:
     if mesh["pipeline"].size > 1:
         return "stages of a pipeline are not captured"
     transport = backend(mesh.device, mesh.everyone)
-    return None if transport in ("nccl", "none") else f"the processes communicate over {transport}, whose sums cannot be captured"
+    return None if transport in ("nccl", "none") else f"collectives of {transport} cannot be captured"
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -109,7 +109,7 @@ def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums
     Raises MeshError if ``cfg.shard_within`` does not divide the replicas, ConfigError if a pipeline does not support a setting.
     """
     if cfg.compile == "whole" and mesh["pipeline"].size > 1:
-        raise ConfigError("step.compile is whole, but no process has the whole model of a pipeline; set it to blocks or none")
+        raise ConfigError("step.compile is whole, but no rank of a pipeline has the full model; set it to blocks or none")
     decays, alone = match_decay_names(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:

@@ -224,7 +224,7 @@ def _calling_line() -> tuple[str, int] | None:
 
 
 def _format_line(line: tuple[str, int] | None) -> str:
-    return f"{line[0]}:{line[1]} ({linecache.getline(*line).strip()})" if line else "an unknown place"
+    return f"{line[0]}:{line[1]} ({linecache.getline(*line).strip()})" if line else "an unknown line"
 
 
 def _clone(values: Any) -> Any:

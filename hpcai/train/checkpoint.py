@@ -150,8 +150,8 @@ class Checkpoints:
             saved.seconds = time.perf_counter() - began
             if not problem:
                 return saved
-            whole = self.paths()
-            left = f"{whole[-1].name} is the newest whole checkpoint" if whole else "there is no checkpoint yet"
+            complete = self.paths()
+            left = f"{complete[-1].name} is the newest complete one" if complete else "there is no checkpoint yet"
             return CheckpointError(f"{final} cannot be written: {problem}; {left}")
 
         self._future = submit(write, "checkpoint")
@@ -191,11 +191,11 @@ class Checkpoints:
                 try:
                     return {path: file_digest(Path(path))["sha256"] for path in sorted(set(origins.values()))}
                 except OSError as error:
-                    text = f"{error.filename}: {error.strerror}, but weights that are not trained were read from it; put it back"
+                    text = f"{error.filename}: {error.strerror}, but frozen weights were read from it; put it back"
                     raise CheckpointError(text) from error
 
             digests = by_first(compute_digests, self.mesh.everyone)
-            self._frozen = step, {n: digests[path] for n, path in origins.items()}, {seal: path for path, seal in digests.items()}
+            self._frozen = step, {n: digests[path] for n, path in origins.items()}, {d: path for path, d in digests.items()}
         return self._frozen[1:]
 
     def _connect_writers(self) -> None:
@@ -229,7 +229,7 @@ class Checkpoints:
         outcomes = to_first((problem, file), staging.writers)
         if first:
             problem = next((text for text, _ in outcomes if text), "")
-            files = {name: each for _, seals in outcomes for name, each in seals.items()}
+            files = {name: each for _, written in outcomes for name, each in written.items()}
             problem = problem or _error_of(lambda: self._commit(partial, final, files, run, number))
             if problem:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -272,11 +272,11 @@ class Checkpoints:
                 self._load(reader, step)
                 return reader.run.progress
             except DamagedError as damage:
-                self.messages.append(f"{path.name} is passed over: {damage}")
+                self.messages.append(f"{path.name} is skipped: {damage}")
                 self._damaged.append(path)
         if self._damaged:
             raise CheckpointError(
-                f"{self.directory}: no checkpoint is whole ({'; '.join(self.messages)}); training would begin anew; "
+                f"{self.directory}: no checkpoint is complete ({'; '.join(self.messages)}); training would begin anew; "
                 "if that is meant, remove them or choose another report.directory"
             )
         return None
@@ -309,13 +309,13 @@ class Checkpoints:
                 del parameter.origin  # type: ignore[attr-defined]
         if saved := {name for name in frozen if f"model/{name}" in reader.tensors}:
             self._frozen = step, {name: digest for name, digest in frozen.items() if name not in saved}, origins
-        for name, seal in frozen.items():
-            derived = name not in run.frozen and seal in run.origins  # from that file, such as the scales of quantized weights
-            if name not in saved and not derived and run.frozen.get(name) != seal:
+        for name, digest in frozen.items():
+            derived = name not in run.frozen and digest in run.origins  # from that file, such as the scales of quantized weights
+            if name not in saved and not derived and run.frozen.get(name) != digest:
                 was = run.frozen.get(name, "none")
                 raise CheckpointError(
                     f"{path}: {name} is not trained and was that of {run.origins.get(was, 'no file')} (SHA-256 {was}); now it is "
-                    f"that of {origins[seal]} (SHA-256 {seal}); begin with the same weights, or choose another report.directory"
+                    f"that of {origins[digest]} (SHA-256 {digest}); begin with the same weights, or choose another report.directory"
                 )
         return set(frozen) - saved
 

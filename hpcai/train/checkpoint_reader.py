@@ -97,9 +97,9 @@ class Index(BaseModel):
         blocks: list[Block] = []
         for name, file in self.files.items():
             for stretch in file.stretches:
-                for number, seal in enumerate(stretch.sha256):
+                for number, digest in enumerate(stretch.sha256):
                     at = stretch.at + number * self.block
-                    blocks.append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), seal))
+                    blocks.append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), digest))
         return blocks
 
 
@@ -177,7 +177,7 @@ def export(
     reader = _open_verified(checkpoint)
     stored, run = reader.tensors, reader.run
     if not run.about:
-        raise CheckpointError(f"{checkpoint}: does not say which model its weights are of; go on with the run, which leaves them")
+        raise CheckpointError(f"{checkpoint}: does not name the model of its weights; resume the run, which exports them")
     parameters = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
     exported = {name: name if names is None else names(name) for name in parameters}
     source = {out: f"average/{name}" if f"average/{name}" in stored else f"model/{name}" for name, out in exported.items() if out}
@@ -203,10 +203,10 @@ def _load_frozen(checkpoint: Path, run: RunFile, load: Callable[[str], nn.Module
     weights: dict[str, Tensor] = {}
     for digest, origin in run.origins.items():
         if not Path(origin).is_file() or file_digest(Path(origin))["sha256"] != digest:
-            raise CheckpointError(f"{checkpoint}: weights that were not trained are of {origin} (SHA-256 {digest}); put it back")
+            raise CheckpointError(f"{checkpoint}: frozen weights are those of {origin} (SHA-256 {digest}); put it back")
         package = re.search(r'"model": "(\w+)"', run.about.get("hpcai", ""))
         if load is None and (package is None or find_spec(f"hpcai.models.{package[1]}") is None):
-            raise CheckpointError(f"{checkpoint}: holds a model that hpcai does not have; its run leaves the weights at its end")
+            raise CheckpointError(f"{checkpoint}: holds a model that hpcai does not have; its run exports the weights at its end")
         state = (load or import_module(f"hpcai.models.{package and package[1]}.load").load_weights)(origin).state_dict()
         weights |= {name: state[name].contiguous() for name, other in run.frozen.items() if other == digest}
     return weights
@@ -248,7 +248,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         fits = math.prod(part.sizes) * width == part.end - part.at and part.at % width == 0
         inside = any(s.at <= part.at and part.end <= s.at + s.bytes for s in reader.index.files[part.file].stretches)
         if not (fits and inside and len(part.offsets) == len(part.sizes)):
-            raise DamagedError(f"{name!r} is placed where no file of it is")
+            raise DamagedError(f"{name!r} lies outside its file")
         reader.tensors.setdefault(name, []).append(part)
     for name, parts in reader.tensors.items():
         reader.sizes[name] = parts[0].sizes
@@ -256,7 +256,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
             ends = ([o + n for o, n in zip(part.offsets, part.sizes)] for part in parts)
             reader.sizes[name] = tuple(map(max, zip(*ends)))
         if sum(math.prod(part.sizes) for part in parts) != math.prod(reader.sizes[name]):
-            raise DamagedError(f"only parts of {name!r} are there")
+            raise DamagedError(f"shards of {name!r} are missing")
     if not reader.tensors:
         raise DamagedError(f"{INDEX} names no file of tensors")
     return reader
@@ -282,7 +282,7 @@ def _read_header(path: Path, file: File, block: int) -> bytes:
         raise DamagedError(f"{path.name} has changed since it was written (size, or SHA-256 of its header)")
     for stretch in file.stretches:
         if stretch.at + stretch.bytes > size or len(stretch.sha256) != -(-stretch.bytes // block):
-            raise DamagedError(f"{INDEX} gives {path.name} stretches that it has not")
+            raise DamagedError(f"{INDEX} lists byte ranges that {path.name} lacks")
     return header
 
 

@@ -123,8 +123,8 @@ class CompileCounts:
         return text + "".join(f"; {n} x {reason}" for reason, n in counts["why"].items())
 
     def _recompile_reasons(self) -> list[str]:
-        known: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _dynamo_loaded() else []  # last 64
-        recent = [m for m in known if (getattr(m, "start_time_us", 0) or 0) / 1e6 >= self._since]
+        metrics: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _dynamo_loaded() else []  # last 64
+        recent = [m for m in metrics if (getattr(m, "start_time_us", 0) or 0) / 1e6 >= self._since]
         return [_shorten(re.sub(r"^\d+/\d+: ", "", why)) for m in recent if (why := getattr(m, "recompile_reason", None))]
 
 
@@ -134,8 +134,8 @@ def _dynamo_loaded() -> bool:
 
 def _dynamo_counters() -> dict[str, Counter]:
     """Return torch's counters. They are not public: a counter that this version lacks is 0."""
-    inside = torch._dynamo.utils if _dynamo_loaded() else None
-    counters, times = getattr(inside, "counters", {}), getattr(inside, "compilation_time_metrics", {})
+    utils = torch._dynamo.utils if _dynamo_loaded() else None
+    counters, times = getattr(utils, "counters", {}), getattr(utils, "compilation_time_metrics", {})
     versions = getattr(torch._dynamo.convert_frame, "FRAME_COMPILE_COUNTER", {}) if _dynamo_loaded() else {}
     breaks: Counter = Counter()
     for reason, n in counters.get("graph_break", {}).items():
@@ -184,7 +184,7 @@ def restore_cache(folder: Path, key: str) -> bool:
         _check_owner(path)
         with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix=".new-", dir=home) as new:
             if archive.comment != key.encode():
-                raise ValueError("made for something else")
+                raise ValueError("its key differs")
             archive.extractall(new)  # verifies checksums
             for name in archive.namelist():  # several ranks may do so concurrently
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -202,8 +202,8 @@ def store_cache(folder: Path, key: str) -> None:
     path, home = folder / f"{key}.zip", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     new = folder / f".{key}.{os.uname().nodename}.{os.getpid()}"
     try:
-        found = os.walk(home) if home.name == key else ()
-        names = {os.path.relpath(os.path.join(where, file), home) for where, _, files in found for file in files}
+        walk = os.walk(home) if home.name == key else ()
+        names = {os.path.relpath(os.path.join(where, file), home) for where, _, files in walk for file in files}
         busy = {Path(name).stem for name in names if name.endswith(".lock") and _is_locked(home / name)}  # g++ is running
         names = {n for n in names if not re.search(r"(^|/)\.|\.lock$", n) and Path(n).name.split(".")[0] not in busy}
         if not names or _archive_contains(path, key, names):

@@ -197,7 +197,7 @@ class TrainingRanksEvaluation(BackgroundEvaluation):
         super().__init__(step, metric, validation)
         if step.cfg.shard == "weights" and step.mesh["replicate"].size > 1:
             raise ConfigError(
-                "train.evaluate is background, but step.shard is weights, so that no process has a whole model; "
+                "train.evaluate is background, but step.shard is weights, so that no rank has a full model; "
                 "set mesh.evaluate, step.shard=optimizer or train.evaluate=wait"
             )
         if step.mesh["pipeline"].size > 1:

@@ -235,7 +235,7 @@ def read_bundle(bundle: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError, AttributeError) as problem:
             raise DataError(f"{file}: cannot be read ({problem})") from problem
         if missing:
-            raise DataError(f"{file}: has no {', '.join(sorted(missing))}; expected what a run that failed has written")
+            raise DataError(f"{file}: has no {', '.join(sorted(missing))}; expected a report of a failed run")
     if not reports:
         raise DataError(f"{bundle}: holds no rank-*.json; expected a folder failure-... of a run's directory")
     return reports
@@ -243,12 +243,12 @@ def read_bundle(bundle: Path) -> list[dict[str, Any]]:
 
 def describe_ranks(reports: list[dict[str, Any]], world: int) -> str:
     """Return one line for each code location of ranks, the rarest first, which is most often the location of the fault."""
-    places: dict[str, list[int]] = {}
+    locations: dict[str, list[int]] = {}
     for report in reports:
-        places.setdefault(f"step {report['step']}, in {report['where']}", []).append(report["rank"])
+        locations.setdefault(f"step {report['step']}, in {report['where']}", []).append(report["rank"])
     if silent := sorted(set(range(world)) - {one["rank"] for one in reports}):
-        places["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
-    lines = sorted(places.items(), key=lambda place: len(place[1]))
+        locations["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
+    lines = sorted(locations.items(), key=lambda place: len(place[1]))
     return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {place}" for place, ranks in lines)
 
 

@@ -133,27 +133,27 @@ def _all_reduce(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     """Return sums over the ranks of ``axis``, on the CPU: one collective and one host read for float64, and one for int64."""
     summed = list(tensors)
     for dtype in (torch.float64, torch.int64):
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype and tensor.numel()]
-        if places:
-            flat = sum_in_place(torch.cat([tensors[i].flatten() for i in places]), axis).cpu()
-            for i, part in zip(places, flat.split([tensors[i].numel() for i in places])):
+        indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype and tensor.numel()]
+        if indices:
+            flat = sum_in_place(torch.cat([tensors[i].flatten() for i in indices]), axis).cpu()
+            for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
                 summed[i] = part.view(tensors[i].shape)
     return summed
 
 
 def _finish(name: str, finish: Finish, sums: list[Tensor]) -> dict[str, float]:
     result = finish(*sums)
-    numbers = result if isinstance(result, Mapping) else {name: result}
+    scalars = result if isinstance(result, Mapping) else {name: result}
     try:
-        return {str(key): float(number) for key, number in numbers.items()}
+        return {str(key): float(number) for key, number in scalars.items()}
     except (TypeError, ValueError, RuntimeError) as problem:
-        raise ConfigError(f"metric {name!r}: finish gives no number ({problem}); expected one, or some by name") from problem
+        raise ConfigError(f"metric {name!r}: finish returns no number ({problem}); expected one, or some by name") from problem
 
 
 def _merge_unique(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for part in parts:
         if repeated := sorted(merged.keys() & part):
-            raise ConfigError(f"{', '.join(repeated)}: given by more than one metric; let each give names of its own")
+            raise ConfigError(f"{', '.join(repeated)}: returned by more than one metric; give each metric its own names")
         merged |= part
     return dict(sorted(merged.items()))

@@ -30,9 +30,9 @@ class _State:
         self.flat_param = flat_param
         wide = flat_param.weights.dtype in (torch.float32, torch.float64)
         self._master = None if wide else flat_param.weights.float()
-        kept = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
+        dtype = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
         names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
-        self.moments = {name: torch.zeros_like(self.weights, dtype=kept) for name in names}
+        self.moments = {name: torch.zeros_like(self.weights, dtype=dtype) for name in names}
         self.average = self.weights.clone() if cfg.average is not None else None
         self.decay = cfg.weight_decay if flat_param.decays else 0.0
 
@@ -68,14 +68,14 @@ class Optimizer:
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
         if cfg.optimizer in ("lamb", "lars"):  # one row per parameter in a table that all ranks share
             names = sorted({part.name for row in rows for part in row.parts})
-            line = {name: i for i, name in enumerate(names)}
+            index = {name: i for i, name in enumerate(names)}
             axes = {axis.name: axis for row in rows for axis in row.axes}
-            self._sharded_axes = [(axes[name], self._table_indices(rows, axes[name], line)) for name in sorted(axes)]
+            self._sharded_axes = [(axes[name], self._table_indices(rows, axes[name], index)) for name in sorted(axes)]
             for state in self.states:
                 parts, weights = state.flat_param.parts, state.weights
                 ranges = [(part.start, part.length) for part in parts]
                 state.segments = fused_optimizer.Segments(ranges, weights.device, len(weights))
-                state.table_indices = torch.tensor([line[part.name] for part in parts], dtype=torch.int64, device=weights.device)
+                state.table_indices = torch.tensor([index[part.name] for part in parts], dtype=torch.int64, device=weights.device)
                 if cfg.optimizer == "lamb":
                     state.direction = torch.zeros_like(weights)
             self._table = torch.zeros((len(names), 2), dtype=first.dtype, device=first.device)
@@ -142,10 +142,10 @@ class Optimizer:
                 )
 
     @staticmethod
-    def _table_indices(rows: list[Row], axis: Axis, line: dict[str, int]) -> Tensor:
+    def _table_indices(rows: list[Row], axis: Axis, index: dict[str, int]) -> Tensor:
         """Return the table indices of parameters that are sharded along ``axis``."""
-        found = sorted({line[part.name] for row in rows if axis in row.axes for part in row.parts})
-        return torch.tensor(found, dtype=torch.int64, device=rows[0].weights.device)
+        indices = sorted({index[part.name] for row in rows if axis in row.axes for part in row.parts})
+        return torch.tensor(indices, dtype=torch.int64, device=rows[0].weights.device)
 
     def _all_reduce_norms(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
         """Sum norms of each parameter over all ranks that hold shards of it, in one all-reduce for each axis."""
@@ -173,11 +173,11 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor | Share]:
         """Return moments as ``<parameter>.<moment>``, and ``step``, the number of updates."""
-        found: dict[str, Tensor | Share] = {"step": self.count}
-        for what in _MOMENTS[self.cfg.optimizer]:
-            moments = self._by_parameter(state.moments.get(what) for state in self.states)
-            found |= {f"{name}.{what}": value for name, value in moments.items()}
-        return found
+        tensors: dict[str, Tensor | Share] = {"step": self.count}
+        for moment in _MOMENTS[self.cfg.optimizer]:
+            moments = self._by_parameter(state.moments.get(moment) for state in self.states)
+            tensors |= {f"{name}.{moment}": value for name, value in moments.items()}
+        return tensors
 
     def _by_parameter(self, rows: Iterable[Tensor | None]) -> dict[str, Tensor | Share]:
         pairs = [(state.flat_param, row) for state, row in zip(self.states, rows) if row is not None]

@@ -34,8 +34,8 @@ class ReplicaCheck:
     def __init__(self, reducer: GradientSums | FullySharded, optimizer: Optimizer, mesh: Mesh) -> None:
         self.reducer, self.optimizer, self.mesh = reducer, optimizer, mesh
         self._names, _, self._axes = zip(*reducer.alike())
-        places = {axes: [i for i, each in enumerate(self._axes) if each == axes] for axes in dict.fromkeys(self._axes) if axes}
-        self._groups = [(axes, torch.tensor(indices, device=mesh.device)) for axes, indices in places.items()]
+        positions = {axes: [i for i, each in enumerate(self._axes) if each == axes] for axes in dict.fromkeys(self._axes) if axes}
+        self._groups = [(axes, torch.tensor(indices, device=mesh.device)) for axes, indices in positions.items()]
         self._fingerprints = torch.zeros(0, dtype=torch.int64)
         stage = mesh["pipeline"]
         self._first_index = sum(gather_objects(len(self._names), stage)[: stage.rank])  # parameters of earlier stages come first
@@ -53,12 +53,12 @@ class ReplicaCheck:
         master = self.optimizer.full_weights()
         self._fingerprints = torch.stack([fingerprint(master.get(name, numbers)) for name, numbers, _ in self.reducer.alike()])
         first = torch.full((), NEVER, dtype=torch.int64, device=self.mesh.device)
-        for axes, places in self._groups:
-            local = self._fingerprints[places]
+        for axes, indices in self._groups:
+            local = self._fingerprints[indices]
             extremes = torch.stack((local, ~local))  # the minimum of ~x belongs to the maximum of x
             for axis in axes:
                 least(extremes, axis)
-            first = torch.minimum(first, torch.where(extremes[0] == ~extremes[1], NEVER, places + self._first_index).amin())
+            first = torch.minimum(first, torch.where(extremes[0] == ~extremes[1], NEVER, indices + self._first_index).amin())
         return first
 
     def raise_if_divergent(self, index: int, step: int) -> None:
@@ -69,12 +69,12 @@ class ReplicaCheck:
         local_name = self._names[local] if 0 <= local < len(self._names) else ""
         name = max(gather_objects(local_name, self.mesh.everyone))  # a weight that stages share has an index on each
         ranks = self._divergent_ranks(self._names.index(name)) if name in self._names else set()
-        found = gather_objects(ranks, self.mesh.everyone)
-        message = " and ".join(f"rank {rank}" for rank in sorted(set().union(*found)))
+        rank_sets = gather_objects(ranks, self.mesh.everyone)
+        rank_names = " and ".join(f"rank {rank}" for rank in sorted(set().union(*rank_sets)))
         raise DivergedError(
-            f"step {step}: the weights of {message} differ from those of processes that should hold the same, first in "
-            f"{name}; a processor or a memory there is wrong, or kinds of processors are mixed; go on "
-            "from the last checkpoint without these nodes, or do not compare: train.agree_every=null"
+            f"step {step}: the weights of {rank_names} differ from their replicas, first in {name}; a processor or a "
+            "memory is faulty there, or types of processors are mixed; resume from the last checkpoint without these nodes, or set "
+            "train.agree_every=null"
         )
 
     def _divergent_ranks(self, index: int) -> set[int]:
@@ -87,9 +87,9 @@ class ReplicaCheck:
         return {rank for rank, found in fingerprints if found != majority} if len(counts) > 2 else set()
 
 
-def fingerprint(numbers: Tensor) -> Tensor:
+def fingerprint(x: Tensor) -> Tensor:
     """Return an integer that depends on all bits of ``numbers`` and their order, on the same device.   [] int64"""
-    bits = numbers.flatten().view(_INT_OF_WIDTH[numbers.element_size()])
+    bits = x.flatten().view(_INT_OF_WIDTH[x.element_size()])
     odd, total = _odd_factors(bits.device), torch.zeros((), dtype=torch.int64, device=bits.device)
     for block in bits.split(_BLOCK):
         total = total * _BLOCK_FACTOR + (block * odd[: len(block)]).sum()

@@ -114,8 +114,8 @@ def write(path: Path, boxes: Sequence[Box], memory: Tensor, writer: int) -> dict
         file.flush()
         os.fsync(file.fileno())
     stretch = {"writer": writer, "at": len(header), "bytes": len(content), "sha256": digests}
-    seal = hashlib.sha256(header).hexdigest()
-    return {"bytes": len(header) + len(content), "header": len(header), "sha256": seal, "stretches": [stretch]}
+    digest = hashlib.sha256(header).hexdigest()
+    return {"bytes": len(header) + len(content), "header": len(header), "sha256": digest, "stretches": [stretch]}
 
 
 # ---- reading
@@ -193,8 +193,8 @@ def read(folder: Path, requests: Sequence[tuple[Box, Sequence[StoredBox]]], read
     """Fill each box from stored boxes of its tensor. Return an error message, or an empty string. Ranks that hold the same boxes
     call this together: at most ``readers`` of them read some of the boxes each, and broadcast them."""
     stored, problem = {id(box): parts for box, parts in requests}, ""
-    for copies, assigned in assign_writers([box for box, _ in requests], readers):
-        index, alone = _rank_in(copies), math.prod(axis.size for axis in copies) == 1
+    for axes, assigned in assign_writers([box for box, _ in requests], readers):
+        index, alone = _rank_in(axes), math.prod(axis.size for axis in axes) == 1
         local = assigned[index] if index < len(assigned) else []
         memory, parts = allocate([] if alone else local)
         parts = [box.tensor for box in local] if alone else parts
@@ -207,7 +207,7 @@ def read(folder: Path, requests: Sequence[tuple[Box, Sequence[StoredBox]]], read
             problem = f"{error.filename}: {error.strerror}"
         for number, boxes in enumerate(() if alone else assigned):
             content, views = (memory, parts) if number == index else allocate(boxes)
-            _broadcast(content, copies, number)
+            _broadcast(content, axes, number)
             for box, part in zip(boxes, views):
                 box.tensor.copy_(part)
     return problem

@@ -79,10 +79,10 @@ class Step:
         self.messages += [self._compiled.message] if self._compiled else []
         self.reducer = build_reducer(self.model, mesh, cfg)
         self.optimizer = Optimizer(self.reducer.rows, cfg)
-        kinds: dict[Any, list[Row]] = {}
+        groups: dict[Any, list[Row]] = {}
         for row in self.reducer.rows:
-            kinds.setdefault((row.others, row.counts), []).append(row)
-        self._norm_groups = list(kinds.values())  # flat parameters that are sharded along the same axes
+            groups.setdefault((row.others, row.counts), []).append(row)
+        self._norm_groups = list(groups.values())  # flat parameters that are sharded along the same axes
         self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
         per_sample = cfg.clip_per == "sample"
@@ -101,8 +101,8 @@ class Step:
         self._steps = 0
         self._capture: Capture | None = None
         if cfg.capture != "none":
-            inside = self._iterate if cfg.capture == "whole" else self._gradients
-            self._capture = Capture(inside, cfg.capture_shapes, graph, traced=cfg.compile == "none", fallback=fallback)
+            function = self._iterate if cfg.capture == "whole" else self._gradients
+            self._capture = Capture(function, cfg.capture_shapes, graph, traced=cfg.compile == "none", fallback=fallback)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         startup.now("first step")
@@ -254,13 +254,13 @@ class Step:
         first = int(self.first_failures()[0].item()) if first is None else first
         if first == NEVER:
             return
-        bad, own = self._first_nonfinite.tolist()
-        seen = gather_objects((bad, own, samples(own) if samples and own == first else ""), self.mesh.everyone)
-        ranks = [(rank, s[2]) for rank, s in enumerate(seen) if s[1] == first]
+        gradient, loss = self._first_nonfinite.tolist()
+        reports = gather_objects((gradient, loss, samples(loss) if samples and loss == first else ""), self.mesh.everyone)
+        ranks = [(rank, s[2]) for rank, s in enumerate(reports) if s[1] == first]
         source = "the loss" if ranks else "the gradient"
         ranks_text = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"
-        skipped = any(s[0] == first for s in seen)
-        consequence = f"weights stay those of step {first}" if skipped else "its gradient is, and changed the weights"
+        skipped = any(s[0] == first for s in reports)
+        consequence = f"weights stay those of step {first}" if skipped else "its gradient is finite and changed the weights"
         raise DivergedError(
             f"step {first + 1}: {source} is not finite on {ranks_text}; {consequence} and nothing was saved since; "
             f"look at these samples, or lower step.lr (now {self.cfg.lr:g}), lengthen step.schedule.warmup or set step.clip",

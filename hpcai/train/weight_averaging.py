@@ -50,13 +50,13 @@ class WeightAverage:
         """
         self.sync_buffers()
         rows = [(s.flat_param.weights, s.weights, s.average) for s in self.optimizer.states] if self.cfg.average is not None else []
-        pairs = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]
+        saved = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]
         buffers = [(live, live.clone(), self._averages.get(name)) for name, live in self._buffers.items()]
-        self._load([(live, mean) for live, _, mean in pairs + buffers if mean is not None], shared=bool(pairs))
+        self._load([(live, mean) for live, _, mean in saved + buffers if mean is not None], shared=bool(saved))
         try:
             yield
         finally:
-            self._load([(live, before) for live, before, _ in pairs + buffers], shared=bool(pairs))
+            self._load([(live, before) for live, before, _ in saved + buffers], shared=bool(saved))
 
     @torch.no_grad()
     def sync_buffers(self) -> None:

@@ -82,7 +82,7 @@ def test_weights_that_are_not_trained_are_named_and_not_saved(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"is not trained and was that of .*start.safetensors .*now it is that of .*other"):
         keeper(tmp_path / "checkpoints").resume(tuned(tmp_path / "other.safetensors"))
     (tmp_path / "start.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="weights that were not trained are of .*start.safetensors"):
+    with pytest.raises(CheckpointError, match="frozen weights are those of .*start.safetensors"):
         main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
 
 
@@ -101,7 +101,7 @@ def test_weights_that_were_trained_until_now_are_saved_on(tmp_path: Path) -> Non
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     keeper(tmp_path).save(new_step(), Progress(step=1))
-    with pytest.raises(CheckpointError, match="does not say which model"):
+    with pytest.raises(CheckpointError, match="does not name the model"):
         main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
     with pytest.raises(CheckpointError, match="no checkpoint is there"):
         main(["export", str(tmp_path / "elsewhere"), "x"])

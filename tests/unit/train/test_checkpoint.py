@@ -96,7 +96,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     for count in (1, 2):
         kept.save(step, Progress(step=count))
         spoil(tmp_path / f"step-{count:08d}", "bit")
-    text = r"no checkpoint is whole \(step-00000002 is passed over: .*step-00000001 is passed over: .* remove them or choose"
+    text = r"no checkpoint is complete \(step-00000002 is skipped: .*step-00000001 is skipped: .* remove them or choose"
     with pytest.raises(CheckpointError, match=text):
         keeper(tmp_path).resume(step)
 
@@ -314,8 +314,8 @@ DAMAGE: list[tuple[Any, tuple[Any, ...], str]] = [
     (spoil, ("missing",), "tensors-000.safetensors is missing"), (spoil, ("manifest.json",), "manifest.json cannot be read"),
     (spoil, ("index.json",), "index.json has changed"), (spoil, ("run.json",), "run.json has changed"),
     *((resealed, (name, text), message) for name, text, message in WRONG),
-    (forged, (partial(FORGED["shape"], n=3),), "'model/0.weight' is placed where no file of it is"),
-    (forged, (partial(FORGED["offsets"], n=1 << 30),), "'model/0.weight' is placed where no file of it is"),
+    (forged, (partial(FORGED["shape"], n=3),), "'model/0.weight' lies outside its file"),
+    (forged, (partial(FORGED["offsets"], n=1 << 30),), "'model/0.weight' lies outside its file"),
     *((forged, (partial(change, n=huge),), "") for change in FORGED.values() for huge in (2**80, 2**52)),
 ]  # fmt: skip
 
@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     again = keeper(tmp_path, keep=3)
     assert again.resume(step) == Progress(step=1)
     (note,) = again.messages
-    assert note.startswith("step-00000002 is passed over: ") and message in note
+    assert note.startswith("step-00000002 is skipped: ") and message in note
     again.save(step, Progress(step=2))  # the damaged one is replaced
     assert keeper(tmp_path).resume(new_step()) == Progress(step=2)
 

@@ -60,13 +60,13 @@ def test_shapes_that_change_and_what_is_no_number_are_refused() -> None:
     with pytest.raises(ConfigError, match="metric 'n': a sum is a list; expected"):
         numbers({"n": ([[1.0]], torch.sum)})
     for wrong in (torch.ones(2), None, "many", np.ones(3)):
-        with pytest.raises(ConfigError, match="metric 'n': finish gives no number"):
+        with pytest.raises(ConfigError, match="metric 'n': finish returns no number"):
             numbers({"n": (torch.ones(2), lambda whole, wrong=wrong: wrong)})
 
 
 def test_a_name_that_two_metrics_give_is_refused() -> None:
     for other in (torch.tensor(1.0), (torch.ones(1), torch.sum)):
-        with pytest.raises(ConfigError, match="mae: given by more than one metric"):
+        with pytest.raises(ConfigError, match="mae: returned by more than one metric"):
             numbers({"mae": other, "n": (torch.ones(2), lambda whole: {"mae": 1.0})})
 
 
