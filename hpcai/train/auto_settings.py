@@ -20,10 +20,7 @@ from hpcai.train.optim import match_decay_names
 
 def resolve_auto(cfg: StepConfig, mesh: Mesh, custom_graph: bool = False) -> tuple[StepConfig, list[str]]:
     """Return ``cfg`` with every ``auto`` replaced, and a message for each. ``custom_graph``: a given graph records the step, not a
-    CUDA graph.
-
-    Raises ConfigError if this machine does not support a setting.
-    """
+    CUDA graph. Raises ConfigError if this machine does not support a setting."""
     changes: dict[str, Any] = {} if mesh.trains else {"shard": "none", "shard_within": None, "capture": "none"}
     cfg = cfg.model_copy(update=changes)  # ranks that only evaluate hold full weights
     messages: list[str] = []
@@ -104,10 +101,8 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums | FullySharded:
     """Return the reducer of the gradients of ``model``, by ``cfg.shard``. With ``bf16-params`` it also casts the parameters to
-    bfloat16.
-
-    Raises MeshError if ``cfg.shard_within`` does not divide the replicas, ConfigError if a pipeline does not support a setting.
-    """
+    bfloat16. Raises MeshError if ``cfg.shard_within`` does not divide the replicas, ConfigError if a pipeline does not support a
+    setting."""
     if cfg.compile == "whole" and mesh["pipeline"].size > 1:
         raise ConfigError("step.compile is whole, but no rank of a pipeline has the full model; set it to blocks or none")
     decays, alone = match_decay_names(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1

@@ -29,22 +29,9 @@ from hpcai.errors import CheckpointError
 from hpcai.nn.weights import Portable
 from hpcai.parallel.rows import Share, alike, place_of
 from hpcai.settings import CheckpointConfig
-from hpcai.train import shard_file
+from hpcai.train import checkpoint_reader, shard_file
 from hpcai.train.background import submit
-from hpcai.train.checkpoint_reader import (
-    FORMAT,
-    INDEX,
-    MANIFEST,
-    RUN,
-    CheckpointReader,
-    DamagedError,
-    Progress,
-    RunFile,
-    file_digest,
-    list_checkpoints,
-    open_checkpoint,
-    step_number,
-)
+from hpcai.train.checkpoint_reader import FORMAT, INDEX, MANIFEST, RUN, CheckpointReader, DamagedError, Progress, RunFile
 from hpcai.train.shard_file import Box
 from hpcai.train.step import Step
 
@@ -100,12 +87,9 @@ class _StagingBuffer:
 
 
 class Checkpoints:
-    """The checkpoints of one run, below ``directory``. All ranks call each method together.
-
-    Each checkpoint stores the run's ``settings``. A run is refused if its ``frozen`` sections (the model) differ from them; other
-    differences are reported in ``messages``. ``data`` identifies the data set: a run on another one is refused, unless
-    ``checkpoint.other_data``.
-    """
+    """The checkpoints of one run, below ``directory``. All ranks call each method together. Each checkpoint stores the run's
+    ``settings``. A run is refused if its ``frozen`` sections (the model) differ from them; other differences are reported in
+    ``messages``. ``data`` identifies the data set: a run on another one is refused, unless ``checkpoint.other_data``."""
 
     def __init__(
         self, directory: str | Path, cfg: CheckpointConfig, mesh: Mesh, settings: dict[str, Any] | None = None,
@@ -189,7 +173,7 @@ class Checkpoints:
 
             def compute_digests() -> dict[str, str]:
                 try:
-                    return {path: file_digest(Path(path))["sha256"] for path in sorted(set(origins.values()))}
+                    return {path: checkpoint_reader.file_digest(Path(path))["sha256"] for path in sorted(set(origins.values()))}
                 except OSError as error:
                     text = f"{error.filename}: {error.strerror}, but frozen weights were read from it; put it back"
                     raise CheckpointError(text) from error
@@ -238,7 +222,7 @@ class Checkpoints:
     def _commit(self, partial: Path, final: Path, files: dict[str, Any], run: dict[str, Any], number: int) -> None:
         _write(partial / RUN, json.dumps(run, indent=1))
         _write(partial / INDEX, json.dumps({"format": FORMAT, "block": shard_file.BLOCK, "files": files}))
-        digests = {name: file_digest(partial / name) for name in (INDEX, RUN)}
+        digests = {name: checkpoint_reader.file_digest(partial / name) for name in (INDEX, RUN)}
         _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": digests}, indent=1))
         flush(partial)
         for path in {*self._damaged, final}:
@@ -246,12 +230,12 @@ class Checkpoints:
         self._damaged = []
         partial.rename(final)
         flush(self.directory)
-        older = [path for path in self.paths() if step_number(path) < number]
+        older = [path for path in self.paths() if checkpoint_reader.step_number(path) < number]
         for path in older[: len(older) + 1 - self.cfg.keep]:
             shutil.rmtree(path, ignore_errors=True)
 
     def paths(self) -> list[Path]:
-        return list_checkpoints(self.directory)
+        return checkpoint_reader.list_checkpoints(self.directory)
 
     @uncollected()
     def resume(self, step: Step) -> Progress | None:
@@ -268,7 +252,7 @@ class Checkpoints:
             self.messages += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
         for path in reversed(agree(self.paths(), self.mesh.everyone)):
             try:
-                reader = by_first(functools.partial(open_checkpoint, path), self.mesh.everyone)
+                reader = by_first(functools.partial(checkpoint_reader.open_checkpoint, path), self.mesh.everyone)
                 self._load(reader, step)
                 return reader.run.progress
             except DamagedError as damage:

@@ -35,11 +35,8 @@ logger = logging.getLogger(__name__)
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of ``model``: children of an nn.ModuleList or nn.Sequential that has two or more of the same
-    class.
-
-    The outermost ones count. torch's own layers do not, nor does a list or stage that itself holds blocks. A block is also repeated
-    if others of its class are on other pipeline stages.
-    """
+    class. The outermost ones count. torch's own layers do not, nor does a list or stage that itself holds blocks. A block is also
+    repeated if others of its class are on other pipeline stages."""
     return list(dict.fromkeys(_iterate_blocks(model)))
 
 
@@ -60,10 +57,8 @@ def _iterate_blocks(module: nn.Module) -> Iterator[nn.Module]:
 def compile_model(
     model: nn.Module, mode: Literal["none", "blocks", "whole"], dynamic: bool | None = False, backend: str = "inductor"
 ) -> int:
-    """Compile ``model`` at its next call, in place, so that checkpoint keys stay. Return the number of compiled modules.
-
-    ``blocks`` compiles each repeated block: torch compiles equal blocks once. Raises ConfigError if there is none.
-    """
+    """Compile ``model`` at its next call, in place, so that checkpoint keys stay. Return the number of compiled modules. ``blocks``
+    compiles each repeated block: torch compiles equal blocks once. Raises ConfigError if there is none."""
     if mode == "none":
         return 0
     modules = [model] if mode == "whole" else repeated_blocks(model)
@@ -171,12 +166,9 @@ def _cpu_id() -> list[str]:
 
 def restore_cache(folder: Path, key: str) -> bool:
     """Set torch's compile cache to a folder on local disk, filled from the archive of ``key`` in ``folder``; return False without
-    one.
-
-    Call it on every rank, before anything is compiled. The folder is below TORCHINDUCTOR_CACHE_DIR, otherwise TMPDIR. A damaged or
-    foreign archive is ignored, with a warning. **The archive is code that will run** (libraries, pickles): a folder or an archive
-    that another user owns or can write to is ignored as well, and so is an archive that is a link.
-    """
+    one. Call it on every rank, before anything is compiled. The folder is below TORCHINDUCTOR_CACHE_DIR, otherwise TMPDIR. A
+    damaged or foreign archive is ignored, with a warning. **The archive is code that will run** (libraries, pickles): a folder or
+    an archive that another user owns or can write to is ignored as well, and so is an archive that is a link."""
     path = folder / f"{key}.zip"
     try:
         home = _set_cache_dir(key)

@@ -43,9 +43,6 @@ _MAX_RECORDS, _MAX_EVENTS = 200, 100
 _WRITE_TIMEOUT = 10.0  # seconds for the file system, after which the failure is handled without a bundle
 
 
-_Describe = Callable[[int | None], dict[str, Any]]
-
-
 class _Heartbeat:
     """Counts of finished steps and batches of evaluations. It is global, since a process has one run at a time."""
 
@@ -68,17 +65,14 @@ def pause_watchdog() -> Iterator[None]:
 
 
 class FlightRecorder(logging.Handler):
-    """A recorder of the last log records and events of this rank, written to a bundle on failure.
-
-    It is a handler of log records and a sink of events. ``describe_state(step)`` describes the step with this number from 1, or the
-    current one.
-    """
+    """A recorder of the last log records and events of this rank, written to a bundle on failure. It is a handler of log records
+    and a sink of events. ``describe(step)`` describes the step with this number from 1, or the current one."""
 
     def __init__(self, name: str, directory: Path | None, settings: Mapping[str, Any], mesh: Mesh) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.run, self.directory, self.settings, self.job = name, directory, settings, mesh.job
-        self.describe_state: _Describe = lambda step: {"step": step or 0}
+        self.describe: Callable[[int | None], dict[str, Any]] = lambda step: {"step": step or 0}
         self._records: deque[logging.LogRecord] = deque(maxlen=_MAX_RECORDS)
         self._events: deque[log.Event] = deque(maxlen=_MAX_EVENTS)
         self._armed, self._dump_lock = False, threading.Lock()
@@ -122,7 +116,7 @@ class FlightRecorder(logging.Handler):
 
     def _write(self, kind: str, step: int | None, error: BaseException | None, reason: str) -> None:
         now = time.time()
-        state = _call_or_error(lambda: self.describe_state(step))
+        state = _call_or_error(lambda: self.describe(step))
         state = state if isinstance(state, dict) else {"step": step or 0, "position": state}
         stacks = _stacks()
         content = {
@@ -158,11 +152,11 @@ class FlightRecorder(logging.Handler):
     # ---- the watchdog
 
     @contextmanager
-    def watch_hang(self, timeout: float | None, describe_state: _Describe | None = None) -> Iterator[None]:
+    def watch_hang(self, timeout: float | None, describe: Callable[[int | None], dict[str, Any]] | None = None) -> Iterator[None]:
         """Context manager: end the job if no step finishes for ``timeout`` seconds. If another rank fails, this rank dumps its
         state before it is ended."""
-        if describe_state is not None:
-            self.describe_state = describe_state
+        if describe is not None:
+            self.describe = describe
 
         def stopped(reason: str) -> None:
             self.dump("stopped", reason=reason)

@@ -260,10 +260,7 @@ class _Training:
 
     def _start_reading(self, report: bool, check_replicas: bool) -> None:
         """Begin to read metrics (``report``), summed over all ranks, and the comparison of replicas (``check_replicas``): one copy
-        to the host.
-
-        On a GPU the copy is awaited after the next step has started, so that the GPU never waits for the host.
-        """
+        to the host. On a GPU the copy is awaited after the next step has started, so that the GPU never waits for the host."""
         report = report and self._reported != self.progress.step
         check_replicas = check_replicas and self._replicas_checked != self.progress.step and self.step.replica_check.has_replicas
         if not (report or check_replicas):

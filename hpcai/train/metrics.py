@@ -55,11 +55,9 @@ class MetricSums:
             total += part
 
     def reduce(self, axis: Axis, device: torch.device, uneven: bool = False) -> dict[str, float]:
-        """Return the metrics by name over all ranks of ``axis``, which call it together, and reset the sums.
-
-        With ``uneven``, a rank may have added nothing, and gets names and shapes from the others. Raises ConfigError if sums of
-        ranks differ in shape, two metrics return the same name, or ``finish`` returns no number.
-        """
+        """Return the metrics by name over all ranks of ``axis``, which call it together, and reset the sums. With ``uneven``, a
+        rank may have added nothing, and gets names and shapes from the others. Raises ConfigError if sums of ranks differ in shape,
+        two metrics return the same name, or ``finish`` returns no number."""
         local = self.names, {name: _specs(whole) for name, (whole, _) in sorted(self._totals.items())}
         specs = distinct(local if any(local) else None, axis) if uneven else {0: local}
         names = sorted(set().union(*(counted for counted, _ in specs.values())))

@@ -49,12 +49,10 @@ class _State:
 class Optimizer:
     """Update flat parameters: ``step(scale, skip)``, with ``scale`` times their gradients (None: 1) and the learning rate of
     ``set_lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take`` towards the weights.
-
     sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it (torch). adamw:
     Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars: You, Gitman and
     Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. Weights narrower than
-    float32 have a float32 master copy here, which is updated, averaged and saved.
-    """
+    float32 have a float32 master copy here, which is updated, averaged and saved."""
 
     def __init__(self, rows: list[Row], cfg: StepConfig) -> None:
         if not rows:

@@ -25,11 +25,8 @@ _INT_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaCheck:
-    """A comparison of the weights of all replicas.
-
-    ``first_divergent_parameter`` compares them after a step, on the device. ``raise_if_divergent`` names the ranks, once the index
-    has been read.
-    """
+    """A comparison of the weights of all replicas. ``first_divergent_parameter`` compares them after a step, on the device.
+    ``raise_if_divergent`` names the ranks, once the index has been read."""
 
     def __init__(self, reducer: GradientSums | FullySharded, optimizer: Optimizer, mesh: Mesh) -> None:
         self.reducer, self.optimizer, self.mesh = reducer, optimizer, mesh

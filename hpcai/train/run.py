@@ -54,11 +54,9 @@ class Result:
 
 
 class Run:
-    """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections.
-
-    Without settings, or with ``report.directory: null``, nothing is written. ``benchmark``: the entries of its MLPerf log. As a
-    context manager it closes the sinks on exit.
-    """
+    """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections. Without
+    settings, or with ``report.directory: null``, nothing is written. ``benchmark``: the entries of its MLPerf log. As a context
+    manager it closes the sinks on exit."""
 
     def __init__(self, name: str, cfg: Any, mesh: Mesh, benchmark: Benchmark | None = None) -> None:
         if cfg is not None:  # a notebook has logging of its own
@@ -115,12 +113,9 @@ class Run:
         self, step: Step, result: Result, function: PredictFunction | None = None, batches: Any = None,
         save_rows: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
     ) -> None:  # fmt: skip
-        """Write the final files of a run; all ranks call this together.
-
-        They are the model's ``files``, such as model.safetensors of the last checkpoint, and the rows of ``function`` for
-        ``batches``, if there are any: all ranks call ``save_rows``, with rows on the first rank only. A run that was stopped by a
-        signal writes nothing, since it will be resumed.
-        """
+        """Write the final files of a run; all ranks call this together. They are the model's ``files``, such as model.safetensors
+        of the last checkpoint, and the rows of ``function`` for ``batches``, if there are any: all ranks call ``save_rows``, with
+        rows on the first rank only. A run that was stopped by a signal writes nothing, since it will be resumed."""
         if result.reason == "signal":
             return
         checkpoints = self.checkpoints

@@ -7,11 +7,9 @@ from hpcai.settings import ScheduleConfig
 
 
 def make_lr_schedule(cfg: ScheduleConfig, lr: float, steps_per_epoch: int, steps: int) -> Callable[[int], float]:
-    """Return a function from the 0-based global optimizer step to the learning rate, for a run of ``steps`` steps.
-
-    The warm-up is linear in the epoch, from ``cfg.start`` to ``lr``. The epoch is fractional, or an integer with ``cfg.held``,
-    which keeps the rate constant within an epoch. With ``unit: steps`` an epoch is one step.
-    """
+    """Return a function from the 0-based global optimizer step to the learning rate, for a run of ``steps`` steps. The warm-up is
+    linear in the epoch, from ``cfg.start`` to ``lr``. The epoch is fractional, or an integer with ``cfg.held``, which keeps the
+    rate constant within an epoch. With ``unit: steps`` an epoch is one step."""
     unit = 1 if cfg.unit == "steps" else steps_per_epoch
     last = max(steps - 1, 1) / unit
     peak = lr

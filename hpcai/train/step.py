@@ -47,7 +47,7 @@ class Step:
     tensors.
 
     The gradient is that of the mean over the global batch: over micro-batches and replicas. If these have unequal numbers of
-    tokens, atoms or pixels, the loss is a pair (sum, count). If it is a sum of several such means, ``counts(batch)`` [K] returns
+    tokens, atoms or pixels, the loss is a pair (sum, count). If it combines several such means, ``counts(batch)`` [K] returns
     their denominators, and ``loss(model, batch, counts=...)`` [K] receives their mean over all micro-batches and replicas. Random
     numbers of a step (dropout) depend only on torch's seed at construction, on the replica and on the number of the step.
     ``messages``: the values of ``auto`` settings.
@@ -85,16 +85,14 @@ class Step:
         self._norm_groups = list(groups.values())  # flat parameters that are sharded along the same axes
         self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
-        per_sample = cfg.clip_per == "sample"
-        if per_sample and mesh.copy.size > 1:
+        each = cfg.clip_per == "sample"
+        if each and mesh.copy.size > 1:
             raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
         stages = mesh["pipeline"].size
         if stages > 1 and pipeline is None:
             raise ConfigError(f"mesh.pipeline is {stages}, but the step has no pipeline; give pipeline=Pipeline(model, mesh)")
         self.pipeline: ForwardBackward = pipeline if pipeline is not None and stages > 1 else SingleStage(self.model, self.reducer)
-        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = (
-            self._per_sample_gradients if per_sample else self._forward_backward
-        )
+        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._per_sample if each else self._forward_backward
         self._weight = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._first_nonfinite = torch.full((2,), NEVER, dtype=torch.int64, device=mesh.device)  # gradient, own loss
@@ -156,7 +154,7 @@ class Step:
         self.reducer.last = False  # the schedule may set it for the last micro-batch
         return _combine_micro_batches(self.pipeline.backward(measure, parts, self.autocast))
 
-    def _per_sample_gradients(self, model: nn.Module, batch: Any) -> dict[str, Value]:
+    def _per_sample(self, model: nn.Module, batch: Any) -> dict[str, Value]:
         """Like ``_forward_backward``, for micro-batches of one sample, whose gradients are clipped before they are added."""
         assert self.cfg.clip is not None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -247,10 +245,8 @@ class Step:
 
     def check(self, samples: Callable[[int], str] | None = None, first: int | None = None) -> None:
         """Raise DivergedError on all ranks if a loss or a gradient was not finite. It reads the device: call it between steps only.
-
         ``samples(step)`` describes the samples of this rank in a step; ``first`` is the first value of ``first_failures``, if it is
-        on the host.
-        """
+        on the host."""
         first = int(self.first_failures()[0].item()) if first is None else first
         if first == NEVER:
             return
@@ -269,10 +265,8 @@ class Step:
 
 
 class SingleStage:
-    """Forward and backward passes through a full model. The schedule of a pipeline has the same methods.
-
-    ``autocast()`` returns a context manager for computations of the model.
-    """
+    """Forward and backward passes through a full model. The schedule of a pipeline has the same methods. ``autocast()`` returns a
+    context manager for computations of the model."""
 
     def __init__(self, model: nn.Module, reducer: Any = None) -> None:
         self.model, self.reducer, self.source = model, reducer, 0

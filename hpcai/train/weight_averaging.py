@@ -16,10 +16,8 @@ from hpcai.train.optim import Optimizer
 
 class WeightAverage:
     """Average of the weights: a += (1 - step.average)*(w - a) after each step, from the initial weights. Without ``step.average``
-    it is the weights themselves.
-
-    The optimizer averages the parameters in the pass that updates them. Floating-point buffers are averaged here.
-    """
+    it is the weights themselves. The optimizer averages the parameters in the pass that updates them. Floating-point buffers are
+    averaged here."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: GradientSums | FullySharded, cfg: StepConfig) -> None:
         self.cfg, self.optimizer, self.reducer = cfg, optimizer, reducer
@@ -44,10 +42,8 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context manager: the model holds the averaged weights, with synchronised buffers, and gets its own back afterwards.
-
-        All training ranks enter it together. Weights are copied into the same memory, so captured CUDA graphs stay valid.
-        """
+        """Context manager: the model holds the averaged weights, with synchronised buffers, and gets its own back afterwards. All
+        training ranks enter it together. Weights are copied into the same memory, so captured CUDA graphs stay valid."""
         self.sync_buffers()
         rows = [(s.flat_param.weights, s.weights, s.average) for s in self.optimizer.states] if self.cfg.average is not None else []
         saved = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]

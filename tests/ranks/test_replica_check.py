@@ -74,7 +74,7 @@ RUNS: list[tuple[dict[str, Any], int, int]] = [({}, 2, 8), ({"precision": "bf16-
 def test_a_flipped_bit_is_named_with_its_ranks_and_its_parameter(axes: Any, struck: Any, who: str, name: str) -> None:
     for words, report, seen in RUNS:
         for text, steps in on_ranks(axes, trained, struck, words, {"report_every": report}):
-            assert text.startswith(f"step {seen}: the weights of {who} from those"), (words, report)
+            assert text.startswith(f"step {seen}: the weights of {who} from their replicas"), (words, report)
             assert f"first in {name};" in text
             assert steps == seen <= FLIPPED + EVERY
 

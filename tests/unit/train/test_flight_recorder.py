@@ -35,7 +35,7 @@ def fails_in(folder: Path, before: Any = lambda: None) -> None:
 def test_a_bundle_holds_logs_events_random_state_and_the_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the first error"), run_in(tmp_path) as run:
         run.begin()
-        run.flight_recorder.describe_state = lambda step: {"step": 7, "samples": 1 / 0}
+        run.flight_recorder.describe = lambda step: {"step": 7, "samples": 1 / 0}
         for number in range(300):
             logging.getLogger("any").warning("line %d", number)
             run.reports.emit("train", step=number, loss=float("nan"))
