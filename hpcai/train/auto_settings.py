@@ -75,13 +75,13 @@ def set_backend_flags(cfg: StepConfig, device: torch.device) -> list[str]:
         torch.backends.cudnn.benchmark = True
     effect = "for this whole process" if device.type == "cuda" else f"without effect: this process computes on {device.type}"
     unfused = device.type == "cuda" and triton_support.MISSING
-    messages = [f"kernels: operations of torch, which are slower: {triton_support.MISSING}"] if unfused else []
+    messages = [f"kernels: torch operations, which are slower: {triton_support.MISSING}"] if unfused else []
     return messages + [f"step.{name}: {str(getattr(cfg, name)).lower()}, {effect}" for name, is_set in requested.items() if is_set]
 
 
 def _capture_obstacle(cfg: StepConfig, mesh: Mesh) -> str | None:
     if mesh.device.type != "cuda":
-        return f"there is no GPU: this process computes on {mesh.device.type}"
+        return f"there is no GPU: this rank computes on {mesh.device.type}"
     if cfg.shard == "weights":
         return "fully sharded weights are not captured"
     if mesh["pipeline"].size > 1:

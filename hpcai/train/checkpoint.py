@@ -135,7 +135,7 @@ class Checkpoints:
             if not problem:
                 return saved
             complete = self.paths()
-            left = f"{complete[-1].name} is the newest complete one" if complete else "there is no checkpoint yet"
+            left = f"{complete[-1].name} is the newest complete checkpoint" if complete else "there is no checkpoint yet"
             return CheckpointError(f"{final} cannot be written: {problem}; {left}")
 
         self._future = submit(write, "checkpoint")

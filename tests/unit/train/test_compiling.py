@@ -1,4 +1,4 @@
-"""Compiled in place: same keys, same numbers; what torch did is counted; what it made is kept."""
+"""Compilation in place keeps keys and values, is counted, and its code is cached."""
 
 import fcntl
 import os
@@ -39,7 +39,7 @@ class Model(nn.Module):
         return x
 
 
-class Talks(nn.Module):
+class Prints(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         print("", end="")
         return x * x.sum().item()
@@ -68,7 +68,7 @@ def test_blocks_are_the_outermost_repeated_children_and_never_torchs_layers() ->
 
 
 @pytest.mark.parametrize(("how", "count"), [("none", 0), ("blocks", 4), ("whole", 1)])
-def test_keys_values_and_gradients_stay_and_blocks_that_are_alike_are_compiled_once(how: str, count: int) -> None:
+def test_keys_values_and_gradients_stay_and_equal_blocks_are_compiled_once(how: str, count: int) -> None:
     model, x, counts = Model().double(), torch.randn(5, 8, dtype=torch.float64), CompileCounts()
     keys, plain = list(model.state_dict()), model(x)
     gradients = torch.autograd.grad(plain.square().sum(), list(model.parameters()))
@@ -93,7 +93,7 @@ def test_many_kinds_of_a_block_are_all_compiled_and_a_model_without_blocks_is_re
 
 
 def test_graph_breaks_are_counted_with_their_reasons() -> None:
-    model, counts = nn.Sequential(Talks()), CompileCounts()
+    model, counts = nn.Sequential(Prints()), CompileCounts()
     compile_model(model, "whole", backend="eager")
     model(torch.ones(3))
     read = counts.read()
@@ -141,7 +141,7 @@ def home() -> Path:
     return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
-def test_what_was_compiled_comes_back_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_restored_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, path = tmp_path / "shared", tmp_path / "shared/k1.zip"
     assert not restore_cache(shared, "k1")
     first = home()
