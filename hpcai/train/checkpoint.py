@@ -260,7 +260,7 @@ class Checkpoints:
                 self._damaged.append(path)
         if self._damaged:
             raise CheckpointError(
-                f"{self.directory}: no checkpoint is complete ({'; '.join(self.messages)}); training would begin anew; "
+                f"{self.directory}: no checkpoint is complete ({'; '.join(self.messages)}); training would restart; "
                 "if that is meant, remove them or choose another report.directory"
             )
         return None

@@ -96,10 +96,10 @@ class Index(BaseModel):
         """Return the blocks of all files."""
         blocks: list[Block] = []
         for name, file in self.files.items():
-            for stretch in file.stretches:
-                for number, digest in enumerate(stretch.sha256):
-                    at = stretch.at + number * self.block
-                    blocks.append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), digest))
+            for byte_range in file.stretches:
+                for number, digest in enumerate(byte_range.sha256):
+                    at = byte_range.at + number * self.block
+                    blocks.append(Block(name, at, min(self.block, byte_range.at + byte_range.bytes - at), digest))
         return blocks
 
 
@@ -280,8 +280,8 @@ def _read_header(path: Path, file: File, block: int) -> bytes:
         raise DamagedError(f"{path.name} is missing") from problem
     if size != file.bytes or hashlib.sha256(header).hexdigest() != file.sha256:
         raise DamagedError(f"{path.name} has changed since it was written (size, or SHA-256 of its header)")
-    for stretch in file.stretches:
-        if stretch.at + stretch.bytes > size or len(stretch.sha256) != -(-stretch.bytes // block):
+    for byte_range in file.stretches:
+        if byte_range.at + byte_range.bytes > size or len(byte_range.sha256) != -(-byte_range.bytes // block):
             raise DamagedError(f"{INDEX} lists byte ranges that {path.name} lacks")
     return header
 

@@ -63,7 +63,7 @@ def compile_model(
         return 0
     modules = [model] if mode == "whole" else repeated_blocks(model)
     if not modules:
-        raise ConfigError(f"compile: blocks, but {type(model).__name__} repeats none in a list or sequence; set compile: whole")
+        raise ConfigError(f"compile: blocks, but {type(model).__name__} has no repeated blocks; set compile: whole")
     # Blocks of a class share a code object. torch counts its versions (size, training, gradients), and past its limit (8) would
     # run blocks uncompiled.
     kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in modules}
@@ -93,8 +93,8 @@ class CompileCounts:
 
     def read(self) -> dict[str, Any]:
         """Return the counts: graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame, also for other sizes
-        of a block), given_up (frames past the limit of versions, which run uncompiled), found and made (hits and misses of
-        Inductor's cache, forward and backward), and why: the most frequent reasons with their counts."""
+        of a block), over_limit (frames past the limit of versions, which run uncompiled), cache_hits and cache_misses
+        (Inductor's, forward and backward), and reasons: the most frequent ones with their counts."""
         now = {name: counter - self._start[name] for name, counter in _dynamo_counters().items()}  # a Counter keeps positive counts
         before, versions = self._start["versions"], now["versions"]
         return {
@@ -102,20 +102,20 @@ class CompileCounts:
             "seconds": round(sum(now["seconds"].values()), 3),
             "graph_breaks": sum(now["breaks"].values()),
             "recompiles": sum(n - (0 if before[frame] else 1) for frame, n in versions.items()),
-            "given_up": sum(n + before[frame] > torch._dynamo.config.recompile_limit for frame, n in versions.items()),
-            "found": now["inductor"]["fxgraph_cache_hit"],
-            "made": now["inductor"]["fxgraph_cache_miss"],
-            "why": dict((now["breaks"] + Counter(self._recompile_reasons())).most_common(3)),
+            "over_limit": sum(n + before[frame] > torch._dynamo.config.recompile_limit for frame, n in versions.items()),
+            "cache_hits": now["inductor"]["fxgraph_cache_hit"],
+            "cache_misses": now["inductor"]["fxgraph_cache_miss"],
+            "reasons": dict((now["breaks"] + Counter(self._recompile_reasons())).most_common(3)),
         }
 
     def describe(self) -> str:
         """Return a log message with the counts."""
         counts = self.read()
         text = "compiled {graphs} graphs in {seconds:.1f} s, {graph_breaks} graph breaks, {recompiles} recompiles".format(**counts)
-        text += f", {counts['given_up']} functions given up after too many versions" if counts["given_up"] else ""
-        if counts["found"]:
-            text += f", {counts['found']} of {counts['found'] + counts['made']} parts found ready"
-        return text + "".join(f"; {n} x {reason}" for reason, n in counts["why"].items())
+        text += f", {counts['over_limit']} functions given up after too many versions" if counts["over_limit"] else ""
+        if counts["cache_hits"]:
+            text += f", {counts['cache_hits']} of {counts['cache_hits'] + counts['cache_misses']} parts found ready"
+        return text + "".join(f"; {n} x {reason}" for reason, n in counts["reasons"].items())
 
     def _recompile_reasons(self) -> list[str]:
         metrics: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _dynamo_loaded() else []  # last 64
@@ -243,11 +243,11 @@ def _check_owner(path: Path) -> None:
     """Raise PermissionError if another user may have written the contents of ``path``."""
     about = path.lstat()
     if stat.S_ISLNK(about.st_mode):
-        raise PermissionError(f"{path} is a link, which may lead to what others wrote; delete it")
+        raise PermissionError(f"{path} is a link, which may lead to files of other users; delete it")
     if about.st_uid not in (os.getuid(), 0):
         raise PermissionError(f"{path} belongs to another user")
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others can write to {path}; delete it, or make sure of what it holds and chmod go-w it")
+        raise PermissionError(f"other users can write to {path}; delete it, or verify its contents and chmod go-w it")
 
 
 def _is_locked(path: Path) -> bool:

@@ -257,7 +257,7 @@ def choose_evaluation(
         return None
     if step.mesh.sizes["evaluate"]:
         if mode == "background":
-            raise ConfigError("train.evaluate is background, but mesh.evaluate gives it processes of its own; keep one of them")
+            raise ConfigError("train.evaluate is background, but mesh.evaluate dedicates ranks to it; keep one of them")
         return DedicatedRanksEvaluation(step, metric, validation)
     return (TrainingRanksEvaluation if mode == "background" else InlineEvaluation)(step, metric, validation)
 

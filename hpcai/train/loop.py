@@ -385,13 +385,13 @@ class _Training:
         if self.cfg.metric is None or (self.cfg.target is None and self.cfg.hopeless is None):
             return False
         if self.cfg.metric not in evaluation.values:
-            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but what is evaluated is {', '.join(evaluation.values)}")
+            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but the evaluated metrics are {', '.join(evaluation.values)}")
         value = evaluation.values[self.cfg.metric]
         higher = self.cfg.better == "higher"
         if self.cfg.hopeless is not None and not (value > self.cfg.hopeless if higher else value < self.cfg.hopeless):
             raise DivergedError(
                 f"step {step}: {self.cfg.metric} is {value:.6g}; train.hopeless: a run at {self.cfg.hopeless:g} has diverged; "
-                f"lower step.lr (now {self.step.cfg.lr:g}), lengthen step.schedule.warmup, or begin anew with another train.seed"
+                f"lower step.lr (now {self.step.cfg.lr:g}), lengthen step.schedule.warmup, or restart with another train.seed"
             )
         if self.cfg.target is None:
             return False
@@ -468,7 +468,7 @@ class _Training:
         for text in (*(self.checkpoints.messages if self.checkpoints else ()), *self.step.messages):
             self.reports.emit("note", step=self.progress.step, text=text)
         if self.processors is not None and self.processors.closed:
-            text = f"energy of processors is not counted where this user may not read it: {self.processors.closed}"
+            text = f"energy of processors is not counted, since this user cannot read it: {self.processors.closed}"
             self.reports.emit("note", step=self.progress.step, text=text)
         if resumed is not None:
             self.reports.emit("note", step=self.progress.step, text=f"resumed from step {resumed}")

@@ -2,7 +2,7 @@
 
 A file has a header (JSON: dtype, shape and byte range of each tensor), and then the elements, in row-major order. Shards of a
 tensor have names with their index ranges, ``name[0:4,8:16]``. Each block of a file has a SHA-256. Boxes that several ranks hold are
-written by few of these, and read by few and broadcast: every byte is read from disk once.
+written by a few of these ranks, and read by a few and broadcast: every byte is read from disk once.
 """
 
 import hashlib
@@ -113,9 +113,9 @@ def write(path: Path, boxes: Sequence[Box], memory: Tensor, writer: int) -> dict
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    stretch = {"writer": writer, "at": len(header), "bytes": len(content), "sha256": digests}
+    byte_range = {"writer": writer, "at": len(header), "bytes": len(content), "sha256": digests}
     digest = hashlib.sha256(header).hexdigest()
-    return {"bytes": len(header) + len(content), "header": len(header), "sha256": digest, "stretches": [stretch]}
+    return {"bytes": len(header) + len(content), "header": len(header), "sha256": digest, "stretches": [byte_range]}
 
 
 # ---- reading

@@ -87,7 +87,7 @@ class Step:
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
         each = cfg.clip_per == "sample"
         if each and mesh.copy.size > 1:
-            raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
+            raise ConfigError(f"step.clip_per is sample, but a sample is sharded over {mesh.copy.size} ranks; set it to batch")
         stages = mesh["pipeline"].size
         if stages > 1 and pipeline is None:
             raise ConfigError(f"mesh.pipeline is {stages}, but the step has no pipeline; give pipeline=Pipeline(model, mesh)")
@@ -163,7 +163,7 @@ class Step:
         for part in split(batch, self.cfg.accumulate):
             if (count := samples_in(part)) != 1:
                 raise ConfigError(
-                    f"step.clip_per is sample, but a micro-batch has {count}; set step.accumulate to the samples of a copy, "
+                    f"step.clip_per is sample, but a micro-batch has {count}; set step.accumulate to the samples of a replica, "
                     f"{self.cfg.accumulate * count}"
                 )
             with self.autocast():
@@ -296,12 +296,12 @@ class _InjectGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.given = gradients
+        ctx.gradients = gradients
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return (None, *ctx.given)
+        return (None, *ctx.gradients)
 
 
 class MicroBatches(tuple):
@@ -312,14 +312,14 @@ def split(batch: Any, count: int) -> list[Any]:
     """Split every tensor of ``batch`` along its first dim into ``count`` equal parts. Raises DataError if they would be unequal."""
     if isinstance(batch, MicroBatches):
         if len(batch) != count:
-            raise DataError(f"a batch comes as {len(batch)} micro-batches, step.accumulate is {count}; give it as many")
+            raise DataError(f"a batch has {len(batch)} micro-batches, but step.accumulate is {count}; the numbers must be equal")
         return list(batch)
     if count == 1 or batch is None:  # an optional entry that this batch lacks
         return [batch] * count
     if isinstance(batch, Tensor):
         if len(batch) % count:
             raise DataError(
-                f"a batch of {len(batch)} samples per process does not split into {count} micro-batches (step.accumulate)"
+                f"a batch of {len(batch)} samples per rank does not split into {count} micro-batches (step.accumulate)"
             )
         return list(batch.chunk(count))
     if isinstance(batch, dict):

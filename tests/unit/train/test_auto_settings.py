@@ -59,8 +59,8 @@ def test_a_second_start_reuses_all_compiled_code(tmp_path: Path, monkeypatch: py
         assert step._compiled is not None
         told.append(step._compiled._counts.read() | {"news": step.news()[0], "seconds": step.compiled})
     first, second = told
-    assert first["found"] == 0 and first["made"] == 2 and "found" not in first["news"], "forward and backward"
-    assert second["found"] == 2 and second["made"] == 0 and "2 of 2 parts found ready" in second["news"]
+    assert first["cache_hits"] == 0 and first["cache_misses"] == 2 and "found" not in first["news"], "forward and backward"
+    assert second["cache_hits"] == 2 and second["cache_misses"] == 0 and "2 of 2 parts found ready" in second["news"]
     assert 0 < second["seconds"] < first["seconds"]
 
 

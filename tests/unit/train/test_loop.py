@@ -256,7 +256,7 @@ def test_contradictions_are_refused() -> None:
         train.fit(step, batches(), cfg)
     with pytest.raises(ConfigError, match="both evaluate and validation"):
         train.fit(step, batches(), TrainConfig(steps=1), evaluate=metric)
-    with pytest.raises(ConfigError, match="train.metric is 'mae', but what is evaluated is error"):
+    with pytest.raises(ConfigError, match="train.metric is 'mae', but the evaluated metrics are error"):
         train.fit(step, batches(), cfg, evaluate=metric, validation=batches())
     with pytest.raises(DataError, match="no batch"):
         train.fit(step, [], TrainConfig(steps=1))

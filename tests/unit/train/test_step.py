@@ -66,7 +66,7 @@ def test_gradients_of_samples_may_be_clipped_separately() -> None:
 
 def test_clipping_of_samples_needs_them_one_by_one() -> None:
     step = Step(network(), loss, StepConfig(clip=0.1, clip_per="sample", accumulate=2), dist.alone())
-    with pytest.raises(ConfigError, match=r"a micro-batch has 4; set step\.accumulate to the samples of a copy, 8"):
+    with pytest.raises(ConfigError, match=r"a micro-batch has 4; set step\.accumulate to the samples of a replica, 8"):
         step(batch())
 
 
@@ -151,7 +151,7 @@ def test_split_keeps_the_kind_of_batch_and_refuses_uneven_parts() -> None:
     parts = split(Batch(torch.arange(4), torch.arange(8).reshape(4, 2)), 2)
     assert isinstance(parts[1], Batch) and parts[1].counts.tolist() == [2, 3]
     assert split({"a": torch.arange(2)}, 2)[1]["a"].tolist() == [1]
-    with pytest.raises(DataError, match="a batch of 3 samples per process does not split into 2 micro-batches"):
+    with pytest.raises(DataError, match="a batch of 3 samples per rank does not split into 2 micro-batches"):
         split(torch.arange(3), 2)
     with pytest.raises(DataError, match="a batch holds a str"):
         split(("x",), 2)
