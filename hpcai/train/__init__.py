@@ -1,4 +1,4 @@
-"""The one training loop and its parts."""
+"""The training loop and its parts."""
 
 from hpcai.lazy import attach
 

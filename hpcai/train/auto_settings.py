@@ -1,4 +1,4 @@
-"""What settings mean for a step: what ``auto`` chooses on this machine, and how gradients are summed."""
+"""Effective settings of a step: values of ``auto`` on this machine, and the reduction of gradients."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +19,10 @@ from hpcai.train.optim import match_decay_names
 
 
 def resolve_auto(cfg: StepConfig, mesh: Mesh, custom_graph: bool = False) -> tuple[StepConfig, list[str]]:
-    """``cfg`` with every ``auto`` replaced, and a sentence for each. ``captures``: something other than CUDA records the step.
-
-    Raises ConfigError for what this machine cannot do.
-    """
+    """Return ``cfg`` with every ``auto`` replaced, and a message for each. ``custom_graph``: a given graph records the step, not a
+    CUDA graph. Raises ConfigError if this machine does not support a setting."""
     changes: dict[str, Any] = {} if mesh.trains else {"shard": "none", "shard_within": None, "capture": "none"}
-    cfg = cfg.model_copy(update=changes)  # processes that only evaluate hold the weights whole
+    cfg = cfg.model_copy(update=changes)  # ranks that only evaluate hold full weights
     messages: list[str] = []
     if cfg.precision == "auto":
         changes["precision"], reason = ("bf16", "computes in bfloat16") if has_fast_bf16(mesh.device) else ("fp32", "does not")
@@ -39,26 +37,27 @@ def resolve_auto(cfg: StepConfig, mesh: Mesh, custom_graph: bool = False) -> tup
 
 
 def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> list[str]:
-    """Let the linear layers of parts that say they have ``float8``, less those of parts within that deny it, multiply as
-    ``cfg.products`` says -> a sentence about that. Raises ConfigError for a model that names none, and for a GPU that cannot."""
+    """Enable FP8 products, if ``cfg.products`` is fp8, in linear layers whose ``float8`` attribute is true, or else that of their
+    nearest ancestor with one. Return a message. Raises ConfigError if there is no such layer, or the GPU has no FP8 tensor cores.
+    """
     if cfg.products == "precision":
         return []
     if device.type == "cuda" and not float8.is_supported(device):
         raise ConfigError(
-            f"step.products is fp8, but {torch.cuda.get_device_name(device)} does not multiply 8 bits, as those of compute "
-            "capability 8.9 and more do; set it to precision"
+            f"step.products is fp8, but {torch.cuda.get_device_name(device)} has no FP8 tensor cores "
+            "(compute capability 8.9 or higher); set it to precision"
         )
     linears = [(name, part) for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, nn.Linear)]
     if not linears:
-        raise ConfigError(f"step.products is fp8, but {type(model).__name__} names no layers for it; set it to precision")
+        raise ConfigError(f"step.products is fp8, but {type(model).__name__} has no layers for it; set it to precision")
     for name, linear in linears:
         convert_to_float8(linear, name)
-    remark = "" if device.type == "cuda" else f"; {device.type} rounds as a GPU does, and is not faster for it"
-    return [f"step.products: {len(linears)} linear layers multiply in 8 bits of floating point{remark}"]
+    remark = "" if device.type == "cuda" else f"; {device.type} emulates its rounding, without a speedup"
+    return [f"step.products: {len(linears)} linear layers use FP8{remark}"]
 
 
 def _tagged_modules(model: nn.Module, tag: str, name: str = "", tagged: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Every part, and whether it says ``what`` of itself, or is within one that does."""
+    """Yield each module with its name, and the value of its ``tag`` attribute, which descendants inherit."""
     tagged = getattr(model, tag, tagged)
     yield name, model, tagged
     for child, part in model.named_children():
@@ -66,33 +65,33 @@ def _tagged_modules(model: nn.Module, tag: str, name: str = "", tagged: bool = F
 
 
 def set_backend_flags(cfg: StepConfig, device: torch.device) -> list[str]:
-    """Set how CUDA multiplies in float32 and how cuDNN chooses, for the whole process -> a sentence for each that was asked for,
-    and one where kernels cannot be compiled."""
+    """Set TF32 and cuDNN benchmarking for the process. Return a message for each of them that ``cfg`` sets, and one if kernels
+    cannot be compiled."""
     requested = {"tf32": cfg.tf32 != "auto", "cudnn_benchmark": cfg.cudnn_benchmark}
     if device.type == "cuda" and requested["tf32"]:
-        # Not fp32_precision: torch refuses to read one of the two after the other was set, and torch.compile reads this one.
+        # Not fp32_precision: torch raises if one of the two is read after the other was set, and torch.compile reads this one.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
     if device.type == "cuda" and requested["cudnn_benchmark"]:
         torch.backends.cudnn.benchmark = True
     effect = "for this whole process" if device.type == "cuda" else f"without effect: this process computes on {device.type}"
     unfused = device.type == "cuda" and triton_support.MISSING
-    messages = [f"kernels: plain operations of torch, which are slower: {triton_support.MISSING}"] if unfused else []
+    messages = [f"kernels: torch operations, which are slower: {triton_support.MISSING}"] if unfused else []
     return messages + [f"step.{name}: {str(getattr(cfg, name)).lower()}, {effect}" for name, is_set in requested.items() if is_set]
 
 
 def _capture_obstacle(cfg: StepConfig, mesh: Mesh) -> str | None:
     if mesh.device.type != "cuda":
-        return f"there is no GPU: this process computes on {mesh.device.type}"
+        return f"there is no GPU: this rank computes on {mesh.device.type}"
     if cfg.shard == "weights":
         return "fully sharded weights are not captured"
     if mesh["pipeline"].size > 1:
         return "stages of a pipeline are not captured"
     transport = backend(mesh.device, mesh.everyone)
-    return None if transport in ("nccl", "none") else f"the processes communicate over {transport}, whose sums cannot be captured"
+    return None if transport in ("nccl", "none") else f"collectives of {transport} cannot be captured"
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster than in float32. A CPU needs instructions for them (AVX512-BF16 or AMX): 3D
+    """Return whether bfloat16 products are faster than float32 ones. A CPU needs instructions for them (AVX512-BF16 or AMX): 3D
     convolutions are then 1.3 to 1.8 times as fast, and without them up to four times slower (docs/benchmarks.md)."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -101,12 +100,11 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientReducer | FSDP:
-    """How the gradients of ``model`` are added, by ``cfg.shard``; with ``bf16-params`` the model's parameters change to bfloat16.
-
-    Raises MeshError when ``cfg.shard_within`` does not divide the copies, ConfigError for what a pipeline cannot do.
-    """
+    """Return the reducer of the gradients of ``model``, by ``cfg.shard``. With ``bf16-params`` it also casts the parameters to
+    bfloat16. Raises MeshError if ``cfg.shard_within`` does not divide the replicas, ConfigError if a pipeline does not support a
+    setting."""
     if cfg.compile == "whole" and mesh["pipeline"].size > 1:
-        raise ConfigError("step.compile is whole, but no process has the whole model of a pipeline; set it to blocks or none")
+        raise ConfigError("step.compile is whole, but no rank of a pipeline has the full model; set it to blocks or none")
     decays, alone = match_decay_names(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:
@@ -121,13 +119,13 @@ def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientRedu
 
 
 def cast_to_bf16(model: nn.Module) -> None:
-    """Turn parameters to bfloat16, in place. Modules with running statistics keep theirs in float32, and so do those that say they
-    are ``wide``, with all within them."""
+    """Cast parameters to bfloat16, in place. Modules with running statistics stay in float32, and so do modules with a true
+    ``wide`` attribute and their descendants."""
     if getattr(model, "wide", False):
         return
     if not any(buffer.is_floating_point() for buffer in model.buffers(recurse=False)):
         for parameter in model.parameters(recurse=False):
-            if parameter.is_floating_point():  # frozen weights may have 8 bits
+            if parameter.is_floating_point():  # frozen weights may be int8
                 parameter.data = parameter.data.bfloat16()
     for child in model.children():
         cast_to_bf16(child)

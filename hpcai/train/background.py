@@ -1,4 +1,4 @@
-"""Threads beside the training."""
+"""Background threads for saving and evaluation during training."""
 
 import threading
 from collections.abc import Callable
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def submit(function: Callable[[], T], name: str, after: "Future[T] | None" = None) -> "Future[T]":
-    """``function()`` in a thread that does not keep the process alive, once ``after`` is done."""
+    """Run ``function`` in a daemon thread and return its future. The thread waits until ``after`` is done, if it is given."""
     future: Future[T] = Future()
 
     def run() -> None:
-        # When the outermost autocast ends it clears a cache, under a lock that the main thread may hold while it waits for the
-        # interpreter lock of this one (torch 2.13, tracing for torch.compile). So no autocast is the outermost here.
+        # The outermost autocast clears a cache on exit, under a lock that the main thread may hold while it waits for the
+        # interpreter lock of this one (torch 2.13, tracing for torch.compile). With nesting raised, none is the outermost here.
         torch.autocast_increment_nesting()
         try:
             if after is not None:

@@ -1,7 +1,7 @@
-"""A step as a CUDA Graph: recorded once for each shape of the batch, after two steps of that shape, then started by one call.
+"""Capture of a step in CUDA graphs: one graph for each shape of the batch, recorded after two steps of that shape, then replayed.
 
-What is recorded may depend on nothing that changes on the host: inputs lie in the graph's own memory; the learning rate, the
-counters and the scale of the gradient are device tensors; random numbers come from the generator that the graph advances.
+A recorded step may depend on nothing that changes on the host. Inputs are copied to static memory of the graph. The learning rate,
+the counters and the gradient scale are device tensors. Random numbers come from the generator that the graph advances.
 """
 
 import linecache
@@ -23,13 +23,13 @@ from hpcai.errors import ConfigError
 from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
 from hpcai.train import rng
 
-_WARMUP_STEPS = 2  # steps of a shape in which libraries choose their algorithms, and collectives connect, before it is recorded
+_WARMUP_STEPS = 2  # steps of a shape before its capture: libraries choose algorithms, and collectives connect
 _SYNC_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique", "_unique2", "unique_dim", "unique_consecutive")
 
 
 @dataclass
 class _Slot:
-    """Batches of one shape: how many of them ran, and what was recorded then."""
+    """The state of one shape of the batch: the number of its steps, and its graph with static inputs and outputs."""
 
     graph: Graph
     runs: int = 0
@@ -38,12 +38,14 @@ class _Slot:
 
 
 class Capture:
-    """``capture(batch)`` does what ``function(batch)`` does, by a graph for each of up to ``limit`` shapes of the batch.
+    """A function of a batch that is replayed as a graph, one for each of up to ``limit`` shapes of the batch.
 
-    The first steps of a shape run as they are, beside the graph, and are steps like all others. So a process needs no other one to
-    record its own: its messages stay the same, in the same order, whether they are recorded yet or not.
-    ``traced``: also find the operation that cannot be recorded, which compiled code does not allow. What cannot be recorded raises
-    ConfigError; with ``tries`` it runs uncaptured, and ``news`` says why.
+    The first steps of a shape run uncaptured, on the stream of the graph, and count as all others. Each rank can therefore record
+    on its own: its communication is the same, in the same order, whether it has recorded yet or not.
+
+    Args:
+        traced: Also find the operation that cannot be captured, which compiled code does not allow.
+        fallback: Run uncaptured what cannot be captured, with the reason in ``fallback_messages``. Otherwise it raises ConfigError.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Capture:
         self.graph = graph or graph_factory(self)
         self.device = torch.device("cpu" if graph else "cuda")
         self.fallback_messages: list[str] = []
-        self.recorded_messages: list[str] = []  # what there is to tell of graphs, which only this process may have recorded
+        self.recorded_messages: list[str] = []  # of graphs, which differ between ranks
         self._fell_back = False
         _captures.add(self)
 
@@ -73,11 +75,11 @@ class Capture:
         return _clone(slot.values)
 
     def recorded(self) -> int:
-        """How many shapes have a graph."""
+        """Return the number of shapes that have a graph."""
         return sum(slot.batch is not None for slot in self._slots.values())
 
     def close(self) -> None:
-        """Forget what was recorded: from now on ``function`` itself runs."""
+        """Delete all graphs; from now on ``function`` runs uncaptured."""
         if self._copy_stream is not None:
             torch.cuda.synchronize()  # a graph may be running
         for slot in self._slots.values():
@@ -86,7 +88,7 @@ class Capture:
         self.limit = 0
 
     def _slot(self, key: Any) -> _Slot | None:
-        """That of batches of these shapes; None where ``function`` itself is to run."""
+        """Return the slot of a batch signature, or None if ``function`` runs uncaptured."""
         if key not in self._slots and len(self._slots) >= self.limit:
             if self._slots:
                 seen = "; ".join(str(k) for k in self._slots)
@@ -100,14 +102,14 @@ class Capture:
         return self._slots[key]
 
     def _fall_back(self, reason: str, advice: str, cause: Exception | None = None) -> None:
-        """Say why a step runs uncaptured, where it may. Otherwise raises ConfigError."""
+        """Record why a step runs uncaptured, or raise ConfigError without ``fallback``."""
         if not self.fallback:
             raise ConfigError(f"step.capture: {reason}; {advice}") from cause
         self.fallback_messages += [] if self._fell_back else [f"step.capture: {reason}; such steps run uncaptured from now on"]
         self._fell_back = True
 
     def _warm_up(self, slot: _Slot, batch: Any) -> Any:
-        """A step of a shape that is not recorded yet."""
+        """Run a step of a shape that has no graph yet."""
         slot.runs += 1
         inputs, reads, values = self._to_device(batch), _Reads(), []
         watch = reads if slot.runs == 1 and self.traced else nullcontext()
@@ -116,10 +118,10 @@ class Capture:
             self.close()
             reason = f"{reads.first} makes the host wait for the device, which cannot be captured"
             self._fall_back(reason, "keep it on the device (torch.where), or set step.capture=none")
-        return _clone(values[0])  # its memory belongs to the stream of the graph
+        return _clone(values[0])  # since its memory belongs to the stream of the graph
 
     def _record(self, slot: _Slot, batch: Any) -> _Slot | None:
-        """The slot with its graph; None where there can be none."""
+        """Return the slot with a recorded graph, or None if the step cannot be captured."""
         static, last, rng_state, began = tree_map(batch, self._static_copy), _Last(), rng.state(), time.perf_counter()
         try:
             with no_gc():
@@ -148,12 +150,12 @@ class Capture:
         return torch.empty_like(leaf, device=self.device).copy_(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _copy_batch(self, static: Any, batch: Any) -> None:
-        """Copy a batch into the memory of the graph; tensors of the host are copied on a stream of their own."""
+        """Copy a batch into static memory. Tensors of the host are copied on a separate stream."""
         pairs = list(zip(_tensors(static), _tensors(batch)))
         hosts = [(to, x) for to, x in pairs if self._copy_stream is not None and x.device.type == "cpu"]
         if self._copy_stream is not None and hosts:
             now = torch.cuda.current_stream()
-            self._copy_stream.wait_stream(now)  # the graph has read the batch before
+            self._copy_stream.wait_stream(now)  # the graph has read the previous batch
             with torch.cuda.stream(self._copy_stream):
                 for to, x in hosts:
                     to.copy_(x, non_blocking=True)
@@ -164,7 +166,7 @@ class Capture:
 
 
 def batch_signature(batch: Any) -> Any:
-    """What distinguishes one captured batch from another: the shapes and dtypes of its tensors, and everything else by value."""
+    """Return a key for the graph of a batch: shapes and dtypes of its tensors, and all else by value."""
     if isinstance(batch, Tensor):
         return (tuple(batch.shape), str(batch.dtype).removeprefix("torch."))
     if isinstance(batch, dict):
@@ -178,7 +180,7 @@ _captures: "weakref.WeakSet[Capture]" = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """Close every capture. A graph that holds sums of gradients must go before its process group: the end of NCCL waits for it."""
+    """Close every capture. A graph with collectives must be deleted before its process group, since NCCL waits for it on exit."""
     for capture in list(_captures):
         capture.close()
 
@@ -187,7 +189,7 @@ before_groups_end.append(close_all)
 
 
 class _Reads(TorchDispatchMode):
-    """Notes the first place where the host reads a number from the device."""
+    """A dispatch mode that records the first operation by which the host reads a value from the device."""
 
     first = ""
 
@@ -199,8 +201,8 @@ class _Reads(TorchDispatchMode):
 
 
 class _Last(TorchDispatchMode):
-    """Remembers the last operation and the line that called it, of 100,000 in some steps: nothing is formatted before it is asked
-    for, and no frame is kept, which would hold its tensors."""
+    """A dispatch mode that records the last operation and its line. There are 100,000 of them in some steps: nothing is formatted
+    before it is needed, and no frame is kept, which would hold its tensors."""
 
     function: Any = None
     line: tuple[str, int] | None = None
@@ -214,7 +216,7 @@ class _Last(TorchDispatchMode):
 
 
 def _calling_line() -> tuple[str, int] | None:
-    """File and number of the innermost line of a model or an app, outside torch and this file."""
+    """Return file and number of the innermost line of a model or an app, outside torch and this file."""
     frame = sys._getframe(1)
     while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back  # type: ignore[assignment]
@@ -222,7 +224,7 @@ def _calling_line() -> tuple[str, int] | None:
 
 
 def _format_line(line: tuple[str, int] | None) -> str:
-    return f"{line[0]}:{line[1]} ({linecache.getline(*line).strip()})" if line else "an unknown place"
+    return f"{line[0]}:{line[1]} ({linecache.getline(*line).strip()})" if line else "an unknown line"
 
 
 def _clone(values: Any) -> Any:

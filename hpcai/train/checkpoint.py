@@ -1,9 +1,9 @@
-"""Checkpoints to resume from: whole or not there.
+"""Checkpoints of training: each is complete, or absent.
 
-A checkpoint is a folder ``step-00000120`` of a few files of tensors (``train/shard_file``: anything that reads safetensors opens
-them), an index that says who wrote what of them and what SHA-256 each block has, the state of the run, and a manifest that seals
-both. It is written as ``.step-00000120.partial``, flushed, and renamed once the manifest is there; only then are old ones removed.
-Which rank writes what follows from how the weights are cut, so that no plan is gathered. Nothing is a pickle.
+A checkpoint is a folder ``step-00000120`` of a few shard files (``train/shard_file``: readers of safetensors open them), an index
+with writers and SHA-256 of each block, the state of the run, and a manifest with SHA-256 of both. It is written as
+``.step-00000120.partial``, flushed, and renamed once the manifest is there. Only then are old ones removed. Ranks derive the boxes
+that they write from the sharding, without communication. Nothing is pickled.
 """
 
 import functools
@@ -29,33 +29,20 @@ from hpcai.errors import CheckpointError
 from hpcai.nn.weights import PretrainedMixin
 from hpcai.parallel.sharding import FlatShard, replica_axes, shard_spec
 from hpcai.settings import CheckpointConfig
-from hpcai.train import shard_file
+from hpcai.train import checkpoint_reader, shard_file
 from hpcai.train.background import submit
-from hpcai.train.checkpoint_reader import (
-    FORMAT,
-    INDEX,
-    MANIFEST,
-    RUN,
-    CheckpointReader,
-    DamagedError,
-    Progress,
-    RunFile,
-    file_digest,
-    list_checkpoints,
-    open_checkpoint,
-    step_number,
-)
+from hpcai.train.checkpoint_reader import FORMAT, INDEX, MANIFEST, RUN, CheckpointReader, DamagedError, Progress, RunFile
 from hpcai.train.shard_file import Box
 from hpcai.train.step import Step
 
 VERSIONS = {"hpcai": __version__, "torch": torch.__version__}
 
-_WAIT_TIMEOUT = 600.0  # seconds that the end of a failed run waits for a save
+_WAIT_TIMEOUT = 600.0  # seconds that a failed run waits for a pending save
 
 
 @dataclass
 class SavedCheckpoint:
-    """A checkpoint that was written: seconds since ``begin``, bytes of all its tensors."""
+    """A checkpoint that was written: seconds since ``async_save``, bytes of all its tensors."""
 
     step: int
     path: Path
@@ -64,21 +51,21 @@ class SavedCheckpoint:
 
 
 class _StagingBuffer:
-    """What this process writes: ``boxes`` of its memory, and room for them on the ``host``, one behind another."""
+    """The ``boxes`` that this rank writes, and a contiguous staging buffer for them on the ``host``."""
 
     def __init__(self) -> None:
         self.boxes: list[Box] = []
         self.host = torch.empty(0, dtype=torch.uint8)
-        self.ranks: list[int] = []  # of all that write, and the first process
-        self.writers: Axis | None = None  # a channel for them
-        self.bytes = 0  # of all processes
+        self.ranks: list[int] = []  # the ranks that write, and the first rank
+        self.writers: Axis | None = None  # a process group of them
+        self.bytes = 0  # of all ranks
         self._key: tuple[Any, ...] = ()
         self._views: list[Tensor] = []
         self._ready: Any = None
 
     def allocate(self, step: Step, writers: int, frozen: Collection[str]) -> bool:
-        """Find the boxes of ``step``, but for weights that are ``frozen`` -> whether these are in other memory than at the last
-        call."""
+        """Allocate the buffer for the boxes of ``step``, without ``frozen`` weights. Return False if the boxes are those of the
+        last call, in the same memory."""
         step.reducer.wait()
         tensors = (*step.model.parameters(), *step.model.buffers())
         key = (step, *(getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors))
@@ -100,11 +87,9 @@ class _StagingBuffer:
 
 
 class Checkpoints:
-    """The checkpoints of one run, below ``directory``. All processes call each method together.
-
-    Each checkpoint keeps the run's ``settings``; a run whose ``frozen`` sections (the model) differ from them is refused, other
-    differences are noted. ``data`` identifies the data set: a run on another one is refused, unless ``checkpoint.other_data``.
-    """
+    """The checkpoints of one run, below ``directory``. All ranks call each method together. Each checkpoint stores the run's
+    ``settings``. A run is refused if its ``frozen`` sections (the model) differ from them; other differences are reported in
+    ``messages``. ``data`` identifies the data set: a run on another one is refused, unless ``checkpoint.other_data``."""
 
     def __init__(
         self, directory: str | Path, cfg: CheckpointConfig, mesh: Mesh, settings: dict[str, Any] | None = None,
@@ -120,7 +105,7 @@ class Checkpoints:
         self._future: Future[SavedCheckpoint | CheckpointError] | None = None
 
     def save(self, step: Step, progress: Progress) -> SavedCheckpoint:
-        """Write a checkpoint. After a CheckpointError nothing has changed and older ones are whole."""
+        """Write a checkpoint. After a CheckpointError nothing has changed, and older ones are complete."""
         self.async_save(step, progress)
         outcome = self.wait()
         if isinstance(outcome, CheckpointError):
@@ -128,8 +113,8 @@ class Checkpoints:
         return outcome
 
     def async_save(self, step: Step, progress: Progress) -> None:
-        """Begin to write a checkpoint. It returns once this process's part is copied to the host (on a GPU, once that is ordered),
-        and a thread writes it while training goes on. ``finish`` comes before the next one."""
+        """Begin to write a checkpoint. It returns once the boxes of this rank are copied to the host (on a GPU, once the copy is
+        queued), and a thread writes them while training continues. Call ``wait`` before the next one."""
         began = time.perf_counter()
         step.average.sync_buffers()
         frozen, origins = self._frozen_files(step)
@@ -149,38 +134,38 @@ class Checkpoints:
             saved.seconds = time.perf_counter() - began
             if not problem:
                 return saved
-            whole = self.paths()
-            left = f"{whole[-1].name} is the newest whole checkpoint" if whole else "there is no checkpoint yet"
+            complete = self.paths()
+            left = f"{complete[-1].name} is the newest complete checkpoint" if complete else "there is no checkpoint yet"
             return CheckpointError(f"{final} cannot be written: {problem}; {left}")
 
         self._future = submit(write, "checkpoint")
 
     @property
     def pending(self) -> bool:
-        """Whether a save was begun that ``finish`` has not ended."""
+        """Whether a save is pending, until ``wait``."""
         return self._future is not None
 
     @property
     def outcome(self) -> SavedCheckpoint | CheckpointError | None:
-        """Of the save that is under way: what this process has heard of it, which on the first one is all there is, or None."""
+        """The outcome of the pending save on this rank, or None. That of the first rank covers all ranks."""
         return self._future.result() if self._future is not None and self._future.done() else None
 
     def wait(self) -> SavedCheckpoint | CheckpointError:
-        """Wait for the save that is under way -> what became of it, the same on all processes."""
+        """Wait for the pending save. Return its outcome, the same on all ranks."""
         assert self._future is not None
         local, self._future = self._future.result(), None
         text = agree(str(local) if isinstance(local, CheckpointError) else "", self.mesh.everyone)
         return local if str(local) == text or not text else CheckpointError(text)
 
     def wait_local(self) -> None:
-        """Wait until this process has written what it has begun to write, at the end of a run that failed."""
+        """Wait until this rank has written its boxes, at the end of a run that failed."""
         if self._future is not None:
             with suppress(TimeoutError):
                 self._future.exception(_WAIT_TIMEOUT)
 
     def _frozen_files(self, step: Step) -> tuple[dict[str, str], dict[str, str]]:
-        """Weights that are not trained and are those of a file (``parameter.origin``): SHA-256 of the file by name, and the file by
-        SHA-256. The first process reads each once. Raises CheckpointError on all processes where it cannot."""
+        """Return the frozen weights that are those of a file (``parameter.origin``): SHA-256 of the file by name, and the file by
+        SHA-256. The first rank reads each file once. Raises CheckpointError on all ranks if it cannot."""
         if self._frozen is None or self._frozen[0] is not step:
             named = ((name, getattr(p, "origin", None)) for name, p in step.model.named_parameters() if not p.requires_grad)
             local = {name: origin for name, origin in named if origin}
@@ -188,17 +173,17 @@ class Checkpoints:
 
             def compute_digests() -> dict[str, str]:
                 try:
-                    return {path: file_digest(Path(path))["sha256"] for path in sorted(set(origins.values()))}
+                    return {path: checkpoint_reader.file_digest(Path(path))["sha256"] for path in sorted(set(origins.values()))}
                 except OSError as error:
-                    text = f"{error.filename}: {error.strerror}, but weights that are not trained were read from it; put it back"
+                    text = f"{error.filename}: {error.strerror}, but frozen weights were read from it; put it back"
                     raise CheckpointError(text) from error
 
             digests = by_first(compute_digests, self.mesh.everyone)
-            self._frozen = step, {n: digests[path] for n, path in origins.items()}, {seal: path for path, seal in digests.items()}
+            self._frozen = step, {n: digests[path] for n, path in origins.items()}, {d: path for path, d in digests.items()}
         return self._frozen[1:]
 
     def _connect_writers(self) -> None:
-        """Find out once who writes. Those that do get a channel for threads, and so does the first process."""
+        """Gather the ranks that write, once. They and the first rank get a process group for threads."""
         staging, everyone = self._staging, self.mesh.everyone
         counts = torch.zeros(everyone.size + 1, dtype=torch.int64)
         counts[everyone.rank], counts[-1] = bool(staging.boxes), len(staging.host)
@@ -207,7 +192,8 @@ class Checkpoints:
         staging.writers = self.mesh.among("checkpoint", staging.ranks) if everyone.rank in staging.ranks else None
 
     def _write(self, final: Path, run: dict[str, Any], number: int) -> str:
-        """What the thread of each process does -> why it failed, or nothing. The first one hears of all others' failures."""
+        """Write the boxes of this rank, in a thread. Return an error message, or an empty string. The first rank returns an error
+        of any rank."""
         staging, partial, file = self._staging, self.directory / f".{final.name}.partial", dict[str, Any]()
         if staging.writers is None:
             return ""
@@ -227,7 +213,7 @@ class Checkpoints:
         outcomes = to_first((problem, file), staging.writers)
         if first:
             problem = next((text for text, _ in outcomes if text), "")
-            files = {name: each for _, seals in outcomes for name, each in seals.items()}
+            files = {name: each for _, written in outcomes for name, each in written.items()}
             problem = problem or _error_of(lambda: self._commit(partial, final, files, run, number))
             if problem:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -236,7 +222,7 @@ class Checkpoints:
     def _commit(self, partial: Path, final: Path, files: dict[str, Any], run: dict[str, Any], number: int) -> None:
         _write(partial / RUN, json.dumps(run, indent=1))
         _write(partial / INDEX, json.dumps({"format": FORMAT, "block": shard_file.BLOCK, "files": files}))
-        digests = {name: file_digest(partial / name) for name in (INDEX, RUN)}
+        digests = {name: checkpoint_reader.file_digest(partial / name) for name in (INDEX, RUN)}
         _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": digests}, indent=1))
         flush(partial)
         for path in {*self._damaged, final}:
@@ -244,18 +230,17 @@ class Checkpoints:
         self._damaged = []
         partial.rename(final)
         flush(self.directory)
-        older = [path for path in self.paths() if step_number(path) < number]
+        older = [path for path in self.paths() if checkpoint_reader.step_number(path) < number]
         for path in older[: len(older) + 1 - self.cfg.keep]:
             shutil.rmtree(path, ignore_errors=True)
 
     def paths(self) -> list[Path]:
-        return list_checkpoints(self.directory)
+        return checkpoint_reader.list_checkpoints(self.directory)
 
     @uncollected()
     def resume(self, step: Step) -> Progress | None:
-        """Load the newest whole checkpoint into ``step``; None when there is none. Damaged ones are named in ``notes``; the next
-        ``save`` sets them aside as ``damaged-...``.
-        """
+        """Load the newest complete checkpoint into ``step``, or return None if there is none. Damaged ones are reported in
+        ``messages``; the next ``save`` renames them to ``damaged-...``."""
         if self.cfg.resume == "never":
             if agree(bool(self.paths()), self.mesh.everyone):
                 raise CheckpointError(
@@ -267,21 +252,21 @@ class Checkpoints:
             self.messages += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
         for path in reversed(agree(self.paths(), self.mesh.everyone)):
             try:
-                reader = by_first(functools.partial(open_checkpoint, path), self.mesh.everyone)
+                reader = by_first(functools.partial(checkpoint_reader.open_checkpoint, path), self.mesh.everyone)
                 self._load(reader, step)
                 return reader.run.progress
             except DamagedError as damage:
-                self.messages.append(f"{path.name} is passed over: {damage}")
+                self.messages.append(f"{path.name} is skipped: {damage}")
                 self._damaged.append(path)
         if self._damaged:
             raise CheckpointError(
-                f"{self.directory}: no checkpoint is whole ({'; '.join(self.messages)}); training would begin anew; "
+                f"{self.directory}: no checkpoint is complete ({'; '.join(self.messages)}); training would restart; "
                 "if that is meant, remove them or choose another report.directory"
             )
         return None
 
     def _load(self, reader: CheckpointReader, step: Step) -> None:
-        """Put a checkpoint into ``step``. Raises DamagedError."""
+        """Load a checkpoint into ``step``. Raises DamagedError."""
         everyone = self.mesh.everyone
         self._check_run(reader.path, reader.run)
         boxes = _boxes(step, self.mesh, self._absent_frozen(reader, step))
@@ -299,7 +284,8 @@ class Checkpoints:
         step.count = progress.step
 
     def _absent_frozen(self, reader: CheckpointReader, step: Step) -> set[str]:
-        """Weights that the checkpoint has not, since they are those of a file. One that it has is read, and saved from then on."""
+        """Return the frozen weights that the checkpoint lacks, since they are those of a file. A weight that it has is read, and
+        saved from now on."""
         frozen, origins = self._frozen_files(step)
         run, path = reader.run, reader.path
         for name, parameter in step.model.named_parameters():
@@ -307,18 +293,18 @@ class Checkpoints:
                 del parameter.origin  # type: ignore[attr-defined]
         if saved := {name for name in frozen if f"model/{name}" in reader.tensors}:
             self._frozen = step, {name: digest for name, digest in frozen.items() if name not in saved}, origins
-        for name, seal in frozen.items():
-            derived = name not in run.frozen and seal in run.origins  # of that file, such as scales where weights now have 8 bits
-            if name not in saved and not derived and run.frozen.get(name) != seal:
+        for name, digest in frozen.items():
+            derived = name not in run.frozen and digest in run.origins  # from that file, such as the scales of quantized weights
+            if name not in saved and not derived and run.frozen.get(name) != digest:
                 was = run.frozen.get(name, "none")
                 raise CheckpointError(
                     f"{path}: {name} is not trained and was that of {run.origins.get(was, 'no file')} (SHA-256 {was}); now it is "
-                    f"that of {origins[seal]} (SHA-256 {seal}); begin with the same weights, or choose another report.directory"
+                    f"that of {origins[digest]} (SHA-256 {digest}); begin with the same weights, or choose another report.directory"
                 )
         return set(frozen) - saved
 
     def _check_names(self, reader: CheckpointReader, boxes: Sequence[Box]) -> None:
-        """Refuse a checkpoint that lacks a tensor of the run, or has it in another size."""
+        """Raise CheckpointError if the checkpoint lacks a tensor of the run, or has it in another size."""
         mismatches = [(box.name, f"no {box.name!r}") for box in boxes if box.name not in reader.tensors]
         if not mismatches:
             pairs = ((box, reader.sizes[box.name]) for box in boxes)
@@ -329,11 +315,11 @@ class Checkpoints:
             raise CheckpointError(f"{reader.path}: holds {text}")
 
     def _first_problem(self, problem: str) -> str:
-        """The problem of the first process that has one, or nothing."""
+        """Return the problem of the first rank that has one, or an empty string."""
         return next(iter(distinct(problem or None, self.mesh.everyone).values()), "")
 
     def _check_run(self, path: Path, run: RunFile) -> None:
-        """Refuse what may not differ between a run and the checkpoint that it goes on from, and note what else does."""
+        """Raise CheckpointError for forbidden differences between the run and the checkpoint, and report the others."""
         for section in self.frozen:
             if changes := _changes(run.settings.get(section), self.settings.get(section), section):
                 raise CheckpointError(
@@ -358,7 +344,7 @@ class Checkpoints:
 
 
 def _error_of(action: Callable[[], None]) -> str:
-    """Why ``action`` failed, or nothing."""
+    """Return the reason why ``action`` failed, or an empty string."""
     try:
         action()
     except Exception as error:
@@ -367,11 +353,11 @@ def _error_of(action: Callable[[], None]) -> str:
 
 
 def _boxes(step: Step, mesh: Mesh, frozen: Collection[str] = ()) -> list[Box]:
-    """All that resuming needs but weights that are ``frozen``, by name and without a copy: weights in full precision, and this
-    rank's boxes of those that are divided."""
+    """Return the boxes of this rank that resuming needs, by name and without a copy, except for ``frozen`` weights. Weights are the
+    master weights."""
     step.reducer.wait()
     weights, state = step.reducer.frozen_shards() | step.optimizer.weights(), step.model.state_dict(keep_vars=True)
-    # A tied weight has further names. Weights that were gathered for an evaluation are other tensors before ``state_dict``.
+    # A tied weight has several names. Weights that were gathered for an evaluation are other tensors before ``state_dict``.
     first = {parameter: name for name, parameter in step.model.named_parameters()}
     parts: dict[str, dict[str, Tensor | FlatShard]] = {
         "model": {name: weights.get(first.get(value, name), value) for name, value in state.items()
@@ -397,7 +383,7 @@ def _boxes_of_tensor(name: str, value: Tensor | FlatShard, mesh: Mesh, everyone:
 
 
 def _rename_damaged(path: Path) -> None:
-    """Rename what stands where a checkpoint is written, or was refused, so that nobody takes it for one and nothing is lost."""
+    """Rename a damaged checkpoint, or anything at the path of a new one, so that nothing is lost and it is not read."""
     if path.exists() or path.is_symlink():
         names = (path.with_name(f"damaged-{path.name}{f'.{again}' if again else ''}") for again in range(1000))
         path.rename(next(name for name in names if not name.exists() and not name.is_symlink()))
@@ -409,7 +395,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Why ``error`` came: the system's own words when a disk is full or a path cannot be written, however deep they lie."""
+    """Return the reason of ``error``: the system's message, for a full disk or an unwritable path, of any exception in the
+    chain."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError) and link.strerror:

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its JSON files, whether it is whole, and what one process reads of it without the model."""
+"""A reader of checkpoints on disk: JSON files, verification, and tensors of one process, without the model."""
 
 import hashlib
 import math
@@ -30,8 +30,8 @@ FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
 @dataclass
 class Progress:
-    """Where a run stands. ``sample`` counts what ``epoch`` has delivered over all copies of the model; ``late`` lists the positions
-    of its order that were passed over so far (see hpcai.data.loader)."""
+    """The progress of a run. ``sample``: the samples that ``epoch`` has delivered over all replicas. ``late``: the positions of its
+    order that were skipped so far (see hpcai.data.loader)."""
 
     step: Count = 0
     epoch: Count = 0
@@ -42,7 +42,7 @@ class Progress:
     late: list[Count] = field(default_factory=list)
 
 
-# What the JSON files of a checkpoint hold.
+# The JSON files of a checkpoint. Field names are keys of the format.
 
 
 class _FileDigest(BaseModel):
@@ -62,13 +62,13 @@ class RunFile(BaseModel):
     settings: dict[str, Any]
     data: str = ""
     versions: dict[str, str] = {}
-    """what wrote it"""
+    """versions of the software that wrote it"""
     frozen: dict[str, str] = {}
-    """by name: SHA-256 of the file with weights that are not trained, and so not in the checkpoint"""
+    """by name: SHA-256 of the file with frozen weights, which are not in the checkpoint"""
     origins: dict[str, str] = {}
-    """by SHA-256: where these files were"""
+    """by SHA-256: the paths of these files"""
     about: dict[str, str] = {}
-    """which model the weights are of, as the files of weights say it"""
+    """metadata of the model, as in files of weights"""
 
 
 class _ByteRange(BaseModel):
@@ -86,7 +86,7 @@ class File(BaseModel):
 
 
 class Index(BaseModel):
-    """The files and the SHA-256 of their blocks."""
+    """The shard files, and the SHA-256 of their blocks."""
 
     format: Literal[3]
     block: Annotated[int, Field(ge=8, le=1 << 30, multiple_of=8)] = BLOCK
@@ -96,20 +96,20 @@ class Index(BaseModel):
         """Return the blocks of all files."""
         blocks: list[Block] = []
         for name, file in self.files.items():
-            for stretch in file.stretches:
-                for number, seal in enumerate(stretch.sha256):
-                    at = stretch.at + number * self.block
-                    blocks.append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), seal))
+            for byte_range in file.stretches:
+                for number, digest in enumerate(byte_range.sha256):
+                    at = byte_range.at + number * self.block
+                    blocks.append(Block(name, at, min(self.block, byte_range.at + byte_range.bytes - at), digest))
         return blocks
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written. The words say what of it."""
+    """A checkpoint differs from the one that was written. The message says how."""
 
 
 @dataclass
 class CheckpointReader:
-    """What a checkpoint holds: its run, its files, the boxes of each tensor and where they lie, and the size of each tensor."""
+    """A reader of a checkpoint: its run, its files, the stored boxes of each tensor, and the size of each tensor."""
 
     path: Path
     run: RunFile
@@ -118,16 +118,17 @@ class CheckpointReader:
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def find_damage(self, index: int = 0, count: int = 1) -> str:
-        """Return an error message for the first damaged block of part ``part`` of ``parts``, or an empty text."""
+        """Verify slice ``index`` of ``count`` of all blocks. Return an error message for the first damaged one, or an empty
+        string."""
         blocks = self.index.blocks()
         return shard_file.verify_blocks(self.path, blocks[len(blocks) * index // count : len(blocks) * (index + 1) // count])
 
     def fill(self, boxes: Sequence[Box], readers: int = 1) -> str:
-        """Read the numbers of each box -> what is damaged, or nothing. Ranks that hold the same boxes call this together."""
+        """Fill boxes. Return an error message, or an empty string. Ranks that hold the same boxes call this together."""
         return shard_file.read(self.path, [(box, self.tensors[box.name]) for box in boxes], readers)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Some tensors, whole, on one process. Raises CheckpointError where they cannot be read."""
+        """Return some full tensors, on one process. Raises CheckpointError if they cannot be read."""
         pairs = [(name, torch.empty(self.sizes[name], dtype=self.tensors[name][0].dtype)) for name in names]
         if damage := self.fill([Box(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in pairs]):
             raise CheckpointError(f"{self.path}: {damage}")
@@ -138,7 +139,7 @@ J = TypeVar("J", bound=BaseModel)
 
 
 def _read_json(file: Path, schema: type[J]) -> J:
-    """The content of a JSON file. Raises DamagedError where it cannot be read or is not of its kind."""
+    """Return the contents of a JSON file. Raises DamagedError if it cannot be read or does not fit the schema."""
     try:
         return schema.model_validate_json(file.read_bytes())
     except OSError as problem:
@@ -150,13 +151,14 @@ def _read_json(file: Path, schema: type[J]) -> J:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Complete-looking checkpoints in a run's folder ``checkpoints``, oldest first."""
+    """Return the checkpoints in a run's folder ``checkpoints``, oldest first, unverified."""
     folders = directory.glob("step-*") if directory.is_dir() else ()
     return sorted((p for p in folders if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=step_number)
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole, by name: on one process, without the model. Raises CheckpointError for a damaged one."""
+    """Return all tensors of a checkpoint, in full, by name: on one process, without the model. Raises CheckpointError if
+    damaged."""
     reader = _open_verified(checkpoint)
     return reader.read(reader.tensors)
 
@@ -164,14 +166,18 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
 def export(
     checkpoint: Path, path: Path, load: Callable[[str], nn.Module] | None = None, names: Callable[[str], str | None] | None = None,
 ) -> None:  # fmt: skip
-    """Write the weights of a checkpoint (their average, where there is one) as a safetensors file that ``load`` of the model reads:
-    on one process, some tensors at a time. Weights that were not trained are ``load``ed from their own file; None: by the model of
-    ours that the checkpoint names. ``names`` gives the name of a weight in the file, and None for one that was trained and is to be
-    left out; with it none that was not trained is written. Raises CheckpointError."""
+    """Write the weights of a checkpoint (their average, if there is one) as a safetensors file that ``load`` of the model reads. It
+    runs on one process, some tensors at a time. Raises CheckpointError if the checkpoint is damaged or lacks the weights.
+
+    Args:
+        load: Loads frozen weights from their own file. None: that of the model in hpcai that the checkpoint names.
+        names: Maps the name of a weight to its name in the file, or to None to leave it out. If given, frozen weights are left out
+            too.
+    """
     reader = _open_verified(checkpoint)
     stored, run = reader.tensors, reader.run
     if not run.about:
-        raise CheckpointError(f"{checkpoint}: does not say which model its weights are of; go on with the run, which leaves them")
+        raise CheckpointError(f"{checkpoint}: does not name the model of its weights; resume the run, which exports them")
     parameters = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
     exported = {name: name if names is None else names(name) for name in parameters}
     source = {out: f"average/{name}" if f"average/{name}" in stored else f"model/{name}" for name, out in exported.items() if out}
@@ -193,14 +199,14 @@ def export(
 
 
 def _load_frozen(checkpoint: Path, run: RunFile, load: Callable[[str], nn.Module] | None) -> dict[str, Tensor]:
-    """Weights that are not in the checkpoint, from the files that it names."""
+    """Return frozen weights, which are not in the checkpoint, from the files that it names."""
     weights: dict[str, Tensor] = {}
     for digest, origin in run.origins.items():
         if not Path(origin).is_file() or file_digest(Path(origin))["sha256"] != digest:
-            raise CheckpointError(f"{checkpoint}: weights that were not trained are of {origin} (SHA-256 {digest}); put it back")
+            raise CheckpointError(f"{checkpoint}: frozen weights are those of {origin} (SHA-256 {digest}); put it back")
         package = re.search(r'"model": "(\w+)"', run.about.get("hpcai", ""))
         if load is None and (package is None or find_spec(f"hpcai.models.{package[1]}") is None):
-            raise CheckpointError(f"{checkpoint}: holds a model that hpcai does not have; its run leaves the weights at its end")
+            raise CheckpointError(f"{checkpoint}: holds a model that hpcai does not have; its run exports the weights at its end")
         state = (load or import_module(f"hpcai.models.{package and package[1]}.load").load_weights)(origin).state_dict()
         weights |= {name: state[name].contiguous() for name, other in run.frozen.items() if other == digest}
     return weights
@@ -211,13 +217,13 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def _group_by_bytes(names: list[str], ends: list[int], max_bytes: int = 1 << 28) -> Iterator[list[str]]:
-    """``names`` in groups of about ``most`` bytes, from where the tensor of each ends."""
+    """Group ``names`` into about ``max_bytes`` each, by the byte at which each tensor ends."""
     parts = groupby(zip(names, ends), lambda pair: pair[1] // max_bytes)
     return ([name for name, _ in part] for _, part in parts)
 
 
 def _open_verified(checkpoint: Path) -> CheckpointReader:
-    """A checkpoint of which every byte was compared with its SHA-256."""
+    """Return a reader of a checkpoint after comparing every byte with its SHA-256."""
     try:
         reader = open_checkpoint(checkpoint)
         if problem := reader.find_damage():
@@ -228,7 +234,8 @@ def _open_verified(checkpoint: Path) -> CheckpointReader:
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """A checkpoint as far as its JSON files, the sizes of the others and their headers tell. Raises DamagedError."""
+    """Return a reader of a checkpoint, after verifying its JSON files, the sizes of the others and their headers. Raises
+    DamagedError."""
     manifest = _read_json(path / MANIFEST, _Manifest)
     for name in sorted({*manifest.files, RUN, INDEX}):
         if name not in manifest.files or not (path / name).is_file():
@@ -241,7 +248,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         fits = math.prod(part.sizes) * width == part.end - part.at and part.at % width == 0
         inside = any(s.at <= part.at and part.end <= s.at + s.bytes for s in reader.index.files[part.file].stretches)
         if not (fits and inside and len(part.offsets) == len(part.sizes)):
-            raise DamagedError(f"{name!r} is placed where no file of it is")
+            raise DamagedError(f"{name!r} lies outside its file")
         reader.tensors.setdefault(name, []).append(part)
     for name, parts in reader.tensors.items():
         reader.sizes[name] = parts[0].sizes
@@ -249,14 +256,14 @@ def open_checkpoint(path: Path) -> CheckpointReader:
             ends = ([o + n for o, n in zip(part.offsets, part.sizes)] for part in parts)
             reader.sizes[name] = tuple(map(max, zip(*ends)))
         if sum(math.prod(part.sizes) for part in parts) != math.prod(reader.sizes[name]):
-            raise DamagedError(f"only parts of {name!r} are there")
+            raise DamagedError(f"shards of {name!r} are missing")
     if not reader.tensors:
         raise DamagedError(f"{INDEX} names no file of tensors")
     return reader
 
 
 def _stored_boxes(path: Path, index: Index) -> Iterator[tuple[str, StoredBox]]:
-    """The boxes of all tensors. Raises DamagedError."""
+    """Yield the stored boxes of all tensors. Raises DamagedError."""
     try:
         for name, file in index.files.items():
             yield from shard_file.list_tensors(name, _read_header(path / name, file, index.block))
@@ -273,9 +280,9 @@ def _read_header(path: Path, file: File, block: int) -> bytes:
         raise DamagedError(f"{path.name} is missing") from problem
     if size != file.bytes or hashlib.sha256(header).hexdigest() != file.sha256:
         raise DamagedError(f"{path.name} has changed since it was written (size, or SHA-256 of its header)")
-    for stretch in file.stretches:
-        if stretch.at + stretch.bytes > size or len(stretch.sha256) != -(-stretch.bytes // block):
-            raise DamagedError(f"{INDEX} gives {path.name} stretches that it has not")
+    for byte_range in file.stretches:
+        if byte_range.at + byte_range.bytes > size or len(byte_range.sha256) != -(-byte_range.bytes // block):
+            raise DamagedError(f"{INDEX} lists byte ranges that {path.name} lacks")
     return header
 
 

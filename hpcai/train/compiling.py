@@ -1,7 +1,7 @@
-"""torch.compile for models: in place, counted, and kept on disk from one job to the next.
+"""torch.compile for models: in place, with counters, and with a cache on disk that later jobs reuse.
 
-Compiled code is kept as one archive per key of what Inductor and Triton leave on a node's own disk. torch's own portable form
-(``torch.compiler.save_cache_artifacts``) is not used: it lacks the C++ kernels' binaries, which g++ would build again.
+The cache is one archive per key, of the files that Inductor and Triton leave on a node's local disk. torch's portable format
+(``torch.compiler.save_cache_artifacts``) is not used: it lacks the binaries of C++ kernels, which g++ would build again.
 """
 
 import fcntl
@@ -34,11 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of ``model``: children of an nn.ModuleList or nn.Sequential where two or more have the same class.
-
-    The outermost ones count; torch's own layers do not, nor does a list or stage that holds blocks itself. A block whose like are
-    on other stages of a pipeline is repeated too.
-    """
+    """Return the repeated blocks of ``model``: children of an nn.ModuleList or nn.Sequential that has two or more of the same
+    class. The outermost ones count. torch's own layers do not, nor does a list or stage that itself holds blocks. A block is also
+    repeated if others of its class are on other pipeline stages."""
     return list(dict.fromkeys(_iterate_blocks(model)))
 
 
@@ -59,23 +57,21 @@ def _iterate_blocks(module: nn.Module) -> Iterator[nn.Module]:
 def compile_model(
     model: nn.Module, mode: Literal["none", "blocks", "whole"], dynamic: bool | None = False, backend: str = "inductor"
 ) -> int:
-    """Have ``model`` compiled at its next call, in place, so that checkpoint keys stay; returns how many modules were chosen.
-
-    ``blocks`` compiles each repeated block: torch compiles blocks that are alike once. Raises ConfigError when there is none.
-    """
+    """Compile ``model`` at its next call, in place, so that checkpoint keys stay. Return the number of compiled modules. ``blocks``
+    compiles each repeated block: torch compiles equal blocks once. Raises ConfigError if there is none."""
     if mode == "none":
         return 0
     modules = [model] if mode == "whole" else repeated_blocks(model)
     if not modules:
-        raise ConfigError(f"compile: blocks, but {type(model).__name__} repeats none in a list or sequence; set compile: whole")
-    # Blocks of one class share one code object, whose versions torch counts: by size, training or not, gradients or not. Past
-    # its limit (8) it would run them uncompiled.
+        raise ConfigError(f"compile: blocks, but {type(model).__name__} has no repeated blocks; set compile: whole")
+    # Blocks of a class share a code object. torch counts its versions (size, training, gradients), and past its limit (8) would
+    # run blocks uncompiled.
     kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in modules}
     most = max(Counter(kind for kind, _ in kinds).values())
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * most)
     options = {"options": {"triton.cudagraphs": False}} if backend == "inductor" else {}  # a step is captured as a whole
     for module in modules:
-        # torch passes over a call that never leaves its own files, such as that of layers in an nn.Sequential, and says nothing.
+        # torch silently skips a call that never leaves its own files, such as that of layers in an nn.Sequential.
         of_torch = all(type(part).__module__.startswith("torch.") for part in module.modules())
         call = _call_outside_torch(module) if of_torch else module._call_impl
         module._compiled_call_impl = torch.compile(call, dynamic=dynamic, fullgraph=False, backend=backend, **options)  # type: ignore[call-overload]
@@ -83,23 +79,22 @@ def compile_model(
 
 
 def _call_outside_torch(module: nn.Module) -> Callable[..., Any]:
-    def call(*inputs: Any, **words: Any) -> Any:
-        return module._call_impl(*inputs, **words)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
 
     return call
 
 
 class CompileCounts:
-    """What torch.compile did in this process since this was made. Made after the first steps, it counts what should not be."""
+    """Counters of torch.compile in this process since construction. After the first steps all should stay 0."""
 
     def __init__(self) -> None:
         self._since, self._start = time.time(), _dynamo_counters()
 
     def read(self) -> dict[str, Any]:
-        """The counts: graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame, also for other sizes of a
-        block), given_up (frames past the limit of versions, which run uncompiled), found and made (Inductor's code, forward and
-        backward, that an earlier job, another process of the node or a graph like it had left, or nobody), and why: the most
-        frequent reasons by count."""
+        """Return the counts: graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame, also for other sizes
+        of a block), over_limit (frames past the limit of versions, which run uncompiled), cache_hits and cache_misses
+        (Inductor's, forward and backward), and reasons: the most frequent ones with their counts."""
         now = {name: counter - self._start[name] for name, counter in _dynamo_counters().items()}  # a Counter keeps positive counts
         before, versions = self._start["versions"], now["versions"]
         return {
@@ -107,35 +102,35 @@ class CompileCounts:
             "seconds": round(sum(now["seconds"].values()), 3),
             "graph_breaks": sum(now["breaks"].values()),
             "recompiles": sum(n - (0 if before[frame] else 1) for frame, n in versions.items()),
-            "given_up": sum(n + before[frame] > torch._dynamo.config.recompile_limit for frame, n in versions.items()),
-            "found": now["inductor"]["fxgraph_cache_hit"],
-            "made": now["inductor"]["fxgraph_cache_miss"],
-            "why": dict((now["breaks"] + Counter(self._recompile_reasons())).most_common(3)),
+            "over_limit": sum(n + before[frame] > torch._dynamo.config.recompile_limit for frame, n in versions.items()),
+            "cache_hits": now["inductor"]["fxgraph_cache_hit"],
+            "cache_misses": now["inductor"]["fxgraph_cache_miss"],
+            "reasons": dict((now["breaks"] + Counter(self._recompile_reasons())).most_common(3)),
         }
 
     def describe(self) -> str:
-        """One sentence for the log."""
+        """Return a log message with the counts."""
         counts = self.read()
         text = "compiled {graphs} graphs in {seconds:.1f} s, {graph_breaks} graph breaks, {recompiles} recompiles".format(**counts)
-        text += f", {counts['given_up']} functions given up after too many versions" if counts["given_up"] else ""
-        if counts["found"]:
-            text += f", {counts['found']} of {counts['found'] + counts['made']} parts found ready"
-        return text + "".join(f"; {n} x {reason}" for reason, n in counts["why"].items())
+        text += f", {counts['over_limit']} functions given up after too many versions" if counts["over_limit"] else ""
+        if counts["cache_hits"]:
+            text += f", {counts['cache_hits']} of {counts['cache_hits'] + counts['cache_misses']} parts found ready"
+        return text + "".join(f"; {n} x {reason}" for reason, n in counts["reasons"].items())
 
     def _recompile_reasons(self) -> list[str]:
-        known: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _dynamo_loaded() else []  # last 64
-        recent = [m for m in known if (getattr(m, "start_time_us", 0) or 0) / 1e6 >= self._since]
+        metrics: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _dynamo_loaded() else []  # last 64
+        recent = [m for m in metrics if (getattr(m, "start_time_us", 0) or 0) / 1e6 >= self._since]
         return [_shorten(re.sub(r"^\d+/\d+: ", "", why)) for m in recent if (why := getattr(m, "recompile_reason", None))]
 
 
 def _dynamo_loaded() -> bool:
-    return "torch._dynamo.convert_frame" in sys.modules  # if not, nothing was compiled, and the import would cost a second
+    return "torch._dynamo.convert_frame" in sys.modules  # otherwise nothing was compiled, and the import would take 1 s
 
 
 def _dynamo_counters() -> dict[str, Counter]:
-    """torch's own counters. They are not its public interface: what a version lacks counts as nothing."""
-    inside = torch._dynamo.utils if _dynamo_loaded() else None
-    counters, times = getattr(inside, "counters", {}), getattr(inside, "compilation_time_metrics", {})
+    """Return torch's counters. They are not public: a counter that this version lacks is 0."""
+    utils = torch._dynamo.utils if _dynamo_loaded() else None
+    counters, times = getattr(utils, "counters", {}), getattr(utils, "compilation_time_metrics", {})
     versions = getattr(torch._dynamo.convert_frame, "FRAME_COMPILE_COUNTER", {}) if _dynamo_loaded() else {}
     breaks: Counter = Counter()
     for reason, n in counters.get("graph_break", {}).items():
@@ -154,7 +149,7 @@ def _shorten(reason: str) -> str:
 
 
 def cache_key(settings: Mapping[str, Any]) -> str:
-    """Names compiled code by what it depends on: GPU, CPU, system, torch, Triton, CUDA and ``settings`` of model and step."""
+    """Return a key of compiled code: GPU, CPU, system, torch, Triton, CUDA and ``settings`` of model and step."""
     gpu = [torch.cuda.get_device_name(), torch.cuda.get_device_capability()] if torch.cuda.is_available() else None
     triton = [part.version for part in metadata.distributions(name="triton")]
     key = [torch.__version__, torch.version.git_version, torch.version.cuda, triton, sys.version_info[:2], gpu, _cpu_id(), settings]
@@ -162,7 +157,7 @@ def cache_key(settings: Mapping[str, Any]) -> str:
 
 
 def _cpu_id() -> list[str]:
-    """What names this processor: kernels in C++ are built for it, and would end the process on an older one."""
+    """Return the identity of the CPU: C++ kernels are built for it, and would crash on an older one."""
     names = r"^(?:model name|cpu family|model|flags|CPU implementer|CPU part|Features)\s*:.*$"
     cpuinfo = Path("/proc/cpuinfo")
     first = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else ""
@@ -170,12 +165,10 @@ def _cpu_id() -> list[str]:
 
 
 def restore_cache(folder: Path, key: str) -> bool:
-    """Have torch keep compiled code on this node's disk, filled from the archive of ``key`` in ``folder``; False without one.
-
-    Call it on every process, before anything is compiled. The place is below TORCHINDUCTOR_CACHE_DIR, otherwise TMPDIR. A damaged
-    or foreign archive is ignored, with a warning. **It is code that will run** (libraries, pickles): a folder or an archive of
-    another user, or that others can write to, is ignored as well, and so is an archive that is a link.
-    """
+    """Set torch's compile cache to a folder on local disk, filled from the archive of ``key`` in ``folder``; return False without
+    one. Call it on every rank, before anything is compiled. The folder is below TORCHINDUCTOR_CACHE_DIR, otherwise TMPDIR. A
+    damaged or foreign archive is ignored, with a warning. **The archive is code that will run** (libraries, pickles): a folder or
+    an archive that another user owns or can write to is ignored as well, and so is an archive that is a link."""
     path = folder / f"{key}.zip"
     try:
         home = _set_cache_dir(key)
@@ -183,27 +176,27 @@ def restore_cache(folder: Path, key: str) -> bool:
         _check_owner(path)
         with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix=".new-", dir=home) as new:
             if archive.comment != key.encode():
-                raise ValueError("made for something else")
-            archive.extractall(new)  # checks every file's sum
-            for name in archive.namelist():  # several ranks may do so at once
+                raise ValueError("its key differs")
+            archive.extractall(new)  # verifies checksums
+            for name in archive.namelist():  # several ranks may do so concurrently
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(Path(new) / name, home / name)
         return True
     except FileNotFoundError:
         logger.info("no compiled code yet at %s", path)
-    except Exception as error:  # zipfile, zlib and the system raise many kinds; all that is lost is time
+    except Exception as error:  # many types, of zipfile, zlib and the system; only time is lost
         logger.warning("compiled code at %s is not used: %s", path, str(error) or type(error).__name__)
     return False
 
 
 def store_cache(folder: Path, key: str) -> None:
-    """Archive what was compiled since ``restore(folder, key)``, if anything was. One process of the job calls it."""
+    """Archive code that was compiled since ``restore_cache(folder, key)``, if there is any. One rank of the job calls it."""
     path, home = folder / f"{key}.zip", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     new = folder / f".{key}.{os.uname().nodename}.{os.getpid()}"
     try:
-        found = os.walk(home) if home.name == key else ()
-        names = {os.path.relpath(os.path.join(where, file), home) for where, _, files in found for file in files}
-        busy = {Path(name).stem for name in names if name.endswith(".lock") and _is_locked(home / name)}  # g++ is at work
+        walk = os.walk(home) if home.name == key else ()
+        names = {os.path.relpath(os.path.join(where, file), home) for where, _, files in walk for file in files}
+        busy = {Path(name).stem for name in names if name.endswith(".lock") and _is_locked(home / name)}  # g++ is running
         names = {n for n in names if not re.search(r"(^|/)\.|\.lock$", n) and Path(n).name.split(".")[0] not in busy}
         if not names or _archive_contains(path, key, names):
             return
@@ -221,7 +214,7 @@ def store_cache(folder: Path, key: str) -> None:
 
 
 def _archive_contains(path: Path, key: str, names: set[str]) -> bool:
-    with suppress(Exception):  # one that is damaged, or may be another's, is written anew
+    with suppress(Exception):  # a damaged or foreign archive is rewritten
         _check_owner(path)
         with zipfile.ZipFile(path) as archive:
             return archive.comment == key.encode() and names <= set(archive.namelist()) and archive.testzip() is None
@@ -229,7 +222,7 @@ def _archive_contains(path: Path, key: str, names: set[str]) -> bool:
 
 
 def _set_cache_dir(key: str) -> Path:
-    """Name to torch and Triton the folder on this node for compiled code of ``key``, and return it."""
+    """Set the local cache folder of torch and Triton for ``key``, and return it."""
     before, ours = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), f"hpcai-compiled-{os.getuid()}"
     base = Path(before or tempfile.gettempdir())
     home = (base.parent if base.parent.name == ours else base / ours) / key
@@ -241,20 +234,20 @@ def _set_cache_dir(key: str) -> Path:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(home)
     import torch._inductor.config as inductor
 
-    if hasattr(inductor, "cpp_cache_precompile_headers"):  # 150 MB that lie elsewhere, and 6 s on each node
+    if hasattr(inductor, "cpp_cache_precompile_headers"):  # 150 MB outside the folder, and 6 s on each node
         inductor.cpp_cache_precompile_headers = False
     return home
 
 
 def _check_owner(path: Path) -> None:
-    """Raises PermissionError where somebody else may have put what lies at ``path``."""
+    """Raise PermissionError if another user may have written the contents of ``path``."""
     about = path.lstat()
     if stat.S_ISLNK(about.st_mode):
-        raise PermissionError(f"{path} is a link, which may lead to what others wrote; delete it")
+        raise PermissionError(f"{path} is a link, which may lead to files of other users; delete it")
     if about.st_uid not in (os.getuid(), 0):
         raise PermissionError(f"{path} belongs to another user")
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others can write to {path}; delete it, or make sure of what it holds and chmod go-w it")
+        raise PermissionError(f"other users can write to {path}; delete it, or verify its contents and chmod go-w it")
 
 
 def _is_locked(path: Path) -> bool:
@@ -265,7 +258,7 @@ def _is_locked(path: Path) -> bool:
 
 
 class CompiledModel:
-    """``model`` compiled in place by ``cfg.compile``, beginning with the code that ``cfg.compile_cache`` holds for it."""
+    """A model that is compiled in place by ``cfg.compile``, beginning with the code of ``cfg.compile_cache``."""
 
     def __init__(self, model: nn.Module, cfg: StepConfig, mesh: Mesh) -> None:
         self._folder, self._first = cfg.compile_cache, mesh.is_first
@@ -283,7 +276,7 @@ class CompiledModel:
         return float(self._counts.read()["seconds"])
 
     def news(self) -> list[str]:
-        """What has been compiled since the start, if more than at the last call; then it is also stored for later jobs."""
+        """Return a message with the counts since the start, if there are new graphs. New code is then also archived."""
         graphs = self._counts.read()["graphs"]
         if graphs == self._logged_graphs:
             return []

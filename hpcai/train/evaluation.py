@@ -1,7 +1,7 @@
-"""Metrics and predictions over all samples of a loader, with the averaged weights where there is an average.
+"""Metrics and predictions over all samples of a loader, with the averaged weights if there is an average.
 
-A run is evaluated by the processes that train, which wait or go on meanwhile, or by processes set apart for it. In every case the
-weights are those of the step at which ``start`` was called, and the metrics are the same.
+The training ranks evaluate a run, either inline or in the background, or dedicated ranks do. In each case the weights are those of
+the step at which ``start`` was called, and the metrics are the same.
 """
 
 import time
@@ -27,20 +27,20 @@ T = TypeVar("T")
 Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total]]
 PredictFunction = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
-TimedMetrics = tuple[dict[str, float], float]  # metrics, and the seconds that it took to find them
-_MAX_PENDING = 2  # at most so many evaluations are under way; the next one waits, for each holds a copy of the weights
+TimedMetrics = tuple[dict[str, float], float]  # metrics, and the seconds of the evaluation
+_MAX_PENDING = 2  # pending evaluations, each of which holds a copy of the weights; a further one waits
 
 
 @torch.no_grad()
 def evaluate(step: Step, metric: Metric, batches: Any) -> dict[str, float]:
-    """Each metric over every sample exactly once, whatever the number of processes and however uneven their parts."""
+    """Return each metric over every sample exactly once, for any number of ranks and uneven shards of the samples."""
     with step.average.applied():
         return compute_metrics(step, step.pipeline, metric, batches, step.mesh["replicate"], step.mesh.device)
 
 
 @torch.no_grad()
 def compute_metrics(step: Step, pipeline: Any, metric: Metric, batches: Any, axis: Axis, device: torch.device) -> dict[str, float]:
-    """Each metric of the model of ``act`` as it is, with sums added over ``axis`` on ``device``."""
+    """Return each metric of the model of ``pipeline``, without averaging weights, with sums added over ``axis`` on ``device``."""
     sums = MetricSums()
     for batch in _eval_mode_batches(pipeline.model, batches):
         if (values := pipeline.forward(metric, batch, step.autocast)) is not None:
@@ -49,14 +49,14 @@ def compute_metrics(step: Step, pipeline: Any, metric: Metric, batches: Any, axi
 
 
 def _broadcast_from_outputs(result: T, step: Step) -> T:
-    """What the stage of a pipeline found that alone has the outputs of the model."""
+    """Broadcast a result from the pipeline stage that has the outputs of the model."""
     return agree(result, step.mesh["pipeline"], step.pipeline.source)
 
 
 @torch.no_grad()
 def predict(step: Step, function: PredictFunction, batches: Any) -> dict[str, Tensor]:
-    """Rows that ``function(model, batch)`` gives for every sample, from all copies, on the CPU of the first process; nothing on all
-    others, which keep no more than what they have made until it is fetched."""
+    """Return the rows of ``function(model, batch)`` for all samples of all replicas, on the CPU of the first rank, and nothing on
+    others. These hold only their own rows until they are fetched."""
     outputs: dict[str, list[Tensor]] = {}
     with step.average.applied():
         for batch in _eval_mode_batches(step.model, batches):
@@ -64,7 +64,7 @@ def predict(step: Step, function: PredictFunction, batches: Any) -> dict[str, Te
                 outputs.setdefault(name, []).append(value.cpu())
     mesh, rows = step.mesh, dict[str, Tensor]()
     if any(mesh[name].rank for name in AXES if name not in ("replicate", "pipeline", "evaluate")):
-        return rows  # another process has the same
+        return rows  # another rank has the same rows
     ranks = mesh.over("replicate", "pipeline")
     local = {name: torch.cat(values) for name, values in outputs.items()}
     specs = distinct({name: (value.shape[1:], value.dtype) for name, value in local.items()} or None, ranks)
@@ -74,7 +74,7 @@ def predict(step: Step, function: PredictFunction, batches: Any) -> dict[str, Te
 
 
 class SampleCache:
-    """Batches that are read once and then stay on the device, for a validation set that fits there."""
+    """A cache of batches on the device, for a validation set that fits there. They are read once."""
 
     def __init__(self, batches: Any) -> None:
         self._batches, self._cached = batches, list[Any]()
@@ -95,7 +95,7 @@ class SampleCache:
 
 
 def _eval_mode_batches(model: nn.Module, batches: Any) -> Iterator[Any]:
-    """The batches, with the model in evaluation mode meanwhile."""
+    """Iterate over the batches with the model in evaluation mode."""
     was_training = model.training
     model.eval()
     try:
@@ -106,12 +106,12 @@ def _eval_mode_batches(model: nn.Module, batches: Any) -> Iterator[Any]:
         model.train(was_training)
 
 
-# ---- when, and by which processes
+# ---- inline, in the background, or on dedicated ranks
 
 
 @dataclass
 class Evaluation:
-    """Metrics of the weights at ``position``, and the seconds that it took to find them."""
+    """Metrics of the weights at ``position``, and the seconds of their evaluation."""
 
     position: Position
     values: dict[str, float]
@@ -119,7 +119,7 @@ class Evaluation:
 
 
 class InlineEvaluation:
-    """Evaluation by the processes that train, which wait for it."""
+    """Evaluation by the training ranks, which wait for it."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         self.step, self.metric, self.validation = step, metric, validation
@@ -135,16 +135,16 @@ class InlineEvaluation:
         self._done.append(Evaluation(position, values, time.perf_counter() - began))
 
     def results(self, wait: bool = False) -> list[Evaluation]:
-        """The evaluations that all processes of the run know to be done; with ``wait``, all that were started."""
+        """Return the evaluations that have finished on all ranks of the run. With ``wait``, wait for all that were started."""
         done, self._done = self._done, []
         return done
 
     def close(self, reason: str) -> None:
-        """No evaluation follows."""
+        """End the evaluations of a run."""
 
 
 class BackgroundEvaluation(InlineEvaluation):
-    """Evaluation of a copy of the weights in a thread, while training goes on. Subclasses say which processes do it."""
+    """Evaluation of a copy of the weights in a thread, while training continues. Subclasses choose the ranks."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         super().__init__(step, metric, validation)
@@ -162,7 +162,7 @@ class BackgroundEvaluation(InlineEvaluation):
         ready: Any = torch.cuda.current_stream().record_event() if self._stream else None
 
         def run() -> TimedMetrics:
-            with torch.cuda.stream(self._stream):  # None: no stream
+            with torch.cuda.stream(self._stream):  # a no-op if None
                 if self._stream is not None:
                     self._stream.wait_event(ready)
                 return self._evaluate(weights)
@@ -171,11 +171,11 @@ class BackgroundEvaluation(InlineEvaluation):
         self._futures.append((position, submit(run, "evaluation", before)))
 
     def _evaluate(self, weights: dict[str, Tensor]) -> TimedMetrics:
-        """The metrics of ``weights``."""
+        """Return the metrics of ``weights``, and their seconds."""
         raise NotImplementedError
 
     def _agree_count(self, count: int) -> int:
-        """How many evaluations are taken, where ``count`` are done on this process: the same on all of them."""
+        """Return the number of evaluations to collect, the same on all ranks, if ``count`` are done on this rank."""
         raise NotImplementedError
 
     def results(self, wait: bool = False) -> list[Evaluation]:
@@ -191,13 +191,13 @@ class BackgroundEvaluation(InlineEvaluation):
 
 
 class TrainingRanksEvaluation(BackgroundEvaluation):
-    """Evaluation by the processes that train, with a copy of the model."""
+    """Evaluation by the training ranks, with a copy of the model."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         super().__init__(step, metric, validation)
         if step.cfg.shard == "weights" and step.mesh["replicate"].size > 1:
             raise ConfigError(
-                "train.evaluate is background, but step.shard is weights, so that no process has a whole model; "
+                "train.evaluate is background, but step.shard is weights, so that no rank has a full model; "
                 "set mesh.evaluate, step.shard=optimizer or train.evaluate=wait"
             )
         if step.mesh["pipeline"].size > 1:
@@ -218,12 +218,12 @@ class TrainingRanksEvaluation(BackgroundEvaluation):
 
 
 class DedicatedRanksEvaluation(BackgroundEvaluation):
-    """Evaluation by processes set apart for it, which get the weights from the first copy of the model; see ``serve``."""
+    """Evaluation by dedicated ranks, which receive the weights from the first replica (see ``serve_evaluations``)."""
 
     def _evaluate(self, weights: dict[str, Tensor]) -> TimedMetrics:
         link = self.step.mesh.link
         result: TimedMetrics = ({}, 0.0)
-        if link.size > 1:  # a process of another copy hears from the first copy's in _take
+        if link.size > 1:  # ranks of other replicas get the result from the first replica in _take
             packed = torch.cat([t.cpu().contiguous().flatten().view(torch.uint8) for t in weights.values()])
             agree({"weights": [tensor.dtype for tensor in weights.values()]}, link)
             torch_dist.broadcast(packed, group=link.group, group_src=0)
@@ -237,11 +237,11 @@ class DedicatedRanksEvaluation(BackgroundEvaluation):
         taken, self._futures = self._futures[:count], self._futures[count:]
         with pause_watchdog():
             local = [future.result() for _, future in taken]
-        results = agree(local, self.step.mesh.everyone) if taken else []  # the first copy alone has heard
+        results = agree(local, self.step.mesh.everyone) if taken else []  # only the first replica has results
         return [Evaluation(position, *result) for (position, _), result in zip(taken, results)]
 
     def close(self, reason: str) -> None:
-        for _, future in self._futures:  # these are not asked for any more, but end before the others hear of the end
+        for _, future in self._futures:  # their results are dropped, but they end before the end is sent
             future.exception()
         if self.step.mesh.link.size > 1:
             agree({"end": reason}, self.step.mesh.link)
@@ -250,20 +250,20 @@ class DedicatedRanksEvaluation(BackgroundEvaluation):
 def choose_evaluation(
     step: Step, metric: Metric | None, validation: Any, mode: Literal["wait", "background"],
 ) -> InlineEvaluation | None:  # fmt: skip
-    """How this process's part of the job has its weights evaluated. Raises ConfigError where the settings contradict each other."""
+    """Return the evaluation that the settings select. Raises ConfigError if they contradict each other."""
     if metric is None:
         if step.mesh.sizes["evaluate"]:
             raise ConfigError(f"mesh.evaluate is {step.mesh.sizes['evaluate']}, but nothing is evaluated; set it to 0")
         return None
     if step.mesh.sizes["evaluate"]:
         if mode == "background":
-            raise ConfigError("train.evaluate is background, but mesh.evaluate gives it processes of its own; keep one of them")
+            raise ConfigError("train.evaluate is background, but mesh.evaluate dedicates ranks to it; keep one of them")
         return DedicatedRanksEvaluation(step, metric, validation)
     return (TrainingRanksEvaluation if mode == "background" else InlineEvaluation)(step, metric, validation)
 
 
 def serve_evaluations(step: Step, metric: Metric, validation: Any) -> str:
-    """Evaluate the weights that come, on the processes of ``mesh.evaluate``, until the training ends -> why it ended."""
+    """Evaluate weights as they arrive, on the ranks of ``mesh.evaluate``, until training ends. Return the reason of its end."""
     mesh: Mesh = step.mesh
     state = list(step.model.state_dict().values())
     header: dict[str, Any] = {}

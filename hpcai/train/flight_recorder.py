@@ -1,12 +1,12 @@
-"""What a run leaves behind when it fails: a bundle, and a watchdog that sees to it that a hang is a failure too.
+"""The flight recorder of a run, which dumps its state on failure, and a watchdog that turns a hang into a failure.
 
-A bundle is the folder ``failure-<step>-<time>`` in the run's directory, with ``rank-00003.json`` and ``rank-00003.safetensors`` of
-each process that could still write. ``kind`` says how it failed: ``nan``, ``hang``, ``crash`` (an exception), or ``stopped``
-(another process failed first). ``step``, counted from 1, is the one that failed, or that would have come next. The tensors are the
+A dump, or bundle, is the folder ``failure-<step>-<time>`` in the run's directory, with ``rank-00003.json`` and
+``rank-00003.safetensors`` of each rank that could still write. ``kind`` is ``nan``, ``hang``, ``crash`` (an exception), or
+``stopped`` (another rank failed first). ``step``, counted from 1, is the step that failed, or the next one. The tensors are the
 random state at the time of writing.
 
-What is not there: weights, and the random state at the start of the step. The newest whole checkpoint before it has both, and
-training on from there makes them again (`hpcai replay`). A process that is killed writes nothing; the others then write.
+A bundle holds no weights, nor the random state at the start of the step. The newest complete checkpoint before it has both, and
+training from it reproduces them (`hpcai replay`). A killed process writes nothing; the other ranks then write.
 """
 
 import faulthandler
@@ -36,21 +36,18 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, DivergedError
 from hpcai.train import rng
 
-LAST_FAILURE = "last-failure"  # a link in the run's directory: who makes it first names the bundle for all
-FIRST_STEP_FACTOR = 4         # times as long as others may the first step of a start take: it compiles
-_CHECKS = 10            # looks at the counter in the time that is allowed
+LAST_FAILURE = "last-failure"  # a link in the run's directory: the first rank to create it names the bundle for all
+FIRST_STEP_FACTOR = 4  # the first step after a start compiles, and has so many timeouts
+_CHECKS = 10  # checks of the heartbeat per timeout
 _MAX_RECORDS, _MAX_EVENTS = 200, 100
-_WRITE_TIMEOUT = 10.0        # seconds that the file system may take before the failure goes on without a bundle
-
-
-_Describe = Callable[[int | None], dict[str, Any]]
+_WRITE_TIMEOUT = 10.0  # seconds for the file system, after which the failure is handled without a bundle
 
 
 class _Heartbeat:
-    """Counts what was finished: steps, batches of an evaluation. There is one of it, because a process has one run at a time."""
+    """Counts of finished steps and batches of evaluations. It is global, since a process has one run at a time."""
 
     beats = 0
-    pauses = 0  # while this process rightly waits for as long as others take
+    pauses = 0  # above 0 while this rank waits for ranks with watchdogs of their own
 
 
 HEARTBEAT = _Heartbeat()
@@ -58,7 +55,7 @@ HEARTBEAT = _Heartbeat()
 
 @contextmanager
 def pause_watchdog() -> Iterator[None]:
-    """Inside, this process waits for others which are watched themselves."""
+    """Context manager: the watchdog is paused while this rank waits for ranks with watchdogs of their own."""
     HEARTBEAT.pauses += 1
     try:
         yield
@@ -68,19 +65,19 @@ def pause_watchdog() -> Iterator[None]:
 
 
 class FlightRecorder(logging.Handler):
-    """Keeps the last words of a run on this process, and writes them down when it fails. It is a handler of log records and a sink
-    of events. ``whereabouts(step)`` tells of the step with this number from 1, or of the one under way."""
+    """A recorder of the last log records and events of this rank, written to a bundle on failure. It is a handler of log records
+    and a sink of events. ``describe(step)`` describes the step with this number from 1, or the current one."""
 
     def __init__(self, name: str, directory: Path | None, settings: Mapping[str, Any], mesh: Mesh) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.run, self.directory, self.settings, self.job = name, directory, settings, mesh.job
-        self.describe_state: _Describe = lambda step: {"step": step or 0}
+        self.describe: Callable[[int | None], dict[str, Any]] = lambda step: {"step": step or 0}
         self._records: deque[logging.LogRecord] = deque(maxlen=_MAX_RECORDS)
         self._events: deque[log.Event] = deque(maxlen=_MAX_EVENTS)
         self._armed, self._dump_lock = False, threading.Lock()
         self.bundle: Path | None = None
-        self.wrote_first = True  # whether this process was the first to write
+        self.wrote_first = True  # whether this rank was the first to write
 
     def emit(self, record: logging.LogRecord) -> None:
         self._records.append(record)
@@ -90,7 +87,7 @@ class FlightRecorder(logging.Handler):
             self._events.append(event)
 
     def arm(self) -> None:
-        """From now on the directory is ours."""
+        """Enable dumps, once the directory belongs to this run."""
         if self.directory is not None and not self._armed:
             if self.job.rank == 0:
                 (self.directory / LAST_FAILURE).unlink(missing_ok=True)
@@ -99,12 +96,13 @@ class FlightRecorder(logging.Handler):
     # ---- the bundle
 
     def record(self, error: BaseException) -> None:
-        """Leave a bundle for an exception that ends the run."""
+        """Dump a bundle for an exception that ends the run."""
         step = error.step if isinstance(error, DivergedError) else None
         self.dump("nan" if step else "crash", step, error)
 
     def dump(self, kind: str, step: int | None = None, error: BaseException | None = None, reason: str = "") -> None:
-        """Write what this process knows, once. It takes ten seconds at most and raises nothing: what it tells of counts more."""
+        """Dump the state of this rank, once. It takes ten seconds at most and raises nothing, so that the original error is not
+        lost."""
         if not self._armed or not self._dump_lock.acquire(blocking=False):
             return
 
@@ -118,7 +116,7 @@ class FlightRecorder(logging.Handler):
 
     def _write(self, kind: str, step: int | None, error: BaseException | None, reason: str) -> None:
         now = time.time()
-        state = _call_or_error(lambda: self.describe_state(step))
+        state = _call_or_error(lambda: self.describe(step))
         state = state if isinstance(state, dict) else {"step": step or 0, "position": state}
         stacks = _stacks()
         content = {
@@ -134,7 +132,7 @@ class FlightRecorder(logging.Handler):
             (self.directory / LAST_FAILURE).symlink_to(name)
         except FileExistsError:
             name, self.wrote_first = os.readlink(self.directory / LAST_FAILURE), False
-        except OSError:  # no links here: each process has a bundle of its own
+        except OSError:  # a file system without links: each rank has its own bundle
             pass
         bundle = self.directory / Path(name).name
         bundle.mkdir(exist_ok=True)
@@ -142,7 +140,7 @@ class FlightRecorder(logging.Handler):
         partial = file.with_suffix(".partial")
         try:
             partial.write_text(json.dumps(log.plain(content), indent=1))
-        except OSError:  # a full disk: half a file helps nobody
+        except OSError:  # a full disk: remove the partial file
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
                 bundle.rmdir()
@@ -154,18 +152,18 @@ class FlightRecorder(logging.Handler):
     # ---- the watchdog
 
     @contextmanager
-    def watch_hang(self, timeout: float | None, describe_state: _Describe | None = None) -> Iterator[None]:
-        """Inside, the job ends when no step was finished for ``patience`` seconds, and a process that is ended because another
-        failed says its last words."""
-        if describe_state is not None:
-            self.describe_state = describe_state
+    def watch_hang(self, timeout: float | None, describe: Callable[[int | None], dict[str, Any]] | None = None) -> Iterator[None]:
+        """Context manager: end the job if no step finishes for ``timeout`` seconds. If another rank fails, this rank dumps its
+        state before it is ended."""
+        if describe is not None:
+            self.describe = describe
 
         def stopped(reason: str) -> None:
             self.dump("stopped", reason=reason)
 
         done, thread = threading.Event(), None
         watch.last_words.append(stopped)
-        if timeout is not None and self.settings:  # a notebook may wait as long as it likes
+        if timeout is not None and self.settings:  # not in a notebook
             thread = threading.Thread(target=self._watch, args=(timeout, done), name="hpcai-watchdog", daemon=True)
             thread.start()
         try:
@@ -177,10 +175,10 @@ class FlightRecorder(logging.Handler):
                 thread.join()
 
     def _watch(self, timeout: float, done: threading.Event) -> None:
-        """Count looks, not seconds: a job that is suspended is looked at by nobody meanwhile, and did not hang."""
+        """Watch the heartbeat. It counts checks, not seconds, so that the time in which a job is suspended is no hang."""
         first, idle, seen, size = HEARTBEAT.beats, 0, HEARTBEAT.beats, 0
         while True:
-            # This thread cannot run while a call holds the interpreter, but that one of faulthandler can.
+            # This thread cannot run while a call holds the GIL, but the thread of faulthandler can.
             faulthandler.dump_traceback_later(timeout, file=2)
             if done.wait(timeout / _CHECKS):
                 break
@@ -193,7 +191,7 @@ class FlightRecorder(logging.Handler):
             self._end_job(timeout)
 
     def _checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint that is being written by any process: while they grow, those that wait for it do not hang."""
+        """Return the bytes of a checkpoint that any rank is writing. While they grow, ranks that wait for it do not hang."""
         sizes = [0]
 
         def add_sizes() -> None:
@@ -205,7 +203,7 @@ class FlightRecorder(logging.Handler):
         return sum(sizes)
 
     def _end_job(self, timeout: float) -> None:
-        """End the job in the name of the process that noticed first; the others wait to be ended by it, and do it if it cannot."""
+        """End the job. The rank that dumped first does so; others wait for it, and do so if it cannot."""
         self.dump("hang")
         delay = min(max(3 * timeout / _CHECKS, 1.0), 60.0)
         if not self.wrote_first:
@@ -222,7 +220,7 @@ class FlightRecorder(logging.Handler):
 
 
 def read_bundle(bundle: Path) -> list[dict[str, Any]]:
-    """What the processes wrote, by rank. Raises DataError where it is no bundle."""
+    """Return the reports of a bundle, by rank. Raises DataError if it is no bundle."""
     reports = []
     for file in sorted(bundle.glob("rank-*.json")):
         try:
@@ -231,25 +229,25 @@ def read_bundle(bundle: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError, AttributeError) as problem:
             raise DataError(f"{file}: cannot be read ({problem})") from problem
         if missing:
-            raise DataError(f"{file}: has no {', '.join(sorted(missing))}; expected what a run that failed has written")
+            raise DataError(f"{file}: has no {', '.join(sorted(missing))}; expected a report of a failed run")
     if not reports:
         raise DataError(f"{bundle}: holds no rank-*.json; expected a folder failure-... of a run's directory")
     return reports
 
 
 def describe_ranks(reports: list[dict[str, Any]], world: int) -> str:
-    """One line for each place where processes stood, the rarest first: that is mostly where the fault is."""
-    places: dict[str, list[int]] = {}
+    """Return one line for each code location of ranks, the rarest first, which is most often the location of the fault."""
+    locations: dict[str, list[int]] = {}
     for report in reports:
-        places.setdefault(f"step {report['step']}, in {report['where']}", []).append(report["rank"])
+        locations.setdefault(f"step {report['step']}, in {report['where']}", []).append(report["rank"])
     if silent := sorted(set(range(world)) - {one["rank"] for one in reports}):
-        places["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
-    lines = sorted(places.items(), key=lambda place: len(place[1]))
+        locations["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
+    lines = sorted(locations.items(), key=lambda place: len(place[1]))
     return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {place}" for place, ranks in lines)
 
 
 def _stacks() -> list[dict[str, Any]]:
-    """Where each thread stands, the main one first."""
+    """Return the stack of each thread, the main thread first."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
@@ -258,7 +256,7 @@ def _stacks() -> list[dict[str, Any]]:
 
 
 def _location(frame: FrameType) -> str:
-    """The innermost function, and the innermost one of ours that led there."""
+    """Return the innermost function of a stack, and the innermost one of this project that called it."""
     stack = traceback.extract_stack(frame)[::-1]
     texts = [f"{f.name} ({'/'.join(Path(f.filename).parts[-3:])}:{f.lineno}: {f.line})" for f in stack]
     foreign = ("site-packages", "dist-packages", os.path.dirname(threading.__file__))

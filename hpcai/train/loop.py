@@ -1,4 +1,4 @@
-"""The only loop: steps and epochs, reports, evaluation, checkpoints, and an orderly stop."""
+"""The training loop: steps and epochs, reports, evaluation, checkpoints, and an orderly stop."""
 
 import math
 import socket
@@ -32,11 +32,11 @@ from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
 
 ENERGY = ("gpu", "cpu", "memory")
-"""What energy is counted of: GPUs by their processes, processors and their memory by the first process of each node."""
+"""Kinds of energy: of GPUs, by each rank, and of CPUs and their memory, by the first rank of each node."""
 
 
 class Batches:
-    """A list of ready batches as the loop wants them: the same ones in every epoch. For notebooks."""
+    """A list of batches with the interface of a loader, the same in every epoch. For notebooks."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         if not batches:
@@ -65,13 +65,12 @@ def fit(
     step: Step, data: Any, cfg: TrainConfig, *, validation: Any = None, evaluate: Metric | None = None,
     run: Run | None = None,
 ) -> Result:  # fmt: skip
-    """Train ``step`` on ``data`` (a ``Loader``, or a list of batches) until the steps or epochs of ``cfg`` are done, the target
-    is reached or a signal asks for the end.
+    """Train ``step`` on ``data`` (a ``Loader``, or a list of batches) until the steps or epochs of ``cfg`` are done, the target is
+    reached or a signal stops the run.
 
-    ``evaluate(model, batch)`` is summed over ``validation`` at the end of every ``cfg.evaluate_every`` epochs and at the end.
-    ``run`` is where reports and checkpoints go; with it, training goes on from the newest whole checkpoint.
-    On the processes of ``mesh.evaluate`` this evaluates the weights that the others train, and returns when they do; ``data`` is
-    not looked at there.
+    ``evaluate(model, batch)`` is summed over ``validation`` every ``cfg.evaluate_every`` epochs and at the end. ``run`` receives
+    reports and checkpoints; training resumes from its newest complete checkpoint. On the ranks of ``mesh.evaluate`` this evaluates
+    the weights of the training ranks until training ends; ``data`` is not read there.
     """
     if (evaluate is None) != (validation is None):
         raise ConfigError("fit needs both evaluate and validation, or neither")
@@ -83,21 +82,22 @@ def fit(
     check_power_cap(step.mesh.device, cfg.power_cap)
     if not step.mesh.trains and evaluate is not None:
         run.flight_recorder.arm()
-        with StopSignals(step.mesh), run.flight_recorder.watch_hang(cfg.hang_after):  # the others stop when they have agreed to
+        with StopSignals(step.mesh), run.flight_recorder.watch_hang(cfg.hang_after):  # training ranks agree on the stop
             return Result(serve_evaluations(step, evaluate, validation), Progress())
     loader = data if hasattr(data, "epoch") else Batches(data)
     return _Training(step, loader, cfg, validation, evaluate, run).train()
 
 
 def _count_parameters(model: nn.Module, mesh: Mesh) -> int:
-    """Of the whole model, of which this process may have a part."""
+    """Return the number of parameters of the full model, which may be sharded."""
     local = sum(max(parameter.numel(), math.prod(shard_spec(parameter).global_shape)) for parameter in model.parameters())
     return int(sum_in_place(torch.tensor(local), mesh["pipeline"]).item())
 
 
 @dataclass
 class _Reading:
-    """Sums of the steps up to ``position``, on their way to the host; the last values are what ``Step.first_failures`` gave."""
+    """Sums of the steps up to ``position``, while they are copied to the host. The last values are the result of
+    ``Step.first_failures``."""
 
     is_report: bool
     names: list[str]
@@ -112,9 +112,9 @@ class _Training:
         self.validation, self.metric = validation, metric
         self.evaluation = choose_evaluation(step, metric, validation, cfg.evaluate)
         self.gpu, self._energy = Gpu(self.mesh.device), 0.0
-        self.processors: Processors | None = None  # of the node, on the first process there
+        self.processors: Processors | None = None  # of the node, on its first rank
         self._nodes = self._first_sample = 0
-        self._target_position: Position | None = None  # where the target was reached
+        self._target_position: Position | None = None  # at which the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
         self.lr_at: Callable[[int], float] = make_lr_schedule(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
@@ -184,11 +184,11 @@ class _Training:
         while self.progress.step < self.steps:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
             left = (self.data.samples - self.progress.sample) / self.data.batch_size
-            more = self.steps - self.progress.step > left  # another epoch follows
+            more = self.steps - self.progress.step > left  # whether another epoch follows
             for batch in self.data.epoch(self.progress.epoch, self.progress.sample, self.progress.late, more):
                 values = self.step(batch, self.lr_at(self.progress.step))
                 self._after_step(values)
-                if self.progress.step >= self.steps:  # a signal now changes nothing: the end is evaluated and saved
+                if self.progress.step >= self.steps:  # a signal now changes nothing: evaluate and save the end
                     break
                 if self._target_reached():
                     return "target"
@@ -207,12 +207,12 @@ class _Training:
         return "finished"
 
     def _after_step(self, values: dict[str, Value]) -> None:
-        """Do what follows each step: sums, counters, and the reports and checkpoints that are due."""
+        """Update sums and counters after a step, and write the reports and checkpoints that are due."""
         self._log_reading()
         HEARTBEAT.beats += 1
         if self.processors is not None:
             self.processors.keep()
-        self.metric_sums.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
+        self.metric_sums.add(values, 1)  # replicas have equal weights, even if balancing gives them unequal numbers of samples
         self.progress.step += 1
         self.progress.sample += self.data.batch_size
         self.progress.seen += self.data.batch_size
@@ -228,12 +228,12 @@ class _Training:
             self._log_reading()
         if self.checkpoints is not None:
             self._log_save(self.checkpoints.outcome)
-        # The last step of an epoch is saved after its evaluation, which a run that resumes would otherwise do again.
+        # The last step of an epoch is saved after its evaluation, which a resumed run would otherwise repeat.
         if self.progress.sample < self.data.samples and self.progress.step < self.steps and self._save_is_due():
             self._save()
 
     def _log_startup(self) -> None:
-        """Tell once how long each part took up to the end of the first step."""
+        """Report the seconds of each part of the start, once, after the first step."""
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
         local = startup.end(self.step.compiled)
@@ -248,22 +248,19 @@ class _Training:
         return end_of_epoch if every is None else self.progress.step % every == 0
 
     def _flush_reports(self) -> None:
-        """Read and tell everything up to the last step; raises DivergedError before a bad number is shown or saved."""
+        """Report everything up to the last step. Raises DivergedError before a non-finite value is reported or saved."""
         self._log_reading()
         self._start_reading(report=True, check_replicas=self.cfg.agree_every is not None)
         self._log_reading()
 
     @property
     def reports_lag(self) -> bool:
-        """Whether a report is told one step later."""
+        """Whether reports lag one step behind."""
         return self.mesh.device.type == "cuda"
 
     def _start_reading(self, report: bool, check_replicas: bool) -> None:
-        """Begin to read what was measured (``report``), once it is summed over all processes, and whether weights are still alike
-        where they should be (``compare``): one copy to the host.
-
-        On a GPU the copy is waited for after the next step has been started, so that the GPU never waits for the host.
-        """
+        """Begin to read metrics (``report``), summed over all ranks, and the comparison of replicas (``check_replicas``): one copy
+        to the host. On a GPU the copy is awaited after the next step has started, so that the GPU never waits for the host."""
         report = report and self._reported != self.progress.step
         check_replicas = check_replicas and self._replicas_checked != self.progress.step and self.step.replica_check.has_replicas
         if not (report or check_replicas):
@@ -285,9 +282,9 @@ class _Training:
         reading, self._reading = self._reading, None
         if reading.ready is not None:
             reading.ready.synchronize()
-        *sums, first_bad, unlike = reading.values.tolist()
-        self.step.check(self._describe_samples, int(first_bad))
-        self.step.replica_check.raise_if_divergent(int(unlike), reading.position["step"])
+        *sums, first_nonfinite, divergent = reading.values.tolist()
+        self.step.check(self._describe_samples, int(first_nonfinite))
+        self.step.replica_check.raise_if_divergent(int(divergent), reading.position["step"])
         if not reading.is_report:
             return
         values = means(reading.names, sums)
@@ -304,7 +301,7 @@ class _Training:
         )  # fmt: skip
 
     def _gpu_readings(self, samples: int) -> dict[str, float]:
-        """Readings of this process's GPU, and how many of its part of ``samples`` a joule bought."""
+        """Return the readings of this rank's GPU, and its samples per joule of its share of ``samples``."""
         readings = self.gpu.readings()
         if "energy_j" in readings:
             spent, self._energy = readings["energy_j"] - self._energy, readings["energy_j"]
@@ -312,7 +309,7 @@ class _Training:
         return {f"gpu_{name}": value for name, value in readings.items()}
 
     def _log_energy(self) -> None:
-        """Tell once, at the end, what the run has taken since its start: sums over all processes, as far as there are counters."""
+        """Report the energy of the run since its start, once: sums over all ranks that have counters."""
         readings = self.gpu.readings()
         limits = list(distinct(readings.get("power_limit_w"), self.mesh.everyone).values())
         local = {"gpu": readings.get("energy_j")}
@@ -332,22 +329,22 @@ class _Training:
         )  # fmt: skip
 
     def _log_news(self, source: Any) -> None:
-        for text in source.news() if hasattr(source, "news") else ():  # a list of batches has none
+        for text in source.news() if hasattr(source, "news") else ():  # a list of batches has no messages
             self.reports.emit("note", step=self.progress.step, text=text)
 
     def _describe_samples(self, step: int) -> str:
-        """What this process read for 0-based ``step``."""
+        """Return a description of the samples of this rank in 0-based ``step``."""
         return self.data.describe(*self._position_before(step))
 
     def _position_before(self, step: int) -> tuple[int, int]:
-        """Epoch of 0-based ``step``, and the samples that it had delivered before."""
+        """Return the epoch of 0-based ``step``, and the samples that it had delivered before."""
         epoch, first = self.progress.epoch, self.progress.sample - (self.progress.step - step) * self.data.batch_size
         while first < 0 < epoch:
             epoch, first = epoch - 1, first + self.data.samples
         return epoch, first
 
     def _describe_state(self, step: int | None) -> dict[str, Any]:
-        """For a failure: where the run stands, and what this process read for ``step``, counted from 1 (the one under way)."""
+        """Return the progress of the run, and the samples of this rank in ``step``, counted from 1 (None: the current one)."""
         step = step or self.progress.step + 1
         epoch, first = self._position_before(step - 1)
         if hasattr(self.data, "taken"):
@@ -365,11 +362,11 @@ class _Training:
             self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
 
     def _target_reached(self, wait: bool = False) -> bool:
-        """Tell the evaluations that are done (``wait``: all) -> whether one is as good as asked, the same on all processes."""
+        """Report finished evaluations (``wait``: all). Return whether one of them reached the target, the same on all ranks."""
         if self.evaluation is None or not self.evaluation.pending:
             return False
         if not wait and self.progress.sample and self.progress.step % self.cfg.report_every:
-            return False  # looked at with the reports, when the host waits anyway
+            return False  # checked with the reports, when the host waits anyway
         began = time.perf_counter()
         evaluations = self.evaluation.results(wait)
         self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
@@ -378,7 +375,7 @@ class _Training:
 
     def _log_evaluation(self, evaluation: Evaluation) -> bool:
         self._log_news(self.validation)
-        self._log_news(self.step)  # what an evaluation compiled is kept, too
+        self._log_news(self.step)  # an evaluation may have compiled graphs
         step = evaluation.position["step"]
         self.result.evaluations.append(Report(step, evaluation.values))
         self.reports.emit("evaluate", **evaluation.position, **{**evaluation.values, "seconds": evaluation.seconds})
@@ -388,13 +385,13 @@ class _Training:
         if self.cfg.metric is None or (self.cfg.target is None and self.cfg.hopeless is None):
             return False
         if self.cfg.metric not in evaluation.values:
-            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but what is evaluated is {', '.join(evaluation.values)}")
+            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but the evaluated metrics are {', '.join(evaluation.values)}")
         value = evaluation.values[self.cfg.metric]
         higher = self.cfg.better == "higher"
         if self.cfg.hopeless is not None and not (value > self.cfg.hopeless if higher else value < self.cfg.hopeless):
             raise DivergedError(
                 f"step {step}: {self.cfg.metric} is {value:.6g}; train.hopeless: a run at {self.cfg.hopeless:g} has diverged; "
-                f"lower step.lr (now {self.step.cfg.lr:g}), lengthen step.schedule.warmup, or begin anew with another train.seed"
+                f"lower step.lr (now {self.step.cfg.lr:g}), lengthen step.schedule.warmup, or restart with another train.seed"
             )
         if self.cfg.target is None:
             return False
@@ -407,7 +404,7 @@ class _Training:
         return reached
 
     def _save(self, final: bool = False) -> None:
-        """Begin to save a checkpoint. One that cannot be written is told, and the next is tried; the last one must succeed."""
+        """Begin to save a checkpoint. An error is reported and the next one is tried; the final one must succeed."""
         self._flush_reports()
         if self.checkpoints is None:
             return
@@ -423,7 +420,7 @@ class _Training:
             raise outcome
 
     def _wait_for_save(self, final: bool) -> SavedCheckpoint | CheckpointError | None:
-        """Wait for the checkpoint that is under way, if there is one. Where that holds training up, it is told."""
+        """Wait for the pending checkpoint, if there is one, and report the wait if it delays training."""
         if self.checkpoints is None or not self.checkpoints.pending:
             return None
         waits, began = self.checkpoints.outcome is None, time.perf_counter()
@@ -439,7 +436,7 @@ class _Training:
         return outcome
 
     def _log_save(self, outcome: SavedCheckpoint | CheckpointError | None) -> None:
-        """Tell, once, of a checkpoint that is written, or cannot be."""
+        """Report, once, that a checkpoint was written or that it failed."""
         if outcome is None or outcome is self._logged_save:
             return
         self._logged_save = outcome
@@ -465,13 +462,13 @@ class _Training:
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), versions=dict(VERSIONS),
             parameters=_count_parameters(self.step.model, self.mesh),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.batch_size,
-            train_samples=getattr(self.data, "dataset_size", self.data.samples),  # those from which an epoch's are drawn
+            train_samples=getattr(self.data, "dataset_size", self.data.samples),  # from which an epoch's samples are drawn
             validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip
         for text in (*(self.checkpoints.messages if self.checkpoints else ()), *self.step.messages):
             self.reports.emit("note", step=self.progress.step, text=text)
         if self.processors is not None and self.processors.closed:
-            text = f"energy of processors is not counted where this user may not read it: {self.processors.closed}"
+            text = f"energy of processors is not counted, since this user cannot read it: {self.processors.closed}"
             self.reports.emit("note", step=self.progress.step, text=text)
         if resumed is not None:
             self.reports.emit("note", step=self.progress.step, text=f"resumed from step {resumed}")

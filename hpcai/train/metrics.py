@@ -1,11 +1,12 @@
-"""Sums of what was measured, on the device; few messages and few host reads per report.
+"""Sums of metrics on the device, with few collectives and host reads per report.
 
-A value is a mean over the batch, which its number of samples weighs, or a pair (sum, count). What is reported is always
-sum / count over everything that was added on any process, never a mean of means.
+A value is a mean over the batch, weighted by its samples, or a pair (sum, count). The reported value is sum / count over everything
+that any rank added, never a mean of means.
 
-A metric of an evaluation may also give a pair (sums, finish): one tensor or several, of the same shapes in every batch, and a
-function. ``finish(*sums)`` is called once, on the CPU, with the sums over everything, and gives a number, or several by name.
-Integers are added as int64, which is exact (torch divides them as float32: take ``.double()`` first), others as float64. ::
+A metric of an evaluation may also be a pair (sums, finish): one tensor or several, with the same shapes in every batch, and a
+function. ``finish(*sums)`` is called once, on the CPU, with the sums over all batches and ranks, and returns a scalar, or several
+by name. Integers are accumulated as int64, which is exact (torch divides them as float32: take ``.double()`` first), others as
+float64. ::
 
     return {"auc": ((signal, background), area)}     # counts by score [K], [K]; area(signal, background) -> float
     return {"spectrum": (power, by_scale)}           # [K]; by_scale(power) -> {"power_0": ..., "power_1": ...}
@@ -25,18 +26,18 @@ from hpcai.errors import ConfigError
 Value = Tensor | tuple[Tensor, Tensor | float]
 Finish = Callable[..., Any]
 Total = tuple[Tensor | Sequence[Tensor], Finish]
-_Specs = list[tuple[torch.dtype, tuple[int, ...]]]  # of the sums of one metric
+_Specs = list[tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of the sums of one metric
 
 
 class MetricSums:
-    """Sums by name: ``add`` on the device, ``reduce`` over an axis once."""
+    """Sums of metrics by name: ``add`` accumulates on the device, ``reduce`` reduces over an axis once per report."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list] = {}
         self._totals: dict[str, tuple[list[Tensor], Finish]] = {}
 
     def add(self, values: Mapping[str, Value | Total], samples: int) -> None:
-        """Raises ConfigError for sums that are no tensors of real numbers, or of other shapes than those of the batch before."""
+        """Add the values of a batch. Raises ConfigError if sums are no real tensors, or differ in shape from the batch before."""
         for name, value in values.items():
             if has_finish(value):
                 self._add_total(name, *value)
@@ -54,11 +55,9 @@ class MetricSums:
             total += part
 
     def reduce(self, axis: Axis, device: torch.device, uneven: bool = False) -> dict[str, float]:
-        """Numbers by name over all processes of ``axis``, which all call it; then sums start anew.
-
-        ``uneven``: a process may have added nothing at all, and learns the names and shapes from the others. Raises ConfigError
-        where processes have sums of unlike shapes, two metrics give one name, or ``finish`` gives no number.
-        """
+        """Return the metrics by name over all ranks of ``axis``, which call it together, and reset the sums. With ``uneven``, a
+        rank may have added nothing, and gets names and shapes from the others. Raises ConfigError if sums of ranks differ in shape,
+        two metrics return the same name, or ``finish`` returns no number."""
         local = self.names, {name: _specs(whole) for name, (whole, _) in sorted(self._totals.items())}
         specs = distinct(local if any(local) else None, axis) if uneven else {0: local}
         names = sorted(set().union(*(counted for counted, _ in specs.values())))
@@ -70,20 +69,20 @@ class MetricSums:
         counted, *rest = _all_reduce([tensor.to(device) for tensor in flat], axis)
         results, remaining = [means(names, counted.tolist())], iter(rest)
         sums = {name: [next(remaining) for _ in kind] for name, (_, kind) in kinds.items()}
-        # One process makes a number and tells it, so that all decide by the same one.
+        # One rank computes a metric and broadcasts it, so that all ranks decide by the same value.
         finished = [_finish(name, totals[name][1], sums[name]) for name, (rank, _) in kinds.items() if rank == axis.rank]
         results += chain.from_iterable(agree(finished, axis, rank) for rank in sorted({rank for rank, _ in kinds.values()}))
         return _merge_unique(results)
 
     def all_reduce(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:
-        """Sum and count of each name over all processes of ``axis``, on the device; then sums start anew.   [2 N]"""
+        """Return sum and count of each name over all ranks of ``axis``, on the device, and reset the sums.   [2 N]"""
         flat = self._flatten(names, device)
         return sum_in_place(flat, axis) if len(flat) else flat
 
     def _flatten(self, names: list[str], device: torch.device) -> Tensor:
         flat = [x for name in names for x in self._sums.get(name, [0.0, 0.0])]
         self._sums = {}
-        kwargs: Any = {"dtype": torch.float64, "device": device}  # a number is filled in: a copy of it would wait for the device
+        kwargs: Any = {"dtype": torch.float64, "device": device}  # a scalar is filled in: its copy would synchronize
         packed = [x.to(**kwargs) if isinstance(x, Tensor) else torch.full((), x, **kwargs) for x in flat]
         return torch.stack(packed) if packed else torch.zeros(0, **kwargs)
 
@@ -93,12 +92,12 @@ class MetricSums:
 
 
 def means(names: list[str], sums: list[float]) -> dict[str, float]:
-    """Means by name, from what ``MetricSums.all_reduce`` gave."""
+    """Return means by name for the result of ``MetricSums.all_reduce``."""
     return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan") for i, name in enumerate(names)}
 
 
 def has_finish(value: Any) -> bool:
-    """Whether ``value`` is a pair (sums, finish)."""
+    """Return whether ``value`` is a pair (sums, finish)."""
     return isinstance(value, tuple) and len(value) == 2 and callable(value[1])
 
 
@@ -120,7 +119,7 @@ def _check_specs(name: str, before: _Specs, now: _Specs) -> None:
 
 
 def _merge_specs(by_rank: Mapping[int, dict[str, _Specs]]) -> dict[str, tuple[int, _Specs]]:
-    """By name of a metric: the first rank that has its sums, and their kinds, which are the same on all that have them."""
+    """Return, by metric, the first rank that has its sums, and their dtypes and shapes, which are the same on all such ranks."""
     merged: dict[str, tuple[int, _Specs]] = {}
     for rank, totals in by_rank.items():
         for name in sorted(totals):
@@ -129,30 +128,30 @@ def _merge_specs(by_rank: Mapping[int, dict[str, _Specs]]) -> dict[str, tuple[in
 
 
 def _all_reduce(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
-    """Sums over the processes of ``axis``, on the CPU: one message and one host read for all of float64, one for all of int64."""
+    """Return sums over the ranks of ``axis``, on the CPU: one collective and one host read for float64, and one for int64."""
     summed = list(tensors)
     for dtype in (torch.float64, torch.int64):
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype and tensor.numel()]
-        if places:
-            flat = sum_in_place(torch.cat([tensors[i].flatten() for i in places]), axis).cpu()
-            for i, part in zip(places, flat.split([tensors[i].numel() for i in places])):
+        indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype and tensor.numel()]
+        if indices:
+            flat = sum_in_place(torch.cat([tensors[i].flatten() for i in indices]), axis).cpu()
+            for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
                 summed[i] = part.view(tensors[i].shape)
     return summed
 
 
 def _finish(name: str, finish: Finish, sums: list[Tensor]) -> dict[str, float]:
     result = finish(*sums)
-    numbers = result if isinstance(result, Mapping) else {name: result}
+    scalars = result if isinstance(result, Mapping) else {name: result}
     try:
-        return {str(key): float(number) for key, number in numbers.items()}
+        return {str(key): float(number) for key, number in scalars.items()}
     except (TypeError, ValueError, RuntimeError) as problem:
-        raise ConfigError(f"metric {name!r}: finish gives no number ({problem}); expected one, or some by name") from problem
+        raise ConfigError(f"metric {name!r}: finish returns no number ({problem}); expected one, or some by name") from problem
 
 
 def _merge_unique(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for part in parts:
         if repeated := sorted(merged.keys() & part):
-            raise ConfigError(f"{', '.join(repeated)}: given by more than one metric; let each give names of its own")
+            raise ConfigError(f"{', '.join(repeated)}: returned by more than one metric; give each metric its own names")
         merged |= part
     return dict(sorted(merged.items()))

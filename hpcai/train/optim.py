@@ -1,5 +1,5 @@
-"""Optimizers: each updates a row in one fused pass over weights, gradient, moments and average, and leaves all of them as they are
-when a device scalar says so. Nothing is read from the device, so that a step can be captured."""
+"""Optimizers that update a flat parameter in one fused pass over weights, gradient, moments and average, or change nothing if a
+device scalar is set. Nothing is read from the device, so that a step can be captured."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -20,25 +20,25 @@ _MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"]}
 
 
 class _State:
-    """What an optimizer keeps for one row; ``segments``, ``lines`` and ``direction`` where it needs them (lamb, lars)."""
+    """The optimizer state of one flat parameter; LAMB and LARS also have ``segments``, ``table_indices`` and ``direction``."""
 
     segments: fused_optimizer.Segments
-    table_indices: Tensor  # [parts] the parameters' lines in the table of norms
+    table_indices: Tensor  # [parameters] indices into the table of norms
     direction: Tensor
 
     def __init__(self, flat_param: FlatParameter, cfg: StepConfig) -> None:
         self.flat_param = flat_param
         wide = flat_param.weights.dtype in (torch.float32, torch.float64)
         self._master = None if wide else flat_param.weights.float()
-        kept = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
+        dtype = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
         names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
-        self.moments = {name: torch.zeros_like(self.weights, dtype=kept) for name in names}
+        self.moments = {name: torch.zeros_like(self.weights, dtype=dtype) for name in names}
         self.average = self.weights.clone() if cfg.average is not None else None
         self.decay = cfg.weight_decay if flat_param.decays else 0.0
 
     @property
     def weights(self) -> Tensor:
-        """The weights in full precision."""
+        """The master weights."""
         return self.flat_param.weights if self._master is None else self._master
 
     @property
@@ -47,14 +47,12 @@ class _State:
 
 
 class Optimizer:
-    """``step(scale, skip)`` updates the rows by ``scale`` times their gradients (None: 1) at the rate that ``set_rate`` set, unless
-    ``skip`` is 1; all three are device scalars. An average takes the share ``take`` of the weights.
-
-    sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it
-    (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
-    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` names, and of no others.
-    Weights narrower than float32 have a float32 master copy here; that copy is updated, averaged and saved.
-    """
+    """Update flat parameters: ``step(scale, skip)``, with ``scale`` times their gradients (None: 1) and the learning rate of
+    ``set_lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take`` towards the weights.
+    sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it (torch). adamw:
+    Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars: You, Gitman and
+    Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. Weights narrower than
+    float32 have a float32 master copy here, which is updated, averaged and saved."""
 
     def __init__(self, rows: list[FlatParameter], cfg: StepConfig) -> None:
         if not rows:
@@ -64,18 +62,18 @@ class Optimizer:
         first = self.states[0].weights
         self.lr = torch.zeros((), dtype=first.dtype, device=first.device)
         self.take = torch.full_like(self.lr, 1.0 - (cfg.average or 0.0))
-        self.count = torch.zeros((), device=first.device)  # updates made
+        self.count = torch.zeros((), device=first.device)  # number of updates
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
-        if cfg.optimizer in ("lamb", "lars"):  # a line per parameter in a table that is the same on all ranks that have parts of it
+        if cfg.optimizer in ("lamb", "lars"):  # one row per parameter in a table that all ranks share
             names = sorted({part.name for row in rows for part in row.views})
-            line = {name: i for i, name in enumerate(names)}
+            index = {name: i for i, name in enumerate(names)}
             axes = {axis.name: axis for row in rows for axis in row.sharded_axes}
-            self._sharded_axes = [(axes[name], self._table_indices(rows, axes[name], line)) for name in sorted(axes)]
+            self._sharded_axes = [(axes[name], self._table_indices(rows, axes[name], index)) for name in sorted(axes)]
             for state in self.states:
                 parts, weights = state.flat_param.views, state.weights
-                stretches = [(part.flat_offset, part.length) for part in parts]
-                state.segments = fused_optimizer.Segments(stretches, weights.device, len(weights))
-                state.table_indices = torch.tensor([line[part.name] for part in parts], dtype=torch.int64, device=weights.device)
+                ranges = [(part.flat_offset, part.length) for part in parts]
+                state.segments = fused_optimizer.Segments(ranges, weights.device, len(weights))
+                state.table_indices = torch.tensor([index[part.name] for part in parts], dtype=torch.int64, device=weights.device)
                 if cfg.optimizer == "lamb":
                     state.direction = torch.zeros_like(weights)
             self._table = torch.zeros((len(names), 2), dtype=first.dtype, device=first.device)
@@ -87,7 +85,7 @@ class Optimizer:
     def step(self, scale: Tensor | None, skip: Tensor) -> None:
         cfg = self.cfg
         self.count += 1 - skip
-        self._seed.copy_(self.count)  # random bits of a step are the same however often it is tried, and after a resume
+        self._seed.copy_(self.count)  # a repeated or resumed step draws the same random bits
         present = [(state, gradient) for state in self.states if (gradient := state.flat_param.gradient()) is not None]
         if cfg.optimizer in ("lamb", "lars"):
             self._layerwise_step(present, scale, skip)
@@ -107,11 +105,11 @@ class Optimizer:
                 )  # fmt: skip
 
     def _copies(self, state: _State) -> dict[str, Any]:
-        """What the pass that updates the weights also writes: narrow weights and their average."""
+        """Return arguments of copies that the same pass updates: bf16 weights and the average."""
         return {"bf16_copy": state.low, "average": state.average, "average_rate": self.take}
 
     def _layerwise_step(self, present: list[tuple[_State, Tensor]], scale: Tensor | None, skip: Tensor) -> None:
-        """Update parameters at rates that their norms decide: a share's sums are added over the ranks that hold the others."""
+        """Update parameters at rates that depend on their norms (LAMB, LARS); norms of sharded parameters are all-reduced."""
         cfg, lars = self.cfg, self.cfg.optimizer == "lars"
         sums = []
         for state, gradient in present:
@@ -142,13 +140,13 @@ class Optimizer:
                 )
 
     @staticmethod
-    def _table_indices(rows: list[FlatParameter], axis: Axis, line: dict[str, int]) -> Tensor:
-        """The lines of parameters whose parts lie along ``axis``."""
-        found = sorted({line[part.name] for row in rows if axis in row.sharded_axes for part in row.views})
-        return torch.tensor(found, dtype=torch.int64, device=rows[0].weights.device)
+    def _table_indices(rows: list[FlatParameter], axis: Axis, index: dict[str, int]) -> Tensor:
+        """Return the table indices of parameters that are sharded along ``axis``."""
+        indices = sorted({index[part.name] for row in rows if axis in row.sharded_axes for part in row.views})
+        return torch.tensor(indices, dtype=torch.int64, device=rows[0].weights.device)
 
     def _all_reduce_norms(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
-        """Sums per parameter over all ranks that hold parts of it, in one message for each axis."""
+        """Sum norms of each parameter over all ranks that hold shards of it, in one all-reduce for each axis."""
         if not self._sharded_axes:
             return sums
         self._table.zero_()
@@ -159,25 +157,25 @@ class Optimizer:
         return [self._table[state.table_indices] for state in states]
 
     def full_weights(self) -> dict[str, Tensor]:
-        """The weights in full precision as the model has them, of rows that are not cut into shares."""
+        """Return the master weights by parameter, in the shapes of the model, of flat parameters that are not sharded."""
         rows = [(state.flat_param.views, state.weights) for state in self.states if state.flat_param.shard_axis.size == 1]
         return {part.name: part.full(weights) for parts, weights in rows for part in parts}
 
     def weights(self) -> dict[str, Tensor | FlatShard]:
-        """The weights in full precision, by parameter."""
+        """Return the master weights by parameter."""
         return self._by_parameter(state.weights for state in self.states)
 
     def averages(self) -> dict[str, Tensor | FlatShard]:
-        """The average of the weights, by parameter; empty without one."""
+        """Return the average of the weights by parameter, or nothing without one."""
         return self._by_parameter(state.average for state in self.states)
 
     def state(self) -> dict[str, Tensor | FlatShard]:
-        """Moments by ``<parameter>.<what>``, and ``step``, the number of updates made."""
-        found: dict[str, Tensor | FlatShard] = {"step": self.count}
-        for what in _MOMENTS[self.cfg.optimizer]:
-            moments = self._by_parameter(state.moments.get(what) for state in self.states)
-            found |= {f"{name}.{what}": value for name, value in moments.items()}
-        return found
+        """Return moments as ``<parameter>.<moment>``, and ``step``, the number of updates."""
+        tensors: dict[str, Tensor | FlatShard] = {"step": self.count}
+        for moment in _MOMENTS[self.cfg.optimizer]:
+            moments = self._by_parameter(state.moments.get(moment) for state in self.states)
+            tensors |= {f"{name}.{moment}": value for name, value in moments.items()}
+        return tensors
 
     def _by_parameter(self, rows: Iterable[Tensor | None]) -> dict[str, Tensor | FlatShard]:
         pairs = [(state.flat_param, row) for state, row in zip(self.states, rows) if row is not None]
@@ -185,15 +183,15 @@ class Optimizer:
 
     @torch.no_grad()
     def cast_master_weights(self) -> None:
-        """Round the master weights to what the model computes with, after they were loaded."""
+        """Cast the master weights to the dtype of the model, after they were loaded."""
         for state in self.states:
             if state.low is not None:
                 state.low.copy_(state.weights)
 
 
 def match_decay_names(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -> set[str]:
-    """The names of parameters that ``cfg.decay_names`` matches. Raises ConfigError for a pattern that matches none on any of the
-    ranks along ``stages``."""
+    """Return the names of parameters that ``cfg.decay_names`` matches. Raises ConfigError for a pattern that matches none on any
+    rank along ``stages``."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
     seen = gather_objects([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)

@@ -1,4 +1,4 @@
-"""A trace of chosen steps: what the host and the GPU did, and when."""
+"""Traces of selected steps by torch.profiler: operations of the host and the GPU, with their times."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _tracing = False
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A named stretch of time: an NVTX range where there is a GPU, an entry of the trace within a profiled step, otherwise
+    """Return a context manager that names a range: an NVTX range with a GPU, an entry of the trace within a profiled step, or
     nothing."""
     global _gpu
     if _gpu is None:
@@ -37,12 +37,12 @@ def _marked(name: str, traced: AbstractContextManager[object]) -> Iterator[None]
 
 
 class Profile:
-    """Traces ``steps``: one number, or the first and the last, counted from 1; None traces nothing.
+    """Context manager that traces ``steps``: one step, or the first and the last, counted from 1; None traces nothing.
 
-    The first process of ``mesh`` (``ranks="all"``: every process) writes ``directory/profile/rank-0000.json.gz``, for Perfetto
-    or chrome://tracing, and the costliest operations as text beside it. On a GPU the steps are also marked for Nsight Systems:
-    ``nsys profile --capture-range=cudaProfilerApi``. ``done`` is the number of steps of earlier lives of the run; ``at`` is
-    called after each step. Raises ConfigError for numbers that name no steps.
+    The first rank of ``mesh`` (``ranks="all"``: every rank) writes ``directory/profile/rank-0000.json.gz``, for Perfetto or
+    chrome://tracing, and the costliest operations as text beside it. On a GPU the steps are also marked for Nsight Systems: ``nsys
+    profile --capture-range=cudaProfilerApi``. ``done``: the steps of the run before this start. Raises ConfigError if ``steps`` are
+    out of order.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Profile:
     ) -> None:
         if steps is not None and (len(steps) not in (1, 2) or not 1 <= steps[0] <= steps[-1]):
             raise ConfigError(f"profiled steps are {list(steps)}; expected one step from 1 on, or the first and the last")
-        wanted = directory is not None and steps is not None and (ranks == "all" or mesh.is_first)
-        self.first, self.last = (steps[0], steps[-1]) if wanted and steps else (0, -1)
+        enabled = directory is not None and steps is not None and (ranks == "all" or mesh.is_first)
+        self.first, self.last = (steps[0], steps[-1]) if enabled and steps else (0, -1)
         self.path = (directory or Path()) / "profile" / f"rank-{mesh.job.rank:04d}.json.gz"
         self._cuda, self._done = mesh.device.type == "cuda", done
         self._trace: torch.profiler.profile | None = None
@@ -62,7 +62,7 @@ class Profile:
         return self
 
     def after_step(self, step: int) -> None:
-        """After ``step``, before anything of the next."""
+        """Advance the trace. Called after each step, before any work of the next."""
         if self.first <= step + 1 and step <= self.last:
             self._advance(step)
 
@@ -81,7 +81,7 @@ class Profile:
         global _tracing
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._cuda:
-            torch.cuda.synchronize()  # what earlier steps have queued stays out
+            torch.cuda.synchronize()  # keeps queued work of earlier steps out of the trace
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._trace, _tracing = torch.profiler.profile(activities=activities), True
         self._trace.start()
@@ -108,5 +108,5 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._trace is not None:  # the run ends within the profiled steps
             self._step.__exit__(None, None, None)
-            with suppress(Exception) if error else _NO_SPAN:  # a GPU that failed cannot be waited for; its error is what counts
+            with suppress(Exception) if error else _NO_SPAN:  # a failed GPU cannot be synchronized; keep its error
                 self._stop(self._trace)

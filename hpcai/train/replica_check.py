@@ -1,8 +1,8 @@
-"""Copies of the weights that have come to differ: a processor that computes wrongly, a bit that flipped in memory.
+"""Detection of replicas whose weights diverged, by a faulty processor or a bit flip in memory.
 
-Every process sums the bits of each parameter, times odd numbers that depend on their place, in integers that wrap around: one
-flipped bit always changes the sum. The least and the greatest sum are found over the processes that hold the same numbers, in one
-message for each axis, and nothing is read from the device but the number of the first parameter whose sums differ.
+Each rank computes a fingerprint of each parameter: the sum of its bits times odd factors that depend on the position, in wrapping
+integers. One flipped bit always changes it. Minimum and maximum are reduced over the ranks that hold the same elements, in one
+collective for each axis. Only the index of the first parameter that differs is read from the device.
 """
 
 from collections import Counter
@@ -19,61 +19,63 @@ from hpcai.parallel.fsdp import FSDP
 from hpcai.train.optim import Optimizer
 
 NEVER = 2**62
-_BLOCK = 2**18  # numbers that are multiplied at a time, which bounds the memory for that
-_BLOCK_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: what the sum of a block is multiplied with before the next one is added
+_BLOCK = 2**18  # elements that are multiplied at a time, which bounds scratch memory
+_BLOCK_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd factor of the running sum before the next block is added
 _INT_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaCheck:
-    """``first_unlike()`` compares the weights after a step; ``tell()`` says who holds others, once its number was read."""
+    """A comparison of the weights of all replicas. ``first_divergent_parameter`` compares them after a step, on the device.
+    ``raise_if_divergent`` names the ranks, once the index has been read."""
 
     def __init__(self, reducer: GradientReducer | FSDP, optimizer: Optimizer, mesh: Mesh) -> None:
         self.reducer, self.optimizer, self.mesh = reducer, optimizer, mesh
         self._names, _, self._axes = zip(*reducer.replicated_tensors())
-        places = {axes: [i for i, each in enumerate(self._axes) if each == axes] for axes in dict.fromkeys(self._axes) if axes}
-        self._groups = [(axes, torch.tensor(indices, device=mesh.device)) for axes, indices in places.items()]
+        positions = {axes: [i for i, each in enumerate(self._axes) if each == axes] for axes in dict.fromkeys(self._axes) if axes}
+        self._groups = [(axes, torch.tensor(indices, device=mesh.device)) for axes, indices in positions.items()]
         self._fingerprints = torch.zeros(0, dtype=torch.int64)
         stage = mesh["pipeline"]
-        self._first_index = sum(gather_objects(len(self._names), stage)[: stage.rank])  # stages number their parameters in turn
+        self._first_index = sum(gather_objects(len(self._names), stage)[: stage.rank])  # parameters of earlier stages come first
 
     @property
     def has_replicas(self) -> bool:
-        """Whether any two processes hold the same."""
+        """Whether any two ranks hold the same parameter."""
         return bool(self._groups)
 
     @torch.no_grad()
     def first_divergent_parameter(self) -> Tensor:
-        """The number of the first parameter of which this process and another hold different bits, or a huge one, on the device."""
-        # Of weights in full precision a bit lasts: narrow ones are rounded anew from them in every step.
+        """Return the index of the first parameter that differs between this rank and a replica of it, or ``NEVER``, on the device.
+        [] int64"""
+        # Master weights: bf16 weights are rounded from them in every step, which would hide a flipped bit.
         master = self.optimizer.full_weights()
         self._fingerprints = torch.stack([fingerprint(master.get(name, numbers)) for name, numbers, _ in self.reducer.replicated_tensors()])
         first = torch.full((), NEVER, dtype=torch.int64, device=self.mesh.device)
-        for axes, places in self._groups:
-            own = self._fingerprints[places]
-            ends = torch.stack((own, ~own))  # the greatest x has the least ~x
+        for axes, indices in self._groups:
+            local = self._fingerprints[indices]
+            extremes = torch.stack((local, ~local))  # the minimum of ~x belongs to the maximum of x
             for axis in axes:
-                least(ends, axis)
-            first = torch.minimum(first, torch.where(ends[0] == ~ends[1], NEVER, places + self._first_index).amin())
+                least(extremes, axis)
+            first = torch.minimum(first, torch.where(extremes[0] == ~extremes[1], NEVER, indices + self._first_index).amin())
         return first
 
     def raise_if_divergent(self, index: int, step: int) -> None:
-        """Raise DivergedError on every process where ``number`` is that of a parameter that was unlike after ``step`` steps."""
+        """Raise DivergedError on all ranks if ``index`` is that of a parameter that differed after ``step`` steps."""
         if index == NEVER:
             return
         local = index - self._first_index
         local_name = self._names[local] if 0 <= local < len(self._names) else ""
-        name = max(gather_objects(local_name, self.mesh.everyone))  # stages that share a weight number it each for themselves
+        name = max(gather_objects(local_name, self.mesh.everyone))  # a weight that stages share has an index on each
         ranks = self._divergent_ranks(self._names.index(name)) if name in self._names else set()
-        found = gather_objects(ranks, self.mesh.everyone)
-        message = " and ".join(f"rank {rank}" for rank in sorted(set().union(*found)))
+        rank_sets = gather_objects(ranks, self.mesh.everyone)
+        rank_names = " and ".join(f"rank {rank}" for rank in sorted(set().union(*rank_sets)))
         raise DivergedError(
-            f"step {step}: the weights of {message} differ from those of processes that should hold the same, first in "
-            f"{name}; a processor or a memory there is wrong, or kinds of processors are mixed; go on "
-            "from the last checkpoint without these nodes, or do not compare: train.agree_every=null"
+            f"step {step}: the weights of {rank_names} differ from their replicas, first in {name}; a processor or a "
+            "memory is faulty there, or types of processors are mixed; resume from the last checkpoint without these nodes, or set "
+            "train.agree_every=null"
         )
 
     def _divergent_ranks(self, index: int) -> set[int]:
-        """The ranks that hold another parameter than most: all where as many hold the one as the other."""
+        """Return the ranks that differ from the majority of a parameter's replicas, or all of them if there is no majority."""
         fingerprints = [(self.mesh.rank, int(self._fingerprints[index].item()))]
         for axis in self._axes[index]:
             fingerprints = [each for part in gather_objects(fingerprints, axis) for each in part]
@@ -82,9 +84,9 @@ class ReplicaCheck:
         return {rank for rank, found in fingerprints if found != majority} if len(counts) > 2 else set()
 
 
-def fingerprint(numbers: Tensor) -> Tensor:
-    """An integer of all bits of ``numbers`` and their order, on its device."""
-    bits = numbers.flatten().view(_INT_OF_WIDTH[numbers.element_size()])
+def fingerprint(x: Tensor) -> Tensor:
+    """Return an integer that depends on all bits of ``numbers`` and their order, on the same device.   [] int64"""
+    bits = x.flatten().view(_INT_OF_WIDTH[x.element_size()])
     odd, total = _odd_factors(bits.device), torch.zeros((), dtype=torch.int64, device=bits.device)
     for block in bits.split(_BLOCK):
         total = total * _BLOCK_FACTOR + (block * odd[: len(block)]).sum()
@@ -93,5 +95,5 @@ def fingerprint(numbers: Tensor) -> Tensor:
 
 @cache
 def _odd_factors(device: torch.device) -> Tensor:
-    """Random odd numbers, the same on all processes.   [_BLOCK] int64"""
+    """Return random odd factors, the same on all ranks.   [_BLOCK] int64"""
     return torch.randint(-(2**62), 2**62, (_BLOCK,), generator=torch.Generator().manual_seed(0)).mul_(2).add_(1).to(device)

@@ -1,4 +1,4 @@
-"""Random numbers of a process: one seed for all generators, and their state as tensors."""
+"""Random number generators of a process: seeding, and their state as tensors."""
 
 import hashlib
 import random
@@ -14,8 +14,8 @@ from hpcai.nn.deferred_init import deferred
 
 
 def seed_all(seed: int) -> None:
-    """Seed every generator of this process: those of the host, and of the GPU if it is in use."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of device: 0.1 ms
+    """Seed all generators of this process: torch, NumPy, ``random``, and the GPU if it is in use."""
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed queries all device types: 0.1 ms
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -23,15 +23,15 @@ def seed_all(seed: int) -> None:
 
 
 def seed_step(seed: int, replica: int, step: int) -> None:
-    """Seed every generator for one step of one copy of a model."""
+    """Seed all generators for one step of one model replica."""
     digest = hashlib.blake2b(f"{seed} {replica} {step}".encode(), digest_size=8)
     seed_all(int.from_bytes(digest.digest()) >> 1)
 
 
 @contextmanager
 def seeds(seed: int) -> Iterator[None]:
-    """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``deferred_init``); what else is
-    drawn is the same on all processes. Steps seed their own random numbers, for each copy of the model others."""
+    """Context manager for building models: parameters are created and sharded without memory, and ``Step`` initializes them
+    (``deferred_init``). Other random numbers are the same on all ranks. Steps have seeds of their own, different for each replica."""
     startup.now("network")
     seed_all(seed)
     with deferred(seed):
@@ -40,7 +40,7 @@ def seeds(seed: int) -> Iterator[None]:
 
 
 def state() -> dict[str, Tensor]:
-    """Every generator of this process as tensors, which a checkpoint can hold without a pickle."""
+    """Return the states of all generators as tensors, which a checkpoint can hold without a pickle."""
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -56,7 +56,7 @@ def state() -> dict[str, Tensor]:
 
 
 def restore(tensors: dict[str, Tensor]) -> None:
-    """Put back what ``state()`` gave."""
+    """Restore the states that ``state`` returned."""
     torch.set_rng_state(tensors["torch"])
     gauss = tensors["python_gauss"].item()
     random.setstate((3, tuple(tensors["python"].tolist()), None if gauss != gauss else gauss))

@@ -1,4 +1,4 @@
-"""The folder of one run: settings.yaml, metrics.jsonl, checkpoints/, and what an app leaves there for people."""
+"""The directory of a run: settings.yaml, metrics.jsonl, checkpoints/, and the results that an app leaves there."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from hpcai.train.step import Step
 
 @dataclass
 class Report:
-    """The measurements up to ``step``. ``report["loss"]`` and the other names are means since the report before."""
+    """Metrics of the steps up to ``step``. ``report["loss"]`` and other training metrics are means since the previous report."""
 
     step: int
     values: dict[str, float]
@@ -37,7 +37,8 @@ class Report:
 
 @dataclass
 class Result:
-    """How a run ended: ``finished``, ``target`` or ``signal``. Iterating gives its training reports."""
+    """The result of a run: why it ended (``finished``, ``target`` or ``signal``), and its reports. Iterating yields its training
+    reports."""
 
     reason: str
     progress: Progress
@@ -53,14 +54,12 @@ class Result:
 
 
 class Run:
-    """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections.
-
-    Without settings, or with ``report.directory: null``, nothing is written. ``benchmark`` is what its MLPerf log says. As a
-    context manager it closes the sinks at its end.
-    """
+    """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections. Without
+    settings, or with ``report.directory: null``, nothing is written. ``benchmark``: the entries of its MLPerf log. As a context
+    manager it closes the sinks on exit."""
 
     def __init__(self, name: str, cfg: Any, mesh: Mesh, benchmark: Benchmark | None = None) -> None:
-        if cfg is not None:  # a notebook keeps its own logging
+        if cfg is not None:  # a notebook has logging of its own
             log.setup(mesh.job.rank, mesh.job.size)
         self.name, self.mesh = name, mesh
         self.settings: dict[str, Any] = cfg.model_dump(mode="json") if cfg is not None else {}
@@ -79,8 +78,8 @@ class Run:
             logging.getLogger().addHandler(self.flight_recorder)
 
     def begin(self) -> None:
-        """Take the directory and write the settings. ``fit`` calls it once nothing stands against the run, so that a refused one
-        changes no file. Raises CheckpointError on all processes where another run uses the directory or nothing can be written."""
+        """Claim the directory and write the settings. ``fit`` calls it after all other checks, so that a rejected run changes no
+        file. Raises CheckpointError on all ranks if another run uses the directory, or it cannot be written."""
         problem = ""
         if self.directory is not None and self.mesh.is_first:
             try:
@@ -98,7 +97,7 @@ class Run:
         self.flight_recorder.arm()
 
     def write_file(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Keep a file of the run, on the first process: ``write(path)`` makes it beside its place, then it is renamed."""
+        """Write a file of the run, on the first rank: ``write(path)`` writes a temporary file, which is then renamed."""
         if self.directory is not None and self.mesh.is_first:
             path = self.directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,22 +106,22 @@ class Run:
             partial.replace(path)
 
     def file_writer(self, name: str, write: Callable[..., Any], *args: Any) -> Callable[[Any], None]:
-        """A function that keeps what it is given as the file ``name``, by ``write(path, found, *words)``."""
-        return lambda found: self.write_file(name, lambda path: write(path, found, *args))
+        """Return a function that writes its argument to the file ``name``, by ``write(path, argument, *args)``."""
+        return lambda rows: self.write_file(name, lambda path: write(path, rows, *args))
 
     def finish(
         self, step: Step, result: Result, function: PredictFunction | None = None, batches: Any = None,
         save_rows: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
     ) -> None:  # fmt: skip
-        """Leave the model's ``files`` for people, such as model.safetensors of the last checkpoint, and ``keep`` the rows that
-        ``function`` gives for ``batches``, if there are any: all processes call it, and the first alone has rows. A run that was
-        asked to stop leaves nothing: it goes on later. All processes call this together."""
+        """Write the final files of a run; all ranks call this together. They are the model's ``files``, such as model.safetensors
+        of the last checkpoint, and the rows of ``function`` for ``batches``, if there are any: all ranks call ``save_rows``, with
+        rows on the first rank only. A run that was stopped by a signal writes nothing, since it will be resumed."""
         if result.reason == "signal":
             return
         checkpoints = self.checkpoints
         if checkpoints is not None and isinstance(step.model, PretrainedMixin):
             load = type(step.model).load
-            files = step.model.output_files(lambda path, **words: export(checkpoints.paths()[-1], path, load, **words))
+            files = step.model.output_files(lambda path, **kwargs: export(checkpoints.paths()[-1], path, load, **kwargs))
             for name, write in files.items():
                 self.write_file(name, write)
         if function is not None and batches is not None:

@@ -1,4 +1,4 @@
-"""The learning rate: a pure function of the global optimizer step, the same on any number of processes."""
+"""Learning-rate schedules: pure functions of the global optimizer step, the same on any number of ranks."""
 
 import math
 from collections.abc import Callable
@@ -7,11 +7,9 @@ from hpcai.settings import ScheduleConfig
 
 
 def make_lr_schedule(cfg: ScheduleConfig, lr: float, steps_per_epoch: int, steps: int) -> Callable[[int], float]:
-    """Learning rate by 0-based global optimizer step, for a run of ``steps`` steps.
-
-    The warm-up is linear in the epoch, from ``cfg.start`` to ``lr``. The epoch is a fraction, or a whole number where the rate is
-    held for an epoch (``cfg.held``). With ``unit: steps`` an epoch is one step long.
-    """
+    """Return a function from the 0-based global optimizer step to the learning rate, for a run of ``steps`` steps. The warm-up is
+    linear in the epoch, from ``cfg.start`` to ``lr``. The epoch is fractional, or an integer with ``cfg.held``, which keeps the
+    rate constant within an epoch. With ``unit: steps`` an epoch is one step."""
     unit = 1 if cfg.unit == "steps" else steps_per_epoch
     last = max(steps - 1, 1) / unit
     peak = lr
@@ -32,7 +30,7 @@ def make_lr_schedule(cfg: ScheduleConfig, lr: float, steps_per_epoch: int, steps
         done = max((epoch - cfg.warmup) / (cfg.length or max(last - cfg.warmup, 1e-12)), 0.0)
         done = done if cfg.length and cfg.decay == "cosine" else min(done, 1.0)
         left = 1.0 - done if cfg.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        top = peak if done <= 1.0 else lr  # torch's cosine rises to the learning rate itself
+        top = peak if done <= 1.0 else lr  # torch's cosine annealing rises again, to the learning rate itself
         return top * (cfg.floor + (1.0 - cfg.floor) * left)
 
     return lr_at

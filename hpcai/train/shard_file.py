@@ -1,8 +1,8 @@
-"""Files of tensors in the safetensors layout, each written by one process, which processes read together.
+"""Shard files: tensors in the safetensors layout, each file written by one rank, and read by several together.
 
-A file has a header (JSON: dtype, shape and place of each tensor) and then their numbers, row by row. Of a tensor that is divided it
-has parts, whose names say which: ``name[0:4,8:16]``. Each block of it has a SHA-256. What several ranks hold alike is written by a
-few of them, and read by a few and passed on: it leaves the disk once.
+A file has a header (JSON: dtype, shape and byte range of each tensor), and then the elements, in row-major order. Shards of a
+tensor have names with their index ranges, ``name[0:4,8:16]``. Each block of a file has a SHA-256. Boxes that several ranks hold are
+written by a few of these ranks, and read by a few and broadcast: every byte is read from disk once.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ from torch import Tensor
 from hpcai.dist.mesh import Axis
 
 BLOCK = 16 << 20
-"""Bytes of which each has a SHA-256 of its own"""
-_ALIGN = 4096  # a header fills whole pages
+"""Bytes that have a SHA-256 together."""
+_ALIGN = 4096  # a header is padded to whole pages
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _DTYPES = {kind: dtype for dtype, kind in DTYPE_NAMES.items()}
-_SHARD_KEY = re.compile(r"(.+)\[(\d+:\d+(?:,\d+:\d+)*)\]", re.DOTALL)  # of a tensor: its name, and from where to where in each dim
+_SHARD_KEY = re.compile(r"(.+)\[(\d+:\d+(?:,\d+:\d+)*)\]", re.DOTALL)  # name of a tensor, and the index range in each dim
 
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """A rectangular part of a tensor of ``size`` that begins at ``offsets``: the numbers are in ``tensor``, of any strides. The
-    ranks along ``copies`` hold the same."""
+    """A shard of a tensor of ``size``: a box that begins at ``offsets``, with its elements in ``tensor``, of any strides. Ranks
+    along ``replica_axes`` hold the same box."""
 
     name: str
     size: tuple[int, ...]
@@ -47,14 +47,14 @@ class Box:
 
     @property
     def key(self) -> str:
-        """Its name in a file."""
+        """The name of the box in a file."""
         parts = [f"{first}:{first + count}" for first, count in zip(self.offsets, self.tensor.shape)]
         return self.name if tuple(self.tensor.shape) == self.size else f"{self.name}[{','.join(parts)}]"
 
 
 def assign_writers(boxes: Sequence[Box], limit: int) -> Iterator[tuple[tuple[Axis, ...], list[list[Box]]]]:
-    """Distribute boxes, by bytes, over the first ``most`` ranks that hold the same ones; a list for each set of replicated axes.
-    Numbers of wide types come first, so that each lies at a multiple of its own size."""
+    """Distribute boxes, by bytes, over the first ``limit`` ranks that hold them: yield, for each set of replica axes, the boxes of
+    each rank. Wider dtypes come first, so that each box is aligned to its itemsize. Readers are assigned likewise."""
     for axes in dict.fromkeys(box.replica_axes for box in boxes):
         replicated = sorted((box for box in boxes if box.replica_axes == axes), key=lambda box: -box.tensor.itemsize)
         parts: list[list[Box]] = [[] for _ in range(min(limit, math.prod(axis.size for axis in axes)))]
@@ -66,13 +66,13 @@ def assign_writers(boxes: Sequence[Box], limit: int) -> Iterator[tuple[tuple[Axi
 
 
 def boxes_to_write(boxes: Sequence[Box], limit: int) -> list[Box]:
-    """Return the boxes of ``found`` that this process writes."""
+    """Return the boxes that this rank writes."""
     local = [box for axes, parts in assign_writers(boxes, limit) if _rank_in(axes) < len(parts) for box in parts[_rank_in(axes)]]
     return sorted(local, key=lambda box: -box.tensor.itemsize)
 
 
 def allocate(boxes: Sequence[Box], pinned: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Memory for the numbers of ``boxes``, one behind another, and the part of each."""
+    """Allocate contiguous memory for ``boxes``; return it, and a view of it for each box."""
     ends = list(accumulate((box.tensor.nbytes for box in boxes), initial=0))
     memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
     views = [memory[a:b].view(box.tensor.dtype).view(box.tensor.shape) for a, b, box in zip(ends, ends[1:], boxes)]
@@ -80,7 +80,7 @@ def allocate(boxes: Sequence[Box], pinned: bool = False) -> tuple[Tensor, list[T
 
 
 def _rank_in(axes: Sequence[Axis]) -> int:
-    """This rank's number among those along ``axes``."""
+    """Return the row-major rank of this process along ``axes``."""
     index = 0
     for axis in axes:
         index = index * axis.size + axis.rank
@@ -91,14 +91,14 @@ def _rank_in(axes: Sequence[Axis]) -> int:
 
 
 def encode_header(entries: Mapping[str, Any]) -> bytes:
-    """What a file begins with: a length, and JSON of ``entries`` that fills whole pages."""
+    """Return the beginning of a file: a length, and JSON of ``entries``, padded to whole pages."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
     return len(text).to_bytes(8, "little") + text
 
 
 def write(path: Path, boxes: Sequence[Box], memory: Tensor, writer: int) -> dict[str, Any]:
-    """Write a file of ``boxes``, whose numbers are in ``memory``, and wait for the disk -> what the index says of the file."""
+    """Write ``boxes``, whose elements are in ``memory``, to a file, and wait for the disk. Return the index entry of the file."""
     ends = list(accumulate((box.tensor.nbytes for box in boxes), initial=0))
     header = encode_header({
         box.key: {"dtype": DTYPE_NAMES[box.tensor.dtype], "shape": tuple(box.tensor.shape), "data_offsets": span}
@@ -113,16 +113,16 @@ def write(path: Path, boxes: Sequence[Box], memory: Tensor, writer: int) -> dict
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    stretch = {"writer": writer, "at": len(header), "bytes": len(content), "sha256": digests}
-    seal = hashlib.sha256(header).hexdigest()
-    return {"bytes": len(header) + len(content), "header": len(header), "sha256": seal, "stretches": [stretch]}
+    byte_range = {"writer": writer, "at": len(header), "bytes": len(content), "sha256": digests}
+    digest = hashlib.sha256(header).hexdigest()
+    return {"bytes": len(header) + len(content), "header": len(header), "sha256": digest, "stretches": [byte_range]}
 
 
 # ---- reading
 
 
 class StoredBox(NamedTuple):
-    """A box of a tensor in a file, from ``at`` to ``end``."""
+    """A box of a tensor in a file, from byte ``at`` to byte ``end``."""
 
     dtype: torch.dtype
     offsets: tuple[int, ...]
@@ -133,7 +133,7 @@ class StoredBox(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Bytes of a file that have a SHA-256 together."""
+    """A range of bytes of a file with its SHA-256."""
 
     file: str
     at: int
@@ -142,7 +142,7 @@ class Block(NamedTuple):
 
 
 def list_tensors(file: str, header: bytes) -> Iterator[tuple[str, StoredBox]]:
-    """The names of tensors, and the boxes of them that ``file`` has. Raises ValueError where the header is none of ours."""
+    """Yield the names of tensors, and their boxes in ``file``. Raises ValueError if the header is invalid."""
     try:
         for key, entry in json.loads(header[8:]).items():
             begin, end = entry["data_offsets"]
@@ -157,14 +157,14 @@ def list_tensors(file: str, header: bytes) -> Iterator[tuple[str, StoredBox]]:
 
 
 class _OpenFiles(ExitStack):
-    """Files of a folder, each of which is opened once."""
+    """Files of a folder that are opened once and closed together."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder, self._open = folder, dict[str, Any]()
 
     def read(self, file: str, at: int, into: Tensor) -> None:
-        """Fill ``into`` [n] uint8 with the bytes of ``file`` from ``at`` on."""
+        """Fill ``into`` [n] uint8 with the bytes of ``file`` from ``at``."""
         if file not in self._open:
             self._open[file] = self.enter_context((self._folder / file).open("rb", buffering=0))
         view: Any = into.numpy().data
@@ -176,7 +176,7 @@ class _OpenFiles(ExitStack):
 
 
 def verify_blocks(folder: Path, blocks: Sequence[Block]) -> str:
-    """Return an error message for the first damaged block, or an empty text."""
+    """Compare blocks with their SHA-256. Return an error message for the first damaged one, or an empty string."""
     memory = torch.empty(max((block.length for block in blocks), default=0), dtype=torch.uint8)
     with _OpenFiles(folder) as files:
         for block in blocks:
@@ -190,11 +190,11 @@ def verify_blocks(folder: Path, blocks: Sequence[Block]) -> str:
 
 
 def read(folder: Path, requests: Sequence[tuple[Box, Sequence[StoredBox]]], readers: int) -> str:
-    """Fill each box from those stored of its tensor -> why a file cannot be read, or nothing. Ranks that hold the same boxes call
-    this together: at most ``readers`` of them read, each its part, and pass it on."""
+    """Fill each box from stored boxes of its tensor. Return an error message, or an empty string. Ranks that hold the same boxes
+    call this together: at most ``readers`` of them read some of the boxes each, and broadcast them."""
     stored, problem = {id(box): parts for box, parts in requests}, ""
-    for copies, assigned in assign_writers([box for box, _ in requests], readers):
-        index, alone = _rank_in(copies), math.prod(axis.size for axis in copies) == 1
+    for axes, assigned in assign_writers([box for box, _ in requests], readers):
+        index, alone = _rank_in(axes), math.prod(axis.size for axis in axes) == 1
         local = assigned[index] if index < len(assigned) else []
         memory, parts = allocate([] if alone else local)
         parts = [box.tensor for box in local] if alone else parts
@@ -207,14 +207,14 @@ def read(folder: Path, requests: Sequence[tuple[Box, Sequence[StoredBox]]], read
             problem = f"{error.filename}: {error.strerror}"
         for number, boxes in enumerate(() if alone else assigned):
             content, views = (memory, parts) if number == index else allocate(boxes)
-            _broadcast(content, copies, number)
+            _broadcast(content, axes, number)
             for box, part in zip(boxes, views):
                 box.tensor.copy_(part)
     return problem
 
 
 def _read_overlap(box: Box, stored: StoredBox, files: _OpenFiles) -> None:
-    """Read what ``box`` needs of ``stored``: the rows of the first dim that both have."""
+    """Read the overlap of ``box`` and ``stored``, as full rows along the first dim."""
     low, high = _overlap(box, stored.offsets, stored.sizes)
     if stored.at == stored.end or any(a >= b for a, b in zip(low, high)):
         return
@@ -231,7 +231,7 @@ def _overlap(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[li
 
 
 def copy_into(box: Box, offsets: Sequence[int], source: Tensor) -> None:
-    """Copy what ``box`` has of ``numbers``, which begin at ``offsets`` of the same tensor."""
+    """Copy the overlap of ``box`` and ``source``, which begins at ``offsets`` of the same tensor, into the box."""
     low, high = _overlap(box, offsets, source.shape)
     if all(a < b for a, b in zip(low, high)):
         into, of = (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at)) for at in (box.offsets, offsets))
@@ -239,11 +239,11 @@ def copy_into(box: Box, offsets: Sequence[int], source: Tensor) -> None:
 
 
 def _broadcast(content: Tensor, axes: tuple[Axis, ...], source: int) -> None:
-    """Give ``content`` of the rank with number ``source`` among those along ``copies`` to all of them."""
+    """Broadcast ``content`` from the rank with number ``source`` along ``axes``."""
     indices: list[int] = []
     for axis in reversed(axes):
         source, place = divmod(source, axis.size)
         indices.insert(0, place)
-    for number, axis in enumerate(axes):  # along the first axis, then from all that have it along the next
+    for number, axis in enumerate(axes):  # along the first axis, then from its ranks along the next
         if axis.size > 1 and all(other.rank == p for other, p in zip(axes[number + 1 :], indices[number + 1 :])):
             torch_dist.broadcast(content, group=axis.group, group_src=indices[number])

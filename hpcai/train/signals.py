@@ -1,4 +1,4 @@
-"""Signals of a scheduler: noted by a handler, agreed by all processes at a step boundary."""
+"""Signals of a batch scheduler: recorded by a handler, and agreed on by all ranks at a step boundary."""
 
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -9,10 +9,8 @@ from hpcai.dist.mesh import Mesh
 
 
 class StopSignals:
-    """Within the context, SIGTERM, SIGUSR1 and SIGUSR2 ask the run to stop; ``agreed()`` tells all processes in the same step.
-
-    Processes say nothing to each other until one is asked. All of the job enter one context after another together.
-    """
+    """Context manager that turns SIGTERM, SIGUSR1 and SIGUSR2 into a stop in the same step on all ranks. Ranks do not communicate
+    until one of them receives a signal. All ranks of the job enter and leave such contexts in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.received: str | None = None
@@ -32,9 +30,9 @@ class StopSignals:
 
     @property
     def cause(self) -> str:
-        """Which signal it was, and of another process on which."""
+        """Return the name of the signal, and the rank if another one received it."""
         return self.received or self._boundary.by
 
     def should_stop(self) -> bool:
-        """Whether all processes stop here, since one was asked to: the same answer on each, which calls it after every step."""
+        """Return whether all ranks stop at this step. Called after every step, it returns the same on each."""
         return self._boundary.passed(self.received)

@@ -1,6 +1,6 @@
-"""One optimizer step: forward and backward over its micro-batches, gradient sums, clipping, guard, update.
+"""One optimizer step: forward and backward over its micro-batches, gradient reduction, clipping, guard, update.
 
-Nothing in a step reads a number from the device: the host runs ahead, and a guard on the device keeps a NaN out of the weights.
+No step reads a value from the device: the host runs ahead, and a guard on the device keeps NaN out of the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +30,12 @@ Loss = Callable[..., dict[str, Value]]
 
 
 class ForwardBackward(Protocol):
-    """What goes forward and backward through ``model``: ``Whole``, or a schedule of stages where no process has the whole model
-    (``hpcai.parallel.pipeline.Pipeline``)."""
+    """The forward and backward passes of a model: ``SingleStage``, or the schedule of a pipeline, in which no rank has the full
+    model (``hpcai.parallel.pipeline.Pipeline``)."""
 
     model: nn.Module
     source: int
-    """the rank along the axis pipeline that has the outputs"""
+    """the rank along the pipeline axis that has the outputs"""
 
     def backward(self, measure: Callable[[Any, Any], Any], parts: Sequence[Any], autocast: Callable[[], Any]) -> list[Any]: ...
 
@@ -43,16 +43,20 @@ class ForwardBackward(Protocol):
 
 
 class Step:
-    """``step(batch, lr)`` -> what the loss measured on this process's part of the batch, as device tensors.
+    """An optimizer step. ``step(batch, lr)`` returns the values of the loss function on this rank's part of the batch, as device
+    tensors.
 
-    ``loss(model, batch)`` is pure and returns ``{"loss": mean over the batch, name: ...}``; a batch is a tensor, tuple, named
-    tuple or dict whose tensors share their first dim: the samples of this process. The gradient is that of the mean over the
-    global batch: over micro-batches and copies of the model. Where these count unlike numbers of tokens, atoms or pixels, the loss
-    is a pair (sum, count). Where it is several such means together, ``counts(batch)`` [K] says what each divides by, and
-    ``loss(model, batch, counts=...)`` [K] is told what all micro-batches and copies count on average.
-    ``act`` goes forward and backward in place of the model (``Whole``): a schedule of pipeline stages. ``graph`` makes what records
-    a captured step (a CUDA Graph). ``notes`` says what ``auto`` settings became. Random numbers of a step (dropout) follow from the
-    seed that torch had when this was made, from the copy of the model and from the number of the step alone.
+    The gradient is that of the mean over the global batch: over micro-batches and replicas. If these have unequal numbers of
+    tokens, atoms or pixels, the loss is a pair (sum, count). If it combines several such means, ``counts(batch)`` [K] returns
+    their denominators, and ``loss(model, batch, counts=...)`` [K] receives their mean over all micro-batches and replicas. Random
+    numbers of a step (dropout) depend only on torch's seed at construction, on the replica and on the number of the step.
+    ``messages``: the values of ``auto`` settings.
+
+    Args:
+        loss: A pure function ``loss(model, batch)`` that returns ``{"loss": mean over the batch, name: ...}``. A batch is a tensor,
+            tuple, named tuple or dict of tensors [samples of this rank, ...].
+        pipeline: A schedule of pipeline stages, in place of ``SingleStage``.
+        graph: Constructs the graph that records a captured step, in place of a CUDA graph.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Step:
         self._seed = torch.initial_seed()
         self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
         if cfg.shard == "weights" and mesh["replicate"].size > 1 and any(p.is_meta for p in model.parameters()):
-            record_names(model.to(dtype) if dtype else model)  # no process makes it whole
+            record_names(model.to(dtype) if dtype else model)  # no rank materializes the full model
         else:
             materialize(model, mesh.device, dtype=dtype)
         self.messages += enable_float8(self.model, cfg, mesh.device)
@@ -75,30 +79,28 @@ class Step:
         self.messages += [self._compiled.message] if self._compiled else []
         self.reducer = build_reducer(self.model, mesh, cfg)
         self.optimizer = Optimizer(self.reducer.flat_parameters, cfg)
-        kinds: dict[Any, list[FlatParameter]] = {}
+        groups: dict[Any, list[FlatParameter]] = {}
         for row in self.reducer.flat_parameters:
-            kinds.setdefault((row.partition_axes, row.is_counted), []).append(row)
-        self._norm_groups = list(kinds.values())  # rows whose other parts lie along the same axes
+            groups.setdefault((row.partition_axes, row.is_counted), []).append(row)
+        self._norm_groups = list(groups.values())  # flat parameters that are sharded along the same axes
         self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
-        per_sample = cfg.clip_per == "sample"
-        if per_sample and mesh.copy.size > 1:
-            raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
+        each = cfg.clip_per == "sample"
+        if each and mesh.copy.size > 1:
+            raise ConfigError(f"step.clip_per is sample, but a sample is sharded over {mesh.copy.size} ranks; set it to batch")
         stages = mesh["pipeline"].size
         if stages > 1 and pipeline is None:
             raise ConfigError(f"mesh.pipeline is {stages}, but the step has no pipeline; give pipeline=Pipeline(model, mesh)")
         self.pipeline: ForwardBackward = pipeline if pipeline is not None and stages > 1 else SingleStage(self.model, self.reducer)
-        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = (
-            self._per_sample_gradients if per_sample else self._forward_backward
-        )
+        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._per_sample if each else self._forward_backward
         self._weight = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self._first_nonfinite = torch.full((2,), NEVER, dtype=torch.int64, device=mesh.device)  # by gradient, by own loss
+        self._first_nonfinite = torch.full((2,), NEVER, dtype=torch.int64, device=mesh.device)  # gradient, own loss
         self._steps = 0
         self._capture: Capture | None = None
         if cfg.capture != "none":
-            inside = self._iterate if cfg.capture == "whole" else self._gradients
-            self._capture = Capture(inside, cfg.capture_shapes, graph, traced=cfg.compile == "none", fallback=fallback)
+            function = self._iterate if cfg.capture == "whole" else self._gradients
+            self._capture = Capture(function, cfg.capture_shapes, graph, traced=cfg.compile == "none", fallback=fallback)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         startup.now("first step")
@@ -113,7 +115,7 @@ class Step:
 
     @property
     def count(self) -> int:
-        """Steps made."""
+        """Number of steps."""
         return self._steps
 
     @count.setter
@@ -149,11 +151,11 @@ class Step:
             detached = {name: _detach(value) for name, value in values.items()}
             return loss[0] if isinstance(loss, tuple) else loss * self._weight, detached
 
-        self.reducer.is_last_backward = False  # which one is the last, the pipeline may know
+        self.reducer.is_last_backward = False  # the schedule may set it for the last micro-batch
         return _combine_micro_batches(self.pipeline.backward(measure, parts, self.autocast))
 
-    def _per_sample_gradients(self, model: nn.Module, batch: Any) -> dict[str, Value]:
-        """``_forward_backward`` for micro-batches of one sample, whose gradients are clipped before they are added."""
+    def _per_sample(self, model: nn.Module, batch: Any) -> dict[str, Value]:
+        """Like ``_forward_backward``, for micro-batches of one sample, whose gradients are clipped before they are added."""
         assert self.cfg.clip is not None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         values_of_parts: list[dict[str, Value]] = []
@@ -161,7 +163,7 @@ class Step:
         for part in split(batch, self.cfg.accumulate):
             if (count := samples_in(part)) != 1:
                 raise ConfigError(
-                    f"step.clip_per is sample, but a micro-batch has {count}; set step.accumulate to the samples of a copy, "
+                    f"step.clip_per is sample, but a micro-batch has {count}; set step.accumulate to the samples of a replica, "
                     f"{self.cfg.accumulate * count}"
                 )
             with self.autocast():
@@ -180,7 +182,7 @@ class Step:
     @torch.no_grad()
     def _update(self, values: dict[str, Value]) -> None:
         norm, scale, loss = self._norm(), None, _get_loss(values)
-        if isinstance(loss, tuple):  # a sum: its gradient is divided by what was counted everywhere
+        if isinstance(loss, tuple):  # a sum: its gradient is divided by the global count
             loss, count = loss
             count = count.to(norm, copy=True) if isinstance(count, Tensor) else norm.new_full((), count)
             scale = 1.0 / sum_in_place(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
@@ -188,8 +190,8 @@ class Step:
         if self.cfg.clip is not None:
             clip = (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
             scale = clip if scale is None else scale * clip
-        # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
-        # stay those of the last good step.
+        # Gradients are summed over replicas, so NaN reaches all of them in the same step. From then on the weights stay those of
+        # the last good step.
         bad = ~torch.stack((norm.isfinite(), loss.isfinite().reshape(())))
         self._first_nonfinite.copy_(torch.minimum(self._first_nonfinite, torch.where(bad, self._count, NEVER)))
         skip = (self._first_nonfinite[0] < NEVER).float()
@@ -200,7 +202,7 @@ class Step:
         self._count += 1
 
     def _norm(self) -> Tensor:
-        """L2 norm of the whole gradient, over all parts of it."""
+        """Return the L2 norm of the full gradient, over all its shards."""
         squares = []
         for rows in self._norm_groups:
             grads = [gradient for row in rows if (gradient := row.gradient()) is not None]
@@ -210,19 +212,19 @@ class Step:
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights that are evaluated (the average, where there is one), whole, under the names of the model."""
+        """Return a copy of the weights to evaluate (the average, if there is one), unsharded, under the names of the model."""
         with self.average.applied():
-            # A DTensor is told by what it can do: importing its class takes 4,000 file operations.
+            # A DTensor is recognized by its method: importing its class takes 4,000 file operations.
             state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in self.model.state_dict().items()}
             return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     @property
     def compiled(self) -> float:
-        """Seconds that torch.compile has taken so far."""
+        """Seconds of torch.compile so far."""
         return self._compiled.seconds if self._compiled else 0.0
 
     def news(self) -> list[str]:
-        """What there is to tell of the steps since the last call, on any process. All processes ask together."""
+        """Return messages about the steps since the last call, of any rank. All ranks call this together."""
         messages = self._compiled.news() if self._compiled else []
         if self._capture is None:
             return messages
@@ -236,26 +238,25 @@ class Step:
         return by_rank[0] + messages if same else [f"rank {n}: {text}" for n, texts in by_rank.items() for text in texts] + messages
 
     def first_failures(self, compare: bool = False) -> Tensor:
-        """On the device, the least on any process: 0-based step with the first loss or gradient that is not finite, and, with
-        ``compare``, the number of the first parameter that is not the same where it should be; otherwise huge numbers.   [2]"""
+        """Return minima over all ranks, on the device: the 0-based step of the first non-finite loss or gradient, and, with
+        ``compare``, the index of the first divergent parameter. ``NEVER`` if there is none.   [2]"""
         divergent = self.replica_check.first_divergent_parameter() if compare else torch.full_like(self._count, NEVER)
         return least(torch.stack((self._first_nonfinite.amin(), divergent)), self.mesh.everyone)
 
     def check(self, samples: Callable[[int], str] | None = None, first: int | None = None) -> None:
-        """Raise DivergedError on every process when a loss or a gradient was not finite. Reads the device: between steps only.
-
-        ``samples(step)`` names what this process read for a step; ``first`` is what ``first_bad`` gave, where it has been read.
-        """
+        """Raise DivergedError on all ranks if a loss or a gradient was not finite. It reads the device: call it between steps only.
+        ``samples(step)`` describes the samples of this rank in a step; ``first`` is the first value of ``first_failures``, if it is
+        on the host."""
         first = int(self.first_failures()[0].item()) if first is None else first
         if first == NEVER:
             return
-        bad, own = self._first_nonfinite.tolist()
-        seen = gather_objects((bad, own, samples(own) if samples and own == first else ""), self.mesh.everyone)
-        ranks = [(rank, s[2]) for rank, s in enumerate(seen) if s[1] == first]
+        gradient, loss = self._first_nonfinite.tolist()
+        reports = gather_objects((gradient, loss, samples(loss) if samples and loss == first else ""), self.mesh.everyone)
+        ranks = [(rank, s[2]) for rank, s in enumerate(reports) if s[1] == first]
         source = "the loss" if ranks else "the gradient"
         ranks_text = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"
-        skipped = any(s[0] == first for s in seen)
-        consequence = f"weights stay those of step {first}" if skipped else "its gradient is, and changed the weights"
+        skipped = any(s[0] == first for s in reports)
+        consequence = f"weights stay those of step {first}" if skipped else "its gradient is finite and changed the weights"
         raise DivergedError(
             f"step {first + 1}: {source} is not finite on {ranks_text}; {consequence} and nothing was saved since; "
             f"look at these samples, or lower step.lr (now {self.cfg.lr:g}), lengthen step.schedule.warmup or set step.clip",
@@ -264,10 +265,8 @@ class Step:
 
 
 class SingleStage:
-    """What goes forward and backward through a model that one process calls as a whole. A schedule of stages has the same methods.
-
-    ``around()`` is a context in which the model computes (autocast).
-    """
+    """Forward and backward passes through a full model. The schedule of a pipeline has the same methods. ``autocast()`` returns a
+    context manager for computations of the model."""
 
     def __init__(self, model: nn.Module, reducer: Any = None) -> None:
         self.model, self.reducer, self.source = model, reducer, 0
@@ -276,7 +275,7 @@ class SingleStage:
         self, measure: Callable[[nn.Module, Any], tuple[Tensor, dict[str, Value]]], parts: Sequence[Any],
         autocast: Callable[[], Any],
     ) -> list[dict[str, Value]]:  # fmt: skip
-        """Leave the gradient of what ``measure(model, part)`` gives first, over all parts -> what it gives second, of each."""
+        """Accumulate the gradient of the first result of ``measure(model, part)`` over all parts. Return the second results."""
         values_of_parts: list[dict[str, Value]] = []
         for part in parts:
             self.reducer.is_last_backward = part is parts[-1]
@@ -287,40 +286,40 @@ class SingleStage:
         return values_of_parts
 
     def forward(self, function: Callable[[nn.Module, Any], Any], batch: Any, autocast: Callable[[], Any]) -> Any:
-        """``function(model, batch)``, or None on processes that do not have the outputs of the model."""
+        """Return ``function(model, batch)``, or None on ranks that do not have the outputs of the model."""
         with autocast():
             return function(self.model, batch)
 
 
 class _InjectGradients(torch.autograd.Function):
-    """A zero whose gradients are ``given``: they reach the hooks of parameters as if a backward pass had found them."""
+    """A zero with given gradients: they reach the hooks of parameters as gradients of a backward pass do."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.given = gradients
+        ctx.gradients = gradients
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return (None, *ctx.given)
+        return (None, *ctx.gradients)
 
 
 class MicroBatches(tuple):
-    """A batch that comes as its micro-batches, for samples that cannot be cut along a first dim."""
+    """A batch that consists of micro-batches, for samples that cannot be split along a first dim."""
 
 
 def split(batch: Any, count: int) -> list[Any]:
-    """``parts`` equal pieces of every tensor of ``batch`` along its first dim. Raises DataError when they are not equal."""
+    """Split every tensor of ``batch`` along its first dim into ``count`` equal parts. Raises DataError if they would be unequal."""
     if isinstance(batch, MicroBatches):
         if len(batch) != count:
-            raise DataError(f"a batch comes as {len(batch)} micro-batches, step.accumulate is {count}; give it as many")
+            raise DataError(f"a batch has {len(batch)} micro-batches, but step.accumulate is {count}; the numbers must be equal")
         return list(batch)
-    if count == 1 or batch is None:  # what a batch may have, and this one has not
+    if count == 1 or batch is None:  # an optional entry that this batch lacks
         return [batch] * count
     if isinstance(batch, Tensor):
         if len(batch) % count:
             raise DataError(
-                f"a batch of {len(batch)} samples per process does not split into {count} micro-batches (step.accumulate)"
+                f"a batch of {len(batch)} samples per rank does not split into {count} micro-batches (step.accumulate)"
             )
         return list(batch.chunk(count))
     if isinstance(batch, dict):
@@ -333,7 +332,7 @@ def split(batch: Any, count: int) -> list[Any]:
 
 
 def samples_in(batch: Any) -> int:
-    """Number of samples of a batch: the first dim of its first tensor."""
+    """Return the number of samples of a batch: the first dim of its first tensor."""
     if isinstance(batch, MicroBatches):
         return sum(map(samples_in, batch))
     while not isinstance(batch, Tensor):
@@ -361,7 +360,7 @@ def _detach(value: Value) -> Value:
 
 
 def _combine_micro_batches(values_of_parts: list[dict[str, Value]]) -> dict[str, Value]:
-    """What equal micro-batches measured together: the mean of means, the sum of pairs."""
+    """Combine the values of equal micro-batches: the mean of means, the sum of pairs."""
     if len(values_of_parts) == 1:
         return values_of_parts[0]
     merged: dict[str, Value] = {}

@@ -15,10 +15,9 @@ from hpcai.train.optim import Optimizer
 
 
 class WeightAverage:
-    """a += (1 - step.average)*(w - a) after every step, from the first weights on; without ``step.average`` the weights themselves.
-
-    The optimizer averages the parameters in the pass that updates them; the floating-point buffers are averaged here.
-    """
+    """Average of the weights: a += (1 - step.average)*(w - a) after each step, from the initial weights. Without ``step.average``
+    it is the weights themselves. The optimizer averages the parameters in the pass that updates them. Floating-point buffers are
+    averaged here."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: GradientReducer | FSDP, cfg: StepConfig) -> None:
         self.cfg, self.optimizer, self.reducer = cfg, optimizer, reducer
@@ -38,28 +37,27 @@ class WeightAverage:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The averages of the buffers, in place."""
+        """Return the averages of the buffers, which are updated in place."""
         return list(self._averages.values())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model holds the average, with level statistics (``level``); afterwards its weights are what they were. All
-        processes that train call it together. Memory stays where it is, so that captured graphs go on.
-        """
+        """Context manager: the model holds the averaged weights, with synchronised buffers, and gets its own back afterwards. All
+        training ranks enter it together. Weights are copied into the same memory, so captured CUDA graphs stay valid."""
         self.sync_buffers()
         rows = [(s.flat_param.weights, s.weights, s.average) for s in self.optimizer.states] if self.cfg.average is not None else []
-        pairs = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]
+        saved = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]
         buffers = [(live, live.clone(), self._averages.get(name)) for name, live in self._buffers.items()]
-        self._load([(live, mean) for live, _, mean in pairs + buffers if mean is not None], shared=bool(pairs))
+        self._load([(live, mean) for live, _, mean in saved + buffers if mean is not None], shared=bool(saved))
         try:
             yield
         finally:
-            self._load([(live, before) for live, before, _ in pairs + buffers], shared=bool(pairs))
+            self._load([(live, before) for live, before, _ in saved + buffers], shared=bool(saved))
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Set running statistics, and their averages, to their means over all copies, in one message. Training does not read them;
-        an evaluation or a checkpoint does, and then sees the samples of all copies and not of one."""
+        """Set running statistics and their averages to their means over all replicas, in one all-reduce. Training does not read
+        them. An evaluation or a checkpoint does, and would otherwise see the samples of one replica only."""
         axis, buffers = self.reducer.mesh["replicate"], [*self._buffers.values(), *self._averages.values()]
         if axis.size == 1 or not buffers:
             return

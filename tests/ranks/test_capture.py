@@ -1,4 +1,4 @@
-"""Captured steps of several processes: each records its own, whatever the others do meanwhile."""
+"""Captured steps on several ranks: each records its own graphs, independently of the others."""
 
 from typing import Any
 

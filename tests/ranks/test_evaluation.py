@@ -1,4 +1,4 @@
-"""Metrics and predictions do not depend on the number of processes, however uneven their parts."""
+"""Metrics and predictions do not depend on the number of ranks, nor on uneven shards."""
 
 from typing import Any
 from unittest import mock
@@ -82,7 +82,7 @@ def told(features: torch.Tensor, scores: torch.Tensor, signal: torch.Tensor) -> 
 
 
 def added(mesh: Mesh, sizes: tuple[int, ...]) -> tuple[dict[str, float], list[int], list[str]]:
-    """What is measured where each rank has its part of the rows, in batches of 3; messages by dtype; on this rank finished."""
+    """Return metrics of ranks with shards of the rows, in batches of 3; collectives by dtype; metrics finished on this rank."""
     axis, measured, done = mesh["replicate"], MetricSums(), list[str]()
     parts = [sum(sizes[r :: axis.size]) for r in range(axis.size)]
     first = sum(parts[: axis.rank])
@@ -126,7 +126,7 @@ def fetched(mesh: Mesh, kind: str) -> tuple[str, list[Any]]:
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["in memory", "in a file"])
 @pytest.mark.parametrize("kind", ["bfloat16", "bool"])
-def test_rows_of_all_come_to_the_first_in_pieces(kind: str, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_all_ranks_are_gathered_on_the_first_in_pieces(kind: str, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "_PIECE", 7)
     monkeypatch.setattr(collect, "_MAPPED", 1 if mapped else 1 << 30)
     (dtype, rows), *others = on_ranks({"replicate": 4}, fetched, kind, fresh=True)

@@ -1,4 +1,4 @@
-"""A bit that flips in one process's weights is found and named; weights that are alike are never said to differ."""
+"""A flipped bit of one rank's weights is detected and reported; equal weights are never reported as different."""
 
 from functools import partial
 from typing import Any
@@ -23,13 +23,13 @@ EVERY, FLIPPED = 4, 6  # steps; the flip follows the sixth
 
 
 def flip(step: Step, name: str, bit: int = 0) -> None:
-    """Flip one bit of the last number of a parameter, as radiation does."""
+    """Flip one bit of the last element of a parameter, as radiation does."""
     numbers: Any = step.optimizer.weights()[name]
     torch.as_strided(numbers, (numbers.numel(),), (1,)).view(torch.int32)[-1] ^= 1 << bit
 
 
 class Struck(Step):
-    """A step after which, once, a bit flips on some processes."""
+    """A step after which, once, a bit flips on some ranks."""
 
     struck: dict[int, str]
 
@@ -41,7 +41,7 @@ class Struck(Step):
 
 
 def trained(mesh: Mesh, struck: dict[int, str], words: dict[str, Any], settings: dict[str, Any]) -> tuple[str, int]:
-    """What a run of 16 steps, or of so many as are set, says of its weights, and how many steps it made."""
+    """Return the error of a run of 16 steps, or of the steps that are set, and its number of steps."""
     torch.manual_seed(0)
     model = Network()
     sum_gradients_over(model, mesh["depth"])
@@ -74,7 +74,7 @@ RUNS: list[tuple[dict[str, Any], int, int]] = [({}, 2, 8), ({"precision": "bf16-
 def test_a_flipped_bit_is_named_with_its_ranks_and_its_parameter(axes: Any, struck: Any, who: str, name: str) -> None:
     for words, report, seen in RUNS:
         for text, steps in on_ranks(axes, trained, struck, words, {"report_every": report}):
-            assert text.startswith(f"step {seen}: the weights of {who} from those"), (words, report)
+            assert text.startswith(f"step {seen}: the weights of {who} from their replicas"), (words, report)
             assert f"first in {name};" in text
             assert steps == seen <= FLIPPED + EVERY
 
@@ -114,13 +114,13 @@ def divided(mesh: Mesh, shard: str) -> list[str]:
 
 
 @pytest.mark.parametrize("shard, who", [("optimizer", "rank 1"), ("weights", "rank 1 and rank 3")])
-def test_groups_that_divide_the_state_compare_what_they_compute_with(shard: str, who: str) -> None:
+def test_ranks_with_sharded_states_compare_the_weights_they_compute_with(shard: str, who: str) -> None:
     for told in on_ranks({"replicate": 4}, divided, shard):
         assert len(told) == 1 and told[0].startswith(f"step 2: the weights of {who} differ") and "first in first.weight;" in told[0]
 
 
 def in_slabs(mesh: Mesh) -> list[int]:
-    """First parameters that differ in a cut model, with and without a flip on one rank."""
+    """Return the first divergent parameters of a sharded model, with and without a flip on one rank."""
     cfg = cosmoflow.CosmoFlowConfig(size=16, filters=2, blocks=3)
     step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(), mesh)
     with _Reads() as reads:
@@ -132,7 +132,7 @@ def in_slabs(mesh: Mesh) -> list[int]:
     return [*found, int(step.first_failures(compare=True)[1].item())]
 
 
-def test_the_ranks_of_a_cut_copy_hold_the_same() -> None:
+def test_the_ranks_of_a_sharded_replica_hold_the_same() -> None:
     names = [name for name, _ in cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3)).named_parameters()]
     for axes in ({"depth": 4}, {"replicate": 2, "height": 2}):
         assert {tuple(found) for found in on_ranks(axes, in_slabs)} == {(2**62, names.index("dense1.weight"))}

@@ -1,4 +1,4 @@
-"""Evaluation by the ranks that train, beside the training, or by ranks of its own: the same metrics of the same steps."""
+"""Evaluation by the training ranks, inline or in the background, or by dedicated ranks: the same metrics of the same steps."""
 
 import threading
 import time
@@ -79,12 +79,12 @@ WORDS = [{}, {"shard": "optimizer"}, {"precision": "bf16-params"}, {"shard": "we
 
 @cache
 def waiting(**axes: int) -> list[list[Any]]:
-    """What each rank finds with each of the words, where training waits for evaluation."""
+    """Return the results of each rank with each of the settings, if training waits for evaluation."""
     return on_ranks(axes, each, "wait", WORDS)
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}], ids=str)
-def test_beside_the_training_is_as_waiting_exactly(axes: dict[str, int]) -> None:
+def test_background_evaluation_equals_inline_evaluation_exactly(axes: dict[str, int]) -> None:
     for found, right in zip(on_ranks(axes, each, "background", WORDS[:3]), waiting(**axes), strict=True):
         assert found == right[:3]
 
@@ -92,7 +92,7 @@ def test_beside_the_training_is_as_waiting_exactly(axes: dict[str, int]) -> None
 @pytest.mark.parametrize(
     "axes", [{"replicate": 1, "evaluate": 1}, {"replicate": 2, "evaluate": 2}, {"replicate": 2, "depth": 2, "evaluate": 2}], ids=str
 )
-def test_ranks_of_its_own_find_the_same(axes: dict[str, int]) -> None:
+def test_dedicated_ranks_find_the_same(axes: dict[str, int]) -> None:
     expected = waiting(**{name: size for name, size in axes.items() if name != "evaluate"})[0]
     for rank in on_ranks(axes, each, "wait", WORDS):
         for (rows, losses, reason, trains), right, words in zip(rank, expected, WORDS, strict=True):
@@ -106,7 +106,7 @@ def test_ranks_of_its_own_find_the_same(axes: dict[str, int]) -> None:
 
 
 def in_slabs(mesh: Mesh, words: dict[str, Any]) -> tuple[Rows, list[float]]:
-    """CosmoFlow, whose ranks exchange slices in every forward pass; each training step finds an evaluation under way."""
+    """CosmoFlow, whose ranks exchange slices in every forward pass; an evaluation is pending in each training step."""
     cfg = cosmoflow.CosmoFlowConfig(size=16, filters=4, blocks=3, dropout=0.0)
     torch.manual_seed(0)
     step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(lr=1e-3), mesh)
@@ -125,14 +125,14 @@ def in_slabs(mesh: Mesh, words: dict[str, Any]) -> tuple[Rows, list[float]]:
 
 
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"replicate": 2, "depth": 2}], ids=str)
-def test_a_copy_that_is_cut_sends_beside_the_training_through_channels_of_its_own(axes: dict[str, int]) -> None:
+def test_background_evaluation_of_a_sharded_replica_has_its_own_process_groups(axes: dict[str, int]) -> None:
     expected = on_ranks(axes, in_slabs, {"evaluate": "wait"})
     assert [step for step, _ in expected[0][0]] == [3, 6, 9]
     assert on_ranks(axes, in_slabs, {"evaluate": "background"}) == expected
 
 
 def entwined(mesh: Mesh, evaluate: str, done: Path) -> tuple[Rows, int]:
-    """An evaluation that ends only when training has gone on; ``done`` grows by a byte with each step."""
+    """An evaluation that ends only after training has continued; ``done`` grows by a byte with each step."""
     calls = 0
 
     def patient(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def test_training_does_not_stop_for_an_evaluation(tmp_path: Path, axes: dict[str
 
 
 def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int]:
-    """Where beside the training one process has its results later than the other."""
+    """Background evaluation with results that arrive later on one rank."""
     original = evaluation.TrainingRanksEvaluation._evaluate
 
     def late(self: Any, weights: Any) -> Any:
@@ -196,11 +196,11 @@ def failing(mesh: Mesh) -> str:
     return str(error.value)
 
 
-def test_an_error_beside_the_training_is_raised_in_it() -> None:
+def test_an_error_in_the_background_is_raised_in_training() -> None:
     assert on_ranks({"replicate": 2}, failing) == ["no such class"] * 2
 
 
-def test_validation_samples_are_read_once_when_they_are_kept() -> None:
+def test_cached_validation_samples_are_read_once() -> None:
     read = []
 
     class Counted:
@@ -224,8 +224,8 @@ def test_validation_samples_are_read_once_when_they_are_kept() -> None:
     assert found[0] == found[1]
 
 
-def test_the_thread_beside_the_training_never_clears_the_cache_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clearing it takes a lock that the training may hold while it waits for the interpreter."""
+def test_the_background_thread_never_clears_the_autocast_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clearing takes a lock that the main thread may hold while it waits for the GIL."""
     threads: list[str] = []
     clear = torch.clear_autocast_cache
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (threads.append(threading.current_thread().name), clear())[1])

@@ -1,4 +1,4 @@
-"""Captured steps, and then an orderly end or an error on all ranks alike: what is let go of in which order. captured.py HOW"""
+"""Captured steps, and then an orderly end or an error on all ranks: the order of deletions. captured.py HOW"""
 
 import os
 import sys
@@ -21,19 +21,19 @@ def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
-def told(group: Any = None) -> None:
+def destroy_and_print(group: Any = None) -> None:
     say("destroy")
     destroy(group)
 
 
-class Told(Tape):
+class PrintingTape(Tape):
     def reset(self) -> None:
         say("reset")
 
 
-torch_dist.destroy_process_group = told
+torch_dist.destroy_process_group = destroy_and_print
 with dist.start({"replicate": -1}) as mesh:
-    step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).mean()}, StepConfig(capture="whole"), mesh, graph=Told)
+    step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).mean()}, StepConfig(capture="whole"), mesh, graph=PrintingTape)
     for samples in (2, 2, 2, 4, 4, 4):
         step(torch.ones(samples, 3))
     if sys.argv[1] == "diverge":

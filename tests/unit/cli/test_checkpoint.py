@@ -13,11 +13,11 @@ from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, loss
 from hpcai.settings import StepConfig
 from hpcai.train import Step
 from hpcai.train.checkpoint_reader import Progress, read_tensors
-from tests.unit.train.test_checkpoint import keeper, new_step
+from tests.unit.train.test_checkpoint import new_checkpoints, new_step
 
 
 def test_a_run_and_one_checkpoint_are_shown_and_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    step, kept = new_step(), keeper(tmp_path / "checkpoints", keep=2)
+    step, kept = new_step(), new_checkpoints(tmp_path / "checkpoints", keep=2)
     for count in (3, 7):
         kept.save(step, Progress(step=count, epoch=1))
     assert show(tmp_path) == 0
@@ -43,7 +43,7 @@ def test_the_weights_of_a_checkpoint_are_a_model(tmp_path: Path, capsys: pytest.
     step = Step(CosmoFlow(cfg), loss, StepConfig(average=average), dist.alone())
     for count in (1, 2):
         step(Batch(torch.randint(0, 9, (2, 32, 32, 32, 4), dtype=torch.int16), torch.rand(2, 4)))
-        keeper(tmp_path / "checkpoints").save(step, Progress(step=count))
+        new_checkpoints(tmp_path / "checkpoints").save(step, Progress(step=count))
     assert main(["export", str(tmp_path), str(tmp_path / "model.safetensors")]) == 0
     assert "step-00000002" in capsys.readouterr().out and not list(tmp_path.glob(".*"))
     model = CosmoFlow.load(tmp_path / "model.safetensors")
@@ -64,7 +64,7 @@ def tuned(weights: Path, lr: float = 0.1) -> Step:
 def test_weights_that_are_not_trained_are_named_and_not_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "start.safetensors")
-    step, kept = tuned(tmp_path / "start.safetensors"), keeper(tmp_path / "checkpoints")
+    step, kept = tuned(tmp_path / "start.safetensors"), new_checkpoints(tmp_path / "checkpoints")
     step(Batch(torch.randint(0, 9, (2, 32, 32, 32, 4), dtype=torch.int16), torch.rand(2, 4)))
     saved = kept.save(step, Progress(step=1))
     frozen = {name for name, p in step.model.named_parameters() if not p.requires_grad}
@@ -73,16 +73,16 @@ def test_weights_that_are_not_trained_are_named_and_not_saved(tmp_path: Path) ->
     assert run["frozen"].keys() == frozen and [*run["origins"].values()] == [str(tmp_path / "start.safetensors")]
 
     again = tuned(tmp_path / "start.safetensors")
-    assert keeper(tmp_path / "checkpoints").resume(again) == Progress(step=1)
+    assert new_checkpoints(tmp_path / "checkpoints").resume(again) == Progress(step=1)
     main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
     for model in (again.model, CosmoFlow.load(tmp_path / "model.safetensors")):
         assert all(torch.equal(t, step.model.state_dict()[name]) for name, t in model.state_dict().items())
 
     CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"is not trained and was that of .*start.safetensors .*now it is that of .*other"):
-        keeper(tmp_path / "checkpoints").resume(tuned(tmp_path / "other.safetensors"))
+        new_checkpoints(tmp_path / "checkpoints").resume(tuned(tmp_path / "other.safetensors"))
     (tmp_path / "start.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="weights that were not trained are of .*start.safetensors"):
+    with pytest.raises(CheckpointError, match="frozen weights are those of .*start.safetensors"):
         main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
 
 
@@ -91,8 +91,8 @@ def test_weights_that_were_trained_until_now_are_saved_on(tmp_path: Path) -> Non
     whole = Step(CosmoFlow.load(tmp_path / "start.safetensors"), loss, StepConfig(optimizer="sgd", momentum=0), dist.alone())
     for parameter in whole.model.parameters():
         parameter.data.add_(1.0)
-    keeper(tmp_path / "checkpoints").save(whole, Progress(step=1))
-    kept, step = keeper(tmp_path / "checkpoints"), tuned(tmp_path / "start.safetensors")
+    new_checkpoints(tmp_path / "checkpoints").save(whole, Progress(step=1))
+    kept, step = new_checkpoints(tmp_path / "checkpoints"), tuned(tmp_path / "start.safetensors")
     step = Step(step.model, loss, StepConfig(optimizer="sgd", momentum=0), dist.alone())
     assert kept.resume(step) == Progress(step=1)
     found = read_tensors(kept.save(step, Progress(step=2)).path)
@@ -100,8 +100,8 @@ def test_weights_that_were_trained_until_now_are_saved_on(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
-    keeper(tmp_path).save(new_step(), Progress(step=1))
-    with pytest.raises(CheckpointError, match="does not say which model"):
+    new_checkpoints(tmp_path).save(new_step(), Progress(step=1))
+    with pytest.raises(CheckpointError, match="does not name the model"):
         main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
     with pytest.raises(CheckpointError, match="no checkpoint is there"):
         main(["export", str(tmp_path / "elsewhere"), "x"])

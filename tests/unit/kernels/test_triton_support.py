@@ -44,6 +44,5 @@ def test_without_it_a_gpu_takes_the_twins_and_a_run_says_so(monkeypatch: pytest.
     assert not set_backend_flags(StepConfig(), torch.device("cuda"))
     monkeypatch.setattr(triton_support, "MISSING", "there is no gcc")
     assert not triton_support.is_supported(on_gpu)
-    (message,) = set_backend_flags(StepConfig(), torch.device("cuda"))
-    assert message == "kernels: plain operations of torch, which are slower: there is no gcc"
+    assert set_backend_flags(StepConfig(), torch.device("cuda")) == ["kernels: torch operations, which are slower: there is no gcc"]
     assert not set_backend_flags(StepConfig(), torch.device("cpu"))

@@ -92,7 +92,7 @@ def test_a_model_learns_in_eighths_as_without() -> None:
     assert one != other and abs(other[0] / one[0] - 1) < 0.002
     assert one[0] - one[-1] > 1 and abs((other[0] - other[-1]) / (one[0] - one[-1]) - 1) < 0.02, (one[-1], other[-1])
     (note,) = [note for note in narrow.messages if note.startswith("step.products")]
-    assert "14 linear layers multiply in 8 bits of floating point; cpu rounds as a GPU does" in note
+    assert "14 linear layers use FP8; cpu emulates its rounding" in note
     assert {name for name, part in narrow.model.named_modules() if isinstance(part, FusedLinear)} == {
         f"model.layers.{n}.{part}_proj" for n in range(2)
         for part in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")

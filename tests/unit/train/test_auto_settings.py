@@ -1,4 +1,4 @@
-"""A step that is compiled says so, and keeps the code for later jobs; what cannot be divided is not."""
+"""Compilation of a step and reuse of its code, and settings that are resolved for the machine."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -27,14 +27,14 @@ def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo without Inductor, whose C++ takes half a minute."""
+    """Use Dynamo without Inductor, whose C++ takes half a minute."""
     whole = compiling.compile_model
     monkeypatch.setattr(compiling, "compile_model", lambda model, mode: whole(model, mode, backend="eager"))
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("how, count", [("whole", 1), ("blocks", 3)])
-def test_a_compiled_step_says_what_it_compiled_once(quick: None, how: str, count: int) -> None:
+def test_a_compiled_step_reports_its_compilation_once(quick: None, how: str, count: int) -> None:
     plain, step = (Step(network(), loss, StepConfig(compile=c), dist.alone()) for c in ("none", how))
     modules = "3 modules" if count == 3 else "1 module"
     assert step.messages == [f"step.compile: {modules} of Sequential"] and plain.news() == []
@@ -46,7 +46,7 @@ def test_a_compiled_step_says_what_it_compiled_once(quick: None, how: str, count
     assert list(step.model.state_dict()) == list(plain.model.state_dict())
 
 
-def test_a_second_start_finds_all_code_where_the_first_left_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_reuses_all_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = StepConfig(compile="whole", compile_cache=tmp_path / "kept", optimizer="sgd")
     weights = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))  # products alone: there is no C++ to build
     told = []
@@ -59,23 +59,22 @@ def test_a_second_start_finds_all_code_where_the_first_left_it(tmp_path: Path, m
         assert step._compiled is not None
         told.append(step._compiled._counts.read() | {"news": step.news()[0], "seconds": step.compiled})
     first, second = told
-    assert first["found"] == 0 and first["made"] == 2 and "found" not in first["news"], "forward and backward"
-    assert second["found"] == 2 and second["made"] == 0 and "2 of 2 parts found ready" in second["news"]
+    assert first["cache_hits"] == 0 and first["cache_misses"] == 2 and "found" not in first["news"], "forward and backward"
+    assert second["cache_hits"] == 2 and second["cache_misses"] == 0 and "2 of 2 parts found ready" in second["news"]
     assert 0 < second["seconds"] < first["seconds"]
 
 
 @pytest.fixture
 def backends() -> Iterator[Callable[[], tuple[bool, bool, bool]]]:
-    """Reads what torch is set to, and sets it back afterwards."""
+    """Return a function that reads torch's flags, which are restored afterwards."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
     yield lambda: (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
     matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
 
 
-def test_tf32_and_the_choice_of_cudnn_are_set_for_the_process_where_they_are_asked_for(backends: Any) -> None:
-    gpu = torch.device("cuda")
-    was = backends()
+def test_tf32_and_cudnn_benchmark_are_set_for_the_process_if_configured(backends: Any) -> None:
+    gpu, was = torch.device("cuda"), backends()
     assert set_backend_flags(StepConfig(), gpu) == [] and backends() == was
     assert set_backend_flags(StepConfig(tf32=True), gpu) == ["step.tf32: true, for this whole process"]
     assert backends() == (True, True, was[2])
@@ -84,7 +83,7 @@ def test_tf32_and_the_choice_of_cudnn_are_set_for_the_process_where_they_are_ask
     torch.get_float32_matmul_precision()  # torch raises where its two interfaces were mixed
 
 
-def test_what_only_a_gpu_has_is_told_and_not_set_elsewhere(backends: Any) -> None:
+def test_gpu_settings_on_a_cpu_are_reported_and_not_set(backends: Any) -> None:
     was = backends()
     step = Step(network(), loss, StepConfig(tf32=True, cudnn_benchmark=True), dist.alone(torch.device("cpu")))
     assert backends() == was

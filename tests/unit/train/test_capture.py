@@ -1,4 +1,4 @@
-"""A captured step is the eager one. The graph here is a tape of operations on fixed memory; tests/gpu has the real one."""
+"""A captured step equals the eager one. The graph is a tape of operations on static memory; tests/gpu has the CUDA graph."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ from tests.tape import Tape
 
 
 class Network(nn.Module):
-    """A network with a buffer that every pass changes, and dropout."""
+    """A network with dropout and a buffer that every forward pass changes."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def steps(step: Step, count: int, samples: int = 8) -> list[dict[str, Any]]:
     return [step(batch(seed, samples)) for seed in range(count)]
 
 
-def test_a_step_that_is_gone_leaves_no_memory() -> None:
+def test_a_deleted_step_frees_its_memory() -> None:
     step = new_step("whole")
     steps(step, 4)
     weights = [weakref.ref(parameter) for parameter in step.model.parameters()]
@@ -196,15 +196,14 @@ def test_a_capture_that_fails_names_the_operation() -> None:
 
 def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
     here = dist.alone(torch.device("cpu"))
-    with pytest.raises(ConfigError, match="step.capture is whole, but there is no GPU: this process computes on cpu"):
+    with pytest.raises(ConfigError, match="step.capture is whole, but there is no GPU: this rank computes on cpu"):
         Step(Network(), loss, StepConfig(capture="whole"), here)
     step = Step(Network(), loss, StepConfig(capture="auto"), here)
-    assert step.cfg.capture == "none"
-    assert step.messages == ["step.capture: none, since there is no GPU: this process computes on cpu"]
+    assert (step.cfg.capture, step.messages) == ("none", ["step.capture: none, since there is no GPU: this rank computes on cpu"])
 
 
 class Failing(Tape):
-    """A graph that fails at one place."""
+    """A graph that fails at one point."""
 
     where, tries = "", 0
 
@@ -237,7 +236,7 @@ def of_graph(graph: Any, capture: str, **words: Any) -> Step:
 
 
 def check_eager(step: Step, parts: list[dict[str, torch.Tensor]]) -> None:
-    """The step does on these batches what an uncaptured one does."""
+    """Compare the step with an uncaptured one on these batches."""
     eager = of_graph(Tape, "whole")
     eager._capture = None
     for i, part in enumerate(parts):
@@ -245,7 +244,7 @@ def check_eager(step: Step, parts: list[dict[str, torch.Tensor]]) -> None:
         same(contents(step), contents(eager))
 
 
-def test_auto_goes_on_without_a_capture_that_fails_and_says_so_once() -> None:
+def test_auto_continues_uncaptured_after_a_failed_capture_and_reports_it_once() -> None:
     graph = failing("capture")
     step = of_graph(graph, "auto")
     check_eager(step, [*(batch(i) for i in range(WARM + 2)), batch(2, 4)])
@@ -258,7 +257,7 @@ def test_auto_goes_on_without_a_capture_that_fails_and_says_so_once() -> None:
             steps(of_graph(failing("capture"), named), WARM + 1)
 
 
-def test_auto_runs_shapes_too_many_uncaptured_and_says_so_once() -> None:
+def test_auto_runs_excess_shapes_uncaptured_and_reports_it_once() -> None:
     step = of_graph(Tape, "auto", capture_shapes=1)
     check_eager(step, [batch(i, count) for i, count in enumerate((8, 4, 6, 8, 8, 4, 8))])
     assert step._capture is not None and step._capture.recorded() == 1
@@ -267,13 +266,13 @@ def test_auto_runs_shapes_too_many_uncaptured_and_says_so_once() -> None:
     assert re.fullmatch(r"step.capture: graph 1 of at most 1 recorded in \d+\.\d s", made) and step.news() == []
 
 
-def test_a_replay_that_fails_is_raised_since_nobody_knows_what_it_did() -> None:
+def test_a_failed_replay_raises() -> None:
     with pytest.raises(RuntimeError, match="no replay today"):
         steps(of_graph(failing("replay"), "auto"), WARM + 1)
 
 
 class Cuda:
-    """What of ``torch.cuda`` a graph uses, for a machine without one: what is called, in its order."""
+    """The part of ``torch.cuda`` that a graph uses, for a machine without a GPU. It records calls in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls, self.now = list[str](), "main"
@@ -303,7 +302,7 @@ class Cuda:
             raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def test_after_a_capture_that_failed_stream_memory_and_random_numbers_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_restores_stream_memory_and_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     with pytest.raises(RuntimeError, match="previous error"):
         CudaGraph("pool", "side").capture(lambda: None)
@@ -326,7 +325,7 @@ def test_each_capture_has_a_pool_of_its_own_for_all_its_graphs(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("error", [None, DivergedError("step 3: the loss is not finite", 3)], ids=str)
-def test_graphs_go_before_the_process_groups_however_a_run_ends(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_deleted_before_the_process_groups(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
     class Told(Tape):

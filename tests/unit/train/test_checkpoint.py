@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there; resuming puts everything back."""
+"""Checkpoints are complete or absent, and resuming restores everything."""
 
 import errno
 import hashlib
@@ -57,7 +57,7 @@ def sums(step: Step) -> list[float]:
     return [tensor.double().sum().item() for _, tensor in sorted(contents(step).items())]
 
 
-def keeper(path: Path, mesh: Mesh | None = None, settings: dict | None = None, **words: Any) -> Checkpoints:
+def new_checkpoints(path: Path, mesh: Mesh | None = None, settings: dict | None = None, **words: Any) -> Checkpoints:
     return Checkpoints(path, CheckpointConfig(**words), mesh or dist.alone(), settings)
 
 
@@ -66,14 +66,14 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, optimizer: str) ->
     step = new_step(optimizer=optimizer)
     train(step, 3)
     progress = Progress(step=3, epoch=1, sample=12, seen=44, seconds=1.5)
-    saved = keeper(tmp_path).save(step, progress)
+    saved = new_checkpoints(tmp_path).save(step, progress)
     assert saved.path.name == "step-00000003" and saved.bytes > 1000
     train(step, 3)
     after = contents(step), torch.rand(3), np.random.rand(3), random.random()
 
     other = new_step(seed=5, optimizer=optimizer)
     rng.seed_all(99)
-    assert keeper(tmp_path).resume(other) == progress
+    assert new_checkpoints(tmp_path).resume(other) == progress
     assert other.count == 3
     train(other, 3)
     again = contents(other), torch.rand(3), np.random.rand(3), random.random()
@@ -81,42 +81,42 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, optimizer: str) ->
     assert torch.equal(again[1], after[1]) and np.array_equal(again[2], after[2]) and again[3] == after[3]
 
 
-def test_narrow_weights_are_those_of_their_masters_again(tmp_path: Path) -> None:
+def test_bf16_weights_are_cast_from_their_masters_after_a_resume(tmp_path: Path) -> None:
     step = new_step(precision="bf16-params")
     train(step, 3)
-    keeper(tmp_path).save(step, Progress(step=3))
+    new_checkpoints(tmp_path).save(step, Progress(step=3))
     other = new_step(seed=5, precision="bf16-params")
-    keeper(tmp_path).resume(other)
+    new_checkpoints(tmp_path).resume(other)
     for one, again in zip(step.model.parameters(), other.model.parameters()):
         assert one.dtype == torch.bfloat16 and torch.equal(one, again)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
-    step, kept = new_step(), keeper(tmp_path)
+    step, kept = new_step(), new_checkpoints(tmp_path)
     for count in (1, 2):
         kept.save(step, Progress(step=count))
         spoil(tmp_path / f"step-{count:08d}", "bit")
-    text = r"no checkpoint is whole \(step-00000002 is passed over: .*step-00000001 is passed over: .* remove them or choose"
+    text = r"no checkpoint is complete \(step-00000002 is skipped: .*step-00000001 is skipped: .* remove them or choose"
     with pytest.raises(CheckpointError, match=text):
-        keeper(tmp_path).resume(step)
+        new_checkpoints(tmp_path).resume(step)
 
 
-def test_a_half_written_one_is_ignored_named_and_cleared_by_the_next_save(tmp_path: Path) -> None:
-    step, kept = new_step(), keeper(tmp_path)
+def test_a_partial_checkpoint_is_ignored_reported_and_removed_by_the_next_save(tmp_path: Path) -> None:
+    step, kept = new_step(), new_checkpoints(tmp_path)
     train(step, 1)
     kept.save(step, Progress(step=1))
     left = tmp_path / ".step-00000002.partial"
     left.mkdir()
     (left / "tensors-000.safetensors").write_bytes(b"half")
-    again = keeper(tmp_path)
+    again = new_checkpoints(tmp_path)
     assert again.resume(new_step()).step == 1
     assert again.messages == [".step-00000002.partial was not finished and is ignored"]
     again.save(step, Progress(step=2))
     assert not left.exists() and [p.name for p in again.paths()] == ["step-00000001", "step-00000002"]
 
 
-def test_old_ones_are_removed_after_the_new_one_is_whole(tmp_path: Path) -> None:
-    step, kept = new_step(), keeper(tmp_path, keep=2)
+def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path: Path) -> None:
+    step, kept = new_step(), new_checkpoints(tmp_path, keep=2)
     for count in range(1, 5):
         train(step, 1)
         kept.save(step, Progress(step=count))
@@ -127,8 +127,8 @@ def full(*args: Any, **words: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, kept = new_step(), keeper(tmp_path)
+def test_a_full_disk_is_reported_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, kept = new_step(), new_checkpoints(tmp_path)
     train(step, 1)
     kept.save(step, Progress(step=1))
     for place, name in ((checkpoint.shard_file, "write"), (checkpoint, "_write")):
@@ -139,28 +139,28 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: py
             ):
                 kept.save(step, Progress(step=2))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
-    assert keeper(tmp_path).resume(new_step()).step == 1
+    assert new_checkpoints(tmp_path).resume(new_step()).step == 1
     kept.save(step, Progress(step=2))
 
 
 def test_other_settings_or_another_model_are_refused(tmp_path: Path) -> None:
     step = new_step()
     train(step, 1)
-    keeper(tmp_path, settings={"model": {"size": 32, "filters": 8}, "train": 1}).save(step, Progress(step=1))
+    new_checkpoints(tmp_path, settings={"model": {"size": 32, "filters": 8}, "train": 1}).save(step, Progress(step=1))
     with pytest.raises(CheckpointError, match=r"other settings \(model.filters: 8 then, 16 now\); keep them"):
-        keeper(tmp_path, settings={"model": {"size": 32, "filters": 16}}).resume(new_step())
+        new_checkpoints(tmp_path, settings={"model": {"size": 32, "filters": 16}}).resume(new_step())
     torch.manual_seed(0)
     stranger = Step(nn.Linear(2, 2), loss, StepConfig(), dist.alone())
     with pytest.raises(CheckpointError, match="holds no 'model/weight', no 'model/bias', .*another model"):
-        keeper(tmp_path, settings={"model": {"size": 32, "filters": 8}}).resume(stranger)
+        new_checkpoints(tmp_path, settings={"model": {"size": 32, "filters": 8}}).resume(stranger)
     with pytest.raises(CheckpointError, match="checkpoint.resume is never; choose another report.directory"):
-        keeper(tmp_path, resume="never").resume(new_step())
+        new_checkpoints(tmp_path, resume="never").resume(new_step())
 
 
-def test_anything_that_reads_safetensors_opens_a_checkpoint_and_nothing_in_it_is_a_pickle(tmp_path: Path) -> None:
+def test_safetensors_opens_a_checkpoint_and_it_holds_no_pickle(tmp_path: Path) -> None:
     step = new_step()
     train(step, 1)
-    saved = keeper(tmp_path).save(step, Progress(step=1))
+    saved = new_checkpoints(tmp_path).save(step, Progress(step=1))
     path, size = saved.path, saved.bytes
     assert sorted(p.name for p in path.iterdir()) == ["index.json", "manifest.json", "run.json", "tensors-000.safetensors"]
     found = load_file(path / "tensors-000.safetensors")
@@ -171,8 +171,8 @@ def test_anything_that_reads_safetensors_opens_a_checkpoint_and_nothing_in_it_is
 
 
 def write_or_read(mesh: Mesh, path: str, write: bool) -> tuple[list[float], list[float], list[str]]:
-    """What is in a checkpoint, what follows after one more step, and what there was to note."""
-    step, kept = new_step(mesh, optimizer="adamw"), keeper(Path(path), mesh)
+    """Return sums of a checkpoint, sums after one more step, and the messages."""
+    step, kept = new_step(mesh, optimizer="adamw"), new_checkpoints(Path(path), mesh)
     if write:
         train(step, 2)
         kept.save(step, Progress(step=2, sample=8))
@@ -184,7 +184,7 @@ def write_or_read(mesh: Mesh, path: str, write: bool) -> tuple[list[float], list
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}], ids=str)
-def test_what_follows_a_resume_has_the_random_numbers_of_its_copy(tmp_path: Path, axes: dict[str, int]) -> None:
+def test_a_resumed_step_has_the_random_numbers_of_its_replica(tmp_path: Path, axes: dict[str, int]) -> None:
     before = on_ranks(axes, write_or_read, str(tmp_path), True)
     assert on_ranks(axes, write_or_read, str(tmp_path), False) == before
 
@@ -202,7 +202,7 @@ def fails_on_one(mesh: Mesh, path: str) -> str:
     if mesh.rank == 1:
         checkpoint.shard_file.write = full
     with pytest.raises(CheckpointError) as problem:
-        keeper(Path(path), mesh).save(step, Progress(step=1))
+        new_checkpoints(Path(path), mesh).save(step, Progress(step=1))
     return str(problem.value)
 
 
@@ -212,38 +212,38 @@ def test_a_disk_that_is_full_on_one_rank_stops_the_save_on_all(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_goes_on_counts_its_steps_from_the_first(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_its_steps_from_the_first_start(tmp_path: Path) -> None:
     step = new_step()
     train(step, 3)
-    keeper(tmp_path).save(step, Progress(step=3))
+    new_checkpoints(tmp_path).save(step, Progress(step=3))
     other = new_step(seed=5)
-    keeper(tmp_path).resume(other)
+    new_checkpoints(tmp_path).resume(other)
     train(other, 1)
     other(torch.full((4, 2, 3, 3, 3), torch.nan))
     with pytest.raises(DivergedError, match="step 5: .*weights stay those of step 4"):
         other.check()
 
 
-def test_what_a_resume_refused_is_set_aside_and_what_was_just_written_stays(tmp_path: Path) -> None:
-    """The newest is damaged: the run goes on from the one before, and its checkpoints have lower numbers than the damaged one."""
-    step, kept = new_step(), keeper(tmp_path, keep=2)
+def test_refused_checkpoints_are_set_aside_and_new_ones_stay(tmp_path: Path) -> None:
+    """The newest checkpoint is damaged: the run resumes from the one before, and its new checkpoints have lower numbers."""
+    step, kept = new_step(), new_checkpoints(tmp_path, keep=2)
     for count in (12, 16):
         kept.save(step, Progress(step=count))
     spoil(tmp_path / "step-00000016", "bit")
     (tmp_path / "step-00000020").write_text("a file")
     (tmp_path / "step-00000021").symlink_to(tmp_path / "step-00000012")
-    again = keeper(tmp_path, keep=1)
+    again = new_checkpoints(tmp_path, keep=1)
     assert again.resume(step).step == 12
     for count in (13, 14):
         again.save(step, Progress(step=count))
         assert (tmp_path / f"step-{count:08d}/manifest.json").exists()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["damaged-step-00000016", "step-00000014", "step-00000020", "step-00000021"]
-    assert keeper(tmp_path).resume(new_step()).step == 14
+    assert new_checkpoints(tmp_path).resume(new_step()).step == 14
 
 
 def resealed(path: Path, name: str, text: str) -> None:
-    """``name`` of the checkpoint says ``text``, and the manifest says that it does."""
+    """Write ``text`` to ``name`` of the checkpoint, and its SHA-256 to the manifest."""
     manifest = json.loads((path / "manifest.json").read_text())
     (path / name).write_text(text)
     if name != "manifest.json":
@@ -268,7 +268,7 @@ WRONG = [
 
 
 def forged(path: Path, change: Any) -> None:
-    """A checkpoint after ``change`` to the header of its file and to its index, which says that this is the header."""
+    """Apply ``change`` to the header of the checkpoint's file and to its index, with valid SHA-256."""
     index = json.loads((path / "index.json").read_text())
     (name, file), whole = next(iter(index["files"].items())), next(path.glob("*.safetensors")).read_bytes()
     length = file["header"] - 8
@@ -314,56 +314,56 @@ DAMAGE: list[tuple[Any, tuple[Any, ...], str]] = [
     (spoil, ("missing",), "tensors-000.safetensors is missing"), (spoil, ("manifest.json",), "manifest.json cannot be read"),
     (spoil, ("index.json",), "index.json has changed"), (spoil, ("run.json",), "run.json has changed"),
     *((resealed, (name, text), message) for name, text, message in WRONG),
-    (forged, (partial(FORGED["shape"], n=3),), "'model/0.weight' is placed where no file of it is"),
-    (forged, (partial(FORGED["offsets"], n=1 << 30),), "'model/0.weight' is placed where no file of it is"),
+    (forged, (partial(FORGED["shape"], n=3),), "'model/0.weight' lies outside its file"),
+    (forged, (partial(FORGED["offsets"], n=1 << 30),), "'model/0.weight' lies outside its file"),
     *((forged, (partial(change, n=huge),), "") for change in FORGED.values() for huge in (2**80, 2**52)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("act", "words", "message"), DAMAGE, ids=[f"{act.__name__}{n}" for n, (act, *_) in enumerate(DAMAGE)])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, act: Any, words: Any, message: str) -> None:
-    step, kept = new_step(), keeper(tmp_path, keep=3)
+    step, kept = new_step(), new_checkpoints(tmp_path, keep=3)
     for count in (1, 2):
         path = kept.save(step, Progress(step=count)).path
     act(path, *words)
-    again = keeper(tmp_path, keep=3)
+    again = new_checkpoints(tmp_path, keep=3)
     assert again.resume(step) == Progress(step=1)
     (note,) = again.messages
-    assert note.startswith("step-00000002 is passed over: ") and message in note
+    assert note.startswith("step-00000002 is skipped: ") and message in note
     again.save(step, Progress(step=2))  # the damaged one is replaced
-    assert keeper(tmp_path).resume(new_step()) == Progress(step=2)
+    assert new_checkpoints(tmp_path).resume(new_step()) == Progress(step=2)
 
 
 def test_a_forged_checkpoint_without_a_change_is_read(tmp_path: Path) -> None:
-    path = keeper(tmp_path).save(step := new_step(), Progress(step=1)).path
+    path = new_checkpoints(tmp_path).save(step := new_step(), Progress(step=1)).path
     before = (path / "index.json").read_text()
     forged(path, lambda told, index: None)
-    assert keeper(tmp_path).resume(step) == Progress(step=1) and (path / "index.json").read_text() != before
+    assert new_checkpoints(tmp_path).resume(step) == Progress(step=1) and (path / "index.json").read_text() != before
 
 
-def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_path: Path) -> None:
+def test_a_resume_reports_every_other_difference_and_refuses_another_data_set(tmp_path: Path) -> None:
     step, settings = new_step(), {"model": {"size": 8}, "step": {"lr": 0.1}, "data": {"batch": 4}, "report": {"directory": "a"}}
-    kept = keeper(tmp_path, settings=settings)
+    kept = new_checkpoints(tmp_path, settings=settings)
     kept.data = "six files, 1f2e"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(VERSIONS, "hpcai", "0.0.1")
         kept.save(step, Progress(step=1))
     changed = settings | {"step": {"lr": 0.2}, "data": {"batch": 8}, "report": {"directory": "b"}}
-    again = keeper(tmp_path, settings=changed)
+    again = new_checkpoints(tmp_path, settings=changed)
     again.data = "six files, 1f2e"
     assert again.resume(step).step == 1
     assert again.messages == [f"hpcai: 0.0.1 then, {__version__} now", "data.batch: 4 then, 8 now", "step.lr: 0.1 then, 0.2 now"]
     again.data = "seven files, 77aa"
     with pytest.raises(CheckpointError, match=r"another data set \(six files, 1f2e then, seven files, 77aa now\); set checkpoint"):
         again.resume(step)
-    meant = keeper(tmp_path, settings=settings, other_data=True)
+    meant = new_checkpoints(tmp_path, settings=settings, other_data=True)
     meant.data = again.data
     assert meant.resume(step).step == 1 and len(meant.messages) == 2
 
 
 def writes_and_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[int, int]]], int, int]:
-    """Writes and resumes in blocks of 96 bytes: who wrote each file, in how many blocks; how many blocks this process has compared,
-    and how many bytes it has read after that."""
+    """Save and resume in blocks of 96 bytes. Return writer and blocks of each file, blocks that this rank verified, and bytes that
+    it read."""
     usual, fill, reads = checkpoint.shard_file._OpenFiles.read, checkpoint_reader.CheckpointReader.fill, [[]]
 
     def read(files: Any, file: str, at: int, into: torch.Tensor) -> None:
@@ -378,16 +378,16 @@ def writes_and_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[int, i
         patch.setattr(checkpoint.shard_file, "BLOCK", 96)
         patch.setattr(checkpoint.shard_file._OpenFiles, "read", read)
         patch.setattr(checkpoint_reader.CheckpointReader, "fill", filled)
-        step, kept = new_step(mesh), keeper(Path(path), mesh, writers=2)
+        step, kept = new_step(mesh), new_checkpoints(Path(path), mesh, writers=2)
         folder = kept.save(step, Progress(step=1)).path
-        assert keeper(Path(path), mesh, writers=2).resume(step) == Progress(step=1)
+        assert new_checkpoints(Path(path), mesh, writers=2).resume(step) == Progress(step=1)
     index = json.loads((folder / "index.json").read_text())["files"]
     files = {name: [(s["writer"], len(s["sha256"])) for s in f["stretches"]] for name, f in index.items()}
     return files, len(reads[0]), sum(reads[1])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_all_hold_alike_is_written_by_two_and_each_byte_is_read_by_one(tmp_path: Path, ranks: int) -> None:
+def test_replicated_boxes_are_written_by_two_and_each_byte_is_read_by_one(tmp_path: Path, ranks: int) -> None:
     found = on_ranks({"replicate": ranks}, writes_and_reads, str(tmp_path))
     files = found[0][0]
     assert [writer for each in files.values() for writer, _ in each] == [0, 1]

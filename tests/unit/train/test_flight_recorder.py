@@ -1,4 +1,4 @@
-"""Bundles in one process: what they hold, and that neither they nor their directory hide the first error."""
+"""Bundles in one process: their contents, and that neither they nor their directory hide the first error."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ def fails_in(folder: Path, before: Any = lambda: None) -> None:
 def test_a_bundle_holds_logs_events_random_state_and_the_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the first error"), run_in(tmp_path) as run:
         run.begin()
-        run.flight_recorder.describe_state = lambda step: {"step": 7, "samples": 1 / 0}
+        run.flight_recorder.describe = lambda step: {"step": 7, "samples": 1 / 0}
         for number in range(300):
             logging.getLogger("any").warning("line %d", number)
             run.reports.emit("train", step=number, loss=float("nan"))
@@ -51,7 +51,7 @@ def test_a_bundle_holds_logs_events_random_state_and_the_error(tmp_path: Path) -
     assert all(not isinstance(handler, FlightRecorder) for handler in logging.getLogger().handlers)
 
 
-def test_what_is_no_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_without_failure_writes_no_bundle(tmp_path: Path) -> None:
     for end in (SystemExit(85), KeyboardInterrupt()):
         with pytest.raises(type(end)), run_in(tmp_path / "asked") as run:
             run.begin()
@@ -89,7 +89,7 @@ def test_a_file_system_that_hangs_does_not_hold_the_first_error(tmp_path: Path, 
     assert time.monotonic() - began < 2
 
 
-def test_processes_that_stand_alike_share_a_line_and_the_rarest_comes_first() -> None:
+def test_ranks_at_the_same_location_share_a_line_and_the_rarest_is_first() -> None:
     told = [{"rank": rank, "step": 4, "where": "wait (a.py:1: w)" if rank != 5 else "sleep (b.py:2: s)"} for rank in range(9)]
     told = [one for one in told if one["rank"] != 7]
     assert describe_ranks(told, 10).splitlines() == [
@@ -99,18 +99,18 @@ def test_processes_that_stand_alike_share_a_line_and_the_rarest_comes_first() ->
     ]
 
 
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Any, patience: float = 0.3) -> list[float]:
-    """What the watchdog would have ended while ``act`` ran."""
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Any, timeout: float = 0.3) -> list[float]:
+    """Return the ends of the job by the watchdog while ``act`` runs."""
     ends: list[float] = []
-    monkeypatch.setattr(FlightRecorder, "_end_job", lambda self, patience: ends.append(patience))
+    monkeypatch.setattr(FlightRecorder, "_end_job", lambda self, timeout: ends.append(timeout))
     with run_in(tmp_path) as run:
         run.begin()
-        with run.flight_recorder.watch_hang(patience):
+        with run.flight_recorder.watch_hang(timeout):
             act()
     return ends
 
 
-def test_only_what_stands_still_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_progress_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_step() -> None:
         time.sleep(0.9)
 

@@ -1,4 +1,4 @@
-"""The loop in one process: a notebook's use, what is reported when, how a run ends."""
+"""The loop in one process: use in a notebook, times of reports, ends of a run."""
 
 import json
 import logging
@@ -105,7 +105,7 @@ def test_evaluation_every_second_epoch_from_one_on_and_at_the_end(tmp_path: Path
     assert kinds[0] == "start" and kinds[-1] == "stop" and kinds.count("checkpoint") == 5 and kinds.count("epoch") == 5
 
 
-def test_a_metric_that_is_no_number_is_told(tmp_path: Path) -> None:
+def test_a_non_finite_metric_is_reported(tmp_path: Path) -> None:
     def halves(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
         power = torch.tensor([2.0, 0.0]), lambda power: {"power_0": power[0], "power_1": 1 / power[1]}
         return {"error": (torch.tensor(1.0), 1), "dice": (torch.tensor(float("nan")), 1), "spectrum": power}
@@ -124,7 +124,7 @@ COLLAPSES = [("higher", [0.5, 0.25, 0.0]), ("lower", [3.0, 5.0, 8.0]), ("higher"
 
 
 @pytest.mark.parametrize(("better", "values"), COLLAPSES)
-def test_a_run_whose_metric_is_hopeless_stops_and_says_so(tmp_path: Path, better: str, values: list[float]) -> None:
+def test_a_run_whose_metric_is_hopeless_stops_with_a_reason(tmp_path: Path, better: str, values: list[float]) -> None:
     left = iter(values)
 
     def collapsing(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_resumed_is_uninterrupted_also_in_the_middle_of_an_epoch(tmp_path: Path,
     assert steps == sorted(set(steps)), "no step is reported twice"
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_checkpoint_is_reported_and_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = iter([True, True, False])
     write = Checkpoints._write
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_pa
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write of step 2 lasts until step 3 is made: what is saved are the weights of step 2. The save of step 4 waits for it."""
+    """The write of step 2 lasts until step 3 is done: the checkpoint has the weights of step 2. The save of step 4 waits for it."""
     third, write, step = threading.Event(), shard_file.write, new_step()
     seen: dict[int, list[torch.Tensor]] = {}
 
@@ -256,14 +256,14 @@ def test_contradictions_are_refused() -> None:
         train.fit(step, batches(), cfg)
     with pytest.raises(ConfigError, match="both evaluate and validation"):
         train.fit(step, batches(), TrainConfig(steps=1), evaluate=metric)
-    with pytest.raises(ConfigError, match="train.metric is 'mae', but what is evaluated is error"):
+    with pytest.raises(ConfigError, match="train.metric is 'mae', but the evaluated metrics are error"):
         train.fit(step, batches(), cfg, evaluate=metric, validation=batches())
     with pytest.raises(DataError, match="no batch"):
         train.fit(step, [], TrainConfig(steps=1))
 
 
 def interrupted(number: signal.Signals, when: int) -> train.Step:
-    """A step in whose ``when``-th pass a signal comes."""
+    """A step that receives a signal in its ``when``-th forward pass."""
     step = new_step()
     plain = step.forward_backward
 
@@ -288,7 +288,7 @@ def test_a_signal_stops_at_a_step_boundary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when, reason", [(4, "signal"), (6, "finished")])
-def test_a_whole_checkpoint_is_never_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int, reason: str) -> None:
+def test_a_complete_checkpoint_is_never_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int, reason: str) -> None:
     """A signal right after a save, or at the last step: replacing the newest checkpoint would leave none for an instant."""
     saved: list[int] = []
     async_save = Checkpoints.async_save
@@ -310,7 +310,7 @@ def test_without_settings_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir())
 
 
-def test_readings_of_a_gpu_are_in_the_reports_with_what_a_joule_bought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_readings_and_samples_per_joule_are_in_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Meter:
         def __init__(self, device: torch.device) -> None:
             self.energy = 0.0
@@ -343,7 +343,7 @@ class Watts:
         return {"cpu": 30.0}
 
 
-def test_the_energy_of_a_run_is_told_at_its_end_and_summed_over_its_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_energy_of_a_run_is_reported_and_summed_over_its_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "Processors", Watts)
     for epochs in (1, 2):
         with new_run(tmp_path) as run:
@@ -361,7 +361,7 @@ def test_the_energy_of_a_run_is_told_at_its_end_and_summed_over_its_lives(tmp_pa
 
 
 def _train_on_nodes(mesh: Any, directory: str) -> None:
-    """Three processes on two nodes, the last of which has no counters, and a GPU's meter on each of the first two."""
+    """Three ranks on two nodes, the last of which has no counters, and a GPU's meter on each of the first two."""
     class Meter:
         def __init__(self, device: torch.device) -> None:
             pass
@@ -397,7 +397,7 @@ def slow_metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     return metric(model, batch)
 
 
-def test_a_target_reached_beside_the_training_ends_the_run_in_the_name_of_the_step_that_was_scored(tmp_path: Path) -> None:
+def test_a_target_reached_in_the_background_ends_the_run_with_the_evaluated_step(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     cfg = TrainConfig(epochs=2000, report_every=1, evaluate="background", metric="error", target=1e9)
     result = train.fit(new_step(), batches(), cfg, validation=batches(), evaluate=slow_metric, run=run)
@@ -409,7 +409,7 @@ def test_a_target_reached_beside_the_training_ends_the_run_in_the_name_of_the_st
     assert any("by the weights of step 3" in text for text in notes)
 
 
-def test_an_evaluation_under_way_is_told_before_a_signal_ends_the_run(tmp_path: Path) -> None:
+def test_a_pending_evaluation_is_reported_before_a_signal_ends_the_run(tmp_path: Path) -> None:
     def stops(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGUSR1)
         return slow_metric(model, batch)

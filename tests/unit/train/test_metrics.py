@@ -1,4 +1,4 @@
-"""Sums of tensors: what a metric adds to them and the numbers that it makes of them."""
+"""Sums of tensors: their accumulation, and the scalars that metrics compute from them."""
 
 from typing import Any
 
@@ -48,25 +48,25 @@ def test_integers_are_added_exactly_and_floats_as_float64() -> None:
     assert found[0].tolist() == [[large + 1]] and found[1].tolist() == [2, 1] and found[2].tolist() == [1 + small] * 2
 
 
-def test_what_a_metric_gave_is_left_as_it_is() -> None:
+def test_values_of_a_metric_are_not_modified() -> None:
     mine = torch.ones(3, dtype=torch.float64)
     assert numbers(*[{"n": (mine, lambda whole: whole.sum())}] * 3) == {"n": 9}
     assert mine.tolist() == [1, 1, 1]
 
 
-def test_shapes_that_change_and_what_is_no_number_are_refused() -> None:
+def test_changing_shapes_and_results_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"metric 'n': its sums are float64 \[2\] in one batch and float64 \[3\] in another"):
         numbers({"n": (torch.ones(3), torch.sum)}, {"n": (torch.ones(2), torch.sum)})
     with pytest.raises(ConfigError, match="metric 'n': a sum is a list; expected"):
         numbers({"n": ([[1.0]], torch.sum)})
     for wrong in (torch.ones(2), None, "many", np.ones(3)):
-        with pytest.raises(ConfigError, match="metric 'n': finish gives no number"):
+        with pytest.raises(ConfigError, match="metric 'n': finish returns no number"):
             numbers({"n": (torch.ones(2), lambda whole, wrong=wrong: wrong)})
 
 
 def test_a_name_that_two_metrics_give_is_refused() -> None:
     for other in (torch.tensor(1.0), (torch.ones(1), torch.sum)):
-        with pytest.raises(ConfigError, match="mae: given by more than one metric"):
+        with pytest.raises(ConfigError, match="mae: returned by more than one metric"):
             numbers({"mae": other, "n": (torch.ones(2), lambda whole: {"mae": 1.0})})
 
 

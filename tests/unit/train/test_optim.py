@@ -62,7 +62,7 @@ def test_sgd_with_the_learning_rate_inside_or_outside_the_momentum(inside: bool,
 
 
 @pytest.mark.parametrize(("kind", "public"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
-def test_weight_decay_is_part_of_the_gradient_or_beside_it_as_in_torch(kind: str, public: type[torch.optim.Adam]) -> None:
+def test_weight_decay_is_coupled_or_decoupled_as_in_torch(kind: str, public: type[torch.optim.Adam]) -> None:
     words = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     found, model = run(StepConfig(optimizer=kind, decay_names=("*",), **words)), network()
     optimizer = public(model.parameters(), **words)
@@ -75,8 +75,8 @@ def test_weight_decay_is_part_of_the_gradient_or_beside_it_as_in_torch(kind: str
         torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_narrow_moments_are_rounded_with_other_random_bits_in_each_step() -> None:
-    """They are kept without a bias: the same bits in every step would round one number up for ever."""
+def test_bf16_moments_are_rounded_with_other_random_bits_in_each_step() -> None:
+    """The same bits in every step would round an element up for ever."""
     model, seeds = network(), []
     optimizer = new(model, StepConfig(optimizer="adamw", moments="bf16"))
     for step in range(3):
@@ -93,7 +93,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lamb", "lars"])
-def test_rates_are_adapted_only_for_the_parameters_that_decay_names_names(kind: str) -> None:
+def test_rates_are_adapted_only_for_the_parameters_that_decay_names_matches(kind: str) -> None:
     """LAMB without adaptation is AdamW without decay; LARS without it is SGD."""
     cfg = StepConfig(optimizer=kind, lr=0.1, decay_names=("0.weight",))
     plain = StepConfig(optimizer="adamw" if kind == "lamb" else "sgd", lr=0.1)

@@ -1,4 +1,4 @@
-"""A trace holds the chosen steps and nothing else; without them nothing is written."""
+"""A trace holds the selected steps only; without them nothing is written."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ def test_the_trace_holds_the_spans_of_the_chosen_steps_only(
     assert span("after") is span("that")
 
 
-def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second: Any = SimpleNamespace(device=torch.device("cpu"), is_first=False, job=dist.Axis("job", 2, 1))
     with monkeypatch.context() as patch:
         patch.setattr(torch.profiler, "profile", lambda **given: pytest.fail("profiled"))

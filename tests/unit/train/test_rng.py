@@ -10,7 +10,7 @@ from tests.ranks.launch import on_ranks
 
 
 def drawn(mesh: Mesh, skip: int = 0) -> tuple[list[float], list[list[float]]]:
-    """The first weights, and which of 32 numbers three steps keep, of which the first ``skip`` are not made."""
+    """Return the initial weights, and the dropout masks of 32 elements in three steps, without the first ``skip``."""
     with train.seeds(7):
         model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
     kept: list[list[float]] = []
@@ -27,7 +27,7 @@ def drawn(mesh: Mesh, skip: int = 0) -> tuple[list[float], list[list[float]]]:
     return weights, kept
 
 
-def test_copies_begin_with_the_same_weights_and_draw_numbers_of_their_own_in_each_step() -> None:
+def test_replicas_have_equal_initial_weights_and_their_own_random_numbers_in_each_step() -> None:
     (weights, dropout), (again, other) = on_ranks({"replicate": 2}, drawn)
     assert weights == again and len({str(kept) for kept in dropout + other}) == 6
     assert drawn(dist.alone()) == (weights, dropout), "those of one copy are always the same"

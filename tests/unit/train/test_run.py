@@ -1,4 +1,4 @@
-"""The folder of a run: one owner at a time, and what cannot be written is told before the first step."""
+"""The directory of a run: one owner at a time, and errors before the first step."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_a_second_run_in_a_directory_is_refused_with_host_and_process_of_the_fir
         last.begin()
 
 
-def test_a_directory_that_cannot_be_used_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_an_unusable_directory_is_reported_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with run_in(tmp_path) as run, pytest.raises(CheckpointError, match="checkpoints: File exists; choose another report.directory"):
         run.begin()

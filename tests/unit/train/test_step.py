@@ -1,4 +1,4 @@
-"""One step: parts equal the whole, the guard holds, nothing reads the device."""
+"""One step: micro-batches equal the full batch, the guard holds, nothing reads the device."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_micro_batches_are_the_whole_batch(parts: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_each_sample_may_be_clipped_by_itself() -> None:
+def test_gradients_of_samples_may_be_clipped_separately() -> None:
     """Algorithm of the supplement of AlphaFold 2: gradients of samples are clipped, then averaged."""
     cfg = StepConfig(precision="fp64", clip=0.05, clip_per="sample", accumulate=8, optimizer="sgd", momentum=0.0, lr=1.0)
     step, data = Step(network(), loss, cfg, dist.alone()), batch().double()
@@ -66,7 +66,7 @@ def test_each_sample_may_be_clipped_by_itself() -> None:
 
 def test_clipping_of_samples_needs_them_one_by_one() -> None:
     step = Step(network(), loss, StepConfig(clip=0.1, clip_per="sample", accumulate=2), dist.alone())
-    with pytest.raises(ConfigError, match=r"a micro-batch has 4; set step\.accumulate to the samples of a copy, 8"):
+    with pytest.raises(ConfigError, match=r"a micro-batch has 4; set step\.accumulate to the samples of a replica, 8"):
         step(batch())
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_read_from_the_device_inside_a_step(cfg: StepConfig) -> None:
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_nan_never_reaches_the_weights_and_is_told_with_its_step_and_samples(where: str, optimizer: str) -> None:
+def test_a_nan_never_reaches_the_weights_and_is_reported_with_its_step_and_samples(where: str, optimizer: str) -> None:
     def bad(model: nn.Module, part: torch.Tensor) -> dict:
         values = loss(model, part)
         if part[0, 0] == 7:
@@ -118,16 +118,16 @@ def test_a_nan_never_reaches_the_weights_and_is_told_with_its_step_and_samples(w
         step.check(lambda index: f"sample of step {index}")
 
 
-def test_an_infinite_loss_with_a_finite_gradient_is_told_as_such() -> None:
+def test_an_infinite_loss_with_a_finite_gradient_is_reported_as_such() -> None:
     step = Step(network(), lambda model, part: {"loss": loss(model, part)["loss"] + torch.inf}, StepConfig(), dist.alone())
     before = [p.detach().clone() for p in step.model.parameters()]
     step(batch(0))
     assert not all(map(torch.equal, step.model.parameters(), before))
-    with pytest.raises(DivergedError, match="step 1: the loss is not finite on rank 0; its gradient is, and changed the weights"):
+    with pytest.raises(DivergedError, match="the loss is not finite on rank 0; its gradient is finite and changed the weights"):
         step.check()
 
 
-def test_the_average_of_weights_and_statistics_follows_and_is_put_back() -> None:
+def test_weights_and_statistics_are_averaged_and_restored() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     step = Step(model, loss, StepConfig(average=0.5, optimizer="sgd", lr=0.1), dist.alone())
@@ -151,7 +151,7 @@ def test_split_keeps_the_kind_of_batch_and_refuses_uneven_parts() -> None:
     parts = split(Batch(torch.arange(4), torch.arange(8).reshape(4, 2)), 2)
     assert isinstance(parts[1], Batch) and parts[1].counts.tolist() == [2, 3]
     assert split({"a": torch.arange(2)}, 2)[1]["a"].tolist() == [1]
-    with pytest.raises(DataError, match="a batch of 3 samples per process does not split into 2 micro-batches"):
+    with pytest.raises(DataError, match="a batch of 3 samples per rank does not split into 2 micro-batches"):
         split(torch.arange(3), 2)
     with pytest.raises(DataError, match="a batch holds a str"):
         split(("x",), 2)
@@ -189,7 +189,7 @@ def uneven() -> torch.Tensor:
 
 
 def after_a_step(mesh: Mesh, several: bool, accumulate: int, clip: float | None) -> tuple[list[float], float]:
-    """Weights and the loss, from samples of which each copy has as many."""
+    """Return weights and loss for samples that replicas have equal numbers of."""
     torch.manual_seed(0)
     cfg = StepConfig(precision="fp64", optimizer="sgd", lr=0.1, momentum=0.0, weight_decay=0.0, clip=clip, accumulate=accumulate)
     step = Step(nn.Linear(3, 2), two_means if several else tokens, cfg, mesh, counts=counted if several else None)
@@ -226,7 +226,7 @@ def test_a_micro_batch_in_which_nothing_counts_adds_nothing() -> None:
 
 
 def drift(precision: str, **words) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
-    """How far 200 small steps take the weights of a layer, as the model holds them and in full precision."""
+    """Return the change of a layer's weights after 200 small steps, as the model holds them and in full precision."""
     torch.manual_seed(0)
     model = nn.Linear(16, 16)
     start = model.weight.detach().clone()
@@ -286,7 +286,7 @@ def test_a_checkpoint_goes_from_one_precision_to_another(tmp_path, words: dict) 
         torch.testing.assert_close(other.optimizer.state()[name].float(), value.float(), rtol=1e-2, atol=1e-12)
 
 
-def test_auto_precision_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_precision_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     for tiles, expected in ((False, "fp32"), (True, "bf16")):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda t=tiles: t)
@@ -295,7 +295,7 @@ def test_auto_precision_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
-def test_parameters_that_somebody_moved_are_trained_on(precision: str) -> None:
+def test_parameters_that_were_moved_are_trained(precision: str) -> None:
     steps = [Step(network(), loss, StepConfig(precision=precision, average=0.9), dist.alone()) for _ in range(2)]
     for seed in range(3):
         for step in steps:
