@@ -11,7 +11,7 @@ from typing import IO
 from hpcai.errors import CheckpointError
 
 
-def flush(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Wait until what was written to a file, or which names a folder holds, is on the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -20,7 +20,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def claim(folder: Path) -> IO[str]:
+def lock_directory(folder: Path) -> IO[str]:
     """The folder belongs to this process until ``release`` is called with the file, or the process ends in any way.
 
     Raises CheckpointError with host and process of another owner. A file system without locks gives the folder to everybody.
@@ -43,7 +43,7 @@ def claim(folder: Path) -> IO[str]:
     return file
 
 
-def release(owner: IO[str]) -> None:
+def unlock_directory(owner: IO[str]) -> None:
     """Give up what ``claim`` gave."""
     with suppress(OSError):  # the lock ends with the file in any case
         Path(owner.name).unlink(missing_ok=True)

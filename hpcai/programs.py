@@ -10,12 +10,12 @@ SUITE = Path(hpcai.__file__).with_name("suite")
 _COMMANDS = {"apps": "hpcai run", "data_prep": "hpcai prepare"}
 
 
-def start(module: str) -> str:
+def command_of(module: str) -> str:
     """The words that start the module ``apps.NAME``, ``data_prep.NAME``, or another."""
     package, _, name = module.partition(".")
     return f"{_COMMANDS[package]} {name}" if package in _COMMANDS and SUITE.is_dir() else f"python -m {module}"
 
 
-def start_app(app: str, config: str = "small") -> str:
+def command_of_app(app: str, config: str = "small") -> str:
     """The words that start an app with one of its own files of settings."""
-    return f"{start(f'apps.{app}')} {config if SUITE.is_dir() else f'apps/{app}/configs/{config}.yaml'}"
+    return f"{command_of(f'apps.{app}')} {config if SUITE.is_dir() else f'apps/{app}/configs/{config}.yaml'}"

@@ -23,14 +23,14 @@ def mesh_shape(sizes: Mapping[str, int], world: int) -> tuple[dict[str, int], in
     if evaluate >= world and evaluate:
         raise MeshError(f"mesh.evaluate is {evaluate}, which leaves no process to train; {world} were started")
     train = world - evaluate
-    shape = _fill({name: sizes.get(name, 1) for name in AXES[:-1]}, train)
-    within = math.prod(size for name, size in shape.items() if name != "replicate")
-    if evaluate % within:
-        raise MeshError(f"mesh.evaluate is {evaluate}, but a copy of the model takes {within}; give a multiple of {within}")
+    shape = _fill_free_axis({name: sizes.get(name, 1) for name in AXES[:-1]}, train)
+    model_size = math.prod(size for name, size in shape.items() if name != "replicate")
+    if evaluate % model_size:
+        raise MeshError(f"mesh.evaluate is {evaluate}, but a copy of the model takes {model_size}; give a multiple of {model_size}")
     return shape, train
 
 
-def _fill(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+def _fill_free_axis(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     fixed = math.prod(size for size in sizes.values() if size > 0)
     free = [name for name, size in sizes.items() if size < 0]
     if len(free) > 1:
@@ -127,7 +127,7 @@ class LoaderConfig(Settings):
     shards: Positive = 1
     """1: every node's disk holds all training samples; more: each holds one shard, and trains on that"""
 
-    def loading(self) -> dict[str, Any]:
+    def loader_kwargs(self) -> dict[str, Any]:
         """What a `Loader` is told."""
         return {
             "workers": self.workers, "processes": self.processes, "prefetch": int(self.prefetch * 1e9), "order": self.order,

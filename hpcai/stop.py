@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 REQUEUE = 85
 """Exit code of a run that was asked to stop, saved what it had and wants to be started again."""
@@ -24,72 +24,72 @@ REQUEUE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _handle(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+def _set_handler(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, handler)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(REQUEUE)
 
 
 @contextmanager
-def heard() -> Iterator[None]:
+def exit_on_signal() -> Iterator[None]:
     """Around a whole run: a signal that comes before ``noting`` ends it, one that comes after changes nothing."""
-    _handle(_leave)
+    _set_handler(_exit)
     try:
         yield
     finally:
-        _handle(signal.SIG_IGN)  # Python would put back the default, which ends a process, before it has left
+        _set_handler(signal.SIG_IGN)  # Python would put back the default, which ends a process, before it has left
 
 
 @contextmanager
-def noting(note: Callable[[str], object]) -> Iterator[None]:
+def on_signal(callback: Callable[[str], object]) -> Iterator[None]:
     """Inside, ``note`` is called with a signal's name. Afterwards signals are ignored within ``heard``, and otherwise, as in a
     notebook, do what they did before.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    _handle(lambda number, frame: note(signal.Signals(number).name))
+    _set_handler(lambda number, frame: callback(signal.Signals(number).name))
     try:
         yield
     finally:
-        whole = before[signal.SIGTERM] is _leave
+        nested = before[signal.SIGTERM] is _exit
         for number, handler in before.items():
             if threading.current_thread() is threading.main_thread():
-                signal.signal(number, signal.SIG_IGN if whole else handler)
+                signal.signal(number, signal.SIG_IGN if nested else handler)
 
 
 @contextmanager
-def interrupts_put_off() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Inside, a first Ctrl-C waits until the end, so that what is being written is whole; a second one does not."""
-    waiting = False
+    pending = False
     before = signal.getsignal(signal.SIGINT)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal waiting
-        if waiting and callable(before):
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal pending
+        if pending and callable(before):
             before(number, frame)
-        waiting = True
+        pending = True
 
-    mine = threading.current_thread() is threading.main_thread() and callable(before)
-    if mine:
-        signal.signal(signal.SIGINT, note)
+    installed = threading.current_thread() is threading.main_thread() and callable(before)
+    if installed:
+        signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
-        if mine:
+        if installed:
             signal.signal(signal.SIGINT, before)
-            if waiting:
+            if pending:
                 signal.raise_signal(signal.SIGINT)
 
 
-def show_to_reader(write: Callable[[], Found]) -> Found | None:
+def ignore_broken_pipe(write: Callable[[], Result]) -> Result | None:
     """What ``write`` gives, which writes to stdout; None where its reader has seen enough (``| head``), which is no error."""
     try:
-        found = write()
+        result = write()
         sys.stdout.flush()
-        return found
+        return result
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return None

@@ -20,7 +20,7 @@ from hpcai.data.layout import hdf5 as layout_of
 from hpcai.data.opened import OpenFiles
 from hpcai.data.readers import open_reader
 from hpcai.data.table import ABSENT, HEAD, PACKED, Places, Table, head_of
-from hpcai.dist.collect import by_first
+from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError, HpcaiError
 
@@ -71,7 +71,7 @@ class Rows:
         self.local = dict(local or {})
         self.axis = axis
         self._begin()
-        catalog = by_first(self._surveyed, axis)
+        catalog = broadcast_from_first(self._surveyed, axis)
         if axis.rank:
             self._list(catalog)
         self._take(catalog)

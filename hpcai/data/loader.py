@@ -25,7 +25,7 @@ from hpcai.data.assemble import Assembler, Made, take_device, tree_bytes
 from hpcai.data.dealt import Dealt
 from hpcai.data.direct import Memory
 from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
-from hpcai.dist.collect import gather_objects
+from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError, HpcaiError
 
@@ -90,19 +90,19 @@ class Loader:
         self._rank, self._workers, self._prefetch = mesh.rank, workers, prefetch
         self._on_bad, self._patience, self._then = "stop" if last == "keep" else on_bad_sample, patience, then
         whole = getattr(source, "whole", False)
-        self._once = mesh.copy.size > 1 and (whole if once == "auto" else once)
+        self._once = mesh.model_parallel.size > 1 and (whole if once == "auto" else once)
         if self._once and not whole:
             raise DataError(
-                f"{name}: data.once, but a {type(source).__name__} does not say that it is whole: {mesh.copy.size} processes that "
-                "hold a sample together may each make a part of their own of it; set data.once to false"
+                f"{name}: data.once, but a {type(source).__name__} does not say that it is whole: {mesh.model_parallel.size} "
+                "processes that hold a sample together may each make a part of their own of it; set data.once to false"
             )
         self._check(batch, accumulate, mesh)
         self._order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
-        self._tellers = mesh.everyone if self._once else self.copies
+        self._tellers = mesh.peers if self._once else self.copies
         gpu = mesh.device if mesh.device.type == "cuda" else None
-        self._dealt = Dealt(mesh.channel("copy"), mesh.rank, gpu) if self._once else None
-        leads = order == "ready" and mesh.copy.size > 1 and not self._once
-        self._leader = _Leader(mesh.channel("copy")) if leads else None
+        self._dealt = Dealt(mesh.new_background_axis("model_parallel"), mesh.rank, gpu) if self._once else None
+        leads = order == "ready" and mesh.model_parallel.size > 1 and not self._once
+        self._leader = _Leader(mesh.new_background_axis("model_parallel")) if leads else None
         self._assembler = Assembler(mesh.device, name, getattr(source, "collate", None))
         self._following: _Course | None = None
         self._plan: _Plan | None = None
@@ -128,13 +128,13 @@ class Loader:
             raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
         if samples < copies and not isinstance(self.sampler, LargestFirst):
             raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
-        if self._on_bad == "skip" and mesh.copy.size > 1 and not self._once:
+        if self._on_bad == "skip" and mesh.model_parallel.size > 1 and not self._once:
             raise DataError(
-                f"{name}: on_bad_sample=skip, but {mesh.copy.size} processes hold a sample together and each makes it; set it to "
-                "stop, or data.once to true where the source is whole"
+                f"{name}: on_bad_sample=skip, but {mesh.model_parallel.size} processes hold a sample together and each makes "
+                "it; set it to stop, or data.once to true where the source is whole"
             )
         if self._once:
-            logger.info("%s: each sample is made by one of %d processes of a copy, and sent to the others", name, mesh.copy.size)
+            logger.info("%s: each sample is prepared by one of %d ranks of a replica, and sent on", name, mesh.model_parallel.size)
         rest = samples % batch
         if rest and self.last == "drop":
             logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
@@ -213,8 +213,8 @@ class Loader:
         processes ask together."""
         if self.order == "strict" or self._plan is None:
             return []
-        highest = max(gather_objects(self._plan.highest, self.copies))
-        return sorted(p for part in gather_objects(self._plan.left_below(highest), self.copies) for p in part)
+        highest = max(all_gather_object(self._plan.highest, self.copies))
+        return sorted(p for part in all_gather_object(self._plan.left_below(highest), self.copies) for p in part)
 
     def news(self) -> list[str]:
         """Texts about the samples that were skipped on any process since this was last asked: each sample is named once, each skip
@@ -223,7 +223,7 @@ class Loader:
             return []
         new, self._told = self.skipped[self._told :], len(self.skipped)
         texts = [(self.source.describe(s.index), f"{self.name}: {_skipped(s)}: {s.reason}") for s in new]
-        parts = gather_objects((texts, len(self.skipped)), self._tellers)
+        parts = all_gather_object((texts, len(self.skipped)), self._tellers)
         told = {place: text for part, _ in reversed(parts) for place, text in reversed(part) if place not in self._named}
         self._named |= told.keys()
         count = f"{self.name}: {sum(count for _, count in parts)} samples skipped so far"

@@ -8,7 +8,7 @@ import torch
 
 from hpcai.data.direct import Memory, Mode, Reader
 from hpcai.errors import DataError
-from hpcai.log import size as told
+from hpcai.log import format_bytes as told
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from hpcai.lazy import lazy
 __getattr__, __all__ = lazy(
     __name__,
     {
-        ".environment": ["Place", "place"],
-        ".launch": ["start", "alone", "communicator"],
+        ".environment": ["RankInfo", "read_rank_info"],
+        ".launch": ["start", "single_process", "mpi_communicator"],
         ".mesh": ["Mesh", "Axis"],
-        ".collect": ["sum_in_place", "agree", "rows_to_first"],
+        ".collectives": ["all_reduce_", "broadcast_object", "gather_rows_to_first"],
     },
 )

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CUT = AXES[:-1]  # those of processes that do the same work, replicate first
-_PATIENT: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(days=7)}  # between hosts, while GPUs go on
-_ASIDE = "hpcai: channels aside"  # where a deep copy finds Mesh.aside
+_AXES = AXES[:-1]  # those of processes that do the same work, replicate first
+_LONG_TIMEOUT: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(days=7)}  # between hosts, while GPUs go on
+_MEMO_KEY = "hpcai: channels aside"  # where a deep copy finds Mesh.aside
 
 
-class Line:
+class Dimension:
     """Ranks of the job, one behind another, and the group through which they talk: ``group`` makes it when it is first asked for.
 
     ``purpose`` keeps groups of the same ranks apart. ``made`` is where a line enters itself once it has its group.
@@ -36,52 +36,52 @@ class Line:
 
     def __init__(
         self, ranks: Sequence[int], purpose: str = "", backend: str | None = None, timeout: timedelta | None = None,
-        made: "list[Line] | None" = None,
+        created: "list[Dimension] | None" = None,
     ) -> None:  # fmt: skip
         self.ranks, self.purpose = tuple(ranks), purpose
-        self._backend, self._timeout, self._made = backend, timeout, made
+        self._backend, self._timeout, self._created = backend, timeout, created
         self._job = torch_dist.group.WORLD
         self._group: torch_dist.ProcessGroup | None = None
 
     @property
     def group(self) -> torch_dist.ProcessGroup:
         if self._group is None:
-            self._group = self._join()
-            if self._made is not None:
-                self._made.append(self)
+            self._group = self._create_group()
+            if self._created is not None:
+                self._created.append(self)
         return self._group
 
-    def _join(self) -> Any:
+    def _create_group(self) -> Any:
         job = self._job
         if job is None or job is not torch_dist.group.WORLD:
-            which = "no process group" if torch_dist.group.WORLD is None else "another process group than that of their mesh"
-            raise MeshError(f"ranks {_short(self.ranks)} first talk within {which}; use a mesh within its own start()")
+            state = "no process group" if torch_dist.group.WORLD is None else "another process group than that of their mesh"
+            raise MeshError(f"ranks {_format_ranks(self.ranks)} first talk within {state}; use a mesh within its own start()")
         if not self.purpose and len(self.ranks) == job.size():
             return job
         name = group_name(self.ranks, self.purpose)
-        if (found := _named(name)) is not None:  # another mesh of this process group has made it
-            return found
+        if (group := _find_group(name)) is not None:  # another mesh of this process group has made it
+            return group
         # ``new_group`` with local synchronisation puts the number of groups that a process is in into the name, and members of one
         # line may be in different numbers of others: of a link, of lines of processes that only evaluate, of a person's own.
         backend, store = c10d._world.pg_map[job]
-        me, words = self.ranks.index(torch_dist.get_rank()), {"timeout": self._timeout or default_pg_timeout}
+        me, kwargs = self.ranks.index(torch_dist.get_rank()), {"timeout": self._timeout or default_pg_timeout}
         kind = c10d.Backend(self._backend or backend)
-        group, _ = c10d._new_process_group_helper(len(self.ranks), me, list(self.ranks), kind, store, name, **words)
-        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(self.ranks)}
+        group, _ = c10d._new_process_group_helper(len(self.ranks), me, list(self.ranks), kind, store, name, **kwargs)
+        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(self.ranks)}
         return group
 
 
 def group_name(ranks: Sequence[int], purpose: str = "") -> Any:
     """The name of a group: the same on all its members, whatever other groups they are in."""
-    told = hashlib.sha1(" ".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
-    return f"hpcai {purpose} {told}"
+    digest = hashlib.sha1(" ".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    return f"hpcai {purpose} {digest}"
 
 
-def _short(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) < 9 else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
 
 
-def _named(name: str) -> torch_dist.ProcessGroup | None:
+def _find_group(name: str) -> torch_dist.ProcessGroup | None:
     return next((group for group, known in c10d._world.pg_names.items() if known == name), None)
 
 
@@ -92,25 +92,25 @@ class Axis:
     name: str
     size: int = 1
     rank: int = 0
-    line: Line | None = None
-    of: str = ""
+    dimension: Dimension | None = None
+    parent: str = ""
 
     @property
     def group(self) -> torch_dist.ProcessGroup | None:
         """None when the size is 1. The first use makes the group, by the ranks of the axis alone, and waits for all of them: they
         come to their first uses in the same order. So it may not be where only some of them pass (a rank without neighbours, a
         branch), nor in a thread, nor while a graph is captured: whoever builds such a thing calls ``meet`` before."""
-        return None if self.line is None else self.line.group
+        return None if self.dimension is None else self.dimension.group
 
-    def meet(self) -> "Axis":
+    def init_group(self) -> "Axis":
         """This axis, with its group made."""
-        if self.line is not None:
-            _ = self.line.group
+        if self.dimension is not None:
+            _ = self.dimension.group
         return self
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> "Axis":
         """A model's copy works over the same ranks: through the same channel, or through one of its own (``Mesh.beside``)."""
-        return memo[_ASIDE](self.name) if _ASIDE in memo and self.size > 1 else self
+        return memo[_MEMO_KEY](self.name) if _MEMO_KEY in memo and self.size > 1 else self
 
 
 class Mesh:
@@ -140,40 +140,42 @@ class Mesh:
             self.device = torch.device("cuda", torch.cuda.current_device())
         evaluate = sizes.get("evaluate", 0)
         shape, train = mesh_shape(sizes, world)
-        within = math.prod(size for name, size in shape.items() if name != "replicate")
+        model_size = math.prod(size for name, size in shape.items() if name != "replicate")
         self.trains = rank < train
         if not self.trains:
-            shape |= {"replicate": evaluate // within}
+            shape |= {"replicate": evaluate // model_size}
         self.sizes = shape | {"evaluate": evaluate}
         self.world, self.rank = (train, rank) if self.trains else (evaluate, rank - train)
         self._ranks = np.arange(rank - self.rank, rank - self.rank + self.world).reshape(tuple(shape.values()))
         self._timeout = timeout
-        self.made: list[Line] = []
-        self._lines: dict[tuple[tuple[int, ...], str], Line] = {}
-        self._known: dict[str, Axis] = {}
-        self._devices: dict[tuple[Axis, ...], DeviceMesh] = {}
-        self._me = rank
-        self.job = self._among("job", range(world))
-        self._axes = {name: self._along((name,)) for name in _CUT}
-        self.copy, self.everyone = self._along(_CUT[1:], "copy"), self._along(_CUT, "everyone")
+        self.created: list[Dimension] = []
+        self._dimensions: dict[tuple[tuple[int, ...], str], Dimension] = {}
+        self._axes_by_label: dict[str, Axis] = {}
+        self._device_meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
+        self._job_rank = rank
+        self.job = self._axis_over("job", range(world))
+        self._axes = {name: self._axis_along((name,)) for name in _AXES}
+        self.model_parallel, self.peers = self._axis_along(_AXES[1:], "model_parallel"), self._axis_along(_AXES, "peers")
         self.link = Axis("link")
-        if evaluate and (rank < within or not self.trains):
-            place = self.rank % within
-            self.link = self._among("link", [place, *range(train + place, world, within)], "link", **_PATIENT).meet()
+        if evaluate and (rank < model_size or not self.trains):
+            position = self.rank % model_size
+            self.link = self._axis_over(
+                "link", [position, *range(train + position, world, model_size)], "link", **_LONG_TIMEOUT
+            ).init_group()
 
-    def _along(self, names: tuple[str, ...], label: str = "") -> Axis:
+    def _axis_along(self, names: tuple[str, ...], label: str = "") -> Axis:
         """The axis along ``names`` together."""
-        places = np.unravel_index(self.rank, self._ranks.shape)
-        line = self._ranks[tuple(slice(None) if name in names else place for name, place in zip(_CUT, places))]
-        return self._among(label or " x ".join(names), line.flatten().tolist())
+        position = np.unravel_index(self.rank, self._ranks.shape)
+        ranks = self._ranks[tuple(slice(None) if name in names else place for name, place in zip(_AXES, position))]
+        return self._axis_over(label or " x ".join(names), ranks.flatten().tolist())
 
-    def _among(self, label: str, ranks: Sequence[int], purpose: str = "", of: str = "", **words: Any) -> Axis:
-        line = None
+    def _axis_over(self, label: str, ranks: Sequence[int], purpose: str = "", parent: str = "", **kwargs: Any) -> Axis:
+        dimension = None
         if len(ranks) > 1:
-            words = words or {"timeout": self._timeout, "made": self.made}
-            line = self._lines.setdefault((tuple(ranks), purpose), Line(ranks, purpose, **words))
-        axis = Axis(label, len(ranks), ranks.index(self._me), line, of)
-        return self._known.setdefault(label, axis)
+            kwargs = kwargs or {"timeout": self._timeout, "created": self.created}
+            dimension = self._dimensions.setdefault((tuple(ranks), purpose), Dimension(ranks, purpose, **kwargs))
+        axis = Axis(label, len(ranks), ranks.index(self._job_rank), dimension, parent)
+        return self._axes_by_label.setdefault(label, axis)
 
     @property
     def is_first(self) -> bool:
@@ -202,84 +204,88 @@ class Mesh:
                 f"set {setting} to a divisor of {axis.size}"
             )
         if within in (1, axis.size):
-            alone = Axis(f"{name} alone", of=name)
-            return (axis, alone) if within == 1 else (alone, axis)
+            single = Axis(f"{name} alone", parent=name)
+            return (axis, single) if within == 1 else (single, axis)
         between, inner = f"{name} between {within}s", f"{name} within {within}s"
-        if between not in self._known:
-            divides = axis.line is not None and axis.size % within == 0  # any number of processes may only evaluate
-            line, place, first = axis.line.ranks if axis.line else (), axis.rank % within, axis.rank // within * within
-            self._among(between, line[place::within] if divides else [self._me], of=name)
-            self._among(inner, line[first : first + within] if divides else [self._me], of=name)
-        return self._known[between], self._known[inner]
+        if between not in self._axes_by_label:
+            divides = axis.dimension is not None and axis.size % within == 0  # any number of processes may only evaluate
+            ranks, offset, first = axis.dimension.ranks if axis.dimension else (), axis.rank % within, axis.rank // within * within
+            self._axis_over(between, ranks[offset::within] if divides else [self._job_rank], parent=name)
+            self._axis_over(inner, ranks[first : first + within] if divides else [self._job_rank], parent=name)
+        return self._axes_by_label[between], self._axes_by_label[inner]
 
-    def some(self, name: str, ranks: Sequence[int]) -> Axis:
+    def subset(self, name: str, ranks: Sequence[int]) -> Axis:
         """Those of ``ranks`` along the axis ``name`` as an axis, ``of`` it; for the others one of size 1."""
         axis, label = self[name], f"{name} at {', '.join(map(str, ranks))}"
-        if axis.line is None or axis.rank not in ranks:
-            return Axis(label, of=name)
-        return self._among(label, [axis.line.ranks[rank] for rank in sorted(ranks)], of=name)
+        if axis.dimension is None or axis.rank not in ranks:
+            return Axis(label, parent=name)
+        return self._axis_over(label, [axis.dimension.ranks[rank] for rank in sorted(ranks)], parent=name)
 
-    def over(self, *names: str) -> Axis:
+    def flatten(self, *names: str) -> Axis:
         """The axes ``names`` together as one, whose ranks are in the order of the mesh. Raises MeshError for an unknown name."""
         axes = {self[name].name for name in names}
-        ordered = tuple(name for name in _CUT if name in axes)
-        return self._known.get(" x ".join(ordered)) or self._along(ordered)
+        ordered = tuple(name for name in _AXES if name in axes)
+        return self._axes_by_label.get(" x ".join(ordered)) or self._axis_along(ordered)
 
     def device_mesh(self, *axes: Axis) -> "DeviceMesh":
         """torch's DeviceMesh over ``axes``, outermost first, through their groups. All of their ranks call this together.
         Raises MeshError for an axis of size 1, which has no group, and for axes that have ranks in common."""
-        if axes not in self._devices:
+        if axes not in self._device_meshes:
             from torch.distributed.device_mesh import DeviceMesh
 
-            ranks, names = torch.tensor(self._me), tuple(axis.name for axis in axes)
+            ranks, names = torch.tensor(self._job_rank), tuple(axis.name for axis in axes)
             for axis in axes:
-                if axis.line is None:
+                if axis.dimension is None:
                     raise MeshError(f"a DeviceMesh over {axis.name}, which has size 1: leave it out")
-                ranks = ranks.unsqueeze(-1) + torch.tensor(axis.line.ranks) - self._me  # a rank is linear in its places
+                ranks = ranks.unsqueeze(-1) + torch.tensor(axis.dimension.ranks) - self._job_rank  # a rank is linear in its places
             if not axes or ranks.unique().numel() < ranks.numel():
                 raise MeshError(f"a DeviceMesh over {' and '.join(names) or 'no axis'}: give axes that have no direction in common")
             groups: list[Any] = [axis.group for axis in axes]
-            self._devices[axes] = DeviceMesh.from_group(
+            self._device_meshes[axes] = DeviceMesh.from_group(
                 groups if len(groups) > 1 else groups[0], self.device.type, mesh=ranks, mesh_dim_names=names
             )
-        return self._devices[axes]
+        return self._device_meshes[axes]
 
-    def aside(self, name: str) -> Axis:
+    def background_axis(self, name: str) -> Axis:
         """The ranks of any axis with a channel of their own between hosts, for a thread beside the training. The first call is made
         by every rank of the axis together, and makes the channel."""
-        return self._apart(name, f"{name} aside")
+        return self._separate_axis(name, f"{name} aside")
 
-    def channel(self, name: str) -> Axis:
+    def new_background_axis(self, name: str) -> Axis:
         """``aside`` with a further channel at each call, for one thread more: all ranks of the axis call it in the same order."""
-        line = self._known[name].line
+        dimension = self._axes_by_label[name].dimension
         labels = (f"{name} channel {number}" for number in itertools.count())
-        return self._apart(name, next(label for label in labels if line is None or _named(group_name(line.ranks, label)) is None))
+        return self._separate_axis(
+            name, next(label for label in labels if dimension is None or _find_group(group_name(dimension.ranks, label)) is None)
+        )
 
-    def among(self, purpose: str, ranks: Sequence[int]) -> Axis:
+    def subgroup(self, purpose: str, ranks: Sequence[int]) -> Axis:
         """Some of the ranks that do the same work, with a channel of their own between hosts for ``purpose``, where they wait for
         each other as long as it takes. They call this together, and nobody else does."""
-        job = [self._me - self.rank + rank for rank in ranks]
-        label = group_name(job, purpose)
-        return self._known.get(label) or self._among(label, job, purpose, **_PATIENT).meet()
+        job_ranks = [self._job_rank - self.rank + rank for rank in ranks]
+        label = group_name(job_ranks, purpose)
+        return self._axes_by_label.get(label) or self._axis_over(label, job_ranks, purpose, **_LONG_TIMEOUT).init_group()
 
-    def _apart(self, name: str, label: str) -> Axis:
-        if label in self._known:
-            return self._known[label]
-        axis = self._known[name]
-        return self._among(label, axis.line.ranks if axis.line else [self._me], label, axis.of, backend="gloo").meet()
+    def _separate_axis(self, name: str, label: str) -> Axis:
+        if label in self._axes_by_label:
+            return self._axes_by_label[label]
+        axis = self._axes_by_label[name]
+        return self._axis_over(
+            label, axis.dimension.ranks if axis.dimension else [self._job_rank], label, axis.parent, backend="gloo"
+        ).init_group()
 
-    def beside(self, model: T) -> T:
+    def background_copy(self, model: T) -> T:
         """A copy of ``model`` for a thread beside the training, with memory of its own. What it sends goes aside: two threads that
         use one channel would get each other's messages. All processes that do the same work call this together."""
-        memo: dict[Any, Any] = {_ASIDE: self.aside}
+        memo: dict[Any, Any] = {_MEMO_KEY: self.background_axis}
         return copy.deepcopy(model, memo)
 
-    def only(self, model: str, *names: str) -> None:
+    def check_axes(self, model: str, *names: str) -> None:
         """Raise MeshError when an axis is used that ``model`` cannot be cut along: its ranks would repeat one another's work."""
         for name, size in self.sizes.items():
             if size > 1 and name not in (*names, "evaluate"):
-                can = ", ".join(names) or "no axis"
-                raise MeshError(f"mesh.{name} is {size}, but {model} can be spread over {can} only; set mesh.{name}=1")
+                supported = ", ".join(names) or "no axis"
+                raise MeshError(f"mesh.{name} is {size}, but {model} can be spread over {supported} only; set mesh.{name}=1")
 
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{n} {s}" for n, s in self.sizes.items() if s > (n != "evaluate")) + ")"

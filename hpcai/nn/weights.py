@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from hpcai.config import Settings, mistake
+from hpcai.config import Settings, format_first_error
 from hpcai.errors import CheckpointError, ConfigError
 
 Shape = TypeVar("Shape", bound=Settings)
@@ -150,7 +150,7 @@ def _told(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: t
     try:
         return settings.model_validate_json(json.dumps(about["settings"]))
     except ValidationError as problem:
-        raise ConfigError(f"{path}: settings inside the file: {mistake(problem)}") from problem
+        raise ConfigError(f"{path}: settings inside the file: {format_first_error(problem)}") from problem
 
 
 def _plain(found: Any, path: Path) -> dict[str, Tensor]:

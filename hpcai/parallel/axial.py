@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from hpcai.dist.collect import Scattered, backend, gather_shares, once, swap_shares
+from hpcai.dist.collectives import ReduceScatter, get_backend, all_gather, sum_once, all_to_all
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
@@ -145,7 +145,7 @@ class Once(nn.Module):
 
     def forward(self, every: Any) -> Any:
         n = self.axis.size
-        return tree_map(lambda x: once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, every)
+        return tree_map(lambda x: sum_once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, every)
 
 
 class Message:
@@ -153,7 +153,7 @@ class Message:
 
     def __init__(self, work: Any, axis: Axis, sent: Tensor, landed: Callable[[], Tensor]) -> None:
         self.work, self.sent, self.landed = work, sent, landed
-        self.in_stream = backend(sent.device, axis) == "nccl"
+        self.in_stream = get_backend(sent.device, axis) == "nccl"
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -222,20 +222,20 @@ class _Finish(torch.autograd.Function):
 def _gathered(axis: Axis, dim: int, size: int, x: Tensor) -> Message:
     own = x.contiguous()
     every = own.new_empty((axis.size, *own.shape))
-    work = gather_shares(every.view(-1), own.view(-1), axis)
+    work = all_gather(every.view(-1), own.view(-1), axis)
     return Message(work, axis, own, lambda: _together(every, dim, size))
 
 
 def _scattered(axis: Axis, dim: int, each: int, grad: Tensor) -> Message:
     parts = _apart(grad, dim, axis.size, each)
     own = torch.empty_like(parts[0])
-    return Message(Scattered(own.view(-1), parts.view(-1), axis), axis, parts, lambda: own)
+    return Message(ReduceScatter(own.view(-1), parts.view(-1), axis), axis, parts, lambda: own)
 
 
 def _moved(axis: Axis, give: int, take: int, size: int, x: Tensor) -> Message:
     parts = _apart(x, give, axis.size, -(-x.shape[give] // axis.size))
     every = torch.empty_like(parts)
-    work = swap_shares(every.view(-1), parts.view(-1), axis)
+    work = all_to_all(every.view(-1), parts.view(-1), axis)
     return Message(work, axis, parts, lambda: _together(every, take, size))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.dist.collect import Scattered, gather_shares, sum_with_adjoint
+from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
@@ -55,7 +55,7 @@ class Total(nn.Module):
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum_with_adjoint(x, self.axis, once=True)
+        return all_reduce(x, self.axis, identity_backward=True)
 
 
 class CausalContext(nn.Module):
@@ -70,7 +70,7 @@ class CausalContext(nn.Module):
 
     def __init__(self, axis: Axis, again: bool = True) -> None:
         super().__init__()
-        self.axis, self.again = axis.meet(), again
+        self.axis, self.again = axis.init_group(), again
 
     @untraced
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -105,7 +105,7 @@ class _Gathered:
         """[2, B, H, T/n, D] of each rank -> [2, B, H, T, D]"""
         blocks = self.own.unflatten(3, (2, -1)).movedim(3, 0).contiguous()  # [2, 2, B, H, T/2n, D]
         every = blocks.new_empty((self.axis.size, *blocks.shape))
-        gather_shares(every.flatten(), blocks.flatten(), self.axis).wait()
+        all_gather(every.flatten(), blocks.flatten(), self.axis).wait()
         return torch.cat((*every[:, 0], *every.flip(0)[:, 1]), 3)
 
     def scatter(self, sums: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class _Gathered:
         blocks = torch.stack(sums.chunk(2 * self.axis.size, 3))
         pairs = torch.stack((blocks[: self.axis.size], blocks.flip(0)[: self.axis.size]), 1)
         own = pairs.new_empty(pairs[0].shape)
-        Scattered(own.view(-1), pairs.view(-1), self.axis).wait()
+        ReduceScatter(own.view(-1), pairs.view(-1), self.axis).wait()
         return torch.cat((own[0], own[1]), 3)
 
     def left_out(self, whole: Tensor) -> AbstractContextManager[Any]:

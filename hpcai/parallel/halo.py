@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpcai.dist.collect import backend
+from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Axis
 from hpcai.nn.conv import conv3d, conv3d_gradients
 
@@ -118,7 +118,7 @@ class Flight:
     ) -> None:  # fmt: skip
         turn = _rows if _is_last(x) else (lambda tensor: tensor)
         # gloo sends from the memory of the host only.
-        at = torch.device("cpu") if x.is_cuda and backend(x.device, axis) == "gloo" else x.device
+        at = torch.device("cpu") if x.is_cuda and get_backend(x.device, axis) == "gloo" else x.device
         self._sent = [turn(x.narrow(dim, a - first, b - a)).contiguous().to(at) for _, (a, b) in gives]
         self.slices = [_like(x, dim, b - a) for _, (a, b) in gets]
         self.bytes = sum(t.numel() * t.element_size() for t in self._sent)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collect import agree
+from hpcai.dist.collectives import broadcast_object
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.parallel.calls import Around, Call, after, call_of
@@ -182,7 +182,7 @@ class Pipeline:
                 hidden = self._run(stage, call, hidden, around)
             if stage < self.count - 1:
                 if new:
-                    found = agree(_Kind.of(hidden), self.axis, rank)
+                    found = broadcast_object(_Kind.of(hidden), self.axis, rank)
                     if isinstance(found, str):
                         raise ConfigError(f"stage {stage} of a pipeline gives a {found}, but one tensor can be sent: cut elsewhere")
                     kinds.append(found)
@@ -209,7 +209,7 @@ class Pipeline:
                     found = _Kind((1,), scalar.dtype), [_Value.of(name, value) for name, value in values.items()]
                 except ConfigError as error:
                     found = str(error)
-        found = agree(found, self.axis, self.rank_of[-1])
+        found = broadcast_object(found, self.axis, self.rank_of[-1])
         if isinstance(found, str):
             raise ConfigError(found)
         if not self._values:

@@ -148,8 +148,8 @@ class GradientSums:
 
     def _together(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """``axes`` as few, so that there are few messages."""
-        whole = self.mesh.over(*(axis.name for axis in axes if not axis.of))
-        return (*((whole,) if whole.size > 1 else ()), *(axis for axis in axes if axis.of))
+        whole = self.mesh.flatten(*(axis.name for axis in axes if not axis.parent))
+        return (*((whole,) if whole.size > 1 else ()), *(axis for axis in axes if axis.parent))
 
     def zero(self) -> None:
         """Forget the gradients."""

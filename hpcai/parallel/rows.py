@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import sum_in_place
+from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 
@@ -41,7 +41,7 @@ class Place:
     @property
     def directions(self) -> set[str]:
         """The axes of the mesh along which not all ranks hold the same."""
-        return {axis.of or axis.name for axis in (*self.axes, *self.apart)}
+        return {axis.parent or axis.name for axis in (*self.axes, *self.apart)}
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
         """A box of the tensor as boxes of the whole: the offsets there, and which part of the box it is."""
@@ -125,7 +125,7 @@ def set_apart(tensor: Tensor, axis: Axis) -> None:
 
 def sum_axes(parameter: Tensor) -> tuple[Axis, ...]:
     """The axes over which gradients are added besides replicate, because each rank sees a part of a sample (``sum_over``), and
-    those of a part of an axis along which it is cut (``Axis.of``)."""
+    those of a part of an axis along which it is cut (``Axis.parent``)."""
     return tuple(axis for axis in getattr(parameter, "sum_axes", ()) if axis.size > 1)
 
 
@@ -134,9 +134,9 @@ def alike(tensor: Tensor, mesh: Mesh, cut: Axis = ALONE, between: Axis = ALONE) 
 
     ``cut``: of a share of it, which the ranks along ``cut`` have shares of; groups that divide it alike lie along ``between``.
     """
-    unlike = place_of(tensor).directions | {cut.of or cut.name}
-    together = mesh.over(*(axis.name for axis in mesh.used if axis.name not in unlike))
-    found = (together, between, *(axis for axis in sum_axes(tensor) if axis.of in unlike))
+    unlike = place_of(tensor).directions | {cut.parent or cut.name}
+    together = mesh.flatten(*(axis.name for axis in mesh.used if axis.name not in unlike))
+    found = (together, between, *(axis for axis in sum_axes(tensor) if axis.parent in unlike))
     return tuple(axis for axis in found if axis.size > 1)
 
 
@@ -195,7 +195,7 @@ class Row:
     def counts(self) -> bool:
         """Whether these numbers count in a sum over ``others``: they do once, where several of those ranks hold the same."""
         names = {axis.name for axis in self.others}
-        return all(axis.rank == 0 for axis in self.copies if axis.of in names)
+        return all(axis.rank == 0 for axis in self.copies if axis.parent in names)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def total(found: Iterable[tuple[Row, Tensor]]) -> Tensor:
         add(tuple(sorted(row.others, key=_last_is_pipeline)), value if row.counts else torch.zeros_like(value))
     for axis in sorted({axis for others in sums for axis in others}, key=_last_is_pipeline):
         open_sums = {others: sums.pop(others) for others in list(sums) if axis in others}
-        added = sum_in_place(torch.stack(list(open_sums.values())), axis)
+        added = all_reduce_(torch.stack(list(open_sums.values())), axis)
         for others, value in zip(open_sums, added):
             add(others[1:], value)
     return sums[()]
@@ -226,7 +226,7 @@ def total(found: Iterable[tuple[Row, Tensor]]) -> Tensor:
 
 def _last_is_pipeline(axis: Axis) -> tuple[bool, str]:
     """An order of axes that all ranks have. Stages have other rows, of which the other axes leave one sum."""
-    return (axis.of or axis.name) == "pipeline", axis.name
+    return (axis.parent or axis.name) == "pipeline", axis.name
 
 
 def held(part: Part, row: Tensor, of: Row) -> Tensor | Share:

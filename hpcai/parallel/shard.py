@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collect import Scattered, gather_shares
+from hpcai.dist.collectives import ReduceScatter, all_gather
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.frozen import Frozen
@@ -46,7 +46,7 @@ class _CutBucket(Bucket):
         return Row(parts, own, lambda: self.own, self.decays, self.copies, self.cut, self.first)
 
     def launch(self) -> None:
-        self.work = Scattered(self.own, self.flat, self.cut)
+        self.work = ReduceScatter(self.own, self.flat, self.cut)
 
     def wait(self) -> None:
         if self.work is None:
@@ -61,7 +61,7 @@ class _CutBucket(Bucket):
 
     def spread(self) -> None:
         own = self.weights[self.first : self.last]
-        self.coming = gather_shares(self.weights, own, self.cut)
+        self.coming = all_gather(self.weights, own, self.cut)
 
     def arrive(self) -> None:
         if self.coming is not None:

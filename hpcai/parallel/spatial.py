@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.dist.collect import once, sum_with_adjoint
+from hpcai.dist.collectives import sum_once, all_reduce
 from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
 from hpcai.kernels.triton_support import on_gpu
@@ -188,7 +188,7 @@ def spatial(
         _swap(model, cut, {**_KINDS, **kinds})
         plan(model, cut, size, channels, inputs)
         for axis in cut.axes.values():
-            sum_over(model, axis.meet())  # a rank whose layers exchange nothing would not come to its first use
+            sum_over(model, axis.init_group())  # a rank whose layers exchange nothing would not come to its first use
     return cut
 
 
@@ -517,7 +517,7 @@ class _GlobalMean(Layer):
 
     def over(self, x: Tensor, size: Sizes) -> Tensor:
         own = x.sum(tuple(range(2, x.ndim)), keepdim=True)
-        return sum_with_adjoint(own, *self.cut.cut_axes(size)) / torch.Size(size).numel()
+        return all_reduce(own, *self.cut.cut_axes(size)) / torch.Size(size).numel()
 
 
 class _Norm(Layer):
@@ -554,7 +554,7 @@ class Once(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count = math.prod(axis.size for axis in self.cut.axes.values())
-        return x if count == 1 or not self.cut.active else once(x, count)
+        return x if count == 1 or not self.cut.active else sum_once(x, count)
 
 
 class SumOverCut(nn.Module):
@@ -566,7 +566,7 @@ class SumOverCut(nn.Module):
         self.cut = cut
 
     def forward(self, sums: Tensor) -> Tensor:
-        return sum_with_adjoint(sums, *self.cut.axes.values(), once=True) if self.cut.active else sums
+        return all_reduce(sums, *self.cut.axes.values(), identity_backward=True) if self.cut.active else sums
 
 
 class Whole(nn.Module):

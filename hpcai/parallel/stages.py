@@ -76,7 +76,7 @@ class Stages:
                 self.model.get_submodule(parent)._modules[name] = Passed() if names is None else names
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             ranks = sorted(holders[tensor])
-            shared = axis if len(ranks) == axis.size else mesh.some("pipeline", ranks)
+            shared = axis if len(ranks) == axis.size else mesh.subset("pipeline", ranks)
             if shared is not axis:
                 set_apart(tensor, axis)
             if shared.size > 1 and isinstance(tensor, nn.Parameter):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.dist.collect import Scattered, gather_shares, sum_in_place
+from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce_
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError, MeshError
 from hpcai.nn.frozen import Frozen, Kind
@@ -48,7 +48,7 @@ def cut_outputs(
     for parameter in linear.parameters(recurse=False):
         cut(parameter, 0, over, parts)
     sum_over(linear, within)
-    _turn(linear, CutOutputs, axis=axis.meet(), sequence=sequence)
+    _turn(linear, CutOutputs, axis=axis.init_group(), sequence=sequence)
 
 
 def cut_inputs(linear: nn.Linear, axis: Axis, sequence: int | None = None, parts: Sequence[int] = ()) -> None:
@@ -59,7 +59,7 @@ def cut_inputs(linear: nn.Linear, axis: Axis, sequence: int | None = None, parts
         return
     _check(linear, nn.Linear)
     cut(linear.weight, 1, axis, parts)
-    _turn(linear, CutInputs, axis=axis.meet(), sequence=sequence)
+    _turn(linear, CutInputs, axis=axis.init_group(), sequence=sequence)
 
 
 def cut_words(embedding: nn.Embedding, axis: Axis, sequence: int | None = None) -> None:
@@ -72,7 +72,7 @@ def cut_words(embedding: nn.Embedding, axis: Axis, sequence: int | None = None) 
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
         raise ConfigError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut along its words; leave these out")
     cut(embedding.weight, 0, axis)
-    _turn(embedding, CutWords, axis=axis.meet(), sequence=sequence)
+    _turn(embedding, CutWords, axis=axis.init_group(), sequence=sequence)
 
 
 def cut_head(head: Head, axis: Axis, sequence: int | None = None) -> None:
@@ -81,7 +81,7 @@ def cut_head(head: Head, axis: Axis, sequence: int | None = None) -> None:
     if axis.size == 1:
         return
     cut(head.weight, 0, axis)
-    head.words = _Words(axis.meet(), head.out_features, sequence)
+    head.words = _Words(axis.init_group(), head.out_features, sequence)
 
 
 def freeze(linear: nn.Linear, kind: Kind) -> None:
@@ -182,7 +182,7 @@ class _Words(Words):
     def agree(self, logs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         top = logs.clone()
         torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
-        total, target = sum_in_place(torch.stack(((logs - top).exp(), target)), self.axis)
+        total, target = all_reduce_(torch.stack(((logs - top).exp(), target)), self.axis)
         return total.log() + top, target
 
     def join(self, logits: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class _Gathering:
     def __init__(self, x: Tensor, axis: Axis, dim: int) -> None:
         self._dim, self._own = dim % x.ndim, x.contiguous()
         self._parts = x.new_empty((axis.size, *x.shape))
-        self._work = gather_shares(self._parts.view(-1), self._own.view(-1), axis)
+        self._work = all_gather(self._parts.view(-1), self._own.view(-1), axis)
 
     def wait(self) -> Tensor:
         self._work.wait()
@@ -226,7 +226,7 @@ class _Summing:
             )
         parts = value.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
         self._sum = torch.empty_like(parts[0])
-        self._work = Scattered(self._sum.view(-1), parts.view(-1), axis)
+        self._work = ReduceScatter(self._sum.view(-1), parts.view(-1), axis)
 
     def wait(self) -> Tensor:
         self._work.wait()

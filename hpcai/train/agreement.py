@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hpcai.dist.collect import gather_objects, least
+from hpcai.dist.collectives import all_gather_object, all_reduce_min
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DivergedError
 from hpcai.parallel.replicate import GradientSums
@@ -34,7 +34,7 @@ class Agreement:
         self._groups = [(axes, torch.tensor(found, device=mesh.device)) for axes, found in places.items()]
         self._prints = torch.zeros(0, dtype=torch.int64)
         stage = mesh["pipeline"]
-        self._first = sum(gather_objects(len(self._names), stage)[: stage.rank])  # stages number their parameters one after another
+        self._first = sum(all_gather_object(len(self._names), stage)[: stage.rank])  # parameters are numbered across the stages
 
     @property
     def needed(self) -> bool:
@@ -52,7 +52,7 @@ class Agreement:
             own = self._prints[places]
             ends = torch.stack((own, ~own))  # the greatest x has the least ~x
             for axis in axes:
-                least(ends, axis)
+                all_reduce_min(ends, axis)
             first = torch.minimum(first, torch.where(ends[0] == ~ends[1], NEVER, places + self._first).amin())
         return first
 
@@ -62,9 +62,9 @@ class Agreement:
             return
         own = number - self._first
         told = self._names[own] if 0 <= own < len(self._names) else ""
-        name = max(gather_objects(told, self.mesh.everyone))  # stages that share a weight number it each for themselves
+        name = max(all_gather_object(told, self.mesh.peers))  # stages that share a weight number it each for themselves
         ranks = self._unlike(self._names.index(name)) if name in self._names else set()
-        found = gather_objects(ranks, self.mesh.everyone)
+        found = all_gather_object(ranks, self.mesh.peers)
         where = " and ".join(f"rank {rank}" for rank in sorted(set().union(*found)))
         raise DivergedError(
             f"step {step}: the weights of {where} differ from those of processes that should hold the same, first in "
@@ -76,7 +76,7 @@ class Agreement:
         """The ranks that hold another parameter than most: all where as many hold the one as the other."""
         seen = [(self.mesh.rank, int(self._prints[number].item()))]
         for axis in self._axes[number]:
-            seen = [each for part in gather_objects(seen, axis) for each in part]
+            seen = [each for part in all_gather_object(seen, axis) for each in part]
         counts = [*Counter(found for _, found in seen).most_common(), (None, 0)]
         usual = counts[0][0] if counts[0][1] > counts[1][1] else None
         return {rank for rank, found in seen if found != usual} if len(counts) > 2 else set()

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import sum_in_place
+from hpcai.dist.collectives import all_reduce_
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.rows import Share, placed
 from hpcai.parallel.shard import FullySharded
@@ -63,7 +63,7 @@ class Average:
         axis, kept = self.sums.mesh["replicate"], [*self._live.values(), *self._mean.values()]
         if axis.size == 1 or not kept:
             return
-        flat = sum_in_place(torch.cat([tensor.reshape(-1).to(self.optimizer.lr.dtype) for tensor in kept]), axis).div_(axis.size)
+        flat = all_reduce_(torch.cat([tensor.reshape(-1).to(self.optimizer.lr.dtype) for tensor in kept]), axis).div_(axis.size)
         for tensor, value in zip(kept, flat.split([tensor.numel() for tensor in kept])):
             tensor.copy_(value.view(tensor.shape))
 

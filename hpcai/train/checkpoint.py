@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from hpcai import __version__
-from hpcai.dist.collect import agree, by_first, distinct, sum_in_place, to_first
-from hpcai.dist.host import uncollected
+from hpcai.dist.collectives import broadcast_object, broadcast_from_first, gather_distinct, all_reduce_, gather_to_first
+from hpcai.dist.host import gc_disabled
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.durable import flush
+from hpcai.durable import fsync
 from hpcai.errors import CheckpointError
 from hpcai.nn.weights import Portable
 from hpcai.parallel.rows import Share, alike, place_of
@@ -156,7 +156,7 @@ class Checkpoints:
         """Wait for the save that is under way -> what became of it, the same on all processes."""
         assert self._under_way is not None
         own, self._under_way = self._under_way.result(), None
-        text = agree(str(own) if isinstance(own, CheckpointError) else "", self.mesh.everyone)
+        text = broadcast_object(str(own) if isinstance(own, CheckpointError) else "", self.mesh.peers)
         return own if str(own) == text or not text else CheckpointError(text)
 
     def settle(self) -> None:
@@ -171,7 +171,8 @@ class Checkpoints:
         if self._frozen is None or self._frozen[0] is not step:
             named = ((name, getattr(p, "origin", None)) for name, p in step.model.named_parameters() if not p.requires_grad)
             own = {name: origin for name, origin in named if origin}
-            every = {name: origin for part in distinct(own or None, self.mesh.everyone).values() for name, origin in part.items()}
+            every = {name: origin for part in gather_distinct(own or None, self.mesh.peers).values()
+                     for name, origin in part.items()}  # fmt: skip
 
             def sealed_once() -> dict[str, str]:
                 try:
@@ -180,18 +181,18 @@ class Checkpoints:
                     text = f"{error.filename}: {error.strerror}, but weights that are not trained were read from it; put it back"
                     raise CheckpointError(text) from error
 
-            seals = by_first(sealed_once, self.mesh.everyone)
+            seals = broadcast_from_first(sealed_once, self.mesh.peers)
             self._frozen = step, {n: seals[path] for n, path in every.items()}, {seal: path for path, seal in seals.items()}
         return self._frozen[1:]
 
     def _meet(self) -> None:
         """Find out once who writes. Those that do get a channel for threads, and so does the first process."""
-        own, everyone = self._own, self.mesh.everyone
+        own, everyone = self._own, self.mesh.peers
         told = torch.zeros(everyone.size + 1, dtype=torch.int64)
         told[everyone.rank], told[-1] = bool(own.boxes), len(own.host)
-        *writes, own.bytes = sum_in_place(told, everyone).tolist()
+        *writes, own.bytes = all_reduce_(told, everyone).tolist()
         own.ranks = [rank for rank, has in enumerate(writes) if has or rank == 0]
-        own.writers = self.mesh.among("checkpoint", own.ranks) if everyone.rank in own.ranks else None
+        own.writers = self.mesh.subgroup("checkpoint", own.ranks) if everyone.rank in own.ranks else None
 
     def _write(self, final: Path, run: dict[str, Any], number: int) -> str:
         """What the thread of each process does -> why it failed, or nothing. The first one hears of all others' failures."""
@@ -199,7 +200,7 @@ class Checkpoints:
         if own.writers is None:
             return ""
         first = own.writers.rank == 0
-        problem = agree(_tried(lambda: self._clear(partial)) if first else "", own.writers)
+        problem = broadcast_object(_tried(lambda: self._clear(partial)) if first else "", own.writers)
         if problem:
             return problem
 
@@ -207,11 +208,11 @@ class Checkpoints:
             nonlocal seal
             if own.boxes:
                 own.wait()
-                seal = {name: tensorfile.write(partial / name, own.boxes, own.host, self.mesh.everyone.rank)}
+                seal = {name: tensorfile.write(partial / name, own.boxes, own.host, self.mesh.peers.rank)}
 
         name = f"tensors-{own.writers.rank:03d}.safetensors"
         problem = _tried(write)
-        told = to_first((problem, seal), own.writers)
+        told = gather_to_first((problem, seal), own.writers)
         if first:
             problem = next((text for text, _ in told if text), "")
             files = {name: each for _, seals in told for name, each in seals.items()}
@@ -225,12 +226,12 @@ class Checkpoints:
         _write(partial / INDEX, json.dumps({"format": FORMAT, "block": tensorfile.BLOCK, "files": files}))
         seals = {name: sealed(partial / name) for name in (INDEX, RUN)}
         _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": seals}, indent=1))
-        flush(partial)
+        fsync(partial)
         for path in {*self._refused, final}:
             _set_aside(path)
         self._refused = []
         partial.rename(final)
-        flush(self.directory)
+        fsync(self.directory)
         older = [path for path in self.found() if step_of(path) < number]
         for path in older[: len(older) + 1 - self.cfg.keep]:
             shutil.rmtree(path, ignore_errors=True)
@@ -238,13 +239,13 @@ class Checkpoints:
     def found(self) -> list[Path]:
         return found(self.directory)
 
-    @uncollected()
+    @gc_disabled()
     def resume(self, step: Step) -> Progress | None:
         """Load the newest whole checkpoint into ``step``; None when there is none. Damaged ones are named in ``notes``; the next
         ``save`` sets them aside as ``damaged-...``.
         """
         if self.cfg.resume == "never":
-            if agree(bool(self.found()), self.mesh.everyone):
+            if broadcast_object(bool(self.found()), self.mesh.peers):
                 raise CheckpointError(
                     f"{self.directory} holds checkpoints of an earlier run, and checkpoint.resume is never; "
                     "choose another report.directory, remove them, or set checkpoint.resume=auto"
@@ -252,9 +253,9 @@ class Checkpoints:
             return None
         if self.mesh.is_first and self.directory.is_dir():
             self.notes += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
-        for path in reversed(agree(self.found(), self.mesh.everyone)):
+        for path in reversed(broadcast_object(self.found(), self.mesh.peers)):
             try:
-                held = by_first(functools.partial(opened, path), self.mesh.everyone)
+                held = broadcast_from_first(functools.partial(opened, path), self.mesh.peers)
                 self._load(held, step)
                 return held.run.progress
             except DamagedError as damage:
@@ -269,7 +270,7 @@ class Checkpoints:
 
     def _load(self, held: Held, step: Step) -> None:
         """Put a checkpoint into ``step``. Raises DamagedError."""
-        everyone = self.mesh.everyone
+        everyone = self.mesh.peers
         self._compare(held.path, held.run)
         wanted = _boxes(step, self.mesh, self._still_frozen(held, step))
         self._check_names(held, wanted)
@@ -317,7 +318,7 @@ class Checkpoints:
 
     def _first_of(self, problem: str) -> str:
         """The problem of the first process that has one, or nothing."""
-        return next(iter(distinct(problem or None, self.mesh.everyone).values()), "")
+        return next(iter(gather_distinct(problem or None, self.mesh.peers).values()), "")
 
     def _compare(self, path: Path, run: RunFile) -> None:
         """Refuse what may not differ between a run and the checkpoint that it goes on from, and note what else does."""
@@ -392,7 +393,7 @@ def _set_aside(path: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
-    flush(path)
+    fsync(path)
 
 
 def _reason(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collect import agree, distinct, least, rows_to_first
+from hpcai.dist.collectives import broadcast_object, gather_distinct, all_reduce_min, gather_rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.settings import AXES
@@ -50,7 +50,7 @@ def score(step: Step, act: Any, metric: Metric, batches: Any, axis: Axis, device
 
 def _told(found: T, step: Step) -> T:
     """What the stage of a pipeline found that alone has the outputs of the model."""
-    return agree(found, step.mesh["pipeline"], step.act.source)
+    return broadcast_object(found, step.mesh["pipeline"], step.act.source)
 
 
 @torch.no_grad()
@@ -65,11 +65,11 @@ def predict(step: Step, function: RowsOf, batches: Any) -> dict[str, Tensor]:
     mesh, rows = step.mesh, dict[str, Tensor]()
     if any(mesh[name].rank for name in AXES if name not in ("replicate", "pipeline", "evaluate")):
         return rows  # another process has the same
-    copies = mesh.over("replicate", "pipeline")
+    copies = mesh.flatten("replicate", "pipeline")
     own = {name: torch.cat(values) for name, values in parts.items()}
-    kinds = distinct({name: (value.shape[1:], value.dtype) for name, value in own.items()} or None, copies)
+    kinds = gather_distinct({name: (value.shape[1:], value.dtype) for name, value in own.items()} or None, copies)
     for name, (shape, dtype) in max(kinds.values(), key=len, default={}).items():
-        rows[name] = rows_to_first(own.get(name, torch.empty((0, *shape), dtype=dtype)), copies)
+        rows[name] = gather_rows_to_first(own.get(name, torch.empty((0, *shape), dtype=dtype)), copies)
     return rows if mesh.rank == 0 else {}
 
 
@@ -202,8 +202,8 @@ class Background(Beside):
             )
         if step.mesh["pipeline"].size > 1:
             raise ConfigError("train.evaluate is background, but a pipeline has one schedule: set mesh.evaluate, or wait")
-        self.model = step.mesh.beside(step.model).requires_grad_(False)
-        self.axis, self.everyone = step.mesh.aside("replicate"), step.mesh.aside("everyone")
+        self.model = step.mesh.background_copy(step.model).requires_grad_(False)
+        self.axis, self.everyone = step.mesh.background_axis("replicate"), step.mesh.background_axis("peers")
 
     @torch.no_grad()
     def _scored(self, weights: dict[str, Tensor]) -> Found:
@@ -214,7 +214,7 @@ class Background(Beside):
         return values, time.perf_counter() - began
 
     def _agreed(self, count: int) -> int:
-        return int(least(torch.tensor(count), self.everyone).item())
+        return int(all_reduce_min(torch.tensor(count), self.everyone).item())
 
 
 class Elsewhere(Beside):
@@ -225,26 +225,26 @@ class Elsewhere(Beside):
         answer: Found = ({}, 0.0)
         if link.size > 1:  # a process of another copy hears from the first copy's in _take
             packed = torch.cat([t.cpu().contiguous().flatten().view(torch.uint8) for t in weights.values()])
-            agree({"weights": [tensor.dtype for tensor in weights.values()]}, link)
+            broadcast_object({"weights": [tensor.dtype for tensor in weights.values()]}, link)
             torch_dist.broadcast(packed, group=link.group, group_src=0)
-            answer = agree(answer, link, source=1)
+            answer = broadcast_object(answer, link, source=1)
         return answer
 
     def _agreed(self, count: int) -> int:
-        return agree(count, self.step.mesh.everyone)
+        return broadcast_object(count, self.step.mesh.peers)
 
     def _take(self, count: int) -> list[Scored]:
         taken, self._under_way = self._under_way[:count], self._under_way[count:]
         with resting():
             own = [future.result() for _, future in taken]
-        told = agree(own, self.step.mesh.everyone) if taken else []  # the first copy alone has heard
+        told = broadcast_object(own, self.step.mesh.peers) if taken else []  # the first copy alone has heard
         return [Scored(position, *found) for (position, _), found in zip(taken, told)]
 
     def close(self, reason: str) -> None:
         for _, future in self._under_way:  # these are not asked for any more, but end before the others hear of the end
             future.exception()
         if self.step.mesh.link.size > 1:
-            agree({"end": reason}, self.step.mesh.link)
+            broadcast_object({"end": reason}, self.step.mesh.link)
 
 
 def scoring(step: Step, metric: Metric | None, validation: Any, how: Literal["wait", "background"]) -> Here | None:
@@ -267,7 +267,7 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
     word: dict[str, Any] = {}
     while True:
         with resting():
-            word = agree(word, mesh.link)
+            word = broadcast_object(word, mesh.link)
         if "end" in word:
             return str(word["end"])
         kinds = word["weights"]
@@ -278,4 +278,4 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
         for tensor, part, kind in zip(state, incoming.split(sizes), kinds):
             tensor.copy_(part.clone().view(kind).view(tensor.shape))  # a clone is aligned
         values = score(step, step.act, metric, validation, mesh["replicate"], mesh.device)
-        agree((values, time.perf_counter() - began), mesh.link, source=1)
+        broadcast_object((values, time.perf_counter() - began), mesh.link, source=1)

@@ -30,8 +30,8 @@ import torch
 from safetensors.torch import save_file
 
 from hpcai import __version__, log
-from hpcai.dist import watch
-from hpcai.dist.host import ranges
+from hpcai.dist import watchdog
+from hpcai.dist.host import format_ranges
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, DivergedError
 from hpcai.train import rng
@@ -109,9 +109,9 @@ class Failures(logging.Handler):
             try:
                 self._write(kind, step, error, reason)
             except Exception as problem:
-                watch.shout(f"rank {self.job.rank}: no failure bundle in {self.directory}: {problem}")
+                watchdog.report_failure(f"rank {self.job.rank}: no failure bundle in {self.directory}: {problem}")
 
-        watch.within(_WRITING, act)
+        watchdog.run_with_timeout(_WRITING, act)
 
     def _write(self, kind: str, step: int | None, error: BaseException | None, reason: str) -> None:
         now = time.time()
@@ -122,7 +122,7 @@ class Failures(logging.Handler):
             "format": 1, "kind": kind, "run": self.run, "rank": self.job.rank, "world": self.job.size, "host": socket.gethostname(),
             "pid": os.getpid(), "time": now, **about, "where": stacks[0]["where"], "error": _error(error, reason),
             "threads": stacks, "log": [self.format(record) for record in list(self._records)],
-            "events": [log.plain({"kind": event.kind, "time": event.time, **event.fields}) for event in list(self._events)],
+            "events": [log.to_strict_json({"kind": e.kind, "time": e.time, **e.fields}) for e in list(self._events)],
             "command": sys.argv, "folder": os.getcwd(), "versions": _tried(_versions), "settings": self.settings,
         }  # fmt: skip
         assert self.directory is not None
@@ -138,7 +138,7 @@ class Failures(logging.Handler):
         file = bundle / f"rank-{self.job.rank:05d}.json"
         partial = file.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(log.plain(told), indent=1))
+            partial.write_text(json.dumps(log.to_strict_json(told), indent=1))
         except OSError:  # a full disk: half a file helps nobody
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
@@ -161,7 +161,7 @@ class Failures(logging.Handler):
             self.leave("stopped", reason=reason)
 
         done, thread = threading.Event(), None
-        watch.last_words.append(stopped)
+        watchdog.on_abort.append(stopped)
         if patience is not None and self.settings:  # a notebook may wait as long as it likes
             thread = threading.Thread(target=self._watch, args=(patience, done), name="hpcai-watchdog", daemon=True)
             thread.start()
@@ -169,7 +169,7 @@ class Failures(logging.Handler):
             yield
         finally:
             done.set()
-            watch.last_words.remove(stopped)
+            watchdog.on_abort.remove(stopped)
             if thread is not None:
                 thread.join()
 
@@ -198,7 +198,7 @@ class Failures(logging.Handler):
                 with suppress(OSError):
                     sizes.append(file.stat().st_size)
 
-        watch.within(_WRITING, act)
+        watchdog.run_with_timeout(_WRITING, act)
         return sum(sizes)
 
     def _end(self, patience: float) -> None:
@@ -215,7 +215,7 @@ class Failures(logging.Handler):
                 time.sleep(0.05)
             places = standing(read(self.bundle), self.job.size)
             brief += f"; all stacks are in {self.bundle}"
-        watch.end_job(brief, f"{brief}\n{places}")
+        watchdog.abort_job(brief, f"{brief}\n{places}")
 
 
 def read(bundle: Path) -> list[dict[str, Any]]:
@@ -242,7 +242,7 @@ def standing(told: list[dict[str, Any]], world: int) -> str:
     if silent := sorted(set(range(world)) - {one["rank"] for one in told}):
         places["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
     lines = sorted(places.items(), key=lambda place: len(place[1]))
-    return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {place}" for place, ranks in lines)
+    return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}: {place}" for place, ranks in lines)
 
 
 def _stacks() -> list[dict[str, Any]]:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collect import digest, distinct, gather_numbers, sum_in_place
-from hpcai.dist.energy import Processors
-from hpcai.dist.host import Collector, Gpu, check_power_cap, warm_collectives
+from hpcai.dist.collectives import hash_text, gather_distinct, all_gather_numbers, all_reduce_
+from hpcai.dist.energy import RaplCounters
+from hpcai.dist.host import ManualGC, GpuCounters, check_power_cap, warm_up_collectives
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.rows import place_of
 from hpcai.settings import TrainConfig
-from hpcai.stop import interrupts_put_off
+from hpcai.stop import defer_interrupts
 from hpcai.train.checkpoint import VERSIONS, Saved
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
 from hpcai.train.failure import PULSE
@@ -92,7 +92,7 @@ def fit(
 def _parameters(model: nn.Module, mesh: Mesh) -> int:
     """Of the whole model, of which this process may have a part."""
     own = sum(max(parameter.numel(), math.prod(place_of(parameter).size)) for parameter in model.parameters())
-    return int(sum_in_place(torch.tensor(own), mesh["pipeline"]).item())
+    return int(all_reduce_(torch.tensor(own), mesh["pipeline"]).item())
 
 
 @dataclass
@@ -111,8 +111,8 @@ class _Training:
         self.step, self.data, self.cfg, self.mesh = step, data, cfg, step.mesh
         self.validation, self.metric = validation, metric
         self.scores = scoring(step, metric, validation, cfg.evaluate)
-        self.gpu, self._energy = Gpu(self.mesh.device), 0.0
-        self.processors: Processors | None = None  # of the node, on the first process there
+        self.gpu, self._energy = GpuCounters(self.mesh.device), 0.0
+        self.processors: RaplCounters | None = None  # of the node, on the first process there
         self._nodes = self._seen_before = 0
         self._scored: Position | None = None  # where the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
@@ -126,7 +126,7 @@ class _Training:
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
-        startup.now("other")
+        startup.begin("other")
         if self.checkpoints:
             self.checkpoints.data = getattr(self.data, "identity", "")
         with startup.during("checkpoint"):
@@ -139,13 +139,13 @@ class _Training:
         ended = self.progress.ended
         done = ended == "target" or (ended == "finished" and self.progress.step >= self.steps)
         with startup.during("connections"):
-            warm_collectives(self.mesh)
+            warm_up_collectives(self.mesh)
         folder = self.run.directory
         with (
             self.run.failures.watching(self.cfg.hang_after, self._whereabouts),
             self._divergence_told(),
             StopSignals(self.mesh) as signals,
-            Collector(self.cfg.collect_every) as self.collector,
+            ManualGC(self.cfg.collect_every) as self.collector,
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
         ):
             self._since = (time.perf_counter(), self.progress.seen)
@@ -180,7 +180,7 @@ class _Training:
             raise
 
     def _epochs(self, signals: StopSignals) -> str:
-        startup.now("first batch")
+        startup.begin("first batch")
         while self.progress.step < self.steps:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
             left = (self.data.samples - self.progress.sample) / self.data.size
@@ -211,14 +211,14 @@ class _Training:
         self._tell()
         PULSE.beats += 1
         if self.processors is not None:
-            self.processors.keep()
+            self.processors.poll()
         self.measured.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1
         self.progress.sample += self.data.size
         self.progress.seen += self.data.size
-        if startup.running():
+        if startup.is_running():
             self._tell_startup()
-        self.collector.at(self.progress.step)
+        self.collector.collect_at(self.progress.step)
         self.profile.at(self.progress.step)
         report = self.progress.step % self.cfg.report_every == 0
         next_look = self.progress.step + (self.cfg.report_every if report else 1)
@@ -237,8 +237,8 @@ class _Training:
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
         own = startup.end(self.step.compiled)
-        every = gather_numbers([own.get(part, 0.0) for part in startup.PARTS], self.mesh.everyone).tolist()
-        parts = startup.slowest([dict(zip(startup.PARTS, seconds)) for seconds in every])
+        every = all_gather_numbers([own.get(part, 0.0) for part in startup.PARTS], self.mesh.peers).tolist()
+        parts = startup.combine_ranks([dict(zip(startup.PARTS, seconds)) for seconds in every])
         self.reports.emit("startup", step=self.progress.step, seconds=sum(parts.values()), parts=parts)
 
     def _save_is_due(self, end_of_epoch: bool = False) -> bool:
@@ -305,7 +305,7 @@ class _Training:
 
     def _gpu(self, samples: int) -> dict[str, float]:
         """Readings of this process's GPU, and how many of its part of ``samples`` a joule bought."""
-        readings = self.gpu.readings()
+        readings = self.gpu.read()
         if "energy_j" in readings:
             spent, self._energy = readings["energy_j"] - self._energy, readings["energy_j"]
             readings |= {"samples_per_joule": samples / self.mesh.world / spent} if spent > 0 else {}
@@ -313,13 +313,13 @@ class _Training:
 
     def _tell_energy(self) -> None:
         """Tell once, at the end, what the run has taken since its start: sums over all processes, as far as there are counters."""
-        readings = self.gpu.readings()
-        limits = list(distinct(readings.get("power_limit_w"), self.mesh.everyone).values())
+        readings = self.gpu.read()
+        limits = list(gather_distinct(readings.get("power_limit_w"), self.mesh.peers).values())
         own = {"gpu": readings.get("energy_j")}
         own |= self.processors.joules() if self.processors else {}
         each = [own.get(kind) for kind in ENERGY]
         flat = torch.tensor([*(joules or 0.0 for joules in each), *(joules is not None for joules in each)], dtype=torch.float64)
-        sums = sum_in_place(flat, self.mesh.everyone).tolist()
+        sums = all_reduce_(flat, self.mesh.peers).tolist()
         counted = {kind: int(count) for kind, count in zip(ENERGY, sums[len(ENERGY) :]) if count}
         if not counted:
             return
@@ -415,7 +415,7 @@ class _Training:
         if self._saved != self.progress.step:
             self.progress.late = self.data.late() if self.progress.sample else []
             began = time.perf_counter()
-            with interrupts_put_off():
+            with defer_interrupts():
                 self.checkpoints.begin(self.step, self.progress)
             self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
             self._saved = self.progress.step
@@ -455,11 +455,11 @@ class _Training:
 
     def _start(self, resumed: int | None) -> None:
         self.run.begin()
-        here = digest(socket.gethostname())
-        hosts = gather_numbers([here], self.mesh.everyone, torch.int64).flatten().tolist()
+        here = hash_text(socket.gethostname())
+        hosts = all_gather_numbers([here], self.mesh.peers, torch.int64).flatten().tolist()
         nodes = self._nodes = len(set(hosts))
-        if hosts.index(here) == self.mesh.everyone.rank:
-            self.processors = Processors()
+        if hosts.index(here) == self.mesh.peers.rank:
+            self.processors = RaplCounters()
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), versions=dict(VERSIONS),
@@ -470,8 +470,8 @@ class _Training:
         )  # fmt: skip
         for text in (*(self.checkpoints.notes if self.checkpoints else ()), *self.step.notes):
             self.reports.emit("note", step=self.progress.step, text=text)
-        if self.processors is not None and self.processors.closed:
-            text = f"energy of processors is not counted where this user may not read it: {self.processors.closed}"
+        if self.processors is not None and self.processors.unreadable:
+            text = f"energy of processors is not counted where this user may not read it: {self.processors.unreadable}"
             self.reports.emit("note", step=self.progress.step, text=text)
         if resumed is not None:
             self.reports.emit("note", step=self.progress.step, text=f"resumed from step {resumed}")

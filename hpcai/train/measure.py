@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.dist.collect import agree, distinct, sum_in_place
+from hpcai.dist.collectives import broadcast_object, gather_distinct, all_reduce_
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 
@@ -60,7 +60,7 @@ class Measured:
         where processes have sums of unlike shapes, two metrics give one name, or ``finish`` gives no number.
         """
         own = self.names, {name: _kinds(whole) for name, (whole, _) in sorted(self._totals.items())}
-        every = distinct(own if any(own) else None, axis) if uneven else {0: own}
+        every = gather_distinct(own if any(own) else None, axis) if uneven else {0: own}
         names = sorted(set().union(*(counted for counted, _ in every.values())))
         kinds = _agreed({rank: totals for rank, (_, totals) in every.items()})
         owns, self._totals = self._totals, {}
@@ -72,13 +72,13 @@ class Measured:
         sums = {name: [next(left) for _ in kind] for name, (_, kind) in kinds.items()}
         # One process makes a number and tells it, so that all decide by the same one.
         mine = [_finished(name, owns[name][1], sums[name]) for name, (rank, _) in kinds.items() if rank == axis.rank]
-        found += chain.from_iterable(agree(mine, axis, rank) for rank in sorted({rank for rank, _ in kinds.values()}))
+        found += chain.from_iterable(broadcast_object(mine, axis, rank) for rank in sorted({rank for rank, _ in kinds.values()}))
         return _once(found)
 
     def pack(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:
         """Sum and count of each name over all processes of ``axis``, on the device; then sums start anew.   [2 N]"""
         flat = self._flat(names, device)
-        return sum_in_place(flat, axis) if len(flat) else flat
+        return all_reduce_(flat, axis) if len(flat) else flat
 
     def _flat(self, names: list[str], device: torch.device) -> Tensor:
         flat = [x for name in names for x in self._sums.get(name, [0.0, 0.0])]
@@ -134,7 +134,7 @@ def _summed(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     for dtype in (torch.float64, torch.int64):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype and tensor.numel()]
         if places:
-            flat = sum_in_place(torch.cat([tensors[i].flatten() for i in places]), axis).cpu()
+            flat = all_reduce_(torch.cat([tensors[i].flatten() for i in places]), axis).cpu()
             for i, part in zip(places, flat.split([tensors[i].numel() for i in places])):
                 summed[i] = part.view(tensors[i].shape)
     return summed

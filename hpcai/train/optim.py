@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import gather_objects, sum_in_place
+from hpcai.dist.collectives import all_gather_object, all_reduce_
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 from hpcai.kernels import fused_optimizer
@@ -155,7 +155,7 @@ class Optimizer:
         for state, part in zip(states, sums):
             self._table.index_copy_(0, state.lines, part)
         for axis, lines in self._divided:
-            self._table.index_copy_(0, lines, sum_in_place(self._table[lines], axis))
+            self._table.index_copy_(0, lines, all_reduce_(self._table[lines], axis))
         return [self._table[state.lines] for state in states]
 
     def whole(self) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ def decayed(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -> set[str]
     ranks along ``stages``."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
-    seen = gather_objects([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)
+    seen = all_gather_object([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)
     for pattern, *matches in zip(patterns, *seen):
         if not any(matches):
             raise ConfigError(f"step.decay_names: {pattern!r} matches no parameter; the model has {', '.join(names[:20])}")

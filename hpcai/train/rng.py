@@ -32,7 +32,7 @@ def seed_step(seed: int, copy: int, step: int) -> None:
 def seeds(seed: int) -> Iterator[None]:
     """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``nn.deferred``); what else is
     drawn is the same on all processes. Steps seed their own random numbers, for each copy of the model others."""
-    startup.now("network")
+    startup.begin("network")
     seed_all(seed)
     with deferred(seed):
         yield

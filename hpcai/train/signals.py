@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from hpcai import stop
-from hpcai.dist import watch
+from hpcai.dist import watchdog
 from hpcai.dist.mesh import Mesh
 
 
@@ -16,15 +16,15 @@ class StopSignals:
 
     def __init__(self, mesh: Mesh) -> None:
         self.received: str | None = None
-        self._boundary = watch.boundary(mesh.job.size)
-        self._noting: AbstractContextManager[None] = stop.noting(self._note)
+        self._boundary = watchdog.next_step_boundary(mesh.job.size)
+        self._noting: AbstractContextManager[None] = stop.on_signal(self._note)
 
     def __enter__(self) -> "StopSignals":
         self._noting.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._boundary.left()
+        self._boundary.leave()
         self._noting.__exit__(kind, error, trace)
 
     def _note(self, name: str) -> None:
@@ -33,8 +33,8 @@ class StopSignals:
     @property
     def cause(self) -> str:
         """Which signal it was, and of another process on which."""
-        return self.received or self._boundary.by
+        return self.received or self._boundary.reason
 
     def agreed(self) -> bool:
         """Whether all processes stop here, since one was asked to: the same answer on each, which calls it after every step."""
-        return self._boundary.passed(self.received)
+        return self._boundary.should_stop(self.received)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collect import distinct, gather_objects, least, sum_in_place
+from hpcai.dist.collectives import gather_distinct, all_gather_object, all_reduce_min, all_reduce_
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.nn.deferred import make, tell_names
@@ -59,7 +59,7 @@ class Step:
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
         act: Act | None = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
-        startup.now("network")
+        startup.begin("network")
         tries = cfg.capture == "auto"
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         self.notes += tune(cfg, mesh.device)
@@ -82,8 +82,8 @@ class Step:
         self.average = Average(self.model, self.optimizer, self.sums, cfg)
         self.agreement = Agreement(self.sums, self.optimizer, mesh)
         each = cfg.clip_per == "sample"
-        if each and mesh.copy.size > 1:
-            raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
+        if each and mesh.model_parallel.size > 1:
+            raise ConfigError(f"step.clip_per is sample, but {mesh.model_parallel.size} processes share a sample; set it to batch")
         stages = mesh["pipeline"].size
         if stages > 1 and act is None:
             raise ConfigError(f"mesh.pipeline is {stages}, but the step has no schedule of stages; give act=Pipeline(model, mesh)")
@@ -99,7 +99,7 @@ class Step:
             self._capture = Capture(inside, cfg.capture_shapes, graph, traced=cfg.compile == "none", tries=tries)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
-        startup.now("first step")
+        startup.begin("first step")
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
         rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
@@ -139,7 +139,7 @@ class Step:
         parts, words = split(batch, self.cfg.accumulate), {}
         if self.counts is not None:
             counted = torch.stack([self.counts(part) for part in parts]).sum(0)
-            words = {"counts": sum_in_place(counted, self.mesh["replicate"]) * self._share}
+            words = {"counts": all_reduce_(counted, self.mesh["replicate"]) * self._share}
 
         def measure(model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
             values = self.loss(model, part, **words)
@@ -181,7 +181,7 @@ class Step:
         if isinstance(own, tuple):  # a sum: its gradient is divided by what was counted everywhere
             own, count = own
             count = count.to(norm, copy=True) if isinstance(count, Tensor) else norm.new_full((), count)
-            scale = 1.0 / sum_in_place(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
+            scale = 1.0 / all_reduce_(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
             norm = norm * scale
         if self.cfg.clip is not None:
             clip = (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -229,7 +229,7 @@ class Step:
         if not self._capture.tries:
             return told
         own, self._capture.news = self._capture.news, []
-        every = distinct(own, self.mesh.everyone)
+        every = gather_distinct(own, self.mesh.peers)
         alike = len(every) == 1
         return every[0] + told if alike else [f"rank {n}: {text}" for n, texts in every.items() for text in texts] + told
 
@@ -237,7 +237,7 @@ class Step:
         """On the device, the least on any process: 0-based step with the first loss or gradient that is not finite, and, with
         ``compare``, the number of the first parameter that is not the same where it should be; otherwise huge numbers.   [2]"""
         unlike = self.agreement.first_unlike() if compare else torch.full_like(self._count, NEVER)
-        return least(torch.stack((self._first_bad.amin(), unlike)), self.mesh.everyone)
+        return all_reduce_min(torch.stack((self._first_bad.amin(), unlike)), self.mesh.peers)
 
     def check(self, samples: Callable[[int], str] | None = None, first: int | None = None) -> None:
         """Raise DivergedError on every process when a loss or a gradient was not finite. Reads the device: between steps only.
@@ -248,7 +248,7 @@ class Step:
         if first == NEVER:
             return
         bad, own = self._first_bad.tolist()
-        seen = gather_objects((bad, own, samples(own) if samples and own == first else ""), self.mesh.everyone)
+        seen = all_gather_object((bad, own, samples(own) if samples and own == first else ""), self.mesh.peers)
         ranks = [(rank, s[2]) for rank, s in enumerate(seen) if s[1] == first]
         what = "the loss" if ranks else "the gradient"
         where = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"

@@ -27,4 +27,5 @@ def test_contradictions_are_refused(kind: type[Settings], words: dict[str, Any],
 
 
 def test_samples_that_are_read_to_a_gpu_are_not_sent() -> None:
-    assert [LoaderConfig(**words).loading()["once"] for words in ({}, {"once": True}, {"reader": "gds"})] == ["auto", True, False]
+    cases: tuple[dict[str, Any], ...] = {}, {"once": True}, {"reader": "gds"}
+    assert [LoaderConfig(**kwargs).loader_kwargs()["once"] for kwargs in cases] == ["auto", True, False]

@@ -23,13 +23,13 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
 
     Raises MeshError for a mesh that does not fit.
     """
-    mesh.only("UNet3D", "replicate", "depth", "height")
+    mesh.check_axes("UNet3D", "replicate", "depth", "height")
     cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, model.cfg.window)
     model.total = SumOverCut(cut)
     if cut.axes:
         model.fits = nn.Identity()
     _, group = mesh.split("replicate", window_group, "data.window_group")
-    model.windows.team = Team(cut, mesh.copy, group)
+    model.windows.team = Team(cut, mesh.model_parallel, group)
     return model
 
 

@@ -28,7 +28,7 @@ def _layout(p: torch.Tensor) -> torch.memory_format:
 
 
 def new(model: nn.Module, cfg: StepConfig) -> Optimizer:
-    return Optimizer(GradientSums(model, dist.alone(torch.device("cpu")), decays=decayed(model, cfg)).rows, cfg)
+    return Optimizer(GradientSums(model, dist.single_process(torch.device("cpu")), decays=decayed(model, cfg)).rows, cfg)
 
 
 def run(cfg: StepConfig) -> nn.Module:

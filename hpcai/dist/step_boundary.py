@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Callable
 
-PAST = 1 << 62
+NEVER = 1 << 62
 """How often a rank has passed a boundary that it has left for good."""
 
 
-class Boundary:
+class StepBoundary:
     """A place that the main thread of every rank passes again and again, such as the end of a step.
 
     When a rank asks, the hub asks all of them how often each has passed. Who has answered passes no more until it hears at which
@@ -15,39 +15,39 @@ class Boundary:
     thread waits for another rank, in a collective, answers all the same. ``tell(asked=...)`` says to the hub that this rank asks.
     """
 
-    def __init__(self, tell: Callable[..., object], alone: bool) -> None:
-        self.by = ""  # which signal, on which rank
-        self._tell, self._alone = tell, alone
-        self._passed, self._stop = 0, PAST
-        self._held = self._asked = False
+    def __init__(self, send: Callable[..., object], alone: bool) -> None:
+        self.reason = ""  # which signal, on which rank
+        self._send, self._alone = send, alone
+        self._steps, self._stop = 0, NEVER
+        self._held = self._requested = False
         self._changed = threading.Condition()
 
-    def passed(self, asked: str | None) -> bool:
+    def should_stop(self, request: str | None) -> bool:
         """Pass once more -> whether all ranks stop here; ``asked`` says why this one wants to."""
-        if asked is not None and not self._asked:
-            self._asked = True
+        if request is not None and not self._requested:
+            self._requested = True
             if self._alone:
-                self.by = asked
+                self.reason = request
                 return True
-            self._tell(asked=asked)
+            self._send(request=request)
         with self._changed:
             self._changed.wait_for(lambda: not self._held)
-            self._passed += 1
-            return self._passed >= self._stop
+            self._steps += 1
+            return self._steps >= self._stop
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """This rank passes no more."""
         with self._changed:
-            self._passed = PAST
+            self._steps = NEVER
 
     def hold(self) -> int:
         """Let the rank pass no more -> how often it has passed."""
         with self._changed:
             self._held = True
-            return self._passed
+            return self._steps
 
-    def agreed(self, stop: int, by: str) -> None:
+    def set_stop(self, step: int, reason: str) -> None:
         """All ranks stop at the pass ``stop``, counted from 1."""
         with self._changed:
-            self._held, self._stop, self.by = False, stop, by
+            self._held, self._stop, self.reason = False, step, reason
             self._changed.notify_all()

@@ -10,18 +10,18 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as torch_dist
 
-from hpcai.dist import watch
-from hpcai.dist.boundary import Boundary
-from hpcai.dist.watch import Watch
+from hpcai.dist import watchdog
+from hpcai.dist.step_boundary import StepBoundary
+from hpcai.dist.watchdog import Watchdog
 from hpcai.errors import LaunchError
 
 
 @contextmanager
-def joined(world: int) -> Iterator[list[Watch]]:
+def joined(world: int) -> Iterator[list[Watchdog]]:
     """Ranks of one process, which share a hub."""
     store, ranks = torch_dist.HashStore(), []
     for rank in range(world):
-        ranks.append(Watch(rank, world, "127.0.0.1", store, os._exit))
+        ranks.append(Watchdog(rank, world, "127.0.0.1", store, os._exit))
     try:
         yield ranks
     finally:
@@ -29,7 +29,7 @@ def joined(world: int) -> Iterator[list[Watch]]:
             one._leave(None)
 
 
-def stops(world: int, ranks: list[Watch], asks: dict[int, int], work: Callable[[int, int], None]) -> list[int | None]:
+def stops(world: int, ranks: list[Watchdog], asks: dict[int, int], work: Callable[[int, int], None]) -> list[int | None]:
     """Every rank passes its next boundary after each of 200 steps -> after which step it stopped. ``asks``: rank to step."""
     found: list[int | None] = [None] * world
 
@@ -37,10 +37,10 @@ def stops(world: int, ranks: list[Watch], asks: dict[int, int], work: Callable[[
         boundary = ranks[rank].next_boundary()
         for step in range(1, 201):
             work(rank, step)
-            if boundary.passed("SIGTERM" if step >= asks.get(rank, 1000) else None):
+            if boundary.should_stop("SIGTERM" if step >= asks.get(rank, 1000) else None):
                 found[rank] = step
                 break
-        boundary.left()
+        boundary.leave()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -75,23 +75,23 @@ def test_a_rank_that_comes_late_and_one_that_has_left_are_waited_for_no_longer_t
     with joined(3) as ranks:
         ahead, behind, gone = (rank.next_boundary() for rank in ranks)
         for _ in range(4):
-            assert not ahead.passed(None)
-        gone.left()
-        assert not ahead.passed("SIGUSR1")
-        assert not any(ahead.passed(None) for _ in range(20)), "who has left for good was past every place"
-        assert not any(behind.passed(None) for _ in range(30))
+            assert not ahead.should_stop(None)
+        gone.leave()
+        assert not ahead.should_stop("SIGUSR1")
+        assert not any(ahead.should_stop(None) for _ in range(20)), "who has left for good was past every place"
+        assert not any(behind.should_stop(None) for _ in range(30))
         before, late, other = (rank.next_boundary() for rank in (*ranks[:2], ranks[2]))
-        while not before.passed("SIGUSR1"):
+        while not before.should_stop("SIGUSR1"):
             pass
-        passed = before._passed
-        assert not any(one.passed(None) for one in (late, other) for _ in range(passed - 1))
-        assert late.passed(None) and other.passed(None)
-        assert late.by.startswith("SIGUSR1 on rank 0 on ")
+        passed = before._steps
+        assert not any(one.should_stop(None) for one in (late, other) for _ in range(passed - 1))
+        assert late.should_stop(None) and other.should_stop(None)
+        assert late.reason.startswith("SIGUSR1 on rank 0 on ")
 
 
 def test_nothing_is_said_until_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, send = [], watch._send
-    monkeypatch.setattr(watch, "_send", lambda line, **words: (said.append(words), send(line, **words)))
+    said, send = [], watchdog._send
+    monkeypatch.setattr(watchdog, "_send", lambda line, **words: (said.append(words), send(line, **words)))
     with joined(4) as ranks:
         before = len(said)
         assert stops(4, ranks, {}, lambda rank, step: None) == [None] * 4
@@ -101,24 +101,24 @@ def test_nothing_is_said_until_one_asks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_alone_it_stops_where_it_is_asked_to() -> None:
-    boundary = watch.boundary(1)
-    assert not boundary.passed(None) and boundary.passed("SIGTERM") and boundary.by == "SIGTERM"
+    boundary = watchdog.next_step_boundary(1)
+    assert not boundary.should_stop(None) and boundary.should_stop("SIGTERM") and boundary.reason == "SIGTERM"
 
 
 def test_ranks_that_have_not_met_through_us_cannot_agree() -> None:
-    boundary = watch.boundary(2)
-    assert not boundary.passed(None)
+    boundary = watchdog.next_step_boundary(2)
+    assert not boundary.should_stop(None)
     with pytest.raises(LaunchError, match=r"SIGTERM asks this rank to stop, and no other rank hears of it.*hpcai\.dist\.start"):
-        boundary.passed("SIGTERM")
+        boundary.should_stop("SIGTERM")
 
 
 def test_a_rank_holds_until_it_hears_where() -> None:
-    boundary, found = Boundary(lambda **_: None, alone=False), []
-    assert not boundary.passed(None) and boundary.hold() == 1
-    thread = threading.Thread(target=lambda: found.append(boundary.passed(None)))
+    boundary, found = StepBoundary(lambda **_: None, alone=False), []
+    assert not boundary.should_stop(None) and boundary.hold() == 1
+    thread = threading.Thread(target=lambda: found.append(boundary.should_stop(None)))
     thread.start()
     thread.join(0.1)
     assert thread.is_alive() and not found
-    boundary.agreed(2, "SIGTERM on rank 1")
+    boundary.set_stop(2, "SIGTERM on rank 1")
     thread.join(10)
     assert found == [True]
