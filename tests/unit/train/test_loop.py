@@ -315,7 +315,7 @@ def test_readings_of_a_gpu_are_in_the_reports_with_what_a_joule_bought(tmp_path:
         def __init__(self, device: torch.device) -> None:
             self.energy = 0.0
 
-        def readings(self) -> dict[str, float]:
+        def read(self) -> dict[str, float]:
             self.energy += 6.0
             return {"power_w": 300.0, "energy_j": self.energy, "temperature_c": 50.0}
 
@@ -334,9 +334,9 @@ def test_readings_of_a_gpu_are_in_the_reports_with_what_a_joule_bought(tmp_path:
 class Watts:
     """Processors that have taken 30 J."""
 
-    closed = "energy_uj: Permission denied"
+    unreadable = "energy_uj: Permission denied"
 
-    def keep(self) -> None:
+    def poll(self) -> None:
         pass
 
     def joules(self) -> dict[str, float]:
@@ -366,7 +366,7 @@ def _train_on_nodes(mesh: Any, directory: str) -> None:
         def __init__(self, device: torch.device) -> None:
             pass
 
-        def readings(self) -> dict[str, float]:
+        def read(self) -> dict[str, float]:
             return {"energy_j": 100.0 + mesh.rank, "power_limit_w": 700.0 - 100 * mesh.rank} if mesh.rank < 2 else {}
 
     loop.GpuCounters, loop.RaplCounters = Meter, Watts  # type: ignore[assignment,misc]
