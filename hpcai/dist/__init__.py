@@ -1,4 +1,4 @@
-"""Processes and the named axes they form."""
+"""The processes of a job and their mesh of named axes."""
 
 from hpcai.lazy import lazy
 

@@ -1,4 +1,4 @@
-"""Collective operations over an axis of the mesh. Over an axis of size 1 each does nothing."""
+"""Collectives over an axis of the mesh, without effect over an axis of size 1."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def all_reduce_(value: Tensor, *axes: Axis) -> Tensor:
-    """The sum of ``value`` over the processes of ``axes``, in place."""
+    """All-reduce (sum) in place over ``axes``, and return ``value``."""
     for axis in axes:
         if axis.size > 1:
             torch_dist.all_reduce(value, group=axis.group)
@@ -27,9 +27,10 @@ def all_reduce_(value: Tensor, *axes: Axis) -> Tensor:
 
 
 def all_reduce(value: Tensor, *axes: Axis, identity_backward: bool = False) -> Tensor:
-    """The sum of ``value`` over the processes of ``axes``. Its gradients are added over them too, because each process may use it
-    for something of its own. ``once``: all processes compute the same from the sum, which counts once; the gradient of a process
-    is then that of its own part."""
+    """Return the sum over ``axes``. The backward pass sums gradients over ``axes`` too, because each rank may use the sum differently.
+
+    ``identity_backward``: All ranks compute the same loss from the sum, which counts once. The gradient is then passed unchanged.
+    """
     axes = tuple(axis for axis in axes if axis.size > 1)
     return _AllReduce.apply(value, axes, identity_backward) if axes else value
 
@@ -49,7 +50,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def sum_once(value: Tensor, ranks: int) -> Tensor:
-    """``value``, which ``ranks`` processes have computed alike: what follows counts once, though each of them computes it."""
+    """Return ``value``, and divide its gradient by ``ranks``: so many ranks hold the same value, and the loss counts once."""
     return _SumOnce.apply(value, ranks)
 
 
@@ -64,35 +65,34 @@ class _SumOnce(torch.autograd.Function):
         return grad_output / ctx.ranks, None
 
 
-# torch 2.13 has other names for these, and warns of the old ones.
+# torch 2.13 renamed both functions, and warns about the old names.
 _all_gather_into_tensor = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 _reduce_scatter_tensor = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 
 def get_backend(device: torch.device, axis: Axis) -> str:
-    """What carries tensors of ``device`` along ``axis``: nccl or gloo; none where there is one process."""
+    """Return the backend of tensors of ``device`` on ``axis``: nccl or gloo, or none if the axis has size 1."""
     if axis.group is None:
         return "none"
-    names = str(torch_dist.get_backend(axis.group))  # a group of several backends names all of them: cpu:gloo,cuda:nccl
+    names = str(torch_dist.get_backend(axis.group))  # a group with several backends: cpu:gloo,cuda:nccl
     by_device = dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair)
     return by_device.get(device.type, names)
 
 
 def all_gather(output: Tensor, input: Tensor, axis: Axis) -> torch_dist.Work:
-    """Begin to fill ``whole`` with the equal shares ``own`` of all ranks of ``axis``, in their order."""
+    """Start an all-gather: ``output`` becomes the concatenation of ``input`` of all ranks, by rank. Shapes are equal."""
     return _all_gather_into_tensor(output, input, group=axis.group, async_op=True)
 
 
 def all_to_all(output: Tensor, input: Tensor, axis: Axis) -> torch_dist.Work:
-    """Begin to send the r-th of equal pieces of ``outgoing`` to rank r of ``axis``, and to fill ``incoming`` with what comes."""
+    """Start an all-to-all: the r-th of equal chunks of ``input`` goes to rank r; ``output`` holds the received chunks, by rank."""
     return torch_dist.all_to_all_single(output, input, group=axis.group, async_op=True)
 
 
 class ReduceScatter:
-    """A sum under way: once ``wait()`` returns, rank r of ``axis`` has in ``own`` the sum of the r-th of equal pieces of ``whole``.
+    """An asynchronous reduce-scatter: after ``wait()``, ``output`` of rank r is the sum of the r-th of equal chunks of ``input``.
 
-    gloo's reduce_scatter sends as much as its all_reduce. Pieces that are sent one to one and added in the order of the ranks are
-    half as much.
+    gloo's reduce_scatter sends as many bytes as its all_reduce. An all-to-all with a local sum, in rank order, sends half as many.
     """
 
     def __init__(self, output: Tensor, input: Tensor, axis: Axis) -> None:
@@ -110,14 +110,14 @@ class ReduceScatter:
 
 
 def all_reduce_min(value: Tensor, axis: Axis) -> Tensor:
-    """The smallest ``value`` among the processes of ``axis``, in place."""
+    """All-reduce (min) in place over ``axis``, and return ``value``."""
     if axis.size > 1:
         torch_dist.all_reduce(value, torch_dist.ReduceOp.MIN, group=axis.group)
     return value
 
 
 def all_gather_object(value: T, axis: Axis) -> list[T]:
-    """``value`` of every process of ``axis``, by rank. Small Python objects of ours only; they are pickled on the way."""
+    """Return ``value`` of all ranks, by rank. It is pickled: for small trusted objects."""
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
@@ -126,7 +126,7 @@ def all_gather_object(value: T, axis: Axis) -> list[T]:
 
 
 def all_gather_numbers(values: Sequence[float], axis: Axis, dtype: torch.dtype = torch.float64) -> Tensor:
-    """As many numbers from every process of ``axis``, by rank, on the CPU.   [K] -> [ranks, K]"""
+    """Gather K numbers of each rank into a CPU tensor.   [K] -> [ranks, K]"""
     input = torch.tensor([list(values)], dtype=dtype)
     if axis.size == 1:
         return input
@@ -136,13 +136,13 @@ def all_gather_numbers(values: Sequence[float], axis: Axis, dtype: torch.dtype =
 
 
 def gather_distinct(value: T | None, axis: Axis) -> dict[int, T]:
-    """What the processes of ``axis`` have, by rank, but None: of the first one alone where all others have the same. Only where
-    they differ are objects gathered; ``repr`` tells whether they do."""
+    """Return the values that are not None, by rank; if they are equal, that of the first such rank only.
+    Values are compared by a hash of their ``repr``. Objects are gathered only if they differ."""
     if axis.size == 1:
         return {} if value is None else {0: value}
     missing = value is None
     code = _NONE if missing else hash_text(repr(value))
-    # The greatest x has the least ~x.
+    # The maximum of x is the complement of the minimum of ~x.
     codes = torch.tensor([code, _NONE if missing else ~code, _NONE if missing else axis.rank, int(not missing)])
     low, high, first, on_all = all_reduce_min(codes, axis).tolist()
     if first == _NONE:
@@ -158,12 +158,12 @@ _NONE = 2**62
 
 
 def hash_text(text: str) -> int:
-    """A number of 56 bits that stands for ``text``, the same on all processes."""
+    """Return a hash of 56 bits, the same on all ranks."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
-    """``value`` as the process ``source`` of ``axis`` sees it: a small Python object of ours, which is pickled on the way."""
+    """Return ``value`` of the rank ``source``. It is pickled: for small trusted objects."""
     if axis.size == 1:
         return value
     objects = [value]
@@ -172,8 +172,8 @@ def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
 
 
 def gather_to_first(value: T, axis: Axis) -> list[T]:
-    """``value`` of every process of ``axis``, by rank, on its first one, and nothing elsewhere: small Python objects of ours, which
-    are pickled on the way. Nobody talks but to the first."""
+    """Return ``value`` of all ranks, by rank, on the first rank, and an empty list on the others.
+    It is pickled: for small trusted objects. The other ranks communicate with the first only."""
     if axis.rank:
         torch_dist.send_object_list([value], group=axis.group, group_dst=0)
         return []
@@ -185,8 +185,7 @@ def gather_to_first(value: T, axis: Axis) -> list[T]:
 
 
 def broadcast_from_first(function: Callable[[], T], axis: Axis) -> T:
-    """What ``work`` gives on the first process of ``axis``, which does it for all; it is pickled on the way. All of them call this
-    together, and where it fails all raise the error."""
+    """Call ``function`` on the first rank, and return its result on all. It is pickled. If it raises, all ranks raise the error."""
     if axis.size == 1:
         return function()
     value, problem = None, None
@@ -203,8 +202,9 @@ def broadcast_from_first(function: Callable[[], T], axis: Axis) -> T:
 
 
 def gather_rows_to_first(rows: Tensor, axis: Axis) -> Tensor:
-    """Rows of all processes of ``axis`` in rank order, on its first one, and none elsewhere. They come in pieces, so that no other
-    process holds more than its own. Where they are many, they lie in an unnamed temporary file.   [N_r, ...] -> [sum N_r, ...]"""
+    """Concatenate the rows of all ranks, by rank, on the first rank; the others get no rows.   [N_r, ...] -> [sum N_r, ...]
+
+    Rows are sent in chunks, so that other ranks hold no more than their own. From 1 GB on they lie in an unnamed temporary file."""
     counts = all_gather_numbers([len(rows)], axis, torch.int64).flatten().tolist()
     data = rows.contiguous().flatten().view(torch.uint8)
     if axis.rank:
@@ -222,8 +222,8 @@ def gather_rows_to_first(rows: Tensor, axis: Axis) -> Tensor:
     return output.view(rows.dtype).view(sum(counts), *rows.shape[1:])
 
 
-_CHUNK = 64 << 20
-_MMAP_FROM = 1 << 30  # bytes from which on rows are kept in a file
+_CHUNK = 64 << 20  # bytes
+_MMAP_FROM = 1 << 30  # bytes from which the rows lie in a file
 
 
 def _allocate(size: int) -> Tensor:

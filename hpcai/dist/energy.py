@@ -1,20 +1,20 @@
-"""The energy that the processors of a node and their memory have taken, by the counters that the kernel shows (RAPL)."""
+"""Energy of the processors of a node and of their memory, from the kernel's RAPL counters."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_INTERVAL = 60.0
-"""Seconds between two looks at least: a counter begins anew after some 260 kJ, ten minutes of a busy processor."""
+"""Seconds. A counter wraps around after about 260 kJ, ten minutes of a busy processor."""
 _PREFIXES = {"package": "cpu", "dram": "memory"}
-"""What names of counters begin with. Of the others, ``core`` and ``uncore`` are parts of a package, and ``psys`` is all of it."""
+"""Prefixes of names of counters. Of the other counters, ``core`` and ``uncore`` are parts of a package, and ``psys`` contains it."""
 
 
 @dataclass
 class _Counter:
     kind: str
     file: Path
-    max_energy: int  # uJ, from which it begins anew
+    max_energy: int  # uJ; then the counter wraps around
     last: int
     total: int = 0
 
@@ -25,15 +25,16 @@ class _Counter:
 
 
 class RaplCounters:
-    """Joules of this node's processors since construction. ``closed`` names the first counter that this user may not read, which is
-    then left out: since 2020 most systems show them to root alone. They are found below ``root``.
+    """Energy of this node's processors since construction, from the counters below ``root``.
+
+    ``unreadable`` names the first counter without read permission, which is omitted. Since 2020 most systems show them to root only.
     """
 
     def __init__(self, root: str | Path = "/") -> None:
         self.unreadable = ""
         self._counters: list[_Counter] = []
         self._last_poll = time.monotonic()
-        for folder in sorted(Path(root, "sys/class/powercap").glob("intel-rapl:*")):  # of AMD's processors too
+        for folder in sorted(Path(root, "sys/class/powercap").glob("intel-rapl:*")):  # also on AMD processors
             self._open(folder)
 
     def _open(self, folder: Path) -> None:
@@ -47,18 +48,18 @@ class RaplCounters:
             self.unreadable = self.unreadable or f"{folder / 'energy_uj'}: {getattr(error, 'strerror', None) or error}"
 
     def poll(self) -> None:
-        """Look, if it is time: who asks for ``joules`` less often than counters begin anew calls this in between."""
+        """Read the counters if ``_POLL_INTERVAL`` has passed, for callers of ``joules`` that are rarer than a wrap-around."""
         if self._counters and time.monotonic() - self._last_poll > _POLL_INTERVAL:
             self.joules()
 
     def joules(self) -> dict[str, float]:
-        """``cpu`` and ``memory``, as far as there are counters."""
+        """Return joules of ``cpu`` and ``memory``, as far as there are counters."""
         self._last_poll = time.monotonic()
         totals: dict[str, float] = {}
         for counter in list(self._counters):
             try:
                 counter.read()
-            except (OSError, ValueError) as error:  # taken away meanwhile: half a run is no number
+            except (OSError, ValueError) as error:  # removed meanwhile: the energy of half a run is no result
                 self.unreadable = self.unreadable or f"{counter.file}: {getattr(error, 'strerror', None) or error}"
                 self._counters = [other for other in self._counters if other.kind != counter.kind]
         for counter in self._counters:

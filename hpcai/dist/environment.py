@@ -1,4 +1,4 @@
-"""The place of this process in its job, read from its launcher's variables, without torch, network, MPI or GPU."""
+"""Rank and world size from the launcher's environment variables, without torch, network, MPI or GPU."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from hpcai.errors import LaunchError
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the processes of its job, as the environment tells it. None stands for what only MPI can tell."""
+    """The rank of this process, from environment variables. None: known only to MPI."""
 
     launcher: str
     rank: int
@@ -25,8 +25,8 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """How one launcher names things. It fits where ``rank`` and all of ``signs`` are set. Where several names are given, the first
-    one that is set counts."""
+    """Environment variables of a launcher. It matches if ``rank`` and all of ``required`` are set. Of several names the first that
+    is set counts."""
 
     name: str
     rank: str
@@ -35,8 +35,8 @@ class _Launcher:
     local_world: str = ""
     required: str = ""
     mpi: bool = True
-    needs_step: bool = False  # only in a Slurm job step; in a batch shell the same variables describe the job, not this process
-    aliases: str = ""  # other names for the rank; one that differs was inherited from somewhere else
+    needs_step: bool = False  # only in a Slurm job step: in a batch shell these variables describe the job, not the process
+    aliases: str = ""  # other variables of the rank; a different value is inherited from another launcher
 
 
 def _srun(name: str, rank: str = "") -> _Launcher:
@@ -64,9 +64,9 @@ _BY_HAND = _Launcher(
     mpi=False,
 )
 _OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
-# The first that fits counts, and innermost ones stand first: torchrun may run inside srun, and in a Slurm job mpiexec starts its
-# proxies with srun, whose SLURM_PROCID then numbers nodes. HPE's PALS gives no world size under PMIx; Slurm's Cray plugin sets
-# PALS_RANKID but nothing local.
+# The first match counts, innermost launchers first: torchrun may run inside srun, and in a Slurm job mpiexec starts its proxies
+# with srun, whose SLURM_PROCID then numbers nodes. HPE's PALS gives no world size under PMIx; Slurm's Cray plugin sets PALS_RANKID
+# but no local variable.
 _LAUNCHERS = (
     _TORCHRUN,
     _BY_HAND,
@@ -94,9 +94,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch shell (…fb) and salloc's interac
 
 
 def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """Read this process' place from the variables that launchers set; touches neither network nor MPI nor GPU.
+    """Read the rank from the variables of launchers, without network, MPI or GPU.
 
-    Raises LaunchError when they contradict one another, or when several copies of a job would start side by side.
+    Raises LaunchError if they are inconsistent, or if the same job would start several times.
     """
     matching = [launcher for launcher in _LAUNCHERS if _matches(launcher, environ)]
     if not matching:
@@ -106,7 +106,7 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     world = _read_int(environ, launcher.world, launcher.name)
     local_rank = _read_int(environ, launcher.local_rank, launcher.name)
     local_world = _read_int(environ, launcher.local_world, launcher.name)
-    assert rank is not None  # otherwise the launcher would not fit
+    assert rank is not None  # otherwise the launcher would not match
     if not launcher.mpi:
         for value, names in ((world, launcher.world), (local_rank, launcher.local_rank)):
             if value is None:
@@ -119,7 +119,7 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
 
 def expand_hostlist(hosts: str) -> list[str]:
-    """The hosts of a Slurm list such as ``nid[001-003,7],gpu[1-2]-ib[0-1],login``, in order. Containers seldom hold scontrol."""
+    """Expand a Slurm list such as ``nid[001-003,7],gpu[1-2]-ib[0-1],login``, in order. Containers seldom have scontrol."""
     names = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", hosts):
         parts = [_expand_range(part[1:-1]) if part.startswith("[") else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
@@ -136,7 +136,7 @@ def _expand_range(numbers: str) -> list[str]:
 
 
 def _tasks_per_node(counts: str) -> list[int]:
-    """``4(x2),3``: four tasks on each of two nodes, three on the third."""
+    """Parse ``4(x2),3``: four tasks on each of two nodes, three on the third."""
     tasks: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         tasks += [int(count)] * int(times or 1)
@@ -161,7 +161,7 @@ def _read_int(environ: Mapping[str, str], names: str, launcher: str) -> int | No
         elif value.isdigit():
             return int(value)
         else:
-            raise LaunchError(f"{launcher}: {name}={value} is not a whole number")
+            raise LaunchError(f"{launcher}: {name}={value} is not an integer")
     return None
 
 
@@ -170,12 +170,12 @@ def _check_consistency(
 ) -> None:
     text = f"{launcher.name}: {launcher.rank}={rank}"
     if world is not None and rank >= world:
-        raise LaunchError(f"{text}, but the world has {world} ranks; a variable of another launcher is left over, unset it")
+        raise LaunchError(f"{text}, but the world has {world} ranks; unset the variable that another launcher left")
     if local_rank is not None and local_world is not None and local_rank >= local_world:
-        raise LaunchError(f"{text}: local rank {local_rank}, but {local_world} ranks on the node; unset its other variables")
+        raise LaunchError(f"{text}: local rank {local_rank}, but {local_world} ranks on the node; unset other launchers' variables")
     for name in launcher.aliases.split():
         if environ.get(name, str(rank)) != str(rank):
-            raise LaunchError(f"{text}, but {name}={environ[name]}, left over from another launcher; unset {name}")
+            raise LaunchError(f"{text}, but {name}={environ[name]}, of another launcher; unset {name}")
 
 
 def _check_one_job(environ: Mapping[str, str], inner: _Launcher, world: int, matching: list[_Launcher]) -> None:
@@ -185,14 +185,14 @@ def _check_one_job(environ: Mapping[str, str], inner: _Launcher, world: int, mat
         if tasks is not None and tasks > groups:
             advice = "give torchrun --nnodes and --rdzv-endpoint" if inner is _TORCHRUN else "unset RANK and WORLD_SIZE"
             size = f"{groups} node" if inner is _TORCHRUN else f"WORLD_SIZE={world}"
-            raise LaunchError(f"{outer.name} started {tasks} tasks, each with {inner.name} of {size}: copies of one job; {advice}")
+            raise LaunchError(f"{outer.name} started {tasks} tasks, each with {inner.name} of {size}: the same job several times; {advice}")
 
 
 def _find_rendezvous(environ: Mapping[str, str], launcher: _Launcher, rank: int) -> tuple[str | None, int | None]:
     port = _read_int(environ, "MASTER_PORT", launcher.name)
     address = environ.get("MASTER_ADDR") or None
     if launcher.name == "srun":
-        # Steps of one job and jobs that follow one another get ports of their own: 20000 + (8 job + step) mod 12768
+        # Consecutive steps and jobs get different ports: 20000 + (8 job + step) mod 12768
         ids = [int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
         port = port or 20000 + (8 * ids[0] + ids[1]) % 12768
         hosts = expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
@@ -201,6 +201,6 @@ def _find_rendezvous(environ: Mapping[str, str], launcher: _Launcher, rank: int)
             raise LaunchError(f"srun: rank 0 is not on {address}, the first node of the step; set HPCAI_ADDRESS to its node")
     if not launcher.mpi and (address is None or port is None):
         raise LaunchError(
-            f"{launcher.name}: where rank 0 listens is not known; set MASTER_ADDR and MASTER_PORT, alike for all ranks"
+            f"{launcher.name}: the address of rank 0 is unknown; set MASTER_ADDR and MASTER_PORT, the same for all ranks"
         )
     return address, port

@@ -1,4 +1,4 @@
-"""The host's work beside the training: garbage collection, freed memory, CPU binding, the GPU's counters, first collectives."""
+"""Host work beside the training: garbage collection, freed memory, NUMA binding, GPU counters, first collectives."""
 
 import ctypes
 import gc
@@ -17,13 +17,13 @@ import torch.distributed as torch_dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 
-_FULL_EVERY = 10  # every tenth collection takes in what survived two others; frozen objects are not looked at, so it costs little
+_FULL_EVERY = 10  # every tenth collection is a full one; frozen objects are not scanned, so it is cheap
 
 
 class ManualGC:
-    """Within its ``with`` block Python's garbage collector runs after every ``every``-th step only; None leaves Python alone.
+    """Context manager: Python's garbage collector runs after every ``every``-th step only; None leaves it automatic.
 
-    A collection on one rank makes all others wait at the next collective; here all ranks collect at the same step.
+    A collection on one rank makes all others wait at the next collective. Here all ranks collect at the same step.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -45,7 +45,7 @@ class ManualGC:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.every is not None:
-            if not self._frozen:  # a block around this one keeps what it has frozen
+            if not self._frozen:  # by an outer block, which still needs them
                 gc.unfreeze()
             if self._was_enabled:
                 gc.enable()
@@ -53,8 +53,8 @@ class ManualGC:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Within it Python's garbage collector rests, for work that makes many objects and no cycles: it would look at all that there
-    is, again and again."""
+    """Context manager without Python's garbage collector, for work that creates many objects and no cycles: it would scan all of
+    them repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -68,23 +68,22 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 
 
 def retain_freed_memory() -> bool:
-    """Have this process keep the memory that it frees, for its next tensors. Returns whether the C library took the request.
+    """Let malloc retain freed memory for the next tensors, and return whether the C library supports it.
 
-    By default the GNU C library gives every large tensor back to the system, which clears the pages of the next one: up to a third
-    of the wall time of a step on a CPU. A ``GLIBC_TUNABLES`` or ``MALLOC_`` variable that is set is respected instead.
+    By default the GNU C library returns every large tensor to the system, which clears the pages of the next one: up to a third of
+    the wall time of a step on a CPU. A set ``GLIBC_TUNABLES`` or ``MALLOC_`` variable takes precedence.
     """
     if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it, other allocators ignore it
-    # No tensor gets a mapping of its own, and the top of the heap is never given back.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in other C libraries, ignored by other allocators
+    # No mmap for large tensors, and no trim of the heap.
     return bool(mallopt and mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 def bind_to_numa_node(device: torch.device, local_world: int = 1, root: str | Path = "/") -> str | None:
-    """Bind all threads of this process to the CPUs of the NUMA node that its GPU is next to, as far as it may use them.
+    """Bind all threads of this process to the allowed CPUs of the NUMA node of its GPU, read from sysfs below ``root``.
 
-    The kernel's map is read below ``root``. Returns what was done, for the log, or None where the node is not known (-1 in most
-    virtual machines) or there is nothing to choose.
+    Return a line for the log, or None if the node is unknown (-1 in most virtual machines), or has none or all of these CPUs.
     """
     if device.type != "cuda" or not hasattr(os, "sched_getaffinity"):
         return None
@@ -99,26 +98,26 @@ def bind_to_numa_node(device: torch.device, local_world: int = 1, root: str | Pa
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # a thread that has ended, or one of the driver's
             os.sched_setaffinity(int(thread), cpus)
-    if "OMP_NUM_THREADS" not in os.environ:  # torch counted the cores of the whole machine
+    if "OMP_NUM_THREADS" not in os.environ:  # torch counted all cores of the machine
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus), len(allowed) // local_world)))
     return f"bound to {len(cpus)} CPUs of NUMA node {node}, next to GPU {gpu}: {format_ranges(cpus)}"
 
 
 def _pci_address(device: torch.device) -> str | None:
-    """The PCI address as the kernel writes it, such as ``0000:c1:00.0``."""
+    """Return the PCI address as in sysfs, such as ``0000:c1:00.0``."""
     properties = torch.cuda.get_device_properties(device)
     domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0" if slot >= 0 else None
 
 
 def read_cpu_list(path: Path) -> set[int]:
-    """``0-3,8`` -> {0, 1, 2, 3, 8}; empty where there is no such file."""
+    """Parse a file such as ``0-3,8`` to {0, 1, 2, 3, 8}; empty if there is no such file."""
     text = path.read_text() if path.exists() else ""
     return {cpu for first, last in re.findall(r"(\d+)(?:-(\d+))?", text) for cpu in range(int(first), int(last or first) + 1)}
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """{0, 1, 2, 3, 8} -> ``0-3,8``."""
+    """Format {0, 1, 2, 3, 8} as ``0-3,8``."""
     unique = set(numbers)
     starts, ends = ([n for n in sorted(unique) if n + step not in unique] for step in (-1, 1))
     return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends))
@@ -128,10 +127,10 @@ _THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, slowdown, heat (driv
 
 
 def open_nvml(device: torch.device) -> tuple[Any, Any, str]:
-    """NVML, its handle of the GPU ``device``, and the name by which it is found.
+    """Return NVML, its handle of the GPU ``device``, and the UUID of the GPU.
 
-    That is its UUID, because NVML knows neither CUDA_VISIBLE_DEVICES nor torch's numbers. Raises ImportError without the package,
-    NVMLError without a driver, and LookupError.
+    NVML ignores CUDA_VISIBLE_DEVICES and torch's device numbers, hence the UUID. Raises ImportError without the package, NVMLError
+    without a driver, and LookupError if there is no such GPU.
     """
     if device.type != "cuda":
         raise LookupError(f"this process computes on {device.type}")
@@ -146,8 +145,8 @@ def open_nvml(device: torch.device) -> tuple[Any, Any, str]:
 
 
 def check_power_cap(device: torch.device, watts: float | None) -> None:
-    """Refuse a run without the cap that it asks for: the limit that is enforced on the GPU ``device`` must be ``watts``, whoever
-    has set it; None asks for none. Raises ConfigError, also where NVML does not tell."""
+    """Raise ConfigError unless the power limit enforced on the GPU ``device`` is ``watts``, or if NVML cannot read it.
+    None allows any limit."""
     if watts is None:
         return
     try:
@@ -155,7 +154,7 @@ def check_power_cap(device: torch.device, watts: float | None) -> None:
         enforced = nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
     except Exception as error:  # no GPU, no package, no driver, or a GPU that is not NVIDIA's
         raise ConfigError(
-            f"train.power_cap is {watts:g} W, but NVML does not tell what limit is enforced: {error}; it needs an NVIDIA GPU, "
+            f"train.power_cap is {watts:g} W, but NVML cannot read the enforced limit: {error}; it needs an NVIDIA GPU, "
             "its driver and pip install 'hpcai-suite[gpu]'; or set train.power_cap to null"
         ) from None
     if abs(enforced - watts) >= 0.5:
@@ -166,14 +165,14 @@ def check_power_cap(device: torch.device, watts: float | None) -> None:
 
 
 class GpuCounters:
-    """NVML's counters of one GPU, read without waiting for it. What the driver does not tell is left out; without NVML that is
-    all."""
+    """NVML's counters of one GPU, read without synchronization. Counters that the driver does not support are omitted, and all of
+    them without NVML."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._nvml: Any = None
         self._handle: Any = None
-        self._joules = 0.0  # the integral of the power, where the GPU has no meter
+        self._joules = 0.0  # integral of the power, if the GPU has no energy counter
         self._last_power: tuple[float, float] | None = None
         if device.type != "cuda":
             return
@@ -183,9 +182,8 @@ class GpuCounters:
         self.read()
 
     def read(self) -> dict[str, float]:
-        """The counters now: power_w, power_limit_w (as enforced, whoever has set it), energy_j since construction, sm_clock_mhz,
-        temperature_c, memory_gb (this process's peak), memory_used_gb (by all processes), throttled (1.0 while heat or power hold
-        the clocks back)."""
+        """Return the counters: power_w, power_limit_w (as enforced), energy_j since construction, sm_clock_mhz, temperature_c,
+        memory_gb (peak of this process), memory_used_gb (of all processes), throttled (1.0 while heat or power limit the clocks)."""
         if self._handle is None:
             return {}
         nvml, gpu = self._nvml, self._handle
@@ -225,13 +223,13 @@ class GpuCounters:
 def _try_read(read: Callable[..., Any], *args: Any) -> Any:
     try:
         return read(*args)
-    except Exception:  # NVMLError_NotSupported and its kin: not on this GPU, this driver or in MIG
+    except Exception:  # such as NVMLError_NotSupported: by this GPU, this driver or in MIG
         return None
 
 
 def warm_up_collectives(mesh: Mesh, repeats: int = 20) -> None:
-    """Make a few small sums over every axis in use, and over what else has a group, so that groups and connections exist before the
-    clock runs and before anything is captured. Every process that trains calls it."""
+    """All-reduce a small tensor over every axis in use and every existing group: a collective of ``peers``. Groups and connections
+    then exist before the clock starts and before a graph is captured."""
     if mesh.world == 1:
         return
     for axis in (*mesh.used, mesh.peers):

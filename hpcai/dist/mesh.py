@@ -1,4 +1,4 @@
-"""The mesh: named axes over the processes of a job, always all there, of size 1 when unused."""
+"""The mesh: named axes over the processes of a job. Every axis exists, with size 1 if it is unused."""
 
 import copy
 import hashlib
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_AXES = AXES[:-1]  # those of processes that do the same work, replicate first
-_LONG_TIMEOUT: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(days=7)}  # between hosts, while GPUs go on
-_MEMO_KEY = "hpcai: channels aside"  # where a deep copy finds Mesh.aside
+_AXES = AXES[:-1]  # all but `evaluate`; replicate first
+_LONG_TIMEOUT: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(days=7)}  # for host transfers beside the training
+_MEMO_KEY = "hpcai: background axis"  # key of Mesh.background_axis in the memo of a deep copy
 
 
 class Dimension:
-    """Ranks of the job, one behind another, and the group through which they talk: ``group`` makes it when it is first asked for.
+    """An ordered set of ranks of the job, and their process group, which the first use of ``group`` creates.
 
-    ``purpose`` keeps groups of the same ranks apart. ``made`` is where a line enters itself once it has its group.
+    ``purpose`` distinguishes groups of the same ranks. A dimension appends itself to the list ``created`` with its group.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Dimension:
         job = self._job
         if job is None or job is not torch_dist.group.WORLD:
             state = "no process group" if torch_dist.group.WORLD is None else "another process group than that of their mesh"
-            raise MeshError(f"ranks {_format_ranks(self.ranks)} first talk within {state}; use a mesh within its own start()")
+            raise MeshError(f"ranks {_format_ranks(self.ranks)} first communicate within {state}; use a mesh within its own start()")
         if not self.purpose and len(self.ranks) == job.size():
             return job
         name = group_name(self.ranks, self.purpose)
-        if (group := _find_group(name)) is not None:  # another mesh of this process group has made it
+        if (group := _find_group(name)) is not None:  # created by another mesh of this process group
             return group
-        # ``new_group`` with local synchronisation puts the number of groups that a process is in into the name, and members of one
-        # line may be in different numbers of others: of a link, of lines of processes that only evaluate, of a person's own.
+        # ``new_group`` with local synchronisation puts the number of groups of the process into the name. Members of one dimension
+        # may be in different numbers of groups: links, dimensions of evaluating processes, groups of the user's own code.
         backend, store = c10d._world.pg_map[job]
         me, kwargs = self.ranks.index(torch_dist.get_rank()), {"timeout": self._timeout or default_pg_timeout}
         kind = c10d.Backend(self._backend or backend)
@@ -72,7 +72,7 @@ class Dimension:
 
 
 def group_name(ranks: Sequence[int], purpose: str = "") -> Any:
-    """The name of a group: the same on all its members, whatever other groups they are in."""
+    """Return the name of a group, the same on all its members, independent of their other groups."""
     digest = hashlib.sha1(" ".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     return f"hpcai {purpose} {digest}"
 
@@ -87,7 +87,7 @@ def _find_group(name: str) -> torch_dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class Axis:
-    """One named direction of the mesh. ``rank`` and ``size`` count along it; ``of`` names the axis that it is a part of."""
+    """A named axis of the mesh, and the ``rank`` of this process along it. ``parent``: The axis of which it is a part, by name."""
 
     name: str
     size: int = 1
@@ -97,35 +97,39 @@ class Axis:
 
     @property
     def group(self) -> torch_dist.ProcessGroup | None:
-        """None when the size is 1. The first use makes the group, by the ranks of the axis alone, and waits for all of them: they
-        come to their first uses in the same order. So it may not be where only some of them pass (a rank without neighbours, a
-        branch), nor in a thread, nor while a graph is captured: whoever builds such a thing calls ``meet`` before."""
+        """The process group, or None if the size is 1. The first use creates it, which is a collective of the ranks of the axis.
+
+        All of them must create their groups in the same order. In a branch that some ranks do not take, in a thread and during
+        the capture of a CUDA graph the group must exist already: call ``init_group`` before."""
         return None if self.dimension is None else self.dimension.group
 
     def init_group(self) -> "Axis":
-        """This axis, with its group made."""
+        """Create the group, and return the axis."""
         if self.dimension is not None:
             _ = self.dimension.group
         return self
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> "Axis":
-        """A model's copy works over the same ranks: through the same channel, or through one of its own (``Mesh.beside``)."""
+        """Return the same axis, or within ``Mesh.background_copy`` its background axis."""
         return memo[_MEMO_KEY](self.name) if _MEMO_KEY in memo and self.size > 1 else self
 
 
 class Mesh:
-    """Axes by name: ``mesh["replicate"]``. Callers never ask whether a run is distributed.
+    """Axes by name, such as ``mesh["replicate"]``. Code for many processes and for one is the same.
 
-    The last axis varies fastest over the ranks, so that processes which exchange most share a node. ``rank`` of ``world`` and
-    ``everyone`` concern the processes that do the same work (agreement, checkpoints); ``copy`` spans those that hold one copy of
-    the model together, and so get the same samples.
-    Groups are made when they are first used (``Axis.group``), and axes of the same ranks share one: they are for the main thread,
-    which uses them in the same order on all ranks. ``made`` lists these lines. A thread beside it has channels of its own
-    (``aside``, ``channel``). ``timeout``: how long ranks wait for one another in any of the shared ones.
-    With ``evaluate`` the last processes of the job only evaluate (``trains`` is False): they have axes of their own, cut like those
-    of the others. ``link`` joins each process of the first copy that trains with those that evaluate its part of the weights; its
-    group is there at once, since they come to it at any time.
-    Raises MeshError when the sizes do not multiply to the number of processes.
+    The last axis varies fastest over the ranks, so that processes with the most communication share a node. ``peers`` spans all
+    processes that train (or all that only evaluate), with ``rank`` of ``world``. ``model_parallel`` spans the processes of one
+    replica of the model, which get the same samples. ``job`` spans all processes.
+
+    Groups are created on first use (``Axis.group``), and axes of the same ranks share one. They are for the main thread, which
+    uses them in the same order on all ranks; ``created`` lists them. Another thread needs groups of its own (``background_axis``,
+    ``new_background_axis``). ``timeout`` is that of collectives in shared groups.
+
+    With ``evaluate`` the last processes of the job only evaluate (``trains`` is False). They have axes of their own, with the same
+    sizes of a replica. ``link`` connects each process of the first training replica to the evaluating processes with the same
+    shard of the weights. Its group is created at once, because they use it at any time.
+
+    Raises MeshError if the product of the sizes is not the number of processes.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Mesh:
         if unknown:
             raise MeshError(f"mesh has no axis {unknown[0]!r}; it has {', '.join(AXES)}")
         self.device = device if device is not None else torch.device("cpu")
-        if self.device.type == "cuda" and self.device.index is None:  # its number: a thread begins with the first GPU
+        if self.device.type == "cuda" and self.device.index is None:  # a new thread would use the first GPU
             self.device = torch.device("cuda", torch.cuda.current_device())
         evaluate = sizes.get("evaluate", 0)
         shape, train = mesh_shape(sizes, world)
@@ -164,7 +168,6 @@ class Mesh:
             ).init_group()
 
     def _axis_along(self, names: tuple[str, ...], label: str = "") -> Axis:
-        """The axis along ``names`` together."""
         position = np.unravel_index(self.rank, self._ranks.shape)
         ranks = self._ranks[tuple(slice(None) if name in names else place for name, place in zip(_AXES, position))]
         return self._axis_over(label or " x ".join(names), ranks.flatten().tolist())
@@ -179,7 +182,7 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one process that speaks and writes for all."""
+        """Whether this is rank 0 of the job, which prints and writes."""
         return self.job.rank == 0
 
     def __getitem__(self, name: str) -> Axis:
@@ -189,14 +192,13 @@ class Mesh:
 
     @property
     def used(self) -> tuple[Axis, ...]:
-        """The axes of size > 1 along which processes do the same work, outermost first."""
+        """The axes of size > 1, outermost first."""
         return tuple(axis for axis in self._axes.values() if axis.size > 1)
 
     def split(self, name: str, within: int, setting: str) -> tuple[Axis, Axis]:
-        """The axis ``name`` as two, (between, within): ``within`` neighbouring ranks of it, such as those of one node, and the
-        ranks with the same place among theirs; both are ``of`` it. Raises MeshError when ``within`` does not divide the axis of
-        those that train; those that only evaluate are split where it divides theirs.
-        """
+        """Split the axis ``name``, the ``parent``, into (between, within): ``within`` spans so many neighbouring ranks, such as those
+        of a node, and ``between`` the ranks at the same position of each group. Raises MeshError if ``within`` does not divide the
+        axis; processes that only evaluate then get two axes of size 1."""
         axis = self[name]
         if axis.size % within and self.trains:
             raise MeshError(
@@ -208,27 +210,27 @@ class Mesh:
             return (axis, single) if within == 1 else (single, axis)
         between, inner = f"{name} between {within}s", f"{name} within {within}s"
         if between not in self._axes_by_label:
-            divides = axis.dimension is not None and axis.size % within == 0  # any number of processes may only evaluate
+            divides = axis.dimension is not None and axis.size % within == 0  # always, on training ranks
             ranks, offset, first = axis.dimension.ranks if axis.dimension else (), axis.rank % within, axis.rank // within * within
             self._axis_over(between, ranks[offset::within] if divides else [self._job_rank], parent=name)
             self._axis_over(inner, ranks[first : first + within] if divides else [self._job_rank], parent=name)
         return self._axes_by_label[between], self._axes_by_label[inner]
 
     def subset(self, name: str, ranks: Sequence[int]) -> Axis:
-        """Those of ``ranks`` along the axis ``name`` as an axis, ``of`` it; for the others one of size 1."""
+        """Return an axis of some ``ranks`` of the axis ``name``, its ``parent``; on other ranks one of size 1."""
         axis, label = self[name], f"{name} at {', '.join(map(str, ranks))}"
         if axis.dimension is None or axis.rank not in ranks:
             return Axis(label, parent=name)
         return self._axis_over(label, [axis.dimension.ranks[rank] for rank in sorted(ranks)], parent=name)
 
     def flatten(self, *names: str) -> Axis:
-        """The axes ``names`` together as one, whose ranks are in the order of the mesh. Raises MeshError for an unknown name."""
+        """Return the product of the axes ``names``, with ranks in the order of the mesh. Raises MeshError for an unknown name."""
         axes = {self[name].name for name in names}
         ordered = tuple(name for name in _AXES if name in axes)
         return self._axes_by_label.get(" x ".join(ordered)) or self._axis_along(ordered)
 
     def device_mesh(self, *axes: Axis) -> "DeviceMesh":
-        """torch's DeviceMesh over ``axes``, outermost first, through their groups. All of their ranks call this together.
+        """Return torch's DeviceMesh of ``axes``, outermost first, with their groups: a collective of all their ranks.
         Raises MeshError for an axis of size 1, which has no group, and for axes that have ranks in common."""
         if axes not in self._device_meshes:
             from torch.distributed.device_mesh import DeviceMesh
@@ -236,10 +238,10 @@ class Mesh:
             ranks, names = torch.tensor(self._job_rank), tuple(axis.name for axis in axes)
             for axis in axes:
                 if axis.dimension is None:
-                    raise MeshError(f"a DeviceMesh over {axis.name}, which has size 1: leave it out")
-                ranks = ranks.unsqueeze(-1) + torch.tensor(axis.dimension.ranks) - self._job_rank  # a rank is linear in its places
+                    raise MeshError(f"a DeviceMesh over {axis.name}, which has size 1; leave it out")
+                ranks = ranks.unsqueeze(-1) + torch.tensor(axis.dimension.ranks) - self._job_rank  # a rank is linear in its coordinates
             if not axes or ranks.unique().numel() < ranks.numel():
-                raise MeshError(f"a DeviceMesh over {' and '.join(names) or 'no axis'}: give axes that have no direction in common")
+                raise MeshError(f"a DeviceMesh over {' and '.join(names) or 'no axis'}: give disjoint axes")
             groups: list[Any] = [axis.group for axis in axes]
             self._device_meshes[axes] = DeviceMesh.from_group(
                 groups if len(groups) > 1 else groups[0], self.device.type, mesh=ranks, mesh_dim_names=names
@@ -247,12 +249,11 @@ class Mesh:
         return self._device_meshes[axes]
 
     def background_axis(self, name: str) -> Axis:
-        """The ranks of any axis with a channel of their own between hosts, for a thread beside the training. The first call is made
-        by every rank of the axis together, and makes the channel."""
-        return self._separate_axis(name, f"{name} aside")
+        """Return the axis with a gloo group of its own, for a background thread. The first call is a collective of its ranks."""
+        return self._separate_axis(name, f"{name} background")
 
     def new_background_axis(self, name: str) -> Axis:
-        """``aside`` with a further channel at each call, for one thread more: all ranks of the axis call it in the same order."""
+        """Like ``background_axis``, with a new group in each call, for a further thread. It is a collective of the axis."""
         dimension = self._axes_by_label[name].dimension
         labels = (f"{name} channel {number}" for number in itertools.count())
         return self._separate_axis(
@@ -260,8 +261,8 @@ class Mesh:
         )
 
     def subgroup(self, purpose: str, ranks: Sequence[int]) -> Axis:
-        """Some of the ranks that do the same work, with a channel of their own between hosts for ``purpose``, where they wait for
-        each other as long as it takes. They call this together, and nobody else does."""
+        """Return an axis of some ``ranks`` of ``peers``, with a gloo group of its own for ``purpose`` and a timeout of 7 days.
+        It is a collective of these ranks only."""
         job_ranks = [self._job_rank - self.rank + rank for rank in ranks]
         label = group_name(job_ranks, purpose)
         return self._axes_by_label.get(label) or self._axis_over(label, job_ranks, purpose, **_LONG_TIMEOUT).init_group()
@@ -275,17 +276,17 @@ class Mesh:
         ).init_group()
 
     def background_copy(self, model: T) -> T:
-        """A copy of ``model`` for a thread beside the training, with memory of its own. What it sends goes aside: two threads that
-        use one channel would get each other's messages. All processes that do the same work call this together."""
+        """Return a deep copy of ``model`` for a background thread, a collective of ``peers``. Its axes are background axes: two
+        threads in one group would receive each other's data."""
         memo: dict[Any, Any] = {_MEMO_KEY: self.background_axis}
         return copy.deepcopy(model, memo)
 
     def check_axes(self, model: str, *names: str) -> None:
-        """Raise MeshError when an axis is used that ``model`` cannot be cut along: its ranks would repeat one another's work."""
+        """Raise MeshError if an axis outside ``names`` is used: ``model`` cannot be sharded along it, and ranks would repeat work."""
         for name, size in self.sizes.items():
             if size > 1 and name not in (*names, "evaluate"):
                 supported = ", ".join(names) or "no axis"
-                raise MeshError(f"mesh.{name} is {size}, but {model} can be spread over {supported} only; set mesh.{name}=1")
+                raise MeshError(f"mesh.{name} is {size}, but {model} can be sharded over {supported} only; set mesh.{name}=1")
 
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{n} {s}" for n, s in self.sizes.items() if s > (n != "evaluate")) + ")"

@@ -1,29 +1,29 @@
-"""Where all ranks stop together once one of them asks, without a message before it does."""
+"""A step after which all ranks stop, on request of one. There is no communication before a request."""
 
 import threading
 from collections.abc import Callable
 
 NEVER = 1 << 62
-"""How often a rank has passed a boundary that it has left for good."""
+"""The step of a rank that has left the boundary, and the step to stop at before a request."""
 
 
 class StepBoundary:
-    """A place that the main thread of every rank passes again and again, such as the end of a step.
+    """A point in the loop of the main thread of every rank, such as the end of a step, at which all ranks can stop together.
 
-    When a rank asks, the hub asks all of them how often each has passed. Who has answered passes no more until it hears at which
-    pass all stop: the next one after the farthest. A rank answers in the thread that listens to the hub, so that one whose main
-    thread waits for another rank, in a collective, answers all the same. ``tell(asked=...)`` says to the hub that this rank asks.
+    After a request the hub queries the step of every rank, and each rank holds at its boundary. All then stop at the step after the
+    largest one. The watchdog's thread answers, also while the main thread is in a collective. ``send(request=...)`` sends a request
+    to the hub.
     """
 
     def __init__(self, send: Callable[..., object], alone: bool) -> None:
-        self.reason = ""  # which signal, on which rank
+        self.reason = ""  # the signal, and its rank
         self._send, self._alone = send, alone
         self._steps, self._stop = 0, NEVER
         self._held = self._requested = False
         self._changed = threading.Condition()
 
     def should_stop(self, request: str | None) -> bool:
-        """Pass once more -> whether all ranks stop here; ``asked`` says why this one wants to."""
+        """Count a step, and return whether all ranks stop after it. ``request``: The reason why this rank wants to stop."""
         if request is not None and not self._requested:
             self._requested = True
             if self._alone:
@@ -36,18 +36,18 @@ class StepBoundary:
             return self._steps >= self._stop
 
     def leave(self) -> None:
-        """This rank passes no more."""
+        """Take no further steps on this rank."""
         with self._changed:
             self._steps = NEVER
 
     def hold(self) -> int:
-        """Let the rank pass no more -> how often it has passed."""
+        """Block the next step until ``set_stop``, and return the number of steps."""
         with self._changed:
             self._held = True
             return self._steps
 
     def set_stop(self, step: int, reason: str) -> None:
-        """All ranks stop at the pass ``stop``, counted from 1."""
+        """Stop after ``step``, counted from 1."""
         with self._changed:
             self._held, self._stop, self.reason = False, step, reason
             self._changed.notify_all()

@@ -1,16 +1,12 @@
-"""When one rank fails, all ranks stop, and rank 0 prints the traceback of the rank that failed first.
+"""A watchdog: if one rank fails, all ranks stop, and rank 0 prints the traceback of the first failure.
 
-Every rank keeps one connection to a hub, a thread on rank 0. A rank that fails says why; a rank that is killed says nothing, but
-its connection closes. The hub prints the first failure and tells all ranks to stop. No rank polls, and no heartbeat is missed while
-a long C call holds the interpreter.
+Every rank has one connection to a hub, a thread on rank 0. A failing rank sends its error; the connection of a killed rank closes.
+The hub prints the first failure and stops all ranks. There is no polling and no heartbeat, which a long C call that holds the
+interpreter lock would miss. A rank may request that all ranks stop after the same step (``next_step_boundary``).
 
-A rank may ask that all stop at the same place (``boundary``): the hub hears how far each has come and says where.
-
-A rank whose main thread is inside a collective or a long computation cannot be asked to leave, so it is ended where it is.
-Losing the hub counts as a failure of rank 0; rank 0 therefore leaves last.
-
-The hub listens on the loopback interface where all ranks share a node. It hears a connection only once that has shown the token of
-the job.
+A main thread inside a collective or a long computation cannot be interrupted, so its process is ended. A lost hub counts as a
+failure of rank 0, which therefore leaves last. The hub listens on the loopback interface if all ranks share a node, and ignores
+connections that have not sent the token of the job.
 """
 
 import asyncio
@@ -37,31 +33,35 @@ from hpcai.dist.step_boundary import StepBoundary
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 
 # All in seconds
-_CAUSE_DELAY = 0.3  # in which a consequence on another rank ("connection closed by peer") may arrive before its cause
-_REFUSAL_DELAY = 2.0  # for all ranks to report a refusal, which is mostly the same on all and is then printed once
-_HUB_TIMEOUT = 8.0  # that a failing rank waits for the hub
-_FIRST_EXIT_DELAY = 0.5  # from the word to stop until the rank that failed first ends the job with its exit code
-_EXIT_DELAY = 2.0  # from that word until the other ranks end by themselves, so that the launcher sees the cause first
-_HANDSHAKE_TIMEOUT = 60.0  # for a connection to show the token
-_MAX_MESSAGE = 1 << 18  # bytes, of a message
-_MAX_REASON = 1 << 12  # letters, of the reason for a failure
-_MAX_UNAUTHENTICATED = 256  # connections without a token that are held at a time, beside one for each rank
+_CAUSE_DELAY = 0.3  # a consequence on another rank ("connection closed by peer") may arrive before its cause
+_REFUSAL_DELAY = 2.0  # for all ranks to report an HpcaiError, which is printed once if it is the same on all
+_HUB_TIMEOUT = 8.0  # of a failing rank
+_FIRST_EXIT_DELAY = 0.5  # from the stop message until the first failing rank ends the job with its exit code
+_EXIT_DELAY = 2.0  # from that message until the other ranks exit, so that the launcher sees the cause first
+_HANDSHAKE_TIMEOUT = 60.0  # until a connection has sent the token
+_MAX_MESSAGE = 1 << 18  # bytes
+_MAX_REASON = 1 << 12  # characters of the reason of a failure
+_MAX_UNAUTHENTICATED = 256  # simultaneous connections without a token, besides one for each rank
 
 on_abort: list[Callable[[str], object]] = []
-"""Called with the reason on a rank that is ended because another failed, for two seconds at most."""
+"""Called with the reason on a rank that is stopped because another failed, each for two seconds at most."""
 
 before_destroy_process_group: list[Callable[[], object]] = []
-"""Called before the process groups are destroyed, to let go of what holds them."""
+"""Called before the process groups are destroyed, to release objects that reference them."""
 
 _active: list["Watchdog"] = []
 
 
 class Watchdog:
-    """Binds the ranks of a job together while its ``with`` block runs.
+    """Context manager that stops all ranks of a job if one fails. A normal exit destroys the process groups.
 
-    ``address`` is rank 0's, ``store`` tells the others the hub's port, ``abort`` ends the job with an exit code, and only the ranks
-    know the ``token``. An orderly end destroys the process groups. The exit code is 2 for refused settings, otherwise 1; SystemExit
-    keeps its own.
+    The exit code is 2 for wrong settings, mesh or launch, 130 for Ctrl-C, otherwise 1; SystemExit keeps its own.
+
+    Args:
+        address: The address of rank 0.
+        store: A store, through which rank 0 publishes the port of the hub.
+        abort: A function that ends the job with an exit code.
+        token: A secret of the ranks.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Watchdog:
         self._failing = self._stopping = self._leaving = False
         self._stop: dict[str, Any] = {}
         self._boundaries: dict[int, StepBoundary] = {}
-        self._boundary_count = 0  # boundaries that the main thread has come to
+        self._boundary_count = 0  # boundaries of the main thread so far
         self._hub: threading.Thread | None = None
         self.hub: _Hub | None = None
         if rank == 0:
@@ -123,21 +123,21 @@ class Watchdog:
         self._report_and_exit(text, report, code, refused)
 
     def abort_job(self, text: str, report: str) -> NoReturn:
-        """Fail in a thread, while the main one cannot: ``words`` are printed once, and all ranks hear ``text``."""
+        """Fail in a thread while the main thread is stuck. ``report`` is printed once, and all ranks get ``text``."""
         self._report_and_exit(text, report, 1, refused=False)
 
     def _report_and_exit(self, text: str, report: str, code: int, refused: bool) -> NoReturn:
-        """Tell the hub of a failure, and leave as it says."""
-        text, report = text[:_MAX_REASON], report[-_MAX_MESSAGE // 8 :]  # JSON takes up to six bytes for a letter
+        """Report a failure to the hub, and exit according to its answer."""
+        text, report = text[:_MAX_REASON], report[-_MAX_MESSAGE // 8 :]  # JSON has up to six bytes for a character
         with self._lock:
             self._failing = not self._stopping
         if self._stopping:
-            time.sleep(2 * _EXIT_DELAY)  # this is a consequence, and _stopped ends this process meanwhile
+            time.sleep(2 * _EXIT_DELAY)  # this failure is a consequence: _on_stop ends this process meanwhile
         self._send(failed=text, report=report, code=code, refused=refused)
         self._answered.wait(_HUB_TIMEOUT)
         if self._stop.get("on_all"):
             self._disconnect()
-            with suppress(RuntimeError):  # of a device that has failed: the cause is told
+            with suppress(RuntimeError):  # of a failed device; the cause is printed already
                 _destroy_process_groups()
             raise SystemExit(code)
         first = self._stop.get("first", self._rank) == self._rank
@@ -151,7 +151,7 @@ class Watchdog:
         exit_now(code)
 
     def next_boundary(self) -> StepBoundary:
-        """One for the main thread, which comes to all of them in the same order on all ranks."""
+        """Return a new boundary of the main thread. All ranks create them in the same order."""
         self._boundary_count += 1
         return self._boundary(self._boundary_count)
 
@@ -192,7 +192,7 @@ class Watchdog:
         exit_now(message["code"])
 
     def _disconnect(self) -> None:
-        with suppress(OSError):  # the other end was faster
+        with suppress(OSError):  # closed by the other end
             self._connection.shutdown(socket.SHUT_RDWR)
         self._listener.join()
         self._connection.close()
@@ -200,18 +200,18 @@ class Watchdog:
 
 @dataclass(eq=False)
 class _Member:
-    """A rank that has shown the token."""
+    """A rank that has sent the token."""
 
     rank: int
     name: str
     send: Callable[..., None]
-    exit_code: int | None = None  # its exit code
-    status: str | None = None  # its answer, when it was asked
+    exit_code: int | None = None
+    status: str | None = None  # the answer to the last query
 
 
 @dataclass(eq=False)
 class _StopRequest:
-    """A boundary at which all ranks are to stop: who asked, and how often each rank has passed, as far as it has answered."""
+    """A boundary at which all ranks will stop: the reason, and the steps of the ranks that have answered."""
 
     reason: str
     steps: dict[int, int] = field(default_factory=dict)
@@ -229,13 +229,13 @@ class _Failure:
 
 
 class _Hub:
-    """Hears all ranks until all have left, or until it has stopped them. It listens on ``interface``, "" for all of them."""
+    """The server of all watchdogs, until all ranks have left or are stopped. It listens on ``interface``, or on all if it is ""."""
 
     def __init__(self, world: int, token: str, interface: str = "") -> None:
         self._world, self._token = world, token
         dual_stack = not interface and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual_stack else socket.AF_INET
-        self._backlog = min(world + _MAX_UNAUTHENTICATED, 4096)  # where it is full a connection is tried again after seconds
+        self._backlog = min(world + _MAX_UNAUTHENTICATED, 4096)  # if it is full, a connection is retried after seconds
         self._socket = socket.create_server((interface, 0), family=family, backlog=self._backlog, dualstack_ipv6=dual_stack)
         self.port: int = self._socket.getsockname()[1]
         self._members: dict[int, _Member] = {}
@@ -246,7 +246,7 @@ class _Hub:
         self._done = asyncio.Event()
 
     def serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it ends all connections, which the ranks notice
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # closes all connections, which stops the ranks
             runner.run(self._serve())
 
     async def _serve(self) -> None:
@@ -255,16 +255,15 @@ class _Hub:
         server.close()
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear one connection from its greeting to its end."""
         _keep_alive(writer.get_extra_info("socket"))
         try:
             if (member := await self._authenticate(reader, writer)) is None:
                 return
-            with suppress(OSError, ValueError, LookupError, TypeError):  # it ends, or says what no rank of ours does
+            with suppress(OSError, ValueError, LookupError, TypeError):  # it closes, or the message is malformed
                 while line := await reader.readline():
                     self._process(member, json.loads(line))
             if member.exit_code is None and all(failure.member is not member for failure in self._failures):
-                text = "it ended without a word: killed by a signal, by the scheduler or for want of memory"
+                text = "its process ended without a report: killed by a signal, by the scheduler or because memory ran out"
                 self._record_failure(_Failure(member, text, f"{member.name} failed: {text}", dead=True))
         except asyncio.CancelledError:  # the hub has ended; asyncio of Python 3.11 would print it
             pass
@@ -272,7 +271,7 @@ class _Hub:
             writer.close()
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Member | None:
-        """The rank that a connection is of; None where it does not show the token."""
+        """Return the rank of a connection, or None without the token."""
         self._unauthenticated += 1
         try:
             if self._unauthenticated > self._world + _MAX_UNAUTHENTICATED:
@@ -310,7 +309,7 @@ class _Hub:
             self._done.set()
 
     def _announce_stop(self) -> None:
-        """Tell all ranks at which pass they stop, once each has answered that is still there."""
+        """Send the step of each boundary once all remaining ranks have answered."""
         remaining = {member.rank for member in self._members.values() if member.exit_code is None}
         for number, request in self._stop_requests.items():
             if not request.announced and len(self._members) == self._world and remaining <= request.steps.keys():
@@ -329,7 +328,7 @@ class _Hub:
         return {member.rank: RankStatus(member.name, member.status) for member in members}
 
     def query_status(self, timeout: float) -> "dict[int, RankStatus]":
-        """``answers``, from another thread than that of the hub."""
+        """Query all ranks, from any thread."""
         return asyncio.run_coroutine_threadsafe(self._query_status(timeout), self._loop).result(2 * timeout)
 
     def _record_failure(self, failure: _Failure) -> None:
@@ -347,20 +346,19 @@ class _Hub:
         text = f"{first.member.name} failed: {first.text}"
         if early := [member for member in self._members.values() if member.exit_code]:
             text += f" ({early[0].name} had left with exit code {early[0].exit_code})"
-        for member in sorted(self._members.values(), key=lambda member: -member.rank):  # this process, rank 0, last
+        for member in sorted(self._members.values(), key=lambda member: -member.rank):  # rank 0, this process, last
             member.send(stop=text, text=first.text, code=first.code, first=first.member.rank, on_all=on_all, dead=first.dead)
         self._done.set()
 
 
 def _format_failure(name: str, report: str) -> str:
-    """Return the text that is printed about a failure."""
     return f"{name} failed:\n{report}" if "\n" in report.strip() else f"{name}: {report}"
 
 
 def next_step_boundary(ranks: int) -> StepBoundary:
-    """The next boundary, at which all ``ranks`` of the job come to stop once one asks; all come to each in the same order.
+    """Return a new boundary, at which all ``ranks`` of the job can stop together. All ranks create them in the same order.
 
-    Where it has not been ``start`` that let several ranks meet, they cannot agree: one that asks raises LaunchError.
+    Without ``hpcai.dist.start`` several ranks have no watchdog: a request then raises LaunchError.
     """
     for watch in _active if ranks > 1 else ():
         return watch.next_boundary()
@@ -368,11 +366,11 @@ def next_step_boundary(ranks: int) -> StepBoundary:
 
 
 def _reject_request(request: str) -> NoReturn:
-    raise LaunchError(f"{request} asks this rank to stop, and no other rank hears of it; let them meet by hpcai.dist.start")
+    raise LaunchError(f"{request} stops this rank, but it cannot stop the others without a watchdog; initialize by hpcai.dist.start")
 
 
 class RankStatus(NamedTuple):
-    """A rank that has met the others: ``name`` tells its host, and ``doing`` what it does, None where it does not answer."""
+    """A connected rank: ``name`` contains its host, and ``status`` is its answer, None without one."""
 
     name: str
     status: str | None
@@ -382,15 +380,15 @@ _status: list[Callable[[], str]] = [lambda: ""]
 
 
 def set_status(function: Callable[[], str]) -> None:
-    """From now on this rank answers with ``tell()`` when rank 0 asks what it does."""
+    """Set the function that returns the status of this rank for ``query_status``."""
     _status[:] = [function]
 
 
 def query_status(timeout: float) -> dict[int, RankStatus]:
-    """What the ranks do that have met, asked on rank 0, for a program that takes too long; nothing where no job is under way.
+    """Return the status of all connected ranks, on rank 0; empty on other ranks and outside of a job.
 
-    A rank does not answer within ``patience`` seconds where its process is stopped, or a long C call holds its interpreter; it
-    does while it waits in a collective.
+    A rank answers while it waits in a collective. It does not answer within ``timeout`` seconds if its process is stopped, or if
+    a long C call holds its interpreter lock.
     """
     for watch in _active:
         if watch.hub is not None:
@@ -399,15 +397,15 @@ def query_status(timeout: float) -> dict[int, RankStatus]:
 
 
 def report_failure(text: str) -> None:
-    """Write whole lines to stderr at once, from any thread, past Python's buffers and their locks. What would steer a terminal is
+    """Write whole lines to stderr at once, from any thread, without Python's buffers and their locks. Control characters are
     replaced."""
-    printable = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text.rstrip("\n"))
+    printable = "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text.rstrip("\n"))
     with suppress(OSError):  # stderr may be closed
         os.write(2, (printable + "\n").encode(errors="replace"))
 
 
 def abort_job(text: str, report: str) -> NoReturn:
-    """End all ranks with exit code 1, from any thread of a process whose main thread is stuck."""
+    """End all ranks with exit code 1, from any thread, while the main thread is stuck."""
     for watch in _active:
         watch.abort_job(text, report)
     report_failure(f"error: {report}")
@@ -415,14 +413,14 @@ def abort_job(text: str, report: str) -> NoReturn:
 
 
 def run_with_timeout(seconds: float, function: Callable[[], object]) -> None:
-    """Wait for ``act()`` in another thread, but not for ever: a file system may hang, or a thread hold a stream."""
+    """Call ``function`` in a thread, and wait ``seconds`` at most: a file system may hang, or a thread hold a stream."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process from any thread, whatever the others do."""
+    """End this process, from any thread."""
     _flush()
     os._exit(code)
 
@@ -432,16 +430,16 @@ def _destroy_process_groups() -> None:
         for callback in before_destroy_process_group:
             callback()
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # NCCL lets go of a graph in a thread of its own
+            torch.cuda.synchronize()  # NCCL releases a graph in a thread of its own
         torch_dist.destroy_process_group()
         _wait_for_gloo_threads()
 
 
 def _wait_for_gloo_threads() -> None:
-    """Wait until gloo's threads sleep, 20 ms as a rule.
+    """Wait until gloo's threads sleep, usually 20 ms.
 
-    A thread that still releases the last collective's tensors while the interpreter ends aborts the process. Destroying the group
-    joins its threads only when nothing, such as an Axis in a layer, holds it any more.
+    A thread that still releases tensors of the last collective while the interpreter ends aborts the process. Destroying a group
+    joins its threads only if nothing, such as an Axis in a layer, references it.
     """
     before: list[str] | None = None
     for _ in range(100):
@@ -450,7 +448,7 @@ def _wait_for_gloo_threads() -> None:
             with suppress(OSError):
                 if "gloo_runloop" in (task / "comm").read_text():
                     states.append((task / "status").read_text())
-        # A thread sleeps if it was not scheduled since the last look; one that waits for the interpreter lock wakes every 5 ms.
+        # A thread sleeps if it was not scheduled since the last check. One that waits for the interpreter lock wakes every 5 ms.
         now = [line for state in states for line in state.splitlines() if line.startswith(("State", "Pid", "voluntary_ctxt"))]
         if now == before and not any("R (running)" in line for line in now):
             return
@@ -463,7 +461,7 @@ def _flush() -> None:
 
 
 def _send(write: Callable[[bytes], object], **message: Any) -> None:
-    with suppress(OSError):  # the thread that reads here notices a closed connection
+    with suppress(OSError):  # the reading thread notices a closed connection
         write(json.dumps(message).encode() + b"\n")
 
 
@@ -481,7 +479,7 @@ def _read_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Have a node that vanishes without closing its connections noticed after about two minutes."""
+    """Detect after about two minutes a node that vanishes without closing its connections."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):

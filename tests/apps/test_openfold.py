@@ -402,7 +402,7 @@ def test_a_rank_that_is_killed_in_a_collective_of_a_cut_chain_ends_the_others_wi
     began = time.monotonic()
     codes, said = ended(APP.command(data, tmp_path / "run", "mesh.axial=2"), tmp_path / "said", 4)
     assert codes[2] == -signal.SIGKILL and all(code == 1 for code in codes[:2] + codes[3:]), (codes, said)
-    assert "rank 2 on " in said and "failed: it ended without a word: killed by a signal" in said
+    assert "rank 2 on " in said and "failed: its process ended without a report: killed by a signal" in said
     assert time.monotonic() - began < 30
     assert (tmp_path / "run" / "metrics.jsonl").exists(), "it was killed while the run was under way"
 

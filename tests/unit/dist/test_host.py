@@ -226,7 +226,7 @@ def test_another_limit_than_the_cap_on_power_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="train.power_cap is 300 W, but GPU-aaaa-bbbb is limited to 350 W; set the limit by"):
         host.check_power_cap(CUDA, 300.0)
     gpu(monkeypatch, Nvml("GPU-aaaa-bbbb", "PowerLimit"))
-    with pytest.raises(ConfigError, match="NVML does not tell what limit is enforced: not supported"):
+    with pytest.raises(ConfigError, match="NVML cannot read the enforced limit: not supported"):
         host.check_power_cap(CUDA, 300.0)
 
 

@@ -1,4 +1,4 @@
-"""The place of a process follows from its environment alone: recorded launchers in, rank and world out."""
+"""Rank and world size from recorded environments of launchers, and the start of a job."""
 
 import json
 import os
@@ -42,16 +42,16 @@ def test_place(case: dict[str, Any]) -> None:
     ("environ", "says"),
     [
         (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4, but the world has 4 ranks"),
-        (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK=-1 is not a whole number"),
+        (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK=-1 is not an integer"),
         (MPICH | {"MPI_LOCALRANKID": "4"}, "local rank 4, but 4 ranks on the node"),
         (PMI2 | {"PMI_RANK": "0"}, "SLURM_PROCID=2, but PMI_RANK=0"),
         ({k: v for k, v in SRUN.items() if "TASKS" not in k}, "SLURM_NTASKS is not set"),
-        ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "where rank 0 listens is not known; set MASTER_ADDR"),
+        ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "the address of rank 0 is unknown; set MASTER_ADDR"),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}, "rank 0 is not on n1"),
         (BY_HAND | {"WORLD_SIZE": "1", "RANK": "0"}, "srun started 2 tasks, each with RANK and WORLD_SIZE of WORLD_SIZE=1"),
         (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun started 2 tasks, each with torchrun of 1 node"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK or .* is not set"),
-        (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number"),
+        (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not an integer"),
     ],
 )
 def test_contradictions_are_refused(environ: dict[str, str], says: str) -> None:

@@ -43,7 +43,7 @@ def test_an_unknown_axis_and_an_axis_that_a_model_cannot_use() -> None:
     with pytest.raises(MeshError, match="no axis 'dpth'; it has replicate"):
         mesh["dpth"]
     mesh.sizes["tensor"] = 2
-    with pytest.raises(MeshError, match=r"mesh.tensor is 2, but CosmoFlow can be spread over replicate only; set mesh.tensor=1"):
+    with pytest.raises(MeshError, match=r"mesh.tensor is 2, but CosmoFlow can be sharded over replicate only; set mesh.tensor=1"):
         mesh.check_axes("CosmoFlow", "replicate")
 
 
@@ -130,10 +130,10 @@ def test_a_line_first_used_within_another_process_group_is_refused(meet: Callabl
     old = Mesh({"replicate": 2, "depth": 2}, 4, 0)
     first = old["depth"].group
     torch_dist.destroy_process_group()
-    with pytest.raises(MeshError, match=r"ranks 0, 2 first talk within no process group; use a mesh within its own start\(\)"):
+    with pytest.raises(MeshError, match=r"ranks 0, 2 first communicate within no process group; use a mesh within its own start\(\)"):
         old["replicate"].init_group()
     meet(4, 0)
-    with pytest.raises(MeshError, match="ranks 0, 2 first talk within another process group than that of their mesh"):
+    with pytest.raises(MeshError, match="ranks 0, 2 first communicate within another process group than that of their mesh"):
         old["replicate"].init_group()
     assert Mesh({"replicate": 2, "depth": 2}, 4, 0)["depth"].group is not first
 

@@ -1,4 +1,4 @@
-"""All ranks stop at the same pass of a boundary, and say nothing before one of them asks."""
+"""All ranks stop after the same step, without communication before a request."""
 
 import os
 import random
@@ -17,28 +17,28 @@ from hpcai.errors import LaunchError
 
 
 @contextmanager
-def joined(world: int) -> Iterator[list[Watchdog]]:
-    """Ranks of one process, which share a hub."""
+def watchdogs(world: int) -> Iterator[list[Watchdog]]:
+    """Watchdogs of several ranks in one process, with one hub."""
     store, ranks = torch_dist.HashStore(), []
     for rank in range(world):
         ranks.append(Watchdog(rank, world, "127.0.0.1", store, os._exit))
     try:
         yield ranks
     finally:
-        for one in reversed(ranks):
-            one._leave(None)
+        for rank in reversed(ranks):
+            rank._leave(None)
 
 
-def stops(world: int, ranks: list[Watchdog], asks: dict[int, int], work: Callable[[int, int], None]) -> list[int | None]:
-    """Every rank passes its next boundary after each of 200 steps -> after which step it stopped. ``asks``: rank to step."""
-    found: list[int | None] = [None] * world
+def stops(world: int, ranks: list[Watchdog], requests: dict[int, int], work: Callable[[int, int], None]) -> list[int | None]:
+    """Return the step after which each rank stopped, of 200 steps. ``requests``: rank to step."""
+    stopped: list[int | None] = [None] * world
 
     def run(rank: int) -> None:
         boundary = ranks[rank].next_boundary()
         for step in range(1, 201):
             work(rank, step)
-            if boundary.should_stop("SIGTERM" if step >= asks.get(rank, 1000) else None):
-                found[rank] = step
+            if boundary.should_stop("SIGTERM" if step >= requests.get(rank, 1000) else None):
+                stopped[rank] = step
                 break
         boundary.leave()
 
@@ -47,15 +47,15 @@ def stops(world: int, ranks: list[Watchdog], asks: dict[int, int], work: Callabl
         thread.start()
     for thread in threads:
         thread.join(30)
-        assert not thread.is_alive(), "a rank waits for ever"
-    return found
+        assert not thread.is_alive(), "a rank hangs"
+    return stopped
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_all_stop_after_the_same_step_wherever_they_are(seed: int) -> None:
-    """They meet in each step, as in a sum of gradients: the fastest is one step ahead at most."""
+def test_all_ranks_stop_after_the_same_step(seed: int) -> None:
+    """A barrier in each step, as an all-reduce of gradients: the fastest rank is one step ahead at most."""
     rng, world = random.Random(seed), 5
-    asks = {rank: rng.randrange(1, 20) for rank in rng.sample(range(world), rng.randrange(1, 4))}
+    requests = {rank: rng.randrange(1, 20) for rank in rng.sample(range(world), rng.randrange(1, 4))}
     naps = [[rng.random() * 2e-3 for _ in range(201)] for _ in range(world)]
     meeting = threading.Barrier(world, timeout=30)
 
@@ -63,22 +63,22 @@ def test_all_stop_after_the_same_step_wherever_they_are(seed: int) -> None:
         meeting.wait()
         time.sleep(naps[rank][step])
 
-    with joined(world) as ranks:
-        for _ in range(2):  # a second run in the same processes begins anew
-            found = stops(world, ranks, asks, work)
-            first = min(asks.values())
+    with watchdogs(world) as ranks:
+        for _ in range(2):  # a second run in the same processes
+            found = stops(world, ranks, requests, work)
+            first = min(requests.values())
             assert len(set(found)) == 1 and found[0] is not None, found
             assert first <= found[0] <= first + 50
 
 
-def test_a_rank_that_comes_late_and_one_that_has_left_are_waited_for_no_longer_than_they_answer() -> None:
-    with joined(3) as ranks:
+def test_a_straggler_and_a_rank_that_has_left_block_no_other_rank() -> None:
+    with watchdogs(3) as ranks:
         ahead, behind, gone = (rank.next_boundary() for rank in ranks)
         for _ in range(4):
             assert not ahead.should_stop(None)
         gone.leave()
         assert not ahead.should_stop("SIGUSR1")
-        assert not any(ahead.should_stop(None) for _ in range(20)), "who has left for good was past every place"
+        assert not any(ahead.should_stop(None) for _ in range(20)), "a rank that has left counts as past every step"
         assert not any(behind.should_stop(None) for _ in range(30))
         before, late, other = (rank.next_boundary() for rank in (*ranks[:2], ranks[2]))
         while not before.should_stop("SIGUSR1"):
@@ -89,30 +89,30 @@ def test_a_rank_that_comes_late_and_one_that_has_left_are_waited_for_no_longer_t
         assert late.reason.startswith("SIGUSR1 on rank 0 on ")
 
 
-def test_nothing_is_said_until_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, send = [], watchdog._send
-    monkeypatch.setattr(watchdog, "_send", lambda line, **words: (said.append(words), send(line, **words)))
-    with joined(4) as ranks:
-        before = len(said)
+def test_no_message_is_sent_before_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, send = [], watchdog._send
+    monkeypatch.setattr(watchdog, "_send", lambda write, **message: (sent.append(message), send(write, **message)))
+    with watchdogs(4) as ranks:
+        before = len(sent)
         assert stops(4, ranks, {}, lambda rank, step: None) == [None] * 4
-        assert said[before:] == []
+        assert sent[before:] == []
         assert stops(4, ranks, {2: 3}, lambda rank, step: time.sleep(0.001))[0] is not None
-        assert len(said) - before == 1 + 4 + 4 + 4, "one asks, four are asked, answer and are told"
+        assert len(sent) - before == 1 + 4 + 4 + 4, "one request, four queries, four answers, four stops"
 
 
-def test_alone_it_stops_where_it_is_asked_to() -> None:
+def test_a_single_process_stops_at_its_request() -> None:
     boundary = watchdog.next_step_boundary(1)
     assert not boundary.should_stop(None) and boundary.should_stop("SIGTERM") and boundary.reason == "SIGTERM"
 
 
-def test_ranks_that_have_not_met_through_us_cannot_agree() -> None:
+def test_ranks_without_a_watchdog_cannot_stop_together() -> None:
     boundary = watchdog.next_step_boundary(2)
     assert not boundary.should_stop(None)
-    with pytest.raises(LaunchError, match=r"SIGTERM asks this rank to stop, and no other rank hears of it.*hpcai\.dist\.start"):
+    with pytest.raises(LaunchError, match=r"SIGTERM stops this rank, .* without a watchdog; .*hpcai\.dist\.start"):
         boundary.should_stop("SIGTERM")
 
 
-def test_a_rank_holds_until_it_hears_where() -> None:
+def test_a_rank_holds_until_the_step_is_set() -> None:
     boundary, found = StepBoundary(lambda **_: None, alone=False), []
     assert not boundary.should_stop(None) and boundary.hold() == 1
     thread = threading.Thread(target=lambda: found.append(boundary.should_stop(None)))

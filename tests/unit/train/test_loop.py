@@ -387,7 +387,7 @@ def test_energy_is_summed_over_gpus_and_nodes(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_cap_on_power_does_not_begin(tmp_path: Path) -> None:
-    with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="train.power_cap is 300 W, but NVML does not tell"):
+    with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="train.power_cap is 300 W, but NVML cannot read"):
         train.fit(new_step(), batches(), TrainConfig(epochs=1, power_cap=300), run=run)
     assert not list((tmp_path / "run").iterdir())
 
