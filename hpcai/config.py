@@ -1,4 +1,4 @@
-"""The settings of a run: defaults < one YAML file < ``key=value`` words, into one frozen, validated object.
+"""The settings of a run: one frozen, validated object from defaults, a YAML file and ``key=value`` overrides, in this order.
 
     class Step(Settings):
         lr: float = Field(1e-3, gt=0)
@@ -9,10 +9,10 @@
 
     run(Config, main)                    # python -m apps.x [small.yaml] [step.lr=2e-3 ...] [--show] [--help]
 
-Files and words are YAML 1.2 (core schema), so only ``true`` and ``false`` are booleans: ``no`` and ``on`` stay text. ``1e-3`` is a
-number and ``010`` is ten; ``1_000``, ``1:30`` and dates are text. There are no aliases. A word replaces only its key, and a mapping
-stands for its keys: ``step={lr: 1}`` means ``step.lr=1``. A list is replaced whole, and so is the default of a ``dict``. The later
-of two words for one key counts. One answer tells every mistake, those of the file first.
+Files and overrides are YAML 1.2 (core schema) without aliases. Only ``true`` and ``false`` are booleans, not ``no`` and ``on``.
+``1e-3`` is a number and ``010`` is ten; ``1_000``, ``1:30`` and dates are text. An override replaces only its key, and a mapping
+only its keys: ``step={lr: 1}`` means ``step.lr=1``. A list, or the default of a ``dict``, is replaced completely. The last override
+of a key counts. All errors are reported together, those of the file first.
 """
 
 import json
@@ -34,7 +34,7 @@ from hpcai.stop import exit_on_signal, ignore_broken_pipe
 
 T = TypeVar("T", bound=pydantic.BaseModel)
 
-# The ranges that settings have most often.
+# The most frequent ranges of settings.
 Positive = Annotated[int, pydantic.Field(ge=1)]
 Natural = Annotated[int, pydantic.Field(ge=0)]
 Length = Annotated[float, pydantic.Field(gt=0)]
@@ -46,8 +46,8 @@ Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 class Settings(pydantic.BaseModel):
     """The base of every settings class: frozen, no unknown keys, no silent conversion (``true`` and ``"3"`` are not numbers).
 
-    The text below a field describes it in ``--help``. A section without a default stands for its class's own defaults. Built in
-    Python, a field takes exactly its type: a tuple, a ``Path``.
+    The docstring of a field is its text in ``--help``. A section without a default has the defaults of its class. In Python a
+    field takes exactly its type, such as a tuple or a ``Path``.
     """
 
     model_config = pydantic.ConfigDict(
@@ -55,32 +55,32 @@ class Settings(pydantic.BaseModel):
     )
 
     def notes(self) -> list[str]:
-        """What ``--show`` says beside the settings, line by line, as comments: what follows from them, such as memory."""
+        """Return lines that ``--show`` prints as comments below the settings: derived quantities, such as memory."""
         return []
 
 
 def load(schema: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
-    """``schema`` from its defaults, then the YAML file ``path``, then ``key=value`` words.
+    """Build ``schema`` from its defaults, the YAML file ``path`` and ``key=value`` overrides.
 
-    ConfigError lists all mistakes, one per line: where it was written, the dotted key, what was found and what was expected.
+    Raises ConfigError with all errors, one per line: the location, the dotted key, the value and the expected values.
     """
     user_input = _Input(schema, path)
     if path is not None:
         user_input.read(Path(path))
-    for number, word in enumerate(overrides):
-        user_input.add_override(number, word)
+    for number, override in enumerate(overrides):
+        user_input.add_override(number, override)
     return cast(T, user_input.validate())
 
 
 def format_first_error(error: pydantic.ValidationError) -> str:
-    """The first mistake in settings that are no run's, such as those beside someone's weights, in one line."""
+    """Return the first error in one line, for settings that belong to no run, such as those stored with weights."""
     first = error.errors(include_url=False)[0]
-    cause = (first.get("ctx") or {}).get("error")  # of a rule of ours, without the words that pydantic puts before it
+    cause = (first.get("ctx") or {}).get("error")  # of a validator, without the prefix that pydantic adds
     return (f"{format_key(first['loc'])}: " if first["loc"] else "") + str(cause or first["msg"])
 
 
 def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
-    """YAML of every key, defaults included, that ``load`` reads back as an equal object."""
+    """Return YAML of every key, including defaults, from which ``load`` restores an equal object."""
     tree = to_jsonable_python(settings, inf_nan_mode="constants")
     return str(yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120))
 
@@ -88,19 +88,19 @@ def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
 def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None = None) -> None:
     """Call ``main`` with the settings of the command line: ``[file.yaml] [key=value ...] [--show] [--help]``.
 
-    Exit codes: 2 for settings, a mesh or a launch that is refused, 1 for any other error of ours, 130 for Ctrl-C, 85 for a run that
-    was asked to stop and wants to be started again (see hpcai.stop).
+    Exit codes: 2 for wrong settings, mesh or launch, 1 for any other HpcaiError, 130 for Ctrl-C, 85 for a run that was stopped by a
+    signal and should be restarted (``hpcai.stop``).
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if "--help" in args or "-h" in args:
         ignore_broken_pipe(Schema(schema).write_help)
         return
     show = "--show" in args
-    args = [word for word in args if word != "--show"]
-    files = [word for word in args if _is_file(word)]
+    args = [arg for arg in args if arg != "--show"]
+    files = [arg for arg in args if _is_file(arg)]
     if files:
         args.remove(files[0])
-    in_program = argv is None  # otherwise a caller in a notebook, which keeps its signals, and was started long ago
+    in_program = argv is None  # a notebook, which passes argv, keeps its signals and has no start time
     with exit_on_signal() if in_program else nullcontext(), startup.clock(startup.process_age() if in_program else 0.0):
         _run(schema, main, files, args, show)
 
@@ -141,20 +141,20 @@ class _Reader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # a few lines of them may stand for more values than fit into memory
+        if self.check_event(yaml.AliasEvent):  # a few lines of them may expand to more values than fit into memory
             mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="settings have no aliases: write the value again", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem="settings have no aliases; write the value again", problem_mark=mark)
         return super().compose_node(parent, index)
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or YAML 1.2 would read as something else, so that any reader gets what was meant."""
+    """A dumper that quotes text which YAML 1.1 or YAML 1.2 would parse as another type, for any reader."""
 
 
 for _kind, _pattern, _first in _SCALARS:
     _Reader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
     _Writer.add_implicit_resolver(_TAG + _kind, _pattern, _first)
-_Writer.add_representer(  # the emitter would fold a line separator of Unicode into a space
+_Writer.add_representer(  # the emitter folds a line separator of Unicode into a space
     str, lambda writer, text: writer.represent_scalar(_TAG + "str", text, style='"' if len((text + ".").splitlines()) > 1 else None)
 )
 _Writer.add_representer(
@@ -168,7 +168,7 @@ _Writer.add_representer(
 def _scalar(node: yaml.ScalarNode) -> Any:
     text, kind = node.value, node.tag.removeprefix(_TAG)
     if kind == "str":
-        text.encode()  # an escaped half of a character pair is a ValueError
+        text.encode()  # ValueError for an escaped surrogate
         return text
     if kind == "null":
         return None
@@ -178,33 +178,33 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     if kind == "float" and not text.lower().endswith("nan"):
         return float(text.replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf"))
-    raise ValueError(f"{text} is of no use as a setting" if kind == "float" else f"the tag {node.tag} is not known here")
+    raise ValueError(f"{text} is no valid setting" if kind == "float" else f"the tag {node.tag} is unknown")
 
 
-# ---- What was given, and where ------------------------------------------------------------------------------------------------
+# ---- Input and its locations --------------------------------------------------------------------------------------------------
 
 
 class _Origin(NamedTuple):
-    """Where something was written. The file sorts before the words, and each by its line or place."""
+    """The location of a value. Origins are sorted by file before overrides, then by line or position."""
 
-    source: int
+    source: int  # 0: file, 1: override
     line: int
     text: str
 
 
 class _Input:
-    """The tree of all that was given, where each key of it was written, and what is wrong with it."""
+    """The tree of all values of the user, the origin of each key, and the errors."""
 
     def __init__(self, kind: type[pydantic.BaseModel], path: str | Path | None) -> None:
         self.kind, self.schema, self.path = kind, Schema(kind), path
         self.tree: dict[str, Any] = {}
         self.origins: dict[Key, _Origin] = {(): _Origin(0, 0, str(path)) if path is not None else _Origin(1, -1, "command line")}
         self.errors: list[tuple[_Origin, str]] = []
-        self.rejected: set[Key] = set()  # complained of already: whatever stands there counts for nothing
+        self.rejected: set[Key] = set()  # with an error already: the value is ignored
         self.readable = True
 
     def read(self, path: Path) -> None:
-        """Take in the file. One that cannot be read is a mistake like any other, so that the words are still checked."""
+        """Add the file. An unreadable one is an error as any other, so that overrides are still checked."""
         origin = self.origins[()]
         try:
             node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Reader)
@@ -248,7 +248,7 @@ class _Input:
             self.errors.append((origin, error))
 
     def assign(self, name: str, text: str, origin: _Origin) -> str:
-        """Put ``text``, read as YAML, at the dotted ``name``; return what is wrong with it, or nothing."""
+        """Assign ``text``, parsed as YAML, to the dotted ``name``, and return the error, or an empty text."""
         key: Key = tuple(name.split("."))
         tree: Any = None
         error = ""
@@ -273,10 +273,10 @@ class _Input:
         return error
 
     def to_plain(self, node: yaml.Node, key: Key, origin_of: Callable[[yaml.Node], _Origin]) -> Any:
-        """The value of a YAML node; ``at`` says where a node was written."""
+        """Return the value of a YAML node."""
         if isinstance(node, yaml.ScalarNode):
             if node.value == "" and node.style is None and [*map(self.schema.section, self.schema.at(key))] not in ([], [None]):
-                return {}  # a section whose every line is commented out
+                return {}  # a section with all lines commented out
             try:
                 return _scalar(node)
             except ValueError as problem:
@@ -330,14 +330,14 @@ class _Input:
         return settings
 
     def add_errors(self, errors: Sequence[Any], tree: Any, suggested: set[Key]) -> None:
-        """Say pydantic's errors in our words, one for each key."""
+        """Add the errors of pydantic, one for each key."""
         first_errors: dict[tuple[Key, str], Any] = {}
         for error in errors:
             first_errors.setdefault(_locate(error, tree), error)
         for (key, kind), error in first_errors.items():
             origin = self.origin(key)
             if key in self.rejected or (kind in ("rule", "missing") and not self.readable):
-                continue  # complained of already, or the unreadable file may have the answer
+                continue  # reported already, or the unreadable file may contain the value
             if kind == "rule":
                 if origin.source == 0 and any(o.source == 1 for k, o in self.origins.items() if k[: len(key)] == key):
                     origin = origin._replace(text=f"{origin.text}, command line")
@@ -357,7 +357,7 @@ def _lookup(tree: Any, key: Key) -> Any:
 
 
 def _locate(error: Any, tree: Any) -> tuple[Key, str]:
-    """The key that a pydantic error is about (its ``loc`` also names branches of unions), and the kind of mistake."""
+    """Return the key of a pydantic error, whose ``loc`` also names branches of unions, and the kind of error."""
     key: Key = ()
     for name in error["loc"]:
         if not (name in tree if isinstance(tree, dict) else isinstance(tree, list) and name in range(len(tree))):

@@ -1,6 +1,6 @@
-"""The JSON schema of a settings class: its keys and defaults, the values it accepts in plain words, and ``--help``.
+"""The JSON schema of a settings class: keys, defaults, descriptions of accepted values, and ``--help``.
 
-A field of a section is a section, a section or null, or a value. Lists and mappings hold no sections.
+A field of a section is a section, an optional section or a value. Lists and mappings contain no sections.
 """
 
 import difflib
@@ -30,7 +30,7 @@ _BOUNDS = {"exclusiveMinimum": " > {}", "minimum": " >= {}", "exclusiveMaximum":
 
 
 def _to_int(bound: float) -> float:
-    """``bound`` as an integer where it is one: pydantic before 2.11 writes 0.0 where later versions write 0."""
+    """Return an integral ``bound`` as int: pydantic before 2.11 writes 0.0, later versions write 0."""
     return int(bound) if bound == int(bound) else bound
 
 
@@ -41,17 +41,17 @@ class Schema:
         self.root: Node = kind.model_json_schema()
 
     def alternatives(self, node: Node) -> list[Node]:
-        """The alternatives that ``node`` allows, without references."""
+        """Return the alternatives of ``node``, with references resolved."""
         if "$ref" in node:
             return [self.root["$defs"][node["$ref"].rpartition("/")[2]]]
         return [option for branch in node["anyOf"] for option in self.alternatives(branch)] if "anyOf" in node else [node]
 
     def section(self, node: Node) -> Node | None:
-        """The section that ``node`` allows, if it does."""
+        """Return the section among the alternatives of ``node``, or None."""
         return next((option for option in self.alternatives(node) if "properties" in option), None)
 
     def at(self, key: Key) -> list[Node]:
-        """The alternatives at ``key``; nothing where there can be no such key."""
+        """Return the alternatives at ``key``, none if there is no such key."""
         options = [self.root]
         for name in key:
             options = [inner for option in options for inner in self._below(option, name)]
@@ -66,7 +66,7 @@ class Schema:
         return self.alternatives(inner) if isinstance(inner, dict) else []
 
     def unknown_keys(self, values: Mapping[str, Any], key: Key = ()) -> Iterator[Key]:
-        """The keys of the plain tree ``given`` that no section has."""
+        """Yield the keys of the tree ``values`` that the schema does not have."""
         for name, value in values.items():
             options = self.at((*key, name))
             if not options:
@@ -75,10 +75,9 @@ class Schema:
                 yield from self.unknown_keys(value, (*key, name))
 
     def fill_defaults(self, values: Any, node: Node | None = None, section_default: Any = _MISSING) -> Any:
-        """The plain tree ``given``, with ``usual`` and the defaults of the classes for the keys that it leaves out.
+        """Return the tree ``values``, with missing keys from ``section_default`` and the defaults of classes.
 
-        Pydantic does not know ``usual``, the default of a whole section; and its own defaults it refuses, in a strict reading of
-        JSON, where one is a ``Path``.
+        Pydantic does not apply the default of a section to its keys, and in strict JSON mode rejects a default that is a ``Path``.
         """
         section = self.section(self.root if node is None else node)
         if section is None or not isinstance(values, dict):
@@ -95,7 +94,7 @@ class Schema:
         return tree
 
     def suggest(self, key: Key) -> list[Key]:
-        """Return suggestions: keys of the same name elsewhere, otherwise one of a similar name here, otherwise one anywhere."""
+        """Return suggestions: keys of the same name, otherwise one of a similar name in its section, otherwise in any."""
         known = [known for known, *_ in self._rows(self.root)]
         last, names = str(key[-1]), [str(other[-1]) for other in known]
         same = [other for other in known if other[-1] == last]
@@ -104,17 +103,17 @@ class Schema:
         return same[:3] or here[:1] or similar[:1]
 
     def _rows(self, section: Node, section_default: Any = _MISSING, key: Key = ()) -> Iterator[tuple[Key, Node, Any]]:
-        """Every key with its field and default, a section before what is in it."""
+        """Yield every key with its field and default, a section before its keys."""
         for name, field in section["properties"].items():
             default = section_default.get(name, _MISSING) if isinstance(section_default, dict) else field.get("default", _MISSING)
             yield (*key, name), field, default
             if inner := self.section(field):
                 yield from self._rows(inner, default, (*key, name))
 
-    # ---- in words
+    # ---- Descriptions
 
     def describe(self, options: Sequence[Node]) -> str:
-        """Return the accepted values in plain words."""
+        """Return a description of the accepted values."""
         choices = _choices(options)
         texts = [("one of " if len(choices) > 1 else "") + ", ".join(map(format_value, choices))] if choices else []
         return " or ".join(dict.fromkeys([*texts, *(self._describe_one(option) for option in options if not _choices([option]))]))
@@ -135,13 +134,13 @@ class Schema:
         return _TYPES.get(option.get("format", kind), str(kind)) + " and".join(bounds)
 
     def error_message(self, key: Key, value: Any) -> str:
-        """Return an error message for ``value`` at ``key``: found, expected, and what to do."""
+        """Return an error message for ``value`` at ``key``: found, expected, and a suggestion."""
         options = self.at(key)
         advice = _suggest_fix(value, options)
         return f"{format_key(key)} is {format_value(value)}, expected {self.describe(options)}" + (f"; {advice}" if advice else "")
 
     def write_help(self) -> None:
-        """Print every key with its type, default and description, by section, as wide as the terminal."""
+        """Print every key with its type, default and description, by section, in the width of the terminal."""
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         program = command_of(spec.name.removesuffix(".__main__")) if spec else f"python {Path(sys.argv[0]).name}"
         description = self.root.get("description", "")
@@ -172,7 +171,7 @@ _USAGE = """usage: {} [file.yaml] [key=value ...] [--show] [--help]
   --show  print the settings of this run as YAML, which can be run again
   --help  this page
 
-Defaults give way to the file, the file to the words. Values are written as in YAML: step.lr=2e-3 shape=[1,2] name=null
+The file overrides defaults, and key=value overrides the file. Values are written as in YAML: step.lr=2e-3 shape=[1,2] name=null
 """
 
 
@@ -200,7 +199,7 @@ def _suggest_fix(value: Any, options: Sequence[Node]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A plain value as one would write it, cut to a readable length."""
+    """Return ``value`` as YAML of at most 60 characters."""
     if isinstance(value, list):
         text = f"[{', '.join(map(format_value, value))}]"
     elif isinstance(value, dict):
@@ -211,16 +210,16 @@ def format_value(value: Any) -> str:
 
 
 def format_key(key: Key) -> str:
-    """A key as one would write it: ``chain[1].path``."""
+    """Return a key such as ``chain[1].path``."""
     return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in key).lstrip(".") or "the settings"
 
 
 def join_names(names: list[str]) -> str:
-    """The first dozen of ``names``, in one line."""
+    """Return the first dozen of ``names`` in one line."""
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
 
 
 def close_matches(word: str, names: Sequence[str]) -> list[str]:
-    """The names, two at most, that ``word`` may be a misspelling of, the likelier first."""
+    """Return at most two ``names`` similar to ``word``, the most similar first."""
     plain = {name.lower().replace("-", "_"): name for name in names}
     return [plain[near] for near in difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=2)]

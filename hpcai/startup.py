@@ -1,7 +1,7 @@
-"""Where the time goes from the start of a program to the end of its first step.
+"""Timing of the startup, from the start of the process to the end of its first step, by consecutive parts.
 
-``config.run`` starts the clock, and shared code says what begins: ``startup.now("data")``. One part follows another, so that they
-add up to the whole. Without a clock, as in a notebook, nothing is noted.
+``config.run`` starts the clock, and shared code marks the beginning of a part: ``startup.begin("data")``. Without a clock, as in a
+notebook, nothing is recorded.
 """
 
 import os
@@ -17,7 +17,7 @@ Part = Literal[
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
-# What a process does by itself, and what follows up to the next place where all meet.
+# Intervals between synchronizations: parts without waiting for other processes, and the parts that wait for them.
 _INTERVALS: dict[tuple[Part, ...], tuple[Part, ...]] = {
     ("imports",): ("processes",),
     ("data", "network"): ("checkpoint", "connections", "other"),
@@ -43,7 +43,7 @@ _clock: _Clock | None = None
 
 @contextmanager
 def clock(age: float = 0.0) -> Iterator[None]:
-    """Inside, parts are noted, from ``age`` seconds ago until ``end``."""
+    """Context manager that records parts, from ``age`` seconds ago until ``end``."""
     global _clock
     _clock = _Clock(age)
     try:
@@ -53,7 +53,7 @@ def clock(age: float = 0.0) -> Iterator[None]:
 
 
 def process_age() -> float:
-    """Seconds since this process was started; where the system does not tell, since it could first be asked."""
+    """Return seconds since the start of this process, or on systems without /proc since the import of this module."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -66,19 +66,19 @@ _IMPORTED = time.perf_counter()
 
 
 def is_running() -> bool:
-    """Whether the first step of this program is still to come."""
+    """Whether the clock runs: the first step has not ended yet."""
     return _clock is not None
 
 
 def begin(part: Part) -> None:
-    """From here on ``part`` takes the time."""
+    """Start ``part``, which ends the current one."""
     if _clock is not None:
         _clock.begin(part)
 
 
 @contextmanager
 def during(part: Part) -> Iterator[None]:
-    """Inside, ``part`` takes the time; then what did before goes on."""
+    """Context manager for ``part``; afterwards the previous part continues."""
     if _clock is None:
         yield
         return
@@ -90,7 +90,7 @@ def during(part: Part) -> Iterator[None]:
 
 
 def end(compiled: float) -> dict[Part, float]:
-    """The first step has ended, of which code was compiled for so many seconds -> seconds of each part. The clock stops."""
+    """Stop the clock after the first step, and return seconds of each part. ``compiled``: Seconds of compilation in that step."""
     global _clock
     assert _clock is not None
     _clock.begin("other")
@@ -100,8 +100,7 @@ def end(compiled: float) -> dict[Part, float]:
 
 
 def combine_ranks(ranks: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
-    """Seconds of each of ``PARTS`` for a job, from those of its processes: between two places where all meet, that process counts
-    which came last to the second one."""
+    """Return seconds of each of ``PARTS`` for a job, from those of its ranks. Between two synchronizations the slowest rank counts."""
     parts: dict[Part, float] = {}
     for own, following in _INTERVALS.items():
         last = max(ranks, key=lambda parts: sum(parts.get(part, 0.0) for part in own))
@@ -110,6 +109,6 @@ def combine_ranks(ranks: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
 
 
 def format_parts(parts: Mapping[str, float]) -> str:
-    """One line for people; what rounds to nothing is left out."""
+    """Format the parts in one line, without those that round to 0."""
     named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
     return f"first step after {sum(parts.values()):.1f} s" + f": {named}" * bool(named)

@@ -27,7 +27,7 @@ def all_reduce_(value: Tensor, *axes: Axis) -> Tensor:
 
 
 def all_reduce(value: Tensor, *axes: Axis, identity_backward: bool = False) -> Tensor:
-    """Return the sum over ``axes``. The backward pass sums gradients over ``axes`` too, because each rank may use the sum differently.
+    """Return the sum over ``axes``. The backward pass sums gradients over ``axes`` too, because ranks may use the sum differently.
 
     ``identity_backward``: All ranks compute the same loss from the sum, which counts once. The gradient is then passed unchanged.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 _POLL_INTERVAL = 60.0
 """Seconds. A counter wraps around after about 260 kJ, ten minutes of a busy processor."""
 _PREFIXES = {"package": "cpu", "dram": "memory"}
-"""Prefixes of names of counters. Of the other counters, ``core`` and ``uncore`` are parts of a package, and ``psys`` contains it."""
+"""Prefixes of names of counters. Of the other counters, ``core`` and ``uncore`` are parts of a package, ``psys`` contains it."""
 
 
 @dataclass
@@ -25,10 +25,8 @@ class _Counter:
 
 
 class RaplCounters:
-    """Energy of this node's processors since construction, from the counters below ``root``.
-
-    ``unreadable`` names the first counter without read permission, which is omitted. Since 2020 most systems show them to root only.
-    """
+    """Energy of this node's processors since construction, from the counters below ``root``. ``unreadable`` names the first counter
+    without read permission, which is omitted: since 2020 most systems show them to root only."""
 
     def __init__(self, root: str | Path = "/") -> None:
         self.unreadable = ""

@@ -185,7 +185,7 @@ def _check_one_job(environ: Mapping[str, str], inner: _Launcher, world: int, mat
         if tasks is not None and tasks > groups:
             advice = "give torchrun --nnodes and --rdzv-endpoint" if inner is _TORCHRUN else "unset RANK and WORLD_SIZE"
             size = f"{groups} node" if inner is _TORCHRUN else f"WORLD_SIZE={world}"
-            raise LaunchError(f"{outer.name} started {tasks} tasks, each with {inner.name} of {size}: the same job several times; {advice}")
+            raise LaunchError(f"{outer.name} started {tasks} tasks, each with {inner.name} of {size}: copies of one job; {advice}")
 
 
 def _find_rendezvous(environ: Mapping[str, str], launcher: _Launcher, rank: int) -> tuple[str | None, int | None]:

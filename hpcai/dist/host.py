@@ -183,7 +183,7 @@ class GpuCounters:
 
     def read(self) -> dict[str, float]:
         """Return the counters: power_w, power_limit_w (as enforced), energy_j since construction, sm_clock_mhz, temperature_c,
-        memory_gb (peak of this process), memory_used_gb (of all processes), throttled (1.0 while heat or power limit the clocks)."""
+        memory_gb (peak of this process), memory_used_gb (of all processes), throttled (1.0 while heat or power limit clocks)."""
         if self._handle is None:
             return {}
         nvml, gpu = self._nvml, self._handle

@@ -41,10 +41,9 @@ _SHOW_ALL_GPUS = "srun --gpus-per-node=N --gpu-bind=none"
 
 
 def select_device(info: RankInfo, visible: int | None = None) -> torch.device:
-    """Return the device of this process: the GPU with the number of its local rank, the only visible GPU, or the CPU if there is none.
+    """Return the device of this process: the GPU with the number of its local rank, the only visible one, or the CPU without GPU.
 
-    Sites that bind one GPU to each task show it as number 0 to all local ranks. Raises LaunchError if the node has more tasks than
-    GPUs.
+    Sites that bind one GPU to each task show it as number 0 to all local ranks. Raises LaunchError for more tasks than GPUs.
     """
     if visible is None:
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -116,7 +115,7 @@ def _check_mpi_world(info: RankInfo) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if info.world == 1 and mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
         raise LaunchError(
-            f"this process seems to be the only one ({info.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; set RANK, WORLD_SIZE, "
+            f"this process seems to be alone ({info.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; set RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for this launcher"
         )
 
@@ -229,7 +228,7 @@ def _serve_store(address: str, port: int, one_node: bool) -> torch_dist.TCPStore
 
 
 def _share_token(info: RankInfo, comm: Any, store: torch_dist.Store) -> str:
-    """Return the secret of the job: HPCAI_TOKEN, or a random one of rank 0, broadcast over MPI. Without MPI it goes through the store:
+    """Return the secret of the job: HPCAI_TOKEN, or a random one of rank 0, broadcast by MPI. Without MPI it is sent by the store:
     this protects against stray connections, not against eavesdropping."""
     if token := os.environ.get("HPCAI_TOKEN"):
         return token

@@ -55,7 +55,7 @@ class Dimension:
         job = self._job
         if job is None or job is not torch_dist.group.WORLD:
             state = "no process group" if torch_dist.group.WORLD is None else "another process group than that of their mesh"
-            raise MeshError(f"ranks {_format_ranks(self.ranks)} first communicate within {state}; use a mesh within its own start()")
+            raise MeshError(f"ranks {_format_ranks(self.ranks)} first communicate within {state}; use it within its own start()")
         if not self.purpose and len(self.ranks) == job.size():
             return job
         name = group_name(self.ranks, self.purpose)
@@ -196,9 +196,9 @@ class Mesh:
         return tuple(axis for axis in self._axes.values() if axis.size > 1)
 
     def split(self, name: str, within: int, setting: str) -> tuple[Axis, Axis]:
-        """Split the axis ``name``, the ``parent``, into (between, within): ``within`` spans so many neighbouring ranks, such as those
-        of a node, and ``between`` the ranks at the same position of each group. Raises MeshError if ``within`` does not divide the
-        axis; processes that only evaluate then get two axes of size 1."""
+        """Split the axis ``name``, the ``parent``, into (between, within): ``within`` spans so many neighbouring ranks, such as a
+        node, and ``between`` the ranks at the same position of each group. Raises MeshError if ``within`` does not divide the axis;
+        processes that only evaluate then get two axes of size 1."""
         axis = self[name]
         if axis.size % within and self.trains:
             raise MeshError(
@@ -239,7 +239,7 @@ class Mesh:
             for axis in axes:
                 if axis.dimension is None:
                     raise MeshError(f"a DeviceMesh over {axis.name}, which has size 1; leave it out")
-                ranks = ranks.unsqueeze(-1) + torch.tensor(axis.dimension.ranks) - self._job_rank  # a rank is linear in its coordinates
+                ranks = ranks.unsqueeze(-1) + torch.tensor(axis.dimension.ranks) - self._job_rank  # linear in coordinates
             if not axes or ranks.unique().numel() < ranks.numel():
                 raise MeshError(f"a DeviceMesh over {' and '.join(names) or 'no axis'}: give disjoint axes")
             groups: list[Any] = [axis.group for axis in axes]
@@ -282,7 +282,7 @@ class Mesh:
         return copy.deepcopy(model, memo)
 
     def check_axes(self, model: str, *names: str) -> None:
-        """Raise MeshError if an axis outside ``names`` is used: ``model`` cannot be sharded along it, and ranks would repeat work."""
+        """Raise MeshError if an axis not in ``names`` is used: ``model`` cannot be sharded on it, and ranks would repeat work."""
         for name, size in self.sizes.items():
             if size > 1 and name not in (*names, "evaluate"):
                 supported = ", ".join(names) or "no axis"

@@ -366,7 +366,7 @@ def next_step_boundary(ranks: int) -> StepBoundary:
 
 
 def _reject_request(request: str) -> NoReturn:
-    raise LaunchError(f"{request} stops this rank, but it cannot stop the others without a watchdog; initialize by hpcai.dist.start")
+    raise LaunchError(f"{request} stops this rank, but not the others without a watchdog; initialize by hpcai.dist.start")
 
 
 class RankStatus(NamedTuple):

@@ -130,7 +130,7 @@ def test_a_line_first_used_within_another_process_group_is_refused(meet: Callabl
     old = Mesh({"replicate": 2, "depth": 2}, 4, 0)
     first = old["depth"].group
     torch_dist.destroy_process_group()
-    with pytest.raises(MeshError, match=r"ranks 0, 2 first communicate within no process group; use a mesh within its own start\(\)"):
+    with pytest.raises(MeshError, match=r"ranks 0, 2 first communicate within no process group; use it within its own start\(\)"):
         old["replicate"].init_group()
     meet(4, 0)
     with pytest.raises(MeshError, match="ranks 0, 2 first communicate within another process group than that of their mesh"):
