@@ -1,27 +1,27 @@
-"""Logging that knows its rank, and the sinks that hear what a run does: terminal, JSON lines, TensorBoard, MLPerf log.
+"""Logging with the rank, and sinks of the events of a run: terminal, JSON lines, TensorBoard, MLPerf log.
 
-The training loop says once, in plain numbers and text, what happened; every sink writes it down in its own way:
+The training loop emits each event once, with numbers and text as fields, and every sink writes it in its own format:
 
 ========== ===========================================================================================================
 start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
             global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1),
             versions (optional: of packages, by name)
-startup     step (the first one of this life), seconds (to its end, from the start of the program), parts (seconds by name, of the
+startup     step (the first one of this job), seconds (from the start of the process to its end), parts (seconds by name, of the
             slowest process)
-epoch       epoch (from 0), step: an epoch begins, or goes on after a resume
+epoch       epoch (from 0), step: an epoch begins, or continues after a resume
 train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
             gpu_power_w, gpu_power_limit_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c,
             gpu_memory_gb, ... of the first process's GPU, where there is one
 evaluate    step, epoch, samples, seconds (this evaluation), metrics
 checkpoint  step, path, seconds, bytes
 note        text, step (optional)
-energy      step, joules, joules_per_sample, samples: of this life of the run, over all processes that train; gpu_joules,
-            cpu_joules, memory_joules (what has counters); gpus (counted) of world, nodes_counted (processors) of nodes;
+energy      step, joules, joules_per_sample, samples: of this job of the run, over all training processes; gpu_joules,
+            cpu_joules, memory_joules (if there are counters); gpus (counted) of world, nodes_counted (processors) of nodes;
             gpu_limits_w (lowest and highest limit on the power of a GPU at the end)
 stop        step, epoch, samples, reason ("finished", "target", "signal", "diverged"), seconds, target_reached
 ========== ===========================================================================================================
 
-A sink that cannot write (a full disk, a closed terminal) warns once and never ends a run.
+A sink that cannot write (full disk, closed terminal) warns once, and the run continues.
 """
 
 import errno
@@ -56,7 +56,7 @@ METRICS = "metrics.jsonl"
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Looks ``sys.stderr`` up per record: a progress bar, a notebook or a test may have put its own there."""
+    """A handler with the current ``sys.stderr``, which a progress bar, a notebook or a test may replace."""
 
     @property
     def stream(self) -> TextIO:
@@ -67,7 +67,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def setup(rank: int = 0, world: int = 1) -> None:
-    """Sends INFO and above of the first rank, WARNING and above of every other, to stderr; may be called again."""
+    """Log INFO and above of the first rank, WARNING and above of the others, to stderr. It may be called again."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, _StderrHandler)]:
         root.removeHandler(handler)
@@ -83,7 +83,7 @@ def setup(rank: int = 0, world: int = 1) -> None:
 
 
 class Event(NamedTuple):
-    """One thing that happened in a run; ``time`` is in seconds since 1970."""
+    """An event of a run; ``time`` is in seconds since 1970."""
 
     kind: str
     time: float
@@ -91,7 +91,7 @@ class Event(NamedTuple):
 
 
 class Sink(Protocol):
-    """Writes events down."""
+    """A writer of events."""
 
     def write(self, event: Event) -> None: ...
 
@@ -99,7 +99,7 @@ class Sink(Protocol):
 
 
 class Reports:
-    """The one door through which a run's events leave; without sinks (every rank but the first) it is a no-op."""
+    """The sinks of a run, to which its events are emitted; none on ranks other than the first."""
 
     def __init__(self, sinks: Sequence[Sink] = (), directory: Path | None = None) -> None:
         self.sinks = tuple(sinks)
@@ -107,13 +107,13 @@ class Reports:
         self._failed: set[int] = set()
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Tells every sink that ``kind`` has happened."""
+        """Write an event of ``kind`` to every sink."""
         event = Event(kind, time.time(), fields)
         for sink in self.sinks:
             self._try_call(sink, partial(sink.write, event))
 
     def close(self) -> None:
-        """Lets every sink finish its files; may be called again."""
+        """Close every sink. It may be called again."""
         sinks, self.sinks = self.sinks, ()
         for sink in sinks:
             self._try_call(sink, sink.close)
@@ -124,7 +124,7 @@ class Reports:
         except OSError as error:
             if id(sink) not in self._failed:
                 self._failed.add(id(sink))
-                logger.warning("%s cannot write (%s); the run goes on, and what does not fit is lost", type(sink).__name__, error)
+                logger.warning("%s cannot write (%s); the run continues without these events", type(sink).__name__, error)
 
     def __enter__(self) -> Self:
         return self
@@ -136,11 +136,11 @@ class Reports:
 def open_reports(
     directory: Path | None, sinks: Sequence[str], first: bool, mlperf: Callable[[Path, TextIO | None], Sink] | None = None,
 ) -> Reports:  # fmt: skip
-    """The ``sinks`` of a run (``report.sinks``) on its ``first`` process, and none on the others.
+    """Open the ``sinks`` of a run (``report.sinks``) on its ``first`` process; the others have none.
 
-    JSON lines are always written where there is a directory. ``mlperf(path, echo)`` makes the sink of a benchmark; its lines also
-    go to stdout where no progress for people does. Refusals come on every process alike: ConfigError, or MissingExtraError where
-    TensorBoard is not installed.
+    JSON lines are always written if there is a directory. ``mlperf(path, echo)`` creates the sink of a benchmark, whose lines also
+    go to stdout unless the terminal sink uses it. On all processes raises ConfigError for settings that do not fit together, and
+    MissingExtraError without TensorBoard.
     """
     for name in ("tensorboard", "mlperf"):
         if name in sinks and directory is None:
@@ -156,7 +156,7 @@ def open_reports(
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"report.directory {directory} cannot be made ({error.strerror}); name another") from error
+            raise ConfigError(f"report.directory {directory} cannot be created ({error.strerror}); choose another") from error
         created.append(JsonLines(directory / METRICS))
         if "tensorboard" in sinks:
             created.append(TensorBoard(directory / "tensorboard"))
@@ -171,7 +171,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_strict_json(value: Any) -> Any:
-    """``value`` as strict JSON can hold it: JSON has no NaN and no infinity, so they become the texts of their names."""
+    """Convert ``value`` to strict JSON. NaN and infinities become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -184,7 +184,7 @@ def to_strict_json(value: Any) -> Any:
 
 
 def restore_non_finite(value: Any) -> Any:
-    """Undoes ``plain`` for the numbers that JSON cannot hold."""
+    """Convert the text of NaN and infinities back to floats."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -193,9 +193,9 @@ def restore_non_finite(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The events of a ``metrics.jsonl``, in order, each with ``kind`` and ``time``; NaN and infinities are floats again.
+    """Return the events of a ``metrics.jsonl``, in order, each with ``kind`` and ``time``. NaN and infinities are floats.
 
-    A last line that a crash has torn is left out. Raises DataError where the file is missing or not of this kind.
+    An incomplete last line, after a crash, is omitted. Raises DataError if the file is missing or invalid.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -210,7 +210,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if not isinstance(event, dict) or "kind" not in event:
                 raise ValueError("not an event")
         except ValueError as error:
-            if number == len(lines):                     # no newline after it: torn
+            if number == len(lines):                     # no newline after it: incomplete
                 break
             raise DataError(f"{path}:{number}: {line[:60]!r} is not an event of a run; expected an object with 'kind'") from error
         events.append(restore_non_finite(event))
@@ -218,14 +218,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class LineWriter:
-    """A text file that grows by whole lines. On a full disk it loses lines, and takes up again when it can."""
+    """A text file that grows by complete lines. Lines are lost while the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = open(path, "ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
 
     def append(self, line: str) -> None:
-        """Write a line. Raises OSError, and then nothing of the line is in the file."""
+        """Append a line. If it raises OSError, no part of the line is in the file."""
         data = line.encode() + b"\n"
         try:
             if self._file.write(data) != len(data):
@@ -240,17 +240,16 @@ class LineWriter:
 
 
 def open_resumed(path: Path, step: int | None, is_later: Callable[[dict[str, Any], int], bool], prefix: str = "") -> LineWriter:
-    """Opens the JSON lines at ``path`` for a run that goes on from ``step``: what was written about later steps is dropped first.
+    """Open the JSON lines at ``path`` for a run that resumes from ``step``, and remove the lines of later steps.
 
-    Without a step the run is a new one: an older file moves aside (``metrics.1.jsonl``), nothing is lost. ``prefix`` stands
-    before the object on each line.
+    Without a step the run is new: an existing file is renamed (``metrics.1.jsonl``). ``prefix`` precedes the object on each line.
     """
     if path.exists() and step is None:
         path.rename(next(aside for n in range(1, sys.maxsize) if not (aside := path.with_stem(f"{path.stem}.{n}")).exists()))
     elif path.exists() and step is not None:
         kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):                         # torn by the end of the earlier life
+            with suppress(ValueError, RecursionError):                         # incomplete, by the end of the previous job
                 event = json.loads(line.removeprefix(prefix))
                 if isinstance(event, dict) and not is_later(event, step):
                     kept.append(line + "\n")
@@ -264,19 +263,19 @@ def open_resumed(path: Path, step: int | None, is_later: Callable[[dict[str, Any
 
 
 def _is_later(event: dict[str, Any], step: int) -> bool:
-    """Whether a run that goes on from ``step`` repeats ``event``: an epoch that began at ``step`` begins again; a checkpoint, an
+    """Whether a run that resumes from ``step`` repeats ``event``: an epoch that began at ``step`` begins again; a checkpoint, an
     evaluation or a report at ``step`` stays."""
     event_step = event.get("resumed_from" if event.get("kind") == "start" else "step")
     return isinstance(event_step, int) and (event_step >= step if event.get("kind") == "epoch" else event_step > step)
 
 
 class JsonLines:
-    """``metrics.jsonl``: one strict JSON object per event, on disk as soon as it happened."""
+    """The sink of ``metrics.jsonl``: one strict JSON object per event, written at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: LineWriter | None = None
-        self._pending: list[str] = []                    # before `start` it is not known whether the run goes on or is new
+        self._pending: list[str] = []                    # until `start` tells a resumed run from a new one
 
     def write(self, event: Event) -> None:
         self._pending.append(json.dumps(to_strict_json({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))
@@ -301,7 +300,7 @@ class JsonLines:
 
 
 def format_duration(seconds: float) -> str:
-    """``seconds`` as h:mm:ss."""
+    """Format ``seconds`` as h:mm:ss."""
     if not math.isfinite(seconds):
         return "?"
     total = round(seconds)
@@ -309,12 +308,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in decimal units, as disks and networks are sold."""
+    """Format a number of bytes in decimal units, as for disks and networks."""
     return format_decimal(count, "B", "kB", "MB", "GB", "TB")
 
 
 def format_joules(count: float) -> str:
-    """An energy in decimal units; 3.6 MJ are one kWh."""
+    """Format an energy in decimal units; 3.6 MJ are one kWh."""
     return format_decimal(count, "J", "kJ", "MJ", "GJ")
 
 
@@ -324,7 +323,7 @@ def format_decimal(count: float, *units: str) -> str:
 
 
 def format_energy(fields: Mapping[str, Any]) -> str:
-    """What an `energy` event says, for people."""
+    """Format the fields of an `energy` event."""
     kinds = [f"{name} {format_joules(fields[key])}" for name, key in
              (("GPUs", "gpu_joules"), ("processors", "cpu_joules"), ("memory", "memory_joules")) if key in fields]
     counted = [f"{fields['gpus']} of {fields.get('world')} GPUs"] if fields.get("gpus") else []
@@ -336,12 +335,12 @@ def format_energy(fields: Mapping[str, Any]) -> str:
 
 
 def format_number(value: Any) -> str:
-    """A metric for people: four digits that mean something."""
+    """Format a metric with four significant digits."""
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
 def format_rate(rate: float) -> str:
-    """Samples per second: whole ones where there are many."""
+    """Format samples per second, without decimals from 100 on."""
     return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
 
 
@@ -349,14 +348,14 @@ _NOT_METRICS = {"step", "epoch", "samples", "seconds", "samples_per_second", "lr
 
 
 def select_metrics(fields: Mapping[str, Any]) -> dict[str, float]:
-    """The loss and the metrics among the fields of a `train` or `evaluate` event."""
+    """Return the loss and the metrics among the fields of a `train` or `evaluate` event."""
     return {name: value for name, value in fields.items()
             if name not in _NOT_METRICS and not name.startswith("gpu_")
             and isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
 class Terminal:
-    """Progress for people: a bar on a terminal, one plain line per event in a job log or a notebook."""
+    """The sink of stdout: a progress bar on a terminal, one plain line per event in a job log or a notebook."""
 
     def __init__(self, stream: TextIO | None = None, console: "Console | None" = None) -> None:
         self._stream = stream or sys.stdout
@@ -367,7 +366,7 @@ class Terminal:
         self._console = console if console and console.is_terminal and not console.is_jupyter else None
         self._bar: Progress | None = None
         self._steps = self._batch = 0
-        self._first_report: tuple[float, int] | None = None     # time and step of this life's first report: the ETA counts from it
+        self._first_report: tuple[float, int] | None = None     # time and step of this job's first report, the origin of the ETA
         self._evaluation = ""
 
     def write(self, event: Event) -> None:
@@ -423,7 +422,7 @@ class Terminal:
         return parts
 
     def _remaining_seconds(self, event: Event) -> float | None:
-        """Seconds to the last planned step; from the second report on evaluations and checkpoints are in it."""
+        """Return seconds to the last planned step; from the second report on they include evaluations and checkpoints."""
         step = int(event.fields.get("step", 0))
         if event.kind != "train" or not self._steps:
             return None
@@ -484,7 +483,7 @@ class Terminal:
 
 
 class TensorBoard:
-    """Scalars ``train/*`` and ``evaluate/*``, by TensorBoard's own event writer, which needs neither torch nor TensorFlow."""
+    """The sink of scalars ``train/*`` and ``evaluate/*``, with TensorBoard's event writer, without torch or TensorFlow."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -500,7 +499,7 @@ class TensorBoard:
 
         step = event.fields.get("step")
         if event.kind == "start" and (since := event.fields.get("resumed_from")) is not None:
-            # TensorBoard hides what earlier files say about this step and later ones
+            # TensorBoard hides the values of earlier files from this step on
             self._writer.add_event(Record(wall_time=event.time, step=since + 1, session_log=SessionLog(status=SessionLog.START)))
         elif event.kind in ("train", "evaluate") and step is not None:
             names = select_metrics(event.fields) | {name: value for name, value in event.fields.items() if event.kind == "train"

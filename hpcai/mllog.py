@@ -1,9 +1,8 @@
-"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 to 6.1 want them.
+"""The MLPerf log: ``:::MLLOG {...}`` lines for the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 to 6.1.
 
-The training loop knows nothing of it. An app declares its benchmark in apps/NAME/mlperf.py: which setting, found by its dotted path
-in the `start` event, is logged under which key, and which metric of an `evaluate` event is the benchmark's own. Keys and rules: the
-files of ``hpc_3.0.0``, ``training_4.0.0``, ``training_5.0.0`` and ``training_6.1.0`` of mlcommons/logging, and the rules of
-mlcommons/training_policies.
+The training loop is independent of it. An app declares its benchmark in apps/NAME/mlperf.py: the keys of settings, by their dotted
+paths in the `start` event, and the metric among those of an `evaluate` event. Sources of keys and rules: the files of
+``hpc_3.0.0``, ``training_4.0.0``, ``training_5.0.0`` and ``training_6.1.0`` of mlcommons/logging, and mlcommons/training_policies.
 """
 
 import json
@@ -22,13 +21,13 @@ PREFIX = ":::MLLOG "
 REQUIRED = object()
 
 Lookup = Callable[[str], Any]
-"""A setting's value by its dotted path."""
+"""Returns the value of a setting by its dotted path."""
 Rule = Callable[[Lookup], Any]
-"""A value that follows from settings."""
+"""Returns a value derived from settings."""
 
 
 class Entry(NamedTuple):
-    """An MLLOG key, the setting that holds its value (or the rule that gives it), and the value where a run has no such setting."""
+    """An MLLOG key, the path or the rule of its value, and the default for runs without this setting."""
 
     key: str
     setting: str | Rule
@@ -36,8 +35,7 @@ class Entry(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """One of several metrics by which checkpoints are judged after the training: its name, what MLPerf calls it, and what is good
-    enough."""
+    """A target of one of several metrics for checkpoints, computed after the training; ``label`` is MLPerf's name of the metric."""
 
     metric: str
     label: str
@@ -49,20 +47,19 @@ class Goal(NamedTuple):
 
 
 class Benchmark(NamedTuple):
-    """What one benchmark logs beside the common lines; ``name`` is what MLPerf calls it, ``metric`` its own among those of an
-    `evaluate` event."""
+    """The lines of a benchmark besides the common ones. ``name`` is MLPerf's; ``metric`` is that of an `evaluate` event."""
 
     name: str
     entries: tuple[Entry, ...]
     metric: str
     metric_key: str
     log_samples: bool = False
-    """whether its lines tell how many samples were seen, too"""
+    """whether lines have the number of samples too"""
     goals: tuple[Goal, ...] = ()
-    """what ``judge`` tells in place of ``metric``: a run succeeds with a checkpoint that reaches all of them"""
+    """for ``judge_checkpoint``, in place of ``metric``: a run succeeds with a checkpoint that reaches all of them"""
 
 
-# Paths that begin with "run" name what the start of the run tells, such as run.parameters.
+# Paths that begin with "run" are fields of the `start` event, such as run.parameters.
 SUBMISSION = (
     Entry("submission_org", "report.submission.org", "reference"),
     Entry("submission_division", "report.submission.division", "closed"),
@@ -72,23 +69,23 @@ SUBMISSION = (
 
 
 def base_learning_rate(setting: Lookup) -> float:
-    """MLPerf's base learning rate: where the warm-up starts. The base times ``rise`` is the peak."""
+    """Return MLPerf's base learning rate, at the start of the warm-up. Times ``peak_factor`` it is the peak."""
     start = setting("step.schedule.start")
     return start if start and setting("step.schedule.warmup") else setting("step.lr")
 
 
 def peak_factor(setting: Lookup) -> float:
-    """The factor from MLPerf's base learning rate to the peak."""
+    """Return the factor from MLPerf's base learning rate to the peak."""
     return setting("step.lr") / base_learning_rate(setting)
 
 
 def if_lamb(value: Any) -> Rule:
-    """``value`` where the optimizer is LAMB, otherwise nothing."""
+    """Return the rule ``value`` for LAMB, and None for other optimizers."""
     return lambda setting: value if setting("step.optimizer") == "lamb" else None
 
 
 def in_unit(unit: str, path: str) -> Rule:
-    """A length of the schedule. Raises ConfigError where the run's schedule counts in another unit."""
+    """Return the rule of a length of the schedule. It raises ConfigError if the schedule has another unit."""
 
     def value(setting: Lookup) -> Any:
         if setting("step.schedule.unit") != unit and setting(path):
@@ -102,23 +99,23 @@ in_steps = partial(in_unit, "steps")
 
 
 def decay_name(setting: Lookup) -> Any:
-    """MLPerf's name of the decay."""
+    """Return MLPerf's name of the decay."""
     return {"steps": "multistep", "cosine": "cosine_annealing"}.get(setting("step.schedule.decay"))
 
 
 def decay_factor(setting: Lookup) -> Any:
-    """The factor by which each milestone multiplies the rate."""
+    """Return the factor of the learning rate at each milestone."""
     factors = setting("step.schedule.decay_to") if setting("step.schedule.decay") == "steps" else ()
     return factors[0] if factors else None
 
 
 def if_decay(kinds: tuple[str, ...], rule: Rule) -> Rule:
-    """What ``rule`` gives where the decay is one of ``kinds``, otherwise nothing."""
+    """Return ``rule`` for the decays ``kinds``, and None for other decays."""
     return lambda setting: rule(setting) if setting("step.schedule.decay") in kinds else None
 
 
 def _activation_precision(setting: Lookup) -> str:
-    """Also of attention's products."""
+    """Return the precision of activations and of attention's matrix products."""
     return "bfloat16" if setting("step.precision").startswith("bf16") else str(setting("step.precision"))
 
 
@@ -127,12 +124,12 @@ def _linear_precision(setting: Lookup) -> str:
 
 
 def _communication_precision(setting: Lookup) -> str:
-    """Activations between cut layers, or gradients."""
+    """Return the precision of communicated activations or gradients."""
     return _activation_precision(setting) if _model_ranks(setting) > 1 or setting("step.precision") == "bf16-params" else "fp32"
 
 
 def _model_ranks(setting: Lookup) -> int:
-    """Processes that hold a copy of the model together."""
+    """Return the number of ranks of a replica of the model."""
     return math.prod(size for axis, size in setting("mesh").items() if axis not in ("replicate", "evaluate"))
 
 
@@ -141,7 +138,7 @@ def _micro_batch(setting: Lookup) -> int:
     return int(setting("run.global_batch") // (replicas * setting("step.accumulate")))
 
 
-# What Training 6.1 wants to know of every run.
+# Required by Training 6.1 for every run.
 DISCLOSED = (
     Entry("lowest_numerical_precision_in_linear", _linear_precision),
     Entry("lowest_numerical_precision_in_attn", _activation_precision),
@@ -154,7 +151,7 @@ DISCLOSED = (
 
 
 def entry_value(entry: Entry, settings: Mapping[str, Any]) -> Any:
-    """The value that ``entry`` logs for a run with ``settings``. Raises ConfigError where it is required and missing."""
+    """Return the value of ``entry`` for a run with ``settings``. Raises ConfigError if it is required and missing."""
 
     def setting(path: str) -> Any:
         value: Any = settings
@@ -168,17 +165,17 @@ def entry_value(entry: Entry, settings: Mapping[str, Any]) -> Any:
 
 
 class MlperfLog:
-    """``mlperf.log``: the lines of one run of ``benchmark``; ``echo`` gets them too.
+    """The sink of ``mlperf.log``, with the lines of one run of ``benchmark``, also written to ``echo``.
 
-    Epochs count from 1. A run is a success when it reached its target, and aborted otherwise, also where an error ends it.
+    Epochs count from 1. The status is success if the run has reached its target, and aborted otherwise, also after an error.
     """
 
     def __init__(self, path: Path, benchmark: Benchmark, echo: TextIO | None = None) -> None:
         self.path, self.benchmark, self.echo = path, benchmark, echo
         self._lines: LineWriter | None = None
-        self._start_time: float | None = None                 # time of the first event of any kind: the program is up
+        self._start_time: float | None = None                 # time of the first event of any kind
         self._steps_per_epoch = self._batch = 1
-        self._open_epoch = 0                                   # the epoch that has started and not stopped, or 0
+        self._open_epoch = 0                                   # the epoch that has started but not stopped, or 0
         self._running = False
         self._last_step = 0                                   # step of the last event
 
@@ -191,14 +188,14 @@ class MlperfLog:
         self._last_step = max(self._last_step, event.fields.get("step") or 0)
 
     def close(self) -> None:
-        """A run that has not stopped was broken by something."""
+        """Log the end of a run that had no `stop` event, and close the file."""
         if self._running:
             self._stop(Event("stop", time.time(), {"step": self._last_step}))
         if self._lines is not None:
             self._lines.close()
 
     def _line(self, at: float, kind: str, key: str, value: Any = None, **metadata: Any) -> None:
-        # NaN stays Python's NaN here: the checker reads with Python's json and compares numbers
+        # NaN stays NaN: the checker parses with Python's json and compares numbers
         if self.benchmark.log_samples and "step_num" in metadata:
             metadata["samples_count"] = metadata["step_num"] * self._batch
         record = {"namespace": "", "time_ms": round(at * 1000), "event_type": kind, "key": key, "value": value}
@@ -217,7 +214,7 @@ class MlperfLog:
         resuming = get("resumed_from") is not None and self.path.exists()
         self._lines = open_resumed(self.path, get("resumed_from"), self._is_later, PREFIX)
         self._running, self._last_step = True, get("resumed_from") or 0
-        if resuming:                                      # one header in a run's log, however many lives the run has
+        if resuming:                                      # one header in a log, independent of the number of restarts
             return
         world, nodes = int(get("world") or 1), int(get("nodes") or 1)
         device = str(get("device") or "unknown device")
@@ -230,8 +227,8 @@ class MlperfLog:
             "global_batch_size": get("global_batch"),
             "train_samples": get("train_samples"),
             "eval_samples": get("validation_samples"),
-        } | specific                                     # after what the checker compares it with
-        # False: this program drops no page cache; a job script that does so logs its own line
+        } | specific                                     # after the keys with which the checker compares it
+        # False: this program does not drop the page cache; a job script that does so logs its own line
         self._line(self._start_time or at, "POINT_IN_TIME", "cache_clear", False)
         self._line(self._start_time or at, "INTERVAL_START", "init_start")
         for key, value in values.items():
@@ -251,7 +248,7 @@ class MlperfLog:
         self._open_epoch = 0
 
     def _evaluate(self, event: Event) -> None:
-        """An evaluation after the last step of an epoch is outside the epoch, any other one is inside."""
+        """Log an evaluation: outside of the epoch after its last step, otherwise inside."""
         step, start_time = event.fields["step"], event.time - (event.fields.get("seconds") or 0)
         metadata = {"epoch_num": math.ceil(step / self._steps_per_epoch), "step_num": step}
         if step % self._steps_per_epoch == 0 and self._open_epoch == metadata["epoch_num"]:
@@ -269,25 +266,30 @@ class MlperfLog:
         self._running = False
 
     def _is_later(self, record: dict[str, Any], step: int) -> bool:
-        """Whether a run that goes on from ``step`` writes ``record`` again: an unfinished epoch starts again, and the run has not
-        stopped."""
+        """Whether a run that resumes from ``step`` logs ``record`` again: later steps, an unfinished epoch, the end of the run."""
         at, epoch = (record["metadata"].get(name, 0) for name in ("step_num", "epoch_num"))
         unfinished = record["key"] in ("epoch_start", "epoch_stop") and epoch > step // self._steps_per_epoch
         return at > step or unfinished or record["key"] == "run_stop"
 
 
 def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, values: Mapping[str, float], samples: int) -> bool:
-    """Add to the log of a run that has ended what ``samples`` samples say of its checkpoint of ``step``, which was whole at the
-    time ``saved`` -> whether it reaches all goals. The first one that does is a success, and its time the end of the run.
+    """Add the metrics ``values`` of a checkpoint to the log of a finished run, and return whether it reaches all goals.
 
-    Raises DataError where there is no such log, or none of this benchmark.
+    The first checkpoint that does makes the run a success, and the time at which it was complete is the end of the run.
+
+    Args:
+        step: The step of the checkpoint.
+        saved: The time at which it was complete.
+        samples: The number of samples of the evaluation.
+
+    Raises DataError if there is no such log, or one of another benchmark.
     """
     lines = _read_lines(path)
     last = next((line for line in reversed(lines) if line["key"] == "run_stop"), None)
     batch = next((line["value"] for line in lines if line["key"] == "global_batch_size"), None)
     matches = any(line["key"] == "submission_benchmark" and line["value"] == benchmark.name for line in lines)
     if last is None or batch is None or not matches:
-        raise DataError(f"{path}: not the log of a run of {benchmark.name} that has ended; give the folder of such a run")
+        raise DataError(f"{path}: not the log of a finished run of {benchmark.name}; give the directory of such a run")
     epochs = sum(line["key"] == "epoch_start" and line["metadata"]["step_num"] < step for line in lines)
     location = {"epoch_num": epochs, "step_num": step, "samples_count": step * batch}
     kept = [line for line in lines if line is not last and (line["key"] != benchmark.metric_key or _get_step(line) != step)]
@@ -304,7 +306,7 @@ def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, 
 
 
 def _run_stop(lines: list[dict[str, Any]], last: dict[str, Any], benchmark: Benchmark) -> dict[str, Any]:
-    """``run_stop``, with the first checkpoint that reaches all goals; ``last`` is as it was."""
+    """Return ``run_stop`` with the first checkpoint that reaches all goals; ``last`` is the previous one."""
     goals = {goal.label: goal for goal in benchmark.goals}
     reached_lines: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
@@ -322,10 +324,10 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as problem:
-        raise DataError(f"{path}: {problem.strerror}; a run keeps it where report.sinks has mlperf") from problem
+        raise DataError(f"{path}: {problem.strerror}; runs write it if report.sinks has mlperf") from problem
     records = []
     for line in text.splitlines():
-        with suppress(ValueError, RecursionError):                             # torn by a crash
+        with suppress(ValueError, RecursionError):                             # incomplete after a crash
             records.append(json.loads(line.removeprefix(PREFIX)))
     return [line for line in records if isinstance(line, dict) and {"key", "value", "metadata"} <= line.keys()]
 

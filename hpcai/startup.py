@@ -100,7 +100,7 @@ def end(compiled: float) -> dict[Part, float]:
 
 
 def combine_ranks(ranks: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
-    """Return seconds of each of ``PARTS`` for a job, from those of its ranks. Between two synchronizations the slowest rank counts."""
+    """Combine the seconds of each part over the ranks of a job: between two synchronizations those of the slowest rank count."""
     parts: dict[Part, float] = {}
     for own, following in _INTERVALS.items():
         last = max(ranks, key=lambda parts: sum(parts.get(part, 0.0) for part in own))

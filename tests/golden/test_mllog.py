@@ -307,5 +307,5 @@ def test_only_the_log_of_a_run_that_has_ended_is_judged(tmp_path: Path) -> None:
     whole = path.read_text()
     for broken in (whole.replace('"run_stop"', '"epoch_stop"'), whole.replace('"stable_diffusion"', '"flux1"')):
         path.write_text(broken)
-        with pytest.raises(DataError, match="not the log of a run of stable_diffusion that has ended"):
+        with pytest.raises(DataError, match="not the log of a finished run of stable_diffusion"):
             judge_checkpoint(path, own, steps, 1.0, MARKS[0], 3)

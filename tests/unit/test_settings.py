@@ -13,8 +13,8 @@ from hpcai.settings import LoaderConfig, ScheduleConfig, StepConfig, TrainConfig
     "kind, words, text",
     [
         (StepConfig, {"precision": "fp64", "moments": "bf16"}, "moments bf16 with precision fp64"),
-        (StepConfig, {"capture": "whole", "shard": "weights"}, "capture whole with shard weights cannot be done"),
-        (StepConfig, {"shard_within": 2}, "shard_within is 2, but nothing is divided"),
+        (StepConfig, {"capture": "whole", "shard": "weights"}, "capture whole with shard weights is not supported"),
+        (StepConfig, {"shard_within": 2}, "shard_within is 2, but nothing is sharded"),
         (StepConfig, {"clip_per": "sample", "clip": 0.1, "shard": "weights"}, "clip_per is sample, but shard is weights"),
         (LoaderConfig, {"once": True, "reader": "gds"}, "reader gds gives samples on the GPU of each process; set once to auto"),
         (ScheduleConfig, {"decay": "steps", "decay_at": (3.0, 1.0), "decay_to": (0.5, 0.1)}, "must rise"),

@@ -30,7 +30,7 @@ def test_alone_every_axis_has_size_1() -> None:
         ({"replicate": 2, "depth": 2}, 1, "mesh replicate 2 x depth 2 needs 4 processes, but 1 was started"),
         ({"replicate": 1}, 4, "mesh of size 1 needs 1 process, but 4 were started"),
         ({"copies": 2}, 2, "mesh has no axis 'copies'; it has replicate, pipeline"),
-        ({"replicate": -1, "depth": -1}, 4, "only one axis can take the rest"),
+        ({"replicate": -1, "depth": -1}, 4, "only one axis can be -1"),
     ],
 )
 def test_axes_that_do_not_fit(sizes: dict[str, int], world: int, text: str) -> None:
