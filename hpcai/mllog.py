@@ -273,14 +273,8 @@ class MlperfLog:
 
 
 def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, values: Mapping[str, float], samples: int) -> bool:
-    """Add the metrics ``values`` of a checkpoint to the log of a finished run, and return whether it reaches all goals.
-
-    The first checkpoint that does makes the run a success, and the time at which it was complete is the end of the run.
-
-    Args:
-        step: The step of the checkpoint.
-        saved: The time at which it was complete.
-        samples: The number of samples of the evaluation.
+    """Add metrics ``values`` of the checkpoint of ``step``, from ``samples`` samples, to the log of a finished run, and return whether
+    it reaches all goals. The first that does makes the run a success, which ends at the time ``saved`` of its completion.
 
     Raises DataError if there is no such log, or one of another benchmark.
     """

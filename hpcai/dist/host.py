@@ -145,8 +145,7 @@ def open_nvml(device: torch.device) -> tuple[Any, Any, str]:
 
 
 def check_power_cap(device: torch.device, watts: float | None) -> None:
-    """Raise ConfigError unless the power limit enforced on the GPU ``device`` is ``watts``, or if NVML cannot read it.
-    None allows any limit."""
+    """Raise ConfigError unless the power limit enforced on the GPU ``device`` is readable and ``watts``. None: any limit."""
     if watts is None:
         return
     try:

@@ -97,10 +97,9 @@ class Axis:
 
     @property
     def group(self) -> torch_dist.ProcessGroup | None:
-        """The process group, or None if the size is 1. The first use creates it, which is a collective of the ranks of the axis.
-
-        All of them must create their groups in the same order. In a branch that some ranks do not take, in a thread and during
-        the capture of a CUDA graph the group must exist already: call ``init_group`` before."""
+        """The process group, or None if the size is 1. The first use creates it, a collective of its ranks, which create
+        their groups in the same order. In a branch that not all of them take, in a thread and during the capture of a CUDA graph
+        the group must exist already: call ``init_group`` before."""
         return None if self.dimension is None else self.dimension.group
 
     def init_group(self) -> "Axis":
@@ -125,9 +124,9 @@ class Mesh:
     uses them in the same order on all ranks; ``created`` lists them. Another thread needs groups of its own (``background_axis``,
     ``new_background_axis``). ``timeout`` is that of collectives in shared groups.
 
-    With ``evaluate`` the last processes of the job only evaluate (``trains`` is False). They have axes of their own, with the same
-    sizes of a replica. ``link`` connects each process of the first training replica to the evaluating processes with the same
-    shard of the weights. Its group is created at once, because they use it at any time.
+    With ``evaluate`` the last processes of the job only evaluate (``trains`` is False). They have axes of their own, with equal
+    sizes of replicas. ``link`` connects each process of the first training replica to the evaluating ones with the same shard of
+    the weights. Its group is created at once, because they use it at any time.
 
     Raises MeshError if the product of the sizes is not the number of processes.
     """

@@ -55,13 +55,9 @@ _active: list["Watchdog"] = []
 class Watchdog:
     """Context manager that stops all ranks of a job if one fails. A normal exit destroys the process groups.
 
-    The exit code is 2 for wrong settings, mesh or launch, 130 for Ctrl-C, otherwise 1; SystemExit keeps its own.
-
-    Args:
-        address: The address of rank 0.
-        store: A store, through which rank 0 publishes the port of the hub.
-        abort: A function that ends the job with an exit code.
-        token: A secret of the ranks.
+    The exit code is 2 for wrong settings, mesh or launch, 130 for Ctrl-C, otherwise 1; SystemExit keeps its own. ``address``
+    is that of rank 0, which publishes the port of the hub in ``store``. ``abort`` ends the job with an exit code, and ``token`` is
+    the secret of the ranks.
     """
 
     def __init__(
@@ -397,8 +393,7 @@ def query_status(timeout: float) -> dict[int, RankStatus]:
 
 
 def report_failure(text: str) -> None:
-    """Write whole lines to stderr at once, from any thread, without Python's buffers and their locks. Control characters are
-    replaced."""
+    """Write whole lines to stderr at once, from any thread, without Python's buffers and locks; control characters become "?"."""
     printable = "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text.rstrip("\n"))
     with suppress(OSError):  # stderr may be closed
         os.write(2, (printable + "\n").encode(errors="replace"))

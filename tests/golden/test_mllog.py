@@ -302,7 +302,7 @@ def test_the_first_checkpoint_that_reaches_all_goals_ends_the_run(tmp_path: Path
 def test_only_the_log_of_a_run_that_has_ended_is_judged(tmp_path: Path) -> None:
     path, own = tmp_path / "mlperf.log", benchmark("stable_diffusion")
     steps = live(path, "stable_diffusion", [0.3])
-    with pytest.raises(DataError, match=r"mlperf\.log: No such file or directory; .* where report\.sinks has mlperf"):
+    with pytest.raises(DataError, match=r"mlperf\.log: No such file or directory; .* if report\.sinks has mlperf"):
         judge_checkpoint(tmp_path / "other" / "mlperf.log", own, steps, 1.0, MARKS[0], 3)
     whole = path.read_text()
     for broken in (whole.replace('"run_stop"', '"epoch_stop"'), whole.replace('"stable_diffusion"', '"flux1"')):

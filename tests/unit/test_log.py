@@ -119,7 +119,7 @@ def test_a_full_disk_costs_lines_and_one_warning_but_no_run(tmp_path: Path, capl
     assert steps(path, "train") == [1, 6]
     assert path.read_bytes().endswith(b"\n")
     assert len(caplog.records) == 1
-    assert "metrics.jsonl" in caplog.text and "the run goes on" in caplog.text
+    assert "metrics.jsonl" in caplog.text and "the run continues" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------------- terminal
