@@ -36,7 +36,7 @@ from data_prep import picture, store
 from hpcai.cli.check import Options, examine
 from hpcai.data.index import write_json
 from hpcai.errors import ConfigError, HpcaiError
-from hpcai.programs import start_app
+from hpcai.programs import command_of_app
 
 R = TypeVar("R", bound="Recipe")
 SKIPPED = "skipped.json"
@@ -370,7 +370,7 @@ class Maker:
             return verdict
         if not simulates:
             tell(Prepared(options.out))
-        print(f"next: {start_app(self.app, plan.config)} data.directory={shlex.quote(str(options.out))}", flush=True)
+        print(f"next: {command_of_app(self.app, plan.config)} data.directory={shlex.quote(str(options.out))}", flush=True)
         if not simulates:
             tell_refused(options.out, plan, refused, rows)
         return 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data_prep.extras import needed
-from hpcai.dist.environment import place
+from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
 
@@ -69,7 +69,7 @@ def chosen(
     if both["tokens"]:
         _kind(both["tokens"][0])
     if device == "auto":
-        device = f"cuda:{(place().local_rank or 0) % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+        device = f"cuda:{(read_rank_info().local_rank or 0) % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     return Networks(vae, both["tokens"], both["pooled"], length, cut, precision, device)
 
 

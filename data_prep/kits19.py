@@ -41,7 +41,7 @@ from data_prep.store import Field
 from hpcai.errors import ConfigError
 from hpcai.models.unet3d import volume
 from hpcai.models.unet3d.volume import CLASSES
-from hpcai.programs import start
+from hpcai.programs import command_of
 
 PUBLIC, LABELLED = 300, 210     # cases of the public set; those from 210 on have no label
 # The evaluation cases of the MLPerf reference.
@@ -164,7 +164,7 @@ def simulate(options: argparse.Namespace) -> command.Plan | None:
         cases = [(index, options.out / name) for index, name in enumerate(names)][rank::size]
         store.make(cases, partial(write_nifti, recipe), options.workers, options.command)
         folder = shlex.quote(str(options.out))
-        command.print_once(f"{options.cases} NIfTI cases; next: {start('data_prep.kits19')} convert {folder} OUT")
+        command.print_once(f"{options.cases} NIfTI cases; next: {command_of('data_prep.kits19')} convert {folder} OUT")
         return None
     splits = [recipe.split(index) for index in range(options.cases)]
     command.refuse_empty(splits, options, f"--cases {options.cases}")

@@ -37,7 +37,7 @@ import numpy as np
 import hpcai
 from data_prep import moments
 from hpcai.data.index import INDEX, commit_file, write_index, write_json
-from hpcai.dist.environment import place
+from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
@@ -333,7 +333,7 @@ def indexed(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
 
 def launched() -> tuple[int, int]:
     """Rank and number of processes of the launcher that started this one, or (0, 1)."""
-    here = place()
+    here = read_rank_info()
     if here.world is None:                       # PMIx states no size in the environment
         from mpi4py import MPI
 
@@ -345,7 +345,7 @@ def cores() -> int:
     """Cores that this process may use, shared with the other ranks of its machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bound = usable < (os.cpu_count() or 1)       # a bound rank has these cores for itself
-    return usable if bound else max(1, usable // (place().local_world or 1))
+    return usable if bound else max(1, usable // (read_rank_info().local_world or 1))
 
 
 def make_share(jobs: Sequence[Job], workers: int, label: str) -> None:

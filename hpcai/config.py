@@ -1,4 +1,4 @@
-"""The settings of a run: defaults < one YAML file < ``key=value`` words, into one frozen, validated object.
+"""The settings of a run: one frozen, validated object from defaults, a YAML file and ``key=value`` overrides, in this order.
 
     class Step(Settings):
         lr: float = Field(1e-3, gt=0)
@@ -9,10 +9,10 @@
 
     run(Config, main)                    # python -m apps.x [small.yaml] [step.lr=2e-3 ...] [--show] [--help]
 
-Files and words are YAML 1.2 (core schema), so only ``true`` and ``false`` are booleans: ``no`` and ``on`` stay text. ``1e-3`` is a
-number and ``010`` is ten; ``1_000``, ``1:30`` and dates are text. There are no aliases. A word replaces only its key, and a mapping
-stands for its keys: ``step={lr: 1}`` means ``step.lr=1``. A list is replaced whole, and so is the default of a ``dict``. The later
-of two words for one key counts. One answer tells every mistake, those of the file first.
+Files and overrides are YAML 1.2 (core schema) without aliases. Only ``true`` and ``false`` are booleans, not ``no`` and ``on``.
+``1e-3`` is a number and ``010`` is ten; ``1_000``, ``1:30`` and dates are text. An override replaces only its key, and a mapping
+only its keys: ``step={lr: 1}`` means ``step.lr=1``. A list, or the default of a ``dict``, is replaced completely. The last override
+of a key counts. All errors are reported together, those of the file first.
 """
 
 import json
@@ -29,12 +29,12 @@ from pydantic_core import to_jsonable_python
 
 from hpcai import startup
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
-from hpcai.schema import NUMBER, Key, Schema, dotted_name, list_names, nearest_words, show_value
-from hpcai.stop import heard, show_to_reader
+from hpcai.schema import NUMBER, Key, Schema, close_matches, format_key, format_value, join_names
+from hpcai.stop import exit_on_signal, ignore_broken_pipe
 
 T = TypeVar("T", bound=pydantic.BaseModel)
 
-# The ranges that settings have most often.
+# The most frequent ranges of settings.
 Positive = Annotated[int, pydantic.Field(ge=1)]
 Natural = Annotated[int, pydantic.Field(ge=0)]
 Length = Annotated[float, pydantic.Field(gt=0)]
@@ -46,8 +46,8 @@ Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 class Settings(pydantic.BaseModel):
     """The base of every settings class: frozen, no unknown keys, no silent conversion (``true`` and ``"3"`` are not numbers).
 
-    The text below a field describes it in ``--help``. A section without a default stands for its class's own defaults. Built in
-    Python, a field takes exactly its type: a tuple, a ``Path``.
+    The docstring of a field is its text in ``--help``. A section without a default has the defaults of its class. In Python a
+    field takes exactly its type, such as a tuple or a ``Path``.
     """
 
     model_config = pydantic.ConfigDict(
@@ -55,32 +55,32 @@ class Settings(pydantic.BaseModel):
     )
 
     def notes(self) -> list[str]:
-        """What ``--show`` says beside the settings, line by line, as comments: what follows from them, such as memory."""
+        """Return lines that ``--show`` prints as comments below the settings: derived quantities, such as memory."""
         return []
 
 
-def load(schema: type[T], path: str | Path | None = None, words: Sequence[str] = ()) -> T:
-    """``schema`` from its defaults, then the YAML file ``path``, then ``key=value`` words.
+def load(schema: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
+    """Build ``schema`` from its defaults, the YAML file ``path`` and ``key=value`` overrides.
 
-    ConfigError lists all mistakes, one per line: where it was written, the dotted key, what was found and what was expected.
+    Raises ConfigError with all errors, one per line: the location, the dotted key, the value and the expected values.
     """
-    given = _Given(schema, path)
+    user_input = _Input(schema, path)
     if path is not None:
-        given.read(Path(path))
-    for number, word in enumerate(words):
-        given.word(number, word)
-    return cast(T, given.validate())
+        user_input.read(Path(path))
+    for number, override in enumerate(overrides):
+        user_input.add_override(number, override)
+    return cast(T, user_input.validate())
 
 
-def mistake(problem: pydantic.ValidationError) -> str:
-    """The first mistake in settings that are no run's, such as those beside someone's weights, in one line."""
-    first = problem.errors(include_url=False)[0]
-    rule = (first.get("ctx") or {}).get("error")  # of a rule of ours, without the words that pydantic puts before it
-    return (f"{dotted_name(first['loc'])}: " if first["loc"] else "") + str(rule or first["msg"])
+def format_first_error(error: pydantic.ValidationError) -> str:
+    """Return the first error in one line, for settings that belong to no run, such as those stored with weights."""
+    first = error.errors(include_url=False)[0]
+    cause = (first.get("ctx") or {}).get("error")  # of a validator, without the prefix that pydantic adds
+    return (f"{format_key(first['loc'])}: " if first["loc"] else "") + str(cause or first["msg"])
 
 
 def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
-    """YAML of every key, defaults included, that ``load`` reads back as an equal object."""
+    """Return YAML of every key, including defaults, from which ``load`` restores an equal object."""
     tree = to_jsonable_python(settings, inf_nan_mode="constants")
     return str(yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120))
 
@@ -88,35 +88,35 @@ def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
 def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None = None) -> None:
     """Call ``main`` with the settings of the command line: ``[file.yaml] [key=value ...] [--show] [--help]``.
 
-    Exit codes: 2 for settings, a mesh or a launch that is refused, 1 for any other error of ours, 130 for Ctrl-C, 85 for a run that
-    was asked to stop and wants to be started again (see hpcai.stop).
+    Exit codes: 2 for wrong settings, mesh or launch, 1 for any other HpcaiError, 130 for Ctrl-C, 85 for a run that was stopped by a
+    signal and should be restarted (``hpcai.stop``).
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in words or "-h" in words:
-        show_to_reader(Schema(schema).write_help)
+    args = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in args or "-h" in args:
+        ignore_broken_pipe(Schema(schema).write_help)
         return
-    show = "--show" in words
-    words = [word for word in words if word != "--show"]
-    files = [word for word in words if _is_file(word)]
+    show = "--show" in args
+    args = [arg for arg in args if arg != "--show"]
+    files = [arg for arg in args if _is_file(arg)]
     if files:
-        words.remove(files[0])
-    own = argv is None  # otherwise a caller in a notebook, which keeps its signals, and was started long ago
-    with heard() if own else nullcontext(), startup.clock(startup.age() if own else 0.0):
-        _run(schema, main, files, words, show)
+        args.remove(files[0])
+    in_program = argv is None  # a notebook, which passes argv, keeps its signals and has no start time
+    with exit_on_signal() if in_program else nullcontext(), startup.clock(startup.process_age() if in_program else 0.0):
+        _run(schema, main, files, args, show)
 
 
-def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], words: Sequence[str], show: bool) -> None:
+def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], overrides: Sequence[str], show: bool) -> None:
     try:
         try:
-            settings = load(schema, files[0] if files else None, words)
+            settings = load(schema, files[0] if files else None, overrides)
         except ConfigError as problem:
             lines = str(problem).splitlines()
             count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
             sys.stderr.write("\n  ".join([f"{count} in the settings (--help lists every key):", *lines]) + "\n")
             raise SystemExit(2) from None
         if show:
-            told = settings.notes() if isinstance(settings, Settings) else []
-            show_to_reader(lambda: sys.stdout.write(dump(settings) + "".join(f"# {line}\n" for line in told)))
+            notes = settings.notes() if isinstance(settings, Settings) else []
+            ignore_broken_pipe(lambda: sys.stdout.write(dump(settings) + "".join(f"# {line}\n" for line in notes)))
         else:
             main(settings)
     except HpcaiError as problem:
@@ -141,20 +141,20 @@ class _Reader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # a few lines of them may stand for more values than fit into memory
+        if self.check_event(yaml.AliasEvent):  # a few lines of them may expand to more values than fit into memory
             mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="settings have no aliases: write the value again", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem="settings have no aliases; write the value again", problem_mark=mark)
         return super().compose_node(parent, index)
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or YAML 1.2 would read as something else, so that any reader gets what was meant."""
+    """A dumper that quotes text which YAML 1.1 or YAML 1.2 would parse as another type, for any reader."""
 
 
 for _kind, _pattern, _first in _SCALARS:
     _Reader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
     _Writer.add_implicit_resolver(_TAG + _kind, _pattern, _first)
-_Writer.add_representer(  # the emitter would fold a line separator of Unicode into a space
+_Writer.add_representer(  # the emitter folds a line separator of Unicode into a space
     str, lambda writer, text: writer.represent_scalar(_TAG + "str", text, style='"' if len((text + ".").splitlines()) > 1 else None)
 )
 _Writer.add_representer(
@@ -168,7 +168,7 @@ _Writer.add_representer(
 def _scalar(node: yaml.ScalarNode) -> Any:
     text, kind = node.value, node.tag.removeprefix(_TAG)
     if kind == "str":
-        text.encode()  # an escaped half of a character pair is a ValueError
+        text.encode()  # ValueError for an escaped surrogate
         return text
     if kind == "null":
         return None
@@ -178,125 +178,125 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     if kind == "float" and not text.lower().endswith("nan"):
         return float(text.replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf"))
-    raise ValueError(f"{text} is of no use as a setting" if kind == "float" else f"the tag {node.tag} is not known here")
+    raise ValueError(f"{text} is no valid setting" if kind == "float" else f"the tag {node.tag} is unknown")
 
 
-# ---- What was given, and where ------------------------------------------------------------------------------------------------
+# ---- Input and its locations --------------------------------------------------------------------------------------------------
 
 
 class _Origin(NamedTuple):
-    """Where something was written. The file sorts before the words, and each by its line or place."""
+    """The location of a value. Origins are sorted by file before overrides, then by line or position."""
 
-    rank: int
+    source: int  # 0: file, 1: override
     line: int
     text: str
 
 
-class _Given:
-    """The tree of all that was given, where each key of it was written, and what is wrong with it."""
+class _Input:
+    """The tree of all values of the user, the origin of each key, and the errors."""
 
     def __init__(self, kind: type[pydantic.BaseModel], path: str | Path | None) -> None:
         self.kind, self.schema, self.path = kind, Schema(kind), path
         self.tree: dict[str, Any] = {}
         self.origins: dict[Key, _Origin] = {(): _Origin(0, 0, str(path)) if path is not None else _Origin(1, -1, "command line")}
-        self.problems: list[tuple[_Origin, str]] = []
-        self.refused: set[Key] = set()  # complained of already: whatever stands there counts for nothing
+        self.errors: list[tuple[_Origin, str]] = []
+        self.rejected: set[Key] = set()  # with an error already: the value is ignored
         self.readable = True
 
     def read(self, path: Path) -> None:
-        """Take in the file. One that cannot be read is a mistake like any other, so that the words are still checked."""
-        place = self.origins[()]
+        """Add the file. An unreadable one is an error as any other, so that overrides are still checked."""
+        origin = self.origins[()]
         try:
             node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Reader)
             if node is None or isinstance(node, yaml.MappingNode):
-                self.merge({} if node is None else self.plain(node, (), self.line), self.tree)
+                self.merge({} if node is None else self.to_plain(node, (), self.line), self.tree)
                 return
-            why = f"found {show_value(self.plain(node, (), self.line))}, expected key: value lines"
+            error = f"found {format_value(self.to_plain(node, (), self.line))}, expected key: value lines"
         except FileNotFoundError:
-            why = f"no such file; {_near_file(path)}"
+            error = f"no such file; {_suggest_file(path)}"
         except OSError as problem:
-            why = f"cannot be read: {problem.strerror}"
+            error = f"cannot be read: {problem.strerror}"
         except yaml.MarkedYAMLError as problem:
             if mark := problem.problem_mark:
-                place = _Origin(0, mark.line + 1, f"{self.path}:{mark.line + 1}:{mark.column + 1}")
-            why = f"not YAML: {problem.problem}" + ("; indent with spaces, not tabs" if "'\\t'" in str(problem.problem) else "")
+                origin = _Origin(0, mark.line + 1, f"{self.path}:{mark.line + 1}:{mark.column + 1}")
+            error = f"not YAML: {problem.problem}" + ("; indent with spaces, not tabs" if "'\\t'" in str(problem.problem) else "")
         except RecursionError:
-            why = "nested too deeply"
+            error = "nested too deeply"
         except (UnicodeDecodeError, yaml.YAMLError) as problem:
-            why = f"not YAML: {' '.join(str(problem).split())}"
+            error = f"not YAML: {' '.join(str(problem).split())}"
         self.readable = False
-        self.problems.append((place, why))
+        self.errors.append((origin, error))
 
     def line(self, node: yaml.Node) -> _Origin:
         line = node.start_mark.line + 1
         return _Origin(0, line, f"{self.path}:{line}")
 
-    def word(self, number: int, word: str) -> None:
-        name, equals, text = word.partition("=")
-        origin, why = _Origin(1, number, "command line"), ""
-        if word.startswith("-") and equals:
-            why = f"{word}: settings are written without dashes: {word.lstrip('-')}"
-        elif word.startswith("-"):
-            why = f"{word}: no such option; the options are --show and --help, settings are written key=value"
-        elif _is_file(word):
-            why = f"{word}: a second file; one run has one file" + (f", here {self.path}" if self.path else "")
+    def add_override(self, number: int, override: str) -> None:
+        name, equals, text = override.partition("=")
+        origin, error = _Origin(1, number, "command line"), ""
+        if override.startswith("-") and equals:
+            error = f"{override}: settings are written without dashes: {override.lstrip('-')}"
+        elif override.startswith("-"):
+            error = f"{override}: no such option; the options are --show and --help, settings are written key=value"
+        elif _is_file(override):
+            error = f"{override}: a second file; one run has one file" + (f", here {self.path}" if self.path else "")
         elif not equals or not re.fullmatch(r"[^\s.]+(\.[^\s.]+)*", name):
-            why = f"{word}: expected key=value, such as step.lr=1e-3, or one file.yaml"
+            error = f"{override}: expected key=value, such as step.lr=1e-3, or one file.yaml"
         else:
-            why = self.assign(name, text, origin)
-        if why:
-            self.problems.append((origin, why))
+            error = self.assign(name, text, origin)
+        if error:
+            self.errors.append((origin, error))
 
     def assign(self, name: str, text: str, origin: _Origin) -> str:
-        """Put ``text``, read as YAML, at the dotted ``name``; return what is wrong with it, or nothing."""
+        """Assign ``text``, parsed as YAML, to the dotted ``name``, and return the error, or an empty text."""
         key: Key = tuple(name.split("."))
         tree: Any = None
-        why = ""
+        error = ""
         for length in range(1, len(key) + 1):
             self.origins.setdefault(key[:length], origin)
         try:
             node = yaml.compose(text, Loader=_Reader)
             if node is None:
-                why = f"{name}={text} has no value; write {name}=null for none, or '{name}=\"\"' for empty text"
+                error = f"{name}={text} has no value; write {name}=null for none, or '{name}=\"\"' for empty text"
             else:
-                tree = self.plain(node, key, lambda node: origin)
+                tree = self.to_plain(node, key, lambda node: origin)
         except (yaml.YAMLError, RecursionError) as problem:
             reason = getattr(problem, "problem", None) or " ".join(str(problem).split())
-            why = f"{name}={text} is not YAML ({reason}); text is put in quotes: '{name}=\"{text}\"'"
-        if why:
-            self.refused.add(key)
+            error = f"{name}={text} is not YAML ({reason}); text is put in quotes: '{name}=\"{text}\"'"
+        if error:
+            self.rejected.add(key)
         if not isinstance(tree, dict):
             self.origins[key] = origin
         for part in reversed(key):
             tree = {part: tree}
         self.merge(tree, self.tree)
-        return why
+        return error
 
-    def plain(self, node: yaml.Node, key: Key, at: Callable[[yaml.Node], _Origin]) -> Any:
-        """The value of a YAML node; ``at`` says where a node was written."""
+    def to_plain(self, node: yaml.Node, key: Key, origin_of: Callable[[yaml.Node], _Origin]) -> Any:
+        """Return the value of a YAML node."""
         if isinstance(node, yaml.ScalarNode):
             if node.value == "" and node.style is None and [*map(self.schema.section, self.schema.at(key))] not in ([], [None]):
-                return {}  # a section whose every line is commented out
+                return {}  # a section with all lines commented out
             try:
                 return _scalar(node)
             except ValueError as problem:
-                self.problems.append((at(node), f"{dotted_name(key)}: {problem}; write a plain value"))
-                self.refused.add(key)
+                self.errors.append((origin_of(node), f"{format_key(key)}: {problem}; write a plain value"))
+                self.rejected.add(key)
                 return None
         pairs = enumerate(node.value) if isinstance(node, yaml.SequenceNode) else node.value
         tree: dict[Any, Any] = {}
         for name, child in pairs:
             word = name if isinstance(name, int) else str(name.value)
-            below, origin = (*key, word), at(child if isinstance(name, int) else name)
+            below, origin = (*key, word), origin_of(child if isinstance(name, int) else name)
             if isinstance(name, yaml.CollectionNode):
-                self.problems.append((origin, f"{dotted_name(key)}: a key must be a plain name"))
+                self.errors.append((origin, f"{format_key(key)}: a key must be a plain name"))
             elif word in tree:
                 first = self.origins[below]
-                twice = f"written twice, first in {first.text}" if first.rank == 0 else "written twice"
-                self.problems.append((origin, f"{dotted_name(below)} is {twice}; keep one"))
+                where = f"written twice, first in {first.text}" if first.source == 0 else "written twice"
+                self.errors.append((origin, f"{format_key(below)} is {where}; keep one"))
             else:
                 self.origins[below] = origin
-                tree[word] = self.plain(child, below, at)
+                tree[word] = self.to_plain(child, below, origin_of)
         return list(tree.values()) if isinstance(node, yaml.SequenceNode) else tree
 
     def merge(self, tree: dict[str, Any], into: dict[str, Any]) -> None:
@@ -312,52 +312,52 @@ class _Given:
         return self.origins[key]
 
     def validate(self) -> pydantic.BaseModel:
-        meant: set[Key] = set()
-        for key in list(self.schema.unknown(self.tree)):
-            near, parent = self.schema.nearest(key), _value(self.tree, key[:-1])
-            meant |= set(near)
+        suggested: set[Key] = set()
+        for key in list(self.schema.unknown_keys(self.tree)):
+            near, parent = self.schema.suggest(key), _lookup(self.tree, key[:-1])
+            suggested |= set(near)
             names = [name for option in self.schema.at(key[:-1]) for name in option.get("properties", ())]
-            hint = f"did you mean {' or '.join(map(dotted_name, near))}?" if near else f"the keys here are {list_names(names)}"
-            self.problems.append((self.origin(key), f"{dotted_name(key)}: no such key; {hint}"))
+            hint = f"did you mean {' or '.join(map(format_key, near))}?" if near else f"the keys here are {join_names(names)}"
+            self.errors.append((self.origin(key), f"{format_key(key)}: no such key; {hint}"))
             del parent[key[-1]]
-        tree = self.schema.complete(self.tree)
+        tree = self.schema.fill_defaults(self.tree)
         try:
             settings = self.kind.model_validate_json(json.dumps(tree), strict=True)
         except pydantic.ValidationError as problem:
-            self.explain(problem.errors(include_url=False), tree, meant)
-        if self.problems:
-            raise ConfigError("\n".join(f"{origin.text}: {text}" for origin, text in sorted(self.problems, key=lambda p: p[0][:2])))
+            self.add_errors(problem.errors(include_url=False), tree, suggested)
+        if self.errors:
+            raise ConfigError("\n".join(f"{origin.text}: {text}" for origin, text in sorted(self.errors, key=lambda p: p[0][:2])))
         return settings
 
-    def explain(self, errors: Sequence[Any], tree: Any, meant: set[Key]) -> None:
-        """Say pydantic's errors in our words, one for each key."""
-        found: dict[tuple[Key, str], Any] = {}
+    def add_errors(self, errors: Sequence[Any], tree: Any, suggested: set[Key]) -> None:
+        """Add the errors of pydantic, one for each key."""
+        first_errors: dict[tuple[Key, str], Any] = {}
         for error in errors:
-            found.setdefault(_key(error, tree), error)
-        for (key, kind), error in found.items():
+            first_errors.setdefault(_locate(error, tree), error)
+        for (key, kind), error in first_errors.items():
             origin = self.origin(key)
-            if key in self.refused or (kind in ("rule", "missing") and not self.readable):
-                continue  # complained of already, or the unreadable file may have the answer
+            if key in self.rejected or (kind in ("rule", "missing") and not self.readable):
+                continue  # reported already, or the unreadable file may contain the value
             if kind == "rule":
-                if origin.rank == 0 and any(o.rank == 1 for k, o in self.origins.items() if k[: len(key)] == key):
+                if origin.source == 0 and any(o.source == 1 for k, o in self.origins.items() if k[: len(key)] == key):
                     origin = origin._replace(text=f"{origin.text}, command line")
                 sentence = " ".join(str(error["ctx"]["error"]).split())
-                self.problems.append((origin, f"{dotted_name(key)}: {sentence}" if key else sentence))
+                self.errors.append((origin, f"{format_key(key)}: {sentence}" if key else sentence))
             elif kind == "wrong":
-                self.problems.append((origin, self.schema.complaint(key, _value(tree, key))))
-            elif key not in meant:
+                self.errors.append((origin, self.schema.error_message(key, _lookup(tree, key))))
+            elif key not in suggested:
                 expected = self.schema.describe(self.schema.at(key))
-                self.problems.append((origin, f"{dotted_name(key)} is missing, expected {expected}"))
+                self.errors.append((origin, f"{format_key(key)} is missing, expected {expected}"))
 
 
-def _value(tree: Any, key: Key) -> Any:
+def _lookup(tree: Any, key: Key) -> Any:
     for name in key:
         tree = tree[name]
     return tree
 
 
-def _key(error: Any, tree: Any) -> tuple[Key, str]:
-    """The key that a pydantic error is about (its ``loc`` also names branches of unions), and the kind of mistake."""
+def _locate(error: Any, tree: Any) -> tuple[Key, str]:
+    """Return the key of a pydantic error, whose ``loc`` also names branches of unions, and the kind of error."""
     key: Key = ()
     for name in error["loc"]:
         if not (name in tree if isinstance(tree, dict) else isinstance(tree, list) and name in range(len(tree))):
@@ -368,16 +368,16 @@ def _key(error: Any, tree: Any) -> tuple[Key, str]:
     return key, "rule" if error["type"] in ("value_error", "assertion_error") else "wrong"
 
 
-def _is_file(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    if word.startswith("-") or (equals and "/" not in name):
+def _is_file(argument: str) -> bool:
+    name, equals, _ = argument.partition("=")
+    if argument.startswith("-") or (equals and "/" not in name):
         return False
-    return word.endswith((".yaml", ".yml")) or "/" in word or Path(word).is_file()
+    return argument.endswith((".yaml", ".yml")) or "/" in argument or Path(argument).is_file()
 
 
-def _near_file(path: Path) -> str:
+def _suggest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no directory {path.parent}"
     files = {file.stem: file.name for file in sorted(path.parent.iterdir()) if file.suffix in (".yaml", ".yml")}
-    near, names = nearest_words(path.stem, list(files)), list(files.values())
-    return f"did you mean {path.parent / files[near[0]]}?" if near else f"its directory has {list_names(names) or 'no YAML file'}"
+    near, names = close_matches(path.stem, list(files)), list(files.values())
+    return f"did you mean {path.parent / files[near[0]]}?" if near else f"its directory has {join_names(names) or 'no YAML file'}"

@@ -1,4 +1,4 @@
-"""Files that outlive a crash of the machine, and folders that have one owner."""
+"""Files that survive a crash of the machine, and directories with one owner."""
 
 import fcntl
 import os
@@ -11,8 +11,8 @@ from typing import IO
 from hpcai.errors import CheckpointError
 
 
-def flush(path: Path) -> None:
-    """Wait until what was written to a file, or which names a folder holds, is on the disk."""
+def fsync(path: Path) -> None:
+    """Wait until the data of a file, or the entries of a directory, are on disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -20,10 +20,10 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def claim(folder: Path) -> IO[str]:
-    """The folder belongs to this process until ``release`` is called with the file, or the process ends in any way.
+def lock_directory(folder: Path) -> IO[str]:
+    """Lock a directory until ``unlock_directory`` is called with the returned file, or the process ends.
 
-    Raises CheckpointError with host and process of another owner. A file system without locks gives the folder to everybody.
+    Raises CheckpointError with host and process of another owner. On a file system without locks it always succeeds.
     """
     file = open(folder / ".owner", "a+")
     try:
@@ -34,7 +34,7 @@ def claim(folder: Path) -> IO[str]:
         file.close()
         text = f"{folder}: another run uses this directory ({owner}); wait for its end, or choose another report.directory"
         raise CheckpointError(text) from None
-    except OSError:  # no locks here
+    except OSError:  # a file system without locks
         pass
     file.seek(0)
     file.truncate()
@@ -43,8 +43,8 @@ def claim(folder: Path) -> IO[str]:
     return file
 
 
-def release(owner: IO[str]) -> None:
-    """Give up what ``claim`` gave."""
-    with suppress(OSError):  # the lock ends with the file in any case
+def unlock_directory(owner: IO[str]) -> None:
+    """Release the lock of ``lock_directory``."""
+    with suppress(OSError):  # closing the file releases the lock in any case
         Path(owner.name).unlink(missing_ok=True)
     owner.close()

@@ -1,34 +1,34 @@
-"""The one exception family. A message says where, what was found, what was expected and what to do."""
+"""The exceptions of this package. A message has the location, the value found, the expected values and a remedy."""
 
 
 class HpcaiError(Exception):
-    """Anything that this package refuses or cannot do; the text is meant for the person at the terminal."""
+    """Base class of all errors that are reported without a traceback; the text is for the user."""
 
 
 class ConfigError(HpcaiError, ValueError):
-    """One or more wrong settings, one per line."""
+    """One or more invalid settings, one per line."""
 
 
 class LaunchError(HpcaiError, RuntimeError):
-    """The processes of a job do not agree on their places in it, or cannot reach one another."""
+    """Inconsistent ranks of the processes of a job, or no connection between them."""
 
 
 class MeshError(HpcaiError, ValueError):
-    """The named axes do not fit the processes, or a model cannot be cut along one of them."""
+    """Axes that do not match the number of processes, or along which a model cannot be sharded."""
 
 
 class DataError(HpcaiError, ValueError):
-    """A file or a sample that cannot be used; the text names it."""
+    """An unusable file or sample, named in the text."""
 
 
 class CheckpointError(HpcaiError, RuntimeError):
-    """A checkpoint that cannot be written, read or matched to this run."""
+    """A checkpoint that cannot be written or read, or does not match this run."""
 
 
 class DivergedError(HpcaiError, ArithmeticError):
-    """The loss or a gradient became NaN or infinite, or copies of the weights differ; the text names the step and the rank.
+    """A loss or a gradient that is not finite, or replicas of weights that differ; the text names the step and the rank.
 
-    ``step`` is its number from 1, where one step is at fault.
+    ``step``: The step at fault, counted from 1, if there is one.
     """
 
     def __init__(self, text: str, step: int | None = None) -> None:
@@ -37,4 +37,4 @@ class DivergedError(HpcaiError, ArithmeticError):
 
 
 class MissingExtraError(HpcaiError, ImportError):
-    """An optional package is needed and not installed; the text names the extra that brings it."""
+    """A missing optional package; the text names its extra."""

@@ -1,27 +1,27 @@
-"""Logging that knows its rank, and the sinks that hear what a run does: terminal, JSON lines, TensorBoard, MLPerf log.
+"""Logging with the rank, and sinks of the events of a run: terminal, JSON lines, TensorBoard, MLPerf log.
 
-The training loop says once, in plain numbers and text, what happened; every sink writes it down in its own way:
+The training loop emits each event once, with numbers and text as fields, and every sink writes it in its own format:
 
 ========== ===========================================================================================================
 start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
             global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1),
             versions (optional: of packages, by name)
-startup     step (the first one of this life), seconds (to its end, from the start of the program), parts (seconds by name, of the
+startup     step (the first one of this job), seconds (from the start of the process to its end), parts (seconds by name, of the
             slowest process)
-epoch       epoch (from 0), step: an epoch begins, or goes on after a resume
+epoch       epoch (from 0), step: an epoch begins, or continues after a resume
 train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
             gpu_power_w, gpu_power_limit_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c,
             gpu_memory_gb, ... of the first process's GPU, where there is one
 evaluate    step, epoch, samples, seconds (this evaluation), metrics
 checkpoint  step, path, seconds, bytes
 note        text, step (optional)
-energy      step, joules, joules_per_sample, samples: of this life of the run, over all processes that train; gpu_joules,
-            cpu_joules, memory_joules (what has counters); gpus (counted) of world, nodes_counted (processors) of nodes;
+energy      step, joules, joules_per_sample, samples: of this job of the run, over all training processes; gpu_joules,
+            cpu_joules, memory_joules (if there are counters); gpus (counted) of world, nodes_counted (processors) of nodes;
             gpu_limits_w (lowest and highest limit on the power of a GPU at the end)
 stop        step, epoch, samples, reason ("finished", "target", "signal", "diverged"), seconds, target_reached
 ========== ===========================================================================================================
 
-A sink that cannot write (a full disk, a closed terminal) warns once and never ends a run.
+A sink that cannot write (full disk, closed terminal) warns once, and the run continues.
 """
 
 import errno
@@ -55,8 +55,8 @@ METRICS = "metrics.jsonl"
 # ---------------------------------------------------------------------------------------------------------- logging
 
 
-class _ToStderr(logging.StreamHandler[TextIO]):
-    """Looks ``sys.stderr`` up per record: a progress bar, a notebook or a test may have put its own there."""
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """A handler with the current ``sys.stderr``, which a progress bar, a notebook or a test may replace."""
 
     @property
     def stream(self) -> TextIO:
@@ -67,11 +67,11 @@ class _ToStderr(logging.StreamHandler[TextIO]):
 
 
 def setup(rank: int = 0, world: int = 1) -> None:
-    """Sends INFO and above of the first rank, WARNING and above of every other, to stderr; may be called again."""
+    """Log INFO and above of the first rank, WARNING and above of the others, to stderr. It may be called again."""
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, _ToStderr)]:
+    for handler in [h for h in root.handlers if isinstance(h, _StderrHandler)]:
         root.removeHandler(handler)
-    handler = _ToStderr()
+    handler = _StderrHandler()
     where = f" rank {rank} on {socket.gethostname()}".replace("%", "%%") if world > 1 else ""
     handler.setFormatter(logging.Formatter(f"%(levelname)s{where}: %(message)s"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -83,7 +83,7 @@ def setup(rank: int = 0, world: int = 1) -> None:
 
 
 class Event(NamedTuple):
-    """One thing that happened in a run; ``time`` is in seconds since 1970."""
+    """An event of a run; ``time`` is in seconds since 1970."""
 
     kind: str
     time: float
@@ -91,7 +91,7 @@ class Event(NamedTuple):
 
 
 class Sink(Protocol):
-    """Writes events down."""
+    """A writer of events."""
 
     def write(self, event: Event) -> None: ...
 
@@ -99,7 +99,7 @@ class Sink(Protocol):
 
 
 class Reports:
-    """The one door through which a run's events leave; without sinks (every rank but the first) it is a no-op."""
+    """The sinks of a run, to which its events are emitted; none on ranks other than the first."""
 
     def __init__(self, sinks: Sequence[Sink] = (), directory: Path | None = None) -> None:
         self.sinks = tuple(sinks)
@@ -107,24 +107,24 @@ class Reports:
         self._failed: set[int] = set()
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Tells every sink that ``kind`` has happened."""
+        """Write an event of ``kind`` to every sink."""
         event = Event(kind, time.time(), fields)
         for sink in self.sinks:
-            self._guarded(sink, partial(sink.write, event))
+            self._try_call(sink, partial(sink.write, event))
 
     def close(self) -> None:
-        """Lets every sink finish its files; may be called again."""
+        """Close every sink. It may be called again."""
         sinks, self.sinks = self.sinks, ()
         for sink in sinks:
-            self._guarded(sink, sink.close)
+            self._try_call(sink, sink.close)
 
-    def _guarded(self, sink: Sink, act: Callable[[], None]) -> None:
+    def _try_call(self, sink: Sink, function: Callable[[], None]) -> None:
         try:
-            act()
+            function()
         except OSError as error:
             if id(sink) not in self._failed:
                 self._failed.add(id(sink))
-                logger.warning("%s cannot write (%s); the run goes on, and what does not fit is lost", type(sink).__name__, error)
+                logger.warning("%s cannot write (%s); the run continues without these events", type(sink).__name__, error)
 
     def __enter__(self) -> Self:
         return self
@@ -133,14 +133,14 @@ class Reports:
         self.close()
 
 
-def reports(
+def open_reports(
     directory: Path | None, sinks: Sequence[str], first: bool, mlperf: Callable[[Path, TextIO | None], Sink] | None = None,
 ) -> Reports:  # fmt: skip
-    """The ``sinks`` of a run (``report.sinks``) on its ``first`` process, and none on the others.
+    """Open the ``sinks`` of a run (``report.sinks``) on its ``first`` process; the others have none.
 
-    JSON lines are always written where there is a directory. ``mlperf(path, echo)`` makes the sink of a benchmark; its lines also
-    go to stdout where no progress for people does. Refusals come on every process alike: ConfigError, or MissingExtraError where
-    TensorBoard is not installed.
+    JSON lines are always written if there is a directory. ``mlperf(path, echo)`` creates the sink of a benchmark, whose lines also
+    go to stdout unless the terminal sink uses it. On all processes raises ConfigError for settings that do not fit together, and
+    MissingExtraError without TensorBoard.
     """
     for name in ("tensorboard", "mlperf"):
         if name in sinks and directory is None:
@@ -151,18 +151,18 @@ def reports(
         raise ConfigError("report.sinks has 'mlperf', but this app has no benchmark of MLPerf (apps/NAME/mlperf.py); leave it out")
     if not first:
         return Reports((), directory)
-    made: list[Sink] = [Terminal()] if "terminal" in sinks else []
+    created: list[Sink] = [Terminal()] if "terminal" in sinks else []
     if directory is not None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"report.directory {directory} cannot be made ({error.strerror}); name another") from error
-        made.append(JsonLines(directory / METRICS))
+            raise ConfigError(f"report.directory {directory} cannot be created ({error.strerror}); choose another") from error
+        created.append(JsonLines(directory / METRICS))
         if "tensorboard" in sinks:
-            made.append(TensorBoard(directory / "tensorboard"))
+            created.append(TensorBoard(directory / "tensorboard"))
         if "mlperf" in sinks and mlperf is not None:
-            made.append(mlperf(directory / "mlperf.log", None if "terminal" in sinks else sys.stdout))
-    return Reports(made, directory)
+            created.append(mlperf(directory / "mlperf.log", None if "terminal" in sinks else sys.stdout))
+    return Reports(created, directory)
 
 
 # ------------------------------------------------------------------------------------------------------- JSON lines
@@ -170,32 +170,32 @@ def reports(
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def plain(value: Any) -> Any:
-    """``value`` as strict JSON can hold it: JSON has no NaN and no infinity, so they become the texts of their names."""
+def to_strict_json(value: Any) -> Any:
+    """Convert ``value`` to strict JSON. NaN and infinities become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): to_strict_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(inner) for inner in value]
+        return [to_strict_json(inner) for inner in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    return plain(value.item()) if hasattr(value, "item") else str(value)      # a scalar of numpy or torch; a path
+    return to_strict_json(value.item()) if hasattr(value, "item") else str(value)      # a scalar of numpy or torch; a path
 
 
-def _numbers(value: Any) -> Any:
-    """Undoes ``plain`` for the numbers that JSON cannot hold."""
+def restore_non_finite(value: Any) -> Any:
+    """Convert the text of NaN and infinities back to floats."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    return [_numbers(inner) for inner in value] if isinstance(value, list) else value
+        return {key: restore_non_finite(inner) for key, inner in value.items()}
+    return [restore_non_finite(inner) for inner in value] if isinstance(value, list) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The events of a ``metrics.jsonl``, in order, each with ``kind`` and ``time``; NaN and infinities are floats again.
+    """Return the events of a ``metrics.jsonl``, in order, each with ``kind`` and ``time``. NaN and infinities are floats.
 
-    A last line that a crash has torn is left out. Raises DataError where the file is missing or not of this kind.
+    An incomplete last line, after a crash, is omitted. Raises DataError if the file is missing or invalid.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -210,22 +210,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if not isinstance(event, dict) or "kind" not in event:
                 raise ValueError("not an event")
         except ValueError as error:
-            if number == len(lines):                     # no newline after it: torn
+            if number == len(lines):                     # no newline after it: incomplete
                 break
             raise DataError(f"{path}:{number}: {line[:60]!r} is not an event of a run; expected an object with 'kind'") from error
-        events.append(_numbers(event))
+        events.append(restore_non_finite(event))
     return events
 
 
-class Lines:
-    """A text file that grows by whole lines. On a full disk it loses lines, and takes up again when it can."""
+class LineWriter:
+    """A text file that grows by complete lines. Lines are lost while the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = open(path, "ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
 
     def append(self, line: str) -> None:
-        """Write a line. Raises OSError, and then nothing of the line is in the file."""
+        """Append a line. If it raises OSError, no part of the line is in the file."""
         data = line.encode() + b"\n"
         try:
             if self._file.write(data) != len(data):
@@ -239,20 +239,19 @@ class Lines:
         self._file.close()
 
 
-def resumed(path: Path, step: int | None, later: Callable[[dict[str, Any], int], bool], prefix: str = "") -> Lines:
-    """Opens the JSON lines at ``path`` for a run that goes on from ``step``: what was written about later steps is dropped first.
+def open_resumed(path: Path, step: int | None, is_later: Callable[[dict[str, Any], int], bool], prefix: str = "") -> LineWriter:
+    """Open the JSON lines at ``path`` for a run that resumes from ``step``, and remove the lines of later steps.
 
-    Without a step the run is a new one: an older file moves aside (``metrics.1.jsonl``), nothing is lost. ``prefix`` stands
-    before the object on each line.
+    Without a step the run is new: an existing file is renamed (``metrics.1.jsonl``). ``prefix`` precedes the object on each line.
     """
     if path.exists() and step is None:
         path.rename(next(aside for n in range(1, sys.maxsize) if not (aside := path.with_stem(f"{path.stem}.{n}")).exists()))
     elif path.exists() and step is not None:
         kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):                         # torn by the end of the earlier life
+            with suppress(ValueError, RecursionError):                         # incomplete, by the end of the previous job
                 event = json.loads(line.removeprefix(prefix))
-                if isinstance(event, dict) and not later(event, step):
+                if isinstance(event, dict) and not is_later(event, step):
                     kept.append(line + "\n")
         new = path.with_name(path.name + ".new")
         with open(new, "w", encoding="utf-8") as file:
@@ -260,38 +259,38 @@ def resumed(path: Path, step: int | None, later: Callable[[dict[str, Any], int],
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
-    return Lines(path)
+    return LineWriter(path)
 
 
-def _later(event: dict[str, Any], step: int) -> bool:
-    """Whether a run that goes on from ``step`` repeats ``event``: an epoch that began at ``step`` begins again; a checkpoint, an
+def _is_later(event: dict[str, Any], step: int) -> bool:
+    """Whether a run that resumes from ``step`` repeats ``event``: an epoch that began at ``step`` begins again; a checkpoint, an
     evaluation or a report at ``step`` stays."""
-    at = event.get("resumed_from" if event.get("kind") == "start" else "step")
-    return isinstance(at, int) and (at >= step if event.get("kind") == "epoch" else at > step)
+    event_step = event.get("resumed_from" if event.get("kind") == "start" else "step")
+    return isinstance(event_step, int) and (event_step >= step if event.get("kind") == "epoch" else event_step > step)
 
 
 class JsonLines:
-    """``metrics.jsonl``: one strict JSON object per event, on disk as soon as it happened."""
+    """The sink of ``metrics.jsonl``: one strict JSON object per event, written at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines: Lines | None = None
-        self._waiting: list[str] = []                    # before `start` it is not known whether the run goes on or is new
+        self._lines: LineWriter | None = None
+        self._pending: list[str] = []                    # until `start` tells a resumed run from a new one
 
     def write(self, event: Event) -> None:
-        self._waiting.append(json.dumps(plain({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))
+        self._pending.append(json.dumps(to_strict_json({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))
         if event.kind == "start" or self._lines is not None:
             self._flush(event.fields.get("resumed_from"))
 
     def _flush(self, step: int | None) -> None:
         if self._lines is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lines = resumed(self.path, step, _later)
-        while self._waiting:
-            self._lines.append(self._waiting.pop(0))
+            self._lines = open_resumed(self.path, step, _is_later)
+        while self._pending:
+            self._lines.append(self._pending.pop(0))
 
     def close(self) -> None:
-        if self._waiting:
+        if self._pending:
             self._flush(None)
         if self._lines is not None:
             self._lines.close()
@@ -300,63 +299,63 @@ class JsonLines:
 # --------------------------------------------------------------------------------------------------------- terminal
 
 
-def duration(seconds: float) -> str:
-    """``seconds`` as h:mm:ss."""
+def format_duration(seconds: float) -> str:
+    """Format ``seconds`` as h:mm:ss."""
     if not math.isfinite(seconds):
         return "?"
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    total = round(seconds)
+    return f"{total // 3600}:{total // 60 % 60:02}:{total % 60:02}"
 
 
-def size(count: float) -> str:
-    """A number of bytes in decimal units, as disks and networks are sold."""
-    return _decimal(count, "B", "kB", "MB", "GB", "TB")
+def format_bytes(count: float) -> str:
+    """Format a number of bytes in decimal units, as for disks and networks."""
+    return format_decimal(count, "B", "kB", "MB", "GB", "TB")
 
 
-def joules(count: float) -> str:
-    """An energy in decimal units; 3.6 MJ are one kWh."""
-    return _decimal(count, "J", "kJ", "MJ", "GJ")
+def format_joules(count: float) -> str:
+    """Format an energy in decimal units; 3.6 MJ are one kWh."""
+    return format_decimal(count, "J", "kJ", "MJ", "GJ")
 
 
-def _decimal(count: float, *units: str) -> str:
+def format_decimal(count: float, *units: str) -> str:
     power = next((power for power in range(len(units) - 1) if count < 1000 ** (power + 1)), len(units) - 1)
     return f"{count / 1000**power:.{4 if power == len(units) - 1 else 3}g} {units[power]}"
 
 
-def energy(fields: Mapping[str, Any]) -> str:
-    """What an `energy` event says, for people."""
-    kinds = [f"{name} {joules(fields[key])}" for name, key in
+def format_energy(fields: Mapping[str, Any]) -> str:
+    """Format the fields of an `energy` event."""
+    kinds = [f"{name} {format_joules(fields[key])}" for name, key in
              (("GPUs", "gpu_joules"), ("processors", "cpu_joules"), ("memory", "memory_joules")) if key in fields]
     counted = [f"{fields['gpus']} of {fields.get('world')} GPUs"] if fields.get("gpus") else []
     counted += [f"processors of {fields['nodes_counted']} of {fields.get('nodes')} nodes"] if fields.get("nodes_counted") else []
-    each = f"{number(fields.get('joules_per_sample', math.nan))} J a sample"
-    limits = sorted({number(watts) for watts in fields.get("gpu_limits_w") or ()}, key=float)
+    mean = f"{format_number(fields.get('joules_per_sample', math.nan))} J a sample"
+    limits = sorted({format_number(watts) for watts in fields.get("gpu_limits_w") or ()}, key=float)
     limit = f"; GPUs limited to {' to '.join(limits)} W" if limits else ""
-    return f"{joules(fields.get('joules', math.nan))}, {each} ({', '.join(kinds)}; counted: {', '.join(counted)}{limit})"
+    return f"{format_joules(fields.get('joules', math.nan))}, {mean} ({', '.join(kinds)}; counted: {', '.join(counted)}{limit})"
 
 
-def number(value: Any) -> str:
-    """A metric for people: four digits that mean something."""
+def format_number(value: Any) -> str:
+    """Format a metric with four significant digits."""
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
-def per_second(rate: float) -> str:
-    """Samples per second: whole ones where there are many."""
+def format_rate(rate: float) -> str:
+    """Format samples per second, without decimals from 100 on."""
     return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
 
 
 _NOT_METRICS = {"step", "epoch", "samples", "seconds", "samples_per_second", "lr"}
 
 
-def metrics(fields: Mapping[str, Any]) -> dict[str, float]:
-    """The loss and the metrics among the fields of a `train` or `evaluate` event."""
+def select_metrics(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss and the metrics among the fields of a `train` or `evaluate` event."""
     return {name: value for name, value in fields.items()
             if name not in _NOT_METRICS and not name.startswith("gpu_")
             and isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
 class Terminal:
-    """Progress for people: a bar on a terminal, one plain line per event in a job log or a notebook."""
+    """The sink of stdout: a progress bar on a terminal, one plain line per event in a job log or a notebook."""
 
     def __init__(self, stream: TextIO | None = None, console: "Console | None" = None) -> None:
         self._stream = stream or sys.stdout
@@ -367,12 +366,12 @@ class Terminal:
         self._console = console if console and console.is_terminal and not console.is_jupyter else None
         self._bar: Progress | None = None
         self._steps = self._batch = 0
-        self._first: tuple[float, int] | None = None     # time and step of this life's first report: the ETA counts from it
+        self._first_report: tuple[float, int] | None = None     # time and step of this job's first report, the origin of the ETA
         self._evaluation = ""
 
     def write(self, event: Event) -> None:
         if event.kind == "start":
-            self._steps, self._first = int(event.fields.get("steps") or 0), None
+            self._steps, self._first_report = int(event.fields.get("steps") or 0), None
             self._batch = int(event.fields.get("global_batch") or 0)
         line = getattr(self, f"_{event.kind}", lambda event: "")(event)
         if self._console is None:
@@ -401,88 +400,90 @@ class Terminal:
             self._bar = Progress(BarColumn(24), text, console=self._console, transient=True, refresh_per_second=4)
             self._bar.add_task("", total=self._steps or None)
             self._bar.start()
-        words = ["waiting for the first step"] if event.kind == "start" else [*self._numbers(event), self._evaluation]
+        parts = ["waiting for the first step"] if event.kind == "start" else [*self._format_numbers(event), self._evaluation]
         done = event.fields.get("step", event.fields.get("resumed_from")) or 0
-        self._bar.update(self._bar.task_ids[0], completed=done, description="  ".join(words))
+        self._bar.update(self._bar.task_ids[0], completed=done, description="  ".join(parts))
 
-    def _at(self, fields: Mapping[str, Any]) -> str:
+    def _format_step(self, fields: Mapping[str, Any]) -> str:
         return f"step {fields.get('step', 0)}/{self._steps}" if self._steps else f"step {fields.get('step', 0)}"
 
-    def _numbers(self, event: Event) -> list[str]:
+    def _format_numbers(self, event: Event) -> list[str]:
         fields = event.fields
-        words = [self._at(fields)]
+        parts = [self._format_step(fields)]
         if "epoch" in fields:
-            words.append(f"epoch {round(fields['epoch'], 2):g}")
-        words += [f"{name} {number(value)}" for name, value in metrics(fields).items()]
+            parts.append(f"epoch {round(fields['epoch'], 2):g}")
+        parts += [f"{name} {format_number(value)}" for name, value in select_metrics(fields).items()]
         if "lr" in fields:
-            words.append(f"lr {fields['lr']:.1e}")
+            parts.append(f"lr {fields['lr']:.1e}")
         if rate := fields.get("samples_per_second"):
-            words.append(per_second(rate))
-        if (left := self._left(event)) is not None:
-            words.append(f"ETA {duration(left)}")
-        return words
+            parts.append(format_rate(rate))
+        if (left := self._remaining_seconds(event)) is not None:
+            parts.append(f"ETA {format_duration(left)}")
+        return parts
 
-    def _left(self, event: Event) -> float | None:
-        """Seconds to the last planned step; from the second report on evaluations and checkpoints are in it."""
+    def _remaining_seconds(self, event: Event) -> float | None:
+        """Return seconds to the last planned step; from the second report on they include evaluations and checkpoints."""
         step = int(event.fields.get("step", 0))
         if event.kind != "train" or not self._steps:
             return None
-        if self._first is None:
-            self._first = (event.time, step)
-        since, first = self._first
-        if step > first:
-            return (event.time - since) / (step - first) * (self._steps - step)
+        if self._first_report is None:
+            self._first_report = (event.time, step)
+        first_time, first_step = self._first_report
+        if step > first_step:
+            return (event.time - first_time) / (step - first_step) * (self._steps - step)
         rate = event.fields.get("samples_per_second") or 0
         return self._batch * (self._steps - step) / rate if rate > 0 and self._batch else None
 
     def _start(self, event: Event) -> str:
         get = event.fields.get
-        words = [f"{get('name', 'run')}:"]
-        words += [f"{get('parameters'):,} parameters"] if get("parameters") else []
-        words += [f"{get('world', 1)} x {get('device')}"] if get("device") else []
-        words += [f"{self._steps:,} steps"] if self._steps else []
-        words += [f"{number(get('epochs'))} epochs of {get('steps_per_epoch')}"] if get("epochs") and get("steps_per_epoch") else []
-        words += [f"global batch {get('global_batch')}"] if get("global_batch") else []
-        words += [f"resumed from step {get('resumed_from')}"] if get("resumed_from") is not None else []
-        return words[0] + " " + ", ".join(words[1:]) + (f" -> {get('directory')}" if get("directory") else "")
+        parts = [f"{get('name', 'run')}:"]
+        parts += [f"{get('parameters'):,} parameters"] if get("parameters") else []
+        parts += [f"{get('world', 1)} x {get('device')}"] if get("device") else []
+        parts += [f"{self._steps:,} steps"] if self._steps else []
+        parts += ([f"{format_number(get('epochs'))} epochs of {get('steps_per_epoch')}"]
+                  if get("epochs") and get("steps_per_epoch") else [])
+        parts += [f"global batch {get('global_batch')}"] if get("global_batch") else []
+        parts += [f"resumed from step {get('resumed_from')}"] if get("resumed_from") is not None else []
+        return parts[0] + " " + ", ".join(parts[1:]) + (f" -> {get('directory')}" if get("directory") else "")
 
     def _startup(self, event: Event) -> str:
-        return startup.describe(event.fields.get("parts") or {})
+        return startup.format_parts(event.fields.get("parts") or {})
 
     def _train(self, event: Event) -> str:
-        return "  ".join(self._numbers(event))
+        return "  ".join(self._format_numbers(event))
 
     def _evaluate(self, event: Event) -> str:
-        found = "  ".join(f"{name} {number(value)}" for name, value in metrics(event.fields).items())
-        self._evaluation = f"[evaluated: {found}]"
-        head = f"evaluation at {self._at(event.fields)}"
+        metrics = "  ".join(f"{name} {format_number(value)}" for name, value in select_metrics(event.fields).items())
+        self._evaluation = f"[evaluated: {metrics}]"
+        title = f"evaluation at {self._format_step(event.fields)}"
         epoch = f"epoch {round(event.fields['epoch'], 2):g}" if "epoch" in event.fields else ""
-        return "  ".join(word for word in (head, epoch, found, f"{event.fields.get('seconds', math.nan):.1f} s") if word)
+        return "  ".join(word for word in (title, epoch, metrics, f"{event.fields.get('seconds', math.nan):.1f} s") if word)
 
     def _checkpoint(self, event: Event) -> str:
         get = event.fields.get
-        return f"checkpoint at {self._at(event.fields)}  {size(get('bytes') or 0)} in {get('seconds') or 0:.2f} s  {get('path')}"
+        return (f"checkpoint at {self._format_step(event.fields)}  {format_bytes(get('bytes') or 0)} in "
+                f"{get('seconds') or 0:.2f} s  {get('path')}")
 
     def _note(self, event: Event) -> str:
-        where = f" at {self._at(event.fields)}" if event.fields.get("step") is not None else ""
+        where = f" at {self._format_step(event.fields)}" if event.fields.get("step") is not None else ""
         return f"note{where}: {event.fields.get('text', '')}"
 
     def _energy(self, event: Event) -> str:
-        return f"energy: {energy(event.fields)}"
+        return f"energy: {format_energy(event.fields)}"
 
     def _stop(self, event: Event) -> str:
         get = event.fields.get
-        end = {"finished": "finished", "target": "target reached", "signal": "stopped by a signal", "diverged": "diverged"}
+        reasons = {"finished": "finished", "target": "target reached", "signal": "stopped by a signal", "diverged": "diverged"}
         reached = ", target reached" if get("target_reached") and get("reason") != "target" else ""
-        return (f"{end.get(str(get('reason')), get('reason'))}{reached} at {self._at(event.fields)} after "
-                f"{duration(get('seconds') or 0)}, {get('samples') or 0:,} samples")
+        return (f"{reasons.get(str(get('reason')), get('reason'))}{reached} at {self._format_step(event.fields)} after "
+                f"{format_duration(get('seconds') or 0)}, {get('samples') or 0:,} samples")
 
 
 # ------------------------------------------------------------------------------------------------------ TensorBoard
 
 
 class TensorBoard:
-    """Scalars ``train/*`` and ``evaluate/*``, by TensorBoard's own event writer, which needs neither torch nor TensorFlow."""
+    """The sink of scalars ``train/*`` and ``evaluate/*``, with TensorBoard's event writer, without torch or TensorFlow."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -498,10 +499,10 @@ class TensorBoard:
 
         step = event.fields.get("step")
         if event.kind == "start" and (since := event.fields.get("resumed_from")) is not None:
-            # TensorBoard hides what earlier files say about this step and later ones
+            # TensorBoard hides the values of earlier files from this step on
             self._writer.add_event(Record(wall_time=event.time, step=since + 1, session_log=SessionLog(status=SessionLog.START)))
         elif event.kind in ("train", "evaluate") and step is not None:
-            names = metrics(event.fields) | {name: value for name, value in event.fields.items() if event.kind == "train"
+            names = select_metrics(event.fields) | {name: value for name, value in event.fields.items() if event.kind == "train"
                                              and (name in ("lr", "samples_per_second", "epoch") or name.startswith("gpu_"))}
             values = [Summary.Value(tag=f"{event.kind}/{name}", simple_value=value) for name, value in names.items()]
             self._writer.add_event(Record(wall_time=event.time, step=step, summary=Summary(value=values)))

@@ -1,9 +1,8 @@
-"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 to 6.1 want them.
+"""The MLPerf log: ``:::MLLOG {...}`` lines for the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 to 6.1.
 
-The training loop knows nothing of it. An app declares its benchmark in apps/NAME/mlperf.py: which setting, found by its dotted path
-in the `start` event, is logged under which key, and which metric of an `evaluate` event is the benchmark's own. Keys and rules: the
-files of ``hpc_3.0.0``, ``training_4.0.0``, ``training_5.0.0`` and ``training_6.1.0`` of mlcommons/logging, and the rules of
-mlcommons/training_policies.
+The training loop is independent of it. An app declares its benchmark in apps/NAME/mlperf.py: the keys of settings, by their dotted
+paths in the `start` event, and the metric among those of an `evaluate` event. Sources of keys and rules: the files of
+``hpc_3.0.0``, ``training_4.0.0``, ``training_5.0.0`` and ``training_6.1.0`` of mlcommons/logging, and mlcommons/training_policies.
 """
 
 import json
@@ -16,53 +15,51 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.log import Event, Lines, resumed
+from hpcai.log import Event, LineWriter, open_resumed
 
 PREFIX = ":::MLLOG "
 REQUIRED = object()
 
-Setting = Callable[[str], Any]
-"""A setting's value by its dotted path."""
-Rule = Callable[[Setting], Any]
-"""A value that follows from settings."""
+Lookup = Callable[[str], Any]
+"""Returns the value of a setting by its dotted path."""
+Rule = Callable[[Lookup], Any]
+"""Returns a value derived from settings."""
 
 
 class Entry(NamedTuple):
-    """An MLLOG key, the setting that holds its value (or the rule that gives it), and the value where a run has no such setting."""
+    """An MLLOG key, the path or the rule of its value, and the default for runs without this setting."""
 
     key: str
     setting: str | Rule
-    otherwise: Any = REQUIRED
+    default: Any = REQUIRED
 
 
 class Goal(NamedTuple):
-    """One of several metrics by which checkpoints are judged after the training: its name, what MLPerf calls it, and what is good
-    enough."""
+    """A target of one of several metrics for checkpoints, computed after the training; ``label`` is MLPerf's name of the metric."""
 
     metric: str
     label: str
     target: float
     higher: bool = False
 
-    def reached(self, value: float) -> bool:
+    def is_reached(self, value: float) -> bool:
         return value >= self.target if self.higher else value <= self.target
 
 
 class Benchmark(NamedTuple):
-    """What one benchmark logs beside the common lines; ``name`` is what MLPerf calls it, ``metric`` its own among those of an
-    `evaluate` event."""
+    """The lines of a benchmark besides the common ones. ``name`` is MLPerf's; ``metric`` is that of an `evaluate` event."""
 
     name: str
     entries: tuple[Entry, ...]
     metric: str
     metric_key: str
-    samples: bool = False
-    """whether its lines tell how many samples were seen, too"""
+    log_samples: bool = False
+    """whether lines have the number of samples too"""
     goals: tuple[Goal, ...] = ()
-    """what ``judge`` tells in place of ``metric``: a run succeeds with a checkpoint that reaches all of them"""
+    """for ``judge_checkpoint``, in place of ``metric``: a run succeeds with a checkpoint that reaches all of them"""
 
 
-# Paths that begin with "run" name what the start of the run tells, such as run.parameters.
+# Paths that begin with "run" are fields of the `start` event, such as run.parameters.
 SUBMISSION = (
     Entry("submission_org", "report.submission.org", "reference"),
     Entry("submission_division", "report.submission.division", "closed"),
@@ -71,81 +68,81 @@ SUBMISSION = (
 )
 
 
-def first_rate(setting: Setting) -> float:
-    """MLPerf's base learning rate: where the warm-up starts. The base times ``rise`` is the peak."""
+def base_learning_rate(setting: Lookup) -> float:
+    """Return MLPerf's base learning rate, at the start of the warm-up. Times ``peak_factor`` it is the peak."""
     start = setting("step.schedule.start")
     return start if start and setting("step.schedule.warmup") else setting("step.lr")
 
 
-def rise(setting: Setting) -> float:
-    """The factor from MLPerf's base learning rate to the peak."""
-    return setting("step.lr") / first_rate(setting)
+def peak_factor(setting: Lookup) -> float:
+    """Return the factor from MLPerf's base learning rate to the peak."""
+    return setting("step.lr") / base_learning_rate(setting)
 
 
-def for_lamb(value: Any) -> Rule:
-    """``value`` where the optimizer is LAMB, otherwise nothing."""
+def if_lamb(value: Any) -> Rule:
+    """Return the rule ``value`` for LAMB, and None for other optimizers."""
     return lambda setting: value if setting("step.optimizer") == "lamb" else None
 
 
-def counted_in(unit: str, path: str) -> Rule:
-    """A length of the schedule. Raises ConfigError where the run's schedule counts in another unit."""
+def in_unit(unit: str, path: str) -> Rule:
+    """Return the rule of a length of the schedule. It raises ConfigError if the schedule has another unit."""
 
-    def found(setting: Setting) -> Any:
+    def value(setting: Lookup) -> Any:
         if setting("step.schedule.unit") != unit and setting(path):
             raise ConfigError(f"the MLPerf log of this benchmark counts {path} in {unit}; set step.schedule.unit={unit}")
         return setting(path)
 
-    return found
+    return value
 
 
-in_steps = partial(counted_in, "steps")
+in_steps = partial(in_unit, "steps")
 
 
-def scheduler(setting: Setting) -> Any:
-    """MLPerf's name of the decay."""
+def decay_name(setting: Lookup) -> Any:
+    """Return MLPerf's name of the decay."""
     return {"steps": "multistep", "cosine": "cosine_annealing"}.get(setting("step.schedule.decay"))
 
 
-def factor(setting: Setting) -> Any:
-    """The factor by which each milestone multiplies the rate."""
+def decay_factor(setting: Lookup) -> Any:
+    """Return the factor of the learning rate at each milestone."""
     factors = setting("step.schedule.decay_to") if setting("step.schedule.decay") == "steps" else ()
     return factors[0] if factors else None
 
 
-def where_decay(kinds: tuple[str, ...], rule: Rule) -> Rule:
-    """What ``rule`` gives where the decay is one of ``kinds``, otherwise nothing."""
+def if_decay(kinds: tuple[str, ...], rule: Rule) -> Rule:
+    """Return ``rule`` for the decays ``kinds``, and None for other decays."""
     return lambda setting: rule(setting) if setting("step.schedule.decay") in kinds else None
 
 
-def _of_activations(setting: Setting) -> str:
-    """Also of attention's products."""
+def _activation_precision(setting: Lookup) -> str:
+    """Return the precision of activations and of attention's matrix products."""
     return "bfloat16" if setting("step.precision").startswith("bf16") else str(setting("step.precision"))
 
 
-def _of_linear(setting: Setting) -> str:
-    return "fp8" if setting("step.products") == "fp8" else _of_activations(setting)
+def _linear_precision(setting: Lookup) -> str:
+    return "fp8" if setting("step.products") == "fp8" else _activation_precision(setting)
 
 
-def _of_messages(setting: Setting) -> str:
-    """Activations between cut layers, or gradients."""
-    return _of_activations(setting) if _ways(setting) > 1 or setting("step.precision") == "bf16-params" else "fp32"
+def _communication_precision(setting: Lookup) -> str:
+    """Return the precision of communicated activations or gradients."""
+    return _activation_precision(setting) if _model_ranks(setting) > 1 or setting("step.precision") == "bf16-params" else "fp32"
 
 
-def _ways(setting: Setting) -> int:
-    """Processes that hold a copy of the model together."""
+def _model_ranks(setting: Lookup) -> int:
+    """Return the number of ranks of a replica of the model."""
     return math.prod(size for axis, size in setting("mesh").items() if axis not in ("replicate", "evaluate"))
 
 
-def _micro_batch(setting: Setting) -> int:
-    copies = setting("run.world") // _ways(setting)
-    return int(setting("run.global_batch") // (copies * setting("step.accumulate")))
+def _micro_batch(setting: Lookup) -> int:
+    replicas = setting("run.world") // _model_ranks(setting)
+    return int(setting("run.global_batch") // (replicas * setting("step.accumulate")))
 
 
-# What Training 6.1 wants to know of every run.
+# Required by Training 6.1 for every run.
 DISCLOSED = (
-    Entry("lowest_numerical_precision_in_linear", _of_linear),
-    Entry("lowest_numerical_precision_in_attn", _of_activations),
-    Entry("lowest_numerical_precision_in_comm", _of_messages),
+    Entry("lowest_numerical_precision_in_linear", _linear_precision),
+    Entry("lowest_numerical_precision_in_attn", _activation_precision),
+    Entry("lowest_numerical_precision_in_comm", _communication_precision),
     *(Entry(f"{axis}_parallelism", f"mesh.{axis}", 1) for axis in ("tensor", "pipeline", "context")),
     Entry("expert_parallelism", lambda setting: 1),
     Entry("micro_batch_size", _micro_batch),
@@ -153,53 +150,53 @@ DISCLOSED = (
 )
 
 
-def value_of(entry: Entry, settings: Mapping[str, Any]) -> Any:
-    """The value that ``entry`` logs for a run with ``settings``. Raises ConfigError where it is required and missing."""
+def entry_value(entry: Entry, settings: Mapping[str, Any]) -> Any:
+    """Return the value of ``entry`` for a run with ``settings``. Raises ConfigError if it is required and missing."""
 
     def setting(path: str) -> Any:
-        found: Any = settings
+        value: Any = settings
         for name in path.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is None and entry.otherwise is REQUIRED:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is None and entry.default is REQUIRED:
             raise ConfigError(f"the MLPerf log needs the setting {path} for its key {entry.key}, but this run has none; set it")
-        return entry.otherwise if found is None else found
+        return entry.default if value is None else value
 
     return setting(entry.setting) if isinstance(entry.setting, str) else entry.setting(setting)
 
 
 class MlperfLog:
-    """``mlperf.log``: the lines of one run of ``benchmark``; ``echo`` gets them too.
+    """The sink of ``mlperf.log``, with the lines of one run of ``benchmark``, also written to ``echo``.
 
-    Epochs count from 1. A run is a success when it reached its target, and aborted otherwise, also where an error ends it.
+    Epochs count from 1. The status is success if the run has reached its target, and aborted otherwise, also after an error.
     """
 
     def __init__(self, path: Path, benchmark: Benchmark, echo: TextIO | None = None) -> None:
         self.path, self.benchmark, self.echo = path, benchmark, echo
-        self._lines: Lines | None = None
-        self._began: float | None = None                 # time of the first event of any kind: the program is up
-        self._per_epoch = self._batch = 1
-        self._open = 0                                   # the epoch that has started and not stopped, or 0
-        self._runs = False
-        self._last = 0                                   # step of the last event
+        self._lines: LineWriter | None = None
+        self._start_time: float | None = None                 # time of the first event of any kind
+        self._steps_per_epoch = self._batch = 1
+        self._open_epoch = 0                                   # the epoch that has started but not stopped, or 0
+        self._running = False
+        self._last_step = 0                                   # step of the last event
 
     def write(self, event: Event) -> None:
-        self._began = self._began or event.time
+        self._start_time = self._start_time or event.time
         if event.kind == "start":
             self._start(event)
         elif self._lines is not None and event.kind in ("epoch", "evaluate", "stop"):
             getattr(self, f"_{event.kind}")(event)
-        self._last = max(self._last, event.fields.get("step") or 0)
+        self._last_step = max(self._last_step, event.fields.get("step") or 0)
 
     def close(self) -> None:
-        """A run that has not stopped was broken by something."""
-        if self._runs:
-            self._stop(Event("stop", time.time(), {"step": self._last}))
+        """Log the end of a run that had no `stop` event, and close the file."""
+        if self._running:
+            self._stop(Event("stop", time.time(), {"step": self._last_step}))
         if self._lines is not None:
             self._lines.close()
 
     def _line(self, at: float, kind: str, key: str, value: Any = None, **metadata: Any) -> None:
-        # NaN stays Python's NaN here: the checker reads with Python's json and compares numbers
-        if self.benchmark.samples and "step_num" in metadata:
+        # NaN stays NaN: the checker parses with Python's json and compares numbers
+        if self.benchmark.log_samples and "step_num" in metadata:
             metadata["samples_count"] = metadata["step_num"] * self._batch
         record = {"namespace": "", "time_ms": round(at * 1000), "event_type": kind, "key": key, "value": value}
         line = PREFIX + json.dumps(record | {"metadata": metadata})
@@ -212,12 +209,12 @@ class MlperfLog:
     def _start(self, event: Event) -> None:
         get, at = event.fields.get, event.time
         settings = {**(get("settings") or {}), "run": event.fields}
-        values, own = ({entry.key: value_of(entry, settings) for entry in some} for some in (SUBMISSION, self.benchmark.entries))
-        self._per_epoch, self._batch = (max(1, int(get(name) or 1)) for name in ("steps_per_epoch", "global_batch"))
-        goes_on = get("resumed_from") is not None and self.path.exists()
-        self._lines = resumed(self.path, get("resumed_from"), self._later, PREFIX)
-        self._runs, self._last = True, get("resumed_from") or 0
-        if goes_on:                                      # one header in a run's log, however many lives the run has
+        values, specific = ({e.key: entry_value(e, settings) for e in entries} for entries in (SUBMISSION, self.benchmark.entries))
+        self._steps_per_epoch, self._batch = (max(1, int(get(name) or 1)) for name in ("steps_per_epoch", "global_batch"))
+        resuming = get("resumed_from") is not None and self.path.exists()
+        self._lines = open_resumed(self.path, get("resumed_from"), self._is_later, PREFIX)
+        self._running, self._last_step = True, get("resumed_from") or 0
+        if resuming:                                      # one header in a log, independent of the number of restarts
             return
         world, nodes = int(get("world") or 1), int(get("nodes") or 1)
         device = str(get("device") or "unknown device")
@@ -230,10 +227,10 @@ class MlperfLog:
             "global_batch_size": get("global_batch"),
             "train_samples": get("train_samples"),
             "eval_samples": get("validation_samples"),
-        } | own                                          # after what the checker compares it with
-        # False: this program drops no page cache; a job script that does so logs its own line
-        self._line(self._began or at, "POINT_IN_TIME", "cache_clear", False)
-        self._line(self._began or at, "INTERVAL_START", "init_start")
+        } | specific                                     # after the keys with which the checker compares it
+        # False: this program does not drop the page cache; a job script that does so logs its own line
+        self._line(self._start_time or at, "POINT_IN_TIME", "cache_clear", False)
+        self._line(self._start_time or at, "INTERVAL_START", "init_start")
         for key, value in values.items():
             if value is not None:
                 self._line(at, "POINT_IN_TIME", key, value)
@@ -242,93 +239,92 @@ class MlperfLog:
 
     def _epoch(self, event: Event) -> None:
         self._end_epoch(event.time, event.fields["step"])
-        self._open = event.fields["epoch"] + 1
-        self._line(event.time, "INTERVAL_START", "epoch_start", epoch_num=self._open, step_num=event.fields["step"])
+        self._open_epoch = event.fields["epoch"] + 1
+        self._line(event.time, "INTERVAL_START", "epoch_start", epoch_num=self._open_epoch, step_num=event.fields["step"])
 
     def _end_epoch(self, at: float, step: int) -> None:
-        if self._open:
-            self._line(at, "INTERVAL_END", "epoch_stop", epoch_num=self._open, step_num=step)
-        self._open = 0
+        if self._open_epoch:
+            self._line(at, "INTERVAL_END", "epoch_stop", epoch_num=self._open_epoch, step_num=step)
+        self._open_epoch = 0
 
     def _evaluate(self, event: Event) -> None:
-        """An evaluation after the last step of an epoch is outside the epoch, any other one is inside."""
-        step, began = event.fields["step"], event.time - (event.fields.get("seconds") or 0)
-        where = {"epoch_num": math.ceil(step / self._per_epoch), "step_num": step}
-        if step % self._per_epoch == 0 and self._open == where["epoch_num"]:
-            self._end_epoch(began, step)
-        self._line(began, "INTERVAL_START", "eval_start", **where)
+        """Log an evaluation: outside of the epoch after its last step, otherwise inside."""
+        step, start_time = event.fields["step"], event.time - (event.fields.get("seconds") or 0)
+        metadata = {"epoch_num": math.ceil(step / self._steps_per_epoch), "step_num": step}
+        if step % self._steps_per_epoch == 0 and self._open_epoch == metadata["epoch_num"]:
+            self._end_epoch(start_time, step)
+        self._line(start_time, "INTERVAL_START", "eval_start", **metadata)
         if (error := event.fields.get(self.benchmark.metric)) is not None:
-            self._line(event.time, "POINT_IN_TIME", self.benchmark.metric_key, error, **where)
-        self._line(event.time, "INTERVAL_END", "eval_stop", **where)
+            self._line(event.time, "POINT_IN_TIME", self.benchmark.metric_key, error, **metadata)
+        self._line(event.time, "INTERVAL_END", "eval_stop", **metadata)
 
     def _stop(self, event: Event) -> None:
         self._end_epoch(event.time, event.fields["step"])
         status = "success" if event.fields.get("target_reached") and not self.benchmark.goals else "aborted"
-        where = {"epoch_num": math.ceil(event.fields["step"] / self._per_epoch), "step_num": event.fields["step"]}
-        self._line(event.time, "INTERVAL_END", "run_stop", status=status, **where)
-        self._runs = False
+        metadata = {"epoch_num": math.ceil(event.fields["step"] / self._steps_per_epoch), "step_num": event.fields["step"]}
+        self._line(event.time, "INTERVAL_END", "run_stop", status=status, **metadata)
+        self._running = False
 
-    def _later(self, record: dict[str, Any], step: int) -> bool:
-        """Whether a run that goes on from ``step`` writes ``record`` again: an unfinished epoch starts again, and the run has not
-        stopped."""
+    def _is_later(self, record: dict[str, Any], step: int) -> bool:
+        """Whether a run that resumes from ``step`` logs ``record`` again: later steps, an unfinished epoch, the end of the run."""
         at, epoch = (record["metadata"].get(name, 0) for name in ("step_num", "epoch_num"))
-        unfinished = record["key"] in ("epoch_start", "epoch_stop") and epoch > step // self._per_epoch
+        unfinished = record["key"] in ("epoch_start", "epoch_stop") and epoch > step // self._steps_per_epoch
         return at > step or unfinished or record["key"] == "run_stop"
 
 
-def judge(path: Path, benchmark: Benchmark, step: int, saved: float, values: Mapping[str, float], samples: int) -> bool:
-    """Add to the log of a run that has ended what ``samples`` samples say of its checkpoint of ``step``, which was whole at the
-    time ``saved`` -> whether it reaches all goals. The first one that does is a success, and its time the end of the run.
+def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, values: Mapping[str, float], samples: int) -> bool:
+    """Add metrics ``values`` of the checkpoint of ``step``, from ``samples`` samples, to the log of a finished run, and return whether
+    it reaches all goals. The first that does makes the run a success, which ends at the time ``saved`` of its completion.
 
-    Raises DataError where there is no such log, or none of this benchmark.
+    Raises DataError if there is no such log, or one of another benchmark.
     """
-    lines = _lines_of(path)
+    lines = _read_lines(path)
     last = next((line for line in reversed(lines) if line["key"] == "run_stop"), None)
     batch = next((line["value"] for line in lines if line["key"] == "global_batch_size"), None)
-    named = any(line["key"] == "submission_benchmark" and line["value"] == benchmark.name for line in lines)
-    if last is None or batch is None or not named:
-        raise DataError(f"{path}: not the log of a run of {benchmark.name} that has ended; give the folder of such a run")
+    matches = any(line["key"] == "submission_benchmark" and line["value"] == benchmark.name for line in lines)
+    if last is None or batch is None or not matches:
+        raise DataError(f"{path}: not the log of a finished run of {benchmark.name}; give the directory of such a run")
     epochs = sum(line["key"] == "epoch_start" and line["metadata"]["step_num"] < step for line in lines)
-    where = {"epoch_num": epochs, "step_num": step, "samples_count": step * batch}
-    kept = [line for line in lines if line is not last and (line["key"] != benchmark.metric_key or _step_of(line) != step)]
+    location = {"epoch_num": epochs, "step_num": step, "samples_count": step * batch}
+    kept = [line for line in lines if line is not last and (line["key"] != benchmark.metric_key or _get_step(line) != step)]
     for line in kept:
         line |= {"value": samples} if line["key"] == "eval_samples" else {}
-    blank = {"namespace": "", "time_ms": round(time.time() * 1000), "event_type": "POINT_IN_TIME", "key": benchmark.metric_key}
+    record = {"namespace": "", "time_ms": round(time.time() * 1000), "event_type": "POINT_IN_TIME", "key": benchmark.metric_key}
     for goal in benchmark.goals:
-        metadata = where | {"metric": goal.label, "saved_ms": round(saved * 1000)}
-        kept.append(blank | {"value": values[goal.metric], "metadata": metadata})
+        metadata = location | {"metric": goal.label, "saved_ms": round(saved * 1000)}
+        kept.append(record | {"value": values[goal.metric], "metadata": metadata})
     new = path.with_name(f".partial.{path.name}")
-    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*kept, _end(kept, last, benchmark)]))
+    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*kept, _run_stop(kept, last, benchmark)]))
     new.replace(path)
-    return all(goal.reached(values[goal.metric]) for goal in benchmark.goals)
+    return all(goal.is_reached(values[goal.metric]) for goal in benchmark.goals)
 
 
-def _end(lines: list[dict[str, Any]], last: dict[str, Any], benchmark: Benchmark) -> dict[str, Any]:
-    """``run_stop``, with the first checkpoint that reaches all goals; ``last`` is as it was."""
+def _run_stop(lines: list[dict[str, Any]], last: dict[str, Any], benchmark: Benchmark) -> dict[str, Any]:
+    """Return ``run_stop`` with the first checkpoint that reaches all goals; ``last`` is the previous one."""
     goals = {goal.label: goal for goal in benchmark.goals}
-    judged: dict[int, list[dict[str, Any]]] = {}
+    reached_lines: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
-        if line["key"] == benchmark.metric_key and goals[line["metadata"]["metric"]].reached(line["value"]):
-            judged.setdefault(_step_of(line), []).append(line)
-    first = min((step for step, reached in judged.items() if len(reached) == len(goals)), default=None)
+        if line["key"] == benchmark.metric_key and goals[line["metadata"]["metric"]].is_reached(line["value"]):
+            reached_lines.setdefault(_get_step(line), []).append(line)
+    first = min((step for step, reached in reached_lines.items() if len(reached) == len(goals)), default=None)
     if first is None:
         return last | {"metadata": last["metadata"] | {"status": "aborted"}}
-    told = judged[first][0]["metadata"]
-    where = {name: told[name] for name in ("epoch_num", "step_num", "samples_count")}
-    return last | {"time_ms": told["saved_ms"], "metadata": {"status": "success", **where}}
+    metadata = reached_lines[first][0]["metadata"]
+    where = {name: metadata[name] for name in ("epoch_num", "step_num", "samples_count")}
+    return last | {"time_ms": metadata["saved_ms"], "metadata": {"status": "success", **where}}
 
 
-def _lines_of(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as problem:
-        raise DataError(f"{path}: {problem.strerror}; a run keeps it where report.sinks has mlperf") from problem
-    found = []
+        raise DataError(f"{path}: {problem.strerror}; runs write it if report.sinks has mlperf") from problem
+    records = []
     for line in text.splitlines():
-        with suppress(ValueError, RecursionError):                             # torn by a crash
-            found.append(json.loads(line.removeprefix(PREFIX)))
-    return [line for line in found if isinstance(line, dict) and {"key", "value", "metadata"} <= line.keys()]
+        with suppress(ValueError, RecursionError):                             # incomplete after a crash
+            records.append(json.loads(line.removeprefix(PREFIX)))
+    return [line for line in records if isinstance(line, dict) and {"key", "value", "metadata"} <= line.keys()]
 
 
-def _step_of(line: Mapping[str, Any]) -> Any:
+def _get_step(line: Mapping[str, Any]) -> Any:
     return line["metadata"].get("step_num")

@@ -1,4 +1,4 @@
-"""Settings that every app shares: mesh, step, training, checkpoints, reports. No torch here."""
+"""Settings shared by all apps: mesh, step, training, checkpoints, reports. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -11,30 +11,30 @@ from hpcai.config import Positive, Settings
 from hpcai.errors import MeshError
 
 AXES = ("replicate", "pipeline", "context", "axial", "depth", "height", "tensor", "evaluate")
-"""The axes of every mesh, from outermost to innermost; inner ones exchange more. `evaluate` stands beside the others."""
+"""The axes of every mesh, outermost first; inner ones communicate more. `evaluate` is separate from the others."""
 
 
 def mesh_shape(sizes: Mapping[str, int], world: int) -> tuple[dict[str, int], int]:
-    """The size of each axis of those of ``world`` processes that train, -1 filled in, and how many these are.
+    """Return the size of each axis, with -1 resolved, and the number of training processes of ``world``.
 
-    Raises MeshError when the sizes do not multiply to the number of processes.
+    Raises MeshError if the product of the sizes is not the number of processes.
     """
     evaluate = sizes.get("evaluate", 0)
     if evaluate >= world and evaluate:
         raise MeshError(f"mesh.evaluate is {evaluate}, which leaves no process to train; {world} were started")
     train = world - evaluate
-    shape = _fill({name: sizes.get(name, 1) for name in AXES[:-1]}, train)
-    within = math.prod(size for name, size in shape.items() if name != "replicate")
-    if evaluate % within:
-        raise MeshError(f"mesh.evaluate is {evaluate}, but a copy of the model takes {within}; give a multiple of {within}")
+    shape = _fill_free_axis({name: sizes.get(name, 1) for name in AXES[:-1]}, train)
+    model_size = math.prod(size for name, size in shape.items() if name != "replicate")
+    if evaluate % model_size:
+        raise MeshError(f"mesh.evaluate is {evaluate}, but a replica has {model_size} ranks; give a multiple of {model_size}")
     return shape, train
 
 
-def _fill(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+def _fill_free_axis(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     fixed = math.prod(size for size in sizes.values() if size > 0)
     free = [name for name, size in sizes.items() if size < 0]
     if len(free) > 1:
-        raise MeshError(f"mesh: {' and '.join(free)} are both -1; only one axis can take the rest of the processes")
+        raise MeshError(f"mesh: {' and '.join(free)} are both -1; only one axis can be -1")
     if world % fixed or (not free and world != fixed):
         shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "of size 1"
         need = f"a multiple of {fixed} processes" if free else f"{fixed} process{'es' if fixed > 1 else ''}"
@@ -44,17 +44,17 @@ def _fill(sizes: Mapping[str, int], world: int) -> dict[str, int]:
 
 
 class MeshConfig(Settings):
-    """Named axes of the processes. Their product is the number of processes. An app adds the axes that its model is cut along."""
+    """Sizes of the axes of the mesh. Their product is the number of processes. An app adds the axes that its model supports."""
 
     replicate: Annotated[int, Field(ge=-1)] = -1
-    """copies of the model, each with its own samples; -1: as many as the processes that the other axes leave"""
+    """data parallelism: replicas of the model, each with its own samples; -1: all processes that the other axes leave"""
     evaluate: Annotated[int, Field(ge=0)] = 0
-    """the last processes of the job, which only evaluate while the others train on"""
+    """number of processes, the last ones of the job, that only evaluate while the others train"""
 
     @model_validator(mode="after")
     def _replicate_is_a_size(self) -> Self:
         if self.replicate == 0:
-            raise ValueError("replicate is 0; expected a number of copies, or -1 for every process that the other axes leave")
+            raise ValueError("replicate is 0; expected a number of replicas, or -1 for all processes that the other axes leave")
         return self
 
 
@@ -62,73 +62,73 @@ class Pipeline(Settings):
     """The axis `pipeline` of a mesh."""
 
     pipeline: Positive = 1
-    """cut of a model into stages of consecutive layers"""
+    """pipeline parallelism: the layers are split into consecutive stages"""
 
 
 class Context(Settings):
     """The axis `context` of a mesh."""
 
     context: Positive = 1
-    """cut of a long sequence along its places"""
+    """context parallelism: a long sequence is sharded along its tokens"""
 
 
 class Axial(Settings):
     """The axis `axial` of a mesh."""
 
     axial: Positive = 1
-    """cut of a tensor along one of two dims, and along the other one where the first is needed whole"""
+    """axial parallelism: a tensor is sharded along one of two dims, and along the other if an operation needs all of the first"""
 
 
 class Depth(Settings):
     """The axis `depth` of a mesh."""
 
     depth: Positive = 1
-    """cut of a volume along its depth"""
+    """spatial parallelism: a volume is sharded along its depth"""
 
 
 class Height(Settings):
     """The axis `height` of a mesh."""
 
     height: Positive = 1
-    """cut of a volume or a map along its height"""
+    """spatial parallelism: a volume or a map is sharded along its height"""
 
 
 class Tensor(Settings):
     """The axis `tensor` of a mesh."""
 
     tensor: Positive = 1
-    """cut of weights along their rows or columns"""
+    """tensor parallelism: weights are sharded along rows or columns"""
 
 
 class LoaderConfig(Settings):
-    """How samples come from files to the device: what every app's `data` settings begin with."""
+    """Loading of samples, the base of the `data` settings of every app."""
 
     reader: Literal["auto", "direct", "buffered", "memory", "hdf5", "dali", "gds"] = "auto"
-    """auto: buffered where all samples fit into the page cache, otherwise direct; direct: past the page cache (O_DIRECT);
-    memory: kept once read; hdf5: by the HDF5 library (compressed files too); dali: batches made by NVIDIA DALI;
-    gds: straight to the GPU (GPUDirect Storage)"""
+    """auto: buffered if all samples fit into the page cache, otherwise direct; direct: without the page cache (O_DIRECT);
+    memory: cached in memory after the first read; hdf5: the HDF5 library (also compressed files); dali: batches of NVIDIA DALI;
+    gds: directly to the GPU (GPUDirect Storage)"""
     workers: Positive = 2
-    """threads that prepare samples, per process"""
+    """threads per process that prepare samples"""
     processes: bool = False
-    """worker processes instead of threads, for samples that cost Python time"""
+    """worker processes instead of threads, for samples prepared in pure Python"""
     prefetch: Annotated[float, Field(gt=0)] = 1.0
-    """GB of samples that wait ready, per process"""
+    """GB of prefetched samples per process"""
     order: Literal["strict", "ready"] = "strict"
-    """strict: the same batches in every run; ready: a sample that is slow to prepare comes in a later batch of its epoch"""
+    """strict: the same batches in every run; ready: a slow sample moves to a later batch of its epoch"""
     on_bad_sample: Literal["stop", "skip"] = "stop"
-    """skip: a sample that cannot be read or is not finite is replaced by another, reported and counted"""
+    """skip: an unreadable or non-finite sample is replaced by another one, logged and counted"""
     once: bool | Literal["auto"] = "auto"
-    """whether each sample of a copy that several processes hold together is made by one of them and sent to the others; auto: where
-    all of them would make the same of it. Where each reads its own part only (volumes and maps that are cut) it is off"""
+    """each sample of a model-parallel replica is prepared by one rank and sent to the others; auto: if all ranks would prepare the
+    same sample, not if each reads only its own shard (sharded volumes and maps)"""
     patience: Annotated[float, Field(gt=0)] = 600.0
-    """seconds without any sample after which a run stops and names what it waits for"""
+    """timeout of a sample in seconds, after which the run stops and names the missing sample"""
     stage: str | None = None
-    """folder on each node's own disk, such as $TMPDIR/data, to which the data are copied first"""
+    """directory on the local disk of each node, such as $TMPDIR/data, to which the data are copied first"""
     shards: Positive = 1
-    """1: every node's disk holds all training samples; more: each holds one shard, and trains on that"""
+    """1: every node has all training samples on its disk; more: each node has one shard, and trains on it"""
 
-    def loading(self) -> dict[str, Any]:
-        """What a `Loader` is told."""
+    def loader_kwargs(self) -> dict[str, Any]:
+        """Return keyword arguments of `Loader`."""
         return {
             "workers": self.workers, "processes": self.processes, "prefetch": int(self.prefetch * 1e9), "order": self.order,
             "on_bad_sample": self.on_bad_sample, "patience": self.patience,
@@ -149,7 +149,7 @@ class LoaderConfig(Settings):
 
 
 class ScheduleConfig(Settings):
-    """Learning rate as a pure function of the global optimizer step. Lengths are in epochs, or in steps (`unit`)."""
+    """Learning rate, a pure function of the global optimizer step. Lengths are in epochs, or in steps (`unit`)."""
 
     unit: Literal["epochs", "steps"] = "epochs"
     """unit of `warmup`, `decay_at` and `length`"""
@@ -158,11 +158,11 @@ class ScheduleConfig(Settings):
     start: Annotated[float, Field(ge=0)] = 0.0
     """learning rate at the first step of the warm-up"""
     decay: Literal["none", "steps", "linear", "cosine"] = "none"
-    """after the warm-up: constant; the factors `decay_to` from the epochs `decay_at`; or a slope to `floor` at the last step"""
+    """after the warm-up: constant; factors `decay_to` from epochs `decay_at` on; linear or cosine to `floor` at the last step"""
     length: Annotated[float, Field(gt=0)] | None = None
-    """length of the slope after the warm-up; null: to the last step. A cosine rises again after it, as torch's does"""
+    """length of the linear or cosine decay after the warm-up; null: to the last step. A cosine rises again after it (torch)"""
     decay_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    """when a factor begins"""
+    """epochs (or steps) at which the factors begin"""
     decay_to: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """factors of the learning rate, one per entry of `decay_at`"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -170,7 +170,7 @@ class ScheduleConfig(Settings):
     first_step: Literal[0, 1] = 0
     """number of the first step: 0, at `start`, or 1, one step up the warm-up"""
     held: bool = False
-    """the rate stays the same for a whole epoch; otherwise it follows the fraction of it"""
+    """update the rate once per epoch; otherwise in every step, from the fraction of the epoch"""
     late: bool = False
     """a factor begins one epoch (or step) after the one that `decay_at` names"""
     after_warmup: bool = False
@@ -189,7 +189,7 @@ class ScheduleConfig(Settings):
         if self.length is not None and self.decay not in ("linear", "cosine"):
             raise ValueError(f"length is {self.length:g}, but decay is {self.decay}; only linear and cosine have a length")
         if self.unit == "steps" and self.held:
-            raise ValueError("held is true, which holds the rate for an epoch, but unit is steps; expected epochs, or held: false")
+            raise ValueError("held is true, which keeps the rate for an epoch, but unit is steps; expected epochs, or held: false")
         return self
 
 
@@ -197,28 +197,28 @@ class StepConfig(Settings):
     """One optimizer step: precision, gradients, optimizer, learning rate."""
 
     precision: Literal["auto", "fp32", "bf16", "bf16-params", "fp64"] = "fp32"
-    """bf16: autocast, weights and optimizer stay fp32; bf16-params: weights and gradients too are bfloat16, the optimizer keeps an
-    fp32 master copy of them; auto: bf16 where the processor computes in it faster, otherwise fp32"""
+    """bf16: autocast, with weights and optimizer in fp32; bf16-params: bfloat16 weights and gradients, with fp32 master weights in
+    the optimizer; auto: bf16 if it is faster on the device, otherwise fp32"""
     products: Literal["precision", "fp8"] = "precision"
-    """fp8: linear layers of the parts that a model names round what they multiply to 8 bits of floating point, with a scale of each
-    matrix; on GPUs since Ada and Hopper twice as fast as bf16"""
+    """fp8: FP8 matrix products in the linear layers that a model selects, with one scale per matrix; on GPUs from Ada and Hopper on
+    twice as fast as bf16"""
     tf32: Literal["auto"] | bool = "auto"
-    """on GPUs, products and convolutions of float32 round what they multiply to 10 bits, and are several times as fast; auto: as
-    torch is set, which rounds in convolutions alone"""
+    """TF32 on GPUs: float32 products and convolutions with a mantissa of 10 bits, several times as fast; auto: torch's default,
+    TF32 in convolutions only"""
     cudnn_benchmark: bool = False
-    """convolutions on NVIDIA GPUs try their algorithms once for each shape, and keep the fastest: for batches of few shapes"""
+    """torch.backends.cudnn.benchmark: cuDNN picks the fastest algorithm for each shape"""
     accumulate: Positive = 1
-    """micro-batches per step and process"""
+    """gradient accumulation: micro-batches per step and process"""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """largest L2 norm of the gradient"""
+    """maximum L2 norm of the gradient"""
     clip_per: Literal["batch", "sample"] = "batch"
-    """what `clip` bounds: the gradient of the whole batch, or that of each sample before they are averaged (AlphaFold 2); sample
-    needs micro-batches of one sample"""
+    """clip the gradient of the batch, or that of each sample before the average (AlphaFold 2), which needs micro-batches of one
+    sample"""
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
-    """size of the gradient buckets that are summed while the backward pass goes on, MB"""
+    """size in MB of the gradient buckets, whose all-reduce overlaps with the backward pass"""
     optimizer: Literal["sgd", "adam", "adamw", "lamb", "lars"] = "adamw"
-    """sgd: momentum; adam: weight decay in the gradient; adamw: decoupled from it; lamb, lars: for large batches, they
-    adapt the rate to each parameter that `decay_names` names"""
+    """sgd: momentum; adam: weight decay in the gradient; adamw: decoupled weight decay; lamb, lars: for large batches, with a trust
+    ratio for each parameter in `decay_names`"""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """peak learning rate"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -226,34 +226,34 @@ class StepConfig(Settings):
     lr_in_momentum: bool = True
     """sgd: v = momentum*v + lr*g, p -= v (Keras and the MLPerf codes), not v = momentum*v + g, p -= lr*v (torch)"""
     nesterov: bool = False
-    """sgd: the update looks one step ahead"""
+    """sgd: Nesterov momentum"""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """decay rates of the two moments of adam, adamw and lamb"""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """what adam, adamw and lamb add to the denominator"""
+    """adam, adamw, lamb: added to the denominator"""
     trust: Annotated[float, Field(gt=0)] = 0.001
-    """lars: the factor of |w| / (|g| + weight_decay*|w|)"""
+    """lars: trust coefficient, the factor of |w| / (|g| + weight_decay*|w|)"""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """bf16: moments take half the memory, and are rounded stochastically"""
+    """bf16: moments in half the memory, with stochastic rounding"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """sgd, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb: decoupled"""
     decay_names: tuple[str, ...] = ("*.weight",)
-    """parameters that decay, as shell patterns of their names"""
+    """parameters with weight decay, as shell patterns of their names"""
     average: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """decay of an exponential moving average of the weights, which is then what is evaluated and saved for people"""
+    """decay of an exponential moving average of the weights, which is then evaluated and exported"""
     capture: Literal["none", "auto", "forward", "whole"] = "none"
-    """CUDA Graphs: forward and backward with the gradient sums, or the whole step with its update, recorded once for each shape of
-    the batch; auto: whole, where there is a GPU that can, and none where the step turns out to need the host"""
+    """CUDA graphs, captured once for each shape of the batch: forward and backward with gradient reductions, or the whole step with
+    the optimizer; auto: whole if the GPU supports it, none if the step needs the host"""
     capture_shapes: Positive = 4
-    """at most so many shapes of the batch are captured; others are refused, and with auto run uncaptured"""
+    """maximum number of captured shapes of the batch; others are an error, or with auto run without a graph"""
     compile: Literal["none", "blocks", "whole"] = "none"
-    """torch.compile of each repeated block, or of the model as one"""
+    """torch.compile of each repeated block, or of the whole model"""
     compile_cache: Path | None = None
-    """folder that keeps compiled code, with which later jobs begin"""
+    """directory of compiled code, for later jobs"""
     shard: Literal["none", "optimizer", "weights"] = "none"
-    """what the copies of the model divide among them: the optimizer's state and work, or the weights too (torch's fully_shard)"""
+    """sharding over the replicas: optimizer state and update, or also weights (FSDP, torch's fully_shard)"""
     shard_within: Annotated[int, Field(ge=2)] | None = None
-    """how many neighbouring copies divide it, such as those of one node; null: all of them"""
+    """hybrid sharding: over so many neighbouring replicas, such as those of a node; null: over all"""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @model_validator(mode="after")
@@ -261,13 +261,13 @@ class StepConfig(Settings):
         if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
             raise ValueError(f"nesterov is for sgd with momentum; optimizer is {self.optimizer}, momentum {self.momentum:g}")
         if self.precision == "fp64" and self.moments == "bf16":
-            raise ValueError("moments bf16 with precision fp64 loses what fp64 is for; set moments to fp32")
+            raise ValueError("moments bf16 with precision fp64 loses the precision; set moments to fp32")
         if self.capture in ("forward", "whole") and self.shard == "weights":
-            raise ValueError(f"capture {self.capture} with shard weights cannot be done; set shard to optimizer or capture to none")
+            raise ValueError(f"capture {self.capture} with shard weights is not supported; set shard optimizer or capture none")
         if self.shard_within is not None and self.shard == "none":
-            raise ValueError(f"shard_within is {self.shard_within}, but nothing is divided; set shard to optimizer or weights")
+            raise ValueError(f"shard_within is {self.shard_within}, but nothing is sharded; set shard to optimizer or weights")
         if self.clip_per == "sample" and (self.clip is None or self.shard == "weights"):
-            lacks = "clip is null; give it a norm" if self.clip is None else "shard is weights, and no process has a whole gradient"
+            lacks = "clip is null; give it a norm" if self.clip is None else "shard is weights, and no rank has the full gradient"
             raise ValueError(f"clip_per is sample, but {lacks}")
         if self.compile_cache is not None and self.compile == "none":
             raise ValueError("compile_cache is given, but nothing is compiled; set compile to blocks or whole")
@@ -275,84 +275,83 @@ class StepConfig(Settings):
 
 
 class TrainConfig(Settings):
-    """How long, how often, how good."""
+    """Length of the training, frequency of evaluations and reports, target."""
 
     steps: Positive | None = None
-    """optimizer steps in all"""
+    """total number of optimizer steps"""
     epochs: Positive | None = None
-    """passes over the training samples in all"""
+    """total number of passes over the training samples"""
     evaluate_every: Positive = 1
     """epochs between evaluations; the last step is always evaluated"""
     evaluate_from: Positive | None = None
-    """epochs before the first evaluation, from which the others are counted; null: evaluate_every"""
+    """epochs before the first evaluation; the others follow every `evaluate_every`; null: evaluate_every"""
     evaluate: Literal["wait", "background"] = "wait"
-    """wait: training waits for an evaluation; background: it goes on beside it. mesh.evaluate gives evaluation its own processes"""
+    """wait: training waits for evaluations; background: they run in a thread. mesh.evaluate: on processes of their own"""
     keep_validation: bool = False
-    """keep the validation samples on the device once they are read"""
+    """cache the validation samples on the device"""
     report_every: Positive = 10
     """steps between reports of the loss"""
     agree_every: Positive | None = 100
-    """steps within which weights that come to differ between processes that should hold the same end the run; null: never"""
+    """steps between checks that replicas of the weights are equal; if they differ, the run ends; null: no checks"""
     metric: str | None = None
     """name of the evaluated metric that is compared with `target`"""
     target: float | None = None
     """stop when the metric is this good"""
     better: Literal["lower", "higher"] = "lower"
-    """which values of the metric are better"""
+    """direction of the metric"""
     hopeless: float | None = None
-    """a run whose metric is this bad at any evaluation has diverged: it stops and says so"""
+    """the run stops as diverged if the metric of an evaluation is this bad"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """seed of the weights, the order of the samples and the dropout"""
+    """seed of weights, sample order and dropout"""
     collect_every: Positive | None = 1000
-    """steps between Python's garbage collections, which may otherwise stop one process at any time while all wait; null: leave
-    them to Python"""
+    """steps between Python's garbage collections, at once on all processes, because all wait for one; null: automatic"""
     hang_after: Annotated[float, Field(gt=0)] | None = 1800.0
-    """seconds without a finished step (or batch of an evaluation) after which the run ends and says where each process stands; four
-    times as many for the first step, which may compile; null: wait for ever"""
+    """timeout of a step (or batch of an evaluation) in seconds, after which the run ends with the stack of each process; four times
+    as long for the first step, which may compile; null: none"""
     power_cap: Positive | None = None
-    """watts to which each GPU of the run must be limited, by the scheduler or `nvidia-smi -pl`; null: any limit"""
+    """required power limit of each GPU in watts, set by the scheduler or `nvidia-smi -pl`; null: any"""
     profile: tuple[Positive, Positive] | None = None
-    """first and last step of a trace, in report.directory/profile"""
+    """first and last step of a profiler trace, in report.directory/profile"""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps {self.steps} and epochs {self.epochs} are both given; give one, the other null")
         if self.target is not None and self.metric is None:
-            raise ValueError(f"target {self.target:g} needs metric: the name of what is compared with it")
+            raise ValueError(f"target {self.target:g} needs metric: the name of the value that is compared with it")
         if self.hopeless is not None and self.metric is None:
-            raise ValueError(f"hopeless {self.hopeless:g} needs metric: the name of what is compared with it")
+            raise ValueError(f"hopeless {self.hopeless:g} needs metric: the name of the value that is compared with it")
         if self.hopeless is not None and self.target is not None and (self.hopeless < self.target) != (self.better == "higher"):
             raise ValueError(f"hopeless {self.hopeless:g} is better than target {self.target:g}, where {self.better} is better")
         return self
 
 
 class CheckpointConfig(Settings):
-    """Files to resume from, below `report.directory`/checkpoints."""
+    """Checkpoints, in `report.directory`/checkpoints."""
 
     every_steps: Positive | None = None
     """steps between checkpoints; null: at the end of every epoch"""
     keep: Positive = 2
-    """newest checkpoints that are kept"""
+    """number of newest checkpoints to keep"""
     writers: Positive = 8
-    """processes that write, and read, what several hold alike: those of one node. Each that writes has a file of its own"""
+    """maximum number of processes of a node that share the writing and reading of replicated data, each with a file of its own"""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest whole checkpoint of the run's directory, if there is one"""
+    """auto: resume from the newest complete checkpoint in the directory of the run, if there is one"""
     other_data: bool = False
-    """go on with another data set than the one that the checkpoint was trained on"""
+    """resume with a data set other than that of the checkpoint"""
 
 
 class ReportConfig(Settings):
-    """Where the numbers go. metrics.jsonl and settings.yaml are always written into the directory."""
+    """Reports of a run. metrics.jsonl and settings.yaml are always written to the directory."""
 
     directory: Path | None = None
-    """the run's directory; null: nothing is written"""
+    """directory of the run; null: no files"""
     sinks: tuple[Literal["terminal", "tensorboard", "mlperf"], ...] = ("terminal",)
-    """progress for people, TensorBoard files, a log for MLPerf's checkers"""
+    """progress in the terminal, TensorBoard files, a log for MLPerf's compliance checkers"""
 
 
 class RunConfig(Settings):
-    """What the settings of every app hold. An app gives `model` and `data` their own classes and each section its defaults."""
+    """Settings of every app. An app sets the classes of `model` and `data`, and the defaults of each section."""
 
     model: Settings = Settings()
     data: LoaderConfig = LoaderConfig()
@@ -366,7 +365,7 @@ class RunConfig(Settings):
     def _every_process_stages(self) -> Self:
         if self.mesh.evaluate and self.data.stage is not None:
             raise ValueError(
-                f"data.stage is {self.data.stage} and mesh.evaluate {self.mesh.evaluate}: processes that only evaluate cannot take "
-                "part in staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
+                f"data.stage is {self.data.stage} and mesh.evaluate {self.mesh.evaluate}: processes that only evaluate cannot "
+                "take part in staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
             )
         return self

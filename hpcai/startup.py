@@ -1,7 +1,7 @@
-"""Where the time goes from the start of a program to the end of its first step.
+"""Timing of the startup, from the start of the process to the end of its first step, by consecutive parts.
 
-``config.run`` starts the clock, and shared code says what begins: ``startup.now("data")``. One part follows another, so that they
-add up to the whole. Without a clock, as in a notebook, nothing is noted.
+``config.run`` starts the clock, and shared code marks the beginning of a part: ``startup.begin("data")``. Without a clock, as in a
+notebook, nothing is recorded.
 """
 
 import os
@@ -17,8 +17,8 @@ Part = Literal[
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
-# What a process does by itself, and what follows up to the next place where all meet.
-_STRETCHES: dict[tuple[Part, ...], tuple[Part, ...]] = {
+# Intervals between synchronizations: parts without waiting for other processes, and the parts that wait for them.
+_INTERVALS: dict[tuple[Part, ...], tuple[Part, ...]] = {
     ("imports",): ("processes",),
     ("data", "network"): ("checkpoint", "connections", "other"),
     ("first batch", "compile"): ("first step",),
@@ -29,12 +29,12 @@ class _Clock:
     def __init__(self, age: float) -> None:
         self.parts: dict[Part, float] = {}
         self.part: Part = "imports"
-        self.since = time.perf_counter() - age
+        self.start = time.perf_counter() - age
 
-    def now(self, part: Part) -> Part:
+    def begin(self, part: Part) -> Part:
         now = time.perf_counter()
-        self.parts[self.part] = self.parts.get(self.part, 0.0) + now - self.since
-        before, self.part, self.since = self.part, part, now
+        self.parts[self.part] = self.parts.get(self.part, 0.0) + now - self.start
+        before, self.part, self.start = self.part, part, now
         return before
 
 
@@ -43,7 +43,7 @@ _clock: _Clock | None = None
 
 @contextmanager
 def clock(age: float = 0.0) -> Iterator[None]:
-    """Inside, parts are noted, from ``age`` seconds ago until ``end``."""
+    """Context manager that records parts, from ``age`` seconds ago until ``end``."""
     global _clock
     _clock = _Clock(age)
     try:
@@ -52,64 +52,63 @@ def clock(age: float = 0.0) -> Iterator[None]:
         _clock = None
 
 
-def age() -> float:
-    """Seconds since this process was started; where the system does not tell, since it could first be asked."""
+def process_age() -> float:
+    """Return seconds since the start of this process, or on systems without /proc since the import of this module."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        found = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
-        found = -1.0
-    return found if found >= 0 else time.perf_counter() - _IMPORTED
+        seconds = -1.0
+    return seconds if seconds >= 0 else time.perf_counter() - _IMPORTED
 
 
 _IMPORTED = time.perf_counter()
 
 
-def running() -> bool:
-    """Whether the first step of this program is still to come."""
+def is_running() -> bool:
+    """Whether the clock runs: the first step has not ended yet."""
     return _clock is not None
 
 
-def now(part: Part) -> None:
-    """From here on ``part`` takes the time."""
+def begin(part: Part) -> None:
+    """Start ``part``, which ends the current one."""
     if _clock is not None:
-        _clock.now(part)
+        _clock.begin(part)
 
 
 @contextmanager
 def during(part: Part) -> Iterator[None]:
-    """Inside, ``part`` takes the time; then what did before goes on."""
+    """Context manager for ``part``; afterwards the previous part continues."""
     if _clock is None:
         yield
         return
-    before = _clock.now(part)
+    before = _clock.begin(part)
     try:
         yield
     finally:
-        now(before)
+        begin(before)
 
 
 def end(compiled: float) -> dict[Part, float]:
-    """The first step has ended, of which code was compiled for so many seconds -> seconds of each part. The clock stops."""
+    """Stop the clock after the first step, and return seconds of each part. ``compiled``: Seconds of compilation in that step."""
     global _clock
     assert _clock is not None
-    _clock.now("other")
+    _clock.begin("other")
     parts, _clock = _clock.parts, None
     step = parts.get("first step", 0.0)
     return parts | {"compile": min(compiled, step), "first step": max(step - compiled, 0.0)}
 
 
-def slowest(every: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
-    """Seconds of each of ``PARTS`` for a job, from those of its processes: between two places where all meet, that process counts
-    which came last to the second one."""
-    found: dict[Part, float] = {}
-    for own, then in _STRETCHES.items():
-        last = max(every, key=lambda parts: sum(parts.get(part, 0.0) for part in own))
-        found |= {part: last.get(part, 0.0) for part in (*own, *then)}
-    return found
+def combine_ranks(ranks: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
+    """Combine the seconds of each part over the ranks of a job: between two synchronizations those of the slowest rank count."""
+    parts: dict[Part, float] = {}
+    for own, following in _INTERVALS.items():
+        last = max(ranks, key=lambda parts: sum(parts.get(part, 0.0) for part in own))
+        parts |= {part: last.get(part, 0.0) for part in (*own, *following)}
+    return parts
 
 
-def describe(parts: Mapping[str, float]) -> str:
-    """One line for people; what rounds to nothing is left out."""
+def format_parts(parts: Mapping[str, float]) -> str:
+    """Format the parts in one line, without those that round to 0."""
     named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
     return f"first step after {sum(parts.values()):.1f} s" + f": {named}" * bool(named)

@@ -1,10 +1,8 @@
-"""The signals with which a scheduler asks a run to stop, from the first line of the run to its last.
+"""Signals with which a scheduler stops a run.
 
-Before training begins there is nothing to save: the run leaves at once with exit code 85, which means "start me again". While it
-trains a signal is noted, and all processes stop at the same step with a checkpoint and that code. From then on signals change
-nothing: a second one would otherwise replace the exit code by its own.
-
-A reader of stdout that has gone asks for an end, too (``show_to_reader``).
+Before training there is nothing to save: the run exits at once with code 85, a request for a restart. During training the signal is
+recorded, and all processes stop after the same step, with a checkpoint and this code. Afterwards signals are ignored: a second one
+would replace the exit code. A closed stdout (``ignore_broken_pipe``) also ends the output.
 """
 
 import os
@@ -16,80 +14,80 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 REQUEUE = 85
-"""Exit code of a run that was asked to stop, saved what it had and wants to be started again."""
+"""Exit code of a run that was stopped by a signal, has saved its state and should be restarted."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _handle(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+def _set_handler(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, handler)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(REQUEUE)
 
 
 @contextmanager
-def heard() -> Iterator[None]:
-    """Around a whole run: a signal that comes before ``noting`` ends it, one that comes after changes nothing."""
-    _handle(_leave)
+def exit_on_signal() -> Iterator[None]:
+    """Context manager around a run: a signal before ``on_signal`` exits with ``REQUEUE``; one afterwards is ignored."""
+    _set_handler(_exit)
     try:
         yield
     finally:
-        _handle(signal.SIG_IGN)  # Python would put back the default, which ends a process, before it has left
+        _set_handler(signal.SIG_IGN)  # at its end Python restores the default handler, which would end the process
 
 
 @contextmanager
-def noting(note: Callable[[str], object]) -> Iterator[None]:
-    """Inside, ``note`` is called with a signal's name. Afterwards signals are ignored within ``heard``, and otherwise, as in a
-    notebook, do what they did before.
+def on_signal(callback: Callable[[str], object]) -> Iterator[None]:
+    """Context manager that calls ``callback`` with the name of a signal. Afterwards signals are ignored within ``exit_on_signal``;
+    otherwise, as in a notebook, the previous handlers are restored.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    _handle(lambda number, frame: note(signal.Signals(number).name))
+    _set_handler(lambda number, frame: callback(signal.Signals(number).name))
     try:
         yield
     finally:
-        whole = before[signal.SIGTERM] is _leave
+        nested = before[signal.SIGTERM] is _exit
         for number, handler in before.items():
             if threading.current_thread() is threading.main_thread():
-                signal.signal(number, signal.SIG_IGN if whole else handler)
+                signal.signal(number, signal.SIG_IGN if nested else handler)
 
 
 @contextmanager
-def interrupts_put_off() -> Iterator[None]:
-    """Inside, a first Ctrl-C waits until the end, so that what is being written is whole; a second one does not."""
-    waiting = False
+def defer_interrupts() -> Iterator[None]:
+    """Context manager that defers a first Ctrl-C to its end, so that files are complete; a second one interrupts."""
+    pending = False
     before = signal.getsignal(signal.SIGINT)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal waiting
-        if waiting and callable(before):
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal pending
+        if pending and callable(before):
             before(number, frame)
-        waiting = True
+        pending = True
 
-    mine = threading.current_thread() is threading.main_thread() and callable(before)
-    if mine:
-        signal.signal(signal.SIGINT, note)
+    installed = threading.current_thread() is threading.main_thread() and callable(before)
+    if installed:
+        signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
-        if mine:
+        if installed:
             signal.signal(signal.SIGINT, before)
-            if waiting:
+            if pending:
                 signal.raise_signal(signal.SIGINT)
 
 
-def show_to_reader(write: Callable[[], Found]) -> Found | None:
-    """What ``write`` gives, which writes to stdout; None where its reader has seen enough (``| head``), which is no error."""
+def ignore_broken_pipe(write: Callable[[], Result]) -> Result | None:
+    """Return the result of ``write``, which writes to stdout, or None if the reader has closed the pipe (``| head``)."""
     try:
-        found = write()
+        result = write()
         sys.stdout.flush()
-        return found
+        return result
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return None

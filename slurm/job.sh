@@ -16,7 +16,7 @@ set -u
 python=${HPCAI_PYTHON:-python}
 # Since Slurm 22.05 a step does not take this from its job.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-# Ranks know one another by this (hpcai/dist/watch.py); srun hands it on.
+# Ranks know one another by this (hpcai/dist/watchdog.py); srun hands it on.
 export HPCAI_TOKEN=${HPCAI_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 # Apptainer shows a container the folder that it starts in, and what the site lets it; here are the other folders of the run.
 if [ -n "${HPCAI_FOLDERS:-}" ]; then export APPTAINER_BIND=$HPCAI_FOLDERS${APPTAINER_BIND:+,$APPTAINER_BIND}; fi
@@ -49,7 +49,7 @@ if [ -n "${HPCAI_STAGE:-}" ]; then
   set -- "$@" "data.directory=$HPCAI_STAGE"
 fi
 # Ranks leave with 85 one after the other: Slurm must not take the first for a failure and kill the rest. A rank that does fail ends
-# the others itself (hpcai/dist/watch.py).
+# the others itself (hpcai/dist/watchdog.py).
 # shellcheck disable=SC2086
 srun --kill-on-bad-exit=0 "${srun[@]}" ${HPCAI_SRUN:-} "${container[@]}" "${run[@]}" "$@"
 code=$?

@@ -16,7 +16,7 @@ from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loader
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, spatial_cut, to_physical
-from hpcai.programs import start
+from hpcai.programs import command_of
 
 
 class Universes(Samples):
@@ -90,7 +90,7 @@ def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     model, data = cfg.model, cfg.data
     remedy = (
-        f"make data with: {start('data_prep.cosmoflow')} simulate {data.directory} --size {model.size}, "
+        f"make data with: {command_of('data_prep.cosmoflow')} simulate {data.directory} --size {model.size}, "
         "or set data.directory, model.size and model.channels to what is there"
     )
     cube = (model.size,) * 3

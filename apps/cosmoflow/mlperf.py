@@ -1,15 +1,15 @@
 """What the MLPerf log of CosmoFlow says beside the common lines. No torch here."""
 
-from hpcai.mllog import Benchmark, Entry, first_rate, rise
+from hpcai.mllog import Benchmark, Entry, base_learning_rate, peak_factor
 
 BENCHMARK = Benchmark(
     name="cosmoflow",
     entries=(
         Entry("seed", "train.seed"),
         Entry("opt_name", "step.optimizer"),
-        Entry("opt_base_learning_rate", first_rate),
+        Entry("opt_base_learning_rate", base_learning_rate),
         Entry("opt_learning_rate_warmup_epochs", "step.schedule.warmup"),
-        Entry("opt_learning_rate_warmup_factor", rise),
+        Entry("opt_learning_rate_warmup_factor", peak_factor),
         Entry("opt_learning_rate_decay_boundary_epochs", "step.schedule.decay_at"),
         Entry("opt_learning_rate_decay_factor", "step.schedule.decay_to"),
         Entry("opt_weight_decay", "step.weight_decay"),

@@ -16,7 +16,7 @@ from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loader
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, spatial_cut
-from hpcai.programs import start
+from hpcai.programs import command_of
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data, count = cfg.data, len(cfg.model.variables)
     remedy = (
-        f"make data with: {start('data_prep.deepcam')} simulate {data.directory}, "
+        f"make data with: {command_of('data_prep.deepcam')} simulate {data.directory}, "
         "or set data.directory and model.variables to what is there"
     )
     fields: Any = {"fields": ("float32", (None, None, count)), "mask": ("uint8", (None, None))}

@@ -1,6 +1,6 @@
 """What the MLPerf log of DeepCAM says beside the common lines. No torch here."""
 
-from hpcai.mllog import Benchmark, Entry, factor, for_lamb, in_steps, rise, scheduler, where_decay
+from hpcai.mllog import Benchmark, Entry, decay_factor, if_lamb, in_steps, peak_factor, decay_name, if_decay
 
 BENCHMARK = Benchmark(
     name="deepcam",
@@ -13,16 +13,16 @@ BENCHMARK = Benchmark(
         Entry("opt_betas", "step.betas"),
         Entry("opt_eps", "step.eps"),
         Entry("opt_weight_decay", "step.weight_decay"),
-        Entry("opt_bias_correction", for_lamb(True)),
-        Entry("opt_grad_averaging", for_lamb(True)),
+        Entry("opt_bias_correction", if_lamb(True)),
+        Entry("opt_grad_averaging", if_lamb(True)),
         Entry("opt_max_grad_norm", lambda setting: setting("step.clip") if setting("step.optimizer") == "lamb" else None),
-        Entry("scheduler_type", scheduler),
+        Entry("scheduler_type", decay_name),
         Entry("scheduler_lr_warmup_steps", in_steps("step.schedule.warmup")),
-        Entry("scheduler_lr_warmup_factor", rise),
-        Entry("scheduler_milestones", where_decay(("steps",), in_steps("step.schedule.decay_at"))),
-        Entry("scheduler_decay_rate", factor),
-        Entry("scheduler_t_max", where_decay(("cosine",), in_steps("step.schedule.length"))),
-        Entry("scheduler_eta_min", where_decay(("cosine",), lambda setting: setting("step.schedule.floor") * setting("step.lr"))),
+        Entry("scheduler_lr_warmup_factor", peak_factor),
+        Entry("scheduler_milestones", if_decay(("steps",), in_steps("step.schedule.decay_at"))),
+        Entry("scheduler_decay_rate", decay_factor),
+        Entry("scheduler_t_max", if_decay(("cosine",), in_steps("step.schedule.length"))),
+        Entry("scheduler_eta_min", if_decay(("cosine",), lambda setting: setting("step.schedule.floor") * setting("step.lr"))),
         Entry("target_quality", "train.target", None),
     ),
     metric="iou",

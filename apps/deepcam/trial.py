@@ -22,7 +22,7 @@ from apps.deepcam.data import Maps, batches, rows_of
 from apps.deepcam.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, On, Subject, Switch, exchange
 from hpcai.dist import Mesh
-from hpcai.dist.environment import place
+from hpcai.dist.environment import read_rank_info
 from hpcai.models.deepcam import STRIDE, Batch, DeepCam, DeepCamConfig, loss, parallelize, score
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d
 from hpcai.settings import StepConfig
@@ -51,7 +51,7 @@ class TrialConfig(MapConfig):
     """A DeepCAM run of a size that is measured in minutes."""
 
     model: DeepCamConfig = DeepCamConfig(divide=1 if _GPU else 4)
-    data: DataConfig = DataConfig(batch=(2 if _GPU else 1) * (place().world or 1), workers=4 if _GPU else 1)
+    data: DataConfig = DataConfig(batch=(2 if _GPU else 1) * (read_rank_info().world or 1), workers=4 if _GPU else 1)
     step: StepConfig = Config().step.model_copy(update={"optimizer": "adamw"})  # torch has no LAMB to compare with
     height: Cells = 768 if _GPU else 192
     width: Cells = 1152 if _GPU else 288

@@ -20,10 +20,10 @@ from hpcai.data.loader import Source
 from hpcai.data.sampler import Endless
 from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
-from hpcai.dist.collect import by_first
+from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_deferred, parallelize
-from hpcai.programs import start
+from hpcai.programs import command_of
 
 _HELD: dict[str, Any] = {"shuffle": False, "last": "keep"}
 
@@ -110,7 +110,7 @@ class Fields(Samples):
 def samples(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionConfig]]:
     """Loaders for training (None on processes that only evaluate), validation and ensembles, and the model's settings completed by
     what the data know."""
-    encoded = by_first(partial(latents.about, cfg.data.directory / "train"), mesh.everyone)
+    encoded = broadcast_from_first(partial(latents.about, cfg.data.directory / "train"), mesh.peers)
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     seed, data = cfg.train.seed, cfg.data
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
@@ -142,9 +142,9 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     """Of the fields those that the model is conditioned on, or of latents their texts."""
     data, network, shards = cfg.data, cfg.model.network, cfg.data.shards if split == "train" else 1
     folder = data.directory / split
-    if encoded := by_first(partial(latents.about, folder), mesh.everyone):
+    if encoded := broadcast_from_first(partial(latents.about, folder), mesh.peers):
         return open_split(folder, latents.layouts(cfg, folder, encoded), latents.REMEDY, data, mesh, shards)
-    remedy = f"make data with: {start('data_prep.fields')} simulate {data.directory} --kind matter, or set data.directory"
+    remedy = f"make data with: {command_of('data_prep.fields')} simulate {data.directory} --kind matter, or set data.directory"
     dims = getattr(network, "dims", 2)
     layouts: dict[str, Any] = {"high": ("float32", (network.inputs, *(None,) * dims))}
     if getattr(network, "field", 0):

@@ -17,9 +17,9 @@ from hpcai.data.index import INDEX, read_index
 from hpcai.data.splits import Samples
 from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, LatentsConfig
-from hpcai.programs import start
+from hpcai.programs import command_of
 
-REMEDY = f"make data with: {start('data_prep.latents')}, or set data.directory"
+REMEDY = f"make data with: {command_of('data_prep.latents')}, or set data.directory"
 _NOTHING = "nothing.npz"
 
 

@@ -1,14 +1,14 @@
 """What the MLPerf logs of Stable Diffusion (Training 5.0) and Flux.1 (6.1) say beside the common lines. No torch here."""
 
-from hpcai.mllog import DISCLOSED, Benchmark, Entry, Goal, Setting, in_steps
+from hpcai.mllog import DISCLOSED, Benchmark, Entry, Goal, Lookup, in_steps
 
 
-def _rate_of_a_sample(setting: Setting) -> float:
+def _rate_of_a_sample(setting: Lookup) -> float:
     """Stable Diffusion's base: the peak over the global batch."""
     return float(setting("step.lr") / setting("data.batch"))
 
 
-def _between_evaluations(setting: Setting) -> int:
+def _between_evaluations(setting: Lookup) -> int:
     """Samples."""
     return int(setting("run.steps_per_epoch") * setting("run.global_batch") * setting("train.evaluate_every"))
 
@@ -27,7 +27,7 @@ BENCHMARKS = {
     "stable_diffusion": Benchmark(
         name="stable_diffusion",
         entries=(*_COMMON, Entry("opt_base_learning_rate", _rate_of_a_sample)),
-        metric="", metric_key="eval_accuracy", samples=True,
+        metric="", metric_key="eval_accuracy", log_samples=True,
         goals=(Goal("fid", "FID", 90.0), Goal("clip_cosine", "CLIP", 0.15, higher=True)),
     ),
     "flux1": Benchmark(
@@ -40,6 +40,6 @@ BENCHMARKS = {
             Entry("target_accuracy", "train.target", None),
             *DISCLOSED,
         ),
-        metric="loss", metric_key="eval_accuracy", samples=True,
+        metric="loss", metric_key="eval_accuracy", log_samples=True,
     ),
 }  # fmt: skip

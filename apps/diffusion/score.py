@@ -27,7 +27,7 @@ from apps.diffusion.settings import AxesConfig, Config
 from hpcai import config, log
 from hpcai.config import Positive, Settings
 from hpcai.errors import ConfigError, DataError, HpcaiError
-from hpcai.mllog import judge
+from hpcai.mllog import judge_checkpoint
 from hpcai.models.diffusion import SamplerConfig
 
 logger = logging.getLogger(__name__)
@@ -124,14 +124,14 @@ class Weights(NamedTuple):
 def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
     """What is to be judged. Of a checkpoint the first process exports the weights into a file in the run's folder, which goes once
     they are judged. Raises DataError for a run without checkpoints, or whose events do not tell of one."""
-    from hpcai.dist.collect import agree
+    from hpcai.dist.collectives import broadcast_object
     from hpcai.train.checkpoint_reader import export, list_checkpoints, step_number
 
     if not cfg.checkpoints:
         yield Weights(cfg.weights)
         return
     times = {event["step"]: event["time"] for event in log.read_metrics(cfg.weights / log.METRICS) if event["kind"] == "checkpoint"}
-    every = agree(list_checkpoints(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.everyone)
+    every = broadcast_object(list_checkpoints(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.peers)
     if not every or (unknown := [path for path in every if step_number(path) not in times]):
         what = f"{unknown[0]}: not in {log.METRICS}" if every else f"{cfg.weights}: has no checkpoint"
         raise DataError(f"{what}; give weights=RUN of a run that has kept some, or leave checkpoints out")
@@ -144,7 +144,7 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
                     export(checkpoint, path)
             except (HpcaiError, OSError) as error:
                 problem = str(error)
-            if problem := agree(problem, mesh.everyone):
+            if problem := broadcast_object(problem, mesh.peers):
                 raise DataError(problem)
             yield Weights(path, step_number(checkpoint), times[step_number(checkpoint)])
     finally:
@@ -165,7 +165,7 @@ def note(folder: Path, one: Weights, found: dict[str, float]) -> None:
         logger.warning("%s: not told of step %d, for which %s is not known", path, one.step, missing[0])
         return
     try:
-        reached = judge(path, benchmark, one.step, one.saved, found, int(found["captions"]))
+        reached = judge_checkpoint(path, benchmark, one.step, one.saved, found, int(found["captions"]))
     except DataError as problem:  # such as that the run goes on
         logger.warning("step %d: %s", one.step, problem)
         return
@@ -205,13 +205,13 @@ class Judging:
     def __init__(self, cfg: ScoreConfig, mesh: Any) -> None:
         from apps.diffusion.judges import Clip, Features, statistics
         from data_prep import encoders
-        from hpcai.dist.collect import agree
+        from hpcai.dist.collectives import broadcast_object
         from hpcai.train.auto_settings import has_fast_bf16
 
         assert cfg.captions is not None
-        mesh.only("score", "replicate", "tensor")
+        mesh.check_axes("score", "replicate", "tensor")
         self.cfg, self.mesh = cfg, mesh
-        self.captions: list[str] = agree(captions_of(cfg.captions, cfg.count) if mesh.is_first else [], mesh.everyone)
+        self.captions: list[str] = broadcast_object(captions_of(cfg.captions, cfg.count) if mesh.is_first else [], mesh.peers)
         on_gpu = mesh.device.type == "cuda"
         self.narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and on_gpu and has_fast_bf16(mesh.device))
         self.true = None if cfg.statistics is None else statistics(cfg.statistics)

@@ -15,12 +15,12 @@ from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import Blend, Endless, Sampler
 from hpcai.data.splits import Samples, Zip, sharded_sampler, make_loader, open_loaders, open_split
 from hpcai.dist import Mesh
-from hpcai.dist.collect import agree, by_first
+from hpcai.dist.collectives import broadcast_object, broadcast_from_first
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_deferred, parallelize
 from hpcai.models.llm.load import load_weights, read_settings, resolve_run
 from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
-from hpcai.programs import start
+from hpcai.programs import command_of
 
 ABOUT = "text.json"
 
@@ -47,7 +47,7 @@ class About(BaseModel):
 def texts(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures."""
     data, folders = cfg.data, [cfg.data.directory, *map(Path, cfg.data.blend)]
-    about = [by_first(partial(about_of, folder), mesh.everyone) for folder in folders]
+    about = [broadcast_from_first(partial(about_of, folder), mesh.peers) for folder in folders]
     _agree(cfg, folders, about)
     _has_tokenizer(folders[0], about[0], mesh)
     parts = [Texts(rows_of(cfg, "train", mesh, each, told), told, data.documents, data.learn) for each, told in zip(folders, about)]
@@ -115,7 +115,7 @@ def about_of(folder: Path) -> About:
     try:
         return About.model_validate_json(path.read_bytes())
     except OSError as problem:
-        text = f"{path}: {problem.strerror}; make data with: {start('data_prep.text')} python {folder}, or set data.directory"
+        text = f"{path}: {problem.strerror}; make data with: {command_of('data_prep.text')} python {folder}, or set data.directory"
         raise DataError(text) from problem
     except ValidationError as problem:
         first = problem.errors()[0]
@@ -124,8 +124,8 @@ def about_of(folder: Path) -> About:
 
 def rows_of(cfg: Config, split: str, mesh: Mesh, folder: Path | None = None, about: About | None = None) -> Rows:
     folder = folder or cfg.data.directory
-    fields = (about or by_first(partial(about_of, folder), mesh.everyone)).fields
-    remedy = f"make rows with: {start('data_prep.text')} convert SOURCE {folder} --tokenizer FILE, or set data.directory"
+    fields = (about or broadcast_from_first(partial(about_of, folder), mesh.peers)).fields
+    remedy = f"make rows with: {command_of('data_prep.text')} convert SOURCE {folder} --tokenizer FILE, or set data.directory"
     return open_split(folder / split, fields, remedy, cfg.data, mesh, cfg.data.shards if split == "train" else 1)
 
 
@@ -168,7 +168,7 @@ def _has_tokenizer(folder: Path, about: About, mesh: Mesh) -> None:
                 )
         except DataError as error:
             problem = str(error)
-    if problem := agree(problem, mesh.everyone):
+    if problem := broadcast_object(problem, mesh.peers):
         raise DataError(problem)
 
 

@@ -79,10 +79,10 @@ def main(cfg: GenerateConfig) -> None:
 
 def continue_one(cfg: GenerateConfig, mesh: Any) -> None:
     """Show how one text goes on, while it does. Copies beside the first have nothing to do."""
-    from hpcai.dist.collect import agree
+    from hpcai.dist.collectives import broadcast_object
     from hpcai.models.llm.text import continue_text
 
-    text = cfg.prompt if cfg.prompt is not None else agree(sys.stdin.read() if mesh.is_first else "", mesh.everyone)
+    text = cfg.prompt if cfg.prompt is not None else broadcast_object(sys.stdin.read() if mesh.is_first else "", mesh.peers)
     if mesh["replicate"].rank == 0:
         model, act = asked(cfg, mesh)
         for piece in continue_text(model, text, seed=cfg.seed, pipeline=act, **cfg.words):
@@ -95,13 +95,13 @@ def continue_one(cfg: GenerateConfig, mesh: Any) -> None:
 def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
     """Write how each text of a file goes on that has no line in ``out`` yet. Raises DataError for a line that is no prompt, or is
     too long for the model, and for an ``out`` that is of other prompts, before any text is made."""
-    from hpcai.dist.collect import agree, gather_objects
+    from hpcai.dist.collectives import broadcast_object, all_gather_object
     from hpcai.models.llm.generation import check_prompts
     from hpcai.models.llm.text import complete_texts, prompt_tokens
 
     assert cfg.file is not None
-    prompts = agree(read_prompts(cfg.file) if mesh.is_first else [], mesh.everyone)
-    done = agree(finished(cfg.out, cfg.file, prompts) if mesh.is_first else set(), mesh.everyone)
+    prompts = broadcast_object(read_prompts(cfg.file) if mesh.is_first else [], mesh.peers)
+    done = broadcast_object(finished(cfg.out, cfg.file, prompts) if mesh.is_first else set(), mesh.peers)
     model, act = asked(cfg, mesh)
 
     def tokens(prompt: Prompt) -> list[int]:
@@ -128,7 +128,7 @@ def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
         seeds, fresh = [cfg.seed + prompt.line for prompt, _ in mine], any("messages" in prompt.given for prompt, _ in mine)
         texts = complete_texts(model, [ids for _, ids in mine], seed=seeds, fresh=fresh, pipeline=act, **cfg.words)
         told = [{"line": prompt.line, **prompt.given, "completion": text} for (prompt, _), text in zip(mine, texts)]
-        every = gather_objects(told if mesh.copy.rank == 0 else [], mesh.everyone)
+        every = all_gather_object(told if mesh.model_parallel.rank == 0 else [], mesh.peers)
         if mesh.is_first:
             _write(cfg.out, [line for some in every for line in some])
 

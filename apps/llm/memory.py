@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from apps.llm.settings import Config
-from hpcai.dist.environment import place
+from hpcai.dist.environment import read_rank_info
 from hpcai.errors import LaunchError, MeshError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Sizes:
 def notes(cfg: Config) -> list[str]:
     """What ``--show`` says beside the settings: memory, parameters, tokens of a step, operations of a token."""
     try:
-        found, mesh = place().world or 1, cfg.mesh
+        found, mesh = read_rank_info().world or 1, cfg.mesh
     except LaunchError:
         found = 1
     within = mesh.tensor * mesh.context * mesh.pipeline
@@ -110,7 +110,7 @@ def _room(mesh: "Mesh") -> float:
             free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return math.inf
-    return 1024.0 * free / (place().local_world or 1)
+    return 1024.0 * free / (read_rank_info().local_world or 1)
 
 
 def tokens_of(cfg: Config) -> int:

@@ -1,6 +1,6 @@
 """What the MLPerf logs of language models say beside the common lines. No torch here."""
 
-from hpcai.mllog import DISCLOSED, Benchmark, Entry, in_steps, scheduler
+from hpcai.mllog import DISCLOSED, Benchmark, Entry, in_steps, decay_name
 
 _COMMON = (
     Entry("seed", "train.seed"),
@@ -23,7 +23,7 @@ BENCHMARKS = {
             Entry("lora_rank", "lora.rank"),
             Entry("lora_alpha", "lora.alpha"),
         ),
-        metric="loss", metric_key="eval_accuracy", samples=True,
+        metric="loss", metric_key="eval_accuracy", log_samples=True,
     ),
     "llama31_8b": Benchmark(
         name="llama31_8b",
@@ -33,11 +33,11 @@ BENCHMARKS = {
             Entry("opt_end_learning_rate", lambda setting: setting("step.lr") * setting("step.schedule.floor")),
             Entry("opt_learning_rate_decay_steps", in_steps("step.schedule.length")),
             Entry("opt_learning_rate_decay_schedule", lambda setting: {"cosine_annealing": "cosine with linear warmup"}.get(
-                scheduler(setting))),
+                decay_name(setting))),
             Entry("opt_adamw_beta_1", lambda setting: setting("step.betas")[0]),
             Entry("opt_adamw_beta_2", lambda setting: setting("step.betas")[1]),
             Entry("opt_adamw_epsilon", "step.eps"),
         ),
-        metric="loss", metric_key="eval_accuracy", samples=True,
+        metric="loss", metric_key="eval_accuracy", log_samples=True,
     ),
 }  # fmt: skip

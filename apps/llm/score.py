@@ -17,7 +17,7 @@ from apps.llm.asked import AskConfig, asked, json_lines
 from hpcai import config
 from hpcai.config import Positive
 from hpcai.errors import ConfigError, DataError
-from hpcai.programs import start
+from hpcai.programs import command_of
 
 EXPECTED = '{"context": "The sky is", "choices": [" blue", " green"], "answer": 0}'
 
@@ -61,9 +61,9 @@ def main(cfg: ScoreConfig) -> None:
 
 def score(cfg: ScoreConfig, mesh: Any) -> dict[str, float]:
     """All numbers, alike on all processes."""
-    from hpcai.dist.collect import agree
+    from hpcai.dist.collectives import broadcast_object
 
-    tasks = None if cfg.tasks is None else agree(read_tasks(cfg.tasks) if mesh.is_first else [], mesh.everyone)
+    tasks = None if cfg.tasks is None else broadcast_object(read_tasks(cfg.tasks) if mesh.is_first else [], mesh.peers)
     model, act = asked(cfg, mesh)
     found = {} if cfg.data is None else of_rows(cfg, mesh, model, act)
     return found if tasks is None else found | of_tasks(cfg, mesh, model, act, tasks)
@@ -76,7 +76,7 @@ def of_rows(cfg: ScoreConfig, mesh: Any, model: Any, act: Any) -> dict[str, floa
     import numpy as np
     import torch
 
-    from hpcai.dist.collect import sum_in_place
+    from hpcai.dist.collectives import all_reduce_
     from hpcai.models import llm
 
     texts, copies = rows_of(cfg, model), mesh["replicate"]
@@ -91,7 +91,7 @@ def of_rows(cfg: ScoreConfig, mesh: Any, model: Any, act: Any) -> dict[str, floa
             if found is not None and mesh["tensor"].rank == mesh["context"].rank == 0:
                 pair = (*found["loss"], *found.get("bits_per_byte", (0.0, 0.0)))
                 sums += torch.stack([torch.as_tensor(x, dtype=torch.float64, device=mesh.device) for x in pair])
-    nats, tokens, bits, of_bytes = sum_in_place(sums, mesh.everyone).tolist()
+    nats, tokens, bits, of_bytes = all_reduce_(sums, mesh.peers).tolist()
     if not tokens:
         raise DataError(f"{cfg.data}: no token of its validation rows counts; set judge to all")
     loss = nats / tokens
@@ -116,7 +116,7 @@ def rows_of(cfg: ScoreConfig, model: Any) -> Any:
     if has_tokenizer(model) and (own := model.tokenizer.identity) != about.tokenizer:
         told = f"rows of the tokenizer {about.tokenizer[:12]}, the model has {own[:12]}"
         raise ConfigError(f"{cfg.data}: {told}; take rows of that one")
-    remedy = f"make rows with: {start('data_prep.text')} convert SOURCE {cfg.data} --tokenizer FILE"
+    remedy = f"make rows with: {command_of('data_prep.text')} convert SOURCE {cfg.data} --tokenizer FILE"
     return Texts(Rows(cfg.data / "validation", about.fields, remedy, reader="buffered"), about, cfg.documents, cfg.judge, cfg.rows)
 
 
@@ -147,7 +147,7 @@ def read_tasks(path: Path) -> list[Task]:
 def of_tasks(cfg: ScoreConfig, mesh: Any, model: Any, act: Any, tasks: Sequence[Task]) -> dict[str, float]:
     import numpy as np
 
-    from hpcai.dist.collect import gather_objects
+    from hpcai.dist.collectives import all_gather_object
     from hpcai.models.llm import log_likelihoods
 
     copies = mesh["replicate"]
@@ -160,7 +160,7 @@ def of_tasks(cfg: ScoreConfig, mesh: Any, model: Any, act: Any, tasks: Sequence[
         widths = [len(choice.encode()) for choice in task.choices]
         right[0] += int(likely.argmax()) == task.answer
         right[1] += int((likely / widths).argmax()) == task.answer
-    every = gather_objects(right if mesh.copy.rank == 0 else [0, 0], mesh.everyone)
+    every = all_gather_object(right if mesh.model_parallel.rank == 0 else [0, 0], mesh.peers)
     plain, by_length = (sum(each[n] for each in every) / len(tasks) for n in (0, 1))
     return {"accuracy": plain, "accuracy_norm": by_length, "questions": len(tasks)}
 

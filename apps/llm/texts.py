@@ -34,7 +34,7 @@ def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor])
     """Keep ``text.npz`` of the rows that ``entropies`` gives, which the first process has. All processes call this together."""
     tokenizer = Tokenizer.load(cfg.data.directory)
     some = rows["tokens"][:: max(1, len(rows["tokens"]) // _TEXTS)][:_TEXTS].tolist() if rows else []
-    some = dist.agree(some, step.mesh.everyone)
+    some = dist.broadcast_object(some, step.mesh.peers)
     given = min(_GIVEN, len(some[0]) // 2)
     with step.average.applied(), step.autocast():
         ends = [] if tokenizer.eos is None else [tokenizer.eos]

@@ -17,7 +17,7 @@ from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loader
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, make_batch, build_structure_for_model, graph_sizes
-from hpcai.programs import start
+from hpcai.programs import command_of
 from hpcai.train import MicroBatches
 
 FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
@@ -112,7 +112,7 @@ def joined(frames: list[Frame], parts: int = 1, ladder: Ladder | None = None) ->
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
-    remedy = f"make data with: {start('data_prep.opencatalyst')} simulate {data.directory}, or set data.directory to what is there"
+    remedy = f"make data with: {command_of('data_prep.opencatalyst')} simulate {data.directory}, or set data.directory"
     return open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
 
 

@@ -1,6 +1,6 @@
 """What the MLPerf log of OpenCatalyst says beside the common lines. No torch here."""
 
-from hpcai.mllog import Benchmark, Entry, factor, in_steps, where_decay
+from hpcai.mllog import Benchmark, Entry, decay_factor, in_steps, if_decay
 
 BENCHMARK = Benchmark(
     name="oc20",
@@ -11,8 +11,8 @@ BENCHMARK = Benchmark(
         Entry("opt_base_learning_rate", "step.lr"),                          # here the base is the peak
         Entry("opt_learning_rate_warmup_steps", in_steps("step.schedule.warmup")),
         Entry("opt_learning_rate_warmup_factor", lambda setting: setting("step.schedule.start") / setting("step.lr")),
-        Entry("opt_learning_rate_decay_boundary_steps", where_decay(("steps",), in_steps("step.schedule.decay_at"))),
-        Entry("opt_learning_rate_decay_factor", factor),
+        Entry("opt_learning_rate_decay_boundary_steps", if_decay(("steps",), in_steps("step.schedule.decay_at"))),
+        Entry("opt_learning_rate_decay_factor", decay_factor),
         Entry("target_quality", "train.target", None),
     ),
     metric="force_mae",

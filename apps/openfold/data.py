@@ -24,7 +24,7 @@ from hpcai.models.openfold.residues import ATOM37_EXISTS, RESTYPES
 from hpcai.models.openfold.structures import write_structure
 from hpcai.models.openfold.templates import template_features
 from hpcai.nn.weights import set_origin
-from hpcai.programs import start
+from hpcai.programs import command_of
 from hpcai.train import Run
 
 FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
@@ -72,7 +72,7 @@ def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
 
 def rows_of(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
     data = cfg.data
-    remedy = f"make data with: {start('data_prep.openfold')} simulate {data.directory}, or set data.directory to what is there"
+    remedy = f"make data with: {command_of('data_prep.openfold')} simulate {data.directory}, or set data.directory to what is there"
     return open_split(data.directory / split, fields, remedy, data, mesh)
 
 

@@ -49,7 +49,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     """
     import torch
 
-    from hpcai.dist.collect import agree, gather_objects
+    from hpcai.dist.collectives import broadcast_object, all_gather_object
     from hpcai.models.openfold import OpenFold, folding, parallelize
     from hpcai.train.auto_settings import has_fast_bf16
 
@@ -57,12 +57,12 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     homes = [alignments_of(chain.name, cfg.alignments, len(todo)) for chain in todo]
     cfg.out.mkdir(parents=True, exist_ok=True)
     files = [cfg.out / f"{chain.name}.{cfg.form}" for chain in todo]
-    missing = agree([number for number, file in enumerate(files) if not file.exists()], mesh.everyone)
+    missing = broadcast_object([number for number, file in enumerate(files) if not file.exists()], mesh.peers)
     copies, problems = mesh["replicate"], []
     if mesh.is_first:
         print(f"{len(missing)} of {len(todo)} chains to fold, into {cfg.out}", flush=True)
     mine = dealt([len(todo[number].sequence) for number in missing], copies.size)[copies.rank]
-    model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if mine or mesh.copy.size > 1 else None
+    model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if mine or mesh.model_parallel.size > 1 else None
     narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
 
     def read(chain: Chain, home: Path | None) -> tuple[dict[str, Any], str]:
@@ -74,7 +74,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
             features = folding.prepare_features(model, chain.sequence, home, recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)
         except DataError as problem:
             why = str(problem)
-        return features, next(filter(None, gather_objects(why, mesh.copy)), "")
+        return features, next(filter(None, all_gather_object(why, mesh.model_parallel)), "")
 
     for number in (missing[place] for place in mine):
         chain, began = todo[number], time.perf_counter()
@@ -84,21 +84,21 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
                 with torch.autocast(mesh.device.type, torch.bfloat16, enabled=narrow):
                     found = folding.predict(model, chain.sequence, features)
         except DataError as problem:
-            if mesh.copy.size > 1:  # another process of this copy is in the middle of it
+            if mesh.model_parallel.size > 1:  # another process of this copy is in the middle of it
                 raise DataError(f"{chain.name}: {problem}") from problem
             why = str(problem)
         if why:
-            if mesh.copy.rank == 0:
+            if mesh.model_parallel.rank == 0:
                 problems.append(f"{chain.name}: {why}")
                 sys.stderr.write(f"error: {problems[-1]}\n")
             continue
-        if mesh.copy.rank == 0:
+        if mesh.model_parallel.rank == 0:
             part = files[number].with_name(f".{chain.name}.part.{cfg.form}")
             found.write(part, chain.name)
             os.replace(part, files[number])  # never half a file
             said = f"{len(chain.sequence):,} residues, mean pLDDT {found.plddt.mean():.1f}, {time.perf_counter() - began:.1f} s"
             print(f"{files[number]}: {said}", flush=True)
-    return [problem for every in gather_objects(problems, mesh.everyone) for problem in every]
+    return [problem for every in all_gather_object(problems, mesh.peers) for problem in every]
 
 
 def dealt(lengths: Sequence[int], copies: int) -> list[list[int]]:

@@ -21,7 +21,7 @@ from apps.openfold.synthetic import alignment, chain
 from hpcai.cli.trial import Case, Figure, On, Subject, Switch, Training
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
-from hpcai.dist.environment import place
+from hpcai.dist.environment import read_rank_info
 from hpcai.kernels import attention, gates, layernorm, outer_product, triangle_multiplication, triton_support
 from hpcai.models.openfold import (
     FeatureConfig,
@@ -57,7 +57,7 @@ class TrialConfig(Config):
 
     model: OpenFoldConfig = OpenFoldConfig.preset("initial", template=None, blocks=4, extra={"blocks": 1})
     features: FeatureConfig = FeatureConfig(crop=64, clusters=32, extra=64, templates=0, recycles=0)
-    data: DataConfig = DataConfig(batch=place().world or 1, workers=1)
+    data: DataConfig = DataConfig(batch=read_rank_info().world or 1, workers=1)
 
 
 class Trial(Subject):

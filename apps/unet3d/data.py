@@ -18,7 +18,7 @@ from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.kernels import philox
 from hpcai.models.unet3d import Batch, UNet3DConfig, spatial_cut, plan_windows
-from hpcai.programs import start
+from hpcai.programs import command_of
 
 FIELDS: dict[str, Any] = {
     "image": ("float32", (None, None, None)), "label": ("uint8", (None, None, None)), "boxes": ("int32", (2, 2, 6)),
@@ -53,7 +53,7 @@ def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
-    remedy = f"make data with: {start('data_prep.kits19')} simulate {data.directory}, or set data.directory to what is there"
+    remedy = f"make data with: {command_of('data_prep.kits19')} simulate {data.directory}, or set data.directory to what is there"
     rows = open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
     about = rows.metadata.get("spacing_mm")
     if about is not None and not np.allclose(about, cfg.model.spacing_mm):

@@ -1,6 +1,6 @@
 """What the MLPerf log of the 3D U-Net says beside the common lines. No torch here."""
 
-from hpcai.mllog import Benchmark, Entry, counted_in, factor, where_decay
+from hpcai.mllog import Benchmark, Entry, in_unit, decay_factor, if_decay
 
 _DROPS = ("none", "steps")  # MLPerf Training has no key for a rate that slopes: its checker then misses a line
 
@@ -13,9 +13,9 @@ BENCHMARK = Benchmark(
         Entry("opt_base_learning_rate", "step.lr"),                          # Training's base is the peak
         Entry("opt_momentum", lambda setting: setting("step.momentum") if setting("step.optimizer") == "sgd" else None),
         Entry("opt_weight_decay", "step.weight_decay"),
-        Entry("opt_learning_rate_warmup_epochs", counted_in("epochs", "step.schedule.warmup")),
-        Entry("opt_learning_rate_decay_boundary_epochs", where_decay(_DROPS, counted_in("epochs", "step.schedule.decay_at"))),
-        Entry("opt_learning_rate_decay_factor", where_decay(_DROPS, lambda setting: factor(setting) or 1.0)),
+        Entry("opt_learning_rate_warmup_epochs", in_unit("epochs", "step.schedule.warmup")),
+        Entry("opt_learning_rate_decay_boundary_epochs", if_decay(_DROPS, in_unit("epochs", "step.schedule.decay_at"))),
+        Entry("opt_learning_rate_decay_factor", if_decay(_DROPS, lambda setting: decay_factor(setting) or 1.0)),
         Entry("oversampling", "data.augment.foreground"),
         Entry("training_input_shape", "model.window"),
         Entry("validation_input_shape", "model.window"),

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from hpcai import __version__
 from hpcai.errors import HpcaiError
-from hpcai.stop import show_to_reader
+from hpcai.stop import ignore_broken_pipe
 
 COMMANDS = {
     "run": "APP CONFIG ...     train an app, as python -m apps.APP does, also without a checkout",
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
-        return show_to_reader(lambda: dispatch("hpcai", COMMANDS, words)) or 0
+        return ignore_broken_pipe(lambda: dispatch("hpcai", COMMANDS, words)) or 0
     except HpcaiError as error:
         print(f"hpcai {words[0]}: {error}", file=sys.stderr)
         return 2

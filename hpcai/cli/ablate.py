@@ -26,7 +26,7 @@ from hpcai.cli import tables
 from hpcai.cli.bench.timing import interval, machine, orders, wait
 from hpcai.cli.trial import On, Switch, find
 from hpcai.data.readers import available_memory
-from hpcai.dist.collect import gather_objects
+from hpcai.dist.collectives import all_gather_object
 from hpcai.errors import ConfigError
 
 
@@ -151,7 +151,7 @@ class Bench:
         self._timed(one)
         if self._gpu:  # now, because a captured step allocates nothing later
             one.peak = torch.cuda.max_memory_allocated() - before
-        if any(gather_objects(self._free() < self._room / 2, self.mesh.everyone)):
+        if any(all_gather_object(self._free() < self._room / 2, self.mesh.peers)):
             self.keeps = False
             self._close(*self.found.values())
 
@@ -169,11 +169,11 @@ class Bench:
             one.trial.run(self.steps)
             self._wait()
             spent = (time.perf_counter() - began) / self.steps
-        return float(max(gather_objects(spent, self.mesh.everyone)))
+        return float(max(all_gather_object(spent, self.mesh.peers)))
 
     def _wait(self) -> None:
         wait()
-        gather_objects(None, self.mesh.everyone)
+        all_gather_object(None, self.mesh.peers)
 
     def _free(self) -> int:
         """Bytes that nobody uses where the models are."""

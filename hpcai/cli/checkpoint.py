@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpcai.cli import tables
 from hpcai.errors import CheckpointError
-from hpcai.log import size
+from hpcai.log import format_bytes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,7 +69,7 @@ def show(folder: Path) -> int:
             continue
         problem, run = held.find_damage(), held.run
         files = {part.file for parts in held.tensors.values() for part in parts}
-        count = size(sum((path / name).stat().st_size for name in files))
+        count = format_bytes(sum((path / name).stat().st_size for name in files))
         where = f"{run.progress.step:,}", str(run.progress.epoch), str(run.world), f"{len(held.tensors):,}", count, str(len(files))
         rows.append((path.name, *where, problem or "whole"))
         bad += bool(problem)

@@ -34,7 +34,7 @@ from hpcai.cli import apps
 from hpcai.cli.script import Site, assign, find_site, render, sites, words_line
 from hpcai.config import load
 from hpcai.errors import ConfigError, HpcaiError, MeshError
-from hpcai.schema import list_names, nearest_words
+from hpcai.schema import join_names, close_matches
 from hpcai.settings import RunConfig, mesh_shape
 
 _STOP_BEFORE = 180
@@ -271,9 +271,9 @@ def _choices(settings: RunConfig, array: str) -> tuple[str, list[str]]:
     same = [key for key in known if key.rpartition(".")[2] == name]
     if len(same) == 1:
         return same[0], values
-    ends = nearest_words(name.rpartition(".")[2], [key.rpartition(".")[2] for key in known])
-    near = same or [key for end in ends for key in known if key.rpartition(".")[2] == end] or nearest_words(name, known)
-    hint = f"did you mean {' or '.join(near[:4])}?" if near else f"the sections are {list_names(list(settings.model_dump()))}"
+    ends = close_matches(name.rpartition(".")[2], [key.rpartition(".")[2] for key in known])
+    near = same or [key for end in ends for key in known if key.rpartition(".")[2] == end] or close_matches(name, known)
+    hint = f"did you mean {' or '.join(near[:4])}?" if near else f"the sections are {join_names(list(settings.model_dump()))}"
     raise ConfigError(f"--array {array}: {'several settings are' if same else 'no setting is'} called {name}; {hint}")
 
 

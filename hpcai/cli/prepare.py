@@ -9,13 +9,13 @@ from pathlib import Path
 
 from hpcai.cli import apps
 from hpcai.errors import ConfigError
-from hpcai.schema import list_names
+from hpcai.schema import join_names
 
 
 def main(words: Sequence[str]) -> None:
     """Ends as the maker does, with SystemExit. Raises ConfigError where there is none of that name."""
     known = makers()
-    told = list_names(known) or "those in data_prep/ of a checkout, which is not here"
+    told = join_names(known) or "those in data_prep/ of a checkout, which is not here"
     if not words or words[0] in ("-h", "--help"):
         print(f"{__doc__}\nNames: {told}")
         return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from hpcai.log import size
+from hpcai.log import format_bytes
 
 EVERY = 10.0  # seconds between two lines
 
@@ -21,7 +21,7 @@ class Progress(NamedTuple):
 
     def __str__(self) -> str:
         if self.unit == "bytes":
-            return f"{size(self.done)} of {size(self.total)}"
+            return f"{format_bytes(self.done)} of {format_bytes(self.total)}"
         return f"{self.done:,} of {self.total:,} {self.unit}"
 
 

@@ -30,8 +30,8 @@ from hpcai import config
 from hpcai.cli import apps
 from hpcai.cli.forks import forked
 from hpcai.data.collate import tree_map
-from hpcai.dist.collect import gather_objects
-from hpcai.dist.environment import place
+from hpcai.dist.collectives import all_gather_object
+from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.train.flight_recorder import read_bundle
 from hpcai.train.checkpoint_reader import list_checkpoints
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     cause = min(told, key=lambda one: (one["kind"] == "stopped", one["time"]))
     if cause["run"] not in apps.every():
         raise ConfigError(f"{bundle}: the run was of {cause['run']!r}; expected one of the apps {', '.join(apps.every())}")
-    here = place()
+    here = read_rank_info()
     cause["world"] -= cause["settings"]["mesh"].get("evaluate", 0)
     if here.world not in (None, 1, cause["world"]):
         raise ConfigError(f"{here.world} processes were started, but the run trained on {cause['world']}; start as many")
@@ -141,7 +141,7 @@ def _closely(number: int, samples: dict[int, Any]) -> Iterator[None]:
         with searched(step.model, batch) as seen:
             usual(step, batch, lr)
         bad = int(step.first_failures()[0].item()) == number - 1
-        every = gather_objects(tuple(seen), step.mesh.everyone)
+        every = all_gather_object(tuple(seen), step.mesh.peers)
         if step.mesh.is_first and bad:
             for rank, lines in enumerate(every):
                 read = ", ".join(f"{one['index']} ({one['text']})" for one in samples.get(rank) or ())

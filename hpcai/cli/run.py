@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpcai.cli import apps
 from hpcai.errors import ConfigError
-from hpcai.schema import list_names
+from hpcai.schema import join_names
 
 
 def main(words: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _known() -> str:
-    return list_names(apps.every()) or "those in apps/ of a checkout, which is not here"
+    return join_names(apps.every()) or "those in apps/ of a checkout, which is not here"
 
 
 def _configured(app: str, words: Sequence[str]) -> list[str]:
@@ -40,7 +40,7 @@ def _configured(app: str, words: Sequence[str]) -> list[str]:
     if name in configs:
         return [str(configs[name]), *words[1:]]
     if name != word:
-        raise ConfigError(f"there is no file {word}, and {app} has none of that name; its own are {list_names(list(configs))}")
+        raise ConfigError(f"there is no file {word}, and {app} has none of that name; its own are {join_names(list(configs))}")
     return list(words)  # a command of the app
 
 

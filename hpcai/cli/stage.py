@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpcai.cli.progress import Progress, shown
 from hpcai.errors import DataError
-from hpcai.log import size
+from hpcai.log import format_bytes
 
 if TYPE_CHECKING:
     from hpcai.data.stage import Staged
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
     from hpcai.data.stage import stage_in
     from hpcai.dist import start
-    from hpcai.dist.collect import gather_objects
+    from hpcai.dist.collectives import all_gather_object
 
     with start({"replicate": -1}) as mesh:
         try:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             if mesh.is_first:
                 print(f"hpcai data stage: {error}", file=sys.stderr)
             return 2
-        nodes = {found.node: found for found in gather_objects(staged, mesh.everyone)}
+        nodes = {found.node: found for found in all_gather_object(staged, mesh.peers)}
         if mesh.is_first:
             _say(words.source, list(nodes.values()), not words.no_verify, words.json)
     return 0
@@ -67,6 +67,7 @@ def _say(source: Path, nodes: "list[Staged]", verified: bool, as_json: bool) -> 
         return
     count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}" + (f" in {first.shards} shards" if first.shards > 1 else "")
     print(
-        f"staged {size(whole - kept)} to {count} in {first.seconds:.1f} s ({speed:.2f} GB/s): read {size(read)} from "
-        f"{source} ({size(read // len(nodes))} a node), kept {size(kept)}, {'SHA-256 compared' if verified else 'not compared'}"
+        f"staged {format_bytes(whole - kept)} to {count} in {first.seconds:.1f} s ({speed:.2f} GB/s): read {format_bytes(read)} "
+        f"from {source} ({format_bytes(read // len(nodes))} a node), kept {format_bytes(kept)}, "
+        f"{'SHA-256 compared' if verified else 'not compared'}"
     )

@@ -25,8 +25,8 @@ from hpcai.cli import apps
 from hpcai.data import Endless
 from hpcai.data.collate import tree_map
 from hpcai.dist import Mesh
-from hpcai.dist.collect import gather_shares, sum_in_place
-from hpcai.dist.host import Collector
+from hpcai.dist.collectives import all_gather, all_reduce_
+from hpcai.dist.host import ManualGC
 from hpcai.kernels import triton_support
 from hpcai.settings import RunConfig, StepConfig
 from hpcai.train.auto_settings import has_fast_bf16
@@ -271,7 +271,7 @@ class Training:
 
     def __init__(self, app: Subject, cfg: Any, mesh: Mesh, on: On, held: ExitStack) -> None:
         self.app, self.cfg, self.mesh, self.on, self.held, self.samples = app, cfg, mesh, on, held, cfg.data.batch
-        self.collector = Collector(cfg.train.collect_every if "garbage collection" in on else None)
+        self.collector = ManualGC(cfg.train.collect_every if "garbage collection" in on else None)
         self.step = _step(app, cfg, mesh, on)
         self.step.model.train()
         validation = self._batches("validation", _EVALUATED)
@@ -298,9 +298,9 @@ class Training:
         found = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
         for bucket in step.reducer.buckets:  # an update may scale gradients where they lie
             if hasattr(bucket, "gradient_shard"):  # of the sum each process has its share
-                gather_shares(bucket.gradients, bucket.gradient_shard, copies).wait()
+                all_gather(bucket.gradients, bucket.gradient_shard, copies).wait()
             found |= {part.name: part.full(bucket.gradients) for part in bucket.flat_views}
-        loss = sum_in_place(values["loss"].detach().clone(), copies) / copies.size
+        loss = all_reduce_(values["loss"].detach().clone(), copies) / copies.size
         return loss.item(), torch.cat([found[name].detach().float().reshape(-1).cpu() for name in sorted(found)])
 
     @contextmanager
@@ -320,7 +320,7 @@ class Training:
                 if number == steps // 2:
                     self.scores.start({"step": self.step.count})
                 self.step(batch)
-                self.collector.at(self.step.count)
+                self.collector.collect_at(self.step.count)
         self.scores.results(wait=True)
         self.runs += 1
 

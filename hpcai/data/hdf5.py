@@ -20,7 +20,7 @@ from hpcai.data.layout import Layout, UnreadableLayoutError, is_finite
 from hpcai.data.layout import hdf5_layout as layout_of
 from hpcai.data.readers import open_reader
 from hpcai.data.table import ABSENT, HDF5_ONLY, HEAD_BYTES, DatasetLayouts, Table, head_checksum
-from hpcai.dist.collect import by_first
+from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError, HpcaiError
 
@@ -71,7 +71,7 @@ class Rows:
         self.local = dict(local or {})
         self.axis = axis
         self._reset()
-        catalog = by_first(self._scan, axis)
+        catalog = broadcast_from_first(self._scan, axis)
         if axis.rank:
             self._set_paths(catalog)
         self._set_catalog(catalog)

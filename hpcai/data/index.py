@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpcai.data.entry import Entry, TableEntry
 from hpcai.data.table import build_table, describe
-from hpcai.durable import flush
+from hpcai.durable import fsync
 from hpcai.errors import DataError
 
 INDEX = "index.json"
@@ -96,6 +96,6 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def commit_file(partial: Path, path: Path) -> None:
     """Gives a finished file its name, once what it holds is on the disk."""
-    flush(partial)
+    fsync(partial)
     partial.replace(path)
-    flush(path.parent)
+    fsync(path.parent)

@@ -25,7 +25,7 @@ from hpcai.data.direct import MemoryPool
 from hpcai.data.prefetch import PrefetchQueue, Ready, Task
 from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
 from hpcai.data.scatter import ScatteredLoader
-from hpcai.dist.collect import gather_objects
+from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError, HpcaiError
 
@@ -92,19 +92,19 @@ class Loader:
             "stop" if last_batch == "keep" else on_bad_sample, patience, batch_transform,
         )  # fmt: skip
         replicated = getattr(source, "replicated", False)
-        self._scatters = mesh.copy.size > 1 and (replicated if once == "auto" else once)
+        self._scatters = mesh.model_parallel.size > 1 and (replicated if once == "auto" else once)
         if self._scatters and not replicated:
             raise DataError(
-                f"{name}: data.once, but a {type(source).__name__} does not say that it is whole: {mesh.copy.size} processes that "
-                "hold a sample together may each make a part of their own of it; set data.once to false"
+                f"{name}: data.once, but a {type(source).__name__} does not say that it is whole: {mesh.model_parallel.size} "
+                "processes that hold a sample together may each make a part of their own of it; set data.once to false"
             )
         self._validate(batch, accumulate, mesh)
         self._epoch_order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
-        self._reporting_axis = mesh.everyone if self._scatters else self.replicas
+        self._reporting_axis = mesh.peers if self._scatters else self.replicas
         gpu = mesh.device if mesh.device.type == "cuda" else None
-        self._scatter = ScatteredLoader(mesh.channel("copy"), mesh.rank, gpu) if self._scatters else None
-        needs_leader = order == "ready" and mesh.copy.size > 1 and not self._scatters
-        self._leader = _Leader(mesh.channel("copy")) if needs_leader else None
+        self._scatter = ScatteredLoader(mesh.new_background_axis("model_parallel"), mesh.rank, gpu) if self._scatters else None
+        needs_leader = order == "ready" and mesh.model_parallel.size > 1 and not self._scatters
+        self._leader = _Leader(mesh.new_background_axis("model_parallel")) if needs_leader else None
         self._collator = Collator(mesh.device, name, getattr(source, "collate", None))
         self._next_epoch: _ActiveEpoch | None = None
         self._plan: _EpochPlan | None = None
@@ -130,13 +130,13 @@ class Loader:
             raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
         if samples < copies and not isinstance(self.sampler, LargestFirst):
             raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
-        if self._on_bad_sample == "skip" and mesh.copy.size > 1 and not self._scatters:
+        if self._on_bad_sample == "skip" and mesh.model_parallel.size > 1 and not self._scatters:
             raise DataError(
-                f"{name}: on_bad_sample=skip, but {mesh.copy.size} processes hold a sample together and each makes it; set it to "
-                "stop, or data.once to true where the source is whole"
+                f"{name}: on_bad_sample=skip, but {mesh.model_parallel.size} processes hold a sample together and each makes "
+                "it; set it to stop, or data.once to true where the source is whole"
             )
         if self._scatters:
-            logger.info("%s: each sample is made by one of %d processes of a copy, and sent to the others", name, mesh.copy.size)
+            logger.info("%s: each sample is prepared by one of %d ranks of a replica, and sent on", name, mesh.model_parallel.size)
         rest = samples % batch
         if rest and self.last_batch == "drop":
             logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
@@ -215,8 +215,8 @@ class Loader:
         processes ask together."""
         if self.order == "strict" or self._plan is None:
             return []
-        highest = max(gather_objects(self._plan.highest, self.replicas))
-        return sorted(p for part in gather_objects(self._plan.undelivered_below(highest), self.replicas) for p in part)
+        highest = max(all_gather_object(self._plan.highest, self.replicas))
+        return sorted(p for part in all_gather_object(self._plan.undelivered_below(highest), self.replicas) for p in part)
 
     def news(self) -> list[str]:
         """Texts about the samples that were skipped on any process since this was last asked: each sample is named once, each skip
@@ -225,7 +225,7 @@ class Loader:
             return []
         new, self._reported = self.skipped[self._reported :], len(self.skipped)
         texts = [(self.source.describe(s.index), f"{self.name}: {_skip_message(s)}: {s.reason}") for s in new]
-        parts = gather_objects((texts, len(self.skipped)), self._reporting_axis)
+        parts = all_gather_object((texts, len(self.skipped)), self._reporting_axis)
         messages = {place: text for part, _ in reversed(parts) for place, text in reversed(part) if place not in self._reported_names}
         self._reported_names |= messages.keys()
         count = f"{self.name}: {sum(count for _, count in parts)} samples skipped so far"

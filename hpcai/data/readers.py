@@ -8,7 +8,7 @@ import torch
 
 from hpcai.data.direct import MemoryPool, Mode, Reader
 from hpcai.errors import DataError
-from hpcai.log import size as format_size
+from hpcai.log import format_bytes as format_size
 
 logger = logging.getLogger(__name__)
 

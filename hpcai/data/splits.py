@@ -14,7 +14,7 @@ from hpcai.data.hdf5 import Fields, Rows, Selection
 from hpcai.data.loader import Loader, Source
 from hpcai.data.sampler import Sharded
 from hpcai.data.stage import assign_shards, stage_in, staged_paths
-from hpcai.dist.collect import by_first
+from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import LoaderConfig
 
@@ -92,7 +92,7 @@ def open_split(
     folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
     shards: int = 1,
 ) -> Rows:  # fmt: skip
-    """The rows of a split, which the processes of ``mesh.everyone`` open together: the first of them reads what is known of the
+    """The rows of a split, which the processes of ``mesh.peers`` open together: the first of them reads what is known of the
     files for all. Where ``cfg.stage`` names a folder, its files, or this node's of ``shards`` parts of them, are first copied to
     the node's own disk."""
     local = {}
@@ -100,7 +100,7 @@ def open_split(
         staged = stage_in(folder, Path(cfg.stage) / folder.name, mesh, shards=shards)
         logger.info("%s: %s", folder.name, staged)
         local = staged_paths(staged.directory, folder, check=False)  # it was looked at right now
-    rows = Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.everyone)
+    rows = Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.peers)
     if rows.catalog.table is None and mesh.world > 1:
         text = "%s: no table of its %d files, so each process opens all that it asks about; hpcai data check %s --index writes one"
         logger.info(text, folder.name, len(rows.paths), folder)
@@ -110,7 +110,8 @@ def open_split(
 def sharded_sampler(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
     """The sampler that a loader is given where each group of nodes trains on a shard of its own (``cfg.shards``). All processes
     that opened ``rows`` together call it."""
-    return {"sampler": Sharded(by_first(partial(sample_shards, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}
+    return {"sampler": Sharded(
+        broadcast_from_first(partial(sample_shards, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}  # fmt: skip
 
 
 def sample_shards(rows: Rows, shards: int) -> np.ndarray:
@@ -139,9 +140,9 @@ def make_loader(
     """Batches of ``source`` as ``cfg`` wants them made. ``layouts`` names the dims of each field of a sample (DHWC, or none) and
     ``collect(**fields)`` makes a batch of them: both are for DALI."""
     if cfg.reader != "dali":
-        return Loader(source, batch, mesh, **cfg.loading(), **kwargs)
+        return Loader(source, batch, mesh, **cfg.loader_kwargs(), **kwargs)
     from hpcai.data.dali import DaliLoader, Field
 
     fields: Sequence[Field] = tuple(Field(name, layout) for name, layout in layouts.items())
-    options = {key: value for key, value in cfg.loading().items() if key in ("workers", "prefetch", "patience")}
+    options = {key: value for key, value in cfg.loader_kwargs().items() if key in ("workers", "prefetch", "patience")}
     return DaliLoader(source, batch, mesh, fields, make_batch=lambda arrays: make_batch(**arrays), **options, **kwargs)

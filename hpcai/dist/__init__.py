@@ -1,13 +1,13 @@
-"""Processes and the named axes they form."""
+"""The processes of a job and their mesh of named axes."""
 
 from hpcai.lazy import attach
 
 __getattr__, __all__ = attach(
     __name__,
     {
-        ".environment": ["Place", "place"],
-        ".launch": ["start", "alone", "communicator"],
+        ".environment": ["RankInfo", "read_rank_info"],
+        ".launch": ["start", "single_process", "mpi_communicator"],
         ".mesh": ["Mesh", "Axis"],
-        ".collect": ["sum_in_place", "agree", "rows_to_first"],
+        ".collectives": ["all_reduce_", "broadcast_object", "gather_rows_to_first"],
     },
 )

@@ -1,66 +1,65 @@
-"""The energy that the processors of a node and their memory have taken, by the counters that the kernel shows (RAPL)."""
+"""Energy of the processors of a node and of their memory, from the kernel's RAPL counters."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_OFTEN = 60.0
-"""Seconds between two looks at least: a counter begins anew after some 260 kJ, ten minutes of a busy processor."""
-_KINDS = {"package": "cpu", "dram": "memory"}
-"""What names of counters begin with. Of the others, ``core`` and ``uncore`` are parts of a package, and ``psys`` is all of it."""
+_POLL_INTERVAL = 60.0
+"""Seconds. A counter wraps around after about 260 kJ, ten minutes of a busy processor."""
+_PREFIXES = {"package": "cpu", "dram": "memory"}
+"""Prefixes of names of counters. Of the other counters, ``core`` and ``uncore`` are parts of a package, ``psys`` contains it."""
 
 
 @dataclass
 class _Counter:
     kind: str
     file: Path
-    range: int  # uJ, from which it begins anew
+    max_energy: int  # uJ; then the counter wraps around
     last: int
     total: int = 0
 
     def read(self) -> None:
-        now = int(self.file.read_text())
-        self.total += now - self.last + (self.range if now < self.last else 0)
-        self.last = now
+        value = int(self.file.read_text())
+        self.total += value - self.last + (self.max_energy if value < self.last else 0)
+        self.last = value
 
 
-class Processors:
-    """Joules of this node's processors since construction. ``closed`` names the first counter that this user may not read, which is
-    then left out: since 2020 most systems show them to root alone. They are found below ``root``.
-    """
+class RaplCounters:
+    """Energy of this node's processors since construction, from the counters below ``root``. ``unreadable`` names the first counter
+    without read permission, which is omitted: since 2020 most systems show them to root only."""
 
     def __init__(self, root: str | Path = "/") -> None:
-        self.closed = ""
+        self.unreadable = ""
         self._counters: list[_Counter] = []
-        self._looked = time.monotonic()
-        for folder in sorted(Path(root, "sys/class/powercap").glob("intel-rapl:*")):  # of AMD's processors too
+        self._last_poll = time.monotonic()
+        for folder in sorted(Path(root, "sys/class/powercap").glob("intel-rapl:*")):  # also on AMD processors
             self._open(folder)
 
     def _open(self, folder: Path) -> None:
         try:
             name = (folder / "name").read_text()
-            kind = next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), None)
+            kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), None)
             if kind is not None:
-                file, most = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
-                self._counters.append(_Counter(kind, file, most, int(file.read_text())))
-        except (OSError, ValueError) as problem:
-            self.closed = self.closed or f"{folder / 'energy_uj'}: {getattr(problem, 'strerror', None) or problem}"
+                file, max_energy = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
+                self._counters.append(_Counter(kind, file, max_energy, int(file.read_text())))
+        except (OSError, ValueError) as error:
+            self.unreadable = self.unreadable or f"{folder / 'energy_uj'}: {getattr(error, 'strerror', None) or error}"
 
-    def keep(self) -> None:
-        """Look, if it is time: who asks for ``joules`` less often than counters begin anew calls this in between."""
-        if self._counters and time.monotonic() - self._looked > _OFTEN:
+    def poll(self) -> None:
+        """Read the counters if ``_POLL_INTERVAL`` has passed, for callers of ``joules`` that are rarer than a wrap-around."""
+        if self._counters and time.monotonic() - self._last_poll > _POLL_INTERVAL:
             self.joules()
 
     def joules(self) -> dict[str, float]:
-        """``cpu`` and ``memory``, as far as there are counters."""
-        self._looked = time.monotonic()
-        found: dict[str, float] = {}
+        """Return joules of ``cpu`` and ``memory``, as far as there are counters."""
+        self._last_poll = time.monotonic()
+        totals: dict[str, float] = {}
         for counter in list(self._counters):
             try:
                 counter.read()
-            except (OSError, ValueError) as problem:  # taken away meanwhile: half a run is no number
-                self.closed = self.closed or f"{counter.file}: {getattr(problem, 'strerror', None) or problem}"
+            except (OSError, ValueError) as error:  # removed meanwhile: the energy of half a run is no result
+                self.unreadable = self.unreadable or f"{counter.file}: {getattr(error, 'strerror', None) or error}"
                 self._counters = [other for other in self._counters if other.kind != counter.kind]
         for counter in self._counters:
-            found[counter.kind] = found.get(counter.kind, 0.0) + counter.total / 1e6
-        return found
+            totals[counter.kind] = totals.get(counter.kind, 0.0) + counter.total / 1e6
+        return totals

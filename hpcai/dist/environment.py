@@ -1,4 +1,4 @@
-"""The place of this process in its job, read from its launcher's variables, without torch, network, MPI or GPU."""
+"""Rank and world size from the launcher's environment variables, without torch, network, MPI or GPU."""
 
 import os
 import re
@@ -10,8 +10,8 @@ from hpcai.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among the processes of its job, as the environment tells it. None stands for what only MPI can tell."""
+class RankInfo:
+    """The rank of this process, from environment variables. None: known only to MPI."""
 
     launcher: str
     rank: int
@@ -25,18 +25,18 @@ class Place:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """How one launcher names things. It fits where ``rank`` and all of ``signs`` are set. Where several names are given, the first
-    one that is set counts."""
+    """Environment variables of a launcher. It matches if ``rank`` and all of ``required`` are set. Of several names the first that
+    is set counts."""
 
     name: str
     rank: str
     world: str = ""
     local_rank: str = ""
     local_world: str = ""
-    signs: str = ""
+    required: str = ""
     mpi: bool = True
-    step: bool = False  # only in a Slurm job step; in a batch shell the same variables describe the job, not this process
-    same: str = ""  # other names for the rank; one that differs was inherited from somewhere else
+    needs_step: bool = False  # only in a Slurm job step: in a batch shell these variables describe the job, not the process
+    aliases: str = ""  # other variables of the rank; a different value is inherited from another launcher
 
 
 def _srun(name: str, rank: str = "") -> _Launcher:
@@ -46,10 +46,10 @@ def _srun(name: str, rank: str = "") -> _Launcher:
         "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
         "SLURM_LOCALID",
         "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_NTASKS_PER_NODE",
-        signs=rank,
+        required=rank,
         mpi=bool(rank),
-        step=True,
-        same=rank,
+        needs_step=True,
+        aliases=rank,
     )
 
 
@@ -64,9 +64,9 @@ _BY_HAND = _Launcher(
     mpi=False,
 )
 _OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
-# The first that fits counts, and innermost ones stand first: torchrun may run inside srun, and in a Slurm job mpiexec starts its
-# proxies with srun, whose SLURM_PROCID then numbers nodes. HPE's PALS gives no world size under PMIx; Slurm's Cray plugin sets
-# PALS_RANKID but nothing local.
+# The first match counts, innermost launchers first: torchrun may run inside srun, and in a Slurm job mpiexec starts its proxies
+# with srun, whose SLURM_PROCID then numbers nodes. HPE's PALS gives no world size under PMIx; Slurm's Cray plugin sets PALS_RANKID
+# but no local variable.
 _LAUNCHERS = (
     _TORCHRUN,
     _BY_HAND,
@@ -80,127 +80,127 @@ _LAUNCHERS = (
         "PALS_LOCAL_RANKID",
         "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
         "PALS_LOCAL_RANKID",
-        same="PMI_RANK PMIX_RANK",
+        aliases="PMI_RANK PMIX_RANK",
     ),
     _srun("srun (Cray MPI)", "PALS_RANKID"),
     _srun("srun (PMIx)", "PMIX_RANK"),
     _srun("srun (PMI2)", "PMI_RANK"),
     _srun("srun"),
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_SIZE"),
-    _Launcher("PMIx", "PMIX_RANK", signs="PMIX_NAMESPACE"),
+    _Launcher("PMIx", "PMIX_RANK", required="PMIX_NAMESPACE"),
 )
-ALONE = Place("alone", 0, 1, 0, 1)
+SINGLE_PROCESS = RankInfo("alone", 0, 1, 0, 1)
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch shell (…fb) and salloc's interactive shell (…fa) have step ids above this
 
 
-def place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Read this process' place from the variables that launchers set; touches neither network nor MPI nor GPU.
+def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
+    """Read the rank from the variables of launchers, without network, MPI or GPU.
 
-    Raises LaunchError when they contradict one another, or when several copies of a job would start side by side.
+    Raises LaunchError if they are inconsistent, or if the same job would start several times.
     """
-    found = [launcher for launcher in _LAUNCHERS if _fits(launcher, environ)]
-    if not found:
-        return ALONE
-    launcher = found[0]
-    rank = _number(environ, launcher.rank, launcher.name)
-    world = _number(environ, launcher.world, launcher.name)
-    local_rank = _number(environ, launcher.local_rank, launcher.name)
-    local_world = _number(environ, launcher.local_world, launcher.name)
-    assert rank is not None  # otherwise the launcher would not fit
+    matching = [launcher for launcher in _LAUNCHERS if _matches(launcher, environ)]
+    if not matching:
+        return SINGLE_PROCESS
+    launcher = matching[0]
+    rank = _read_int(environ, launcher.rank, launcher.name)
+    world = _read_int(environ, launcher.world, launcher.name)
+    local_rank = _read_int(environ, launcher.local_rank, launcher.name)
+    local_world = _read_int(environ, launcher.local_world, launcher.name)
+    assert rank is not None  # otherwise the launcher would not match
     if not launcher.mpi:
         for value, names in ((world, launcher.world), (local_rank, launcher.local_rank)):
             if value is None:
                 raise LaunchError(f"{launcher.name}: {launcher.rank}={rank}, but {' or '.join(names.split())} is not set; set it")
-    _check(environ, launcher, rank, world, local_rank, local_world)
+    _check_consistency(environ, launcher, rank, world, local_rank, local_world)
     if launcher in (_TORCHRUN, _BY_HAND):
-        _check_copies(environ, launcher, world or 1, found)
-    address, port = _meeting_point(environ, launcher, rank)
-    return Place(launcher.name, rank, world, local_rank, local_world, launcher.mpi, address, port)
+        _check_one_job(environ, launcher, world or 1, matching)
+    address, port = _find_rendezvous(environ, launcher, rank)
+    return RankInfo(launcher.name, rank, world, local_rank, local_world, launcher.mpi, address, port)
 
 
-def expand(hosts: str) -> list[str]:
-    """The hosts of a Slurm list such as ``nid[001-003,7],gpu[1-2]-ib[0-1],login``, in order. Containers seldom hold scontrol."""
+def expand_hostlist(hosts: str) -> list[str]:
+    """Expand a Slurm list such as ``nid[001-003,7],gpu[1-2]-ib[0-1],login``, in order. Containers seldom have scontrol."""
     names = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", hosts):
-        parts = [_range(part[1:-1]) if part.startswith("[") else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
+        parts = [_expand_range(part[1:-1]) if part.startswith("[") else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
         names += ["".join(choice) for choice in product(*parts)]
     return names
 
 
-def _range(numbers: str) -> list[str]:
-    every = []
+def _expand_range(numbers: str) -> list[str]:
+    items = []
     for part in numbers.split(","):
         first, _, last = part.partition("-")
-        every += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
-    return every
+        items += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return items
 
 
-def _per_node(counts: str) -> list[int]:
-    """``4(x2),3``: four tasks on each of two nodes, three on the third."""
-    every: list[int] = []
+def _tasks_per_node(counts: str) -> list[int]:
+    """Parse ``4(x2),3``: four tasks on each of two nodes, three on the third."""
+    tasks: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-        every += [int(count)] * int(times or 1)
-    return every
+        tasks += [int(count)] * int(times or 1)
+    return tasks
 
 
-def _fits(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
+def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
-    return all(environ.get(sign) for sign in (launcher.rank, *launcher.signs.split())) and (in_step or not launcher.step)
+    return all(environ.get(name) for name in (launcher.rank, *launcher.required.split())) and (in_step or not launcher.needs_step)
 
 
-def _number(environ: Mapping[str, str], names: str, launcher: str) -> int | None:
+def _read_int(environ: Mapping[str, str], names: str, launcher: str) -> int | None:
     for name in names.split():
         value = environ.get(name)
         if not value:
             continue
         if name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-            counts, node = _per_node(value), int(environ.get("SLURM_NODEID", "0"))
+            counts, node = _tasks_per_node(value), int(environ.get("SLURM_NODEID", "0"))
             if node < len(counts):
                 return counts[node]
         elif value.isdigit():
             return int(value)
         else:
-            raise LaunchError(f"{launcher}: {name}={value} is not a whole number")
+            raise LaunchError(f"{launcher}: {name}={value} is not an integer")
     return None
 
 
-def _check(
+def _check_consistency(
     environ: Mapping[str, str], launcher: _Launcher, rank: int, world: int | None, local_rank: int | None, local_world: int | None
 ) -> None:
-    said = f"{launcher.name}: {launcher.rank}={rank}"
+    text = f"{launcher.name}: {launcher.rank}={rank}"
     if world is not None and rank >= world:
-        raise LaunchError(f"{said}, but the world has {world} ranks; a variable of another launcher is left over, unset it")
+        raise LaunchError(f"{text}, but the world has {world} ranks; unset the variable that another launcher left")
     if local_rank is not None and local_world is not None and local_rank >= local_world:
-        raise LaunchError(f"{said}: local rank {local_rank}, but {local_world} ranks on the node; unset what another launcher left")
-    for name in launcher.same.split():
+        raise LaunchError(f"{text}: local rank {local_rank}, but {local_world} ranks on the node; unset other launchers' variables")
+    for name in launcher.aliases.split():
         if environ.get(name, str(rank)) != str(rank):
-            raise LaunchError(f"{said}, but {name}={environ[name]}, left over from another launcher; unset {name}")
+            raise LaunchError(f"{text}, but {name}={environ[name]}, of another launcher; unset {name}")
 
 
-def _check_copies(environ: Mapping[str, str], inner: _Launcher, world: int, found: list[_Launcher]) -> None:
+def _check_one_job(environ: Mapping[str, str], inner: _Launcher, world: int, matching: list[_Launcher]) -> None:
     groups = int(environ.get("GROUP_WORLD_SIZE", "1")) if inner is _TORCHRUN else world
-    for outer in found:
-        tasks = None if outer in (_TORCHRUN, _BY_HAND) else _number(environ, outer.world, outer.name)
+    for outer in matching:
+        tasks = None if outer in (_TORCHRUN, _BY_HAND) else _read_int(environ, outer.world, outer.name)
         if tasks is not None and tasks > groups:
-            todo = "give torchrun --nnodes and --rdzv-endpoint" if inner is _TORCHRUN else "unset RANK and WORLD_SIZE"
-            what = f"{groups} node" if inner is _TORCHRUN else f"WORLD_SIZE={world}"
-            raise LaunchError(f"{outer.name} started {tasks} tasks, each with {inner.name} of {what}: copies of one job; {todo}")
+            advice = "give torchrun --nnodes and --rdzv-endpoint" if inner is _TORCHRUN else "unset RANK and WORLD_SIZE"
+            size = f"{groups} node" if inner is _TORCHRUN else f"WORLD_SIZE={world}"
+            raise LaunchError(f"{outer.name} started {tasks} tasks, each with {inner.name} of {size}: copies of one job; {advice}")
 
 
-def _meeting_point(environ: Mapping[str, str], launcher: _Launcher, rank: int) -> tuple[str | None, int | None]:
-    port = _number(environ, "MASTER_PORT", launcher.name)
+def _find_rendezvous(environ: Mapping[str, str], launcher: _Launcher, rank: int) -> tuple[str | None, int | None]:
+    port = _read_int(environ, "MASTER_PORT", launcher.name)
     address = environ.get("MASTER_ADDR") or None
     if launcher.name == "srun":
-        # Steps of one job and jobs that follow one another get ports of their own: 20000 + (8 job + step) mod 12768
+        # Consecutive steps and jobs get different ports: 20000 + (8 job + step) mod 12768
         ids = [int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
         port = port or 20000 + (8 * ids[0] + ids[1]) % 12768
-        hosts = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+        hosts = expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
         address = address or environ.get("HPCAI_ADDRESS") or ("127.0.0.1" if len(hosts) == 1 else next(iter(hosts), None))
         if rank == 0 and environ.get("SLURM_NODEID", "0") != "0" and address in hosts:
             raise LaunchError(f"srun: rank 0 is not on {address}, the first node of the step; set HPCAI_ADDRESS to its node")
     if not launcher.mpi and (address is None or port is None):
         raise LaunchError(
-            f"{launcher.name}: where rank 0 listens is not known; set MASTER_ADDR and MASTER_PORT, alike for all ranks"
+            f"{launcher.name}: the address of rank 0 is unknown; set MASTER_ADDR and MASTER_PORT, the same for all ranks"
         )
     return address, port

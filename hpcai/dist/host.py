@@ -1,4 +1,4 @@
-"""The host's work beside the training: garbage collection, freed memory, CPU binding, the GPU's counters, first collectives."""
+"""Host work beside the training: garbage collection, freed memory, NUMA binding, GPU counters, first collectives."""
 
 import ctypes
 import gc
@@ -17,13 +17,13 @@ import torch.distributed as torch_dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 
-_FULL = 10  # every tenth collection takes in what survived two others; frozen objects are not looked at, so it costs little
+_FULL_EVERY = 10  # every tenth collection is a full one; frozen objects are not scanned, so it is cheap
 
 
-class Collector:
-    """Within its ``with`` block Python's garbage collector runs after every ``every``-th step only; None leaves Python alone.
+class ManualGC:
+    """Context manager: Python's garbage collector runs after every ``every``-th step only; None leaves it automatic.
 
-    A collection on one rank makes all others wait at the next collective; here all ranks collect at the same step.
+    A collection on one rank makes all others wait at the next collective. Here all ranks collect at the same step.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -31,107 +31,106 @@ class Collector:
             raise ConfigError(f"garbage collection every {every} steps; expected at least 1, or null to leave it to Python")
         self.every = every
 
-    def __enter__(self) -> "Collector":
+    def __enter__(self) -> "ManualGC":
         if self.every is not None:
-            self._was_on, self._frozen = gc.isenabled(), gc.get_freeze_count()
+            self._was_enabled, self._frozen = gc.isenabled(), gc.get_freeze_count()
             gc.collect()
             gc.freeze()
             gc.disable()
         return self
 
-    def at(self, step: int) -> None:
+    def collect_at(self, step: int) -> None:
         if self.every is not None and step % self.every == 0:
-            gc.collect(2 if step // self.every % _FULL == 0 else 1)
+            gc.collect(2 if step // self.every % _FULL_EVERY == 0 else 1)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.every is not None:
-            if not self._frozen:  # a block around this one keeps what it has frozen
+            if not self._frozen:  # by an outer block, which still needs them
                 gc.unfreeze()
-            if self._was_on:
+            if self._was_enabled:
                 gc.enable()
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Within it Python's garbage collector rests, for work that makes many objects and no cycles: it would look at all that there
-    is, again and again."""
-    was_on = gc.isenabled()
+def gc_disabled() -> Iterator[None]:
+    """Context manager without Python's garbage collector, for work that creates many objects and no cycles: it would scan all of
+    them repeatedly."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 
 
-def keep_memory() -> bool:
-    """Have this process keep the memory that it frees, for its next tensors. Returns whether the C library took the request.
+def retain_freed_memory() -> bool:
+    """Let malloc retain freed memory for the next tensors, and return whether the C library supports it.
 
-    By default the GNU C library gives every large tensor back to the system, which clears the pages of the next one: up to a third
-    of the wall time of a step on a CPU. A ``GLIBC_TUNABLES`` or ``MALLOC_`` variable that is set is respected instead.
+    By default the GNU C library returns every large tensor to the system, which clears the pages of the next one: up to a third of
+    the wall time of a step on a CPU. A set ``GLIBC_TUNABLES`` or ``MALLOC_`` variable takes precedence.
     """
     if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it, other allocators ignore it
-    # No tensor gets a mapping of its own, and the top of the heap is never given back.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in other C libraries, ignored by other allocators
+    # No mmap for large tensors, and no trim of the heap.
     return bool(mallopt and mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
 
 
-def bind(device: torch.device, local_world: int = 1, root: str | Path = "/") -> str | None:
-    """Bind all threads of this process to the CPUs of the NUMA node that its GPU is next to, as far as it may use them.
+def bind_to_numa_node(device: torch.device, local_world: int = 1, root: str | Path = "/") -> str | None:
+    """Bind all threads of this process to the allowed CPUs of the NUMA node of its GPU, read from sysfs below ``root``.
 
-    The kernel's map is read below ``root``. Returns what was done, for the log, or None where the node is not known (-1 in most
-    virtual machines) or there is nothing to choose.
+    Return a line for the log, or None if the node is unknown (-1 in most virtual machines), or has none or all of these CPUs.
     """
     if device.type != "cuda" or not hasattr(os, "sched_getaffinity"):
         return None
-    gpu, allowed = _address(device) or "none", os.sched_getaffinity(0)
+    gpu, allowed = _pci_address(device) or "none", os.sched_getaffinity(0)
     try:
         node = int((Path(root, "sys/bus/pci/devices") / gpu / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    cpus = cpu_list(Path(root, f"sys/devices/system/node/node{node}/cpulist")) & allowed
+    cpus = read_cpu_list(Path(root, f"sys/devices/system/node/node{node}/cpulist")) & allowed
     if not cpus or cpus == allowed:
         return None
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # a thread that has ended, or one of the driver's
             os.sched_setaffinity(int(thread), cpus)
-    if "OMP_NUM_THREADS" not in os.environ:  # torch counted the cores of the whole machine
+    if "OMP_NUM_THREADS" not in os.environ:  # torch counted all cores of the machine
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus), len(allowed) // local_world)))
-    return f"bound to {len(cpus)} CPUs of NUMA node {node}, next to GPU {gpu}: {ranges(cpus)}"
+    return f"bound to {len(cpus)} CPUs of NUMA node {node}, next to GPU {gpu}: {format_ranges(cpus)}"
 
 
-def _address(device: torch.device) -> str | None:
-    """The PCI address as the kernel writes it, such as ``0000:c1:00.0``."""
-    known = torch.cuda.get_device_properties(device)
-    domain, bus, slot = (getattr(known, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
+def _pci_address(device: torch.device) -> str | None:
+    """Return the PCI address as in sysfs, such as ``0000:c1:00.0``."""
+    properties = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0" if slot >= 0 else None
 
 
-def cpu_list(path: Path) -> set[int]:
-    """``0-3,8`` -> {0, 1, 2, 3, 8}; empty where there is no such file."""
+def read_cpu_list(path: Path) -> set[int]:
+    """Parse a file such as ``0-3,8`` to {0, 1, 2, 3, 8}; empty if there is no such file."""
     text = path.read_text() if path.exists() else ""
     return {cpu for first, last in re.findall(r"(\d+)(?:-(\d+))?", text) for cpu in range(int(first), int(last or first) + 1)}
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """{0, 1, 2, 3, 8} -> ``0-3,8``."""
-    every = set(numbers)
-    starts, ends = ([n for n in sorted(every) if n + step not in every] for step in (-1, 1))
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format {0, 1, 2, 3, 8} as ``0-3,8``."""
+    unique = set(numbers)
+    starts, ends = ([n for n in sorted(unique) if n + step not in unique] for step in (-1, 1))
     return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends))
 
 
-_HELD_BACK = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, slowdown, heat (driver), heat (hardware), power brake: nvml.h
+_THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, slowdown, heat (driver), heat (hardware), power brake: nvml.h
 
 
-def nvml_gpu(device: torch.device) -> tuple[Any, Any, str]:
-    """NVML, its handle of the GPU ``device``, and the name by which it is found.
+def open_nvml(device: torch.device) -> tuple[Any, Any, str]:
+    """Return NVML, its handle of the GPU ``device``, and the UUID of the GPU.
 
-    That is its UUID, because NVML knows neither CUDA_VISIBLE_DEVICES nor torch's numbers. Raises ImportError without the package,
-    NVMLError without a driver, and LookupError.
+    NVML ignores CUDA_VISIBLE_DEVICES and torch's device numbers, hence the UUID. Raises ImportError without the package, NVMLError
+    without a driver, and LookupError if there is no such GPU.
     """
     if device.type != "cuda":
         raise LookupError(f"this process computes on {device.type}")
@@ -140,22 +139,21 @@ def nvml_gpu(device: torch.device) -> tuple[Any, Any, str]:
     pynvml.nvmlInit()
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
-        if (gpu := _try(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
+        if (gpu := _try_read(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
             return pynvml, gpu, name
     raise LookupError(f"NVML knows no GPU {uuid}")
 
 
 def check_power_cap(device: torch.device, watts: float | None) -> None:
-    """Refuse a run without the cap that it asks for: the limit that is enforced on the GPU ``device`` must be ``watts``, whoever
-    has set it; None asks for none. Raises ConfigError, also where NVML does not tell."""
+    """Raise ConfigError unless the power limit enforced on the GPU ``device`` is readable and ``watts``. None: any limit."""
     if watts is None:
         return
     try:
-        nvml, gpu, name = nvml_gpu(device)
+        nvml, gpu, name = open_nvml(device)
         enforced = nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
-    except Exception as problem:  # no GPU, no package, no driver, or a GPU that is not NVIDIA's
+    except Exception as error:  # no GPU, no package, no driver, or a GPU that is not NVIDIA's
         raise ConfigError(
-            f"train.power_cap is {watts:g} W, but NVML does not tell what limit is enforced: {problem}; it needs an NVIDIA GPU, "
+            f"train.power_cap is {watts:g} W, but NVML cannot read the enforced limit: {error}; it needs an NVIDIA GPU, "
             "its driver and pip install 'hpcai-suite[gpu]'; or set train.power_cap to null"
         ) from None
     if abs(enforced - watts) >= 0.5:
@@ -165,80 +163,79 @@ def check_power_cap(device: torch.device, watts: float | None) -> None:
         )
 
 
-class Gpu:
-    """NVML's counters of one GPU, read without waiting for it. What the driver does not tell is left out; without NVML that is
-    all."""
+class GpuCounters:
+    """NVML's counters of one GPU, read without synchronization. Counters that the driver does not support are omitted, and all of
+    them without NVML."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._nvml: Any = None
         self._handle: Any = None
-        self._joules = 0.0  # the integral of the power, where the GPU has no meter
-        self._before: tuple[float, float] | None = None
+        self._joules = 0.0  # integral of the power, if the GPU has no energy counter
+        self._last_power: tuple[float, float] | None = None
         if device.type != "cuda":
             return
         with suppress(Exception):  # without package, driver or permission a run goes on without these numbers
-            self._nvml, self._handle, _ = nvml_gpu(device)
-        self._began = self._meter()
-        self.readings()
+            self._nvml, self._handle, _ = open_nvml(device)
+        self._start_energy = self._read_meter()
+        self.read()
 
-    def readings(self) -> dict[str, float]:
-        """The counters now: power_w, power_limit_w (as enforced, whoever has set it), energy_j since construction, sm_clock_mhz,
-        temperature_c, memory_gb (this process's peak), memory_used_gb (by all processes), throttled (1.0 while heat or power hold
-        the clocks back)."""
+    def read(self) -> dict[str, float]:
+        """Return the counters: power_w, power_limit_w (as enforced), energy_j since construction, sm_clock_mhz, temperature_c,
+        memory_gb (peak of this process), memory_used_gb (of all processes), throttled (1.0 while heat or power limit clocks)."""
         if self._handle is None:
             return {}
         nvml, gpu = self._nvml, self._handle
-        mask = _try(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+        mask = _try_read(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
         if mask is None:  # drivers before 535
-            mask = _try(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
-        power = _try(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)
-        found = {
+            mask = _try_read(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
+        power = _try_read(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)
+        counters = {
             "power_w": power,
-            "power_limit_w": _try(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
+            "power_limit_w": _try_read(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
             "energy_j": self._energy(power),
-            "sm_clock_mhz": _try(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
-            "temperature_c": _try(lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
-            "memory_gb": _try(lambda: torch.cuda.max_memory_allocated(self.device) / 1e9),
-            "memory_used_gb": _try(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9),
-            "throttled": None if mask is None else bool(mask & _HELD_BACK),
+            "sm_clock_mhz": _try_read(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
+            "temperature_c": _try_read(lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+            "memory_gb": _try_read(lambda: torch.cuda.max_memory_allocated(self.device) / 1e9),
+            "memory_used_gb": _try_read(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9),
+            "throttled": None if mask is None else bool(mask & _THROTTLED),
         }
-        return {name: float(value) for name, value in found.items() if value is not None}
+        return {name: float(value) for name, value in counters.items() if value is not None}
 
-    def _meter(self) -> float | None:
+    def _read_meter(self) -> float | None:
         gpu = self._handle
-        return None if gpu is None else _try(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3)
+        return None if gpu is None else _try_read(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3)
 
     def _energy(self, power: float | None) -> float | None:
-        meter = self._meter()
-        if meter is not None and self._began is not None:
-            return meter - self._began
+        meter = self._read_meter()
+        if meter is not None and self._start_energy is not None:
+            return meter - self._start_energy
         if power is None:
             return None
         now = time.monotonic()
-        then, before = self._before or (now, power)
+        then, before = self._last_power or (now, power)
         self._joules += (now - then) * (power + before) / 2
-        self._before = (now, power)
+        self._last_power = (now, power)
         return self._joules
 
 
-def _try(read: Callable[..., Any], *given: Any) -> Any:
+def _try_read(read: Callable[..., Any], *args: Any) -> Any:
     try:
-        return read(*given)
-    except Exception:  # NVMLError_NotSupported and its kin: not on this GPU, this driver or in MIG
+        return read(*args)
+    except Exception:  # such as NVMLError_NotSupported: by this GPU, this driver or in MIG
         return None
 
 
-def warm_collectives(mesh: Mesh, times: int = 20) -> None:
-    """Make a few small sums over every axis in use, and over what else has a group, so that groups and connections exist before the
-    clock runs and before anything is captured. Every process that trains calls it."""
+def warm_up_collectives(mesh: Mesh, repeats: int = 20) -> None:
+    """All-reduce a small tensor over every axis in use and every existing group: a collective of ``peers``. Groups and connections
+    then exist before the clock starts and before a graph is captured."""
     if mesh.world == 1:
         return
-    for axis in (*mesh.used, mesh.everyone):
-        axis.meet()
+    for axis in (*mesh.used, mesh.peers):
+        axis.init_group()
     small = torch.zeros(1, device=mesh.device)
-    for line in mesh.made:
-        for _ in range(times):
-            torch_dist.all_reduce(small, group=line.group)
+    for dimension in mesh.created:
+        for _ in range(repeats):
+            torch_dist.all_reduce(small, group=dimension.group)
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)

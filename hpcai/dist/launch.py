@@ -1,13 +1,13 @@
-"""The start of a job: a process learns its rank, world and device, whether alone or behind mpiexec, srun, PALS or torchrun.
+"""The start of a job: rank, world and device of a process, alone or under mpiexec, srun, PALS or torchrun.
 
-A person may set, alike for all ranks:
+Environment variables, with the same values on all ranks:
 
-    MASTER_ADDR, MASTER_PORT   where rank 0 listens
-    HPCAI_ADDRESS              rank 0's name on the network to be used, where its host name is unknown to the others or slow
-    HPCAI_TOKEN                a secret of the job, where MPI does not carry one: slurm/job.sh draws it
-    HPCAI_TIMEOUT              seconds that ranks wait for one another, when they meet and in every collective (600)
-    HPCAI_BIND=0               leave the CPUs of each process to the system, where there is a GPU
-    HPCAI_SHARE_GPU=1          several ranks may use one GPU, over gloo: for tests
+    MASTER_ADDR, MASTER_PORT   address of rank 0
+    HPCAI_ADDRESS              host name of rank 0 on another network, if the others cannot resolve its host name or it is slow
+    HPCAI_TOKEN                secret of the job, if MPI does not broadcast one; slurm/job.sh generates it
+    HPCAI_TIMEOUT              timeout of the rendezvous and of every collective, in seconds (600)
+    HPCAI_BIND=0               no binding of processes with a GPU to CPUs
+    HPCAI_SHARE_GPU=1          several ranks may use one GPU, with gloo: for tests
 """
 
 import logging
@@ -28,23 +28,22 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai import startup
-from hpcai.dist.environment import ALONE, Place, place
-from hpcai.dist.host import bind, keep_memory
+from hpcai.dist.environment import SINGLE_PROCESS, RankInfo, read_rank_info
+from hpcai.dist.host import bind_to_numa_node, retain_freed_memory
 from hpcai.dist.mesh import Mesh
-from hpcai.dist.watch import Watch, leave_now, shout
+from hpcai.dist.watchdog import Watchdog, exit_now, report_failure
 from hpcai.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
-# Where --gpus-per-task=1 hides the other GPUs of the node from a task, NCCL may not reach them over NVLink.
-_ALL_SHOWN = "srun --gpus-per-node=N --gpu-bind=none"
+# With --gpus-per-task=1 the other GPUs of the node are hidden, and NCCL may not use NVLink.
+_SHOW_ALL_GPUS = "srun --gpus-per-node=N --gpu-bind=none"
 
 
-def device(place: Place, visible: int | None = None) -> torch.device:
-    """The device of this process: the CPU without a GPU, the only visible one, or the one with the number of its local rank.
+def select_device(info: RankInfo, visible: int | None = None) -> torch.device:
+    """Return the device of this process: the GPU with the number of its local rank, the only visible one, or the CPU without GPU.
 
-    Sites that bind one GPU to each task show it to the task as number 0, whatever the local rank. Raises LaunchError when more
-    tasks than GPUs were started on the node.
+    Sites that bind one GPU to each task show it as number 0 to all local ranks. Raises LaunchError for more tasks than GPUs.
     """
     if visible is None:
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -52,247 +51,247 @@ def device(place: Place, visible: int | None = None) -> torch.device:
         return torch.device("cpu")
     if visible == 1:
         return torch.device("cuda", 0)
-    if place.local_rank is None:
-        raise LaunchError(f"{place.launcher} tells no local rank before MPI starts, so none of {visible} GPUs can be chosen")
-    if place.local_rank < visible:
-        return torch.device("cuda", place.local_rank)
-    if _share_gpu():
-        return torch.device("cuda", place.local_rank % visible)
+    if info.local_rank is None:
+        raise LaunchError(f"{info.launcher} sets no local rank before MPI starts, so none of {visible} GPUs can be chosen")
+    if info.local_rank < visible:
+        return torch.device("cuda", info.local_rank)
+    if _may_share_gpu():
+        return torch.device("cuda", info.local_rank % visible)
     raise LaunchError(
-        f"local rank {place.local_rank} finds only {visible} visible GPUs; start {visible} tasks on each node, or "
-        f"show each task all of its node's ({_ALL_SHOWN})"
+        f"local rank {info.local_rank} finds only {visible} visible GPUs; start {visible} tasks on each node, or "
+        f"show all GPUs of the node to each task ({_SHOW_ALL_GPUS})"
     )
 
 
-def communicator() -> Any:
-    """mpi4py's world communicator where the processes of this job met over MPI, otherwise None. For bulk data between CPUs."""
+def mpi_communicator() -> Any:
+    """Return mpi4py's world communicator if the job uses MPI, otherwise None. It is for bulk data between CPUs."""
     return _mpi[0] if _mpi else None
 
 
-def alone(device: torch.device | None = None) -> Mesh:
-    """A mesh of one process, all axes of size 1: for a notebook or a script. Uses the first visible GPU, where there is one."""
-    return Mesh({}, 1, 0, device if device is not None else _device(ALONE))
+def single_process(device: torch.device | None = None) -> Mesh:
+    """Return a mesh of one process, for a notebook or a script, with the first visible GPU if there is one."""
+    return Mesh({}, 1, 0, device if device is not None else _set_device(SINGLE_PROCESS))
 
 
 @contextmanager
-def start(axes: Any, on: torch.device | None = None) -> Iterator[Mesh]:
-    """Meet the other processes of the job and give the mesh; ``axes`` maps names to sizes or is a settings object.
+def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
+    """Context manager: initialize the process group, and return the mesh. ``axes`` maps names to sizes or is a settings object.
 
-    ``on``: the device to be used, such as the CPU, instead of the GPU that is this process's by its place; no GPU is touched then.
+    ``device``: Replaces the GPU of the local rank, for example by the CPU; no GPU is initialized then.
 
-    An exception on one rank ends all ranks within seconds (see hpcai.dist.watch). With one process there is neither process
-    group nor watch, and exceptions pass through. Raises LaunchError, and MeshError when the axes do not fit the processes.
+    An exception on one rank ends all ranks within seconds (``hpcai.dist.watchdog``). A single process has no process group and no
+    watchdog, and exceptions propagate. Raises LaunchError, and MeshError if the axes do not match the number of processes.
     """
-    startup.now("processes")
+    startup.begin("processes")
     sizes: Mapping[str, int] = axes.model_dump() if hasattr(axes, "model_dump") else dict(axes)
-    here = place()
-    _check_unannounced(here)
+    info = read_rank_info()
+    _check_mpi_world(info)
     if torch_dist.is_initialized():
-        raise LaunchError("torch.distributed is initialised already; start() makes the process group itself")
-    here, watch = (here, None) if here.world == 1 else _meet(here, on)
-    assert here.world is not None
+        raise LaunchError("torch.distributed is initialized already; start() creates the process group itself")
+    info, watch = (info, None) if info.world == 1 else _rendezvous(info, device)
+    assert info.world is not None
     with watch or nullcontext():
-        where = on if on is not None else _device(here)
-        _settle(where, here)
-        if on is None and here.rank == 0 and (lack := no_gpu(where)):
-            logger.info("%s", lack)
+        local_device = device if device is not None else _set_device(info)
+        _tune_host(local_device, info)
+        if device is None and info.rank == 0 and (missing := explain_missing_gpu(local_device)):
+            logger.info("%s", missing)
         if watch is not None:
-            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # two hosts connect when they first talk, and most pairs never do
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # most pairs of hosts need no connection
             backend = "gloo"
-            if where.type == "cuda":
-                _claim(where, here, watch.store)
-                # Messages start at once, and not behind convolutions that fill the GPU.
+            if local_device.type == "cuda":
+                _claim_gpu(local_device, info, watch.store)
+                # Communication kernels start at once, not behind convolutions that fill the GPU.
                 os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-                backend = "cpu:gloo,cuda:" + ("gloo" if _share_gpu() else "nccl")
+                backend = "cpu:gloo,cuda:" + ("gloo" if _may_share_gpu() else "nccl")
             group = torch_dist.PrefixStore("group", watch.store)
-            # Without device_id: NCCL would split further groups off this one, for which it waits for ranks that are not in them.
-            torch_dist.init_process_group(backend, store=group, rank=here.rank, world_size=here.world, timeout=_timeout())
-        mesh = Mesh(sizes, here.world, here.rank, where, _timeout())
-        startup.now("data")
+            # Without device_id: otherwise NCCL splits further groups off this one, and waits for ranks outside of them.
+            torch_dist.init_process_group(backend, store=group, rank=info.rank, world_size=info.world, timeout=_read_timeout())
+        mesh = Mesh(sizes, info.world, info.rank, local_device, _read_timeout())
+        startup.begin("data")
         yield mesh
 
 
-def _check_unannounced(here: Place) -> None:
+def _check_mpi_world(info: RankInfo) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
-    if here.world == 1 and mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
+    if info.world == 1 and mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
         raise LaunchError(
-            f"this process looks alone ({here.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; set RANK, WORLD_SIZE, "
+            f"this process seems to be alone ({info.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; set RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for this launcher"
         )
 
 
 class _MPIError(LaunchError):
-    """There is no MPI library, or it belongs to another launcher: the same on every rank of a node."""
+    """No MPI library, or one of another launcher: the same error on all ranks of a node."""
 
 
-def _meet(here: Place, on: torch.device | None) -> tuple[Place, Watch | None]:
-    """Reach the other ranks. Until then they cannot hear one another, so a refusal must end this process by itself."""
+def _rendezvous(info: RankInfo, device: torch.device | None) -> tuple[RankInfo, Watchdog | None]:
+    """Connect to the other ranks. Before that the watchdog cannot propagate errors, so an error exits this process directly."""
     comm = None
     try:
-        if here.mpi:
-            if here.local_rank is not None and on is None:
-                with suppress(LaunchError):  # it is raised again once the ranks hear one another
-                    _device(here)  # before MPI, which may otherwise open a context on the first GPU for every rank
-            here, comm = _join_mpi(here)
-        if here.world == 1:
-            return here, None
-        address, store, token = _open_store(here, comm)
-        assert here.world is not None
+        if info.mpi:
+            if info.local_rank is not None and device is None:
+                with suppress(LaunchError):  # raised again once the watchdog runs
+                    _set_device(info)  # before MPI, which may otherwise create a context of every rank on the first GPU
+            info, comm = _init_mpi(info)
+        if info.world == 1:
+            return info, None
+        address, store, token = _open_store(info, comm)
+        assert info.world is not None
         abort = os._exit if comm is None else comm.Abort
-        return here, Watch(here.rank, here.world, address, store, abort, token)
+        return info, Watchdog(info.rank, info.world, address, store, abort, token)
     except (LaunchError, OSError, RuntimeError) as error:
-        if here.rank > 0:
-            time.sleep(2)  # the error is mostly the same on all: rank 0 speaks first, and most launchers then stop the rest
-        if here.local_rank in (0, None) or not isinstance(error, _MPIError):
-            shout(f"rank {here.rank} on {socket.gethostname()}: LaunchError: {error}")
+        if info.rank > 0:
+            time.sleep(2)  # usually all have the same error: rank 0 prints it, and most launchers end the others
+        if info.local_rank in (0, None) or not isinstance(error, _MPIError):
+            report_failure(f"rank {info.rank} on {socket.gethostname()}: LaunchError: {error}")
         if comm is not None and comm.size > 1:
             comm.Abort(2)
-        leave_now(2)
+        exit_now(2)
 
 
-def _join_mpi(here: Place) -> tuple[Place, Any]:
+def _init_mpi(info: RankInfo) -> tuple[RankInfo, Any]:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)  # every rank says it; the check below says it once
+            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)  # on every rank; the check below raises once
             from mpi4py import MPI  # importing it starts MPI
     except (ImportError, RuntimeError) as error:
         raise _MPIError(
-            f"{here.launcher} started this process as rank {here.rank}, but MPI cannot be loaded: {error}; set MPI4PY_LIBMPI to "
+            f"{info.launcher} started this process as rank {info.rank}, but MPI cannot be loaded: {error}; set MPI4PY_LIBMPI to "
             "the libmpi.so that belongs to the launcher, or install one (pip install mpich)"
         ) from error
     comm = MPI.COMM_WORLD
-    announced = here.world or here.local_world or 1
-    if comm.size < announced or (here.world, here.rank) not in ((comm.size, comm.rank), (None, comm.rank)):
+    expected = info.world or info.local_world or 1
+    if comm.size < expected or (info.world, info.rank) not in ((comm.size, comm.rank), (None, comm.rank)):
         library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
         raise _MPIError(
-            f"{here.launcher} announced rank {here.rank} of {here.world or 'several'}, but MPI sees rank {comm.rank} of "
+            f"{info.launcher} announced rank {info.rank} of {info.world or 'several'}, but MPI sees rank {comm.rank} of "
             f"{comm.size}; the library is {library}: use the launcher that belongs to it (its own mpiexec; srun --mpi=pmi2 for "
             "MPICH, srun --mpi=pmix for Open MPI), or set MPI4PY_LIBMPI to the library of the launcher"
         )
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    if here.local_rank is None or here.local_world is None:
-        here = replace(here, local_rank=node.rank, local_world=node.size)
+    if info.local_rank is None or info.local_world is None:
+        info = replace(info, local_rank=node.rank, local_world=node.size)
     name = "127.0.0.1" if node.size == comm.size else socket.gethostname()
     node.Free()
-    address, port = comm.bcast((here.address or os.environ.get("HPCAI_ADDRESS") or name, here.port))
+    address, port = comm.bcast((info.address or os.environ.get("HPCAI_ADDRESS") or name, info.port))
     _mpi[:] = [comm]
-    return replace(here, world=comm.size, address=address, port=port), comm
+    return replace(info, world=comm.size, address=address, port=port), comm
 
 
 _mpi: list[Any] = []
-_opened: list[tuple[str, torch_dist.Store]] = []  # kept for a further start() in the same processes
+_stores: list[tuple[str, torch_dist.Store]] = []  # for a further start() in the same processes
 
 
-def _open_store(here: Place, comm: Any) -> tuple[str, torch_dist.Store, str]:
-    """The address of rank 0, the key-value store there through which the processes meet, and the token of the job.
+def _open_store(info: RankInfo, comm: Any) -> tuple[str, torch_dist.Store, str]:
+    """Return the address of rank 0, its key-value store for the rendezvous, and the token of the job.
 
-    torchrun brings a store; ours listens on the loopback interface where all ranks share a node. All keys begin with the token, so
-    that who does not know it can neither read nor set them.
+    torchrun has a store. Otherwise rank 0 serves one, on the loopback interface if all ranks share a node. The token is a prefix of
+    all keys: without it they can be neither read nor set.
     """
     from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    port, timeout = here.port, _timeout()
-    assert here.address is not None and here.world is not None
-    one_node = here.local_world == here.world
-    address, world = here.address if from_torchrun or not one_node else "127.0.0.1", here.world
+    port, timeout = info.port, _read_timeout()
+    assert info.address is not None and info.world is not None
+    one_node = info.local_world == info.world
+    address, world = info.address if from_torchrun or not one_node else "127.0.0.1", info.world
 
-    began = time.monotonic()
+    start_time = time.monotonic()
     try:
-        if not _opened:
-            if here.rank == 0:
-                _allow_sockets(8 * world + 1024)
-            serves = here.rank == 0 and not from_torchrun
-            store = _serve(address, port or 0, one_node) if serves else None
+        if not _stores:
+            if info.rank == 0:
+                _raise_file_limit(8 * world + 1024)
+            serves = info.rank == 0 and not from_torchrun
+            store = _serve_store(address, port or 0, one_node) if serves else None
             if comm is not None:
                 port = comm.bcast(store.port if store else None)
             assert port is not None
             store = store or torch_dist.TCPStore(address, port, None, False, timeout)
-            _opened.append((address, store))
+            _stores.append((address, store))
     except (RuntimeError, ValueError) as error:
-        waited = f"after {time.monotonic() - began:.0f} s"
-        todo = "set MASTER_PORT to a free port" if here.rank == 0 else "did rank 0 start, and is the name right? Set HPCAI_ADDRESS"
+        waited = f"after {time.monotonic() - start_time:.0f} s"
+        advice = "set MASTER_PORT to a free port" if info.rank == 0 else "check that rank 0 runs and its name, or set HPCAI_ADDRESS"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LaunchError(f"cannot reach rank 0 at {address}:{port} {waited}: {reason}; {todo}") from error
-    address, opened = _opened[0]
-    attempt = f"hpcai {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {len(_opened)}"
-    _opened.append(_opened[0])
-    ours = torch_dist.PrefixStore(attempt, opened)
-    token = _token(here, comm, ours)
-    return "127.0.0.1" if one_node else address, torch_dist.PrefixStore(token, ours), token
+        raise LaunchError(f"cannot reach rank 0 at {address}:{port} {waited}: {reason}; {advice}") from error
+    address, base = _stores[0]
+    attempt = f"hpcai {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {len(_stores)}"
+    _stores.append(_stores[0])
+    job_store = torch_dist.PrefixStore(attempt, base)
+    token = _share_token(info, comm, job_store)
+    return "127.0.0.1" if one_node else address, torch_dist.PrefixStore(token, job_store), token
 
 
-def _serve(address: str, port: int, one_node: bool) -> torch_dist.TCPStore:
-    words: dict[str, Any] = {"wait_for_workers": False}
-    if one_node:  # torch itself would listen on every interface
-        door = socket.create_server((address, port), backlog=2048)
-        port, words["master_listen_fd"] = door.getsockname()[1], door.detach()
-    return torch_dist.TCPStore(address, port, None, True, _timeout(), **words)
+def _serve_store(address: str, port: int, one_node: bool) -> torch_dist.TCPStore:
+    kwargs: dict[str, Any] = {"wait_for_workers": False}
+    if one_node:  # torch would listen on every interface
+        listener = socket.create_server((address, port), backlog=2048)
+        port, kwargs["master_listen_fd"] = listener.getsockname()[1], listener.detach()
+    return torch_dist.TCPStore(address, port, None, True, _read_timeout(), **kwargs)
 
 
-def _token(here: Place, comm: Any, store: torch_dist.Store) -> str:
-    """The secret of the job: from HPCAI_TOKEN, or drawn by rank 0 and sent over MPI. Where there is neither it goes through the
-    store: that keeps out who comes by chance, and not who listens."""
+def _share_token(info: RankInfo, comm: Any, store: torch_dist.Store) -> str:
+    """Return the secret of the job: HPCAI_TOKEN, or a random one of rank 0, broadcast by MPI. Without MPI it is sent by the store:
+    this protects against stray connections, not against eavesdropping."""
     if token := os.environ.get("HPCAI_TOKEN"):
         return token
-    token = secrets.token_hex(16) if here.rank == 0 else ""
+    token = secrets.token_hex(16) if info.rank == 0 else ""
     if comm is not None:
         return str(comm.bcast(token))
-    if here.rank == 0:
+    if info.rank == 0:
         store.set("token", token)
     return store.get("token").decode()
 
 
-def _allow_sockets(count: int) -> None:
-    """Rank 0 holds a few sockets for every rank, and many systems allow 1,024 files."""
+def _raise_file_limit(count: int) -> None:
+    """Raise the limit on open files: rank 0 has a few sockets for every rank, and many systems allow 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard))
 
 
-def _device(here: Place) -> torch.device:
-    where = device(here)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-        torch.cuda.init()  # DeviceMesh chooses a device of its own for a process that has not begun to use one
-    return where
+def _set_device(info: RankInfo) -> torch.device:
+    device = select_device(info)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.init()  # otherwise DeviceMesh selects a device by itself
+    return device
 
 
-def _claim(where: torch.device, here: Place, store: torch_dist.Store) -> None:
-    """Raise LaunchError when another rank uses the same physical GPU, which NCCL reports late and obscurely."""
-    gpu = str(torch.cuda.get_device_properties(where).uuid)
-    me = f"rank {here.rank}"
+def _claim_gpu(device: torch.device, info: RankInfo, store: torch_dist.Store) -> None:
+    """Raise LaunchError if another rank uses the same physical GPU, which NCCL reports late and obscurely."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    me = f"rank {info.rank}"
     owner = store.compare_set(f"gpu {gpu}", "", me).decode()
-    if owner != me and not _share_gpu():
+    if owner != me and not _may_share_gpu():
         raise LaunchError(
-            f"{me} and {owner} both use GPU {gpu}; {me} has local rank {here.local_rank} and sees {torch.cuda.device_count()} GPU; "
-            f"show each task all of its node's ({_ALL_SHOWN}), of which it takes that of its local rank, start fewer tasks on a "
-            "node, or set HPCAI_SHARE_GPU=1 for a test"
+            f"{me} and {owner} both use GPU {gpu}; {me} has local rank {info.local_rank} and sees {torch.cuda.device_count()} GPU; "
+            f"show all GPUs of the node to each task ({_SHOW_ALL_GPUS}), which uses that of its local rank, start fewer tasks on "
+            "a node, or set HPCAI_SHARE_GPU=1 for a test"
         )
 
 
-def _settle(where: torch.device, here: Place) -> None:
-    if where.type == "cpu":
-        keep_memory()
+def _tune_host(device: torch.device, info: RankInfo) -> None:
+    if device.type == "cpu":
+        retain_freed_memory()
     elif os.environ.get("HPCAI_BIND") != "0":
-        done = bind(where, here.local_world or 1)
-        if done:
-            logger.info("rank %d: %s", here.rank, done)
+        result = bind_to_numa_node(device, info.local_world or 1)
+        if result:
+            logger.info("rank %d: %s", info.rank, result)
 
 
-def no_gpu(where: torch.device) -> str | None:
-    """What to say where torch is built for GPUs, finds none, and nobody has hidden them."""
+def explain_missing_gpu(device: torch.device) -> str | None:
+    """Return a log line if torch is built for GPUs, finds none, and none are hidden by a variable."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else None
     hidden = any(os.environ.get(f"{name}_VISIBLE_DEVICES") == "" for name in ("CUDA", "ROCR", "HIP"))
-    if where.type != "cpu" or build is None or hidden:
+    if device.type != "cpu" or build is None or hidden:
         return None
     flag = "--nv" if torch.version.cuda else "--rocm"
     return f"torch, built for {build}, finds no GPU: this runs on the CPU (a container needs {flag} to see the host's GPUs)"
 
 
-def _share_gpu() -> bool:
+def _may_share_gpu() -> bool:
     return os.environ.get("HPCAI_SHARE_GPU") == "1"
 
 
-def _timeout() -> timedelta:
+def _read_timeout() -> timedelta:
     text = os.environ.get("HPCAI_TIMEOUT", "600")
     try:
         seconds = float(text)

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from hpcai.config import Settings, mistake
+from hpcai.config import Settings, format_first_error
 from hpcai.errors import CheckpointError, ConfigError
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -148,7 +148,7 @@ def _embedded_settings(path: Path, metadata: Mapping[str, str] | None, kind: str
     try:
         return settings.model_validate_json(json.dumps(content["settings"]))
     except ValidationError as error:
-        raise ConfigError(f"{path}: settings inside the file: {mistake(error)}") from error
+        raise ConfigError(f"{path}: settings inside the file: {format_first_error(error)}") from error
 
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from hpcai.dist.collect import Scattered, backend, gather_shares, once, swap_shares
+from hpcai.dist.collectives import ReduceScatter, get_backend, all_gather, sum_once, all_to_all
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
@@ -148,7 +148,7 @@ class ReplicatedOnce(nn.Module):
 
     def forward(self, tree: Any) -> Any:
         n = self.axis.size
-        return tree_map(lambda x: once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+        return tree_map(lambda x: sum_once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
 class Work:
@@ -156,7 +156,7 @@ class Work:
 
     def __init__(self, work: Any, axis: Axis, buffer: Tensor, assemble: Callable[[], Tensor]) -> None:
         self.work, self.buffer, self.assemble = work, buffer, assemble
-        self.in_stream = backend(buffer.device, axis) == "nccl"
+        self.in_stream = get_backend(buffer.device, axis) == "nccl"
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -225,20 +225,20 @@ class _Finish(torch.autograd.Function):
 def _all_gather(axis: Axis, dim: int, size: int, x: Tensor) -> Work:
     local = x.contiguous()
     gathered = local.new_empty((axis.size, *local.shape))
-    work = gather_shares(gathered.view(-1), local.view(-1), axis)
+    work = all_gather(gathered.view(-1), local.view(-1), axis)
     return Work(work, axis, local, lambda: _concat(gathered, dim, size))
 
 
 def _reduce_scatter(axis: Axis, dim: int, local_size: int, grad: Tensor) -> Work:
     slices = _split(grad, dim, axis.size, local_size)
     local = torch.empty_like(slices[0])
-    return Work(Scattered(local.view(-1), slices.view(-1), axis), axis, slices, lambda: local)
+    return Work(ReduceScatter(local.view(-1), slices.view(-1), axis), axis, slices, lambda: local)
 
 
 def _all_to_all(axis: Axis, split_dim: int, concat_dim: int, size: int, x: Tensor) -> Work:
     slices = _split(x, split_dim, axis.size, -(-x.shape[split_dim] // axis.size))
     received = torch.empty_like(slices)
-    work = swap_shares(received.view(-1), slices.view(-1), axis)
+    work = all_to_all(received.view(-1), slices.view(-1), axis)
     return Work(work, axis, slices, lambda: _concat(received, concat_dim, size))
 
 

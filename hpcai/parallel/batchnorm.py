@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from hpcai.dist.collect import sum_in_place
+from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.nn.batchnorm import BatchNorm
 from hpcai.nn.groupnorm import GroupNorm
@@ -20,10 +20,10 @@ class AllReduce(nn.Module):
 
     def __init__(self, *axes: Axis) -> None:
         super().__init__()
-        self.axes = tuple(axis.meet() for axis in axes)  # the first pass may be compiled
+        self.axes = tuple(axis.init_group() for axis in axes)  # the first pass may be compiled
 
     def forward(self, value: Tensor) -> Tensor:
-        return sum_in_place(value, *self.axes)
+        return all_reduce_(value, *self.axes)
 
     def __deepcopy__(self, memo: dict) -> "AllReduce":
         return type(self)(*copy.deepcopy(self.axes, memo))

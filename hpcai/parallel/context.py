@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.dist.collect import Scattered, gather_shares, sum_with_adjoint
+from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
@@ -55,7 +55,7 @@ class ContextSum(nn.Module):
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum_with_adjoint(x, self.axis, once=True)
+        return all_reduce(x, self.axis, identity_backward=True)
 
 
 class ContextParallelAttention(nn.Module):
@@ -71,7 +71,7 @@ class ContextParallelAttention(nn.Module):
 
     def __init__(self, axis: Axis, regather: bool = True) -> None:
         super().__init__()
-        self.axis, self.regather = axis.meet(), regather
+        self.axis, self.regather = axis.init_group(), regather
 
     @disable_dynamo
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -106,7 +106,7 @@ class _GatheredKV:
         """All-gather.   [2, B, H, T/n, D] -> [2, B, H, T, D]"""
         blocks = self.local.unflatten(3, (2, -1)).movedim(3, 0).contiguous()  # [2, 2, B, H, T/2n, D]
         gathered = blocks.new_empty((self.axis.size, *blocks.shape))
-        gather_shares(gathered.flatten(), blocks.flatten(), self.axis).wait()
+        all_gather(gathered.flatten(), blocks.flatten(), self.axis).wait()
         return torch.cat((*gathered[:, 0], *gathered.flip(0)[:, 1]), 3)
 
     def scatter(self, sums: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class _GatheredKV:
         blocks = torch.stack(sums.chunk(2 * self.axis.size, 3))
         pairs = torch.stack((blocks[: self.axis.size], blocks.flip(0)[: self.axis.size]), 1)
         local = pairs.new_empty(pairs[0].shape)
-        Scattered(local.view(-1), pairs.view(-1), self.axis).wait()
+        ReduceScatter(local.view(-1), pairs.view(-1), self.axis).wait()
         return torch.cat((local[0], local[1]), 3)
 
     def drop_saved(self, full: Tensor) -> AbstractContextManager[Any]:

@@ -148,8 +148,8 @@ class GradientReducer:
 
     def _merge_axes(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """``axes`` as few, so that there are few messages."""
-        merged = self.mesh.over(*(axis.name for axis in axes if not axis.of))
-        return (*((merged,) if merged.size > 1 else ()), *(axis for axis in axes if axis.of))
+        merged = self.mesh.flatten(*(axis.name for axis in axes if not axis.parent))
+        return (*((merged,) if merged.size > 1 else ()), *(axis for axis in axes if axis.parent))
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

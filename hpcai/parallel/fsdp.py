@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collect import Scattered, gather_shares
+from hpcai.dist.collectives import ReduceScatter, all_gather
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.quantized import QuantizedLinear
@@ -56,7 +56,7 @@ class _ShardedBucket(Bucket):
         return FlatParameter(views, local, lambda: self.gradient_shard, self.decays, self.replica_axes, self.shard_axis, self.first)
 
     def launch(self) -> None:
-        self.work = Scattered(self.gradient_shard, self.gradients, self.shard_axis)
+        self.work = ReduceScatter(self.gradient_shard, self.gradients, self.shard_axis)
 
     def wait(self) -> None:
         if self.work is None:
@@ -71,7 +71,7 @@ class _ShardedBucket(Bucket):
 
     def all_gather(self) -> None:
         local = self.weights[self.first : self.last]
-        self.gather_work = gather_shares(self.weights, local, self.shard_axis)
+        self.gather_work = all_gather(self.weights, local, self.shard_axis)
 
     def wait_gather(self) -> None:
         if self.gather_work is not None:

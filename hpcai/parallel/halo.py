@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpcai.dist.collect import backend
+from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Axis
 from hpcai.nn.conv import conv3d, conv3d_gradients
 
@@ -119,7 +119,7 @@ class PendingExchange:
     ) -> None:  # fmt: skip
         to_layout = _to_nhwc if _is_channels_last(x) else (lambda tensor: tensor)
         # gloo sends from the memory of the host only.
-        device = torch.device("cpu") if x.is_cuda and backend(x.device, axis) == "gloo" else x.device
+        device = torch.device("cpu") if x.is_cuda and get_backend(x.device, axis) == "gloo" else x.device
         self._send_buffers = [to_layout(x.narrow(dim, a - first, b - a)).contiguous().to(device) for _, (a, b) in sends]
         self.slices = [_empty_like(x, dim, b - a) for _, (a, b) in receives]
         self.bytes = sum(t.numel() * t.element_size() for t in self._send_buffers)

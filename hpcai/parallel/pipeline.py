@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collect import agree
+from hpcai.dist.collectives import broadcast_object
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.parallel.model_call import ContextFactory, ModelCall, capture_call, resume_after
@@ -182,7 +182,7 @@ class Pipeline:
                 hidden = self._run_stage(stage, call, hidden, context)
             if stage < self.count - 1:
                 if is_first_call:
-                    spec = agree(_TensorSpec.of(hidden), self.axis, rank)
+                    spec = broadcast_object(_TensorSpec.of(hidden), self.axis, rank)
                     if isinstance(spec, str):
                         raise ConfigError(f"stage {stage} of a pipeline gives a {spec}, but one tensor can be sent: cut elsewhere")
                     specs.append(spec)
@@ -211,7 +211,7 @@ class Pipeline:
                     result = _TensorSpec((1,), scalar.dtype), [_ValueSpec.of(name, value) for name, value in values.items()]
                 except ConfigError as error:
                     result = str(error)
-        result = agree(result, self.axis, self.rank_of[-1])
+        result = broadcast_object(result, self.axis, self.rank_of[-1])
         if isinstance(result, str):
             raise ConfigError(result)
         if not self._value_specs:

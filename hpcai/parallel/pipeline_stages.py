@@ -76,7 +76,7 @@ class Stages:
                 self.model.get_submodule(parent)._modules[name] = StageOutput() if names is None else names
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             holding = sorted(holders[tensor])
-            shared = axis if len(holding) == axis.size else mesh.some("pipeline", holding)
+            shared = axis if len(holding) == axis.size else mesh.subset("pipeline", holding)
             if shared is not axis:
                 mark_tensor_exclusive(tensor, axis)
             if shared.size > 1 and isinstance(tensor, nn.Parameter):

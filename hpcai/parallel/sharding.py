@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import sum_in_place
+from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 
@@ -41,7 +41,7 @@ class ShardSpec:
     @property
     def axis_names(self) -> set[str]:
         """The names of the mesh axes along which ranks hold different elements."""
-        return {axis.of or axis.name for axis in (*self.axes, *self.exclusive_axes)}
+        return {axis.parent or axis.name for axis in (*self.axes, *self.exclusive_axes)}
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
         """Split a box of the shard into boxes of the full tensor: yield the offsets there and the slices of the given box."""
@@ -128,7 +128,7 @@ def mark_tensor_exclusive(tensor: Tensor, axis: Axis) -> None:
 
 def sum_axes(parameter: Tensor) -> tuple[Axis, ...]:
     """Return the axes over which gradients are summed besides replicate: each rank sees a part of a sample
-    (``sum_gradients_over``), or the axis is a subset of one over which the parameter is sharded (``Axis.of``)."""
+    (``sum_gradients_over``), or the axis is a subset of one over which the parameter is sharded (``Axis.parent``)."""
     return tuple(axis for axis in getattr(parameter, "sum_axes", ()) if axis.size > 1)
 
 
@@ -138,9 +138,9 @@ def replica_axes(tensor: Tensor, mesh: Mesh, shard_axis: Axis = ALONE, replicate
     With ``shard_axis``: of a shard of it, where ranks along ``shard_axis`` hold the other shards, and ranks along
     ``replicate_axis`` the same shard (hybrid sharding).
     """
-    differing = shard_spec(tensor).axis_names | {shard_axis.of or shard_axis.name}
-    merged = mesh.over(*(axis.name for axis in mesh.used if axis.name not in differing))
-    axes = (merged, replicate_axis, *(axis for axis in sum_axes(tensor) if axis.of in differing))
+    differing = shard_spec(tensor).axis_names | {shard_axis.parent or shard_axis.name}
+    merged = mesh.flatten(*(axis.name for axis in mesh.used if axis.name not in differing))
+    axes = (merged, replicate_axis, *(axis for axis in sum_axes(tensor) if axis.parent in differing))
     return tuple(axis for axis in axes if axis.size > 1)
 
 
@@ -199,7 +199,7 @@ class FlatParameter:
     def is_counted(self) -> bool:
         """Whether a sum over ``partition_axes`` includes this rank: elements that several of its ranks hold count once."""
         names = {axis.name for axis in self.partition_axes}
-        return all(axis.rank == 0 for axis in self.replica_axes if axis.of in names)
+        return all(axis.rank == 0 for axis in self.replica_axes if axis.parent in names)
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def global_sum(values: Iterable[tuple[FlatParameter, Tensor]]) -> Tensor:
         add(tuple(sorted(flat.partition_axes, key=_last_is_pipeline)), value if flat.is_counted else torch.zeros_like(value))
     for axis in sorted({axis for axes in sums for axis in axes}, key=_last_is_pipeline):
         pending = {others: sums.pop(others) for others in list(sums) if axis in others}
-        reduced = sum_in_place(torch.stack(list(pending.values())), axis)
+        reduced = all_reduce_(torch.stack(list(pending.values())), axis)
         for axes, value in zip(pending, reduced):
             add(axes[1:], value)
     return sums[()]
@@ -230,7 +230,7 @@ def global_sum(values: Iterable[tuple[FlatParameter, Tensor]]) -> Tensor:
 
 def _last_is_pipeline(axis: Axis) -> tuple[bool, str]:
     """Sort key of axes, the same on all ranks. Stages have different flat parameters, which the other axes reduce to one sum."""
-    return (axis.of or axis.name) == "pipeline", axis.name
+    return (axis.parent or axis.name) == "pipeline", axis.name
 
 
 def local_view(view: FlatView, flat: Tensor, like: FlatParameter) -> Tensor | FlatShard:

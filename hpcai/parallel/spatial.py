@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.dist.collect import once, sum_with_adjoint
+from hpcai.dist.collectives import sum_once, all_reduce
 from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
 from hpcai.kernels.triton_support import on_gpu
@@ -188,7 +188,7 @@ def parallelize_spatial(
         _convert_layers(model, partition, {**_KINDS, **kinds})
         plan_size(model, partition, size, channels, inputs)
         for axis in partition.axes.values():
-            sum_gradients_over(model, axis.meet())  # a rank whose layers exchange nothing would not come to its first use
+            sum_gradients_over(model, axis.init_group())  # a rank whose layers exchange nothing would not come to its first use
     return partition
 
 
@@ -518,7 +518,7 @@ class _GlobalMean(SpatialLayer):
 
     def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
         local_sum = x.sum(tuple(range(2, x.ndim)), keepdim=True)
-        return sum_with_adjoint(local_sum, *self.partition.sharded_axes(size)) / torch.Size(size).numel()
+        return all_reduce(local_sum, *self.partition.sharded_axes(size)) / torch.Size(size).numel()
 
 
 class _Norm(SpatialLayer):
@@ -555,7 +555,7 @@ class ReplicatedOnce(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count = math.prod(axis.size for axis in self.partition.axes.values())
-        return x if count == 1 or not self.partition.active else once(x, count)
+        return x if count == 1 or not self.partition.active else sum_once(x, count)
 
 
 class SpatialSum(nn.Module):
@@ -567,7 +567,7 @@ class SpatialSum(nn.Module):
         self.partition = partition
 
     def forward(self, sums: Tensor) -> Tensor:
-        return sum_with_adjoint(sums, *self.partition.axes.values(), once=True) if self.partition.active else sums
+        return all_reduce(sums, *self.partition.axes.values(), identity_backward=True) if self.partition.active else sums
 
 
 class GatherFull(nn.Module):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.dist.collect import Scattered, gather_shares, sum_in_place
+from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce_
 from hpcai.dist.mesh import Axis
 from hpcai.dynamo import disable_dynamo
 from hpcai.errors import ConfigError, MeshError
@@ -48,7 +48,7 @@ def column_parallel(
     for parameter in linear.parameters(recurse=False):
         shard_(parameter, 0, over, sizes)
     sum_gradients_over(linear, within)
-    _convert(linear, ColumnParallelLinear, axis=axis.meet(), sequence=sequence)
+    _convert(linear, ColumnParallelLinear, axis=axis.init_group(), sequence=sequence)
 
 
 def row_parallel(linear: nn.Linear, axis: Axis, sequence: int | None = None, sizes: Sequence[int] = ()) -> None:
@@ -59,7 +59,7 @@ def row_parallel(linear: nn.Linear, axis: Axis, sequence: int | None = None, siz
         return
     _check(linear, nn.Linear)
     shard_(linear.weight, 1, axis, sizes)
-    _convert(linear, RowParallelLinear, axis=axis.meet(), sequence=sequence)
+    _convert(linear, RowParallelLinear, axis=axis.init_group(), sequence=sequence)
 
 
 def vocab_parallel_embedding(embedding: nn.Embedding, axis: Axis, sequence: int | None = None) -> None:
@@ -72,7 +72,7 @@ def vocab_parallel_embedding(embedding: nn.Embedding, axis: Axis, sequence: int 
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
         raise ConfigError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut along its words; leave these out")
     shard_(embedding.weight, 0, axis)
-    _convert(embedding, VocabParallelEmbedding, axis=axis.meet(), sequence=sequence)
+    _convert(embedding, VocabParallelEmbedding, axis=axis.init_group(), sequence=sequence)
 
 
 def vocab_parallel_head(head: LMHead, axis: Axis, sequence: int | None = None) -> None:
@@ -81,7 +81,7 @@ def vocab_parallel_head(head: LMHead, axis: Axis, sequence: int | None = None) -
     if axis.size == 1:
         return
     shard_(head.weight, 0, axis)
-    head.vocab = _ParallelVocab(axis.meet(), head.out_features, sequence)
+    head.vocab = _ParallelVocab(axis.init_group(), head.out_features, sequence)
 
 
 def quantize(linear: nn.Linear, kind: WeightFormat) -> None:
@@ -184,7 +184,7 @@ class _ParallelVocab(VocabShard):
     def all_reduce(self, logs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         top = logs.clone()
         torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
-        total, target = sum_in_place(torch.stack(((logs - top).exp(), target)), self.axis)
+        total, target = all_reduce_(torch.stack(((logs - top).exp(), target)), self.axis)
         return total.log() + top, target
 
     def gather_logits(self, logits: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class _AsyncAllGather:
     def __init__(self, x: Tensor, axis: Axis, dim: int) -> None:
         self._dim, self._local = dim % x.ndim, x.contiguous()
         self._gathered = x.new_empty((axis.size, *x.shape))
-        self._work = gather_shares(self._gathered.view(-1), self._local.view(-1), axis)
+        self._work = all_gather(self._gathered.view(-1), self._local.view(-1), axis)
 
     def wait(self) -> Tensor:
         self._work.wait()
@@ -228,7 +228,7 @@ class _AsyncReduce:
             )
         parts = value.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
         self._sum = torch.empty_like(parts[0])
-        self._work = Scattered(self._sum.view(-1), parts.view(-1), axis)
+        self._work = ReduceScatter(self._sum.view(-1), parts.view(-1), axis)
 
     def wait(self) -> Tensor:
         self._work.wait()

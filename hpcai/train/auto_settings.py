@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpcai.dist.collect import backend
+from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.kernels import float8, triton_support
@@ -86,7 +86,7 @@ def _capture_obstacle(cfg: StepConfig, mesh: Mesh) -> str | None:
         return "fully sharded weights are not captured"
     if mesh["pipeline"].size > 1:
         return "stages of a pipeline are not captured"
-    transport = backend(mesh.device, mesh.everyone)
+    transport = get_backend(mesh.device, mesh.peers)
     return None if transport in ("nccl", "none") else f"collectives of {transport} cannot be captured"
 
 

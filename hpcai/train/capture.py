@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.data.collate import tree_map
-from hpcai.dist.watch import before_groups_end
+from hpcai.dist.watchdog import before_destroy_process_group
 from hpcai.errors import ConfigError
 from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
 from hpcai.train import rng
@@ -185,7 +185,7 @@ def close_all() -> None:
         capture.close()
 
 
-before_groups_end.append(close_all)
+before_destroy_process_group.append(close_all)
 
 
 class _Reads(TorchDispatchMode):

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from hpcai import __version__
-from hpcai.dist.collect import agree, by_first, distinct, sum_in_place, to_first
-from hpcai.dist.host import uncollected
+from hpcai.dist.collectives import broadcast_object, broadcast_from_first, gather_distinct, all_reduce_, gather_to_first
+from hpcai.dist.host import gc_disabled
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.durable import flush
+from hpcai.durable import fsync
 from hpcai.errors import CheckpointError
 from hpcai.nn.weights import PretrainedMixin
 from hpcai.parallel.sharding import FlatShard, replica_axes, shard_spec
@@ -154,7 +154,7 @@ class Checkpoints:
         """Wait for the pending save. Return its outcome, the same on all ranks."""
         assert self._future is not None
         local, self._future = self._future.result(), None
-        text = agree(str(local) if isinstance(local, CheckpointError) else "", self.mesh.everyone)
+        text = broadcast_object(str(local) if isinstance(local, CheckpointError) else "", self.mesh.peers)
         return local if str(local) == text or not text else CheckpointError(text)
 
     def wait_local(self) -> None:
@@ -169,7 +169,8 @@ class Checkpoints:
         if self._frozen is None or self._frozen[0] is not step:
             named = ((name, getattr(p, "origin", None)) for name, p in step.model.named_parameters() if not p.requires_grad)
             local = {name: origin for name, origin in named if origin}
-            origins = {name: path for part in distinct(local or None, self.mesh.everyone).values() for name, path in part.items()}
+            origins = {name: path for part in gather_distinct(local or None, self.mesh.peers).values()
+                     for name, path in part.items()}  # fmt: skip
 
             def compute_digests() -> dict[str, str]:
                 try:
@@ -178,18 +179,18 @@ class Checkpoints:
                     text = f"{error.filename}: {error.strerror}, but frozen weights were read from it; put it back"
                     raise CheckpointError(text) from error
 
-            digests = by_first(compute_digests, self.mesh.everyone)
+            digests = broadcast_from_first(compute_digests, self.mesh.peers)
             self._frozen = step, {n: digests[path] for n, path in origins.items()}, {d: path for path, d in digests.items()}
         return self._frozen[1:]
 
     def _connect_writers(self) -> None:
         """Gather the ranks that write, once. They and the first rank get a process group for threads."""
-        staging, everyone = self._staging, self.mesh.everyone
+        staging, everyone = self._staging, self.mesh.peers
         counts = torch.zeros(everyone.size + 1, dtype=torch.int64)
         counts[everyone.rank], counts[-1] = bool(staging.boxes), len(staging.host)
-        *has_boxes, staging.bytes = sum_in_place(counts, everyone).tolist()
+        *has_boxes, staging.bytes = all_reduce_(counts, everyone).tolist()
         staging.ranks = [rank for rank, has in enumerate(has_boxes) if has or rank == 0]
-        staging.writers = self.mesh.among("checkpoint", staging.ranks) if everyone.rank in staging.ranks else None
+        staging.writers = self.mesh.subgroup("checkpoint", staging.ranks) if everyone.rank in staging.ranks else None
 
     def _write(self, final: Path, run: dict[str, Any], number: int) -> str:
         """Write the boxes of this rank, in a thread. Return an error message, or an empty string. The first rank returns an error
@@ -198,7 +199,7 @@ class Checkpoints:
         if staging.writers is None:
             return ""
         first = staging.writers.rank == 0
-        problem = agree(_error_of(lambda: self._clear(partial)) if first else "", staging.writers)
+        problem = broadcast_object(_error_of(lambda: self._clear(partial)) if first else "", staging.writers)
         if problem:
             return problem
 
@@ -206,11 +207,11 @@ class Checkpoints:
             nonlocal file
             if staging.boxes:
                 staging.wait()
-                file = {name: shard_file.write(partial / name, staging.boxes, staging.host, self.mesh.everyone.rank)}
+                file = {name: shard_file.write(partial / name, staging.boxes, staging.host, self.mesh.peers.rank)}
 
         name = f"tensors-{staging.writers.rank:03d}.safetensors"
         problem = _error_of(write)
-        outcomes = to_first((problem, file), staging.writers)
+        outcomes = gather_to_first((problem, file), staging.writers)
         if first:
             problem = next((text for text, _ in outcomes if text), "")
             files = {name: each for _, written in outcomes for name, each in written.items()}
@@ -224,12 +225,12 @@ class Checkpoints:
         _write(partial / INDEX, json.dumps({"format": FORMAT, "block": shard_file.BLOCK, "files": files}))
         digests = {name: checkpoint_reader.file_digest(partial / name) for name in (INDEX, RUN)}
         _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": digests}, indent=1))
-        flush(partial)
+        fsync(partial)
         for path in {*self._damaged, final}:
             _rename_damaged(path)
         self._damaged = []
         partial.rename(final)
-        flush(self.directory)
+        fsync(self.directory)
         older = [path for path in self.paths() if checkpoint_reader.step_number(path) < number]
         for path in older[: len(older) + 1 - self.cfg.keep]:
             shutil.rmtree(path, ignore_errors=True)
@@ -237,12 +238,12 @@ class Checkpoints:
     def paths(self) -> list[Path]:
         return checkpoint_reader.list_checkpoints(self.directory)
 
-    @uncollected()
+    @gc_disabled()
     def resume(self, step: Step) -> Progress | None:
         """Load the newest complete checkpoint into ``step``, or return None if there is none. Damaged ones are reported in
         ``messages``; the next ``save`` renames them to ``damaged-...``."""
         if self.cfg.resume == "never":
-            if agree(bool(self.paths()), self.mesh.everyone):
+            if broadcast_object(bool(self.paths()), self.mesh.peers):
                 raise CheckpointError(
                     f"{self.directory} holds checkpoints of an earlier run, and checkpoint.resume is never; "
                     "choose another report.directory, remove them, or set checkpoint.resume=auto"
@@ -250,9 +251,9 @@ class Checkpoints:
             return None
         if self.mesh.is_first and self.directory.is_dir():
             self.messages += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
-        for path in reversed(agree(self.paths(), self.mesh.everyone)):
+        for path in reversed(broadcast_object(self.paths(), self.mesh.peers)):
             try:
-                reader = by_first(functools.partial(checkpoint_reader.open_checkpoint, path), self.mesh.everyone)
+                reader = broadcast_from_first(functools.partial(checkpoint_reader.open_checkpoint, path), self.mesh.peers)
                 self._load(reader, step)
                 return reader.run.progress
             except DamagedError as damage:
@@ -267,7 +268,7 @@ class Checkpoints:
 
     def _load(self, reader: CheckpointReader, step: Step) -> None:
         """Load a checkpoint into ``step``. Raises DamagedError."""
-        everyone = self.mesh.everyone
+        everyone = self.mesh.peers
         self._check_run(reader.path, reader.run)
         boxes = _boxes(step, self.mesh, self._absent_frozen(reader, step))
         self._check_names(reader, boxes)
@@ -316,7 +317,7 @@ class Checkpoints:
 
     def _first_problem(self, problem: str) -> str:
         """Return the problem of the first rank that has one, or an empty string."""
-        return next(iter(distinct(problem or None, self.mesh.everyone).values()), "")
+        return next(iter(gather_distinct(problem or None, self.mesh.peers).values()), "")
 
     def _check_run(self, path: Path, run: RunFile) -> None:
         """Raise CheckpointError for forbidden differences between the run and the checkpoint, and report the others."""
@@ -391,7 +392,7 @@ def _rename_damaged(path: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
-    flush(path)
+    fsync(path)
 
 
 def _reason(error: BaseException) -> str:

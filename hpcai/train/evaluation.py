@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collect import agree, distinct, least, rows_to_first
+from hpcai.dist.collectives import broadcast_object, gather_distinct, all_reduce_min, gather_rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.settings import AXES
@@ -50,7 +50,7 @@ def compute_metrics(step: Step, pipeline: Any, metric: Metric, batches: Any, axi
 
 def _broadcast_from_outputs(result: T, step: Step) -> T:
     """Broadcast a result from the pipeline stage that has the outputs of the model."""
-    return agree(result, step.mesh["pipeline"], step.pipeline.source)
+    return broadcast_object(result, step.mesh["pipeline"], step.pipeline.source)
 
 
 @torch.no_grad()
@@ -65,11 +65,11 @@ def predict(step: Step, function: PredictFunction, batches: Any) -> dict[str, Te
     mesh, rows = step.mesh, dict[str, Tensor]()
     if any(mesh[name].rank for name in AXES if name not in ("replicate", "pipeline", "evaluate")):
         return rows  # another rank has the same rows
-    ranks = mesh.over("replicate", "pipeline")
+    ranks = mesh.flatten("replicate", "pipeline")
     local = {name: torch.cat(values) for name, values in outputs.items()}
-    specs = distinct({name: (value.shape[1:], value.dtype) for name, value in local.items()} or None, ranks)
+    specs = gather_distinct({name: (value.shape[1:], value.dtype) for name, value in local.items()} or None, ranks)
     for name, (shape, dtype) in max(specs.values(), key=len, default={}).items():
-        rows[name] = rows_to_first(local.get(name, torch.empty((0, *shape), dtype=dtype)), ranks)
+        rows[name] = gather_rows_to_first(local.get(name, torch.empty((0, *shape), dtype=dtype)), ranks)
     return rows if mesh.rank == 0 else {}
 
 
@@ -202,8 +202,8 @@ class TrainingRanksEvaluation(BackgroundEvaluation):
             )
         if step.mesh["pipeline"].size > 1:
             raise ConfigError("train.evaluate is background, but a pipeline has one schedule: set mesh.evaluate, or wait")
-        self.model = step.mesh.beside(step.model).requires_grad_(False)
-        self.axis, self.everyone = step.mesh.aside("replicate"), step.mesh.aside("everyone")
+        self.model = step.mesh.background_copy(step.model).requires_grad_(False)
+        self.axis, self.everyone = step.mesh.background_axis("replicate"), step.mesh.background_axis("peers")
 
     @torch.no_grad()
     def _evaluate(self, weights: dict[str, Tensor]) -> TimedMetrics:
@@ -214,7 +214,7 @@ class TrainingRanksEvaluation(BackgroundEvaluation):
         return values, time.perf_counter() - began
 
     def _agree_count(self, count: int) -> int:
-        return int(least(torch.tensor(count), self.everyone).item())
+        return int(all_reduce_min(torch.tensor(count), self.everyone).item())
 
 
 class DedicatedRanksEvaluation(BackgroundEvaluation):
@@ -225,26 +225,26 @@ class DedicatedRanksEvaluation(BackgroundEvaluation):
         result: TimedMetrics = ({}, 0.0)
         if link.size > 1:  # ranks of other replicas get the result from the first replica in _take
             packed = torch.cat([t.cpu().contiguous().flatten().view(torch.uint8) for t in weights.values()])
-            agree({"weights": [tensor.dtype for tensor in weights.values()]}, link)
+            broadcast_object({"weights": [tensor.dtype for tensor in weights.values()]}, link)
             torch_dist.broadcast(packed, group=link.group, group_src=0)
-            result = agree(result, link, source=1)
+            result = broadcast_object(result, link, source=1)
         return result
 
     def _agree_count(self, count: int) -> int:
-        return agree(count, self.step.mesh.everyone)
+        return broadcast_object(count, self.step.mesh.peers)
 
     def _take(self, count: int) -> list[Evaluation]:
         taken, self._futures = self._futures[:count], self._futures[count:]
         with pause_watchdog():
             local = [future.result() for _, future in taken]
-        results = agree(local, self.step.mesh.everyone) if taken else []  # only the first replica has results
+        results = broadcast_object(local, self.step.mesh.peers) if taken else []  # only the first replica has results
         return [Evaluation(position, *result) for (position, _), result in zip(taken, results)]
 
     def close(self, reason: str) -> None:
         for _, future in self._futures:  # their results are dropped, but they end before the end is sent
             future.exception()
         if self.step.mesh.link.size > 1:
-            agree({"end": reason}, self.step.mesh.link)
+            broadcast_object({"end": reason}, self.step.mesh.link)
 
 
 def choose_evaluation(
@@ -269,7 +269,7 @@ def serve_evaluations(step: Step, metric: Metric, validation: Any) -> str:
     header: dict[str, Any] = {}
     while True:
         with pause_watchdog():
-            header = agree(header, mesh.link)
+            header = broadcast_object(header, mesh.link)
         if "end" in header:
             return str(header["end"])
         dtypes = header["weights"]
@@ -280,4 +280,4 @@ def serve_evaluations(step: Step, metric: Metric, validation: Any) -> str:
         for tensor, part, kind in zip(state, incoming.split(sizes), dtypes):
             tensor.copy_(part.clone().view(kind).view(tensor.shape))  # a clone is aligned
         values = compute_metrics(step, step.pipeline, metric, validation, mesh["replicate"], mesh.device)
-        agree((values, time.perf_counter() - began), mesh.link, source=1)
+        broadcast_object((values, time.perf_counter() - began), mesh.link, source=1)

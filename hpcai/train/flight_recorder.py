@@ -30,8 +30,8 @@ import torch
 from safetensors.torch import save_file
 
 from hpcai import __version__, log
-from hpcai.dist import watch
-from hpcai.dist.host import ranges
+from hpcai.dist import watchdog
+from hpcai.dist.host import format_ranges
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, DivergedError
 from hpcai.train import rng
@@ -110,9 +110,9 @@ class FlightRecorder(logging.Handler):
             try:
                 self._write(kind, step, error, reason)
             except Exception as problem:
-                watch.shout(f"rank {self.job.rank}: no failure bundle in {self.directory}: {problem}")
+                watchdog.report_failure(f"rank {self.job.rank}: no failure bundle in {self.directory}: {problem}")
 
-        watch.within(_WRITE_TIMEOUT, write)
+        watchdog.run_with_timeout(_WRITE_TIMEOUT, write)
 
     def _write(self, kind: str, step: int | None, error: BaseException | None, reason: str) -> None:
         now = time.time()
@@ -123,7 +123,7 @@ class FlightRecorder(logging.Handler):
             "format": 1, "kind": kind, "run": self.run, "rank": self.job.rank, "world": self.job.size, "host": socket.gethostname(),
             "pid": os.getpid(), "time": now, **state, "where": stacks[0]["where"], "error": _error(error, reason),
             "threads": stacks, "log": [self.format(record) for record in list(self._records)],
-            "events": [log.plain({"kind": event.kind, "time": event.time, **event.fields}) for event in list(self._events)],
+            "events": [log.to_strict_json({"kind": e.kind, "time": e.time, **e.fields}) for e in list(self._events)],
             "command": sys.argv, "folder": os.getcwd(), "versions": _call_or_error(_versions), "settings": self.settings,
         }  # fmt: skip
         assert self.directory is not None
@@ -139,7 +139,7 @@ class FlightRecorder(logging.Handler):
         file = bundle / f"rank-{self.job.rank:05d}.json"
         partial = file.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(log.plain(content), indent=1))
+            partial.write_text(json.dumps(log.to_strict_json(content), indent=1))
         except OSError:  # a full disk: remove the partial file
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
@@ -162,7 +162,7 @@ class FlightRecorder(logging.Handler):
             self.dump("stopped", reason=reason)
 
         done, thread = threading.Event(), None
-        watch.last_words.append(stopped)
+        watchdog.on_abort.append(stopped)
         if timeout is not None and self.settings:  # not in a notebook
             thread = threading.Thread(target=self._watch, args=(timeout, done), name="hpcai-watchdog", daemon=True)
             thread.start()
@@ -170,7 +170,7 @@ class FlightRecorder(logging.Handler):
             yield
         finally:
             done.set()
-            watch.last_words.remove(stopped)
+            watchdog.on_abort.remove(stopped)
             if thread is not None:
                 thread.join()
 
@@ -199,7 +199,7 @@ class FlightRecorder(logging.Handler):
                 with suppress(OSError):
                     sizes.append(file.stat().st_size)
 
-        watch.within(_WRITE_TIMEOUT, add_sizes)
+        watchdog.run_with_timeout(_WRITE_TIMEOUT, add_sizes)
         return sum(sizes)
 
     def _end_job(self, timeout: float) -> None:
@@ -216,7 +216,7 @@ class FlightRecorder(logging.Handler):
                 time.sleep(0.05)
             details = describe_ranks(read_bundle(self.bundle), self.job.size)
             brief += f"; all stacks are in {self.bundle}"
-        watch.end_job(brief, f"{brief}\n{details}")
+        watchdog.abort_job(brief, f"{brief}\n{details}")
 
 
 def read_bundle(bundle: Path) -> list[dict[str, Any]]:
@@ -243,7 +243,7 @@ def describe_ranks(reports: list[dict[str, Any]], world: int) -> str:
     if silent := sorted(set(range(world)) - {one["rank"] for one in reports}):
         locations["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
     lines = sorted(locations.items(), key=lambda place: len(place[1]))
-    return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {place}" for place, ranks in lines)
+    return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}: {place}" for place, ranks in lines)
 
 
 def _stacks() -> list[dict[str, Any]]:

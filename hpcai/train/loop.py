@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collect import digest, distinct, gather_numbers, sum_in_place
-from hpcai.dist.energy import Processors
-from hpcai.dist.host import Collector, Gpu, check_power_cap, warm_collectives
+from hpcai.dist.collectives import hash_text, gather_distinct, all_gather_numbers, all_reduce_
+from hpcai.dist.energy import RaplCounters
+from hpcai.dist.host import ManualGC, GpuCounters, check_power_cap, warm_up_collectives
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import TrainConfig
-from hpcai.stop import interrupts_put_off
+from hpcai.stop import defer_interrupts
 from hpcai.train.checkpoint import VERSIONS, SavedCheckpoint
 from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.evaluation import Evaluation, Metric, Position, SampleCache, choose_evaluation, serve_evaluations
@@ -91,7 +91,7 @@ def fit(
 def _count_parameters(model: nn.Module, mesh: Mesh) -> int:
     """Return the number of parameters of the full model, which may be sharded."""
     local = sum(max(parameter.numel(), math.prod(shard_spec(parameter).global_shape)) for parameter in model.parameters())
-    return int(sum_in_place(torch.tensor(local), mesh["pipeline"]).item())
+    return int(all_reduce_(torch.tensor(local), mesh["pipeline"]).item())
 
 
 @dataclass
@@ -111,8 +111,8 @@ class _Training:
         self.step, self.data, self.cfg, self.mesh = step, data, cfg, step.mesh
         self.validation, self.metric = validation, metric
         self.evaluation = choose_evaluation(step, metric, validation, cfg.evaluate)
-        self.gpu, self._energy = Gpu(self.mesh.device), 0.0
-        self.processors: Processors | None = None  # of the node, on its first rank
+        self.gpu, self._energy = GpuCounters(self.mesh.device), 0.0
+        self.processors: RaplCounters | None = None  # of the node, on its first rank
         self._nodes = self._first_sample = 0
         self._target_position: Position | None = None  # at which the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
@@ -126,7 +126,7 @@ class _Training:
         self._report_start: tuple[float, int] = (0.0, 0)
 
     def train(self) -> Result:
-        startup.now("other")
+        startup.begin("other")
         if self.checkpoints:
             self.checkpoints.data = getattr(self.data, "identity", "")
         with startup.during("checkpoint"):
@@ -139,13 +139,13 @@ class _Training:
         ended = self.progress.ended
         done = ended == "target" or (ended == "finished" and self.progress.step >= self.steps)
         with startup.during("connections"):
-            warm_collectives(self.mesh)
+            warm_up_collectives(self.mesh)
         folder = self.run.directory
         with (
             self.run.flight_recorder.watch_hang(self.cfg.hang_after, self._describe_state),
             self._log_divergence(),
             StopSignals(self.mesh) as signals,
-            Collector(self.cfg.collect_every) as self.collector,
+            ManualGC(self.cfg.collect_every) as self.collector,
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
         ):
             self._report_start = (time.perf_counter(), self.progress.seen)
@@ -180,7 +180,7 @@ class _Training:
             raise
 
     def _epochs(self, signals: StopSignals) -> str:
-        startup.now("first batch")
+        startup.begin("first batch")
         while self.progress.step < self.steps:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
             left = (self.data.samples - self.progress.sample) / self.data.batch_size
@@ -211,14 +211,14 @@ class _Training:
         self._log_reading()
         HEARTBEAT.beats += 1
         if self.processors is not None:
-            self.processors.keep()
+            self.processors.poll()
         self.metric_sums.add(values, 1)  # replicas have equal weights, even if balancing gives them unequal numbers of samples
         self.progress.step += 1
         self.progress.sample += self.data.batch_size
         self.progress.seen += self.data.batch_size
-        if startup.running():
+        if startup.is_running():
             self._log_startup()
-        self.collector.at(self.progress.step)
+        self.collector.collect_at(self.progress.step)
         self.profile.after_step(self.progress.step)
         report = self.progress.step % self.cfg.report_every == 0
         next_reading = self.progress.step + (self.cfg.report_every if report else 1)
@@ -237,8 +237,8 @@ class _Training:
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
         local = startup.end(self.step.compiled)
-        by_rank = gather_numbers([local.get(part, 0.0) for part in startup.PARTS], self.mesh.everyone).tolist()
-        parts = startup.slowest([dict(zip(startup.PARTS, seconds)) for seconds in by_rank])
+        by_rank = all_gather_numbers([local.get(part, 0.0) for part in startup.PARTS], self.mesh.peers).tolist()
+        parts = startup.combine_ranks([dict(zip(startup.PARTS, seconds)) for seconds in by_rank])
         self.reports.emit("startup", step=self.progress.step, seconds=sum(parts.values()), parts=parts)
 
     def _save_is_due(self, end_of_epoch: bool = False) -> bool:
@@ -302,7 +302,7 @@ class _Training:
 
     def _gpu_readings(self, samples: int) -> dict[str, float]:
         """Return the readings of this rank's GPU, and its samples per joule of its share of ``samples``."""
-        readings = self.gpu.readings()
+        readings = self.gpu.read()
         if "energy_j" in readings:
             spent, self._energy = readings["energy_j"] - self._energy, readings["energy_j"]
             readings |= {"samples_per_joule": samples / self.mesh.world / spent} if spent > 0 else {}
@@ -310,13 +310,13 @@ class _Training:
 
     def _log_energy(self) -> None:
         """Report the energy of the run since its start, once: sums over all ranks that have counters."""
-        readings = self.gpu.readings()
-        limits = list(distinct(readings.get("power_limit_w"), self.mesh.everyone).values())
+        readings = self.gpu.read()
+        limits = list(gather_distinct(readings.get("power_limit_w"), self.mesh.peers).values())
         local = {"gpu": readings.get("energy_j")}
         local |= self.processors.joules() if self.processors else {}
         each = [local.get(kind) for kind in ENERGY]
         flat = torch.tensor([*(x or 0.0 for x in each), *(x is not None for x in each)], dtype=torch.float64)
-        sums = sum_in_place(flat, self.mesh.everyone).tolist()
+        sums = all_reduce_(flat, self.mesh.peers).tolist()
         counted = {kind: int(count) for kind, count in zip(ENERGY, sums[len(ENERGY) :]) if count}
         if not counted:
             return
@@ -412,7 +412,7 @@ class _Training:
         if self._saved != self.progress.step:
             self.progress.late = self.data.deferred() if self.progress.sample else []
             began = time.perf_counter()
-            with interrupts_put_off():
+            with defer_interrupts():
                 self.checkpoints.async_save(self.step, self.progress)
             self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
             self._saved = self.progress.step
@@ -452,11 +452,11 @@ class _Training:
 
     def _log_start(self, resumed: int | None) -> None:
         self.run.begin()
-        host = digest(socket.gethostname())
-        hosts = gather_numbers([host], self.mesh.everyone, torch.int64).flatten().tolist()
+        host = hash_text(socket.gethostname())
+        hosts = all_gather_numbers([host], self.mesh.peers, torch.int64).flatten().tolist()
         nodes = self._nodes = len(set(hosts))
-        if hosts.index(host) == self.mesh.everyone.rank:
-            self.processors = Processors()
+        if hosts.index(host) == self.mesh.peers.rank:
+            self.processors = RaplCounters()
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), versions=dict(VERSIONS),
@@ -467,8 +467,8 @@ class _Training:
         )  # fmt: skip
         for text in (*(self.checkpoints.messages if self.checkpoints else ()), *self.step.messages):
             self.reports.emit("note", step=self.progress.step, text=text)
-        if self.processors is not None and self.processors.closed:
-            text = f"energy of processors is not counted, since this user cannot read it: {self.processors.closed}"
+        if self.processors is not None and self.processors.unreadable:
+            text = f"energy of processors is not counted, since this user cannot read it: {self.processors.unreadable}"
             self.reports.emit("note", step=self.progress.step, text=text)
         if resumed is not None:
             self.reports.emit("note", step=self.progress.step, text=f"resumed from step {resumed}")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.dist.collect import agree, distinct, sum_in_place
+from hpcai.dist.collectives import broadcast_object, gather_distinct, all_reduce_
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 
@@ -59,7 +59,7 @@ class MetricSums:
         rank may have added nothing, and gets names and shapes from the others. Raises ConfigError if sums of ranks differ in shape,
         two metrics return the same name, or ``finish`` returns no number."""
         local = self.names, {name: _specs(whole) for name, (whole, _) in sorted(self._totals.items())}
-        specs = distinct(local if any(local) else None, axis) if uneven else {0: local}
+        specs = gather_distinct(local if any(local) else None, axis) if uneven else {0: local}
         names = sorted(set().union(*(counted for counted, _ in specs.values())))
         kinds = _merge_specs({rank: totals for rank, (_, totals) in specs.items()})
         totals, self._totals = self._totals, {}
@@ -71,13 +71,13 @@ class MetricSums:
         sums = {name: [next(remaining) for _ in kind] for name, (_, kind) in kinds.items()}
         # One rank computes a metric and broadcasts it, so that all ranks decide by the same value.
         finished = [_finish(name, totals[name][1], sums[name]) for name, (rank, _) in kinds.items() if rank == axis.rank]
-        results += chain.from_iterable(agree(finished, axis, rank) for rank in sorted({rank for rank, _ in kinds.values()}))
+        results += chain.from_iterable(broadcast_object(finished, axis, rank) for rank in sorted({rank for rank, _ in kinds.values()}))
         return _merge_unique(results)
 
     def all_reduce(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:
         """Return sum and count of each name over all ranks of ``axis``, on the device, and reset the sums.   [2 N]"""
         flat = self._flatten(names, device)
-        return sum_in_place(flat, axis) if len(flat) else flat
+        return all_reduce_(flat, axis) if len(flat) else flat
 
     def _flatten(self, names: list[str], device: torch.device) -> Tensor:
         flat = [x for name in names for x in self._sums.get(name, [0.0, 0.0])]
@@ -133,7 +133,7 @@ def _all_reduce(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     for dtype in (torch.float64, torch.int64):
         indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype and tensor.numel()]
         if indices:
-            flat = sum_in_place(torch.cat([tensors[i].flatten() for i in indices]), axis).cpu()
+            flat = all_reduce_(torch.cat([tensors[i].flatten() for i in indices]), axis).cpu()
             for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
                 summed[i] = part.view(tensors[i].shape)
     return summed

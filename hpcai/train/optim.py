@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import gather_objects, sum_in_place
+from hpcai.dist.collectives import all_gather_object, all_reduce_
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 from hpcai.kernels import fused_optimizer
@@ -153,7 +153,7 @@ class Optimizer:
         for state, part in zip(states, sums):
             self._table.index_copy_(0, state.table_indices, part)
         for axis, lines in self._sharded_axes:
-            self._table.index_copy_(0, lines, sum_in_place(self._table[lines], axis))
+            self._table.index_copy_(0, lines, all_reduce_(self._table[lines], axis))
         return [self._table[state.table_indices] for state in states]
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ def match_decay_names(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -
     rank along ``stages``."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
-    seen = gather_objects([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)
+    seen = all_gather_object([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)
     for pattern, *matches in zip(patterns, *seen):
         if not any(matches):
             raise ConfigError(f"step.decay_names: {pattern!r} matches no parameter; the model has {', '.join(names[:20])}")

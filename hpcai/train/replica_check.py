@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hpcai.dist.collect import gather_objects, least
+from hpcai.dist.collectives import all_gather_object, all_reduce_min
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DivergedError
 from hpcai.parallel.data_parallel import GradientReducer
@@ -35,7 +35,7 @@ class ReplicaCheck:
         self._groups = [(axes, torch.tensor(indices, device=mesh.device)) for axes, indices in positions.items()]
         self._fingerprints = torch.zeros(0, dtype=torch.int64)
         stage = mesh["pipeline"]
-        self._first_index = sum(gather_objects(len(self._names), stage)[: stage.rank])  # parameters of earlier stages come first
+        self._first_index = sum(all_gather_object(len(self._names), stage)[: stage.rank])  # parameters of earlier stages come first
 
     @property
     def has_replicas(self) -> bool:
@@ -54,7 +54,7 @@ class ReplicaCheck:
             local = self._fingerprints[indices]
             extremes = torch.stack((local, ~local))  # the minimum of ~x belongs to the maximum of x
             for axis in axes:
-                least(extremes, axis)
+                all_reduce_min(extremes, axis)
             first = torch.minimum(first, torch.where(extremes[0] == ~extremes[1], NEVER, indices + self._first_index).amin())
         return first
 
@@ -64,9 +64,9 @@ class ReplicaCheck:
             return
         local = index - self._first_index
         local_name = self._names[local] if 0 <= local < len(self._names) else ""
-        name = max(gather_objects(local_name, self.mesh.everyone))  # a weight that stages share has an index on each
+        name = max(all_gather_object(local_name, self.mesh.peers))  # a weight that stages share has an index on each
         ranks = self._divergent_ranks(self._names.index(name)) if name in self._names else set()
-        rank_sets = gather_objects(ranks, self.mesh.everyone)
+        rank_sets = all_gather_object(ranks, self.mesh.peers)
         rank_names = " and ".join(f"rank {rank}" for rank in sorted(set().union(*rank_sets)))
         raise DivergedError(
             f"step {step}: the weights of {rank_names} differ from their replicas, first in {name}; a processor or a "
@@ -78,7 +78,7 @@ class ReplicaCheck:
         """Return the ranks that differ from the majority of a parameter's replicas, or all of them if there is no majority."""
         fingerprints = [(self.mesh.rank, int(self._fingerprints[index].item()))]
         for axis in self._axes[index]:
-            fingerprints = [each for part in gather_objects(fingerprints, axis) for each in part]
+            fingerprints = [each for part in all_gather_object(fingerprints, axis) for each in part]
         counts = [*Counter(found for _, found in fingerprints).most_common(), (None, 0)]
         majority = counts[0][0] if counts[0][1] > counts[1][1] else None
         return {rank for rank, found in fingerprints if found != majority} if len(counts) > 2 else set()

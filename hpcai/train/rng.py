@@ -32,7 +32,7 @@ def seed_step(seed: int, replica: int, step: int) -> None:
 def seeds(seed: int) -> Iterator[None]:
     """Context manager for building models: parameters are created and sharded without memory, and ``Step`` initializes them
     (``deferred_init``). Other random numbers are the same on all ranks. Steps have seeds of their own, different for each replica."""
-    startup.now("network")
+    startup.begin("network")
     seed_all(seed)
     with deferred(seed):
         yield

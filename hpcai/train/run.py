@@ -10,9 +10,9 @@ from typing import IO, Any
 from torch import Tensor
 
 from hpcai import config, log
-from hpcai.dist.collect import agree
+from hpcai.dist.collectives import broadcast_object
 from hpcai.dist.mesh import Mesh
-from hpcai.durable import claim, release
+from hpcai.durable import lock_directory, unlock_directory
 from hpcai.errors import CheckpointError
 from hpcai.mllog import Benchmark, MlperfLog
 from hpcai.nn.weights import PretrainedMixin
@@ -67,7 +67,7 @@ class Run:
         self.reports = log.Reports()
         if cfg is not None:
             mlperf = None if benchmark is None else lambda path, echo: MlperfLog(path, benchmark, echo)
-            self.reports = log.reports(self.directory, cfg.report.sinks, mesh.is_first, mlperf)
+            self.reports = log.open_reports(self.directory, cfg.report.sinks, mesh.is_first, mlperf)
         self.checkpoints: Checkpoints | None = None
         self.flight_recorder = FlightRecorder(name, self.directory, self.settings, mesh)
         self._cfg = cfg
@@ -84,7 +84,7 @@ class Run:
         if self.directory is not None and self.mesh.is_first:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                self._owner = self._owner or claim(self.directory)
+                self._owner = self._owner or lock_directory(self.directory)
                 (self.directory / "checkpoints").mkdir(exist_ok=True)
                 self.write_file("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
                 self.flight_recorder.arm()
@@ -92,7 +92,7 @@ class Run:
                 problem = str(error)
                 if isinstance(error, OSError):
                     problem = f"{error.filename or self.directory}: {error.strerror}; choose another report.directory"
-        if problem := agree(problem, self.mesh.everyone):
+        if problem := broadcast_object(problem, self.mesh.peers):
             raise CheckpointError(problem)
         self.flight_recorder.arm()
 
@@ -136,5 +136,5 @@ class Run:
         logging.getLogger().removeHandler(self.flight_recorder)
         self.reports.close()
         if self._owner is not None:
-            release(self._owner)
+            unlock_directory(self._owner)
             self._owner = None

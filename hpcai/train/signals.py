@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from hpcai import stop
-from hpcai.dist import watch
+from hpcai.dist import watchdog
 from hpcai.dist.mesh import Mesh
 
 
@@ -14,15 +14,15 @@ class StopSignals:
 
     def __init__(self, mesh: Mesh) -> None:
         self.received: str | None = None
-        self._boundary = watch.boundary(mesh.job.size)
-        self._noting: AbstractContextManager[None] = stop.noting(self._note)
+        self._boundary = watchdog.next_step_boundary(mesh.job.size)
+        self._noting: AbstractContextManager[None] = stop.on_signal(self._note)
 
     def __enter__(self) -> "StopSignals":
         self._noting.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._boundary.left()
+        self._boundary.leave()
         self._noting.__exit__(kind, error, trace)
 
     def _note(self, name: str) -> None:
@@ -31,8 +31,8 @@ class StopSignals:
     @property
     def cause(self) -> str:
         """Return the name of the signal, and the rank if another one received it."""
-        return self.received or self._boundary.by
+        return self.received or self._boundary.reason
 
     def should_stop(self) -> bool:
         """Return whether all ranks stop at this step. Called after every step, it returns the same on each."""
-        return self._boundary.passed(self.received)
+        return self._boundary.should_stop(self.received)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collect import distinct, gather_objects, least, sum_in_place
+from hpcai.dist.collectives import gather_distinct, all_gather_object, all_reduce_min, all_reduce_
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.nn.deferred_init import materialize, record_names
@@ -63,7 +63,7 @@ class Step:
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
         pipeline: ForwardBackward | None = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
-        startup.now("network")
+        startup.begin("network")
         fallback = cfg.capture == "auto"
         self.cfg, self.messages = resolve_auto(cfg, mesh, graph is not None)
         self.messages += set_backend_flags(cfg, mesh.device)
@@ -86,8 +86,8 @@ class Step:
         self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
         each = cfg.clip_per == "sample"
-        if each and mesh.copy.size > 1:
-            raise ConfigError(f"step.clip_per is sample, but a sample is sharded over {mesh.copy.size} ranks; set it to batch")
+        if each and mesh.model_parallel.size > 1:
+            raise ConfigError(f"step.clip_per is sample, but a sample is sharded over {mesh.model_parallel.size} ranks; set it to batch")
         stages = mesh["pipeline"].size
         if stages > 1 and pipeline is None:
             raise ConfigError(f"mesh.pipeline is {stages}, but the step has no pipeline; give pipeline=Pipeline(model, mesh)")
@@ -103,7 +103,7 @@ class Step:
             self._capture = Capture(function, cfg.capture_shapes, graph, traced=cfg.compile == "none", fallback=fallback)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
-        startup.now("first step")
+        startup.begin("first step")
         self.optimizer.set_lr(self.cfg.lr if lr is None else lr)
         rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
@@ -143,7 +143,7 @@ class Step:
         parts, kwargs = split(batch, self.cfg.accumulate), {}
         if self.counts is not None:
             counted = torch.stack([self.counts(part) for part in parts]).sum(0)
-            kwargs = {"counts": sum_in_place(counted, self.mesh["replicate"]) * self._weight}
+            kwargs = {"counts": all_reduce_(counted, self.mesh["replicate"]) * self._weight}
 
         def measure(model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
             values = self.loss(model, part, **kwargs)
@@ -185,7 +185,7 @@ class Step:
         if isinstance(loss, tuple):  # a sum: its gradient is divided by the global count
             loss, count = loss
             count = count.to(norm, copy=True) if isinstance(count, Tensor) else norm.new_full((), count)
-            scale = 1.0 / sum_in_place(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
+            scale = 1.0 / all_reduce_(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
             norm = norm * scale
         if self.cfg.clip is not None:
             clip = (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -233,7 +233,7 @@ class Step:
         if not self._capture.fallback:
             return messages
         fallbacks, self._capture.fallback_messages = self._capture.fallback_messages, []
-        by_rank = distinct(fallbacks, self.mesh.everyone)
+        by_rank = gather_distinct(fallbacks, self.mesh.peers)
         same = len(by_rank) == 1
         return by_rank[0] + messages if same else [f"rank {n}: {text}" for n, texts in by_rank.items() for text in texts] + messages
 
@@ -241,7 +241,7 @@ class Step:
         """Return minima over all ranks, on the device: the 0-based step of the first non-finite loss or gradient, and, with
         ``compare``, the index of the first divergent parameter. ``NEVER`` if there is none.   [2]"""
         divergent = self.replica_check.first_divergent_parameter() if compare else torch.full_like(self._count, NEVER)
-        return least(torch.stack((self._first_nonfinite.amin(), divergent)), self.mesh.everyone)
+        return all_reduce_min(torch.stack((self._first_nonfinite.amin(), divergent)), self.mesh.peers)
 
     def check(self, samples: Callable[[int], str] | None = None, first: int | None = None) -> None:
         """Raise DivergedError on all ranks if a loss or a gradient was not finite. It reads the device: call it between steps only.
@@ -251,7 +251,7 @@ class Step:
         if first == NEVER:
             return
         gradient, loss = self._first_nonfinite.tolist()
-        reports = gather_objects((gradient, loss, samples(loss) if samples and loss == first else ""), self.mesh.everyone)
+        reports = all_gather_object((gradient, loss, samples(loss) if samples and loss == first else ""), self.mesh.peers)
         ranks = [(rank, s[2]) for rank, s in enumerate(reports) if s[1] == first]
         source = "the loss" if ranks else "the gradient"
         ranks_text = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"

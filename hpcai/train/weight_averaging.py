@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import sum_in_place
+from hpcai.dist.collectives import all_reduce_
 from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.parallel.fsdp import FSDP
 from hpcai.parallel.sharding import FlatShard, with_spec
@@ -61,7 +61,7 @@ class WeightAverage:
         axis, buffers = self.reducer.mesh["replicate"], [*self._buffers.values(), *self._averages.values()]
         if axis.size == 1 or not buffers:
             return
-        flat = sum_in_place(torch.cat([tensor.reshape(-1).to(self.optimizer.lr.dtype) for tensor in buffers]), axis).div_(axis.size)
+        flat = all_reduce_(torch.cat([tensor.reshape(-1).to(self.optimizer.lr.dtype) for tensor in buffers]), axis).div_(axis.size)
         for tensor, value in zip(buffers, flat.split([tensor.numel() for tensor in buffers])):
             tensor.copy_(value.view(tensor.shape))
 

@@ -27,7 +27,7 @@ from hpcai.cli.forks import forked
 from hpcai.data import Rows
 from hpcai.data.index import INDEX, write_index
 from hpcai.data.sampler import Weighted
-from hpcai.dist.launch import alone
+from hpcai.dist.launch import single_process
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt
@@ -157,7 +157,7 @@ def test_chains_are_folded_by_many_as_by_one_and_none_twice(tmp_path: Path, caps
     torch.manual_seed(0)
     OpenFold(OpenFoldConfig.preset("tiny", template=None)).save(tmp_path / "tiny.safetensors")
     chains, (one, many) = fasta(tmp_path), (tmp_path / name for name in ("one", "many"))
-    assert folds(alone(), chains, one) == [] and "3 of 3 chains to fold" in capsys.readouterr().out
+    assert folds(single_process(), chains, one) == [] and "3 of 3 chains to fold" in capsys.readouterr().out
     assert on_ranks({"replicate": 2, "axial": 2}, folds, chains, many) == [[]] * 4
     for name, sequence in SEQUENCES.items():
         found, expected = (atoms(folder / f"{name}.cif") for folder in (many, one))
@@ -166,9 +166,9 @@ def test_chains_are_folded_by_many_as_by_one_and_none_twice(tmp_path: Path, caps
     assert sorted(path.name for path in many.iterdir()) == sorted(f"{name}.cif" for name in SEQUENCES), "nothing half is left"
     (one / "mid.cif").unlink()
     before = (one / "long.cif").stat().st_mtime_ns
-    assert folds(alone(), chains, one) == [] and "1 of 3 chains to fold" in capsys.readouterr().out
+    assert folds(single_process(), chains, one) == [] and "1 of 3 chains to fold" in capsys.readouterr().out
     assert (one / "long.cif").stat().st_mtime_ns == before
-    (reason,) = folds(alone(), fasta(tmp_path, odd="MK1L"), one)
+    (reason,) = folds(single_process(), fasta(tmp_path, odd="MK1L"), one)
     assert "odd: sequence: character 3 of 4 is '1'" in reason and "odd: sequence" in capsys.readouterr().err
 
 
@@ -402,7 +402,7 @@ def test_a_rank_that_is_killed_in_a_collective_of_a_cut_chain_ends_the_others_wi
     began = time.monotonic()
     codes, said = ended(APP.command(data, tmp_path / "run", "mesh.axial=2"), tmp_path / "said", 4)
     assert codes[2] == -signal.SIGKILL and all(code == 1 for code in codes[:2] + codes[3:]), (codes, said)
-    assert "rank 2 on " in said and "failed: it ended without a word: killed by a signal" in said
+    assert "rank 2 on " in said and "failed: its process ended without a report: killed by a signal" in said
     assert time.monotonic() - began < 30
     assert (tmp_path / "run" / "metrics.jsonl").exists(), "it was killed while the run was under way"
 

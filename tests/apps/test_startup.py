@@ -69,7 +69,7 @@ def test_a_second_start_takes_at_most_a_fifth_of_the_first(tmp_path: Path, ranks
     first, second = (starts(tmp_path / number / "run")[0] for number in ("first", "second"))
     for name, said, told in zip(("first", "second"), every, (first, second)):
         compiled = re.findall(r"compiled \d+ graphs[^;\n]*", said)[0]
-        print(f"\n{ranks} processes, {name} start: {startup.describe(told['parts'])}; {compiled}")
+        print(f"\n{ranks} processes, {name} start: {startup.format_parts(told['parts'])}; {compiled}")
     ready = [re.findall(r"(\d+) of (\d+) parts found ready", said) for said in every]
     assert ready[1] and all(found == of for found, of in ready[1]), "nothing is made again"
     assert all(int(found) < int(of) / 2 for found, of in ready[0]), "of graphs that are alike within a job"

@@ -49,7 +49,7 @@ TOLERANCE = {
     "cosmoflow": 1e-5, "diffusion": 1e-5, "llm": 1e-4, "deepcam": 3e-2, "unet3d": 1e-2, "opencatalyst": 1e-3, "openfold": 1e-3,
 }  # fmt: skip
 LOOP = {"fused optimizer", "garbage collection", "async evaluation"}
-MESH = dist.alone(torch.device("cpu"))
+MESH = dist.single_process(torch.device("cpu"))
 PLACES: set[tuple[Any, str]] = {
     (attention, "gated_attention"), (attention, "channels_first"), (evoformer, "gate"), (evoformer, "channels_first"),
     (evoformer, "outer_product"), (evoformer, "glu_halves"), (evoformer, "triangle_multiplication"), (layernorm, "layer_norm"),

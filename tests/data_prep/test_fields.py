@@ -43,7 +43,7 @@ def test_the_files_are_as_promised_to_the_loader(made):
     assert index["fields"]["low"] == {"dtype": "float32", "shape": [1, 4, 4]}
     assert index["fields"]["parameters"] == {"dtype": "float32", "shape": [4], "low": -1, "high": 1}
     asked = {"high": ("float32", (1, 16, 16)), "low": ("float32", (1, 4, 4)), "parameters": ("float32", (4,))}
-    split, written = open_split(made / "train", asked, "", LoaderConfig(), dist.alone()), whole(made / "train")
+    split, written = open_split(made / "train", asked, "", LoaderConfig(), dist.single_process()), whole(made / "train")
     assert len(split) == 84 and split.metadata["mean"] == index["mean"]
     for name, values in split.read(50).items():
         assert (np.asarray(values) == written[name][50]).all()
@@ -155,7 +155,7 @@ def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path,
     water = blocks(scenes.sample(grid, store.generator(1, 1, number))[..., 0].astype(float), 2)
     assert index["mean"][0] + index["deviation"][0] * rows["high"][2, 0] == pytest.approx(water, rel=1e-5, abs=1e-4)
     asked = {"high": ("float32", (4, 64, 96)), "low": ("float32", (4, 16, 24))}
-    split = open_split(tmp_path / "train", asked, "", LoaderConfig(), dist.alone())
+    split = open_split(tmp_path / "train", asked, "", LoaderConfig(), dist.single_process())
     assert sorted(split.read(0)) == ["high", "low"]
     split.close()
     steps = np.abs(np.diff(rows["high"], axis=3, append=rows["high"][..., :1])).mean((0, 1, 2))

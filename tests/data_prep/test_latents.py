@@ -383,7 +383,7 @@ def test_flux_of_mlperf_is_taken_as_it_is(tmp_path: Path) -> None:
     with np.load(tmp_path / "out" / "nothing.npz") as nothing:
         assert (nothing["tokens"] == np.full((5, 6), 0.5)).all() and (nothing["pooled"] == np.full(3, 2)).all()
     asked = {"moments": ("float16", (32, None, None)), "level": ("int64", ())}
-    rows = open_split(tmp_path / "out" / "validation", asked, "", LoaderConfig(), dist.alone())
+    rows = open_split(tmp_path / "out" / "validation", asked, "", LoaderConfig(), dist.single_process())
     assert rows.read(11)["level"] == 3
     rows.close()
 

@@ -249,7 +249,7 @@ def lines(folder: Path) -> Path:
 
 
 def take_up(path: Path) -> None:
-    log.resumed(path, 4, log._later).close()
+    log.open_resumed(path, 4, log._is_later).close()
 
 
 def run_of(file: str) -> Callable[[Path], Path]:
@@ -264,14 +264,14 @@ def run_of(file: str) -> Callable[[Path], Path]:
 def step() -> train.Step:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    return train.Step(model, lambda m, x: {"loss": m(x).square().mean()}, train.StepConfig(optimizer="sgd"), dist.alone())
+    return train.Step(model, lambda m, x: {"loss": m(x).square().mean()}, train.StepConfig(optimizer="sgd"), dist.single_process())
 
 
 def checkpoint_of(file: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         one = step()
         one(torch.ones(4, 3))
-        where = Checkpoints(folder / "checkpoints", train.CheckpointConfig(), dist.alone())
+        where = Checkpoints(folder / "checkpoints", train.CheckpointConfig(), dist.single_process())
         made = where.save(one, Progress(step=1)).path
         return next(made.glob(file))
 
@@ -279,7 +279,7 @@ def checkpoint_of(file: str) -> Callable[[Path], Path]:
 
 
 def resume(path: Path) -> None:
-    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.alone()).resume(step())
+    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.single_process()).resume(step())
 
 
 def resume_resealed(path: Path) -> None:

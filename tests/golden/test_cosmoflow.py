@@ -45,7 +45,7 @@ def test_a_reference_state_dict_gives_its_outputs_loss_gradients_and_steps() -> 
     model.cfg = model.cfg.model_copy(update={"dropout": 0.0})
     assert digest(counts.numpy()) == case["x_sha256"], "the hash rule is not theirs"
     check(model.train(), case, counts)
-    step = train.Step(model, cosmoflow.loss, train.StepConfig(optimizer="sgd", lr=0.01, momentum=0.9), dist.alone())
+    step = train.Step(model, cosmoflow.loss, train.StepConfig(optimizer="sgd", lr=0.01, momentum=0.9), dist.single_process())
     losses = [step(cosmoflow.Batch(counts, torch.tensor(case["target"])))["loss"].item() for _ in range(3)]
     assert losses == pytest.approx(case["sgd_lr0.01_mu0.9_losses"], rel=1e-5)
 

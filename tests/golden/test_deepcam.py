@@ -129,7 +129,7 @@ def test_lamb_makes_the_steps_of_the_published_rule() -> None:
         optimizer="lamb", lr=hyper["lr"], betas=tuple(hyper["betas"]), eps=hyper["eps"], weight_decay=hyper["weight_decay"],
         clip=hyper["max_grad_norm"], decay_names=("*",), precision="fp64",
     )  # fmt: skip
-    step = train.Step(model, lambda m, grads: {"loss": sum((p * g[0]).sum() for p, g in zip(m, grads))}, cfg, dist.alone())  # type: ignore
+    step = train.Step(model, lambda m, grads: {"loss": sum((p * g[0]).sum() for p, g in zip(m, grads))}, cfg, dist.single_process())  # type: ignore
     for grads, expected in zip(case["grads"], case["steps"]):
         step([torch.tensor(g, dtype=torch.float64)[None] for g in grads])
         for parameter, value in zip(model, expected["params"]):

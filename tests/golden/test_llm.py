@@ -71,7 +71,7 @@ def trains(model: LLM, case: str, known: dict[str, Any], names: dict[str, str] |
         precision="fp64", optimizer="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, decay_names=("*",),
         capture="none",
     )  # fmt: skip
-    step = train.Step(model, llm.loss, cfg, dist.alone())
+    step = train.Step(model, llm.loss, cfg, dist.single_process())
     total, count = step._gradients(batch(case))["loss"]
     assert count.item() == known.get("counted_tokens", count.item())
     assert total.item() / count.item() == pytest.approx(known["loss"], abs=1e-10)

@@ -163,7 +163,7 @@ def left(step: Step, tmp_path: Path) -> Path:
 
 
 def trained(model: LLM) -> Step:
-    step = Step(model.train(), llm.loss, StepConfig(capture="none", lr=0.05), dist.alone())
+    step = Step(model.train(), llm.loss, StepConfig(capture="none", lr=0.05), dist.single_process())
     for _ in range(2):
         step(Batch(tokens_for(model.cfg.vocabulary)))
     model.eval()

@@ -12,7 +12,7 @@ import pytest
 from hpcai import config, dist, train
 from hpcai.errors import ConfigError, DataError
 from hpcai.log import Event
-from hpcai.mllog import PREFIX, Benchmark, MlperfLog, judge
+from hpcai.mllog import PREFIX, Benchmark, MlperfLog, judge_checkpoint
 
 APPS = Path(__file__).resolve().parents[2] / "apps"
 compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
@@ -130,7 +130,7 @@ def judged(path: Path, marks: list[dict[str, float]]) -> list[bool]:
     """A run of Stable Diffusion, whose checkpoints are then judged in turn."""
     steps = live(path, "stable_diffusion", [0.3, 0.25, 0.2])
     own = benchmark("stable_diffusion")
-    return [judge(path, own, steps * n, 1001.0 + 10 * n, found, 30_000) for n, found in enumerate(marks, 1)]
+    return [judge_checkpoint(path, own, steps * n, 1001.0 + 10 * n, found, 30_000) for n, found in enumerate(marks, 1)]
 
 
 def complies(path: Path, name: str) -> bool:
@@ -215,7 +215,7 @@ def test_a_resumed_run_has_one_header_and_every_epoch_once(tmp_path: Path) -> No
 def test_an_error_in_a_real_run_ends_its_log(tmp_path: Path) -> None:
     report = f"report={{directory: {tmp_path}, sinks: [mlperf]}}"
     cfg = config.load(import_module("apps.unet3d.settings").Config, APPS / "unet3d/configs/small.yaml", [report])
-    with pytest.raises(RuntimeError), train.Run("unet3d", cfg, dist.alone(), benchmark("unet3d")) as run:
+    with pytest.raises(RuntimeError), train.Run("unet3d", cfg, dist.single_process(), benchmark("unet3d")) as run:
         run.reports.emit("start", **START | {"settings": run.settings, "global_batch": 1, "steps_per_epoch": 2})
         run.reports.emit("epoch", epoch=0, step=0)
         raise RuntimeError
@@ -277,7 +277,7 @@ def test_the_first_checkpoint_that_reaches_all_goals_ends_the_run(tmp_path: Path
     assert before[-1]["metadata"]["status"] == "aborted"
 
     def ends(n: int, found: dict[str, float]) -> tuple[bool, tuple[str, int, int]]:
-        reached = judge(path, own, steps * n, 1001.0 + 10 * n, found, 30_000)
+        reached = judge_checkpoint(path, own, steps * n, 1001.0 + 10 * n, found, 30_000)
         last = [record for record in records(path) if record["key"] == "run_stop"]
         assert len(last) == 1 and records(path)[-1] == last[0]
         return reached, (last[0]["metadata"]["status"], last[0]["metadata"]["step_num"], last[0]["time_ms"])
@@ -302,10 +302,10 @@ def test_the_first_checkpoint_that_reaches_all_goals_ends_the_run(tmp_path: Path
 def test_only_the_log_of_a_run_that_has_ended_is_judged(tmp_path: Path) -> None:
     path, own = tmp_path / "mlperf.log", benchmark("stable_diffusion")
     steps = live(path, "stable_diffusion", [0.3])
-    with pytest.raises(DataError, match=r"mlperf\.log: No such file or directory; .* where report\.sinks has mlperf"):
-        judge(tmp_path / "other" / "mlperf.log", own, steps, 1.0, MARKS[0], 3)
+    with pytest.raises(DataError, match=r"mlperf\.log: No such file or directory; .* if report\.sinks has mlperf"):
+        judge_checkpoint(tmp_path / "other" / "mlperf.log", own, steps, 1.0, MARKS[0], 3)
     whole = path.read_text()
     for broken in (whole.replace('"run_stop"', '"epoch_stop"'), whole.replace('"stable_diffusion"', '"flux1"')):
         path.write_text(broken)
-        with pytest.raises(DataError, match="not the log of a run of stable_diffusion that has ended"):
-            judge(path, own, steps, 1.0, MARKS[0], 3)
+        with pytest.raises(DataError, match="not the log of a finished run of stable_diffusion"):
+            judge_checkpoint(path, own, steps, 1.0, MARKS[0], 3)

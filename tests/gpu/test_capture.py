@@ -40,7 +40,7 @@ def batch(seed: int, count: int = 16) -> torch.Tensor:
 def new_step(loss: Any = mean_square, dropout: float = 0.0, **words: Any) -> Step:
     torch.manual_seed(0)
     layers = [nn.Linear(64, 512), nn.GELU(), nn.Dropout(dropout), nn.Linear(512, 8)]
-    return Step(nn.Sequential(*layers), loss, StepConfig(**words), dist.alone(DEVICE), graph=GRAPH)
+    return Step(nn.Sequential(*layers), loss, StepConfig(**words), dist.single_process(DEVICE), graph=GRAPH)
 
 
 def losses(step: Step, first: int = 0, steps: int = 4, count: int = 16) -> list[float]:

@@ -22,7 +22,7 @@ def batch(device: str, count: int = 4, seed: int = 0) -> cosmoflow.Batch:
 def new_step(device: str, dropout: float = 0.0, **words) -> train.Step:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     model = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=SIZE, filters=8, dropout=dropout))
-    return train.Step(model, cosmoflow.loss, StepConfig(**words), dist.alone(torch.device(device)))
+    return train.Step(model, cosmoflow.loss, StepConfig(**words), dist.single_process(torch.device(device)))
 
 
 def losses(step: train.Step, device: str, steps: int = 6) -> list[float]:

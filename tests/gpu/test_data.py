@@ -98,7 +98,7 @@ def test_pinned_memory_comes_and_goes_in_threads_while_graphs_are_recorded(caplo
 @pytest.mark.parametrize("order", ["strict", "ready"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_batches_are_right_while_the_stream_is_busy(files: list[Path], order: Any, batch: int) -> None:
-    device = dist.alone(DEVICE)
+    device = dist.single_process(DEVICE)
     words: dict[str, Any] = {"name": "train", "seed": 1, "order": order, "workers": 4, "prefetch": 1 << 20}
     seen: list[int] = []
     kept = []
@@ -114,12 +114,12 @@ def test_batches_are_right_while_the_stream_is_busy(files: list[Path], order: An
             assert np.array_equal(found, value(i)), f"sample {i}"
     assert [sorted(seen[e * COUNT : (e + 1) * COUNT]) for e in range(3)] == [list(range(COUNT))] * 3
     if order == "strict":
-        with Loader(Volumes(files, torch.device("cpu")), batch, dist.alone(), **words) as loader:
+        with Loader(Volumes(files, torch.device("cpu")), batch, dist.single_process(), **words) as loader:
             assert seen == [i for epoch in range(3) for part in loader.epoch(epoch) for i in part["index"].tolist()]
 
 
 def test_the_host_waits_for_nothing_when_a_batch_is_handed_over(files: list[Path]) -> None:
-    with Loader(Volumes(files, DEVICE), 4, dist.alone(DEVICE), name="train", workers=4) as loader:
+    with Loader(Volumes(files, DEVICE), 4, dist.single_process(DEVICE), name="train", workers=4) as loader:
         batches = loader.epoch(0)
         next(batches)
         with nothing_waits():
@@ -149,7 +149,7 @@ def needs_dali() -> Iterator[None]:
 
 
 def new_dali(files: list[Path], batch: int = 4, fields: Any = FIELDS, **words: Any) -> DaliLoader:
-    mesh = words.pop("mesh", None) or dist.alone(DEVICE)
+    mesh = words.pop("mesh", None) or dist.single_process(DEVICE)
     return DaliLoader(Volumes(files, mesh.device), batch, mesh, fields, name="train", seed=3, **words)
 
 
@@ -188,7 +188,7 @@ def test_images_are_decoded_on_the_gpu(tmp_path: Path) -> None:
 
     field = Field("image", "", lambda x, drawn: fn.crop(fn.decoders.image(x, device="mixed"), crop=(20, 20)))
     source = Pictures(sorted(tmp_path.glob("*.png")), DEVICE)
-    with DaliLoader(source, 4, dist.alone(DEVICE), [field], name="train", shuffle=False) as loader:
+    with DaliLoader(source, 4, dist.single_process(DEVICE), [field], name="train", shuffle=False) as loader:
         found = torch.cat([part["image"] for part in loader.epoch(0)])
     assert found.device.type == DEVICE.type
     assert np.array_equal(found.cpu(), [picture[2:22, 5:25] for picture in pictures])

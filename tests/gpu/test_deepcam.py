@@ -16,7 +16,7 @@ from tests.gpu.machine import DEVICE, GPU, GRAPH, cuda_alone, precisely
 def new_step(device: str, **words: Any) -> train.Step:
     torch.manual_seed(0)
     model = deepcam.DeepCam(deepcam.DeepCamConfig(divide=8, middle=2))
-    return train.Step(model, deepcam.loss, StepConfig(**words), dist.alone(torch.device(device)), graph=GRAPH)
+    return train.Step(model, deepcam.loss, StepConfig(**words), dist.single_process(torch.device(device)), graph=GRAPH)
 
 
 def batch(device: str, seed: int) -> deepcam.Batch:

@@ -54,7 +54,7 @@ def batch(network: str, number: int) -> Batch:
 
 
 def new_step(network: str, **words: Any) -> Step:
-    return Step(model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0, **words), dist.alone(DEVICE), graph=GRAPH)
+    return Step(model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0, **words), dist.single_process(DEVICE), graph=GRAPH)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
@@ -72,7 +72,7 @@ def test_captured_is_eager(network: str, precision: str) -> None:
 def test_a_step_is_that_of_a_cpu(network: str) -> None:
     precisely()
     step = new_step(network)
-    alone = Step(model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0), dist.alone(torch.device("cpu")))
+    alone = Step(model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0), dist.single_process(torch.device("cpu")))
     for number in range(3):
         own = batch(network, number)
         there = Batch(*(None if x is None else x.cpu() for x in own))

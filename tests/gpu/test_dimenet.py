@@ -42,7 +42,7 @@ def test_every_run_has_the_same_bits() -> None:
 
 def losses(**words: Any) -> tuple[list[float], train.Step]:
     dtype = torch.float64 if words["precision"] == "fp64" else torch.float32
-    step = train.Step(network(CFG, dtype=dtype), loss, StepConfig(lr=1e-4, **words), dist.alone(DEVICE), graph=GRAPH)
+    step = train.Step(network(CFG, dtype=dtype), loss, StepConfig(lr=1e-4, **words), dist.single_process(DEVICE), graph=GRAPH)
     return [step(batch(GPU, seed, dtype))["loss"].item() for seed in range(6)], step
 
 

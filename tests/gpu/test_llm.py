@@ -45,7 +45,7 @@ def batch(seed: int, packed: bool = False) -> Batch:
 def new_step(model: str, recompute: str = "none", **words: Any) -> Step:
     torch.manual_seed(0)
     cfg = LLMConfig(**MODELS[model], recompute=recompute)
-    return Step(LLM(cfg), llm.loss, StepConfig(lr=1e-3, clip=1.0, **words), dist.alone(DEVICE), graph=GRAPH)
+    return Step(LLM(cfg), llm.loss, StepConfig(lr=1e-3, clip=1.0, **words), dist.single_process(DEVICE), graph=GRAPH)
 
 
 def mean(values: dict[str, Any]) -> float:

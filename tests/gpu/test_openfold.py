@@ -47,7 +47,7 @@ def learnt(device: str, dtype: torch.dtype = torch.float32, narrow: bool = False
 def losses(device: str, checkpoint: bool = False, **words: Any) -> tuple[list[float], train.Step]:
     """Of nine steps, each third of which has one pass, the others two."""
     step = train.Step(network(device, checkpoint=checkpoint), loss, StepConfig.model_validate({"optimizer": "adam", **words}),
-                      dist.alone(torch.device(device)), graph=GRAPH)  # fmt: skip
+                      dist.single_process(torch.device(device)), graph=GRAPH)  # fmt: skip
     return [step(batch(device, passes=passes, seed=seed))["loss"].item() for seed, passes in enumerate((2, 1, 2) * 3)], step
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hpcai import dist
 from hpcai.data.collate import tree_map
-from hpcai.dist.collect import backend
+from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
@@ -34,7 +34,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def copies(mesh: Mesh, words: dict[str, Any]) -> Trained:
     """Losses of this rank, and weights after some steps, of copies that each have their part of the batch."""
     precisely()
-    assert mesh.world == 1 or backend(mesh.device, mesh.everyone) == ("nccl" if ON_GPU else "gloo")
+    assert mesh.world == 1 or get_backend(mesh.device, mesh.peers) == ("nccl" if ON_GPU else "gloo")
     torch.manual_seed(mesh["replicate"].rank)  # the copies start equal, whatever they were
     step = new_step(mesh, Network(), loss, {"weight_decay": 0.1, "clip": 0.5, "average": 0.9} | words)
     axis, losses = mesh["replicate"], []
@@ -57,7 +57,7 @@ def kinds(mesh: Mesh, words: dict[str, Any]) -> list[Trained]:
 
 @cache
 def by_one_gpu() -> list[Trained]:
-    return kinds(dist.alone(DEVICE), {})
+    return kinds(dist.single_process(DEVICE), {})
 
 
 def same(found: dict[str, Any], right: dict[str, Any], small: float) -> None:
@@ -107,7 +107,7 @@ def graphs_send(capture: str) -> None:
 
 @cache
 def uncut(kind: Any) -> Trained:
-    return cut(dist.alone(DEVICE), kind, {})
+    return cut(dist.single_process(DEVICE), kind, {})
 
 
 @pytest.mark.parametrize(

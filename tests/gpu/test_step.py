@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpcai import dist
-from hpcai.dist.host import Gpu
+from hpcai.dist.host import GpuCounters
 from hpcai.models import cosmoflow
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train import rng
@@ -35,7 +35,7 @@ def batch(seed: int, count: int = 4) -> cosmoflow.Batch:
 def new_step(dropout: float = 0.0, loss: Any = cosmoflow.loss, **words: Any) -> Step:
     torch.manual_seed(0)
     model = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=SIZE, filters=8, dropout=dropout))
-    return Step(model, loss, StepConfig(**words), dist.alone(DEVICE), graph=GRAPH)
+    return Step(model, loss, StepConfig(**words), dist.single_process(DEVICE), graph=GRAPH)
 
 
 CASES = [
@@ -111,7 +111,7 @@ def test_readings_of_the_gpu_and_a_trace_of_chosen_steps(tmp_path: Path) -> None
     import gzip
 
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    readings = Gpu(DEVICE).readings()
+    readings = GpuCounters(DEVICE).read()
     assert readings["power_w"] > 10 and 10 < readings["temperature_c"] < 110 and readings["memory_used_gb"] > 0
     step = new_step()
     with Profile(tmp_path, (2, 3), step.mesh) as profile:
@@ -138,7 +138,7 @@ def test_a_captured_step_of_small_operations_is_faster_and_leaves_no_gaps() -> N
     for capture in ("none", "whole"):
         layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
         cfg = StepConfig.model_validate({"precision": "bf16-params", "capture": capture, "average": 0.999})
-        step = Step(nn.TransformerEncoder(layer, 24, enable_nested_tensor=False), mean_square, cfg, dist.alone(DEVICE))
+        step = Step(nn.TransformerEncoder(layer, 24, enable_nested_tensor=False), mean_square, cfg, dist.single_process(DEVICE))
 
         def run(i: int, step: Step = step) -> None:
             step(x)

@@ -81,7 +81,7 @@ def new_step(**words: Any) -> Step:
     torch.backends.cudnn.deterministic = True
     precisely()
     torch.manual_seed(0)
-    return Step(Network(), loss, StepConfig(average=0.9, clip=1.0, **words), dist.alone(DEVICE), graph=GRAPH)
+    return Step(Network(), loss, StepConfig(average=0.9, clip=1.0, **words), dist.single_process(DEVICE), graph=GRAPH)
 
 
 def ready(files: list[Path], batches: int = 6, size: int = 4) -> list[dict[str, torch.Tensor]]:
@@ -113,7 +113,7 @@ def sources(files: list[Path]) -> Iterator[Any]:
 
     def loader(name: str, **words: Any) -> Loader:
         reader = Reader("auto", threads=3, memory=MemoryPool(max_unused=1 << 16, pin=DEVICE if ON_GPU else None))
-        made.append(Loader(Volumes(files, reader), 4, dist.alone(DEVICE), name=name, workers=3, prefetch=1 << 19, **words))
+        made.append(Loader(Volumes(files, reader), 4, dist.single_process(DEVICE), name=name, workers=3, prefetch=1 << 19, **words))
         return made[-1]
 
     yield loader

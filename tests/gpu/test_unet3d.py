@@ -86,7 +86,7 @@ def test_every_volume_inside_is_channels_last() -> None:
 
 
 def new_step(**words: Any) -> train.Step:
-    return train.Step(model(), unet3d.loss, StepConfig(**words, **SGD), dist.alone(DEVICE), graph=GRAPH)
+    return train.Step(model(), unet3d.loss, StepConfig(**words, **SGD), dist.single_process(DEVICE), graph=GRAPH)
 
 
 def losses(step: train.Step) -> list[float]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hpcai import dist
 from hpcai.data.index import write_index
 from hpcai.data.splits import Samples, make_loader, open_split
-from hpcai.dist import watch
+from hpcai.dist import watchdog
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import RunConfig
 from hpcai.train import Step, fit
@@ -71,7 +71,7 @@ class Counts:
         self.acts = ["start"]
         self._inherited = _sockets()  # a process that was forked has those of the other one
         group: Any = torch_dist.ProcessGroup
-        named = [("messages", group, name) for name in _CALLS if hasattr(group, name)] + [("messages", watch, "_send")]
+        named = [("messages", group, name) for name in _CALLS if hasattr(group, name)] + [("messages", watchdog, "_send")]
         named += [("file operations", owner, name) for owner, name in ((os, "stat"), (os, "lstat"), (h5py.File, "__init__"))]
         for what, owner, name in named:
             self._count(what, owner, name)

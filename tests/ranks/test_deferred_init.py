@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import gather_objects
+from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Mesh
 from hpcai.parallel.sharding import shard_, shard_spec
 from hpcai.settings import StepConfig
@@ -58,7 +58,7 @@ def drawn(mesh: Mesh, precision: Any) -> dict[str, Any]:
     own = {name: (t.detach().numpy().copy(), shard_spec(t)) for name, t in step.model.state_dict(keep_vars=True).items()}
     found: dict[str, Any] = {}
     said = {name: (array, place.global_shape, place.ranges) for name, (array, place) in own.items()}
-    for each in gather_objects(said, mesh.everyone):
+    for each in all_gather_object(said, mesh.peers):
         for name, (array, size, stretches) in each.items():
             whole = found.setdefault(name, np.full(size, np.nan, array.dtype))
             at = np.ix_(*(np.concatenate([np.arange(a, b) for a, b in dim]) for dim in stretches))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcai.dist.collect import sum_in_place
-from hpcai.dist.launch import alone
+from hpcai.dist.collectives import all_reduce_
+from hpcai.dist.launch import single_process
 from hpcai.dist.mesh import Mesh
 from hpcai.models import diffusion
 from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, UNetConfig
@@ -77,7 +77,7 @@ def compare(mesh: Mesh, cfg: UNetConfig) -> None:
         pairs: list[Any] = [(a.grad, b.grad, getattr(b, "sum_axes", ())) for a, b in zip(whole.parameters(), model.parameters())]
         for axes in dict.fromkeys(pair[2] for pair in pairs):  # in one row, as few sums as may be
             right, found = (torch.cat([pair[kind].flatten() for pair in pairs if pair[2] == axes]) for kind in (0, 1))
-            assert float((sum_in_place(found, *axes) - right).abs().max()) < 1e-10 * largest
+            assert float((all_reduce_(found, *axes) - right).abs().max()) < 1e-10 * largest
 
 
 CASES = [
@@ -137,7 +137,7 @@ PLAIN = diffusion.SamplerConfig(method="euler", steps=2)
 
 @cache
 def whole(cfg: UNetConfig) -> Any:
-    return trained(alone(), cfg)
+    return trained(single_process(), cfg)
 
 
 TRAINED = [(MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2})]
@@ -177,11 +177,11 @@ def kept(mesh: Mesh) -> tuple[int, int]:
     asked = Condition(field=torch.zeros(1, 1, 8, 4, 4))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         model(model.grid.shard(torch.zeros(1, 2, *size)), torch.zeros(1), asked).sum().backward()
-    return sum(found.values()), cast(diffusion.Slabs, model.grid).cut.comm_volume.bytes_sent if mesh.copy.size > 1 else 0
+    return sum(found.values()), cast(diffusion.Slabs, model.grid).cut.comm_volume.bytes_sent if mesh.model_parallel.size > 1 else 0
 
 
 def test_a_process_keeps_no_more_than_its_part() -> None:
-    whole, _ = kept(alone())
+    whole, _ = kept(single_process())
     for axes, share in (({"depth": 2}, 0.45), ({"depth": 2, "height": 2}, 0.27)):
         for own, sent in on_ranks(axes, kept):
             assert own < share * whole and sent < own, (axes, own / whole, sent / own)

@@ -53,7 +53,7 @@ def reported(mesh: Mesh, shares: list[int]) -> float:
 
 
 def test_copies_count_alike_in_what_is_reported() -> None:
-    expected = reported(dist.alone(torch.device("cpu")), [7])
+    expected = reported(dist.single_process(torch.device("cpu")), [7])
     assert on_ranks({"replicate": 2}, reported, [5, 2]) == pytest.approx([expected] * 2, rel=1e-12)
 
 
@@ -63,7 +63,7 @@ def both(model: Any, given: Batch, **words: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_uneven_copies_are_one_process(copies: int) -> None:
-    expected = trained(dist.alone(torch.device("cpu")), [7])
+    expected = trained(dist.single_process(torch.device("cpu")), [7])
     found = on_ranks({"replicate": copies}, trained, SHARES[copies])
     mean = sum(torch.from_numpy(rank["loss"]) for rank in found) / copies  # type: ignore[arg-type]
     torch.testing.assert_close(mean, torch.from_numpy(expected.pop("loss")), rtol=1e-10, atol=0)

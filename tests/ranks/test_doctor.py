@@ -72,4 +72,4 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     process = forked.script(PROGRAMS / "doctor.py", *words, out=out, err=err, **place, MASTER_PORT=port)
     process.join(60)
     assert process.exitcode == 1
-    assert "hpcai doctor: not done after 5 s: ranks 1-2 did not come; look whether they run, and at their nodes" in err.read_text()
+    assert "hpcai doctor: not done after 5 s: ranks 1-2 did not come; check their processes and nodes" in err.read_text()

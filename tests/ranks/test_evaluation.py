@@ -10,8 +10,8 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from hpcai.data import Loader
-from hpcai.dist import collect
-from hpcai.dist.collect import distinct, rows_to_first
+from hpcai.dist import collectives
+from hpcai.dist.collectives import gather_distinct, gather_rows_to_first
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig
 from hpcai.train import Step, evaluate, predict
@@ -120,15 +120,15 @@ def fetched(mesh: Mesh, kind: str) -> tuple[str, list[Any]]:
     counts = [0, 3, 5, 0]
     first = sum(counts[: mesh.rank])
     values = torch.arange(2 * first, 2 * (first + counts[mesh.rank])).view(-1, 2).to(getattr(torch, kind))
-    found = rows_to_first(values, mesh["replicate"])
+    found = gather_rows_to_first(values, mesh["replicate"])
     return str(found.dtype), found.tolist()
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["in memory", "in a file"])
 @pytest.mark.parametrize("kind", ["bfloat16", "bool"])
 def test_rows_of_all_ranks_are_gathered_on_the_first_in_pieces(kind: str, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_PIECE", 7)
-    monkeypatch.setattr(collect, "_MAPPED", 1 if mapped else 1 << 30)
+    monkeypatch.setattr(collectives, "_CHUNK", 7)
+    monkeypatch.setattr(collectives, "_MMAP_FROM", 1 if mapped else 1 << 30)
     (dtype, rows), *others = on_ranks({"replicate": 4}, fetched, kind, fresh=True)
     assert dtype == f"torch.{kind}" and rows == torch.arange(16).view(8, 2).to(getattr(torch, kind)).tolist()
     assert others == [(dtype, [])] * 3
@@ -136,7 +136,7 @@ def test_rows_of_all_ranks_are_gathered_on_the_first_in_pieces(kind: str, mapped
 
 def told_apart(mesh: Mesh, values: list[Any]) -> dict[int, Any]:
     with mock.patch.object(torch_dist, "all_gather_object", wraps=torch_dist.all_gather_object) as gathered:
-        found = distinct(values[mesh.rank], mesh.everyone)
+        found = gather_distinct(values[mesh.rank], mesh.peers)
     return found | {-1: gathered.call_count}
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
-from hpcai.dist.collect import gather_shares
+from hpcai.dist.collectives import all_gather
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.parallel import fsdp
 from hpcai.parallel.data_parallel import sum_gradients_over
@@ -229,7 +229,7 @@ class Late:
     """A gather that has not begun before it is waited for."""
 
     def __init__(self, whole: torch.Tensor, own: torch.Tensor, axis: Axis) -> None:
-        self.wait = lambda: gather_shares(whole, own.clone(), axis).wait()
+        self.wait = lambda: all_gather(whole, own.clone(), axis).wait()
 
 
 class Asking(nn.Module):
@@ -250,7 +250,7 @@ def asked(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
     """The weights right after each of some steps, asked for in several ways."""
     torch.manual_seed(0)
     ways: list[Any] = [nn.Module.state_dict, lambda m: dict(m.named_parameters()), lambda m: deepcopy(m).state_dict()]
-    with patch.object(fsdp, "gather_shares", Late):
+    with patch.object(fsdp, "all_gather", Late):
         words: dict[str, Any] = {"precision": "fp64", "shard": scheme, "bucket_mb": 1e-4}
         step = Step(Asking(), lambda m, x: {"loss": m(x).square().mean()}, StepConfig(**words), mesh)
         found = []

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
-from hpcai.dist.collect import gather_objects, sum_in_place
+from hpcai.dist.collectives import all_gather_object, all_reduce_
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.parallel.batchnorm import convert_sync_batchnorm
 from tests.ranks.launch import on_ranks
@@ -21,10 +21,10 @@ def groups() -> int:
 
 def members(axis: Axis) -> list[int]:
     """Who answers along ``axis``, by the numbers of the job."""
-    ranks = gather_objects(torch_dist.get_rank(), axis)
+    ranks = all_gather_object(torch_dist.get_rank(), axis)
     assert axis.group is None or torch_dist.get_process_group_ranks(axis.group) == ranks
     assert ranks[axis.rank] == torch_dist.get_rank() and len(ranks) == axis.size
-    assert sum_in_place(torch.tensor(torch_dist.get_rank()), axis).item() == sum(ranks)
+    assert all_reduce_(torch.tensor(torch_dist.get_rank()), axis).item() == sum(ranks)
     return ranks
 
 
@@ -32,20 +32,22 @@ def uses(mesh: Mesh) -> list[list[int]]:
     depth, before = mesh["depth"], hash(mesh["depth"])
     assert mesh.used == (mesh["replicate"], depth) and copy.deepcopy(depth) is depth and {depth: 1}[depth] and groups() == 0
     found = [members(depth)]
-    assert groups() == 1 and mesh.copy.group is depth.group and hash(depth) == before and groups() == 1
+    assert groups() == 1 and mesh.model_parallel.group is depth.group and hash(depth) == before and groups() == 1
     norms = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), mesh, 2)
     assert groups() == 2, "a layer has its group before its first pass, which may be compiled"
-    found += [members(mesh["replicate"]), members(mesh.everyone), members(mesh["tensor"])]
-    assert groups() == 2 and mesh.everyone.group is torch_dist.group.WORLD
-    both = mesh.over("depth", "replicate")
-    assert both is mesh.over("replicate", "depth") and (both.name, both.rank) == ("replicate x depth", mesh.rank)
-    assert both.group is mesh.everyone.group and mesh.over("depth") is depth and mesh.over("height", "depth").group is depth.group
-    aside = mesh.aside("copy")
-    assert groups() == 3 and aside is mesh.aside("copy") and aside.group is not depth.group and members(aside) == found[0]
-    others = mesh.channel("copy"), mesh.channel("copy")
+    found += [members(mesh["replicate"]), members(mesh.peers), members(mesh["tensor"])]
+    assert groups() == 2 and mesh.peers.group is torch_dist.group.WORLD
+    both = mesh.flatten("depth", "replicate")
+    assert both is mesh.flatten("replicate", "depth") and (both.name, both.rank) == ("replicate x depth", mesh.rank)
+    assert both.group is mesh.peers.group and mesh.flatten("depth") is depth
+    assert mesh.flatten("height", "depth").group is depth.group
+    aside = mesh.background_axis("model_parallel")
+    assert groups() == 3 and aside is mesh.background_axis("model_parallel")
+    assert aside.group is not depth.group and members(aside) == found[0]
+    others = mesh.new_background_axis("model_parallel"), mesh.new_background_axis("model_parallel")
     assert groups() == 5 and len({axis.group for axis in (aside, *others)}) == 3 and members(others[1]) == found[0]
-    twin = mesh.beside(norms)
-    assert groups() == 6 and twin[0].all_reduce.axes == (mesh.aside("replicate"),), "and its copy a channel, for a thread"
+    twin = mesh.background_copy(norms)
+    assert groups() == 6 and twin[0].all_reduce.axes == (mesh.background_axis("replicate"),), "and its copy a channel, for a thread"
     again = Mesh(mesh.sizes, 4, mesh.rank)
     assert members(again["depth"]) == found[0] and again["depth"].group is depth.group and groups() == 6
     return found
@@ -58,7 +60,7 @@ def test_a_group_appears_when_it_is_used_and_axes_of_the_same_ranks_share_it() -
 
 def parts(mesh: Mesh) -> list[list[int]]:
     between, within = mesh.split("replicate", 2, "step.shard_within")
-    assert groups() == 0 and (between.of, within.of, mesh["replicate"].of) == ("replicate", "replicate", "")
+    assert groups() == 0 and (between.parent, within.parent, mesh["replicate"].parent) == ("replicate", "replicate", "")
     devices = mesh.device_mesh(between, within)
     assert devices.mesh.tolist() == [[0, 1], [2, 3]] and devices is mesh.device_mesh(*mesh.split("replicate", 2, ""))
     assert [devices.get_group(i) for i in (0, 1)] == [between.group, within.group] and groups() == 2
@@ -79,7 +81,7 @@ def unequal(mesh: Mesh) -> tuple[int, list[list[int]]]:
     made = groups()
     torch_dist.new_group([1, 2])  # a person's own, that not every rank of a line is in
     between, _ = mesh.split("replicate", 2, "step.shard_within")
-    return made, [members(axis) for axis in (mesh.link, mesh.everyone, mesh["depth"], mesh.copy, mesh["replicate"], between)]
+    return made, [members(axis) for axis in (mesh.link, mesh.peers, mesh["depth"], mesh.model_parallel, mesh["replicate"], between)]
 
 
 def test_members_of_a_line_may_be_in_different_numbers_of_other_groups() -> None:
@@ -94,7 +96,7 @@ def test_members_of_a_line_may_be_in_different_numbers_of_other_groups() -> None
 def patience(mesh: Mesh) -> list[float]:
     mesh = Mesh(mesh.sizes, mesh.job.size, mesh.job.rank, timeout=timedelta(seconds=77))
     cpu = torch.device("cpu")
-    groups: list[Any] = [axis.group for axis in (mesh["depth"], mesh.aside("depth"), mesh.link)]
+    groups: list[Any] = [axis.group for axis in (mesh["depth"], mesh.background_axis("depth"), mesh.link)]
     return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
 
 

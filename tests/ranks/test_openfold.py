@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpcai.dist.collect import sum_in_place
-from hpcai.dist.launch import alone
+from hpcai.dist.collectives import all_reduce_
+from hpcai.dist.launch import single_process
 from hpcai.dist.mesh import Mesh
 from hpcai.kernels import attention
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
@@ -63,7 +63,7 @@ def learnt(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dict[str, float],
     values["loss"].backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     gradients["msa_feat"] = batch["msa_feat"].grad
-    found = {name: sum_in_place(g.clone(), mesh["axial"]).numpy() for name, g in gradients.items() if g is not None}
+    found = {name: all_reduce_(g.clone(), mesh["axial"]).numpy() for name, g in gradients.items() if g is not None}
     with torch.no_grad():
         prediction = model.eval()(batch)
     return {name: value.item() for name, value in values.items()}, found, [prediction.msa, prediction.pair, prediction.positions]
@@ -72,7 +72,7 @@ def learnt(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dict[str, float],
 @pytest.mark.parametrize("axes", [{"axial": 2}, {"axial": 4}, {"replicate": 2, "axial": 2}], ids=str)
 @pytest.mark.parametrize(("passes", "checkpoint"), [(1, False), (3, True)])
 def test_a_cut_protein_is_the_whole_one(axes: dict[str, int], passes: int, checkpoint: bool) -> None:
-    values, gradients, outputs = learnt(alone(), passes, checkpoint)
+    values, gradients, outputs = learnt(single_process(), passes, checkpoint)
     largest = max(float(np.linalg.norm(g)) for g in gradients.values())
     for rank, (found, cut, given) in enumerate(on_ranks(axes, learnt, passes, checkpoint)):
         assert found == pytest.approx(values, rel=1e-10, abs=1e-12)
@@ -141,7 +141,7 @@ def folded(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def test_a_chain_that_several_ranks_fold_is_the_same_with_their_share_of_the_memory() -> None:
-    positions, plddt, most = folded(alone(), 90)
+    positions, plddt, most = folded(single_process(), 90)
     for ranks, share in ((2, 0.62), (4, 0.42)):  # 150 residues: less than 0.6 and 0.35
         for found, sure, bytes_ in on_ranks({"axial": ranks}, folded, 90):
             np.testing.assert_allclose(found, positions, atol=1e-5)

@@ -116,7 +116,7 @@ def test_ranks_that_only_evaluate_read_for_themselves(made: Path, tmp_path: Path
 
 
 def told_of(mesh: Mesh, home: Path, own: Path) -> str:
-    with chdir(home / "table" if mesh.everyone.rank == 0 else own):
+    with chdir(home / "table" if mesh.peers.rank == 0 else own):
         return open_split(Path("set"), FIELDS, "", LoaderConfig(reader="buffered"), mesh).identity
 
 

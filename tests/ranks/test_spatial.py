@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import sum_in_place
+from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.nn import BatchNorm, Conv3d, InstanceNorm
@@ -58,7 +58,7 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
         for (name, a), b in zip(whole.named_parameters(), model.parameters()):
             axes = getattr(b, "sum_axes", ())
             assert [axis.name for axis in axes] == [axis.name for axis in cut.axes.values()]
-            gradient = sum_in_place(b.grad.clone(), *axes)
+            gradient = all_reduce_(b.grad.clone(), *axes)
             worst = max(worst, (name, float((gradient - a.grad).abs().max()) / largest), key=lambda v: v[1])
         assert worst[1] < small, worst
         for (name, a), b in zip(whole.named_buffers(), model.buffers()):
@@ -206,7 +206,7 @@ def losses(mesh: Mesh) -> None:
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
     for (name, a), b in zip(whole.named_parameters(), model.parameters()):
-        torch.testing.assert_close(sum_in_place(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(all_reduce_(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
     with cut.disabled():
         torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
     slab, other = cut.shard(x).clone().requires_grad_(), x.clone().requires_grad_()
@@ -214,7 +214,7 @@ def losses(mesh: Mesh) -> None:
     ((cut.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # one gradient for two: it is not written into
     assert slab.grad is not None and other.grad is not None
     torch.testing.assert_close(other.grad, weights, rtol=0, atol=0)
-    torch.testing.assert_close(slab.grad, cut.shard(weights) * mesh.copy.size, rtol=1e-12, atol=0)
+    torch.testing.assert_close(slab.grad, cut.shard(weights) * mesh.model_parallel.size, rtol=1e-12, atol=0)
     twin = deepcopy(model)
     torch.testing.assert_close(twin(cut.shard(x)), model(cut.shard(x)), rtol=0, atol=0)
 

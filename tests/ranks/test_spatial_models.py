@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcai.dist.launch import alone
+from hpcai.dist.launch import single_process
 from hpcai.dist.mesh import Mesh
 from hpcai.models import cosmoflow, deepcam, unet3d
 from hpcai.settings import StepConfig
@@ -96,14 +96,14 @@ def trained(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], 
     with torch.no_grad():
         measured = MetricSums()
         measured.add(case.score(model.eval(), mesh), 1)
-        scores = measured.reduce(alone()["replicate"], torch.device("cpu"))
+        scores = measured.reduce(single_process()["replicate"], torch.device("cpu"))
     state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}  # a queue loses tensors
     return losses, state, scores
 
 
 @cache
 def whole(kind: Any) -> tuple[list[float], dict[str, Any], dict[str, float]]:
-    return trained(alone(), kind)
+    return trained(single_process(), kind)
 
 
 MESHES = [
@@ -157,7 +157,7 @@ def first_gradients(mesh: Mesh, seed: int, axes: dict[str, int]) -> list[tuple[f
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 2, "height": 2}, {"replicate": 2, "depth": 2}], ids=str)
 def test_dropout_of_a_model_that_is_cut_is_that_of_one_process_per_copy(axes: dict[str, int]) -> None:
     assert Cosmo.cfg.dropout > 0
-    copies, ranks = first_gradients(alone(), 7, axes), on_ranks(axes, first_gradients, 7, axes)
+    copies, ranks = first_gradients(single_process(), 7, axes), on_ranks(axes, first_gradients, 7, axes)
     for rank, ((value, gradients),) in enumerate(ranks):
         assert value == pytest.approx(copies[rank * len(copies) // len(ranks)][0], rel=1e-9), rank
         for name in copies[0][1]:

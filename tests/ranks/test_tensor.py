@@ -57,7 +57,7 @@ def layers(mesh: Mesh) -> None:
         for name in ("weight", "bias"):
             gradients = getattr(linear, name).grad, own(getattr(whole, name).grad, parts, 0)
             torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-    assert torch.equal(mesh.beside(linear)(x), linear(x)), "a copy that is evaluated beside the training"
+    assert torch.equal(mesh.background_copy(linear)(x), linear(x)), "a copy that is evaluated beside the training"
     with torch.device("meta"):
         far = nn.Linear(8, 3)
     row_parallel(far, axis)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpcai.dist.collect import gather_objects
+from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import CheckpointConfig
 from hpcai.train.checkpoint import Checkpoints
@@ -96,7 +96,7 @@ def read(mesh: Mesh, new_step: NewStep, batches: Batches, folder: Path, case: Ca
     step = new_step(mesh, case, seed=7)
     progress = Checkpoints(folder, CheckpointConfig(), mesh).resume(step)
     assert progress is not None and progress.step == step.count == step.optimizer.count.item() == STEPS
-    drawn = gather_objects(torch.rand(4).tolist(), mesh["tensor"])
+    drawn = all_gather_object(torch.rand(4).tolist(), mesh["tensor"])
     assert all(each == drawn[0] for each in drawn), "dropout of what is whole is the same on all ranks of a copy"
     return kept(step), train(step, batches(mesh, case, STEPS, 1), STEPS).held
 

@@ -73,7 +73,7 @@ def test_training_needs_no_more_memory_than_the_plain_form(app: str, most: float
 def test_the_loop_costs_less_than_2_percent() -> None:
     """``fit`` against clearing gradients, forward, backward and update within the same steps: two loops differ by 5 % by
     themselves, with the luck of the page tables."""
-    subject, mesh = find("cosmoflow"), dist.alone()
+    subject, mesh = find("cosmoflow"), dist.single_process()
     cfg: Any = subject.known(config.load(subject.settings, None, ["model.size=64"]))
     batch = subject.random_batch(cfg, range(cfg.data.batch), mesh.device)
     step = Step(subject.build(cfg, mesh, subject.whole(cfg, mesh)), subject.loss, cfg.step, mesh)
@@ -109,7 +109,7 @@ def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_network_of_opencatalyst_is_there_in_a_second() -> None:
-    subject, mesh = find("opencatalyst"), dist.alone()
+    subject, mesh = find("opencatalyst"), dist.single_process()
     cfg: Any = config.load(subject.settings, None, ["model.angles=detached"])
 
     def build() -> float:
@@ -131,7 +131,7 @@ def layers(millions: float = 10.0) -> nn.ParameterList:
 
 @pytest.mark.usefixtures("one_thread")
 def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other() -> None:
-    step = Step(layers(), lambda model, batch: {}, StepConfig(average=0.999, optimizer="adam"), dist.alone())
+    step = Step(layers(), lambda model, batch: {}, StepConfig(average=0.999, optimizer="adam"), dist.single_process())
     plain = layers()
     step.reducer.zero_grad()
     for parameter in (*step.model.parameters(), *plain):

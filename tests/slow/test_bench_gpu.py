@@ -94,7 +94,7 @@ def test_forms_of_a_kernel_are_one_function(kernel: gpu_kernels.Kernel) -> None:
 def test_what_a_gpu_adds_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines that only a GPU reaches, with a GPU that is emulated."""
     joules = iter(range(100))
-    monkeypatch.setattr(gpu_steps, "Gpu", lambda device: SimpleNamespace(readings=lambda: {"energy_j": 8.0 * next(joules)}))
+    monkeypatch.setattr(gpu_steps, "GpuCounters", lambda device: SimpleNamespace(read=lambda: {"energy_j": 8.0 * next(joules)}))
     monkeypatch.setattr(gpu_steps, "_FED", ("eager",))
     monkeypatch.setattr(gpu_steps, "ENERGY_S", 0.05)
     monkeypatch.setattr(gpu_steps, "LOADER_S", 0.05)

@@ -1,4 +1,4 @@
-"""Settings: defaults < file < words, strict types, every mistake at once, and what a refused run costs."""
+"""Settings: defaults, file and overrides, strict types, all errors at once, and the time of a refused run."""
 
 import datetime
 import math
@@ -99,10 +99,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-# ---- Defaults < file < words --------------------------------------------------------------------------------------------------
+# ---- Defaults, file, overrides ------------------------------------------------------------------------------------------------
 
 
-def test_words_count_more_than_the_file_and_the_file_more_than_defaults(file):
+def test_overrides_precede_the_file_and_the_file_precedes_defaults(file):
     path = file("step:\n  lr: 0.5\n  micro: 2\ndata:\n  directory: a b\n")
     settings = load(Config, path, ["step.lr=2e-3", "data.shape=[1,2,3]", "step.lr=3e-3"])
     assert settings.step == Step(lr=3e-3, micro=2, precision="bf16")
@@ -114,7 +114,7 @@ def test_a_word_keeps_the_other_keys_of_a_default_section_and_of_its_own():
     assert load(Config, None, [HERE, "average.decay=0.5"]).average == Average(decay=0.5)
 
 
-def test_words_merge_into_a_mapping_and_replace_a_list(file):
+def test_overrides_merge_into_a_mapping_and_replace_a_list(file):
     path = file("step: {lr: 0.5, micro: 2}\ndata: {directory: x, names: [a, b], weights: {b: 2}}\n")
     settings = load(Config, path, ["step={micro: 3}", "data.names=[c]", "data.weights={c: 3}"])
     assert (settings.step.lr, settings.step.micro) == (0.5, 3)
@@ -171,7 +171,7 @@ def test_whole_numbers(text, value):
         ("seeds=[1, -2]", "seeds[1] is -2, expected a whole number >= 0"),
         ("data.shape=[1, 2, 3, 4]", "data.shape is [1, 2, 3, 4], expected a list of 3, each a whole number"),
         ("average=3", "average is 3, expected a section (decay, folder) or null"),
-        ("step.lr=.nan", "step.lr: .nan is of no use as a setting; write a plain value"),
+        ("step.lr=.nan", "step.lr: .nan is no valid setting; write a plain value"),
         ("step.warmup=2000", "step: warmup is 2000, expected at most steps (1000)"),
         ("name=a b", "name: expected a name without blanks"),
         ("label=", "label= has no value; write label=null for none, or 'label=\"\"' for empty text"),
@@ -204,7 +204,7 @@ def test_a_path_with_an_equals_sign_and_a_value_with_one(file):
         ("a:\n\tb: 1\n",
          "small.yaml:2:1: not YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs"),
         ("a: 1\n---\nb: 2\n", "small.yaml:2:1: not YAML: but found another document"),
-        ("seeds: &a [1]\nlabel: *a\n", "small.yaml:2:8: not YAML: settings have no aliases: write the value again"),
+        ("seeds: &a [1]\nlabel: *a\n", "small.yaml:2:8: not YAML: settings have no aliases; write the value again"),
         ("step:\n  lr: 1\n  micro: 2\n\n  lr: 3\n", "small.yaml:5: step.lr is written twice, first in small.yaml:2; keep one"),
         ("step: 3\n", "small.yaml:1: step is 3, expected a section (lr, precision, clip, micro, compile, steps, warmup)"),
         ("\ndata:\n  names:\n    - a\n    - 3\n",
@@ -259,12 +259,12 @@ command line: threads is 'many', expected 'auto' or a whole number
 """
 
 
-def test_all_mistakes_of_file_and_words_in_one_answer(file):
+def test_all_errors_of_file_and_overrides_together(file):
     words = ["step.micro=0", "other.yaml", "--x=1", "data.foldr=1", "threads=many"]
     assert "\n".join(refused(*words, path=file(WRONG))) + "\n" == GOLDEN
 
 
-def test_rules_are_heard_beside_unknown_keys_and_name_both_origins(file):
+def test_validators_run_despite_unknown_keys_and_name_both_origins(file):
     path = file("step:\n  warmup: 20\n  qqq: 1\n")
     assert refused(HERE, "step.steps=10", "name=a b", path=path) == [
         "small.yaml:1, command line: step: warmup is 20, expected at most steps (10)",
@@ -436,7 +436,7 @@ What the app does.
   --show  print the settings of this run as YAML, which can be run again
   --help  this page
 
-Defaults give way to the file, the file to the words. Values are written as in YAML: step.lr=2e-3 shape=[1,2] name=null
+The file overrides defaults, and key=value overrides the file. Values are written as in YAML: step.lr=2e-3 shape=[1,2] name=null
 
 top level
   data       a path        'no where'

@@ -119,7 +119,7 @@ def test_a_full_disk_costs_lines_and_one_warning_but_no_run(tmp_path: Path, capl
     assert steps(path, "train") == [1, 6]
     assert path.read_bytes().endswith(b"\n")
     assert len(caplog.records) == 1
-    assert "metrics.jsonl" in caplog.text and "the run goes on" in caplog.text
+    assert "metrics.jsonl" in caplog.text and "the run continues" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------------- terminal
@@ -185,7 +185,7 @@ def test_a_terminal_gets_a_passing_bar_and_lasting_evaluations() -> None:
 
 def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (1, 0):
-        with log.reports(tmp_path / f"{rank}", ["terminal"], rank == 0) as reports:
+        with log.open_reports(tmp_path / f"{rank}", ["terminal"], rank == 0) as reports:
             assert reports.directory == tmp_path / f"{rank}"
             reports.emit("start", **START)
             reports.emit("train", step=120, **TRAIN)
@@ -196,18 +196,18 @@ def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("rank", [0, 1])
 def test_wrong_report_settings_are_refused_on_every_rank(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"report.directory is not set"):
-        log.reports(None, ["tensorboard"], rank == 0)
+        log.open_reports(None, ["tensorboard"], rank == 0)
     with pytest.raises(ConfigError, match=r"report.sinks has 'mlperf', but this app has no benchmark of MLPerf"):
-        log.reports(tmp_path, ["mlperf"], rank == 0)
+        log.open_reports(tmp_path, ["mlperf"], rank == 0)
     monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[tensorboard\]"):
-        log.reports(tmp_path, ["tensorboard"], rank == 0)
+        log.open_reports(tmp_path, ["tensorboard"], rank == 0)
 
 
 def test_tensorboard_has_the_scalars_and_hides_what_a_resume_repeats(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resumed_from, points in ((None, (10, 20, 30)), (20, (30, 40))):
-        with log.reports(tmp_path, ["tensorboard"], True) as reports:
+        with log.open_reports(tmp_path, ["tensorboard"], True) as reports:
             reports.emit("start", **START | {"resumed_from": resumed_from})
             for step in points:
                 reports.emit("train", step=step, **TRAIN)

@@ -13,8 +13,8 @@ from hpcai.settings import LoaderConfig, ScheduleConfig, StepConfig, TrainConfig
     "kind, words, text",
     [
         (StepConfig, {"precision": "fp64", "moments": "bf16"}, "moments bf16 with precision fp64"),
-        (StepConfig, {"capture": "whole", "shard": "weights"}, "capture whole with shard weights cannot be done"),
-        (StepConfig, {"shard_within": 2}, "shard_within is 2, but nothing is divided"),
+        (StepConfig, {"capture": "whole", "shard": "weights"}, "capture whole with shard weights is not supported"),
+        (StepConfig, {"shard_within": 2}, "shard_within is 2, but nothing is sharded"),
         (StepConfig, {"clip_per": "sample", "clip": 0.1, "shard": "weights"}, "clip_per is sample, but shard is weights"),
         (LoaderConfig, {"once": True, "reader": "gds"}, "reader gds gives samples on the GPU of each process; set once to auto"),
         (ScheduleConfig, {"decay": "steps", "decay_at": (3.0, 1.0), "decay_to": (0.5, 0.1)}, "must rise"),
@@ -27,4 +27,5 @@ def test_contradictions_are_refused(kind: type[Settings], words: dict[str, Any],
 
 
 def test_samples_that_are_read_to_a_gpu_are_not_sent() -> None:
-    assert [LoaderConfig(**words).loading()["once"] for words in ({}, {"once": True}, {"reader": "gds"})] == ["auto", True, False]
+    cases: tuple[dict[str, Any], ...] = {}, {"once": True}, {"reader": "gds"}
+    assert [LoaderConfig(**kwargs).loader_kwargs()["once"] for kwargs in cases] == ["auto", True, False]

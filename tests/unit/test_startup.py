@@ -15,51 +15,51 @@ from hpcai.startup import Part
 def test_parts_follow_one_another_and_add_up() -> None:
     began = time.perf_counter()
     with startup.clock(age=2.0):
-        startup.now("network")
+        startup.begin("network")
         time.sleep(0.02)
         with startup.during("checkpoint"):
             time.sleep(0.01)
         time.sleep(0.01)
-        startup.now("first step")
-        startup.now("first step")
+        startup.begin("first step")
+        startup.begin("first step")
         time.sleep(0.03)
-        assert startup.running()
+        assert startup.is_running()
         parts = startup.end(compiled=0.02)
         took = 2 + time.perf_counter() - began
-        assert not startup.running()
+        assert not startup.is_running()
     assert sum(parts.values()) == pytest.approx(took, abs=2e-3)
     assert parts["imports"] == pytest.approx(2, abs=5e-3) and parts["compile"] == 0.02
     for name, least in (("network", 0.03), ("checkpoint", 0.01), ("first step", 0.01)):
         assert least <= parts[name] < least + 0.02  # type: ignore[index]
-    assert startup.slowest([parts]) == {**dict.fromkeys(startup.slowest([{}]), 0.0), **parts}, "no part is lost"
+    assert startup.combine_ranks([parts]) == {**dict.fromkeys(startup.combine_ranks([{}]), 0.0), **parts}, "no part is lost"
 
 
 def test_nothing_is_noted_without_a_clock_nor_after_its_end() -> None:
-    startup.now("network")
+    startup.begin("network")
     with startup.during("data"):
-        assert not startup.running()
+        assert not startup.is_running()
     with pytest.raises(ZeroDivisionError), startup.clock():
         raise ZeroDivisionError
-    assert not startup.running()
+    assert not startup.is_running()
 
 
 def test_of_a_job_the_process_counts_for_which_the_others_waited() -> None:
     names: list[Part] = ["imports", "processes", "data", "network", "connections", "first batch", "compile", "first step"]
     every = [dict(zip(names, (3, 4, 1, 1, 9, 1, 20, 2), strict=True)), dict(zip(names, (6, 1, 8, 1, 2, 3, 10, 10), strict=True))]
-    found = startup.slowest(every)
+    found = startup.combine_ranks(every)
     assert {name: seconds for name, seconds in found.items() if seconds} == {
         "imports": 6, "processes": 1, "data": 8, "network": 1, "connections": 2, "first batch": 1, "compile": 20, "first step": 2,
     }  # fmt: skip
     assert sum(found.values()) == sum(every[0].values()) == sum(every[1].values()) == 41
     expected = "first step after 41.0 s: imports 6.0, processes 1.0, data 8.0, network 1.0, connections 2.0, first batch 1.0"
-    assert startup.describe(found) == f"{expected}, compile 20.0, first step 2.0"
+    assert startup.format_parts(found) == f"{expected}, compile 20.0, first step 2.0"
 
 
 def test_the_clock_starts_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import time; time.sleep(0.3); from hpcai import startup; print(startup.age())"
+    code = "import time; time.sleep(0.3); from hpcai import startup; print(startup.process_age())"
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
     assert 0.3 <= float(done.stdout) <= time.perf_counter() - began + 0.02
     monkeypatch.setattr(startup, "Path", lambda name: Path("/nowhere"))
-    assert 0 < startup.age() <= time.perf_counter() - startup._IMPORTED, "a system without /proc"
+    assert 0 < startup.process_age() <= time.perf_counter() - startup._IMPORTED, "a system without /proc"

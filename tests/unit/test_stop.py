@@ -20,7 +20,7 @@ received = []
 def main(settings):
     print("starting", flush=True)
     time.sleep(SLEEP[0])
-    with stop.noting(received.append):
+    with stop.on_signal(received.append):
         print("training", flush=True)
         end = time.monotonic() + SLEEP[1]
         while not received and time.monotonic() < end:
@@ -63,7 +63,7 @@ def test_the_exit_code_says_what_the_run_wants(sleeps: tuple[float, float, float
 
 def test_in_a_notebook_signals_do_afterwards_what_they_did() -> None:
     before, seen = signal.getsignal(signal.SIGUSR1), []
-    with stop.noting(seen.append):
+    with stop.on_signal(seen.append):
         os.kill(os.getpid(), signal.SIGUSR1)
     assert seen == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) is before
 
@@ -79,11 +79,11 @@ def interrupts() -> Iterator[None]:
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_waits_for_what_is_being_written_and_a_second_one_does_not() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), stop.interrupts_put_off():
+    with pytest.raises(KeyboardInterrupt), stop.defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         done.append("whole")
     assert done == ["whole"]
-    with pytest.raises(KeyboardInterrupt), stop.interrupts_put_off():
+    with pytest.raises(KeyboardInterrupt), stop.defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         done.append("never")

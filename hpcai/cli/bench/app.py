@@ -58,7 +58,7 @@ class Bench:
         settings = [word for word in self.words.given if "=" in word]
         self.cases = [settings] if settings else [list(case) for case in subject.cases(self.on_gpu)]
         torch.set_num_threads(1)
-        self.mesh = dist.alone()
+        self.mesh = dist.single_process()
 
     def part(self, part: str) -> list[Row]:
         return [{**columns(case), **row} for case in self.cases for row in getattr(self, f"_{part}")(case)]

@@ -73,7 +73,7 @@ def _refuse(made: Any, what: str, given: Sequence[str] | None, known: Any) -> No
 
 def _here(words: Any, every: dict[str, str]) -> Row:
     """The cases that are asked for, in this process."""
-    facts = clocks.facts(dist.alone().device)
+    facts = clocks.facts(dist.single_process().device)
     found: Row = {"bench": "gpu", "part": " ".join(words.parts), **facts, "tiny": words.tiny, "rows": []}
     words.rates = {name: found[name] for name in ("matrix_tflops", "copy_gb_s")}
     for name in words.case:

@@ -381,7 +381,7 @@ def measure(name: str, words: Any) -> Iterator[Row]:
     """Rows of the case ``name``, one by one: all forms in each type."""
     kernel, size = _cases()[name]
     for dtype in kernel.dtypes:
-        yield from compared(name, kernel, kernel.small if words.tiny else size, dtype, dist.alone().device, words)
+        yield from compared(name, kernel, kernel.small if words.tiny else size, dtype, dist.single_process().device, words)
 
 
 def compared(

@@ -39,7 +39,7 @@ from hpcai.cli.bench import gpu_clocks as clocks
 from hpcai.cli.bench.timing import Row, wait
 from hpcai.cli.trial import Case, Subject, find
 from hpcai.data import Endless
-from hpcai.dist.host import Gpu
+from hpcai.dist.host import GpuCounters
 from hpcai.train import Step
 from hpcai.train.replica_check import NEVER
 from hpcai.train.capture import close_all
@@ -89,7 +89,7 @@ class Bench:
     """What is measured of one case; ``words``: ``tiny``, ``repeats`` and ``rates`` of the command."""
 
     def __init__(self, name: str, app: Subject, case: Case, words: Any) -> None:
-        self.name, self.app, self.case, self.words, self.mesh = name, app, case, words, dist.alone()
+        self.name, self.app, self.case, self.words, self.mesh = name, app, case, words, dist.single_process()
         self.device, self.on_gpu = self.mesh.device, self.mesh.device.type == "cuda"
 
     def row(self, variant: str) -> Row:
@@ -193,14 +193,14 @@ class Bench:
 
     def _windows(self, run: Any, count: int, samples: int) -> tuple[list[list[float]], float | None]:
         """Seconds of each step of each window, and joules of a sample, where the GPU has a meter."""
-        gpu = Gpu(self.device)
-        before, began = gpu.readings().get("energy_j"), time.perf_counter()
+        gpu = GpuCounters(self.device)
+        before, began = gpu.read().get("energy_j"), time.perf_counter()
         each: list[list[float]] = []
         while len(each) < self.words.repeats or (self.on_gpu and time.perf_counter() - began < ENERGY_S):
             each.append(clocks.window(run, count))
             if len(each) > 1 and time.perf_counter() - began > self.words.seconds:
                 break
-        after = gpu.readings().get("energy_j")
+        after = gpu.read().get("energy_j")
         if before is None or after is None:
             return each, None
         return each, round((after - before) / (len(each) * count * samples), 4)

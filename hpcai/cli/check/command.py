@@ -17,7 +17,7 @@ from hpcai.cli import findings, tables
 from hpcai.cli.findings import many, printable
 from hpcai.cli.progress import shown
 from hpcai.errors import HpcaiError
-from hpcai.stop import show_to_reader
+from hpcai.stop import ignore_broken_pipe
 
 if TYPE_CHECKING:
     from hpcai.cli.check.findings import Outcome
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print("hpcai data check: interrupted; nothing was left behind", file=sys.stderr)
             return INTERRUPTED
-        show_to_reader(lambda: print(*map(printable, report(outcome, words.strict)), sep="\n"))
+        ignore_broken_pipe(lambda: print(*map(printable, report(outcome, words.strict)), sep="\n"))
     if words.json is not None:
         findings.write_json(words.json, outcome.as_json())
     return int(outcome.failed(words.strict))
@@ -95,7 +95,7 @@ def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
     yield from findings.lines(outcome.findings)
     yield from _figures(outcome.figures)
     figures, samples = outcome.figures, sum(split.samples for split in outcome.splits)
-    seen = f"{figures['files']:,} files, {samples:,} samples, {log.size(figures['bytes'])} in {figures['seconds']:,.1f} s"
+    seen = f"{figures['files']:,} files, {samples:,} samples, {log.format_bytes(figures['bytes'])} in {figures['seconds']:,.1f} s"
     part = "sizes and headers of " if outcome.options.quick else ""
     yield f"{findings.verdict(outcome.findings, strict)}: {part}{seen}; {findings.counts(outcome.findings)}"
 
@@ -103,7 +103,7 @@ def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
 def _splits(outcome: "Outcome") -> Iterator[tuple[str, str]]:
     for split in outcome.splits:
         verified = f"SHA-256 of {split.verified:,} verified" if split.verified else "no SHA-256 verified"
-        about = f"{many(split.files, 'file')}, {many(split.samples, 'sample')}, {log.size(split.bytes)}, {verified}"
+        about = f"{many(split.files, 'file')}, {many(split.samples, 'sample')}, {log.format_bytes(split.bytes)}, {verified}"
         yield "this folder" if split.name == "." else split.name, about
         yield from (("", f"{field}: {kind}") for field, kind in split.fields.items())
         if (parts := split.division) is not None:

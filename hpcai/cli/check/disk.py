@@ -44,7 +44,7 @@ def hints(kind: str | None, splits: "Sequence[Split]", folder: Path) -> Iterator
     """Advice on how the files of a set should lie: too many small ones, one server for all nodes."""
     sizes = [file.size for split in splits for file in split.files]
     if len(sizes) > MANY and sum(sizes) / len(sizes) < SMALL:
-        each, better = log.size(sum(sizes) // len(sizes)), max(sum(sizes) // (64 << 20), 1)
+        each, better = log.format_bytes(sum(sizes) // len(sizes)), max(sum(sizes) // (64 << 20), 1)
         yield finding("inodes", folder, files=len(sizes), each=each, better=better)
     if sizes and (kind or "").startswith(NETWORK):
         yield finding("network", folder, file_system=kind)

@@ -154,7 +154,7 @@ class _Examination:
         if big is None or big.kind != "contiguous" or not big.offset % ALIGN or big.width % ALIGN:
             return
         if big.nbytes >= MEASURED and EXTRA * big.width < ALIGN:
-            self.found("unaligned", file.path, big.name, offset=big.offset, width=log.size(big.width), advice=advice)
+            self.found("unaligned", file.path, big.name, offset=big.offset, width=log.format_bytes(big.width), advice=advice)
 
     # ---- content
 

@@ -111,11 +111,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _job(words: argparse.Namespace) -> int:
     from hpcai.cli.doctor.deadline import Deadline
-    from hpcai.dist.environment import place
+    from hpcai.dist.environment import read_rank_info
 
     if not words.limit >= LEAST:
         raise ConfigError(f"--limit is {words.limit:g} s, expected {LEAST:g} or more")
-    began, here = time.monotonic(), place()
+    began, here = time.monotonic(), read_rank_info()
     words.directory = words.directory.absolute()
     os.environ.setdefault("HPCAI_TIMEOUT", f"{words.limit + 30:g}")
     deadline = Deadline(words.limit, here.rank, f"rank {here.rank} on {platform.node()}", here.world)

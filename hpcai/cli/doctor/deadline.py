@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpcai.dist.watch import Answer
+    from hpcai.dist.watchdog import RankStatus
 
 _GRACE = 4.0  # seconds that the other ranks leave rank 0 to report
 _PATIENCE = 1.5  # seconds for an answer
@@ -58,26 +58,26 @@ class Deadline:
         if not self._number:  # the main thread may hold the lock of an import that is needed here
             os.write(2, f"hpcai doctor: {text}{alone}\n".encode())
             os._exit(1)
-        from hpcai.dist import watch
+        from hpcai.dist import watchdog
 
-        answers = watch.answers(_PATIENCE) if self.rank == 0 else {}
+        answers = watchdog.query_status(_PATIENCE) if self.rank == 0 else {}
         text += lagging(answers, self.world) if answers else alone
         with suppress(Exception):  # a page that cannot be made of half of what was asked keeps nobody
             self.report(text)
-        watch.end_job(text, f"hpcai doctor: {text}")
+        watchdog.abort_job(text, f"hpcai doctor: {text}")
 
 
-def lagging(answers: "Mapping[int, Answer]", world: int | None = None) -> str:
+def lagging(answers: "Mapping[int, RankStatus]", world: int | None = None) -> str:
     """Name the ranks of ``world`` that have not met the others, those that do not answer, and those at an earlier stage."""
-    from hpcai.dist.host import ranges
+    from hpcai.dist.host import format_ranges
 
     lines = []
     if absent := set(range(world or 0)) - set(answers):
-        lines.append(f"rank{'s' * (len(absent) > 1)} {ranges(absent)} did not come; look whether they run, and at their nodes")
-    if silent := [answer.name for _, answer in sorted(answers.items()) if answer.doing is None]:
+        lines.append(f"rank{'s' * (len(absent) > 1)} {format_ranges(absent)} did not come; check their processes and nodes")
+    if silent := [answer.name for _, answer in sorted(answers.items()) if answer.status is None]:
         do = "do" if len(silent) > 1 else "does"
         lines.append(f"{', '.join(silent)} {do} not answer: stopped, or held by a driver or a file system; look at these nodes")
-    stages = [(answer.name, *answer.doing.split(" ", 1)) for _, answer in sorted(answers.items()) if answer.doing]
+    stages = [(answer.name, *answer.status.split(" ", 1)) for _, answer in sorted(answers.items()) if answer.status]
     last = max((int(number) for _, number, _ in stages), default=0)
     behind = [f"{name} is still at {stage}, and the others wait for it" for name, number, stage in stages if int(number) < last]
     lines += behind[:8] + ([f"and {len(behind) - 8} more"] if len(behind) > 8 else [])

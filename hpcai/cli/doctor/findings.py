@@ -9,8 +9,8 @@ from hpcai.cli import findings
 from hpcai.cli.doctor.member import Member
 from hpcai.cli.doctor.network import Network, slow, slow_ranks
 from hpcai.cli.doctor.storage import Folders
-from hpcai.dist.host import ranges
-from hpcai.log import size
+from hpcai.dist.host import format_ranges
+from hpcai.log import format_bytes
 
 KINDS: findings.Kinds = {
     "silent": ("error", "{text}"),
@@ -85,7 +85,7 @@ class Report:
             return f"all {len(self.nodes)} ranks"
         hosts = list(dict.fromkeys(self.nodes[rank] for rank in ranks))
         some = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes ({', '.join(hosts[:4])}{', ...' * (len(hosts) > 4)})"
-        return f"rank{'s' * (len(ranks) > 1)} {ranges(set(ranks))} on {some}"
+        return f"rank{'s' * (len(ranks) > 1)} {format_ranges(set(ranks))} on {some}"
 
 
 def judge(report: Report) -> list[Finding]:
@@ -134,7 +134,7 @@ def _gpus(report: Report) -> Rule:
     for member in report.members:
         home = member.gpu.node if member.gpu else None
         if home is not None and bound(member) and member.numa and home not in member.numa:
-            yield "gpu/far", [member.rank], {"found": ranges(set(member.numa)), "want": home}
+            yield "gpu/far", [member.rank], {"found": format_ranges(set(member.numa)), "want": home}
 
 
 def bound(member: Member) -> bool:
@@ -155,7 +155,7 @@ def _cores(report: Report) -> Rule:
             if len(same) > 1 and len(own) == 1:
                 yield "cores/one", same, {"cpus": own[0], "online": those[0].online}
             elif len(same) > 1 and len(sets) > 1:  # one set for all is what the job has of the node, and the ranks are not bound
-                yield "cores", same, {"cpus": ranges(set(own))}
+                yield "cores", same, {"cpus": format_ranges(set(own))}
         mixed = [rank for own, same in sets for rank in same if any(set(own) & set(other) for other, _ in sets if other != own)]
         if mixed:
             yield "cores", sorted(mixed), {"cpus": "partly"}
@@ -184,7 +184,7 @@ def _links(report: Report) -> Rule:
         those = [link for link in those if not {link.one, link.other} <= crowded]
         latency = {(link.one, link.other): link.latency for link in those}
         inverse = {(link.one, link.other): 1 / link.rate for link in those}
-        for times, text in ((latency, lambda time: f"{time * 1e6:,.0f} us"), (inverse, lambda time: f"{size(1 / time)}/s")):
+        for times, text in ((latency, lambda time: f"{time * 1e6:,.0f} us"), (inverse, lambda time: f"{format_bytes(1 / time)}/s")):
             ranks, pairs = slow_ranks(times)
             want = text(statistics.median(times.values())) if times else ""
             for rank in ranks:
@@ -202,11 +202,11 @@ def _folders(report: Report) -> Rule:
             yield "folder", ranks, {"path": path, "why": why}
         usable = {rank: one for rank, one in folders.items() if one.kind and not one.problem}
         for (path, free), ranks in groups({rank: (one.path, one.free) for rank, one in usable.items() if one.free < FREE}):
-            yield "free", ranks, {"path": path, "found": size(free), "want": size(FREE)}
+            yield "free", ranks, {"path": path, "found": format_bytes(free), "want": format_bytes(FREE)}
         for do in ("write", "read"):
             rates = {rank: getattr(one, do) for rank, one in usable.items() if getattr(one, do)}
             for rank in slow({rank: 1 / rate for rank, rate in rates.items()}, 2.0):
-                words = {"found": size(rates[rank]), "want": size(statistics.median(rates.values())), "do": do}
+                words = {"found": format_bytes(rates[rank]), "want": format_bytes(statistics.median(rates.values())), "do": do}
                 yield "rate", [rank], {"path": folders[rank].path, **words}
     for path, ranks in groups({rank: folder.path for rank, folder in run.items() if folder.seen is False}):
         yield "shared", ranks, {"path": path, "first": run[0].path}
@@ -218,6 +218,6 @@ def _limits(report: Report) -> Rule:
         yield "limit/files", [0], {"found": members[0].files, "world": world, "want": 8 * world + 1024}
     tight = {m.rank: m.locked for m in members if (m.rdma or m.gpu) and m.locked is not None and m.locked < LOCKED}
     for locked, ranks in groups(tight):
-        yield "limit/locked", ranks, {"found": size(locked)}
+        yield "limit/locked", ranks, {"found": format_bytes(locked)}
     for total, ranks in groups({member.rank: member.shm for member in members if member.shm < SHM}):
-        yield "limit/shm", ranks, {"found": size(total), "want": size(SHM)}
+        yield "limit/shm", ranks, {"found": format_bytes(total), "want": format_bytes(SHM)}

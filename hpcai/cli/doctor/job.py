@@ -20,18 +20,18 @@ from hpcai.cli.doctor.deadline import Deadline
 from hpcai.cli.doctor.findings import Report, judge
 from hpcai.cli.doctor.member import Member, look
 from hpcai.cli.findings import printable
-from hpcai.dist import Place, start, watch
-from hpcai.dist.collect import agree, gather_objects, to_first
+from hpcai.dist import RankInfo, start, watchdog
+from hpcai.dist.collectives import broadcast_object, all_gather_object, gather_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
-from hpcai.stop import show_to_reader
+from hpcai.stop import ignore_broken_pipe
 
 _RESERVE = 5.0  # seconds of the limit that are kept to report
 _SHARES = {"links": 0.35, "sums": 0.15, "folders": 0.4}  # of the time that is left once the ranks have met
 _AT_MOST = {"links": 15.0, "sums": 6.0, "folders": 12.0}
 
 
-def examine(words: Namespace, deadline: Deadline, here: Place, imports: float) -> int:
+def examine(words: Namespace, deadline: Deadline, here: RankInfo, imports: float) -> int:
     """Return the exit code, the same on all ranks: 1 where something is wrong."""
     report, began = Report(), time.monotonic() - imports
 
@@ -46,38 +46,38 @@ def examine(words: Namespace, deadline: Deadline, here: Place, imports: float) -
         storage.clean()
 
     deadline.report = expired
-    watch.say_doing(deadline.status)
-    watch.last_words.append(clean)
+    watchdog.set_status(deadline.status)
+    watchdog.on_abort.append(clean)
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # files of ours are deleted on the way
     deadline.at("meeting")
     try:
-        with start({"replicate": -1}, on=torch.device("cpu")) as mesh:
+        with start({"replicate": -1}, device=torch.device("cpu")) as mesh:
             deadline.world = mesh.world
             _examine(words, deadline, replace(here, rank=mesh.rank, world=mesh.world), mesh, report)
             deadline.at("reporting")
             report.seconds = time.monotonic() - began
-            return agree(show(words, report) if mesh.is_first else 0, mesh.job)
+            return broadcast_object(show(words, report) if mesh.is_first else 0, mesh.job)
     finally:
         signal.signal(signal.SIGTERM, before)
-        watch.last_words.remove(clean)
+        watchdog.on_abort.remove(clean)
 
 
-def _examine(words: Namespace, deadline: Deadline, here: Place, mesh: Mesh, report: Report) -> None:
+def _examine(words: Namespace, deadline: Deadline, here: RankInfo, mesh: Mesh, report: Report) -> None:
     """Fill the report of rank 0."""
     job = mesh.job
     deadline.at("looking around")
     mine = look(here)
     deadline.at("waiting for all to look around")
-    report.members = gather_objects(mine, job)
+    report.members = all_gather_object(mine, job)
     left = deadline.left()
-    token, left = agree((secrets.token_hex(6), left - min(_RESERVE, left / 3)), job)
+    token, left = broadcast_object((secrets.token_hex(6), left - min(_RESERVE, left / 3)), job)
     seconds = {part: min(share * left, _AT_MOST[part]) for part, share in _SHARES.items()}
     own = _network(report.members, seconds, deadline, mesh)
     report.network = network.Network(own.backend, sums=own.sums)
-    for each in to_first(own, job):
+    for each in gather_to_first(own, job):
         report.network.paces |= each.paces
         report.network.links += each.links
-    for folders in to_first(_storage(report.nodes, token, seconds["folders"], words, job, deadline), job):
+    for folders in gather_to_first(_storage(report.nodes, token, seconds["folders"], words, job, deadline), job):
         report.storage.run |= folders.run
         report.storage.scratch |= folders.scratch
 
@@ -119,11 +119,11 @@ def _storage(
     folder: Path = words.directory
     if job.rank == 0:
         with storage.mark(folder, token) as problem:
-            agree(problem, job)
+            broadcast_object(problem, job)
             _meet(job, deadline)
         seen = None if problem else True
     else:
-        problem = agree("", job)
+        problem = broadcast_object("", job)
         seen = None if problem else storage.sees(folder, token)
         _meet(job, deadline)
     found, rank = storage.Folders({job.rank: storage.Folder(str(folder), seen=seen)}), job.rank
@@ -148,7 +148,7 @@ def show(words: Namespace, report: Report) -> int:
     """Print and write the report, and return the exit code."""
     found = judge(report)
     if report.members:
-        show_to_reader(lambda: print(*map(printable, page.lines(report, found)), sep="\n"))
+        ignore_broken_pipe(lambda: print(*map(printable, page.lines(report, found)), sep="\n"))
     try:
         if words.json is not None:
             content: dict[str, Any] = {"title": page.title(report), **findings.as_json(found), **asdict(report)}

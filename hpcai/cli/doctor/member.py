@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import hpcai
-from hpcai.dist.environment import Place
-from hpcai.dist.host import cpu_list
-from hpcai.dist.launch import communicator, device
+from hpcai.dist.environment import RankInfo
+from hpcai.dist.host import read_cpu_list
+from hpcai.dist.launch import mpi_communicator, select_device
 from hpcai.errors import LaunchError
 
 PACKAGES = ("numpy", "h5py", "mpi4py", "pydantic", "safetensors")
@@ -61,10 +61,10 @@ class Member:
     shm: int = 1 << 40
 
 
-def look(here: Place, root: Path = Path("/")) -> Member:
+def look(here: RankInfo, root: Path = Path("/")) -> Member:
     """Return this process; the kernel's files are read below ``root``."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    numa = {int(path.name[4:]): cpu_list(path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
+    numa = {int(path.name[4:]): read_cpu_list(path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
     gpu, problem = find_gpu(here, root)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -75,7 +75,7 @@ def look(here: Place, root: Path = Path("/")) -> Member:
         shm = shutil.disk_usage(root / "dev/shm").total
     return Member(
         rank=here.rank, node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), machine=machine, launcher=here.launcher,
-        cpus=tuple(sorted(cpus)), online=len(cpu_list(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
+        cpus=tuple(sorted(cpus)), online=len(read_cpu_list(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
         numa=tuple(sorted(node for node, own in numa.items() if own & cpus)), threads=torch.get_num_threads(),
         gpu=gpu, gpu_problem=problem, versions=versions(gpu, root), shm=shm,
         variables={name: value for name, value in sorted(os.environ.items()) if SHARED.match(name)},
@@ -84,14 +84,14 @@ def look(here: Place, root: Path = Path("/")) -> Member:
     )  # fmt: skip
 
 
-def find_gpu(here: Place, root: Path) -> tuple[Gpu | None, str]:
+def find_gpu(here: RankInfo, root: Path) -> tuple[Gpu | None, str]:
     """Return this rank's GPU, and what is wrong with it, if anything is."""
     if not torch.cuda.is_available():
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
         driver = (root / "proc/driver/nvidia/version").exists()
         return None, "the NVIDIA driver is there, but torch finds no GPU" if driver and not hidden else ""
     try:
-        where = device(here)
+        where = select_device(here)
         known = torch.cuda.get_device_properties(where)
     except (LaunchError, RuntimeError) as problem:  # of a driver that does not start the GPU
         return None, str(problem).splitlines()[0]
@@ -110,7 +110,7 @@ def versions(gpu: Gpu | None, root: Path = Path("/")) -> dict[str, str]:
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-    if communicator() is not None:
+    if mpi_communicator() is not None:
         from mpi4py import MPI
 
         found["MPI library"] = " ".join(MPI.Get_library_version().splitlines()[0].split()).strip("\0 ")

@@ -7,8 +7,8 @@ from hpcai.cli import findings, tables
 from hpcai.cli.doctor.findings import Finding, Report, groups
 from hpcai.cli.doctor.member import Member
 from hpcai.cli.doctor.storage import Folder
-from hpcai.dist.host import ranges
-from hpcai.log import size
+from hpcai.dist.host import format_ranges
+from hpcai.log import format_bytes
 
 _SHOWN = 8  # sets of cores of a node, and findings of a kind
 
@@ -43,17 +43,17 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
         for (path, kind), ranks in groups({rank: (one.path, one.kind) for rank, one in folders.items() if one.kind}):
             seen = label == "directory" and all(folder.seen for folder in folders.values())
             yield label, f"{path} ({kind}): {_folder([folders[rank] for rank in ranks])}{', seen by all ranks' * seen}"
-    locked = "no limit" if first.locked is None else size(first.locked)
-    yield "limits", f"{first.files:,} open files, locked memory {locked}, /dev/shm {size(first.shm)}"
+    locked = "no limit" if first.locked is None else format_bytes(first.locked)
+    yield "limits", f"{first.files:,} open files, locked memory {locked}, /dev/shm {format_bytes(first.shm)}"
 
 
 def place(members: Sequence[Member]) -> str:
     """Return the cores and GPUs of the ranks of one node."""
-    first, sets = members[0], list(dict.fromkeys(ranges(set(member.cpus)) for member in members))
+    first, sets = members[0], list(dict.fromkeys(format_ranges(set(member.cpus)) for member in members))
     shown = " | ".join(sets[:_SHOWN]) + (" | ..." if len(sets) > _SHOWN else "")
     text = f"{len(first.cpus)} of {first.online} CPUs ({shown}), {findings.many(first.threads, 'thread')} each"
     if numa := set[int]().union(*(member.numa for member in members)):
-        text += f", NUMA {ranges(numa)}"
+        text += f", NUMA {format_ranges(numa)}"
     gpus = [member.gpu for member in members if member.gpu]
     text += f", {gpus[0].name} {' '.join(str(gpu.index) for gpu in gpus)}" if gpus else ""
     return "; ".join([text, *dict.fromkeys(member.gpu_problem for member in members if member.gpu_problem)])
@@ -66,20 +66,21 @@ def _network(report: Report) -> Iterator[tuple[str, str]]:
         if those:
             times, rates = [link.latency * 1e6 for link in those], [link.rate for link in those]
             late = f"{statistics.median(times):,.0f} us ({min(times):,.0f} to {max(times):,.0f})"
-            rate = f"{size(statistics.median(rates))}/s each way ({size(min(rates))}/s to {size(max(rates))}/s)"
+            rate = (f"{format_bytes(statistics.median(rates))}/s each way "
+                    f"({format_bytes(min(rates))}/s to {format_bytes(max(rates))}/s)")  # fmt: skip
             yield name, f"{len(those)} by {net.backend}: {late}, {rate}"
     if net.sums:
-        yield "sums", ", ".join(f"{size(count)} {seconds * 1e3:,.3g} ms" for count, seconds in net.sums.items())
+        yield "sums", ", ".join(f"{format_bytes(count)} {seconds * 1e3:,.3g} ms" for count, seconds in net.sums.items())
     if net.paces:
         rates = [pace.rate / 1e9 for pace in net.paces.values()]
         yield "pace", f"{statistics.median(rates):,.1f} GFLOP/s of a rank ({min(rates):,.1f} to {max(rates):,.1f})"
 
 
 def _folder(folders: Sequence[Folder]) -> str:
-    parts = [f"{size(min(folder.free for folder in folders))} free"]
+    parts = [f"{format_bytes(min(folder.free for folder in folders))} free"]
     for name in ("write", "read"):
         rates = [getattr(folder, name) for folder in folders if getattr(folder, name)]
         if rates:
-            slowest = f" on each of {len(rates)} nodes, {size(min(rates))}/s the slowest" if len(rates) > 1 else ""
-            parts.append(f"{name} {size(statistics.median(rates))}/s{slowest}")
+            slowest = f" on each of {len(rates)} nodes, {format_bytes(min(rates))}/s the slowest" if len(rates) > 1 else ""
+            parts.append(f"{name} {format_bytes(statistics.median(rates))}/s{slowest}")
     return ", ".join(parts)

@@ -22,7 +22,7 @@ from hpcai.cli import tables
 from hpcai.cli.plan.planner import Job, Planner
 from hpcai.plan import machines
 from hpcai.plan.machines import MACHINES, Machine
-from hpcai.stop import show_to_reader
+from hpcai.stop import ignore_broken_pipe
 
 Row = dict[str, Any]
 
@@ -94,7 +94,7 @@ def check(planner: Planner) -> list[Row]:
 
 
 def show(found: Row) -> None:
-    show_to_reader(lambda: print(*(_checked(found) if "check" in found else _jobs(found)), sep="\n"))
+    ignore_broken_pipe(lambda: print(*(_checked(found) if "check" in found else _jobs(found)), sep="\n"))
 
 
 def _checked(found: Row) -> Iterator[str]:

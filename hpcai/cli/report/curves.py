@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.run import Record, stem
 from hpcai.cli.report.theme import MARKS, Plot, Theme, verbatim
-from hpcai.log import number
+from hpcai.log import format_number
 
 LINES = (  # of the training's reports
     ("lr", "learning_rate", "Learning rate", "learning rate", "As the optimizer used it."),
@@ -85,10 +85,10 @@ def _metric(run: Record, name: str, members: Sequence[str], theme: Theme) -> Fig
         values = np.concatenate([values, each[1]])
     target, best = run.target(name), run.best(name)
     if target is not None:
-        axes.axhline(target, color=theme.good, linewidth=1.4, linestyle=(0, (5, 3)), label=f"target {number(target)}")
+        axes.axhline(target, color=theme.good, linewidth=1.4, linestyle=(0, (5, 3)), label=f"target {format_number(target)}")
     if best is not None:
         axes.plot(*best, marker="o", markersize=11, markerfacecolor="none", markeredgecolor=main, markeredgewidth=1.4,
-                  linestyle="none", label=f"best {number(best[1])}")
+                  linestyle="none", label=f"best {format_number(best[1])}")
     if not run.higher(name):  # the last steps to a high score are the ones to be seen
         zoom(axes, np.concatenate([values, evaluated]))
     axes.legend(ncols=2 if len(members) > 3 else 1)
@@ -110,7 +110,7 @@ def _line(run: Record, name: str, label: str, theme: Theme) -> Figure:
     axes.plot(steps, values, color=theme.main, linewidth=2 if name == "lr" else 1)
     if name != "lr":
         median = float(np.nanmedian(values))
-        axes.axhline(median, color=theme.second, linewidth=1.4, linestyle=(0, (5, 3)), label=f"median {number(median)}")
+        axes.axhline(median, color=theme.second, linewidth=1.4, linestyle=(0, (5, 3)), label=f"median {format_number(median)}")
         axes.legend(loc="lower right")
     axes.set_ylim(bottom=0, top=1.15 * float(np.nanmax(values)) or None)
     return figure

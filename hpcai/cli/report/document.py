@@ -11,7 +11,7 @@ import numpy as np
 from hpcai import startup
 from hpcai.cli.report.run import Record
 from hpcai.cli.report.theme import Plot
-from hpcai.log import duration, energy, number, per_second, size
+from hpcai.log import format_duration, format_energy, format_number, format_rate, format_bytes
 
 Drawn = Mapping[Plot, tuple[bytes, bytes]]               # the light and the dark PNG of each plot
 
@@ -108,14 +108,14 @@ def _tiles(run: Record) -> str:
     tiles = []
     name = run.setting("train.metric") or next(iter(run.names("evaluate")), None)
     if name and (best := run.best(name)):
-        target = f", target {number(run.target(name))}" if run.target(name) is not None else ""
-        tiles.append((f"best validation {name}", number(best[1]), f"at step {best[0]:,}{target}"))
+        target = f", target {format_number(run.target(name))}" if run.target(name) is not None else ""
+        tiles.append((f"best validation {name}", format_number(best[1]), f"at step {best[0]:,}{target}"))
     if np.isfinite(rate).any():
         world = run.start.get("world") or 1
         median = float(np.nanmedian(rate))
-        each = f"; {per_second(median / world)} per process" if world > 1 else ""
-        tiles.append(("throughput", per_second(median), f"median{each}"))
-    tiles.append(("training time", duration(run.seconds), f"{last.get('samples') or 0:,} samples seen"))
+        each = f"; {format_rate(median / world)} per process" if world > 1 else ""
+        tiles.append(("throughput", format_rate(median), f"median{each}"))
+    tiles.append(("training time", format_duration(run.seconds), f"{last.get('samples') or 0:,} samples seen"))
     steps, planned = last.get("step") or 0, run.start.get("steps")
     share = f"{100 * steps / planned:.0f} % of the plan" if planned else ""
     tiles.append(("steps", f"{steps:,}" + (f" / {planned:,}" if planned else ""), share))
@@ -129,8 +129,8 @@ def _results(run: Record) -> str:
     for name in run.names("evaluate"):
         steps, values = run.series("evaluate", name)
         best, target = run.best(name), run.target(name)
-        first = (name, number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
-        rows.append((*first, number(values[-1]), f"{steps[-1]:,}", number(target) if target is not None else ""))
+        first = (name, format_number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
+        rows.append((*first, format_number(values[-1]), f"{steps[-1]:,}", format_number(target) if target is not None else ""))
     return card("Evaluations", table(("metric", "best", "at step", "last", "at step", "target"), rows, "numbers")) if rows else ""
 
 
@@ -151,12 +151,12 @@ def _facts(run: Record) -> str:
         ("epochs", epochs + (f", {get('steps_per_epoch'):,} steps each" if get("steps_per_epoch") else "")),
         ("global batch", get("global_batch", "?")),
         ("samples", f"{get('train_samples') or 0:,} for training, {get('validation_samples') or 0:,} for validation"),
-        ("last training loss", f"{number(last.get('loss', '?'))} at step {last.get('step') or 0:,}"),
+        ("last training loss", f"{format_number(last.get('loss', '?'))} at step {last.get('step') or 0:,}"),
         ("lives", f"{len(run.of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.of("start")
                                                      if life.get("resumed_from") is not None)),
     ]
     rows += [("energy", text)] if (text := _energy(run)) else []
-    rows += [("start", startup.describe(event.get("parts") or {})) for event in run.of("startup")[-1:]]
+    rows += [("start", startup.format_parts(event.get("parts") or {})) for event in run.of("startup")[-1:]]
     return card("The run", table(("", ""), rows))
 
 
@@ -165,11 +165,11 @@ def _energy(run: Record) -> str:
     if not run.energy:
         return ""
     lives, told = len(run.of("energy")), len(run.of("start"))
-    return energy(run.energy) + (f"; {lives} of {told} lives" if lives < told else "")
+    return format_energy(run.energy) + (f"; {lives} of {told} lives" if lives < told else "")
 
 
 def _checkpoints(run: Record) -> str:
-    rows = [(event.get("path", ""), f"{event.get('step') or 0:,}", size(event.get("bytes") or 0),
+    rows = [(event.get("path", ""), f"{event.get('step') or 0:,}", format_bytes(event.get("bytes") or 0),
              f"{event.get('seconds') or 0:.2f} s", _date(event["time"])) for event in run.of("checkpoint")]
     if not rows:
         return ""

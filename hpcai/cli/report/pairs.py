@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.picture import Table, panels
 from hpcai.cli.report.theme import WIDTH, Theme, head, verbatim
-from hpcai.log import number
+from hpcai.log import format_number
 
 COLUMNS = 4                                              # panels in a row
 MANY = 4000                                              # samples: more are counted in cells
@@ -95,6 +95,6 @@ def table(pairs: Sequence[Pair], note: str = "") -> Table:
         constant = pair.baseline[1]
         errors = pair.rmse(), pair.mae(), pair.rmse(constant), pair.mae(constant)
         rows.append((f"{pair.name} [{pair.unit}]" if pair.unit else pair.name, f"{len(pair.true):,}", f"{pair.r2():.4f}",
-                     *map(number, errors)))
+                     *map(format_number, errors)))
     head = ("", "samples", "R²", "RMSE", "MAE", "RMSE of a constant", "MAE of a constant")
     return Table("Prediction per quantity", note, head, rows)

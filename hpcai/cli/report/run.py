@@ -13,7 +13,7 @@ from hpcai.cli import apps
 from hpcai.cli.report.picture import Picture, Table
 from hpcai.cli.report.theme import PALETTE
 from hpcai.errors import DataError
-from hpcai.log import METRICS, metrics, read_metrics
+from hpcai.log import METRICS, select_metrics, read_metrics
 
 Series = tuple[np.ndarray, np.ndarray]                   # steps, values
 
@@ -65,7 +65,7 @@ class Record:
 
     def names(self, kind: str) -> list[str]:
         """Metrics of all events of ``kind``, in the order in which they came up."""
-        return list(dict.fromkeys(name for event in self.of(kind) for name in metrics(event) if name != "time"))
+        return list(dict.fromkeys(name for event in self.of(kind) for name in select_metrics(event) if name != "time"))
 
     def target(self, name: str) -> float | None:
         return self.setting("train.target") if name == self.setting("train.metric") else None

@@ -20,7 +20,7 @@ from hpcai.cli.report.curves import smooth, zoom
 from hpcai.cli.report.document import Drawn, card, figures, html, left_out, state, table
 from hpcai.cli.report.run import Record
 from hpcai.cli.report.theme import PALETTE, WIDTH, Plot, Theme, verbatim
-from hpcai.log import duration, number
+from hpcai.log import format_duration, format_number
 
 FILE = "comparison.html"
 SEED = "train.seed"
@@ -107,15 +107,15 @@ class Column(NamedTuple):
 
     title: str
     of: Callable[[Record], float | None]
-    write: Callable[[float], str] = number
+    write: Callable[[float], str] = format_number
 
 
 def columns(several: Several, names: Sequence[str]) -> list[Column]:
     """Results that at least one run has."""
     every = [Column(f"best {name}", partial(_best, name=name)) for name in names]
     every += [
-        Column("last training loss", _last_loss), Column("time to target", _to_target, duration),
-        Column("training time", lambda run: run.seconds, duration), Column("samples/s", _rate),
+        Column("last training loss", _last_loss), Column("time to target", _to_target, format_duration),
+        Column("training time", lambda run: run.seconds, format_duration), Column("samples/s", _rate),
         Column("J a sample", lambda run: run.energy.get("joules_per_sample")),
         Column("W, limit of a GPU", lambda run: max(run.energy.get("gpu_limits_w") or (), default=None)),
     ]  # fmt: skip

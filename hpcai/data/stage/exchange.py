@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from hpcai.dist.collect import sum_in_place
-from hpcai.dist.launch import communicator
+from hpcai.dist.collectives import all_reduce_
+from hpcai.dist.launch import mpi_communicator
 from hpcai.dist.mesh import Mesh
 
 
@@ -22,14 +22,14 @@ class Exchange:
     name = "none"
 
     def __init__(self, mesh: Mesh, rings: Sequence[Sequence[int]]) -> None:
-        self._everyone = mesh.everyone
+        self._everyone = mesh.peers
 
     def broadcast(self, block: np.ndarray, root: int) -> None:
         """Broadcast ``block`` from the process at position ``root`` of the lane.   [n] uint8"""
 
     def sum(self, values: np.ndarray) -> None:
         """Sum ``values`` over the job, in place.   [n] int64"""
-        sum_in_place(torch.from_numpy(values), self._everyone)
+        all_reduce_(torch.from_numpy(values), self._everyone)
 
     def close(self) -> None:
         """Free the communicators."""
@@ -59,7 +59,7 @@ class _MPIExchange(Exchange):
 
     def __init__(self, mesh: Mesh, rings: Sequence[Sequence[int]]) -> None:
         super().__init__(mesh, rings)
-        self._world = communicator().Dup()
+        self._world = mpi_communicator().Dup()
         number = next((number for number, ranks in enumerate(rings) if mesh.rank in ranks), len(rings))
         self._ring = self._world.Split(number, mesh.rank)
 
@@ -83,5 +83,5 @@ def _wait(request: Any) -> None:
 
 
 def open_exchange(mesh: Mesh, rings: Sequence[Sequence[int]]) -> Exchange:
-    kind = Exchange if mesh.world == 1 else _GlooExchange if communicator() is None else _MPIExchange
+    kind = Exchange if mesh.world == 1 else _GlooExchange if mpi_communicator() is None else _MPIExchange
     return kind(mesh, rings)

@@ -21,7 +21,7 @@ from hpcai.data.index import write_json
 from hpcai.data.stage.copy import Ring, RingCopy, write_error
 from hpcai.data.stage.exchange import Exchange, open_exchange
 from hpcai.data.stage.plan import RECORD, expand_on_node, read_record, scan
-from hpcai.dist.collect import by_first, gather_objects, sum_in_place
+from hpcai.dist.collectives import broadcast_from_first, all_gather_object, all_reduce_
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, HpcaiError, LaunchError
 
@@ -100,7 +100,7 @@ class _Job:
         except Exception as error:
             cause = error
         text = None if cause is None else str(cause) if isinstance(cause, HpcaiError) else f"{type(cause).__name__}: {cause}"
-        results = gather_objects((value, self.node, text), self.mesh.everyone)
+        results = all_gather_object((value, self.node, text), self.mesh.peers)
         failed = [(rank, node, text) for rank, (_, node, text) in enumerate(results) if text is not None]
         if failed:
             rank, node, text = failed[0]
@@ -148,7 +148,7 @@ class _Job:
             )
         self.is_leader = ranks[self.node][0] == self.mesh.rank
         self.shard = list(ranks).index(self.node) * self.shards // nodes
-        self.files = by_first(lambda: scan(self.source, self.shards), self.mesh.everyone)
+        self.files = broadcast_from_first(lambda: scan(self.source, self.shards), self.mesh.peers)
 
     def lock_target(self) -> None:
         """Take the target. Raises DataError where nodes share it, another job stages to it, or it holds another data set."""
@@ -217,7 +217,7 @@ class _Job:
 
         self._gather_results(look)
         nodes = torch.from_numpy(self.missing * np.int64(self.is_leader))
-        self.missing_nodes = sum_in_place(nodes, self.mesh.everyone).numpy()  # nodes that miss each file   [F]
+        self.missing_nodes = all_reduce_(nodes, self.mesh.peers).numpy()  # nodes that miss each file   [F]
 
     def copy(self, reader: Reader, progress: Progress | None, start: float) -> Staged:
         """Bring what is missing, and record what is whole."""

@@ -13,8 +13,8 @@ def spatial_cut(mesh: Mesh) -> SpatialPartition:
 def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
     """``model``, in place, whose convolutions are cut over ``depth`` and ``height``. Raises MeshError for a mesh that does not
     fit."""
-    mesh.only("CosmoFlow", "replicate", "depth", "height")
-    if mesh.copy.size > 1:
+    mesh.check_axes("CosmoFlow", "replicate", "depth", "height")
+    if mesh.model_parallel.size > 1:
         model.gather_volume = GatherVolume()
         cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (model.cfg.size,) * 3)
         model.replicated_output = ReplicatedOnce(cut)

@@ -18,7 +18,7 @@ def spatial_cut(mesh: Mesh) -> SpatialPartition:
 def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tuple[int, int] | None = None) -> DeepCam:
     """``model``, in place, with batch statistics of ``batchnorm_group`` neighbouring copies, its maps of ``size`` (H, W) cut over
     ``height``. Raises MeshError where the mesh does not fit."""
-    mesh.only("DeepCAM", "replicate", "height")
+    mesh.check_axes("DeepCAM", "replicate", "height")
     convert_sync_batchnorm(model, mesh, batchnorm_group)
     if mesh["height"].size > 1:
         if size is None:

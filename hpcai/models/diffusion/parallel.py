@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hpcai.dist.collect import sum_with_adjoint
+from hpcai.dist.collectives import all_reduce
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.diffusion.blocks import SpatialAttention, Upsample, from_tokens, to_tokens
@@ -95,7 +95,7 @@ class Slabs(Grid):
     def mean(self, x: Tensor) -> Tensor:
         share = x.shape[2:].numel() / torch.Size(self.full_size(x.shape[2:])).numel()
         own = super().mean(x) * share
-        return sum_with_adjoint(own, *self.cut.axes.values(), once=True) if self.cut.active else own
+        return all_reduce(own, *self.cut.axes.values(), identity_backward=True) if self.cut.active else own
 
     def std(self, x: Tensor) -> Tensor:
         count, each = x.shape[1] * torch.Size(self.full_size(x.shape[2:])).numel(), (-1, *(1,) * (x.ndim - 1))
@@ -145,7 +145,7 @@ class _ShardedSpatialAttention(SpatialLayer):
 
 
 def _shard_pixels(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:
-    mesh.only("UNet", "replicate", "depth", "height")
+    mesh.check_axes("UNet", "replicate", "depth", "height")
     grid = Slabs(network.cfg, mesh)
     if not grid.cut.axes:
         return
@@ -164,7 +164,7 @@ def _shard_pixels(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:
 
 
 def _shard_heads(network: Any, mesh: Mesh) -> None:
-    mesh.only(type(network).__name__, "replicate", "tensor")
+    mesh.check_axes(type(network).__name__, "replicate", "tensor")
     tensor, cfg = mesh["tensor"], network.cfg
     if cfg.heads % tensor.size:
         raise MeshError(f"mesh.tensor is {tensor.size}, which does not divide {cfg.heads} heads; take a divisor of them")

@@ -6,5 +6,5 @@ from hpcai.models.dimenet.model import DimeNet
 
 def parallelize(model: DimeNet, mesh: Mesh) -> DimeNet:
     """``model`` itself: its copies share nothing but gradients. Raises MeshError for a mesh that cuts it."""
-    mesh.only("DimeNet", "replicate")
+    mesh.check_axes("DimeNet", "replicate")
     return model

@@ -17,9 +17,9 @@ import torch.distributed as torch_dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.dist.collect import backend
+from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Axis
-from hpcai.dist.watch import before_groups_end
+from hpcai.dist.watchdog import before_destroy_process_group
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.config import SamplingConfig
 from hpcai.models.llm.gathered import active_pipeline, gather_overrides, local_attentions, override_attributes
@@ -278,7 +278,7 @@ def _can_capture(model: LLM, pipeline: Pipeline | None, device: torch.device) ->
     if device.type != "cuda" or pipeline is not None or any(hasattr(part, "unshard") for part in model.modules()):  # fully sharded
         return False
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
-    return all(backend(device, axis) in ("nccl", "none") for axis in axes)
+    return all(get_backend(device, axis) in ("nccl", "none") for axis in axes)
 
 
 _open: "weakref.WeakSet[Generation]" = weakref.WeakSet()
@@ -291,7 +291,7 @@ def close_all() -> None:
             generation.close()
 
 
-before_groups_end.append(close_all)
+before_destroy_process_group.append(close_all)
 
 
 # ---- sampling

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from hpcai.config import mistake
+from hpcai.config import format_first_error
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.model import LLM
@@ -131,7 +131,7 @@ def read_config(folder: Path) -> LLMConfig:
     try:
         return LLMConfig(**readers[kind](found, path))
     except ValidationError as problem:
-        raise ConfigError(f"{path}: {mistake(problem)}") from problem
+        raise ConfigError(f"{path}: {format_first_error(problem)}") from problem
     except KeyError as problem:
         raise CheckpointError(f"{path}: has no {problem}") from problem
     except (TypeError, AttributeError) as problem:

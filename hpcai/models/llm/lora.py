@@ -42,11 +42,11 @@ class Adapter(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
         for axis in summed:
-            sum_gradients_over(self, axis if not axis.of else ALONE)  # those of a part of an axis come with the cut
+            sum_gradients_over(self, axis if not axis.parent else ALONE)  # those of a part of an axis come with the cut
         if isinstance(linear, ColumnParallelLinear):
             over, groups = place.axes[0] if place.axes else ALONE, None
-            if over.of or over is ALONE:  # some ranks, or all, have the same outputs
-                same = (axis for axis in summed if axis.of == over.of and (axis.of or axis.name) == linear.axis.name)
+            if over.parent or over is ALONE:  # some ranks, or all, have the same outputs
+                same = (axis for axis in summed if axis.parent == over.parent and (axis.parent or axis.name) == linear.axis.name)
                 groups = over, next(same)
             column_parallel(self.lora_B, linear.axis, sequence=linear.sequence, groups=groups)
         elif isinstance(linear, RowParallelLinear):

@@ -19,7 +19,7 @@ from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_
 
 def parallelize(model: LLM, mesh: Mesh) -> LLM:
     """``model``, in place, cut over ``tensor`` and ``context``. Raises MeshError for a mesh that does not fit."""
-    mesh.only("LLM", "replicate", "tensor", "context", "pipeline")
+    mesh.check_axes("LLM", "replicate", "tensor", "context", "pipeline")
     tensor, context, cfg = mesh["tensor"], mesh["context"], model.cfg
     layers: Any = model.model.layers
     if cfg.heads % tensor.size:

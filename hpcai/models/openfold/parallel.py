@@ -20,11 +20,11 @@ from hpcai.parallel.data_parallel import sum_gradients_over
 
 def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
     """``model``, in place, cut over ``axial``. Raises MeshError for a mesh that does not fit."""
-    mesh.only("OpenFold", "replicate", "axial")
+    mesh.check_axes("OpenFold", "replicate", "axial")
     axis = mesh["axial"]
     if axis.size == 1:
         return model
-    axis.meet()
+    axis.init_group()
     for name, part in model.named_modules():
         if isinstance(part, TriangleMultiplication):
             if (channels := part.linear_z.in_features) % axis.size:

@@ -23,13 +23,13 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
 
     Raises MeshError for a mesh that does not fit.
     """
-    mesh.only("UNet3D", "replicate", "depth", "height")
+    mesh.check_axes("UNet3D", "replicate", "depth", "height")
     cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, model.cfg.window)
     model.spatial_sum = SpatialSum(cut)
     if cut.axes:
         model.check_divisible = nn.Identity()
     _, window_axis = mesh.split("replicate", window_group, "data.window_group")
-    model.sliding_window.group = DistributedWindowGroup(cut, mesh.copy, window_axis)
+    model.sliding_window.group = DistributedWindowGroup(cut, mesh.model_parallel, window_axis)
     return model
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
-from hpcai.dist.mesh import Axis, Line, Mesh
-from hpcai.dist.watch import Watch
+from hpcai.dist.mesh import Axis, Dimension, Mesh
+from hpcai.dist.watchdog import Watchdog
 from hpcai.errors import DivergedError
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
@@ -32,7 +32,7 @@ def counted(*words: Any, **more: Any) -> Any:
 
 torch_dist.all_reduce = counted
 store = torch_dist.HashStore()
-with Watch(0, 1, "127.0.0.1", store, os._exit):  # as hpcai.dist.start has, which makes no group of one
+with Watchdog(0, 1, "127.0.0.1", store, os._exit):  # as hpcai.dist.start has, which makes no group of one
     backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
     torch_dist.init_process_group(backend, store=torch_dist.PrefixStore("group", store), rank=0, world_size=1)
     mesh = Mesh({}, 1, 0, DEVICE)
@@ -42,7 +42,7 @@ with Watch(0, 1, "127.0.0.1", store, os._exit):  # as hpcai.dist.start has, whic
     step = Step(model, lambda model, x: {"loss": model(x).square().mean()}, cfg, mesh, graph=GRAPH)
     buckets = step.reducer.buckets
     for bucket in buckets:
-        bucket.axes = (Axis("replicate", 1, 0, Line([0])),)
+        bucket.axes = (Axis("replicate", 1, 0, Dimension([0])),)
     given = torch.ones(16, 64, device=DEVICE)
     losses = [step(given, 1e-2)["loss"] for _ in range(5)]
     wait()

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai import dist
-from hpcai.dist.collect import sum_in_place
+from hpcai.dist.collectives import all_reduce_
 
 sizes = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {"replicate": -1}
-here = dist.place()
+here = dist.read_rank_info()
 with dist.start(sizes) as mesh:
     total = torch.tensor([float(mesh.rank)], dtype=torch.float64)
     if mesh.world > 1:
@@ -36,6 +36,6 @@ with dist.start(sizes) as mesh:
 threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 os.write(1, (json.dumps(said | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())
 with dist.start(sizes) as mesh:  # the same processes may meet again, and have groups anew
-    for axis in (mesh["replicate"], mesh["depth"], mesh.everyone):
-        assert sum_in_place(torch.ones(1), axis).item() == axis.size
+    for axis in (mesh["replicate"], mesh["depth"], mesh.peers):
+        assert all_reduce_(torch.ones(1), axis).item() == axis.size
     sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)

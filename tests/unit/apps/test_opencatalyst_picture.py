@@ -12,7 +12,7 @@ from apps.opencatalyst import picture
 from apps.opencatalyst.data import write_pairs
 from hpcai.cli.report.pairs import Pair
 from hpcai.errors import DataError
-from hpcai.log import number
+from hpcai.log import format_number
 from tests import pages
 
 ELEMENTS = {1: "H", 8: "O", 29: "Cu", 78: "Pt", 118: "Og"}
@@ -48,7 +48,7 @@ def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.
     true, predicted = (arrays()["forces"][:, k].astype(float) for k in (0, 1))
     for symbol, z in (("Forces", None), *((f"Forces on {symbol}", z) for z, symbol in ELEMENTS.items())):
         of = np.ones(400, bool) if z is None else arrays()["numbers"] == z
-        errors = rf"\S+ \S+ {number(mean_abs((predicted - true)[of]))} \S+ {number(mean_abs(true[of]))} "
+        errors = rf"\S+ \S+ {format_number(mean_abs((predicted - true)[of]))} \S+ {format_number(mean_abs(true[of]))} "
         assert re.search(rf"{symbol} \[eV/Å\] {3 * of.sum():,} {errors}", found), symbol
     assert pages.shows_something(picture, run.found, monkeypatch)
 

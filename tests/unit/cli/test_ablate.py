@@ -113,7 +113,7 @@ def test_arrangements_are_interleaved_warmed_up_and_released(fake: Any, capsys: 
 
 
 def test_seconds_are_those_of_the_process_that_needs_most(fake: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablate, "gather_objects", lambda mine, axis: [mine, 7.0 if isinstance(mine, float) else mine])
+    monkeypatch.setattr(ablate, "all_gather_object", lambda mine, axis: [mine, 7.0 if isinstance(mine, float) else mine])
     assert {row["seconds"] for row in result(capsys, "--repeats", "1", "--steps", "1")["cumulative"]} == {7.0}
 
 

@@ -16,8 +16,8 @@ from hpcai.cli.doctor.findings import KINDS, Report, judge
 from hpcai.cli.doctor.member import Gpu, Member
 from hpcai.cli.doctor.network import Link, Network, Pace
 from hpcai.cli.doctor.storage import Folder, Folders
-from hpcai.dist import Place
-from hpcai.dist.watch import Answer
+from hpcai.dist import RankInfo
+from hpcai.dist.watchdog import RankStatus
 from tests.ranks.launch import on_ranks
 
 # ------------------------------------------------------------------------------------------------------ the rules
@@ -194,7 +194,7 @@ def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HPCAI_TOKEN", "secret")
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    found = member.look(Place("srun", 3, 4, 1, 2), root=tmp_path)
+    found = member.look(RankInfo("srun", 3, 4, 1, 2), root=tmp_path)
     assert (found.node, found.machine, found.online, found.rdma) == ("nid7", "b00t", 16, True)
     assert (found.cpus, found.numa) == ((6, 7, 8), (0, 1))
     assert found.versions["NVIDIA driver"] == "570.86.15" and found.gpu_problem.startswith("the NVIDIA driver is there")
@@ -211,11 +211,11 @@ def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypat
     folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("3\n")
-    assert member.find_gpu(Place("srun", 6, 8, 2, 4), tmp_path) == (Gpu(2, "A100", "aaaa-bbbb", "0000:c1:00.0", 40.0, 3), "")
+    assert member.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path) == (Gpu(2, "A100", "aaaa-bbbb", "0000:c1:00.0", 40.0, 3), "")
     (folder / "numa_node").write_text("-1\n")
-    found, _ = member.find_gpu(Place("srun", 6, 8, 2, 4), tmp_path)
+    found, _ = member.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path)
     assert found is not None and found.node is None
-    found, problem = member.find_gpu(Place("srun", 6, 8, 5, 6), tmp_path)
+    found, problem = member.find_gpu(RankInfo("srun", 6, 8, 5, 6), tmp_path)
     assert found is None and problem.startswith("local rank 5 finds only 4 visible GPUs")
 
 
@@ -254,12 +254,12 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def lagging(answers: Sequence[str | None], world: int | None = None) -> str:
-    return deadline.lagging({rank: Answer(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}, world)
+    return deadline.lagging({rank: RankStatus(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}, world)
 
 
 def test_who_holds_the_others_up_is_named() -> None:
     assert lagging(["3 clocks for 9 s", "3 clocks for 9 s", "2 looking around for 9 s"]) == (
         "rank 2 on n2 is still at looking around for 9 s, and the others wait for it")
     assert lagging(["3 clocks for 9 s", None]).startswith("rank 1 on n1 does not answer: stopped, or held by")
-    assert lagging(["1 meeting for 9 s"], 4) == "ranks 1-3 did not come; look whether they run, and at their nodes"
+    assert lagging(["1 meeting for 9 s"], 4) == "ranks 1-3 did not come; check their processes and nodes"
     assert lagging(["3 links for 9 s"] * 2, 2) == "all ranks are at links for 9 s, and no one lags; give more time (--limit)"

@@ -416,7 +416,7 @@ def test_without_dali_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(dali, "import_module", absent)
     with pytest.raises(MissingExtraError, match=r"pip install 'hpcai-suite\[dali\]', or read without it: data.reader=direct"):
-        DaliLoader(np.zeros(3), 1, dist.alone(), [Field("x")], name="train")  # type: ignore[arg-type]
+        DaliLoader(np.zeros(3), 1, dist.single_process(), [Field("x")], name="train")  # type: ignore[arg-type]
 
 
 def test_importing_the_module_imports_no_dali() -> None:

@@ -141,7 +141,7 @@ def test_rows_that_are_kept_cannot_be_changed_by_a_batch_of_them(tmp_path: Path,
     with pytest.raises(DataError, match="no such file"):
         source.read(0)
     (tmp_path / "was.read").rename(tmp_path / "u0.h5")
-    with Loader(Samples(source), 1, dist.alone(), name="t", shuffle=False) as loader:
+    with Loader(Samples(source), 1, dist.single_process(), name="t", shuffle=False) as loader:
         for epoch in range(2):
             for batch in loader.epoch(epoch):
                 assert (batch["counts"] == 2).all() and batch["counts"].shape == (1, 8, 8, 8, 2)

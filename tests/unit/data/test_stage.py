@@ -67,7 +67,7 @@ def clean(target: Path) -> bool:
 
 
 def run(source: Path, target: Path, **other: Any) -> Staged:
-    return stage_in(source, target, dist.alone(), **{"block": BLOCK, **other})
+    return stage_in(source, target, dist.single_process(), **{"block": BLOCK, **other})
 
 
 @pytest.fixture
@@ -498,7 +498,7 @@ def test_command(source: Path, target: Path, capsys: pytest.CaptureFixture[str],
     assert hpcai(words) == 0
     out, err = capsys.readouterr()
     size = sum(map(len, tree(source).values()))
-    assert out.startswith(f"staged {log.size(size)} to 1 node in ") and out.endswith("kept 0 B, SHA-256 compared\n")
+    assert out.startswith(f"staged {log.format_bytes(size)} to 1 node in ") and out.endswith("kept 0 B, SHA-256 compared\n")
     assert err.startswith("staged: 0 B of ") and tree(target) == tree(source)
     assert hpcai([*words, "--json", "--no-verify", "--node", "$MY_DISK"]) == 0
     found = json.loads(capsys.readouterr().out)

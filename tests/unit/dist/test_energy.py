@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcai.dist import energy
-from hpcai.dist.energy import Processors
+from hpcai.dist.energy import RaplCounters
 
 RANGE = 262_143_328_850  # uJ, of most server processors
 FOLDER = "sys/class/powercap"
@@ -26,11 +26,11 @@ def test_processors_and_their_memory_are_counted_once_and_over_the_end_of_a_coun
     memory = counter(tmp_path, "intel-rapl:0:0", "dram", 0)
     for place, name in (("intel-rapl:0:1", "core"), ("intel-rapl:2", "psys"), ("intel-rapl-mmio:0", "package-0")):
         counter(tmp_path, place, name, 0)
-    found = Processors(tmp_path)
+    found = RaplCounters(tmp_path)
     for file in (tmp_path / FOLDER).glob("*/energy_uj"):
         if file not in (first, second, memory):
             file.write_text("999000000")
-    assert found.joules() == {"cpu": 0.0, "memory": 0.0} and found.closed == ""
+    assert found.joules() == {"cpu": 0.0, "memory": 0.0} and found.unreadable == ""
     first.write_text("4000000")
     second.write_text("1000000")  # it began anew
     memory.write_text("500000")
@@ -43,22 +43,22 @@ def test_a_counter_is_looked_at_before_it_begins_anew_twice(tmp_path: Path, monk
     now = [0.0]
     monkeypatch.setattr(energy.time, "monotonic", lambda: now[0])
     file = counter(tmp_path, "intel-rapl:0", "package-0", 0)
-    found = Processors(tmp_path)
+    found = RaplCounters(tmp_path)
     for second in range(0, 1000, 10):  # 200 kJ in each 100 s
         now[0] = float(second)
         file.write_text(str(second * 2_000_000_000 % RANGE))
-        found.keep()
+        found.poll()
     assert found.joules()["cpu"] == pytest.approx(990 * 2000.0)
 
 
 def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
-    assert Processors(tmp_path).joules() == {} and Processors(tmp_path).closed == "", "a machine without counters"
+    assert RaplCounters(tmp_path).joules() == {} and RaplCounters(tmp_path).unreadable == "", "a machine without counters"
     counter(tmp_path, "intel-rapl:0", "package-0", 0)
     memory = counter(tmp_path, "intel-rapl:0:0", "dram", 0)
     memory.unlink()
     memory.mkdir()  # root may read everything but this
-    found = Processors(tmp_path)
+    found = RaplCounters(tmp_path)
     assert found.joules() == {"cpu": 0.0}
-    assert found.closed == f"{memory}: Is a directory"
+    assert found.unreadable == f"{memory}: Is a directory"
     (tmp_path / FOLDER / "intel-rapl:0/energy_uj").unlink()
     assert found.joules() == {}

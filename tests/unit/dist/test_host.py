@@ -15,7 +15,7 @@ import torch
 
 from hpcai import dist
 from hpcai.dist import host
-from hpcai.dist.host import Collector, Gpu, bind, uncollected
+from hpcai.dist.host import GpuCounters, ManualGC, bind_to_numa_node, gc_disabled
 from hpcai.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -48,15 +48,16 @@ def test_bind_moves_every_thread_next_to_its_gpu_and_says_so(tmp_path: Path, mon
     show_gpus(monkeypatch, 0x07, 0x87, 0x8A, 0x01)
     stop = threading.Event()
     threading.Thread(target=stop.wait, daemon=True).start()
-    assert bind(torch.device("cuda", 1), 4, tmp_path) == "bound to 16 CPUs of NUMA node 1, next to GPU 0000:87:00.0: 8-15,24-31"
+    text = bind_to_numa_node(torch.device("cuda", 1), 4, tmp_path)
+    assert text == "bound to 16 CPUs of NUMA node 1, next to GPU 0000:87:00.0: 8-15,24-31"
     assert len(bound) > 1 and bound == {int(thread): {*range(8, 16), *range(24, 32)} for thread in os.listdir("/proc/self/task")}
     stop.set()
     monkeypatch.delenv("OMP_NUM_THREADS")
     may = {4, 5, 20, 8}  # what the cgroup leaves
-    assert str(bind(CUDA, 2, tmp_path)).endswith(": 4-5,20") and bound[-1] == {2}, "threads of torch"
+    assert str(bind_to_numa_node(CUDA, 2, tmp_path)).endswith(": 4-5,20") and bound[-1] == {2}, "threads of torch"
     bound.clear()
     may = {4, 5}
-    nothing = [bind(device, 2, tmp_path) for device in (CUDA, CPU, torch.device("cuda", 2), torch.device("cuda", 3))]
+    nothing = [bind_to_numa_node(device, 2, tmp_path) for device in (CUDA, CPU, torch.device("cuda", 2), torch.device("cuda", 3))]
     assert nothing == [None] * 4 and not bound, "bound so already, no GPU, a node that is hidden, and one that nobody knows"
 
 
@@ -73,8 +74,8 @@ class Knot:  # only the collector can free it
 
 def test_the_collector_rests_for_a_while_and_is_as_before_after_an_error(nothing_frozen: None) -> None:
     before = Knot.alive
-    with pytest.raises(KeyError), uncollected():
-        with uncollected():
+    with pytest.raises(KeyError), gc_disabled():
+        with gc_disabled():
             Knot()
         assert not gc.isenabled() and Knot.alive > before
         raise KeyError
@@ -82,7 +83,7 @@ def test_the_collector_rests_for_a_while_and_is_as_before_after_an_error(nothing
     gc.collect()
     assert Knot.alive == before
     gc.disable()
-    with uncollected():
+    with gc_disabled():
         pass
     assert not gc.isenabled(), "who keeps it off keeps it off"
     gc.enable()
@@ -124,33 +125,33 @@ def nothing_frozen() -> Iterator[None]:
 @pytest.mark.usefixtures("nothing_frozen")
 def test_garbage_is_collected_at_the_steps_asked_for_and_never_between() -> None:
     Knot.alive, thresholds = 0, gc.get_threshold()
-    with Collector(5) as collector:
+    with ManualGC(5) as collector:
         assert not gc.isenabled() and gc.get_freeze_count() > 0
         for step in range(1, 5):
             Knot()
-            collector.at(step)
+            collector.collect_at(step)
             assert Knot.alive == step
-        collector.at(5)
+        collector.collect_at(5)
         assert Knot.alive == 0
         old = Knot()
-        collector.at(10)
-        collector.at(15)  # by now in the oldest generation
+        collector.collect_at(10)
+        collector.collect_at(15)  # by now in the oldest generation
         del old
-        collector.at(20)
+        collector.collect_at(20)
         assert Knot.alive == 1
-        collector.at(50)
+        collector.collect_at(50)
         assert Knot.alive == 0
     assert gc.isenabled() and gc.get_freeze_count() == 0 and gc.get_threshold() == thresholds
 
 
 @pytest.mark.usefixtures("nothing_frozen")
 def test_collectors_nest_none_does_nothing_and_zero_is_refused() -> None:
-    with Collector(None) as nothing, pytest.raises(ConfigError, match="every 0 steps"):
-        nothing.at(0)
+    with ManualGC(None) as nothing, pytest.raises(ConfigError, match="every 0 steps"):
+        nothing.collect_at(0)
         assert gc.isenabled() and gc.get_freeze_count() == 0
-        Collector(0)
-    with Collector(2):
-        with Collector(3):
+        ManualGC(0)
+    with ManualGC(2):
+        with ManualGC(3):
             pass
         assert not gc.isenabled() and gc.get_freeze_count() > 0
     assert gc.isenabled() and gc.get_freeze_count() == 0
@@ -180,42 +181,42 @@ class Nvml(ModuleType):
         return call
 
 
-def gpu(monkeypatch: pytest.MonkeyPatch, nvml: Nvml | None) -> Gpu:
+def gpu(monkeypatch: pytest.MonkeyPatch, nvml: Nvml | None) -> GpuCounters:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: as if it were not installed
     show_gpus(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: pytest.fail("waited for the GPU"))
-    return Gpu(CUDA)
+    return GpuCounters(CUDA)
 
 
 def test_the_counters_of_a_gpu_come_in_units_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = gpu(monkeypatch, nvml := Nvml())
     nvml.joules += 42
     known = {"power_w": 300, "power_limit_w": 350, "energy_j": 42, "sm_clock_mhz": 1980, "temperature_c": 61, "throttled": 0}
-    assert counters.readings() == pytest.approx({**known, "memory_gb": 3, "memory_used_gb": 7})
+    assert counters.read() == pytest.approx({**known, "memory_gb": 3, "memory_used_gb": 7})
 
 
 @pytest.mark.parametrize("lacks", ["EventReasons", "ThrottleReasons"])
 def test_clocks_are_held_back_by_power_and_heat_only(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     for mask, held in ((0x1, 0.0), (0x2, 0.0), (0x4, 1.0), (0x20, 1.0), (0x40, 1.0), (0x81, 1.0)):
-        assert gpu(monkeypatch, Nvml("GPU-aaaa-bbbb", lacks, mask=mask)).readings()["throttled"] == held
+        assert gpu(monkeypatch, Nvml("GPU-aaaa-bbbb", lacks, mask=mask)).read()["throttled"] == held
 
 
 def test_energy_is_summed_from_the_power_where_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((0.0, 2.0, 4.0))
     monkeypatch.setattr(host.time, "monotonic", lambda: next(clock))
     counters = gpu(monkeypatch, nvml := Nvml("GPU-aaaa-bbbb", "TotalEnergy"))
-    assert counters.readings()["energy_j"] == 600.0
+    assert counters.read()["energy_j"] == 600.0
     nvml.watts = 100.0
-    assert counters.readings()["energy_j"] == 600.0 + 2 * 200.0
+    assert counters.read()["energy_j"] == 600.0 + 2 * 200.0
 
 
 def test_what_nvml_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     slice_of_a_gpu = Nvml("MIG-aaaa-bbbb", "Power", "Energy", "Clock", "Temperature")
-    assert gpu(monkeypatch, slice_of_a_gpu).readings() == {"memory_gb": 3.0, "memory_used_gb": 7.0}
+    assert gpu(monkeypatch, slice_of_a_gpu).read() == {"memory_gb": 3.0, "memory_used_gb": 7.0}
     for nothing in (None, Nvml("GPU-aaaa-bbbb", "Init"), Nvml("GPU-of-another-job")):
-        assert gpu(monkeypatch, nothing).readings() == {}
-    assert Gpu(CPU).readings() == {}
+        assert gpu(monkeypatch, nothing).read() == {}
+    assert GpuCounters(CPU).read() == {}
 
 
 def test_another_limit_than_the_cap_on_power_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,35 +226,35 @@ def test_another_limit_than_the_cap_on_power_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="train.power_cap is 300 W, but GPU-aaaa-bbbb is limited to 350 W; set the limit by"):
         host.check_power_cap(CUDA, 300.0)
     gpu(monkeypatch, Nvml("GPU-aaaa-bbbb", "PowerLimit"))
-    with pytest.raises(ConfigError, match="NVML does not tell what limit is enforced: not supported"):
+    with pytest.raises(ConfigError, match="NVML cannot read the enforced limit: not supported"):
         host.check_power_cap(CUDA, 300.0)
 
 
 def test_every_line_that_has_a_group_is_summed_over_and_a_lone_process_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, made = list[Any](), list[Any]()
+    seen, created = list[Any](), list[Any]()
 
     def axis(name: str, size: int = 2) -> dist.Axis:
-        line: Any = Known(made)
-        return dist.Axis(name, size, 0, line)
+        dimension: Any = FakeDimension(created)
+        return dist.Axis(name, size, 0, dimension)
 
     monkeypatch.setattr(host.torch_dist, "all_reduce", lambda tensor, group: seen.append(group))
-    host.warm_collectives(dist.alone(CPU))
+    host.warm_up_collectives(dist.single_process(CPU))
     assert seen == []
-    used, everyone, batch_norm = (axis("replicate"), axis("depth")), axis("everyone", 4), axis("replicate within 2s").meet()
-    mesh: Any = SimpleNamespace(world=4, device=CPU, used=used, everyone=everyone, copy=axis("copy"), made=made)
-    host.warm_collectives(mesh)
-    lines = (batch_norm, *used, everyone)
-    assert seen == [axis.line for axis in lines for _ in range(20)], "the first one was there; nothing needs a group of the copy"
+    used, peers, batch_norm = (axis("replicate"), axis("depth")), axis("peers", 4), axis("replicate within 2s").init_group()
+    mesh: Any = SimpleNamespace(world=4, device=CPU, used=used, peers=peers, model_parallel=axis("model_parallel"), created=created)
+    host.warm_up_collectives(mesh)
+    axes = (batch_norm, *used, peers)
+    assert seen == [axis.dimension for axis in axes for _ in range(20)], "only the first group existed before"
 
 
-class Known:
+class FakeDimension:
     """A line that is its own group."""
 
-    def __init__(self, made: list[Any]) -> None:
-        self.made = made
+    def __init__(self, created: list[Any]) -> None:
+        self.created = created
 
     @property
-    def group(self) -> "Known":
-        if self not in self.made:
-            self.made.append(self)
+    def group(self) -> "FakeDimension":
+        if self not in self.created:
+            self.created.append(self)
         return self

@@ -1,4 +1,4 @@
-"""The place of a process follows from its environment alone: recorded launchers in, rank and world out."""
+"""Rank and world size from recorded environments of launchers, and the start of a job."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from hpcai import dist
 from hpcai.dist import launch
-from hpcai.dist.environment import ALONE, Place, expand, place
-from hpcai.dist.launch import device
-from hpcai.dist.watch import Watch, _Hub, _messages
+from hpcai.dist.environment import SINGLE_PROCESS, RankInfo, expand_hostlist, read_rank_info
+from hpcai.dist.launch import select_device
+from hpcai.dist.watchdog import Watchdog, _Hub, _read_messages
 from hpcai.errors import LaunchError, MeshError
 
 CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
@@ -35,33 +35,34 @@ BY_HAND = BY_NAME["RANK and WORLD_SIZE set by a script under srun"]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_place(case: dict[str, Any]) -> None:
-    assert place(case["environ"]) == Place(**case["place"])
+    assert read_rank_info(case["environ"]) == RankInfo(**case["place"])
 
 
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
         (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4, but the world has 4 ranks"),
-        (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK=-1 is not a whole number"),
+        (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK=-1 is not an integer"),
         (MPICH | {"MPI_LOCALRANKID": "4"}, "local rank 4, but 4 ranks on the node"),
         (PMI2 | {"PMI_RANK": "0"}, "SLURM_PROCID=2, but PMI_RANK=0"),
         ({k: v for k, v in SRUN.items() if "TASKS" not in k}, "SLURM_NTASKS is not set"),
-        ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "where rank 0 listens is not known; set MASTER_ADDR"),
+        ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "the address of rank 0 is unknown; set MASTER_ADDR"),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}, "rank 0 is not on n1"),
         (BY_HAND | {"WORLD_SIZE": "1", "RANK": "0"}, "srun started 2 tasks, each with RANK and WORLD_SIZE of WORLD_SIZE=1"),
         (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun started 2 tasks, each with torchrun of 1 node"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK or .* is not set"),
-        (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number"),
+        (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not an integer"),
     ],
 )
 def test_contradictions_are_refused(environ: dict[str, str], says: str) -> None:
     with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
-        place(environ)
+        read_rank_info(environ)
 
 
 def test_ports_of_neighbouring_jobs_and_steps_differ() -> None:
     ports = [
-        place(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port for job in range(4000, 4100) for step in range(8)
+        read_rank_info(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        for job in range(4000, 4100) for step in range(8)
     ]
     assert len(set(ports)) == len(ports)
     assert all(port is not None and 20000 <= port < 32768 for port in ports)
@@ -72,15 +73,15 @@ def test_ports_of_neighbouring_jobs_and_steps_differ() -> None:
     [(0, 0, "cpu"), (3, 0, "cpu"), (0, 1, "cuda:0"), (3, 1, "cuda:0"), (None, 1, "cuda:0"), (0, 4, "cuda:0"), (3, 4, "cuda:3")],
 )
 def test_device(local_rank: int | None, visible: int, expected: str) -> None:
-    assert device(Place("srun", 5, 8, local_rank, 4), visible) == torch.device(expected)
+    assert select_device(RankInfo("srun", 5, 8, local_rank, 4), visible) == torch.device(expected)
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Place("srun", 6, 8, 2, 4)
+    here = RankInfo("srun", 6, 8, 2, 4)
     with pytest.raises(LaunchError, match="local rank 2 finds only 2 visible GPUs; .*srun --gpus-per-node=N --gpu-bind=none"):
-        device(here, 2)
+        select_device(here, 2)
     monkeypatch.setenv("HPCAI_SHARE_GPU", "1")
-    assert device(here, 2) == torch.device("cuda:0")
+    assert select_device(here, 2) == torch.device("cuda:0")
 
 
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +90,12 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: type("Properties", (), {"uuid": "GPU-1"}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     where = torch.device("cuda:0")
-    launch._claim(where, Place("srun", 0, 2, 0, 2), store)
-    launch._claim(where, Place("srun", 0, 2, 0, 2), store)
+    launch._claim_gpu(where, RankInfo("srun", 0, 2, 0, 2), store)
+    launch._claim_gpu(where, RankInfo("srun", 0, 2, 0, 2), store)
     with pytest.raises(LaunchError, match="rank 1 and rank 0 both use GPU GPU-1; .*--gpu-bind=none.* local rank"):
-        launch._claim(where, Place("srun", 1, 2, 1, 2), store)
+        launch._claim_gpu(where, RankInfo("srun", 1, 2, 1, 2), store)
     monkeypatch.setenv("HPCAI_SHARE_GPU", "1")
-    launch._claim(where, Place("srun", 1, 2, 1, 2), store)
+    launch._claim_gpu(where, RankInfo("srun", 1, 2, 1, 2), store)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_host_lists(hosts: str, names: list[str]) -> None:
-    assert expand(hosts) == names
+    assert expand_hostlist(hosts) == names
 
 
 def compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> tuple[str, list[str]]:
@@ -132,12 +133,12 @@ WORD = st.from_regex(r"[a-z]([a-z0-9-]{0,4}[a-z])?", fullmatch=True)
 @given(st.lists(st.tuples(WORD, st.integers(1, 6), st.lists(RANGE, min_size=1, max_size=4), st.just("") | WORD), max_size=4))
 def test_expand_undoes_compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> None:
     text, names = compress(groups)
-    assert expand(text) == names
+    assert expand_hostlist(text) == names
 
 
 def test_one_process_lets_exceptions_pass(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launch, "place", lambda: ALONE)
-    monkeypatch.setattr(launch, "keep_memory", lambda: None)  # this process has other tests, which measure theirs
+    monkeypatch.setattr(launch, "read_rank_info", lambda: SINGLE_PROCESS)
+    monkeypatch.setattr(launch, "retain_freed_memory", lambda: None)  # this process has other tests, which measure theirs
     with pytest.raises(ValueError, match="mine"), dist.start({"replicate": -1}) as mesh:
         assert mesh.world == 1
         raise ValueError("mine")
@@ -153,12 +154,12 @@ def test_one_process_lets_exceptions_pass(monkeypatch: pytest.MonkeyPatch, capfd
 def test_timeout_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCAI_TIMEOUT", text)
     with pytest.raises(LaunchError, match="HPCAI_TIMEOUT"):
-        launch._timeout()
+        launch._read_timeout()
 
 
 def test_a_program_that_names_its_device_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_device", lambda here: pytest.fail("looked for a GPU"))
-    with launch.start({}, on=torch.device("cpu")) as mesh:
+    monkeypatch.setattr(launch, "_set_device", lambda info: pytest.fail("looked for a GPU"))
+    with launch.start({}, device=torch.device("cpu")) as mesh:
         assert mesh.device.type == "cpu"
 
 
@@ -166,12 +167,13 @@ def test_a_torch_for_gpus_that_finds_none_is_told(monkeypatch: pytest.MonkeyPatc
     cpu = torch.device("cpu")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert launch.no_gpu(cpu) is None
+    assert launch.explain_missing_gpu(cpu) is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "built for CUDA 13.0, finds no GPU" in str(launch.no_gpu(cpu)) and "--nv" in str(launch.no_gpu(cpu))
-    assert launch.no_gpu(torch.device("cuda")) is None
+    text = str(launch.explain_missing_gpu(cpu))
+    assert "built for CUDA 13.0, finds no GPU" in text and "--nv" in text
+    assert launch.explain_missing_gpu(torch.device("cuda")) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert launch.no_gpu(cpu) is None
+    assert launch.explain_missing_gpu(cpu) is None
 
 
 def test_import_starts_neither_mpi_nor_cuda() -> None:
@@ -181,7 +183,7 @@ def test_import_starts_neither_mpi_nor_cuda() -> None:
 
 LIES = [
     b"GET / HTTP/1.0\r\n\r\n", b"5\n", b"", b'{"rank": "x"}\n', b'{"rank": 0, "name": "me", "token": "guess"}\n',
-    b'{"failed": "a lie", "code": 0, "ours": true}\n', b'{"rank": 0}\n{"left": 0}\n', b"x" * 100_000,
+    b'{"failed": "a lie", "code": 0, "refused": true}\n', b'{"rank": 0}\n{"left": 0}\n', b"x" * 100_000,
     b'{"token": ["secret"], "rank": 0}\n', b"[" * 4000 + b"\n",
     b'{"token": "secret", "rank": 7}\n', b'{"token": "secret", "rank": 1e300}\n', b"\xff\n",
 ]  # fmt: skip
@@ -190,7 +192,7 @@ LIES = [
 def test_strangers_at_the_hub_do_no_harm() -> None:
     """Security scanners knock at every open port of a compute node, and others may try to end a job."""
     store = torch.distributed.HashStore()
-    with Watch(0, 1, "127.0.0.1", store, os._exit, "secret"):
+    with Watchdog(0, 1, "127.0.0.1", store, os._exit, "secret"):
         for words in LIES * 30:
             with socket.create_connection(("127.0.0.1", int(store.get("hub")))) as stranger, suppress(OSError):
                 stranger.sendall(words)
@@ -201,7 +203,7 @@ def test_strangers_at_the_hub_do_no_harm() -> None:
 
 def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     hub = _Hub(3, "secret", "127.0.0.1")
-    assert hub._door.getsockname()[0] == "127.0.0.1"
+    assert hub._socket.getsockname()[0] == "127.0.0.1"
     threading.Thread(target=hub.serve, daemon=True).start()
     with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as stranger:
         stranger.sendall(b'{"token": "guess", "rank": 1, "name": "me"}\n')
@@ -209,9 +211,9 @@ def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: py
     ranks = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(3)]
     for rank, line in enumerate(ranks):
         line.sendall(json.dumps({"token": "secret", "rank": rank, "name": f"rank {rank}"}).encode() + b"\n")
-    ranks[1].sendall(b'{"failed": "text", "words": "\\u001b[2J\\u001b]0;title\\u0007red", "code": 0, "ours": false}\n')
+    ranks[1].sendall(b'{"failed": "text", "report": "\\u001b[2J\\u001b]0;title\\u0007red", "code": 0, "refused": false}\n')
     time.sleep(0.1)  # what follows from it on another rank is not told as the cause
-    ranks[0].sendall(b'{"failed": "peer closed", "words": "peer closed", "code": 1, "ours": false}\n')
+    ranks[0].sendall(b'{"failed": "peer closed", "report": "peer closed", "code": 1, "refused": false}\n')
     told = json.loads(ranks[2].makefile().readline())
     assert (told["code"], told["first"], told["stop"]) == (1, 1, "rank 1 failed: text")
     assert capfd.readouterr().err == "rank 1: ?[2J?]0;title?red\n"
@@ -220,14 +222,14 @@ def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: py
 def test_a_message_may_come_in_pieces() -> None:
     near, far = socket.socketpair()
     with near, far:
-        found = _messages(near)
+        found = _read_messages(near)
         for piece in (b'{"a": 1}\n{"b', b'": 2}\n'):
             far.sendall(piece)
             assert next(found) == ({"a": 1} if b"a" in piece else {"b": 2})
 
 
 def test_the_store_of_one_node_listens_on_its_loopback_alone() -> None:
-    store = launch._serve("127.0.0.1", 0, True)
+    store = launch._serve_store("127.0.0.1", 0, True)
     ports = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]]
     mine = f":{store.port:04X}"
     assert [words[1] for words in ports if words[3] == "0A" and words[1].endswith(mine)] == [f"0100007F{mine}"]

@@ -9,7 +9,7 @@ import torch.distributed as torch_dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcai import settings
-from hpcai.dist import alone, collect
+from hpcai.dist import collectives, single_process
 from hpcai.dist.mesh import AXES, Axis, Mesh
 from hpcai.errors import MeshError
 from hpcai.settings import MeshConfig
@@ -17,7 +17,7 @@ from tests.ranks.launch import on_ranks
 
 
 def test_alone_every_axis_has_size_1() -> None:
-    for mesh in (Mesh({"replicate": -1}), alone(torch.device("cpu"))):
+    for mesh in (Mesh({"replicate": -1}), single_process(torch.device("cpu"))):
         assert {name: mesh[name].size for name in AXES if name != "evaluate"} == dict.fromkeys(AXES[:-1], 1)
         assert (mesh.world, mesh.rank, mesh.is_first, mesh["depth"].group, mesh.device) == (1, 0, True, None, torch.device("cpu"))
     assert not torch_dist.is_initialized()
@@ -30,7 +30,7 @@ def test_alone_every_axis_has_size_1() -> None:
         ({"replicate": 2, "depth": 2}, 1, "mesh replicate 2 x depth 2 needs 4 processes, but 1 was started"),
         ({"replicate": 1}, 4, "mesh of size 1 needs 1 process, but 4 were started"),
         ({"copies": 2}, 2, "mesh has no axis 'copies'; it has replicate, pipeline"),
-        ({"replicate": -1, "depth": -1}, 4, "only one axis can take the rest"),
+        ({"replicate": -1, "depth": -1}, 4, "only one axis can be -1"),
     ],
 )
 def test_axes_that_do_not_fit(sizes: dict[str, int], world: int, text: str) -> None:
@@ -43,8 +43,8 @@ def test_an_unknown_axis_and_an_axis_that_a_model_cannot_use() -> None:
     with pytest.raises(MeshError, match="no axis 'dpth'; it has replicate"):
         mesh["dpth"]
     mesh.sizes["tensor"] = 2
-    with pytest.raises(MeshError, match=r"mesh.tensor is 2, but CosmoFlow can be spread over replicate only; set mesh.tensor=1"):
-        mesh.only("CosmoFlow", "replicate")
+    with pytest.raises(MeshError, match=r"mesh.tensor is 2, but CosmoFlow can be sharded over replicate only; set mesh.tensor=1"):
+        mesh.check_axes("CosmoFlow", "replicate")
 
 
 def place(mesh: Mesh) -> tuple[int, ...]:
@@ -62,16 +62,16 @@ def test_the_last_axis_varies_fastest() -> None:
 
 def test_the_backend_of_a_group_of_several_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert collect.backend(cuda, Axis("alone")) == "none"
+    assert collectives.get_backend(cuda, Axis("alone")) == "none"
     axis = Axis("replicate", 2, 0, SimpleNamespace(group=object()))  # type: ignore[arg-type]
     for names, expected in (("cpu:gloo,cuda:nccl", ("gloo", "nccl")), ("gloo", ("gloo", "gloo")), ("nccl", ("nccl", "nccl"))):
-        monkeypatch.setattr(collect.torch_dist, "get_backend", lambda group, n=names: n)
-        assert (collect.backend(cpu, axis), collect.backend(cuda, axis)) == expected
+        monkeypatch.setattr(collectives.torch_dist, "get_backend", lambda group, n=names: n)
+        assert (collectives.get_backend(cpu, axis), collectives.get_backend(cuda, axis)) == expected
 
 
 def ranks_of(mesh: Mesh) -> tuple[bool, bool, int, int, tuple[int, ...], list[int]]:
     link = torch_dist.get_process_group_ranks(mesh.link.group) if mesh.link.group else []
-    axes = (mesh["replicate"].rank, mesh["replicate"].size, mesh["depth"].rank, mesh["depth"].size, mesh.everyone.size)
+    axes = (mesh["replicate"].rank, mesh["replicate"].size, mesh["depth"].rank, mesh["depth"].size, mesh.peers.size)
     return mesh.trains, mesh.is_first, mesh.rank, mesh.world, axes, link
 
 
@@ -116,12 +116,13 @@ def test_of_2048_ranks_each_makes_its_own_groups_alone_when_it_uses_them(meet: C
         line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
         assert torch_dist.get_process_group_ranks(axis.group) == line and axis.rank == place[dim] == line.index(1237)
         assert len(groups) == dim + 2
-    assert torch_dist.get_process_group_ranks(mesh.copy.group) == [*range(1216, 1280)] and len(groups) == 9
-    assert mesh.everyone.group is mesh.job.group is torch_dist.group.WORLD and len(groups) == 9
-    assert [line.ranks for line in mesh.made[-2:]] == [tuple(range(1216, 1280)), tuple(range(2048))]
-    both = mesh.over("tensor", "depth")
-    assert both.line is not None and (both.name, both.rank, both.line.ranks) == ("depth x tensor", 3, (1232, 1233, 1236, 1237))
-    assert both is mesh.over("depth", "tensor") and len(groups) == 9
+    assert torch_dist.get_process_group_ranks(mesh.model_parallel.group) == [*range(1216, 1280)] and len(groups) == 9
+    assert mesh.peers.group is mesh.job.group is torch_dist.group.WORLD and len(groups) == 9
+    assert [line.ranks for line in mesh.created[-2:]] == [tuple(range(1216, 1280)), tuple(range(2048))]
+    both = mesh.flatten("tensor", "depth")
+    assert both.dimension is not None and both.dimension.ranks == (1232, 1233, 1236, 1237)
+    assert (both.name, both.rank) == ("depth x tensor", 3)
+    assert both is mesh.flatten("depth", "tensor") and len(groups) == 9
 
 
 def test_a_line_first_used_within_another_process_group_is_refused(meet: Callable[[int, int], None]) -> None:
@@ -129,23 +130,24 @@ def test_a_line_first_used_within_another_process_group_is_refused(meet: Callabl
     old = Mesh({"replicate": 2, "depth": 2}, 4, 0)
     first = old["depth"].group
     torch_dist.destroy_process_group()
-    with pytest.raises(MeshError, match=r"ranks 0, 2 first talk within no process group; use a mesh within its own start\(\)"):
-        old["replicate"].meet()
+    with pytest.raises(MeshError, match=r"ranks 0, 2 first communicate within no process group; use it within its own start\(\)"):
+        old["replicate"].init_group()
     meet(4, 0)
-    with pytest.raises(MeshError, match="ranks 0, 2 first talk within another process group than that of their mesh"):
-        old["replicate"].meet()
+    with pytest.raises(MeshError, match="ranks 0, 2 first communicate within another process group than that of their mesh"):
+        old["replicate"].init_group()
     assert Mesh({"replicate": 2, "depth": 2}, 4, 0)["depth"].group is not first
 
 
 def test_axes_that_no_device_mesh_can_have(meet: Callable[[int, int], None]) -> None:
     meet(4, 0)
     mesh = Mesh({"replicate": 2, "depth": 2}, 4, 0)
-    cases = (((mesh["tensor"],), "tensor, which has size 1"), ((), "no axis"), ((mesh.everyone, mesh.copy), "everyone and copy"))
+    both = mesh.peers, mesh.model_parallel
+    cases = (((mesh["tensor"],), "tensor, which has size 1"), ((), "no axis"), (both, "peers and model_parallel"))
     for axes, text in cases:
         with pytest.raises(MeshError, match=f"a DeviceMesh over {text}"):
             mesh.device_mesh(*axes)
     with pytest.raises(MeshError, match="no axis 'dpth'"):
-        mesh.over("depth", "dpth")
+        mesh.flatten("depth", "dpth")
 
 
 def test_every_axis_has_settings_of_its_name() -> None:

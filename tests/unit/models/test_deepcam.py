@@ -178,7 +178,7 @@ def numbers(*scores: Any, samples: int = 1) -> dict[str, float]:
     measured = MetricSums()
     for score in scores:
         measured.add(score, samples)
-    return measured.reduce(dist.alone()["replicate"], torch.device("cpu"))
+    return measured.reduce(dist.single_process()["replicate"], torch.device("cpu"))
 
 
 def test_recall_and_precision_are_of_the_cells_of_all_maps() -> None:

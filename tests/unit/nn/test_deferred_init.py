@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hpcai import train
-from hpcai.dist import alone
+from hpcai.dist import single_process
 from hpcai.dist.mesh import Axis
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models import cosmoflow, deepcam, dimenet, openfold, unet3d
@@ -110,7 +110,7 @@ def placed(parameter: Any, stretches: Sequence[Sequence[tuple[int, int]]]) -> No
 
 
 def cosmo() -> nn.Module:
-    return cosmoflow.parallelize(cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3, filters=8)), alone())
+    return cosmoflow.parallelize(cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3, filters=8)), single_process())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

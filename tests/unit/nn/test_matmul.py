@@ -77,7 +77,7 @@ def step(products: str, lora: LoRAConfig | None = None, compiled: str = "none", 
     if lora is not None:
         llm.adapt(model, lora)
     cfg = StepConfig(products=products, lr=0.003, capture="none", compile=compiled)  # type: ignore[arg-type]
-    return Step(model, llm.loss, cfg, dist.alone())
+    return Step(model, llm.loss, cfg, dist.single_process())
 
 
 def losses(made: Step, steps: int) -> list[float]:

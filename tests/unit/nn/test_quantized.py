@@ -112,7 +112,7 @@ def trained(bits: Any) -> tuple[float, float]:
     model = llm.load_weights(DATA / "llm" / "llama31_tiny" / "hf").train()
     with deferred(0):
         llm.adapt(model, LoRAConfig(rank=4, frozen=bits, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
-    step = Step(model, llm.loss, StepConfig(precision="bf16", lr=0.005, optimizer="adamw", capture="none"), dist.alone())
+    step = Step(model, llm.loss, StepConfig(precision="bf16", lr=0.005, optimizer="adamw", capture="none"), dist.single_process())
     rows = llm.Batch(torch.from_numpy(arrays("llm/llama31_tiny/io")["ids"]))
     losses = [float(total) / float(count) for total, count in (step(rows)["loss"] for _ in range(30))]
     return losses[0], losses[-1]

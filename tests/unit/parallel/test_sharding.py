@@ -76,7 +76,7 @@ def test_what_is_alike_along_which_axes() -> None:
     assert names(layer.weight) == ["replicate"] and names(layer.bias) == ["replicate x tensor"]
     between, within = mesh.split("replicate", 2, "x")
     assert [a.name for a in replica_axes(layer.bias, mesh, within, between)] == ["tensor"]
-    sum_gradients_over(layer, Axis("ends", 2, 0, of="pipeline"))  # a weight that two stages share
+    sum_gradients_over(layer, Axis("ends", 2, 0, parent="pipeline"))  # a weight that two stages share
     assert names(layer.bias) == ["replicate x tensor", "ends"]
 
 
@@ -84,7 +84,7 @@ def test_a_number_that_several_hold_counts_once() -> None:
     def row(rank: int) -> FlatParameter:
         parameter = nn.Parameter(torch.ones(2))
         part = FlatView("w", parameter, 0, 2, 0, ShardSpec((2,), (((0, 2),),), exclusive_axes=(Axis("pipeline"),)))
-        return FlatParameter([part], parameter.detach(), lambda: None, False, (Axis("ends", 2, rank, of="pipeline"),))
+        return FlatParameter([part], parameter.detach(), lambda: None, False, (Axis("ends", 2, rank, parent="pipeline"),))
 
     assert [row(0).is_counted, row(1).is_counted] == [True, False]
     values = [(row(0), torch.tensor(3.0)), (row(1), torch.tensor(5.0))]

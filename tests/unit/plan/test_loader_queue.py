@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpcai.data import Loader
-from hpcai.dist.launch import alone
+from hpcai.dist.launch import single_process
 from hpcai.plan.loader_queue import heavy_tail, queue_capacity, simulate_waits
 from tests.numbers import Numbers
 
@@ -55,7 +55,7 @@ def test_as_many_are_ahead_as_the_loader_has(order: Any) -> None:
     for prefetch, expected in ((800, 7), (8000, 10), (9599, 11)):
         assert queue_capacity(3, 2, prefetch, 800) == expected
         begun.clear()
-        with Loader(Noted(60), 2, alone(), name="t", workers=3, prefetch=prefetch, order=order) as loader:
+        with Loader(Noted(60), 2, single_process(), name="t", workers=3, prefetch=prefetch, order=order) as loader:
             batches = loader.epoch(0)
             next(batches)
             until = time.monotonic() + 10

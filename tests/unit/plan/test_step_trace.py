@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpcai.dist.collect import Scattered, agree, gather_objects, gather_shares, sum_in_place, swap_shares
+from hpcai.dist.collectives import ReduceScatter, broadcast_object, all_gather_object, all_gather, all_reduce_, all_to_all
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.kernels import triton_support
@@ -90,15 +90,15 @@ def test_memory_is_what_lives_at_a_time() -> None:
 def test_messages_of_any_job() -> None:
     with traced_job(2048) as made:
         mesh = Mesh({"replicate": -1, "axial": 8}, 2048)
-        axis = mesh["axial"].meet()
+        axis = mesh["axial"].init_group()
         with made.fake_tensors(), made.record() as record:
             whole, own = torch.empty(32), torch.empty(4)
-            work = gather_shares(whole, own, axis)
-            swap_shares(torch.empty(32), whole, axis).wait()
+            work = all_gather(whole, own, axis)
+            all_to_all(torch.empty(32), whole, axis).wait()
             work.wait()
-            Scattered(own, whole, axis).wait()
-            sum_in_place(whole, mesh.everyone)
-        assert (agree("word", mesh.everyone), gather_objects(3, axis)) == ("word", [3] * 8)
+            ReduceScatter(own, whole, axis).wait()
+            all_reduce_(whole, mesh.peers)
+        assert (broadcast_object("word", mesh.peers), all_gather_object(3, axis)) == ("word", [3] * 8)
     (first, *_), ranks = [event.number for event in record.events if isinstance(event, Communication)], tuple(range(8))
     assert [event for event in record.events if not isinstance(event, Kernel)] == [
         Communication("all-gather", 16, ranks, first), Communication("all-to-all", 128, ranks, first + 1), Wait(first + 1), Wait(first),

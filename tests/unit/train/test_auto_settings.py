@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("how, count", [("whole", 1), ("blocks", 3)])
 def test_a_compiled_step_reports_its_compilation_once(quick: None, how: str, count: int) -> None:
-    plain, step = (Step(network(), loss, StepConfig(compile=c), dist.alone()) for c in ("none", how))
+    plain, step = (Step(network(), loss, StepConfig(compile=c), dist.single_process()) for c in ("none", how))
     modules = "3 modules" if count == 3 else "1 module"
     assert step.messages == [f"step.compile: {modules} of Sequential"] and plain.news() == []
     batch = torch.randn(4, 8)
@@ -54,7 +54,7 @@ def test_a_second_start_reuses_all_compiled_code(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / start))  # the disk of another node
         monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
         torch._dynamo.reset()
-        step = Step(copy.deepcopy(weights), loss, cfg, dist.alone())
+        step = Step(copy.deepcopy(weights), loss, cfg, dist.single_process())
         step(torch.ones(4, 8))
         assert step._compiled is not None
         told.append(step._compiled._counts.read() | {"news": step.news()[0], "seconds": step.compiled})
@@ -85,7 +85,7 @@ def test_tf32_and_cudnn_benchmark_are_set_for_the_process_if_configured(backends
 
 def test_gpu_settings_on_a_cpu_are_reported_and_not_set(backends: Any) -> None:
     was = backends()
-    step = Step(network(), loss, StepConfig(tf32=True, cudnn_benchmark=True), dist.alone(torch.device("cpu")))
+    step = Step(network(), loss, StepConfig(tf32=True, cudnn_benchmark=True), dist.single_process(torch.device("cpu")))
     assert backends() == was
     names = "tf32", "cudnn_benchmark"
     assert step.messages == [f"step.{name}: true, without effect: this process computes on cpu" for name in names]

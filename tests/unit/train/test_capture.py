@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hpcai import dist
-from hpcai.dist import watch
+from hpcai.dist import watchdog
 from hpcai.errors import ConfigError, DivergedError
 from hpcai.nn import cuda_graph
 from hpcai.nn.cuda_graph import CudaGraph, graph_factory
@@ -52,7 +52,7 @@ def batch(seed: int, count: int = 8) -> dict[str, torch.Tensor]:
 def new_step(capture: str, dropout: float = 0.0, loss: Any = loss, **words: Any) -> Step:
     torch.manual_seed(0)
     cfg = StepConfig(capture=capture, **{"weight_decay": 0.1, "decay_names": ("first.weight",)} | words)
-    return Step(Network(dropout), loss, cfg, dist.alone(torch.device("cpu")), graph=Tape)
+    return Step(Network(dropout), loss, cfg, dist.single_process(torch.device("cpu")), graph=Tape)
 
 
 def steps(step: Step, count: int, samples: int = 8) -> list[dict[str, Any]]:
@@ -189,13 +189,13 @@ def test_a_capture_that_fails_names_the_operation() -> None:
         return {"loss": model(part["x"]).cumsum(0).mean()}
 
     torch.manual_seed(0)
-    step = Step(Network(), summed, StepConfig(capture="whole"), dist.alone(torch.device("cpu")), graph=Refusing)
+    step = Step(Network(), summed, StepConfig(capture="whole"), dist.single_process(torch.device("cpu")), graph=Refusing)
     with pytest.raises(ConfigError, match=r"cannot be captured by aten.cumsum.default at .*test_capture.py.*not permitted"):
         steps(step, WARM + 1)
 
 
 def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
-    here = dist.alone(torch.device("cpu"))
+    here = dist.single_process(torch.device("cpu"))
     with pytest.raises(ConfigError, match="step.capture is whole, but there is no GPU: this rank computes on cpu"):
         Step(Network(), loss, StepConfig(capture="whole"), here)
     step = Step(Network(), loss, StepConfig(capture="auto"), here)
@@ -232,7 +232,7 @@ def failing(where: str) -> type[Failing]:
 def of_graph(graph: Any, capture: str, **words: Any) -> Step:
     torch.manual_seed(0)
     cfg = StepConfig(capture=capture, **{"optimizer": "adamw", "average": 0.9} | words)
-    return Step(Network(0.5), words.pop("loss", loss), cfg, dist.alone(torch.device("cpu")), graph=graph)
+    return Step(Network(0.5), words.pop("loss", loss), cfg, dist.single_process(torch.device("cpu")), graph=graph)
 
 
 def check_eager(step: Step, parts: list[dict[str, torch.Tensor]]) -> None:
@@ -336,10 +336,10 @@ def test_graphs_are_deleted_before_the_process_groups(error: Exception | None, m
     steps(step, WARM + 1)
     steps(step, WARM + 1, 4)
     for name, found in {"is_initialized": lambda: True, "destroy_process_group": lambda: events.append("destroy")}.items():
-        monkeypatch.setattr(watch.torch_dist, name, found)
+        monkeypatch.setattr(watchdog.torch_dist, name, found)
     for name, found in {"is_initialized": lambda: True, "synchronize": lambda: events.append("synchronize")}.items():
         monkeypatch.setattr(torch.cuda, name, found)
-    job = watch.Watch(0, 1, "127.0.0.1", torch.distributed.HashStore(), os._exit)
+    job = watchdog.Watchdog(0, 1, "127.0.0.1", torch.distributed.HashStore(), os._exit)
     with pytest.raises(SystemExit) if error else nullcontext(), job:
         if error:
             raise error

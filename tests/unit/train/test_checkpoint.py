@@ -36,7 +36,7 @@ def new_step(mesh: Mesh | None = None, seed: int = 0, **words: Any) -> Step:
     model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 3)).to(
         memory_format=torch.channels_last_3d
     )
-    mesh = mesh or dist.alone()
+    mesh = mesh or dist.single_process()
     torch.manual_seed(77 + mesh["replicate"].rank)
     sum_gradients_over(model, mesh["depth"])  # every rank holds the whole model
     return Step(model, loss, StepConfig(average=0.9, **words), mesh)
@@ -58,7 +58,7 @@ def sums(step: Step) -> list[float]:
 
 
 def new_checkpoints(path: Path, mesh: Mesh | None = None, settings: dict | None = None, **words: Any) -> Checkpoints:
-    return Checkpoints(path, CheckpointConfig(**words), mesh or dist.alone(), settings)
+    return Checkpoints(path, CheckpointConfig(**words), mesh or dist.single_process(), settings)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -150,7 +150,7 @@ def test_other_settings_or_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"other settings \(model.filters: 8 then, 16 now\); keep them"):
         new_checkpoints(tmp_path, settings={"model": {"size": 32, "filters": 16}}).resume(new_step())
     torch.manual_seed(0)
-    stranger = Step(nn.Linear(2, 2), loss, StepConfig(), dist.alone())
+    stranger = Step(nn.Linear(2, 2), loss, StepConfig(), dist.single_process())
     with pytest.raises(CheckpointError, match="holds no 'model/weight', no 'model/bias', .*another model"):
         new_checkpoints(tmp_path, settings={"model": {"size": 32, "filters": 8}}).resume(stranger)
     with pytest.raises(CheckpointError, match="checkpoint.resume is never; choose another report.directory"):

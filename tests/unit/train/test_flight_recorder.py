@@ -22,7 +22,7 @@ from hpcai.train.flight_recorder import HEARTBEAT, LAST_FAILURE, FlightRecorder,
 
 
 def run_in(folder: Path | None) -> train.Run:
-    return train.Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.alone())
+    return train.Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.single_process())
 
 
 def fails_in(folder: Path, before: Any = lambda: None) -> None:
@@ -146,7 +146,7 @@ def test_steps_and_batches_of_an_evaluation_count(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
         return {"loss": model(batch).square().mean()}
 
-    step = train.Step(nn.Linear(2, 1), loss, StepConfig(), dist.alone())
+    step = train.Step(nn.Linear(2, 1), loss, StepConfig(), dist.single_process())
     before = HEARTBEAT.beats
     batches = [torch.randn(2, 2) for _ in range(4)]
     train.fit(step, batches, TrainConfig(steps=3), validation=batches, evaluate=loss)

@@ -36,7 +36,7 @@ def metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
 
 def new_step(lr: float = 0.05) -> train.Step:
     torch.manual_seed(0)
-    return train.Step(nn.Linear(3, 1), loss, StepConfig(optimizer="sgd", lr=lr), dist.alone())
+    return train.Step(nn.Linear(3, 1), loss, StepConfig(optimizer="sgd", lr=lr), dist.single_process())
 
 
 def batches(count: int = 3) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ class Config(Settings):
 
 def new_run(path: Path, **words: Any) -> train.Run:
     return train.Run(
-        "test", Config(report=ReportConfig(directory=path, sinks=()), checkpoint=CheckpointConfig(**words)), dist.alone()
+        "test", Config(report=ReportConfig(directory=path, sinks=()), checkpoint=CheckpointConfig(**words)), dist.single_process()
     )
 
 
@@ -76,7 +76,7 @@ def test_from_fit_to_a_loss_are_nine_calls() -> None:
         found[:] = [frame.name for frame in traceback.extract_stack()]
         return loss(model, batch)
 
-    step = train.Step(nn.Linear(3, 1), counted, StepConfig(optimizer="sgd", lr=0.1), dist.alone())
+    step = train.Step(nn.Linear(3, 1), counted, StepConfig(optimizer="sgd", lr=0.1), dist.single_process())
     train.fit(step, batches(), TrainConfig(steps=1))
     assert len(calls := found[found.index("fit") :]) <= 9, f"{calls}: one more layer for everyone who reads the loop"
 
@@ -117,7 +117,7 @@ def test_a_non_finite_metric_is_reported(tmp_path: Path) -> None:
     assert len(notes) == 1 and "dice is nan, power_1 is inf, though the loss is finite; look at" in notes[0]
     assert "error" not in notes[0] and "power_0" not in notes[0]
     (scored,) = [e for e in events(tmp_path) if e["kind"] == "evaluate"]
-    assert scored["power_0"] == 4 and log.metrics(scored).keys() >= {"error", "power_0"} and "spectrum" not in scored
+    assert scored["power_0"] == 4 and log.select_metrics(scored).keys() >= {"error", "power_0"} and "spectrum" not in scored
 
 
 COLLAPSES = [("higher", [0.5, 0.25, 0.0]), ("lower", [3.0, 5.0, 8.0]), ("higher", [0.5, 0.25, float("nan")])]
@@ -141,7 +141,7 @@ def test_a_run_whose_metric_is_hopeless_stops_with_a_reason(tmp_path: Path, bett
 
 def _weights(path: Path) -> dict[str, torch.Tensor]:
     step = new_step()
-    assert Checkpoints(path / "checkpoints", CheckpointConfig(), dist.alone(), _settings(path)).resume(step) is not None
+    assert Checkpoints(path / "checkpoints", CheckpointConfig(), dist.single_process(), _settings(path)).resume(step) is not None
     return step.model.state_dict()
 
 
@@ -304,9 +304,9 @@ def test_a_complete_checkpoint_is_never_rewritten(tmp_path: Path, monkeypatch: p
 
 def test_without_settings_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", None, dist.alone()))
+    train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", None, dist.single_process()))
     cfg = Config(report=ReportConfig(sinks=()))
-    train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", cfg, dist.alone()))
+    train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", cfg, dist.single_process()))
     assert not list(tmp_path.iterdir())
 
 
@@ -315,11 +315,11 @@ def test_gpu_readings_and_samples_per_joule_are_in_the_reports(tmp_path: Path, m
         def __init__(self, device: torch.device) -> None:
             self.energy = 0.0
 
-        def readings(self) -> dict[str, float]:
+        def read(self) -> dict[str, float]:
             self.energy += 6.0
             return {"power_w": 300.0, "energy_j": self.energy, "temperature_c": 50.0}
 
-    monkeypatch.setattr(loop, "Gpu", Meter)
+    monkeypatch.setattr(loop, "GpuCounters", Meter)
     run = new_run(tmp_path)
     result = train.fit(new_step(), batches(), TrainConfig(epochs=2, report_every=3), run=run)
     run.reports.close()
@@ -327,16 +327,16 @@ def test_gpu_readings_and_samples_per_joule_are_in_the_reports(tmp_path: Path, m
     assert [row["gpu_energy_j"] for row in rows] == [6.0, 12.0] and rows[0]["gpu_power_w"] == 300.0
     each = 3 * len(batches()[0]) / 6.0
     assert all(row["gpu_samples_per_joule"] == pytest.approx(each) for row in rows)
-    assert "gpu_power_w" not in result.reports[0].values and "gpu_power_w" not in log.metrics(rows[0])
+    assert "gpu_power_w" not in result.reports[0].values and "gpu_power_w" not in log.select_metrics(rows[0])
     assert report([str(tmp_path)]) in (0, None) and "Power" in (tmp_path / "report.html").read_text()
 
 
 class Watts:
     """Processors that have taken 30 J."""
 
-    closed = "energy_uj: Permission denied"
+    unreadable = "energy_uj: Permission denied"
 
-    def keep(self) -> None:
+    def poll(self) -> None:
         pass
 
     def joules(self) -> dict[str, float]:
@@ -344,7 +344,7 @@ class Watts:
 
 
 def test_the_energy_of_a_run_is_reported_and_summed_over_its_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "Processors", Watts)
+    monkeypatch.setattr(loop, "RaplCounters", Watts)
     for epochs in (1, 2):
         with new_run(tmp_path) as run:
             train.fit(new_step(), batches(), TrainConfig(epochs=epochs), run=run)
@@ -366,10 +366,10 @@ def _train_on_nodes(mesh: Any, directory: str) -> None:
         def __init__(self, device: torch.device) -> None:
             pass
 
-        def readings(self) -> dict[str, float]:
+        def read(self) -> dict[str, float]:
             return {"energy_j": 100.0 + mesh.rank, "power_limit_w": 700.0 - 100 * mesh.rank} if mesh.rank < 2 else {}
 
-    loop.Gpu, loop.Processors = Meter, Watts  # type: ignore[assignment,misc]
+    loop.GpuCounters, loop.RaplCounters = Meter, Watts  # type: ignore[assignment,misc]
     Watts.joules = lambda self: {"cpu": 7.0, "memory": 1.0} if mesh.rank < 2 else {}  # type: ignore[method-assign]
     loop.socket.gethostname = lambda: "b" if mesh.rank == 2 else "a"
     run = train.Run("x", Config(report=ReportConfig(directory=Path(directory), sinks=())), mesh)
@@ -387,7 +387,7 @@ def test_energy_is_summed_over_gpus_and_nodes(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_cap_on_power_does_not_begin(tmp_path: Path) -> None:
-    with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="train.power_cap is 300 W, but NVML does not tell"):
+    with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="train.power_cap is 300 W, but NVML cannot read"):
         train.fit(new_step(), batches(), TrainConfig(epochs=1, power_cap=300), run=run)
     assert not list((tmp_path / "run").iterdir())
 

@@ -12,7 +12,7 @@ from hpcai.settings import StepConfig
 from hpcai.train import Step
 from hpcai.train.metrics import MetricSums
 
-HERE, CPU = dist.alone()["replicate"], torch.device("cpu")
+HERE, CPU = dist.single_process()["replicate"], torch.device("cpu")
 
 
 def numbers(*batches: dict[str, Any]) -> dict[str, float]:
@@ -75,6 +75,6 @@ def test_a_step_that_gives_tensors_is_refused() -> None:
         return {"loss": model(batch).mean(), "spectrum": (batch, torch.sum)}
 
     for words in ({}, {"accumulate": 2}):
-        step = Step(torch.nn.Linear(2, 1), loss, StepConfig(**words), dist.alone())
+        step = Step(torch.nn.Linear(2, 1), loss, StepConfig(**words), dist.single_process())
         with pytest.raises(ConfigError, match="the loss function returned spectrum as .sums, finish., which an eval"):
             step(torch.ones(2, 2))

@@ -14,7 +14,7 @@ from hpcai.errors import ConfigError
 from hpcai.train import profile
 from hpcai.train.profile import Profile, span
 
-ALONE = dist.alone(torch.device("cpu"))
+ALONE = dist.single_process(torch.device("cpu"))
 
 
 def names(path: Path) -> list[str]:

@@ -30,7 +30,7 @@ def drawn(mesh: Mesh, skip: int = 0) -> tuple[list[float], list[list[float]]]:
 def test_replicas_have_equal_initial_weights_and_their_own_random_numbers_in_each_step() -> None:
     (weights, dropout), (again, other) = on_ranks({"replicate": 2}, drawn)
     assert weights == again and len({str(kept) for kept in dropout + other}) == 6
-    assert drawn(dist.alone()) == (weights, dropout), "those of one copy are always the same"
-    assert drawn(dist.alone(), 2)[1] == dropout[2:], "and follow from the number of the step alone"
+    assert drawn(dist.single_process()) == (weights, dropout), "those of one copy are always the same"
+    assert drawn(dist.single_process(), 2)[1] == dropout[2:], "and follow from the number of the step alone"
     first, second = (kept for _, kept in on_ranks({"depth": 2}, drawn))
     assert first == second == dropout, "processes that hold a copy together draw alike"

@@ -14,7 +14,7 @@ from hpcai.train import Run
 
 
 def run_in(folder: Path) -> Run:
-    return Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.alone())
+    return Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.single_process())
 
 
 HOLD = """

@@ -35,7 +35,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_micro_batches_are_the_whole_batch(parts: int) -> None:
-    steps = [Step(network(), loss, StepConfig(precision="fp64", accumulate=n, clip=0.1), dist.alone()) for n in (1, parts)]
+    steps = [Step(network(), loss, StepConfig(precision="fp64", accumulate=n, clip=0.1), dist.single_process()) for n in (1, parts)]
     for seed in range(3):
         values = [step(batch(seed).double()) for step in steps]
         assert values[1]["loss"].item() == pytest.approx(values[0]["loss"].item(), rel=1e-12)
@@ -48,7 +48,7 @@ def test_micro_batches_are_the_whole_batch(parts: int) -> None:
 def test_gradients_of_samples_may_be_clipped_separately() -> None:
     """Algorithm of the supplement of AlphaFold 2: gradients of samples are clipped, then averaged."""
     cfg = StepConfig(precision="fp64", clip=0.05, clip_per="sample", accumulate=8, optimizer="sgd", momentum=0.0, lr=1.0)
-    step, data = Step(network(), loss, cfg, dist.alone()), batch().double()
+    step, data = Step(network(), loss, cfg, dist.single_process()), batch().double()
     before = [p.detach().clone() for p in step.model.parameters()]
     expected = [torch.zeros_like(p) for p in before]
     norms = []
@@ -65,13 +65,13 @@ def test_gradients_of_samples_may_be_clipped_separately() -> None:
 
 
 def test_clipping_of_samples_needs_them_one_by_one() -> None:
-    step = Step(network(), loss, StepConfig(clip=0.1, clip_per="sample", accumulate=2), dist.alone())
+    step = Step(network(), loss, StepConfig(clip=0.1, clip_per="sample", accumulate=2), dist.single_process())
     with pytest.raises(ConfigError, match=r"a micro-batch has 4; set step\.accumulate to the samples of a replica, 8"):
         step(batch())
 
 
 def test_bf16_keeps_fp32_weights_and_differs_a_little() -> None:
-    values = {p: Step(network(), loss, StepConfig(precision=p), dist.alone()) for p in ("fp32", "bf16")}
+    values = {p: Step(network(), loss, StepConfig(precision=p), dist.single_process()) for p in ("fp32", "bf16")}
     losses = {p: step(batch())["loss"].item() for p, step in values.items()}
     assert losses["bf16"] != losses["fp32"] and losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2)
     assert all(p.dtype == torch.float32 for p in values["bf16"].model.parameters())
@@ -86,7 +86,7 @@ class NoHostRead(TorchDispatchMode):
 
 @pytest.mark.parametrize("cfg", [StepConfig(), StepConfig(optimizer="sgd", clip=1.0, accumulate=2, average=0.9)])
 def test_nothing_is_read_from_the_device_inside_a_step(cfg: StepConfig) -> None:
-    step, sums = Step(network(), loss, cfg, dist.alone()), MetricSums()
+    step, sums = Step(network(), loss, cfg, dist.single_process()), MetricSums()
     step(batch())
     with NoHostRead():
         for seed in range(3):
@@ -103,7 +103,7 @@ def test_a_nan_never_reaches_the_weights_and_is_reported_with_its_step_and_sampl
             values["loss"] = values["loss"] + (torch.log(zero) if where == "loss" else torch.sqrt(zero))
         return values
 
-    step = Step(network(), bad, StepConfig(optimizer=optimizer, weight_decay=0.1), dist.alone())
+    step = Step(network(), bad, StepConfig(optimizer=optimizer, weight_decay=0.1), dist.single_process())
     step(batch(0))
     step.check()
     good = [p.detach().clone() for p in step.model.parameters()]
@@ -119,7 +119,7 @@ def test_a_nan_never_reaches_the_weights_and_is_reported_with_its_step_and_sampl
 
 
 def test_an_infinite_loss_with_a_finite_gradient_is_reported_as_such() -> None:
-    step = Step(network(), lambda model, part: {"loss": loss(model, part)["loss"] + torch.inf}, StepConfig(), dist.alone())
+    step = Step(network(), lambda model, part: {"loss": loss(model, part)["loss"] + torch.inf}, StepConfig(), dist.single_process())
     before = [p.detach().clone() for p in step.model.parameters()]
     step(batch(0))
     assert not all(map(torch.equal, step.model.parameters(), before))
@@ -130,7 +130,7 @@ def test_an_infinite_loss_with_a_finite_gradient_is_reported_as_such() -> None:
 def test_weights_and_statistics_are_averaged_and_restored() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    step = Step(model, loss, StepConfig(average=0.5, optimizer="sgd", lr=0.1), dist.alone())
+    step = Step(model, loss, StepConfig(average=0.5, optimizer="sgd", lr=0.1), dist.single_process())
 
     def state() -> dict[str, torch.Tensor]:
         return {name: t.clone() for name, t in model.state_dict().items() if t.is_floating_point()}
@@ -159,7 +159,7 @@ def test_split_keeps_the_kind_of_batch_and_refuses_uneven_parts() -> None:
 
 def test_a_loss_without_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"returned \['mae'\]; expected a scalar tensor named 'loss' among them, or"):
-        Step(network(), lambda m, b: {"mae": m(b[:, :3]).mean()}, StepConfig(), dist.alone())(batch())
+        Step(network(), lambda m, b: {"mae": m(b[:, :3]).mean()}, StepConfig(), dist.single_process())(batch())
 
 
 LENGTHS = (1, 3, 2, 1)  # tokens of four samples that count
@@ -218,7 +218,8 @@ def test_a_mean_over_tokens_is_that_of_the_global_batch(several: bool, clip: flo
 
 
 def test_a_micro_batch_in_which_nothing_counts_adds_nothing() -> None:
-    step = Step(nn.Linear(3, 2).double(), tokens, StepConfig(precision="fp64", optimizer="sgd", weight_decay=0.0), dist.alone())
+    cfg = StepConfig(precision="fp64", optimizer="sgd", weight_decay=0.0)
+    step = Step(nn.Linear(3, 2).double(), tokens, cfg, dist.single_process())
     before = [p.detach().clone() for p in step.model.parameters()]
     step(uneven() * torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64))
     step.check()
@@ -236,7 +237,7 @@ def drift(precision: str, **words) -> tuple[torch.Tensor, torch.Tensor]:  # type
     def away(model: nn.Module, part: torch.Tensor) -> dict:
         return {"loss": (model(part).float() - target).square().mean()}
 
-    step = Step(model, away, cfg, dist.alone())
+    step = Step(model, away, cfg, dist.single_process())
     part = torch.randn(64, 16, generator=torch.Generator().manual_seed(2))
     for _ in range(200):
         step(part, 1e-5)
@@ -257,7 +258,8 @@ def test_bf16_weights_with_masters_follow_fp32() -> None:
 def test_bf16_params_leaves_running_statistics_and_their_layers_in_fp32() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     step = Step(
-        model, lambda m, b: {"loss": m(b).float().square().mean()}, StepConfig(precision="bf16-params", accumulate=2), dist.alone()
+        model, lambda m, b: {"loss": m(b).float().square().mean()},
+        StepConfig(precision="bf16-params", accumulate=2), dist.single_process(),
     )
     for seed in range(3):
         step(batch(seed))
@@ -270,11 +272,11 @@ def test_bf16_params_leaves_running_statistics_and_their_layers_in_fp32() -> Non
 
 @pytest.mark.parametrize("words", [{"precision": "fp32"}, {"precision": "bf16-params", "moments": "bf16"}, {"optimizer": "lamb"}])
 def test_a_checkpoint_goes_from_one_precision_to_another(tmp_path, words: dict) -> None:  # type: ignore[no-untyped-def]
-    step = Step(network(), loss, StepConfig(average=0.9, precision="bf16-params"), dist.alone())
+    step = Step(network(), loss, StepConfig(average=0.9, precision="bf16-params"), dist.single_process())
     for seed in range(3):
         step(batch(seed))
     Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=3))
-    other = Step(network(), loss, StepConfig(average=0.9, **words), dist.alone())
+    other = Step(network(), loss, StepConfig(average=0.9, **words), dist.single_process())
     Checkpoints(tmp_path, CheckpointConfig(), other.mesh).resume(other)
     for kind in ("weights", "averages"):
         for name, value in getattr(step.optimizer, kind)().items():
@@ -290,13 +292,13 @@ def test_auto_precision_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch
     for tiles, expected in ((False, "fp32"), (True, "bf16")):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda t=tiles: t)
-        step = Step(network(), loss, StepConfig(precision="auto"), dist.alone(torch.device("cpu")))
+        step = Step(network(), loss, StepConfig(precision="auto"), dist.single_process(torch.device("cpu")))
         assert step.cfg.precision == expected and step.messages[0].startswith(f"step.precision: {expected}, since cpu ")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
 def test_parameters_that_were_moved_are_trained(precision: str) -> None:
-    steps = [Step(network(), loss, StepConfig(precision=precision, average=0.9), dist.alone()) for _ in range(2)]
+    steps = [Step(network(), loss, StepConfig(precision=precision, average=0.9), dist.single_process()) for _ in range(2)]
     for seed in range(3):
         for step in steps:
             step(batch(seed))

@@ -63,4 +63,4 @@ def test_nothing_in_a_step_reads_the_device(says: str) -> None:
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        load(ObjectiveConfig, words=words)
+        load(ObjectiveConfig, overrides=words)

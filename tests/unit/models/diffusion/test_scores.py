@@ -30,7 +30,7 @@ def finished(*totals: scores.ScoreSums) -> dict[str, float]:
     measured = MetricSums()
     for total in totals:
         measured.add({"scores": total}, 1)
-    return measured.reduce(dist.alone()["replicate"], torch.device("cpu"))
+    return measured.reduce(dist.single_process()["replicate"], torch.device("cpu"))
 
 
 def test_ensembles_have_the_scores_of_public_packages() -> None:

@@ -142,7 +142,7 @@ def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(
         part = model.get_submodule(name)
         part.register_forward_hook(lambda _, __, out, name=name: found.__setitem__(name, out.dtype))
     monkeypatch.setattr(embedders, "bins", lambda x, *more: binned.append(x.dtype) or bins(x, *more))  # type: ignore[func-returns-value]
-    step = Step(model, partial(loss, cfg=ALL), StepConfig(precision=precision, optimizer="sgd", lr=1e-9), dist.alone())
+    step = Step(model, partial(loss, cfg=ALL), StepConfig(precision=precision, optimizer="sgd", lr=1e-9), dist.single_process())
     values = step(batch)
     assert found.pop(coarse) == torch.bfloat16
     assert len(found) == 5 and {*found.values(), *(value.dtype for value in values.values())} == {torch.float32}

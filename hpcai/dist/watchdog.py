@@ -1,0 +1,481 @@
+"""A watchdog: if one rank fails, all ranks stop, and rank 0 prints the traceback of the first failure.
+
+Every rank has one connection to a hub, a thread on rank 0. A failing rank sends its error; the connection of a killed rank closes.
+The hub prints the first failure and stops all ranks. There is no polling and no heartbeat, which a long C call that holds the
+interpreter lock would miss. A rank may request that all ranks stop after the same step (``next_step_boundary``).
+
+A main thread inside a collective or a long computation cannot be interrupted, so its process is ended. A lost hub counts as a
+failure of rank 0, which therefore leaves last. The hub listens on the loopback interface if all ranks share a node, and ignores
+connections that have not sent the token of the job.
+"""
+
+import asyncio
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as torch_dist
+
+from hpcai.dist.step_boundary import StepBoundary
+from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
+
+# All in seconds
+_CAUSE_DELAY = 0.3  # a consequence on another rank ("connection closed by peer") may arrive before its cause
+_REFUSAL_DELAY = 2.0  # for all ranks to report an HpcaiError, which is printed once if it is the same on all
+_HUB_TIMEOUT = 8.0  # of a failing rank
+_FIRST_EXIT_DELAY = 0.5  # from the stop message until the first failing rank ends the job with its exit code
+_EXIT_DELAY = 2.0  # from that message until the other ranks exit, so that the launcher sees the cause first
+_HANDSHAKE_TIMEOUT = 60.0  # until a connection has sent the token
+_MAX_MESSAGE = 1 << 18  # bytes
+_MAX_REASON = 1 << 12  # characters of the reason of a failure
+_MAX_UNAUTHENTICATED = 256  # simultaneous connections without a token, besides one for each rank
+
+on_abort: list[Callable[[str], object]] = []
+"""Called with the reason on a rank that is stopped because another failed, each for two seconds at most."""
+
+before_destroy_process_group: list[Callable[[], object]] = []
+"""Called before the process groups are destroyed, to release objects that reference them."""
+
+_active: list["Watchdog"] = []
+
+
+class Watchdog:
+    """Context manager that stops all ranks of a job if one fails. A normal exit destroys the process groups.
+
+    The exit code is 2 for wrong settings, mesh or launch, 130 for Ctrl-C, otherwise 1; SystemExit keeps its own. ``address``
+    is that of rank 0, which publishes the port of the hub in ``store``. ``abort`` ends the job with an exit code, and ``token`` is
+    the secret of the ranks.
+    """
+
+    def __init__(
+        self, rank: int, world: int, address: str, store: torch_dist.Store, abort: Callable[[int], Any], token: str = "",
+    ) -> None:  # fmt: skip
+        self._rank, self._name = rank, f"rank {rank} on {socket.gethostname()}"
+        self.store, self._abort = store, abort
+        self._lock, self._answered = threading.Lock(), threading.Event()
+        self._failing = self._stopping = self._leaving = False
+        self._stop: dict[str, Any] = {}
+        self._boundaries: dict[int, StepBoundary] = {}
+        self._boundary_count = 0  # boundaries of the main thread so far
+        self._hub: threading.Thread | None = None
+        self.hub: _Hub | None = None
+        if rank == 0:
+            self.hub = hub = _Hub(world, token, "127.0.0.1" if address == "127.0.0.1" else "")
+            self._hub = threading.Thread(target=hub.serve, name="hpcai-hub", daemon=True)
+            self._hub.start()
+            store.set("hub", str(hub.port))
+        port = int(store.get("hub"))
+        self._connection = socket.create_connection(("127.0.0.1" if rank == 0 else address, port), timeout=60)
+        self._connection.settimeout(None)
+        _keep_alive(self._connection)
+        self._send = partial(_send, self._connection.sendall)
+        self._send(token=token, rank=rank, name=self._name)
+        self._listener = threading.Thread(target=self._listen, name="hpcai-watch", daemon=True)
+        self._listener.start()
+
+    def __enter__(self) -> "Watchdog":
+        _active.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _active.remove(self)
+        if error is None or isinstance(error, SystemExit | GeneratorExit):
+            try:
+                self._leave(error.code if isinstance(error, SystemExit) else None)
+            except Exception as release_error:
+                self._fail(release_error)
+        else:
+            self._fail(error)
+
+    def _leave(self, code: Any) -> None:
+        _destroy_process_groups()
+        self._leaving = True
+        self._send(left=code if isinstance(code, int) else int(bool(code)))
+        while self._hub is not None and self._hub.is_alive():
+            self._hub.join(0.5)
+        self._disconnect()
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        refused = isinstance(error, HpcaiError)
+        code = 2 if isinstance(error, ConfigError | MeshError | LaunchError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        text = f"{type(error).__name__}: {error}" if refused else "".join(traceback.format_exception_only(error)).strip()
+        report = text
+        if not refused and code != 130:
+            trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
+            report = "".join(traceback.format_exception(type(error), error, trace))
+        self._report_and_exit(text, report, code, refused)
+
+    def abort_job(self, text: str, report: str) -> NoReturn:
+        """Fail in a thread while the main thread is stuck. ``report`` is printed once, and all ranks get ``text``."""
+        self._report_and_exit(text, report, 1, refused=False)
+
+    def _report_and_exit(self, text: str, report: str, code: int, refused: bool) -> NoReturn:
+        """Report a failure to the hub, and exit according to its answer."""
+        text, report = text[:_MAX_REASON], report[-_MAX_MESSAGE // 8 :]  # JSON has up to six bytes for a character
+        with self._lock:
+            self._failing = not self._stopping
+        if self._stopping:
+            time.sleep(2 * _EXIT_DELAY)  # this failure is a consequence: _on_stop ends this process meanwhile
+        self._send(failed=text, report=report, code=code, refused=refused)
+        self._answered.wait(_HUB_TIMEOUT)
+        if self._stop.get("on_all"):
+            self._disconnect()
+            with suppress(RuntimeError):  # of a failed device; the cause is printed already
+                _destroy_process_groups()
+            raise SystemExit(code)
+        first = self._stop.get("first", self._rank) == self._rank
+        if not self._stop:  # the hub does not answer
+            report_failure(_format_failure(self._name, report))
+        elif self._stop["text"] != text:
+            report_failure(f"{self._name} failed as well: {text}")
+        time.sleep(_FIRST_EXIT_DELAY if first else _EXIT_DELAY)
+        _flush()
+        self._abort(code)
+        exit_now(code)
+
+    def next_boundary(self) -> StepBoundary:
+        """Return a new boundary of the main thread. All ranks create them in the same order."""
+        self._boundary_count += 1
+        return self._boundary(self._boundary_count)
+
+    def _boundary(self, number: int) -> StepBoundary:
+        with self._lock:
+            if number not in self._boundaries:
+                self._boundaries[number] = StepBoundary(partial(self._send, boundary=number), alone=False)
+            return self._boundaries[number]
+
+    def _listen(self) -> None:
+        for message in _read_messages(self._connection):
+            if "query" in message:
+                self._send(status=_status[-1]())
+            elif "hold" in message:
+                number = message["hold"]
+                self._send(boundary=number, steps=self._boundary(number).hold())
+            elif "stop_at" in message:
+                self._boundary(message["boundary"]).set_stop(message["stop_at"], message["reason"])
+            elif "stop" in message:
+                return self._on_stop(message)
+        if not self._leaving:
+            report_failure(f"the connection to rank 0 is lost; this is {self._name}, stopping")
+            text = "the connection to rank 0 is lost"
+            self._on_stop({"stop": text, "text": text, "code": 1, "first": 0, "dead": True})
+        return None
+
+    def _on_stop(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            if self._failing:
+                self._stop = message
+                self._answered.set()
+                return
+            self._stopping = True
+        start_time = time.monotonic()
+        for callback in list(on_abort):
+            run_with_timeout(_EXIT_DELAY, partial(callback, message["stop"]))
+        time.sleep(0 if message["dead"] else max(0.0, start_time + _EXIT_DELAY - time.monotonic()))
+        exit_now(message["code"])
+
+    def _disconnect(self) -> None:
+        with suppress(OSError):  # closed by the other end
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._listener.join()
+        self._connection.close()
+
+
+@dataclass(eq=False)
+class _Member:
+    """A rank that has sent the token."""
+
+    rank: int
+    name: str
+    send: Callable[..., None]
+    exit_code: int | None = None
+    status: str | None = None  # the answer to the last query
+
+
+@dataclass(eq=False)
+class _StopRequest:
+    """A boundary at which all ranks will stop: the reason, and the steps of the ranks that have answered."""
+
+    reason: str
+    steps: dict[int, int] = field(default_factory=dict)
+    announced: bool = False
+
+
+@dataclass(frozen=True)
+class _Failure:
+    member: _Member
+    text: str
+    report: str
+    code: int = 1
+    refused: bool = False
+    dead: bool = False
+
+
+class _Hub:
+    """The server of all watchdogs, until all ranks have left or are stopped. It listens on ``interface``, or on all if it is ""."""
+
+    def __init__(self, world: int, token: str, interface: str = "") -> None:
+        self._world, self._token = world, token
+        dual_stack = not interface and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual_stack else socket.AF_INET
+        self._backlog = min(world + _MAX_UNAUTHENTICATED, 4096)  # if it is full, a connection is retried after seconds
+        self._socket = socket.create_server((interface, 0), family=family, backlog=self._backlog, dualstack_ipv6=dual_stack)
+        self.port: int = self._socket.getsockname()[1]
+        self._members: dict[int, _Member] = {}
+        self._failures: list[_Failure] = []
+        self._stop_requests: dict[int, _StopRequest] = {}
+        self._unauthenticated = 0
+        self._loop = asyncio.new_event_loop()
+        self._done = asyncio.Event()
+
+    def serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # closes all connections, which stops the ranks
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._serve_connection, sock=self._socket, limit=_MAX_MESSAGE, backlog=self._backlog)
+        await self._done.wait()
+        server.close()
+
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _keep_alive(writer.get_extra_info("socket"))
+        try:
+            if (member := await self._authenticate(reader, writer)) is None:
+                return
+            with suppress(OSError, ValueError, LookupError, TypeError):  # it closes, or the message is malformed
+                while line := await reader.readline():
+                    self._process(member, json.loads(line))
+            if member.exit_code is None and all(failure.member is not member for failure in self._failures):
+                text = "its process ended without a report: killed by a signal, by the scheduler or because memory ran out"
+                self._record_failure(_Failure(member, text, f"{member.name} failed: {text}", dead=True))
+        except asyncio.CancelledError:  # the hub has ended; asyncio of Python 3.11 would print it
+            pass
+        finally:
+            writer.close()
+
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Member | None:
+        """Return the rank of a connection, or None without the token."""
+        self._unauthenticated += 1
+        try:
+            if self._unauthenticated > self._world + _MAX_UNAUTHENTICATED:
+                return None
+            message = json.loads(await asyncio.wait_for(reader.readline(), _HANDSHAKE_TIMEOUT))
+            rank, name = message["rank"], str(message["name"])
+            authentic = hmac.compare_digest(message["token"].encode(), self._token.encode())
+            if not authentic or type(rank) is not int or rank not in range(self._world) or rank in self._members:
+                return None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, TimeoutError):
+            return None
+        finally:
+            self._unauthenticated -= 1
+        member = self._members[rank] = _Member(rank, name, partial(_send, writer.write))
+        for number in self._stop_requests:
+            member.send(hold=number)
+        return member
+
+    def _process(self, member: _Member, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            report = _format_failure(member.name, message["report"])
+            self._record_failure(_Failure(member, message["failed"], report, message["code"] or 1, message["refused"]))
+        elif "status" in message:
+            member.status = message["status"]
+        elif "request" in message and message["boundary"] not in self._stop_requests:
+            self._stop_requests[message["boundary"]] = _StopRequest(f"{message['request']} on {member.name}")
+            for other in self._members.values():
+                other.send(hold=message["boundary"])
+        elif "steps" in message:
+            self._stop_requests[message["boundary"]].steps[member.rank] = message["steps"]
+        elif "left" in message:
+            member.exit_code = message["left"]
+        self._announce_stop()
+        if sum(member.exit_code is not None for member in self._members.values()) == self._world:
+            self._done.set()
+
+    def _announce_stop(self) -> None:
+        """Send the step of each boundary once all remaining ranks have answered."""
+        remaining = {member.rank for member in self._members.values() if member.exit_code is None}
+        for number, request in self._stop_requests.items():
+            if not request.announced and len(self._members) == self._world and remaining <= request.steps.keys():
+                request.announced = True
+                for member in self._members.values():
+                    member.send(boundary=number, stop_at=max(request.steps.values(), default=0) + 1, reason=request.reason)
+
+    async def _query_status(self, timeout: float) -> "dict[int, RankStatus]":
+        members = list(self._members.values())
+        for member in members:
+            member.status = None
+            member.send(query=True)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and any(member.status is None for member in members):
+            await asyncio.sleep(0.02)
+        return {member.rank: RankStatus(member.name, member.status) for member in members}
+
+    def query_status(self, timeout: float) -> "dict[int, RankStatus]":
+        """Query all ranks, from any thread."""
+        return asyncio.run_coroutine_threadsafe(self._query_status(timeout), self._loop).result(2 * timeout)
+
+    def _record_failure(self, failure: _Failure) -> None:
+        self._failures.append(failure)
+        final = failure.dead or len(self._failures) == self._world
+        self._loop.call_later(0 if final else _REFUSAL_DELAY if self._failures[0].refused else _CAUSE_DELAY, self._stop_all)
+
+    def _stop_all(self) -> None:
+        if self._done.is_set():
+            return
+        first = next((failure for failure in self._failures if failure.dead), self._failures[0])
+        same = sum(failure.text == first.text for failure in self._failures)
+        on_all = same == self._world and first.refused
+        report_failure(first.text if on_all else first.report + (f"\n{same - 1} other ranks failed alike" if same > 1 else ""))
+        text = f"{first.member.name} failed: {first.text}"
+        if early := [member for member in self._members.values() if member.exit_code]:
+            text += f" ({early[0].name} had left with exit code {early[0].exit_code})"
+        for member in sorted(self._members.values(), key=lambda member: -member.rank):  # rank 0, this process, last
+            member.send(stop=text, text=first.text, code=first.code, first=first.member.rank, on_all=on_all, dead=first.dead)
+        self._done.set()
+
+
+def _format_failure(name: str, report: str) -> str:
+    return f"{name} failed:\n{report}" if "\n" in report.strip() else f"{name}: {report}"
+
+
+def next_step_boundary(ranks: int) -> StepBoundary:
+    """Return a new boundary, at which all ``ranks`` of the job can stop together. All ranks create them in the same order.
+
+    Without ``hpcai.dist.start`` several ranks have no watchdog: a request then raises LaunchError.
+    """
+    for watch in _active if ranks > 1 else ():
+        return watch.next_boundary()
+    return StepBoundary(_reject_request, alone=ranks == 1)
+
+
+def _reject_request(request: str) -> NoReturn:
+    raise LaunchError(f"{request} stops this rank, but not the others without a watchdog; initialize by hpcai.dist.start")
+
+
+class RankStatus(NamedTuple):
+    """A connected rank: ``name`` contains its host, and ``status`` is its answer, None without one."""
+
+    name: str
+    status: str | None
+
+
+_status: list[Callable[[], str]] = [lambda: ""]
+
+
+def set_status(function: Callable[[], str]) -> None:
+    """Set the function that returns the status of this rank for ``query_status``."""
+    _status[:] = [function]
+
+
+def query_status(timeout: float) -> dict[int, RankStatus]:
+    """Return the status of all connected ranks, on rank 0; empty on other ranks and outside of a job.
+
+    A rank answers while it waits in a collective. It does not answer within ``timeout`` seconds if its process is stopped, or if
+    a long C call holds its interpreter lock.
+    """
+    for watch in _active:
+        if watch.hub is not None:
+            return watch.hub.query_status(timeout)
+    return {}
+
+
+def report_failure(text: str) -> None:
+    """Write whole lines to stderr at once, from any thread, without Python's buffers and locks; control characters become "?"."""
+    printable = "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text.rstrip("\n"))
+    with suppress(OSError):  # stderr may be closed
+        os.write(2, (printable + "\n").encode(errors="replace"))
+
+
+def abort_job(text: str, report: str) -> NoReturn:
+    """End all ranks with exit code 1, from any thread, while the main thread is stuck."""
+    for watch in _active:
+        watch.abort_job(text, report)
+    report_failure(f"error: {report}")
+    exit_now(1)
+
+
+def run_with_timeout(seconds: float, function: Callable[[], object]) -> None:
+    """Call ``function`` in a thread, and wait ``seconds`` at most: a file system may hang, or a thread hold a stream."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process, from any thread."""
+    _flush()
+    os._exit(code)
+
+
+def _destroy_process_groups() -> None:
+    if torch_dist.is_initialized():
+        for callback in before_destroy_process_group:
+            callback()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # NCCL releases a graph in a thread of its own
+        torch_dist.destroy_process_group()
+        _wait_for_gloo_threads()
+
+
+def _wait_for_gloo_threads() -> None:
+    """Wait until gloo's threads sleep, usually 20 ms.
+
+    A thread that still releases tensors of the last collective while the interpreter ends aborts the process. Destroying a group
+    joins its threads only if nothing, such as an Axis in a layer, references it.
+    """
+    before: list[str] | None = None
+    for _ in range(100):
+        states = []
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):
+                if "gloo_runloop" in (task / "comm").read_text():
+                    states.append((task / "status").read_text())
+        # A thread sleeps if it was not scheduled since the last check. One that waits for the interpreter lock wakes every 5 ms.
+        now = [line for state in states for line in state.splitlines() if line.startswith(("State", "Pid", "voluntary_ctxt"))]
+        if now == before and not any("R (running)" in line for line in now):
+            return
+        before = now
+        time.sleep(0.02)
+
+
+def _flush() -> None:
+    run_with_timeout(1, lambda: (sys.stdout.flush(), sys.stderr.flush()))
+
+
+def _send(write: Callable[[bytes], object], **message: Any) -> None:
+    with suppress(OSError):  # the reading thread notices a closed connection
+        write(json.dumps(message).encode() + b"\n")
+
+
+def _read_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    rest = b""
+    while True:
+        try:
+            data = connection.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Detect after about two minutes a node that vanishes without closing its connections."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,124 @@
+"""All ranks stop after the same step, without communication before a request."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as torch_dist
+
+from hpcai.dist import watchdog
+from hpcai.dist.step_boundary import StepBoundary
+from hpcai.dist.watchdog import Watchdog
+from hpcai.errors import LaunchError
+
+
+@contextmanager
+def watchdogs(world: int) -> Iterator[list[Watchdog]]:
+    """Watchdogs of several ranks in one process, with one hub."""
+    store, ranks = torch_dist.HashStore(), []
+    for rank in range(world):
+        ranks.append(Watchdog(rank, world, "127.0.0.1", store, os._exit))
+    try:
+        yield ranks
+    finally:
+        for rank in reversed(ranks):
+            rank._leave(None)
+
+
+def stops(world: int, ranks: list[Watchdog], requests: dict[int, int], work: Callable[[int, int], None]) -> list[int | None]:
+    """Return the step after which each rank stopped, of 200 steps. ``requests``: rank to step."""
+    stopped: list[int | None] = [None] * world
+
+    def run(rank: int) -> None:
+        boundary = ranks[rank].next_boundary()
+        for step in range(1, 201):
+            work(rank, step)
+            if boundary.should_stop("SIGTERM" if step >= requests.get(rank, 1000) else None):
+                stopped[rank] = step
+                break
+        boundary.leave()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    return stopped
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_ranks_stop_after_the_same_step(seed: int) -> None:
+    """A barrier in each step, as an all-reduce of gradients: the fastest rank is one step ahead at most."""
+    rng, world = random.Random(seed), 5
+    requests = {rank: rng.randrange(1, 20) for rank in rng.sample(range(world), rng.randrange(1, 4))}
+    naps = [[rng.random() * 2e-3 for _ in range(201)] for _ in range(world)]
+    meeting = threading.Barrier(world, timeout=30)
+
+    def work(rank: int, step: int) -> None:
+        meeting.wait()
+        time.sleep(naps[rank][step])
+
+    with watchdogs(world) as ranks:
+        for _ in range(2):  # a second run in the same processes
+            found = stops(world, ranks, requests, work)
+            first = min(requests.values())
+            assert len(set(found)) == 1 and found[0] is not None, found
+            assert first <= found[0] <= first + 50
+
+
+def test_a_straggler_and_a_rank_that_has_left_block_no_other_rank() -> None:
+    with watchdogs(3) as ranks:
+        ahead, behind, gone = (rank.next_boundary() for rank in ranks)
+        for _ in range(4):
+            assert not ahead.should_stop(None)
+        gone.leave()
+        assert not ahead.should_stop("SIGUSR1")
+        assert not any(ahead.should_stop(None) for _ in range(20)), "a rank that has left counts as past every step"
+        assert not any(behind.should_stop(None) for _ in range(30))
+        before, late, other = (rank.next_boundary() for rank in (*ranks[:2], ranks[2]))
+        while not before.should_stop("SIGUSR1"):
+            pass
+        passed = before._steps
+        assert not any(one.should_stop(None) for one in (late, other) for _ in range(passed - 1))
+        assert late.should_stop(None) and other.should_stop(None)
+        assert late.reason.startswith("SIGUSR1 on rank 0 on ")
+
+
+def test_no_message_is_sent_before_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, send = [], watchdog._send
+    monkeypatch.setattr(watchdog, "_send", lambda write, **message: (sent.append(message), send(write, **message)))
+    with watchdogs(4) as ranks:
+        before = len(sent)
+        assert stops(4, ranks, {}, lambda rank, step: None) == [None] * 4
+        assert sent[before:] == []
+        assert stops(4, ranks, {2: 3}, lambda rank, step: time.sleep(0.001))[0] is not None
+        assert len(sent) - before == 1 + 4 + 4 + 4, "one request, four queries, four answers, four stops"
+
+
+def test_a_single_process_stops_at_its_request() -> None:
+    boundary = watchdog.next_step_boundary(1)
+    assert not boundary.should_stop(None) and boundary.should_stop("SIGTERM") and boundary.reason == "SIGTERM"
+
+
+def test_ranks_without_a_watchdog_cannot_stop_together() -> None:
+    boundary = watchdog.next_step_boundary(2)
+    assert not boundary.should_stop(None)
+    with pytest.raises(LaunchError, match=r"SIGTERM stops this rank, .* without a watchdog; .*hpcai\.dist\.start"):
+        boundary.should_stop("SIGTERM")
+
+
+def test_a_rank_holds_until_the_step_is_set() -> None:
+    boundary, found = StepBoundary(lambda **_: None, alone=False), []
+    assert not boundary.should_stop(None) and boundary.hold() == 1
+    thread = threading.Thread(target=lambda: found.append(boundary.should_stop(None)))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive() and not found
+    boundary.set_stop(2, "SIGTERM on rank 1")
+    thread.join(10)
+    assert found == [True]
