@@ -1,4 +1,4 @@
-"""Samples from files to the device."""
+"""Data loading: from files to batches on the device."""
 
 from hpcai.lazy import attach
 

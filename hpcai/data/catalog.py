@@ -1,4 +1,4 @@
-"""What is known of the HDF5 files of a folder before one of them is opened.   F files"""
+"""The catalog of a folder of HDF5 files, read without opening them.   F files"""
 
 import os
 from collections.abc import Collection
@@ -15,8 +15,8 @@ from hpcai.errors import DataError
 
 @dataclass(frozen=True)
 class Catalog:
-    """The files of a folder with their sizes and rows, which are None where no index tells them. ``about``: all that the index
-    says; ``table``: where its values lie, where it has one; ``shapes``: those of a row of the first file, once it was looked at."""
+    """The files of a folder, with sizes and numbers of rows (None without an index). ``metadata``: the contents of the index;
+    ``table``: the layouts of the files, if the index has a table; ``shapes``: of a row of the first file, once it is inspected."""
 
     names: list[str]
     sizes: np.ndarray  # [F]
@@ -27,15 +27,16 @@ class Catalog:
 
     @property
     def identity(self) -> str:
-        """The same for the same files, wherever they lie: their number and rows, and a hash of names, rows and sizes."""
+        """A string that is equal for equal files in any folder: numbers of files and rows, and a hash of names, rows and sizes."""
         rows = (np.zeros_like(self.sizes) if self.rows is None else self.rows).tolist()
         digest = signature(zip(self.names, rows, self.sizes.tolist()))
         return f"{len(rows)} files, {sum(rows)} rows, {digest.hexdigest()[:12]}"
 
 
 def read_catalog(folder: Path, datasets: Collection[str], remedy: str = "") -> Catalog:
-    """The catalog of a folder, by its index and one listing, or by a listing with sizes where there is no index. Of the table only
-    what concerns the datasets ``wanted`` is kept. Raises DataError for a file that is missing, and for a folder without any."""
+    """Return the catalog of a folder, by its index and a listing, or without an index by a listing with sizes.
+
+    Only ``datasets`` are read from the table. Raises DataError for a missing file, and for a folder without files."""
     try:
         existing = set(os.listdir(folder))
     except OSError as problem:

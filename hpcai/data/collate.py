@@ -1,4 +1,4 @@
-"""Samples become a batch on the device, one batch ahead of its use, while the last one is computed with."""
+"""Collation of samples to a batch on the device, overlapped with the computation of the previous batch."""
 
 import ctypes
 from collections import deque
@@ -14,7 +14,7 @@ from hpcai.data.direct import MemoryPool
 
 
 class Prepared(NamedTuple):
-    """A batch; the event after which it is there on the device; and the samples, which must live until then."""
+    """A batch, the event that marks it as complete on the device, and the samples, which must stay alive until then."""
 
     batch: Any
     ready: torch.cuda.Event | None
@@ -22,21 +22,21 @@ class Prepared(NamedTuple):
 
 
 class Collator:
-    """Stacks samples (or joins them by ``collate``) on ``device``.
+    """Stacks samples to a batch on ``device``, or collates them by ``collate``.
 
-    On a GPU each sample is copied from where it was read to its place in the batch, on a stream of its own; the host never
-    waits, and the memory of the samples is kept until the copies are done. On the CPU a batch of one is its sample, uncopied.
+    On a GPU each sample is copied from the memory that it was read to into the batch, on a separate stream. The host does not
+    wait, and the samples are kept until the copies are done. On a CPU a batch of one sample is a view of it.
     """
 
     def __init__(self, device: torch.device, name: str, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.device, self._collate = device, collate
-        self._pool_memory = MemoryPool()
+        self._memory_pool = MemoryPool()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(1, f"collate-{name}", set_device, (device,))
         self._in_flight: deque[Prepared] = deque()
 
     def submit(self, take: "Callable[[], tuple[Any, list[Any]]]") -> "Future[tuple[Any, Prepared]]":
-        """Begin a batch in a thread, where ``take`` -> (what is to be known of the samples, samples) waits for them."""
+        """Collate a batch in the thread of the collator. ``take() -> (info, samples)`` waits for the samples."""
 
         def prepare() -> tuple[Any, Prepared]:
             about, samples = take()
@@ -45,7 +45,7 @@ class Collator:
         return self._pool.submit(prepare)
 
     def wait(self, prepared: Prepared) -> Any:
-        """The batch, in order with what the caller does next on the device. None when there was no sample."""
+        """Return the batch, or None if it has no sample. The current stream waits for it."""
         if prepared.ready is None:
             return prepared.batch
         stream = torch.cuda.current_stream(self.device)
@@ -57,7 +57,7 @@ class Collator:
         return prepared.batch
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)  # none is left out: in ready order the other processes of a copy wait for each
+        self._pool.shutdown(wait=True)  # no job is cancelled: the other ranks of a replica wait for each
         if self._stream is not None:
             self._stream.synchronize()
         self._in_flight.clear()
@@ -84,7 +84,7 @@ class Collator:
         if len(arrays) == 1 and arrays[0].flags.c_contiguous and arrays[0].flags.writeable:
             return torch.from_numpy(arrays[0][None])
         size = sum(array.nbytes for array in arrays)
-        out = self._pool_memory.allocate(size)[:size].view(arrays[0].dtype).reshape(len(arrays), *arrays[0].shape)
+        out = self._memory_pool.allocate(size)[:size].view(arrays[0].dtype).reshape(len(arrays), *arrays[0].shape)
         return torch.from_numpy(np.stack(arrays, out=out))
 
     def _upload(self, values: list[Any]) -> Tensor:
@@ -96,13 +96,13 @@ class Collator:
 
 
 def set_device(device: torch.device) -> None:
-    """Make a GPU that of this thread: a thread begins with the first of the node, where all that it pins would open a context."""
+    """Set the current GPU of this thread. It starts with GPU 0, where pinning memory would create another context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _writable(value: Any) -> np.ndarray:
-    """The array in row-major order and marked as writable, since torch warns of others. Nothing writes to it."""
+    """Return the array in row-major order and marked as writable, as torch.from_numpy expects. Nothing writes to it."""
     array = np.asarray(value, order="C")
     if array.flags.writeable:
         return array
@@ -111,12 +111,12 @@ def _writable(value: Any) -> np.ndarray:
 
 
 def tree_map(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The tree of dicts, lists, tuples and named tuples with ``change`` of every leaf; None is no leaf."""
+    """Apply ``function`` to all leaves of a tree of dicts, lists, tuples and named tuples. None is no leaf."""
     return tree_zip([tree], lambda leaves: function(leaves[0]))
 
 
 def tree_zip(trees: Sequence[Any], function: Callable[[list[Any]], Any]) -> Any:
-    """One tree; each leaf is ``join`` of the leaves that all trees have there, and None where they have none."""
+    """Return a tree whose leaves are ``function`` of the list of corresponding leaves. None stays None."""
     first = trees[0]
     if first is None:
         return None
@@ -129,7 +129,7 @@ def tree_zip(trees: Sequence[Any], function: Callable[[list[Any]], Any]) -> Any:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays and tensors of a tree."""
+    """Return the bytes of all arrays and tensors of a tree."""
     sizes: list[int] = []
     tree_map(tree, lambda leaf: sizes.append(getattr(leaf, "nbytes", 64)))
     return sum(sizes)

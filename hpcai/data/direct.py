@@ -1,10 +1,10 @@
-"""Ranges of files past the page cache: O_DIRECT, many reads in flight, into page-aligned memory that is used again.
+"""Direct reads (O_DIRECT) of file ranges, many in flight, into a pool of page-aligned memory.
 
-A set that is larger than the memory turns the page cache over in every epoch: each byte is copied once more, and pages are
-thrown out just before they are wanted. O_DIRECT leaves the cache alone, but asks for addresses, offsets and lengths that are
-multiples of a block; here any offset and length will do.
+A dataset larger than the memory replaces the whole page cache in every epoch: each byte is copied once more, and pages are evicted
+just before they are needed. O_DIRECT bypasses the cache, but requires addresses, offsets and lengths that are multiples of a block.
+The reader accepts any offset and length.
 
-Threads that call preadv release the interpreter's lock and keep a disk as busy as io_uring does.
+preadv in threads releases the GIL, and keeps a disk as busy as io_uring does.
 """
 
 import errno
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALIGN = max(4096, mmap.PAGESIZE)
-"""Bytes. A multiple of every disk's block; Lustre asks for whole pages, which have 64 KiB on some processors."""
+"""Bytes. A multiple of the block size of every disk; Lustre requires full pages, which are 64 KiB on some processors."""
 HUGE_PAGE = 2 << 20
 Mode = Literal["auto", "direct", "buffered"]
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def align_down(offset: int) -> int:
-    """The last multiple of ALIGN that is not above ``offset``."""
+    """Round ``offset`` down to a multiple of ALIGN."""
     return offset // ALIGN * ALIGN
 
 
 def align_up(offset: int) -> int:
-    """The first multiple of ALIGN that is not below ``offset``."""
+    """Round ``offset`` up to a multiple of ALIGN."""
     return -(-offset // ALIGN) * ALIGN
 
 
 class _Lease:
-    """The base of all arrays and tensors that view a block; its end gives the block back."""
+    """The base of all arrays and tensors that view a block. Its finalizer returns the block to the pool."""
 
     __slots__ = ("__array_interface__", "__weakref__")
 
@@ -62,21 +62,22 @@ class _Lease:
 
 
 class MemoryPool:
-    """Page-aligned blocks of memory, each used again once the last array that views it is gone.
+    """A pool of page-aligned memory blocks. A block is reused after the last array that views it is freed.
 
-    At most ``keep`` bytes wait unused, or three of the largest blocks. ``pin``: a GPU with which each block is registered, so that
-    copies to it neither pass through another buffer nor stop the processor.
+    Args:
+        max_unused: Unused bytes that are kept, or three of the largest blocks if these are more.
+        pin: A GPU. Blocks are pinned, so that copies to it are asynchronous and need no staging buffer.
     """
 
     def __init__(self, max_unused: int = 1 << 30, pin: "torch.device | None" = None) -> None:
         self.max_unused, self.pin = max_unused, pin
         self._lock, self._free = threading.Lock(), OrderedDict[int, list[np.ndarray]]()
         self._unused = self._largest = 0
-        # Blocks come back from finalizers, which run at any moment, also while this thread holds the lock.
+        # Finalizers return blocks at any time, also while this thread holds the lock.
         self._returned: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
 
     def allocate(self, size: int) -> np.ndarray:
-        """``size`` bytes at an aligned address, uninitialised; there is room up to the next multiple of ALIGN.   [size] uint8"""
+        """Return ``size`` uninitialised bytes at an aligned address. The memory extends to a multiple of ALIGN.   [size] uint8"""
         rounded = _size_class(size)
         with self._lock:
             self._largest = max(self._largest, rounded)
@@ -92,18 +93,18 @@ class MemoryPool:
         return np.asarray(lease)[:size]
 
     def copy(self, array: np.ndarray) -> np.ndarray:
-        """A contiguous copy of ``array`` in this memory."""
+        """Return a contiguous copy of ``array`` in this pool."""
         out = self.allocate(max(array.nbytes, 1))[: array.nbytes].view(array.dtype).reshape(array.shape)
         np.copyto(out, array)
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A worker process has memory of its own, and no device."""
+        """Pickle an empty pool without a device, for worker processes."""
         return MemoryPool, (self.max_unused,)
 
     @property
     def unused(self) -> int:
-        """Bytes that wait to be used again."""
+        """The bytes of unused blocks."""
         with self._lock:
             self._reclaim()
             return self._unused
@@ -127,14 +128,14 @@ class MemoryPool:
 
 
 def _size_class(size: int) -> int:
-    """Sizes are rounded up by a quarter at most, so that samples of many sizes share blocks."""
+    """Return the size rounded up by at most a quarter, so that samples of similar sizes share blocks."""
     step = max(ALIGN, 1 << max(max(size, 1).bit_length() - 3, 0))
     return -(-max(size, 1) // step) * step
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory that is unregistered from a GPU before it is unmapped, in the thread that drops its last array: the kernel
-    reuses the address. A finalizer of the array would be too late: numpy 2.5 calls it after the unmapping."""
+    """Anonymous memory that is unpinned before it is unmapped, in the thread that drops the last array, since the kernel reuses the
+    address. A finalizer of the array would be too late: NumPy 2.5 calls it after the unmapping."""
 
     unpin: Callable[[], None] | None = None
 
@@ -146,8 +147,8 @@ class _Mapping(mmap.mmap):
 def _map_block(size: int, gpu: "torch.device | None" = None) -> np.ndarray:
     mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the kernel has no huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # a direct read looks up every page that it fills
+        with suppress(OSError):  # no huge pages in this kernel
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # a direct read looks up each page
     block = np.frombuffer(mapping, np.uint8)
     if gpu is not None:
         pin(block.ctypes.data, size, gpu)
@@ -156,13 +157,13 @@ def _map_block(size: int, gpu: "torch.device | None" = None) -> np.ndarray:
 
 
 def pin(address: int, size: int, device: "torch.device") -> None:
-    """Register memory with a GPU, so that copies to it come straight from there. Raises DataError where that is not granted."""
+    """Pin memory for a GPU, so that copies to it need no staging buffer. Raises DataError if CUDA refuses."""
     import torch
 
-    with torch.cuda.device(device):  # a thread begins with the first GPU of the node, where this would open a context
+    with torch.cuda.device(device):  # a thread starts with GPU 0, where this would create a context
         failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if failed:
-            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of anyone would raise it
+            with suppress(RuntimeError):  # clears the sticky error, which the next kernel would raise
                 torch.zeros(1, device=device)
     if failed:
         raise DataError(f"{size:,} bytes of memory cannot be pinned (CUDA error {failed}); lower data.prefetch, or raise ulimit -l")
@@ -173,7 +174,7 @@ def unpin(address: int, size: int, device: "torch.device") -> None:
 
     with torch.cuda.device(device):
         failed = int(torch.cuda.cudart().cudaHostUnregister(address))
-    if failed:  # the address stays registered to pages that are no longer there
+    if failed:  # the address stays registered to unmapped pages
         logger.error("%s bytes of pinned memory at %#x cannot be unregistered (CUDA error %d)", f"{size:,}", address, failed)
 
 
@@ -186,12 +187,15 @@ class _File:
 
 
 class Reader:
-    """Reads ranges of files with ``threads`` reads of up to ``block`` bytes in flight. May be used from many threads.
+    """Reads ranges of files, with ``threads`` reads of up to ``block`` bytes in flight. Thread-safe.
 
-    ``mode``: ``direct`` insists on O_DIRECT; ``auto`` uses it where the file system has it and says once where not;
-    ``buffered`` reads through the page cache, which wins when the whole set fits into memory.
-    ``requested`` and ``transferred`` count bytes asked for, and bytes read with what alignment adds.
-    Raises DataError, naming file and range, for what cannot be opened or read, and for a range beyond the end of a file.
+    ``requested`` counts the bytes of requests, ``transferred`` the bytes read, with those added by alignment.
+
+    Args:
+        mode: ``direct`` requires O_DIRECT; ``auto`` uses it if the file system supports it, and logs once if not; ``buffered`` reads
+            through the page cache, which is faster if the dataset fits into memory.
+
+    Raises DataError, with file and range, if a file cannot be opened or read, and for a range beyond its end.
     """
 
     def __init__(
@@ -206,18 +210,18 @@ class Reader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pread")
         self._local = threading.local()
 
-    # ---- what callers want
+    # ---- public
 
     def fetch(self, path: Path, offset: int, length: int) -> np.ndarray:
-        """Bytes ``offset`` to ``offset + length`` of a file in memory of their own, read in place.   [length] uint8"""
+        """Read bytes ``offset`` to ``offset + length`` of a file to new memory, without a copy.   [length] uint8"""
         return self.fetch_all([(path, offset, length)])[0]
 
     def fetch_all(self, ranges: Sequence[tuple[Path, int, int]]) -> list[np.ndarray]:
-        """Several ranges at once, each in memory of its own."""
+        """Read several ranges concurrently, each to new memory."""
         jobs: list[Callable[[], None]] = []
         arrays: list[np.ndarray] = []
         for path, offset, length in ranges:
-            first = align_down(offset)  # also for a buffered read: then both have the same alignment in memory
+            first = align_down(offset)  # also for a buffered read, for the same alignment in memory
             memory = self.memory.allocate(align_up(offset + length) - first)
             arrays.append(memory[offset - first : offset - first + length])
             if self.mode == "buffered":
@@ -228,7 +232,7 @@ class Reader:
         return arrays
 
     def read(self, parts: Sequence[tuple[Path, int, np.ndarray]]) -> None:
-        """Fill each array [n] uint8 from ``offset`` of its file. What does not lie on block boundaries is copied once."""
+        """Fill each array [n] uint8 from ``offset`` of its file. Parts that are not aligned to blocks are copied once."""
         jobs: list[Callable[[], None]] = []
         for path, offset, into in parts:
             if not into.size:
@@ -246,17 +250,17 @@ class Reader:
         self._run_jobs(jobs, sum(into.size for _, _, into in parts))
 
     def size(self, path: Path) -> int:
-        """Bytes of a file, which stays open for the reads that follow."""
+        """Return the size of a file in bytes. It stays open for later reads."""
         with self._files.use(path) as file:
             return os.fstat(file.descriptor).st_size
 
     def close(self) -> None:
-        """Give back threads and files. Arrays that were fetched stay."""
+        """Stop the threads and close the files. Arrays stay valid."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._files.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A worker process opens its own files."""
+        """Pickle the settings; worker processes open their own files."""
         return partial(Reader, self.mode, threads=self._threads, block=self.block, memory=self.memory, files=self._limit), ()
 
     def __enter__(self) -> "Reader":
@@ -265,16 +269,16 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- pieces of at most one block
+    # ---- reads of at most one block
 
     def _split(self, path: Path, offset: int, into: np.ndarray, need: int) -> Iterator[Callable[[], None]]:
-        """Reads straight into ``into``. Its first ``need`` bytes are wanted; the file may end after them."""
+        """Split a read to ``into``, of which the first ``need`` bytes are required: the file may end after them."""
         for start in range(0, need, self.block):
             view = into[start : start + self.block].data
             yield partial(self._read_block, path, offset + start, view, min(need - start, self.block))
 
     def _split_unaligned(self, path: Path, offset: int, into: np.ndarray) -> Iterator[Callable[[], None]]:
-        """Reads by way of aligned memory of the thread."""
+        """Split an unaligned read, which goes through an aligned bounce buffer of the thread."""
         end = offset + into.size
         start = offset
         while start < end:
@@ -291,7 +295,7 @@ class Reader:
         np.copyto(into, bounce[offset - first : end - first])
 
     def _run_jobs(self, jobs: Sequence[Callable[[], None]], size: int) -> None:
-        """Do all jobs; this thread, which would only wait, does the last one."""
+        """Run all jobs, the last one in this thread, which would otherwise only wait."""
         with self._lock:
             self.requested += size
         if not jobs:
@@ -304,7 +308,7 @@ class Reader:
             problem = error
             for other in others:
                 other.cancel()
-        wait_for(others)  # before any memory goes, also when one has failed
+        wait_for(others)  # before memory is freed, also after a failure
         for other in others:
             if not other.cancelled() and (failure := other.exception()) is not None:
                 raise failure
@@ -314,7 +318,7 @@ class Reader:
     # ---- one read
 
     def _read_block(self, path: Path, offset: int, view: memoryview, need: int) -> None:
-        """Read on until ``need`` bytes are there; up to ``len(view)`` are asked for."""
+        """Read until ``need`` bytes are complete; each read requests up to ``len(view)`` bytes."""
         with self._files.use(path) as file:
             done = stuck = 0
             while done < need:
@@ -333,12 +337,12 @@ class Reader:
                     ) from error
                 before, done = done, done + count
                 if done < need and file.direct and done % ALIGN:
-                    done = align_down(done)  # a short read: go on from the last whole block
+                    done = align_down(done)  # a short read: continue after the last full block
                 stuck = stuck + 1 if done <= before else 0
                 if count == 0 or stuck > 3:
                     size = os.fstat(file.descriptor).st_size
                     raise DataError(
-                        f"{path}: ends at byte {size:,}, but bytes {offset:,} to {offset + need:,} are asked for; "
+                        f"{path}: ends at byte {size:,}, but bytes {offset:,} to {offset + need:,} are requested; "
                         "it is truncated or was rewritten: compare it with its source"
                     )
             with self._lock:
@@ -347,7 +351,7 @@ class Reader:
 
     def _advice(self, error: OSError) -> str:
         if error.errno == errno.EINVAL and self.mode == "direct":
-            return "; this file system may not have O_DIRECT: set the reader to auto or buffered"
+            return "; this file system may not support O_DIRECT: set the reader to auto or buffered"
         return (
             "; the disk or the file system fails: try cat FILE > /dev/null, and tell the centre" if error.errno == errno.EIO else ""
         )
@@ -376,4 +380,4 @@ _without_direct: set[int] = set()
 def _log_without_direct(path: Path, device: int, error: OSError) -> None:
     if device not in _without_direct:
         _without_direct.add(device)
-        logger.info("%s: its file system has no O_DIRECT (%s); its files are read through the page cache", path, error.strerror)
+        logger.info("%s: its file system does not support O_DIRECT (%s); its files are read through the page cache", path, error.strerror)

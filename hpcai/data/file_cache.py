@@ -1,4 +1,4 @@
-"""Files that stay open between reads: an open takes milliseconds on a parallel file system."""
+"""A cache of open files: opening one takes milliseconds on a parallel file system."""
 
 import threading
 from collections import OrderedDict
@@ -18,9 +18,9 @@ class _Entry(Generic[T]):
 
 
 class FileCache(Generic[T]):
-    """Open files: at most ``limit``, and those that are in use. The one that was not used for longest is closed first.
+    """An LRU cache of ``limit`` open files, for several threads. Files in use stay open, also beyond the limit.
 
-    ``open`` and ``close`` are called by whichever thread needs a file or lets the last one go, and never under the lock.
+    ``open`` and ``close`` are called without the lock, from the thread that first uses a file or that releases it last.
     """
 
     def __init__(self, open: Callable[[Path], T], close: Callable[[T], None], limit: int) -> None:
@@ -37,7 +37,7 @@ class FileCache(Generic[T]):
         if entry is None:
             opened = _Entry(self._open(path))
             with self._lock:
-                entry = self._entries.setdefault(path, opened)  # another thread may have been faster
+                entry = self._entries.setdefault(path, opened)  # another thread may have opened it meanwhile
                 entry.users += 1
                 surplus = [opened] if entry is not opened else []
                 idle = [p for p, e in self._entries.items() if not e.users]
@@ -50,18 +50,18 @@ class FileCache(Generic[T]):
             with self._lock:
                 entry.users -= 1
                 last = entry.users == 0 and self._entries.get(path) is not entry
-            if last:  # it was forgotten meanwhile
+            if last:  # invalidated meanwhile
                 self._close(entry.file)
 
     def invalidate(self, path: Path, file: T) -> None:
-        """Let the next use open ``path`` anew; present uses of ``file`` go on."""
+        """Reopen ``path`` on its next use. Present users keep ``file``."""
         with self._lock:
             entry = self._entries.get(path)
             if entry is not None and entry.file is file and entry.users:
                 del self._entries[path]
 
     def close(self) -> None:
-        """Close all files, those in use when their last user is done."""
+        """Close all files; files in use are closed by their last user."""
         with self._lock:
             entries = list(self._entries.values())
             self._entries.clear()

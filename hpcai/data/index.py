@@ -1,9 +1,9 @@
-"""The index of a folder of samples, which readers, copies and checks go by, and the one place that writes it.
+"""The index of a folder of samples, for readers, staging and checks, and the functions that write it.
 
 index.json    {"format": 1, "files": [{"name", "rows", "bytes", "sha256", ...}], "fields": {NAME: {"dtype", "shape", "low",
-              "high", "blank", "key"}}, "table": {"name", "bytes", "sha256"}, ...}; all keys but "files" and "name" may be absent;
-              null in a shape allows any length; "key": true says by which field samples are told apart, where others, such as
-              vectors of captions, may be alike; "table" names the file that tells where all values lie (see hpcai.data.table)
+              "high", "blank", "key"}}, "table": {"name", "bytes", "sha256"}, ...}; all keys but "files" and "name" are optional;
+              null in a shape allows any length; "key": true marks the field that identifies a sample, where others, such as
+              vectors of captions, may be equal; "table" is the file with the layouts of all files (see hpcai.data.table)
 """
 
 import hashlib
@@ -26,7 +26,7 @@ FORMAT = 1
 TABLE = "index-{}.safetensors"
 
 DescribeFile = Callable[[Path, int], Mapping[str, Any] | None]
-"""Gives what the table is to say of a file of so many rows, or None where it cannot be described."""
+"""Returns the table entries of a file with so many rows, or None if they are unknown."""
 
 
 class _Content(BaseModel):
@@ -35,8 +35,8 @@ class _Content(BaseModel):
 
 
 def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry], TableEntry | None]:
-    """All that an index says, its files, and its table. Raises DataError for what is no index, or names files outside of its
-    folder."""
+    """Return the contents of an index, its files, and its table. Raises DataError for an invalid index, and for files outside of
+    its folder."""
     try:
         text = path.read_bytes()
         content = _Content.model_validate_json(text)
@@ -50,8 +50,10 @@ def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry
 
 
 def write_index(folder: Path, content: Mapping[str, Any], describe_file: DescribeFile | None = None, table: bool = True) -> None:
-    """Replaces the index of ``folder`` in one act; ``content`` is all but the format. Where all its files are HDF5, their table
-    comes first, by ``described`` or by opening each here, and those of before go last. Without ``table`` the index has none."""
+    """Replace the index of ``folder`` atomically by ``content`` and the format number.
+
+    If all files are HDF5, their table is written first, by ``describe_file`` or by opening each file, and older tables are deleted
+    last. Without ``table`` the index has none."""
     index = {key: value for key, value in content.items() if key != "table"}
     if table and (entry := _write_table(folder, index, describe_file)) is not None:
         index["table"] = entry.model_dump()
@@ -64,7 +66,7 @@ def write_index(folder: Path, content: Mapping[str, Any], describe_file: Describ
 def _write_table(folder: Path, content: Mapping[str, Any], describe_file: DescribeFile | None) -> TableEntry | None:
     try:
         files = _Content.model_validate(content).files
-    except ValidationError:  # readers and checks say so
+    except ValidationError:  # reported by readers and checks
         return None
     if not files or not all(file.name.endswith(".h5") for file in files):
         return None
@@ -77,14 +79,14 @@ def _write_table(folder: Path, content: Mapping[str, Any], describe_file: Descri
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces the file in one act, with the permissions that it had."""
+    """Replace the file atomically, and keep its permissions."""
     replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replaces the file in one act, with the permissions that it had."""
+    """Replace the file atomically, and keep its permissions."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # ranks may write the same recipe at once
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # several ranks may write the same file
     try:
         partial.write_bytes(content)
         if path.exists():
@@ -95,7 +97,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def commit_file(partial: Path, path: Path) -> None:
-    """Gives a finished file its name, once what it holds is on the disk."""
+    """Flush a finished file to the disk, and rename it to ``path``."""
     fsync(partial)
     partial.replace(path)
     fsync(path.parent)

@@ -1,7 +1,7 @@
-"""Where the values of an array lie in a file, so that they are read without the library that wrote it.
+"""The layout of arrays in files, to read them without the library that wrote them.
 
-HDF5 and .npy files come down to the same: a box of values in row-major order, whole or in chunks, at known offsets. The
-library (h5py) tells the offsets once per file; samples are then ranges of bytes.
+HDF5 and .npy files hold arrays in row-major order, contiguous or in chunks, at known offsets. h5py returns the offsets once per
+file; samples are then byte ranges.
 """
 
 import itertools
@@ -19,22 +19,22 @@ from hpcai.data.direct import Reader
 from hpcai.errors import DataError, HpcaiError
 
 MAX_GAP = 16 << 10
-"""Bytes between two runs below which it is cheaper to read on than to read twice."""
-_MAX_CHUNKS = 1 << 22  # chunks of one dataset that we are ready to list
+"""Bytes. Across smaller gaps one read is faster than two."""
+_MAX_CHUNKS = 1 << 22  # most chunks of one dataset
 
-_parse_lock = threading.Lock()  # Python 3.11's parser, which reads the header, fails now and then in several threads at once
+_parse_lock = threading.Lock()  # the parser of Python 3.11, which reads the header, is not thread-safe
 
 Slices = Sequence[slice]
 
 
 class UnreadableLayoutError(DataError):
-    """A whole file whose values do not lie in it as they are: compressed, filtered, virtual or external."""
+    """An intact file whose values cannot be read as byte ranges: compressed, filtered, virtual or external."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """An array on disk. ``offset`` is that of the first value. A chunked array has the ``offsets`` of its chunks instead, by
-    place in the grid, each chunk whole also at the rim, and ``fill`` where none was written."""
+    """An array in a file, at byte ``offset``. A chunked array has ``offsets`` of chunks by grid index instead; chunks at the edge
+    have full size, and chunks that were not written the value ``fill``."""
 
     path: Path
     name: str
@@ -50,9 +50,9 @@ class Layout:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, reader: Reader, *index: slice | int) -> np.ndarray:
-        """The values of a box of the array: a slice (step 1) or an index for each leading dim; the rest is whole.
+        """Read a box of the array: a slice (step 1) or an integer for each leading dim.
 
-        One run of bytes is viewed where it was read; several are read into one array. Raises DataError as ``Reader`` does.
+        A single byte range is returned without a copy; several are read into one array. Raises DataError as ``Reader`` does.
         """
         ranges, shape, out_shape = self.byte_ranges(index)
         if not ranges:
@@ -79,14 +79,14 @@ class Layout:
         return out.reshape(out_shape)
 
     def byte_ranges(self, index: Sequence[slice | int]) -> "tuple[list[StridedRange], tuple[int, ...], list[int]]":
-        """The runs of bytes of a box, none for an empty one; its shape; and that shape without the dims that were indexed."""
+        """Return the byte ranges of a box, its shape, and its shape without the dims indexed by integers."""
         box, indexed = normalize_index(index, self.shape, f"{self.path}: '{self.name}'")
         shape = tuple(s.stop - s.start for s in box)
-        ranges = [run for cell in self.touched_chunks(box) for run in split_ranges(*cell, self.dtype.itemsize)] if 0 not in shape else []
+        ranges = [x for cell in self.touched_chunks(box) for x in to_ranges(*cell, self.dtype.itemsize)] if 0 not in shape else []
         return ranges, shape, [n for dim, n in enumerate(shape) if dim not in indexed]
 
     def touched_chunks(self, box: Slices) -> Iterator[tuple[int | None, tuple[int, ...], Slices, tuple[int, ...]]]:
-        """The whole, or each chunk that ``box`` touches: (offset, shape, box within it, where that begins in the result)."""
+        """Iterate over the chunks that intersect ``box``: (offset, shape, box within the chunk, its origin in the result)."""
         if not self.chunk:
             yield self.offset, self.shape, box, (0,) * len(box)
             return
@@ -100,7 +100,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class StridedRange:
-    """``span`` bytes from ``offset`` on that hold the values of ``place`` in the result, ``strides`` bytes apart."""
+    """``span`` bytes from ``offset`` on that hold the values of ``out_index`` of the result, with ``strides`` in bytes."""
 
     offset: int | None
     span: int
@@ -109,18 +109,18 @@ class StridedRange:
     contiguous: bool
 
 
-def split_ranges(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tuple[int, ...], item: int) -> Iterator[StridedRange]:
-    """The runs of bytes of a box within a row-major array; runs that lie close together are read as one."""
+def to_ranges(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tuple[int, ...], item: int) -> Iterator[StridedRange]:
+    """Iterate over the byte ranges of a box of a row-major array. Ranges with small gaps are merged."""
     dims = len(shape)
     count = [s.stop - s.start for s in box]
     strides = tuple(item * math.prod(shape[d + 1 :]) for d in range(dims))
-    level = next((d for d in range(dims - 1, -1, -1) if count[d] != shape[d]), 0)  # below it all dims are whole
+    level = next((d for d in range(dims - 1, -1, -1) if count[d] != shape[d]), 0)  # dims after it are complete
     dense = True
     while level > 0 and offset is not None:
         used = count[level] * strides[level]
         if count[level - 1] > 1 and strides[level - 1] - used > MAX_GAP:
             break
-        # Otherwise a single index above it costs nothing, and a small gap costs less than another read.
+        # Otherwise a single index in the dim above is free, and a small gap is cheaper than another read.
         dense = dense and count[level - 1] == 1
         level -= 1
     if offset is None:
@@ -136,7 +136,7 @@ def split_ranges(offset: int | None, shape: tuple[int, ...], box: Slices, begin:
 
 def normalize_index(index: Sequence[slice | int], shape: tuple[int, ...], name: str) -> tuple[list[slice], set[int]]:
     if len(index) > len(shape):
-        raise DataError(f"{name} has {len(shape)} dims, {len(index)} are indexed")
+        raise DataError(f"{name} has {len(shape)} dims, but {len(index)} indices are given")
     box, indexed = [], set()
     for dim, size in enumerate(shape):
         item = index[dim] if dim < len(index) else slice(None)
@@ -154,8 +154,7 @@ def normalize_index(index: Sequence[slice | int], shape: tuple[int, ...], name: 
 
 
 def is_finite(value: Any) -> bool:
-    """Whether an array or tensor holds neither NaN nor infinity. A sum tells it at the speed of the memory; only one that
-    overflows needs a look at each value."""
+    """Whether all elements are finite. The sum decides at memory bandwidth; only if it is not finite, each element is tested."""
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
@@ -166,11 +165,11 @@ def is_finite(value: Any) -> bool:
         return bool(np.isfinite(value.sum()) or np.isfinite(value).all())
 
 
-# ---- the formats
+# ---- formats
 
 
 def npy_layout(path: str | Path) -> Layout:
-    """The array of a ``.npy`` file. Raises DataError for a damaged header, Python objects, and a file that is too short."""
+    """Return the layout of a ``.npy`` file. Raises DataError for a damaged header, Python objects, and a truncated file."""
     path = Path(path)
     size = _file_size(path)
     try:
@@ -184,7 +183,7 @@ def npy_layout(path: str | Path) -> Layout:
             offset = file.tell()
     except OSError as problem:
         raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
-    except Exception as problem:  # a damaged header ends in the tokenizer of Python, in an overflow, in whatever
+    except Exception as problem:  # a damaged header raises errors of the tokenizer, overflows, and others
         raise DataError(f"{path}: not a .npy file ({type(problem).__name__}: {str(problem)[:200]})") from problem
     if any(n < 0 for n in shape):
         raise DataError(f"{path}: not a .npy file: its shape is {shape}")
@@ -197,16 +196,16 @@ def npy_layout(path: str | Path) -> Layout:
 
 
 def hdf5_layout(file: h5py.File, name: str) -> Layout:
-    """The layout of one dataset of an open HDF5 file.
+    """Return the layout of a dataset of an open HDF5 file.
 
-    Raises UnreadableLayoutError for compressed or otherwise filtered chunks, virtual, external and compact datasets and
-    files with a user block, and DataError for a damaged file and for values that lie beyond its end.
+    Raises UnreadableLayoutError for compressed or otherwise filtered chunks, virtual, external and compact datasets, and files with
+    a user block, and DataError for a damaged file and for values beyond its end.
     """
     try:
         return _hdf5_layout(file, name)
     except HpcaiError:
         raise
-    except Exception as problem:  # what the library raises for a damaged file is not documented
+    except Exception as problem:  # exceptions of h5py for damaged files are not documented
         raise DataError(f"{file.filename}: dataset '{name}' cannot be read ({type(problem).__name__}: {problem})") from problem
 
 
@@ -228,12 +227,12 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
         raise UnreadableLayoutError(f"{where} lies in other files")
     if kind == h5py.h5d.COMPACT:
         raise UnreadableLayoutError(f"{where} lies within the header")
-    if file.userblock_size:  # some versions of the library count it in, some do not
+    if file.userblock_size:  # some versions of HDF5 include it in offsets, others do not
         raise UnreadableLayoutError(f"{path}: begins with a user block of {file.userblock_size} bytes")
     dtype, size = _numeric_dtype(data.dtype, path, name), _file_size(path)
     if kind == h5py.h5d.CONTIGUOUS:
         offset = data.id.get_offset()
-        if offset is None:  # nothing was ever written
+        if offset is None:  # never written
             return Layout(path, name, data.shape, dtype, None, data.shape or (1,), {}, data.fillvalue)
         array_layout = Layout(path, name, data.shape, dtype, offset)
         _check_end(array_layout, offset + array_layout.nbytes, size)
@@ -246,7 +245,7 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
 
     def add_chunk(chunk: Any) -> None:
         if chunk.size != chunk_bytes or chunk.filter_mask:
-            raise DataError(f"{where}: chunk at {chunk.chunk_offset} has {chunk.size:,} bytes, expected {chunk_bytes:,}; it is damaged")
+            raise DataError(f"{where}: chunk at {chunk.chunk_offset} has {chunk.size:,} bytes, expected {chunk_bytes:,}; damaged")
         offsets[tuple(o // n for o, n in zip(chunk.chunk_offset, data.chunks))] = chunk.byte_offset
 
     data.id.chunk_iter(add_chunk)

@@ -1,10 +1,10 @@
-"""Batches on the device, prepared ahead, in an order that any number of processes shares.
+"""The data loader: prefetched batches on the device, in an order that does not depend on the number of ranks.
 
-An epoch is a row of positions, 0 ... M - 1; the sampler says which sample stands at each. Batch k takes B of them, dealt to the
-copies of the model. In ``strict`` order batch k takes positions kB ... kB + B - 1. In ``ready`` order each copy takes those of its
-own positions that are ready, the lowest first, so that a sample which takes a hundred times as long holds up nobody: it comes
-in a later batch of the same epoch. Either way each position is delivered once in an epoch; where a run stands is told by the
-number of samples delivered and the positions that were passed over (``late``), and another number of processes can go on there.
+An epoch has positions 0 ... M - 1, which the sampler maps to samples. Each batch has B positions, assigned to the replicas of the
+model. In ``strict`` order batch k has positions kB ... kB + B - 1. In ``ready`` order each replica takes the lowest of its positions
+whose samples are ready, so that a straggler does not delay the others: it is deferred to a later batch of the same epoch. In both
+orders each position is delivered once per epoch. The state of a run is the number of samples delivered and the list of deferred
+positions, from which any other number of ranks can resume.
 """
 
 import itertools
@@ -33,25 +33,25 @@ logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Samples by index. ``sample`` is called from several threads, or in several processes.
+    """A map-style dataset. ``sample`` is called from several threads, or in several processes.
 
-    A source may also have ``collate(samples) -> batch`` of CPU tensors, where stacking is not what its samples want, ``identity``
-    (a text that is the same for the same data set), ``whole`` (True: all processes of a cut copy make the same of a sample, none a
-    part of its own) and ``close()``.
+    Optional members: ``collate(samples) -> batch`` of CPU tensors, instead of stacking; ``identity``, a string that is equal for
+    equal datasets; ``replicated``, True if all ranks of a model replica prepare the same sample, and no rank only its shard of it;
+    ``close()``.
     """
 
     def __len__(self) -> int: ...
 
     def sample(self, index: int, epoch: int) -> Any:
-        """Arrays, numbers or tensors in tuples, named tuples or dicts: a pure function of ``index`` and ``epoch``."""
+        """Return arrays, numbers or tensors in tuples, named tuples or dicts: a pure function of ``index`` and ``epoch``."""
 
     def describe(self, index: int) -> str:
-        """Tell people where a sample lies."""
+        """Return the location of a sample, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A sample that could not be used, and what was delivered in its place."""
+    """A bad sample, and the one that was delivered in its place."""
 
     epoch: int
     index: int
@@ -60,27 +60,30 @@ class Skipped:
 
 
 class Loader:
-    """Batches of ``source`` for one process of the mesh.
+    """Loads batches of ``source`` for one rank of the mesh. All ranks of a model replica construct it together.
 
-    ``batch`` counts samples over all copies of the model: the same settings train the same way on any number of processes.
-    Processes that hold one copy together (all axes but replicate) get the same samples, in the same order; with ``once`` each is
-    made by one of them and sent to the others (``auto``: where the source says that it is ``whole``). ``last`` says what
-    becomes of samples that do not fill the last batch: ``drop`` leaves them out (others in every epoch), ``pad`` repeats the
-    first ones of the epoch, ``keep`` (for evaluation) takes each exactly once, in parts that may be uneven.
+    The ranks of a model replica (all axes but ``replicate``) get the same samples in the same order.
 
-    ``workers`` threads, or ``processes``, prepare samples ahead, up to ``prefetch`` bytes. ``on_bad_sample``: ``stop`` raises;
-    ``skip`` delivers the next good one of the order and counts it in ``skipped``; with ``keep`` a bad sample always raises,
-    as a metric of the others would pass for one of all. ``then(batch, step)`` makes of a batch on the device what is delivered;
-    ``step`` counts the batches over all epochs, from 0. All processes of a cut copy construct it together. Raises DataError when a
-    batch does not divide.
+    Args:
+        batch: Samples of a batch over all replicas, so that the same settings train alike on any number of ranks.
+        last_batch: ``drop`` leaves out samples that do not fill a batch (others in every epoch), ``pad`` repeats the first samples
+            of the epoch, ``keep`` (for evaluation) delivers each sample once, in local batches of uneven sizes.
+        workers: Threads, or with ``processes`` worker processes, that prefetch samples, up to ``prefetch`` bytes.
+        on_bad_sample: ``stop`` raises; ``skip`` delivers the next good sample of the order, and lists it in ``skipped``. With
+            ``last_batch="keep"`` a bad sample always raises: a metric must cover all samples.
+        batch_transform: ``batch_transform(batch, step)`` is applied to each batch on the device; ``step`` counts batches over all
+            epochs, from 0.
+        once: Prepare each sample on one rank of a replica and scatter it to the others; ``auto``: if the source is ``replicated``.
+
+    Raises DataError if the batch size is no multiple of replicas and micro-batches.
     """
 
     def __init__(
         self, source: Source, batch: int, mesh: Mesh, *, name: str, sampler: Sampler | None = None, seed: int = 0,
         shuffle: bool = True, last_batch: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
         processes: bool = False, prefetch: int = 1 << 30, order: Literal["strict", "ready"] = "strict",
-        on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0, batch_transform: Callable[[Any, int], Any] | None = None,
-        once: bool | Literal["auto"] = False,
+        on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0,
+        batch_transform: Callable[[Any, int], Any] | None = None, once: bool | Literal["auto"] = False,
     ) -> None:  # fmt: skip
         self.source, self.batch_size, self.name, self.device = source, batch, name, mesh.device
         self.replicas, self.order, self.last_batch = mesh["replicate"], order, last_batch
@@ -95,8 +98,8 @@ class Loader:
         self._scatters = mesh.model_parallel.size > 1 and (replicated if once == "auto" else once)
         if self._scatters and not replicated:
             raise DataError(
-                f"{name}: data.once, but a {type(source).__name__} does not say that it is whole: {mesh.model_parallel.size} "
-                "processes that hold a sample together may each make a part of their own of it; set data.once to false"
+                f"{name}: data.once, but a {type(source).__name__} is not declared as replicated: each of {mesh.model_parallel.size} ranks "
+                "of a model replica may prepare its own shard of a sample; set data.once to false"
             )
         self._validate(batch, accumulate, mesh)
         self._epoch_order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
@@ -132,66 +135,65 @@ class Loader:
             raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
         if self._on_bad_sample == "skip" and mesh.model_parallel.size > 1 and not self._scatters:
             raise DataError(
-                f"{name}: on_bad_sample=skip, but {mesh.model_parallel.size} processes hold a sample together and each makes "
-                "it; set it to stop, or data.once to true where the source is whole"
+                f"{name}: on_bad_sample=skip, but each of {mesh.model_parallel.size} ranks of a model replica prepares the sample; set it to stop, or data.once to true if the source is replicated"
             )
         if self._scatters:
-            logger.info("%s: each sample is prepared by one of %d ranks of a replica, and sent on", name, mesh.model_parallel.size)
+            logger.info("%s: each sample is prepared by one of %d ranks of a model replica, and scattered on", name, mesh.model_parallel.size)
         rest = samples % batch
         if rest and self.last_batch == "drop":
             logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
         if rest and self.last_batch == "pad":
             logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - rest)
 
-    # ---- what an epoch is
+    # ---- properties of an epoch
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches in an epoch."""
         return self.sampler.samples // self.batch_size if self.last_batch == "drop" else -(-self.sampler.samples // self.batch_size)
 
     @property
     def samples(self) -> int:
-        """Samples that an epoch delivers, over all processes."""
+        """The number of samples that an epoch delivers, over all ranks."""
         return self.sampler.samples if self.last_batch == "keep" else len(self) * self.batch_size
 
     @property
     def dataset_size(self) -> int:
-        """Samples of the source, from which those of an epoch are drawn."""
+        """The number of samples of the source."""
         return len(self.source)
 
     @property
     def identity(self) -> str:
-        """What tells the data set from others, where the source knows that."""
+        """A string that identifies the dataset, or an empty one if the source has none."""
         return str(getattr(self.source, "identity", ""))
 
     def indices(self, epoch: int, first: int) -> np.ndarray:
-        """Samples that this process reads, in strict order, for the batch that begins at position ``first`` of ``epoch``."""
+        """Return the indices of the local batch at position ``first`` of ``epoch``, in strict order."""
         positions = np.arange(first, min(first + self.batch_size, self.samples))
-        return self._indices_at(epoch, positions)[self._assigned(epoch, positions)]
+        return self._index_at(epoch, positions)[self._assigned(epoch, positions)]
 
     def describe(self, epoch: int, first: int) -> str:
-        """Tell where the samples lie that this process got for the batch after ``first`` samples of ``epoch``."""
+        """Return the locations of the samples of the local batch after ``first`` samples of ``epoch``."""
         names = [name for _, name in self.batch_samples(epoch, first)]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
     def batch_samples(self, epoch: int, first: int) -> list[tuple[int, str]]:
-        """Index and place of each sample of that batch; of one that was not read yet, in strict order."""
+        """Return index and location of each sample of the same local batch, in strict order if it was not delivered yet."""
         indices = next((i for e, f, i in self._history if (e, f) == (epoch, first)), None)
         return [(int(i), self.source.describe(int(i))) for i in (self.indices(epoch, first) if indices is None else indices)]
 
-    def _indices_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+    def _index_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         return self._epoch_order(epoch)[positions % self.sampler.samples]
 
     def _assigned(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        return self.sampler.assign(self._indices_at(epoch, positions), self.replicas.rank, self.replicas.size)
+        return self.sampler.assign(self._index_at(epoch, positions), self.replicas.rank, self.replicas.size)
 
     # ---- an epoch
 
     def epoch(self, epoch: int, first: int = 0, deferred: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
-        """Batches of ``epoch``, after ``first`` samples were delivered and the positions ``late`` were passed over.
+        """Iterate over the batches of ``epoch``, after ``first`` delivered samples and with the positions ``deferred`` left.
 
-        A part without samples (of a small last batch) is left out. With ``more`` the first samples of the next epoch are
-        prepared while the last ones of this are awaited.
+        Empty local batches (of a small last batch) are left out. With ``more``, samples of the next epoch are prefetched at the end
+        of this one.
         """
         active = self._activate(_EpochPlan(self, epoch, first, tuple(deferred)))
         self._plan = active.plan
@@ -201,7 +203,7 @@ class Loader:
             batches = map(self._batch_transform, batches, itertools.count(epoch * len(self) + first // self.batch_size))
         try:
             yield from batches
-        except BaseException:  # also when the consumer has had enough
+        except BaseException:  # also if the consumer stops early
             active.close()
             if following is not None:
                 following.close()
@@ -211,28 +213,28 @@ class Loader:
             active.close()
 
     def deferred(self) -> list[int]:
-        """Positions that were passed over: those below the highest one delivered, on any copy, that were not delivered yet. All
-        processes ask together."""
+        """Return the deferred positions: those below the highest delivered one, of any replica, that were not delivered. A
+        collective call."""
         if self.order == "strict" or self._plan is None:
             return []
         highest = max(all_gather_object(self._plan.highest, self.replicas))
         return sorted(p for part in all_gather_object(self._plan.undelivered_below(highest), self.replicas) for p in part)
 
     def news(self) -> list[str]:
-        """Texts about the samples that were skipped on any process since this was last asked: each sample is named once, each skip
-        counted. All processes ask together."""
+        """Return messages about samples skipped on any rank since the last call: each sample is named once, each skip counted. A
+        collective call."""
         if self._on_bad_sample == "stop":
             return []
         new, self._reported = self.skipped[self._reported :], len(self.skipped)
         texts = [(self.source.describe(s.index), f"{self.name}: {_skip_message(s)}: {s.reason}") for s in new]
         parts = all_gather_object((texts, len(self.skipped)), self._reporting_axis)
-        messages = {place: text for part, _ in reversed(parts) for place, text in reversed(part) if place not in self._reported_names}
+        messages = {name: text for part, _ in reversed(parts) for name, text in reversed(part) if name not in self._reported_names}
         self._reported_names |= messages.keys()
         count = f"{self.name}: {sum(count for _, count in parts)} samples skipped so far"
         return [*reversed(messages.values()), count] if any(part for part, _ in parts) else []
 
     def close(self) -> None:
-        """End workers and processes, and the source where it wants that."""
+        """Stop workers and processes, and close the source if it has ``close``."""
         if self._next_epoch is not None:
             self._next_epoch.close()
             self._next_epoch = None
@@ -248,10 +250,10 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- within an epoch
+    # ---- iteration
 
     def _activate(self, plan: "_EpochPlan") -> "_ActiveEpoch":
-        """The epoch, if it was begun at the end of the one before; otherwise its first samples are prepared from now on."""
+        """Return the epoch that was started at the end of the previous one, or start it now."""
         following, self._next_epoch = self._next_epoch, None
         if following is not None:
             if plan.is_full and plan.epoch == following.plan.epoch:
@@ -273,7 +275,7 @@ class Loader:
             self._submit_next(active)
         while active.pending_batch is not None:
             (number, tasks), prepared = active.pending_batch.result()
-            # The next batch is put together while this one is computed with.
+            # The next batch is collated during the computation of this one.
             self._submit_next(active)
             if active.pending_batch is None and following is not None:
                 self._submit_next(following)
@@ -288,8 +290,8 @@ class Loader:
         if item is not None:
             active.pending_batch = self._collator.submit(partial(self._take, active.queue, active.plan, *item))
 
-    def _take(self, queue: PrefetchQueue, plan: "_EpochPlan", number: int, positions: np.ndarray) -> "tuple[_BatchTasks, list[Any]]":
-        """Number, tasks and samples of the next batch, as soon as they are ready."""
+    def _take(self, queue: PrefetchQueue, plan: "_EpochPlan", number: int, positions: np.ndarray) -> "tuple[_Tasks, list[Any]]":
+        """Return (number, tasks) and samples of the next local batch, as soon as they are ready."""
         samples: list[Ready] | None
         if self._scatter is not None:
             samples = self._scatter.take(queue, plan.tasks_at(positions), number, plan.task_at if self.order == "ready" else None)
@@ -312,7 +314,7 @@ class Loader:
                 return sample, tree_bytes(sample)
             except Exception as problem:
                 if isinstance(problem, HpcaiError | MemoryError) and not isinstance(problem, DataError):
-                    raise  # of this process, not of the sample
+                    raise  # not caused by the sample
                 message = f"{self.name}, rank {self._rank}, sample {index}: {self._reason(problem, index)}"
                 if self._on_bad_sample == "stop":
                     raise DataError(message) from problem
@@ -325,7 +327,7 @@ class Loader:
                 index = replacement
 
     def _reason(self, problem: Exception, index: int) -> str:
-        """Why a sample cannot be used, with the place where it lies."""
+        """Return why a sample is bad, with its location."""
         text = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
         location = self.source.describe(index)
         return text if location in text else f"{location}: {text}"
@@ -337,11 +339,11 @@ def _skip_message(sample: Skipped) -> str:
 
 _MAX_ATTEMPTS = 10
 
-_BatchTasks = tuple[int, list[Task]]  # the number of a batch, and what is in it
+_Tasks = tuple[int, list[Task]]  # the number of a batch, and its tasks
 
 
 class _EpochPlan:
-    """What is left of an epoch, and which of it this process takes and has delivered."""
+    """The remaining positions of an epoch, and those that this rank has delivered."""
 
     def __init__(self, loader: Loader, epoch: int, first: int, deferred: tuple[int, ...]) -> None:
         self.epoch, self.first, self._loader = epoch, first, loader
@@ -351,7 +353,7 @@ class _EpochPlan:
         self._positions = np.concatenate([np.array(sorted(deferred), int), np.arange(first + len(deferred), loader.samples)])
 
     def local_batches(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Number and positions of this process' part of each batch, in strict order."""
+        """Iterate over number and positions of the local part of each batch, in strict order."""
         size = self._loader.batch_size
         for number in range(-(-len(self._positions) // size)):
             positions = self._positions[number * size : (number + 1) * size]
@@ -360,19 +362,19 @@ class _EpochPlan:
                 yield number, local
 
     def tasks(self) -> Iterator[Task]:
-        """What this process makes."""
+        """Iterate over the tasks of this rank."""
         scatter = self._loader._scatter
         for number, positions in self.local_batches():
             yield from (t for slot, t in enumerate(self.tasks_at(positions)) if scatter is None or scatter.is_local(number, slot))
 
     def tasks_at(self, positions: np.ndarray) -> list[Task]:
-        return [Task(self.epoch, p, i) for p, i in zip(positions.tolist(), self._loader._indices_at(self.epoch, positions).tolist())]
+        return [Task(self.epoch, p, i) for p, i in zip(positions.tolist(), self._loader._index_at(self.epoch, positions).tolist())]
 
     def task_at(self, position: int) -> Task:
         return self.tasks_at(np.array([position]))[0]
 
     def record(self, number: int, tasks: Sequence[Task]) -> None:
-        """Note which samples batch ``number`` holds."""
+        """Record the delivery of batch ``number``."""
         first = self.first + number * self._loader.batch_size
         self._loader._history.append((self.epoch, first, [task.index for task in tasks]))
         positions = [task.position for task in tasks]
@@ -389,11 +391,11 @@ class _EpochPlan:
 
 
 class _ActiveEpoch:
-    """An epoch on its way: what is left of it, the workers that prepare its samples, and the batch that is being put together."""
+    """A running epoch: its plan, the queue that prepares its samples, and the batch that is being collated."""
 
     def __init__(self, plan: _EpochPlan, queue: PrefetchQueue) -> None:
         self.plan, self.queue, self.remaining = plan, queue, plan.local_batches()
-        self.pending_batch: Future[tuple[_BatchTasks, Prepared]] | None = None
+        self.pending_batch: Future[tuple[_Tasks, Prepared]] | None = None
         queue.feed(plan.tasks())
 
     def close(self) -> None:
@@ -401,11 +403,11 @@ class _ActiveEpoch:
 
 
 class _Leader:
-    """In ready order the first process of a copy says which samples are next, and the others take the same."""
+    """Ready order over the ranks of a model replica: rank 0 chooses the next samples, and the others take the same."""
 
     def __init__(self, channel: Axis) -> None:
-        # Broadcasts are made by a thread. In the group of the axis they could meet the loop's collectives in another order on each
-        # process, so they have a channel of their own.
+        # A thread calls the broadcasts. In the process group of the axis their order relative to the collectives of the loop could
+        # differ between ranks, hence the separate channel.
         self._channel, self._is_leader = channel, channel.rank == 0
 
     def take(self, queue: PrefetchQueue, epoch: int, count: int) -> list[Ready] | None:
@@ -415,10 +417,10 @@ class _Leader:
             if self._is_leader:
                 samples = queue.take(epoch, count)
                 positions = torch.tensor([ready.task.position for ready in samples or ()])
-        finally:  # also when nothing comes any more: the others are waiting
+        finally:  # also after a failure: the other ranks are waiting
             torch_dist.broadcast(positions, group=self._channel.group, group_src=0)
         if self._is_leader:
             return samples
         if positions[0] < 0:
-            raise DataError("the first process of this copy of the model has ended its epoch; see its message")
+            raise DataError("rank 0 of this model replica has ended its epoch; see its message")
         return queue.take(epoch, count, positions.tolist())

@@ -1,4 +1,4 @@
-"""Samples as one pickle, and their arrays as buffers beside it (PEP 574), for a copy of each array at most."""
+"""Pickling of samples with out-of-band buffers (PEP 574): each array is copied at most once."""
 
 import copyreg
 import io
@@ -12,11 +12,11 @@ import numpy as np
 
 from hpcai.errors import DataError
 
-_ALIGN = 64  # bytes; a cache line, and what torch wants
+_ALIGN = 64  # bytes: a cache line, and the alignment of torch
 
 
 def flatten(sample: Any) -> tuple[bytes, list[memoryview]]:
-    """The pickle of ``sample``, and the bytes of its arrays and CPU tensors, for ``pickle.loads(stream, buffers=buffers)``."""
+    """Return the pickle of ``sample`` and the buffers of its arrays and CPU tensors, for ``pickle.loads(stream, buffers=buffers)``."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, 5, buffer_callback=buffers.append)
@@ -30,16 +30,16 @@ def flatten(sample: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def buffer_offsets(lengths: Sequence[int]) -> list[int]:
-    """Return the offset of each buffer in one block, and the end of the last one, in bytes."""
+    """Return the offset of each buffer in one block, and the size of the block, in bytes."""
     return list(accumulate((-(-length // _ALIGN) * _ALIGN for length in lengths), initial=0))
 
 
 def _memory_order(strides: Sequence[int]) -> list[int]:
-    """Dims as they lie in memory."""
+    """Return the dims by descending stride."""
     return sorted(range(len(strides)), key=lambda dim: -abs(strides[dim]))
 
 
-def _inverse_permutation(order: Sequence[int]) -> list[int]:
+def _argsort(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
@@ -47,8 +47,8 @@ def _reduce_array(array: np.ndarray) -> Any:
     array = np.asarray(array)
     if array.flags.forc:
         return array.__reduce_ex__(5)
-    order = _memory_order(array.strides)  # pickle would copy what is not contiguous into itself
-    return np.transpose, (np.ascontiguousarray(array.transpose(order)), _inverse_permutation(order))
+    order = _memory_order(array.strides)  # pickle copies non-contiguous arrays into its stream
+    return np.transpose, (np.ascontiguousarray(array.transpose(order)), _argsort(order))
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -60,7 +60,7 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     order = _memory_order(tensor.stride())
     dense = tensor.permute(order).resolve_conj().resolve_neg().contiguous()
-    return _rebuild_tensor, (dense.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(dense.shape), _inverse_permutation(order))
+    return _rebuild_tensor, (dense.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(dense.shape), _argsort(order))
 
 
 def _rebuild_tensor(flat: np.ndarray, dtype: Any, shape: tuple[int, ...], back: list[int]) -> Any:

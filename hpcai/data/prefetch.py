@@ -1,4 +1,4 @@
-"""Samples prepared ahead of their use, by workers, within a budget of bytes; a late one holds up no other."""
+"""Prefetching of samples by worker threads, within a budget of bytes. A straggler delays no other sample."""
 
 import heapq
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Sample ``index``, wanted at ``position`` of the order of ``epoch``."""
+    """Sample ``index``, at ``position`` in the order of ``epoch``."""
 
     epoch: int
     position: int
@@ -29,11 +29,13 @@ class Ready(NamedTuple):
 
 
 class PrefetchQueue:
-    """Workers prepare tasks in their order; ``take`` hands out what is ready, lowest position first.
+    """A prefetching queue: worker threads prepare tasks in order, and ``take`` returns finished samples, lowest position first.
 
-    ``prepare(task, worker)`` -> (sample, bytes) is called from ``workers`` threads. A task is begun while the samples that are
-    held or under way stay within ``budget`` bytes, and always while they are fewer than ``least``. The first exception of a
-    worker is raised by ``take``; so is DataError when nothing has become ready for ``patience`` seconds.
+    A task starts while ready and running samples stay within ``budget`` bytes, and always if they are fewer than ``min_samples``.
+    ``take`` raises the first exception of a worker, and DataError if no sample was finished for ``patience`` seconds.
+
+    Args:
+        prepare: ``prepare(task, worker) -> (sample, bytes)``, called from ``workers`` threads.
     """
 
     def __init__(
@@ -41,12 +43,12 @@ class PrefetchQueue:
         patience: float = 600.0,
     ) -> None:  # fmt: skip
         self._prepare, self._name, self._budget = prepare, name, budget
-        self._min_samples, self._patience = max(min_samples, 1), patience
+        self._minimum, self._patience = max(min_samples, 1), patience
         self._condition = threading.Condition()
         self._feeds: deque[Iterator[Task]] = deque()
         self._upcoming: Task | None = None
         self._urgent: set[tuple[int, int]] = set()
-        self._in_progress: dict[tuple[int, int], tuple[Task, float]] = {}
+        self._running: dict[tuple[int, int], tuple[Task, float]] = {}
         self._heap: list[tuple[int, int]] = []
         self._ready: dict[tuple[int, int], tuple[Ready, int]] = {}
         self._bytes = self._largest = 0
@@ -54,42 +56,42 @@ class PrefetchQueue:
         self._closed = False
         self._last_progress = 0.0
         self._threads = [
-            threading.Thread(target=self._worker_loop, args=(number,), name=f"{name}-{number}", daemon=True) for number in range(workers)
+            threading.Thread(target=self._worker_loop, args=(k,), name=f"{name}-{k}", daemon=True) for k in range(workers)
         ]
         for thread in self._threads:
             thread.start()
 
     def feed(self, tasks: Iterable[Task]) -> None:
-        """Add tasks after those that were fed before. Epochs and positions rise."""
+        """Append tasks. Epochs and positions must increase."""
         with self._condition:
             self._feeds.append(iter(tasks))
             self._condition.notify_all()
 
     def take(self, epoch: int, count: int, positions: Sequence[int] | None = None, wait: bool = True) -> list[Ready] | None:
-        """``count`` samples of ``epoch``: those that are ready with the lowest positions, or those at ``positions``.
+        """Remove and return ``count`` samples of ``epoch``: the ready ones with the lowest positions, or those at ``positions``.
 
-        Waits until they are ready; without ``wait`` gives None instead. Each is given once.
+        Wait until they are ready, or, if not ``wait``, return None instead.
         """
         keys = None if positions is None else [(epoch, position) for position in positions]
         with self._condition:
             if keys is not None and wait:
-                self._urgent.update(key for key in keys if key not in self._ready and key not in self._in_progress)
+                self._urgent.update(key for key in keys if key not in self._ready and key not in self._running)
                 self._condition.notify_all()
             start = time.monotonic()
             while True:
                 if self._failure is not None:
                     raise self._failure
                 if self._closed:
-                    raise RuntimeError(f"{self._name}: the epoch was left")
-                available = self._pop_lowest(epoch, count) if keys is None else keys if all(k in self._ready for k in keys) else None
-                if available is not None:
-                    return self._hand_out(available)
+                    raise RuntimeError(f"{self._name}: the epoch was closed")
+                ready = self._pop_lowest(epoch, count) if keys is None else keys if all(k in self._ready for k in keys) else None
+                if ready is not None:
+                    return self._hand_out(ready)
                 if not wait:
                     return None
                 self._wait(start)
 
     def close(self) -> None:
-        """Let workers end after what they are at; nothing more is given."""
+        """Stop the workers after their current tasks, and discard all samples."""
         with self._condition:
             self._closed = True
             self._ready.clear()
@@ -97,15 +99,15 @@ class PrefetchQueue:
             self._condition.notify_all()
         until = time.monotonic() + 5.0
         for thread in self._threads:
-            thread.join(max(until - time.monotonic(), 0.0))  # one that hangs in a dead file system ends with this process
+            thread.join(max(until - time.monotonic(), 0.0))  # a thread stuck in a dead file system ends with this process
 
-    # ---- under the lock
+    # ---- with the lock held
 
     def _pop_lowest(self, epoch: int, count: int) -> list[tuple[int, int]] | None:
         keys: list[tuple[int, int]] = []
         while self._heap and len(keys) < count:
             key = heapq.heappop(self._heap)
-            if key in self._ready:  # otherwise it was taken by its position
+            if key in self._ready:  # otherwise taken by position
                 keys.append(key)
         if len(keys) == count and all(key[0] == epoch for key in keys):
             return keys
@@ -124,19 +126,19 @@ class PrefetchQueue:
         return samples
 
     def _wait(self, start: float) -> None:
-        if not (self._in_progress or self._feeds or self._upcoming):
-            raise RuntimeError(f"{self._name}: more samples are taken than were fed")
+        if not (self._running or self._feeds or self._upcoming):
+            raise RuntimeError(f"{self._name}: more samples are requested than tasks were fed")
         left = max(self._last_progress, start) + self._patience - time.monotonic()
         if left <= 0:
-            in_progress = [f"index {task.index} for {time.monotonic() - since:.0f} s" for task, since in self._in_progress.values()]
+            running = [f"index {task.index} for {time.monotonic() - since:.0f} s" for task, since in self._running.values()]
             raise DataError(
                 f"{self._name}: no sample has become ready for {self._patience:.0f} s; workers are at "
-                f"{', '.join(in_progress[:4]) or 'nothing'}: does the file system hang? Raise data.patience if samples may take that long"
+                f"{', '.join(running[:4]) or 'nothing'}: does the file system hang? Raise data.patience if samples take that long"
             )
         self._condition.wait(min(left, 1.0))
 
     def _next_task(self) -> Task | None:
-        """The next task, if there is one and the budget allows it."""
+        """Return the next task, or None if there is none or the budget is exhausted."""
         if self._closed or self._failure is not None:
             return None
         if self._upcoming is None:
@@ -147,16 +149,16 @@ class PrefetchQueue:
         task = self._upcoming
         if task is None:
             return None
-        count = len(self._ready) + len(self._in_progress)
-        # A sample that is wanted now and was not begun yet lies behind others that fill the budget.
-        if count >= self._min_samples and not self._urgent and self._bytes + (len(self._in_progress) + 1) * self._largest > self._budget:
+        count = len(self._ready) + len(self._running)
+        # An urgent sample (requested, but not started) may be queued behind others that fill the budget.
+        if count >= self._minimum and not self._urgent and self._bytes + (len(self._running) + 1) * self._largest > self._budget:
             return None
-        if count >= self._min_samples and self._largest == 0 and len(self._in_progress) >= len(self._threads):
+        if count >= self._minimum and self._largest == 0 and len(self._running) >= len(self._threads):
             return None
         self._upcoming = None
         key = (task.epoch, task.position)
         self._urgent.discard(key)
-        self._in_progress[key] = (task, time.monotonic())
+        self._running[key] = (task, time.monotonic())
         return task
 
     # ---- workers
@@ -173,13 +175,13 @@ class PrefetchQueue:
                 sample, size = self._prepare(task, number)
             except BaseException as problem:
                 with self._condition:
-                    self._in_progress.pop(key)
+                    self._running.pop(key)
                     self._failure = self._failure or self._with_index(problem, task)
                     self._condition.notify_all()
                 del problem
                 continue
             with self._condition:
-                self._in_progress.pop(key)
+                self._running.pop(key)
                 self._last_progress = time.monotonic()
                 if not self._closed:
                     self._ready[key] = (Ready(task, sample), size)
@@ -187,7 +189,7 @@ class PrefetchQueue:
                     self._bytes += size
                     self._largest = max(self._largest, size)
                 self._condition.notify_all()
-            del sample  # otherwise it is held until the next one is there
+            del sample  # otherwise kept until the next one is ready
 
     def _with_index(self, problem: BaseException, task: Task) -> BaseException:
         if isinstance(problem, HpcaiError):

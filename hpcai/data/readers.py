@@ -1,4 +1,4 @@
-"""Which way to read, by what fits into memory."""
+"""The choice between buffered and direct reads, by the memory that is available."""
 
 import logging
 import os
@@ -13,11 +13,11 @@ from hpcai.log import format_bytes as format_size
 logger = logging.getLogger(__name__)
 
 MEMORY_FRACTION = 0.6
-"""Part of the memory that a page cache may be counted on for; the rest is for models, batches and others on the node."""
+"""Fraction of the memory that the page cache may use; the rest is for models, batches and other processes of the node."""
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process and its page cache may still fill: what the node has free, within the limits of its cgroups."""
+    """Return the bytes that this process and its page cache may still use: free memory of the node, within its cgroup limits."""
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) << 10
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -31,7 +31,7 @@ def available_memory(root: Path = Path("/")) -> int:
         else:
             continue
         folder = base / name.lstrip("/")
-        # In a container the path is that of the host; what it may see is the root of its own hierarchy. Limits of parents hold too.
+        # In a container the path is that of the host, and the root of its own hierarchy is visible. Limits of parents apply too.
         for path in (folder, *folder.parents):
             if not path.is_relative_to(base):
                 break
@@ -43,7 +43,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def choose_mode(size: int, root: Path = Path("/")) -> tuple[Mode, str]:
-    """``buffered`` where ``size`` bytes fit into the page cache and ``direct`` (``auto``) where not, with the reason."""
+    """Return the mode and the reason: ``buffered`` if ``size`` bytes fit into the page cache, otherwise ``auto`` (direct)."""
     limit = int(MEMORY_FRACTION * available_memory(root))
     if size <= limit:
         return "buffered", f"{format_size(size)} of samples fit into {format_size(limit)} of page cache: reads go through it"
@@ -51,11 +51,11 @@ def choose_mode(size: int, root: Path = Path("/")) -> tuple[Mode, str]:
 
 
 def open_reader(kind: str, size: int, name: str = "data", device: torch.device | None = None) -> Reader:
-    """A reader for ``size`` bytes of samples, whose memory suits copies to ``device``.
+    """Return a reader for ``size`` bytes of samples, with memory pinned for ``device`` if that is a GPU.
 
-    ``auto`` takes what ``choose`` finds best, and says so; ``direct`` insists on O_DIRECT; ``buffered`` reads through the page
-    cache. The other ways (``memory``, ``hdf5``, ``dali``, ``gds``) read by O_DIRECT where the file system has it.
-    Raises DataError for ``memory`` when the samples do not fit.
+    ``kind``: ``auto`` uses the mode of ``choose_mode``, and logs it; ``direct`` requires O_DIRECT; ``buffered`` uses the page cache.
+    Other kinds (``memory``, ``hdf5``, ``dali``, ``gds``) use O_DIRECT if the file system supports it.
+    Raises DataError for ``memory`` if the samples do not fit.
     """
     mode: Mode = "direct" if kind == "direct" else "buffered" if kind == "buffered" else "auto"
     if kind == "auto":
@@ -63,8 +63,8 @@ def open_reader(kind: str, size: int, name: str = "data", device: torch.device |
         logger.info("%s: %s", name, reason)
     elif kind == "memory" and size > (limit := int(MEMORY_FRACTION * available_memory())):
         raise DataError(
-            f"{name}: data.reader=memory, but there are {format_size(size)} of samples, and {format_size(limit)} of memory may be used for them; "
-            "use data.reader=direct"
+            f"{name}: data.reader=memory, but there are {format_size(size)} of samples, and {format_size(limit)} of memory may be used "
+            "for them; use data.reader=direct"
         )
     memory = MemoryPool(pin=device if device is not None and device.type == "cuda" else None)
     return Reader(mode, memory=memory, threads=max(8, min(32, os.cpu_count() or 8)))
@@ -76,7 +76,7 @@ def _read_int(path: Path) -> int | None:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file, none where it cannot be read."""
+    """Return the text of a file, or an empty string if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

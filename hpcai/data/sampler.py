@@ -1,7 +1,6 @@
-"""Which process reads which samples: a pure function of (seed, epoch, position), the same on any number of processes.
+"""Samplers: the order of the samples of an epoch, and the assignment of each global batch to the replicas of the model.
 
-A sampler knows the order of an epoch, and how the samples of one global batch are dealt to the copies of the model.
-N samples, B of them a batch.
+Both are pure functions of seed, epoch and position; the order is the same on any number of ranks.   N samples, batches of B
 """
 
 import heapq
@@ -15,24 +14,24 @@ from hpcai.errors import DataError
 
 class Sampler(Protocol):
     samples: int
-    """samples of an epoch"""
+    """number of samples in an epoch"""
 
     def order(self, epoch: int) -> np.ndarray:
-        """Indices of the samples of an epoch.   [samples]"""
+        """Return the sample indices of an epoch.   [samples]"""
 
     def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
-        """Places, within the batch ``indices``, of the samples that copy ``rank`` of ``size`` takes."""
+        """Return the positions within the batch ``indices`` of the samples of replica ``rank`` of ``size``."""
 
 
 def split_range(count: int, rank: int, size: int) -> np.ndarray:
-    """The neighbours of 0 ... ``count`` - 1 that ``rank`` of ``size`` takes; parts differ in length by one at most."""
+    """Return the contiguous part of 0 ... ``count`` - 1 of ``rank`` out of ``size``. Lengths differ by at most 1."""
     return np.arange(count * rank // size, count * (rank + 1) // size)
 
 
 def _nonnegative(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
     row = np.asarray(values, np.float64)
     if row.ndim != 1 or not np.isfinite(row).all() or (row < 0).any():
-        raise DataError(f"{name} must be a row of finite numbers of 0 or more")
+        raise DataError(f"{name} must be one-dimensional, finite and not negative")
     return row
 
 
@@ -46,7 +45,7 @@ class _Contiguous:
 
 
 class InOrder(_Contiguous):
-    """0 ... N - 1, in every epoch."""
+    """Sequential order, 0 ... N - 1, in every epoch."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -56,7 +55,7 @@ class InOrder(_Contiguous):
 
 
 class Shuffled(_Contiguous):
-    """Every sample once, in a new order in every epoch."""
+    """Every sample once per epoch, in a new random order."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed = samples, seed
@@ -66,9 +65,9 @@ class Shuffled(_Contiguous):
 
 
 class Endless(_Contiguous):
-    """One endless row of shuffled passes over ``count`` samples; an epoch is its next stretch of ``samples``.
+    """An infinite sequence of shuffled passes over ``count`` samples, of which each epoch is the next ``samples``.
 
-    Where a pass does not divide by the batch nothing is dropped or repeated: the next pass begins within the batch.
+    If a pass is no multiple of the batch, nothing is dropped or repeated: the next pass starts within the batch.
     """
 
     def __init__(self, count: int, samples: int, seed: int = 0) -> None:
@@ -81,18 +80,19 @@ class Endless(_Contiguous):
 
 
 def _shuffled_passes(count: int, first: int, end: int, *seed: int) -> np.ndarray:
-    """Samples ``first`` to ``end`` of an endless row of shuffled passes over ``count`` of them."""
+    """Return elements ``first`` to ``end`` of an infinite sequence of shuffled passes over ``count`` samples."""
     passes = range(first // count, -(-end // count))
     row = np.concatenate([_generator(*seed, number).permutation(count) for number in passes])
     return row[first - passes.start * count :][: end - first]
 
 
 class Blend(_Contiguous):
-    """Rows of several sets, which lie one behind another: of each an endless row of shuffled passes, and of all together
-    ``samples`` an epoch, shared out as ``weights`` say.
+    """A mixture of S concatenated datasets: shuffled passes over each, in proportion to ``weights``, ``samples`` per epoch.
 
-    Rounding moves no row from one set to another for good: after any number of epochs each has given what its weight says, to
-    one sample. Raises DataError where an epoch is too short for a set to give one.   counts and weights [S]
+    Rounding errors do not accumulate: after any number of epochs the count of each dataset differs from its share by at most one
+    sample. Raises DataError if an epoch has no sample of one of the datasets.
+
+    Shape: counts [S], weights [S]
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], samples: int, seed: int = 0) -> None:
@@ -110,9 +110,9 @@ class Blend(_Contiguous):
 
 
 class Weighted(_Contiguous):
-    """``samples`` draws an epoch, with replacement: each sample comes as often as its weight says. With ``numbered`` the index of
-    a sample is N higher when it is drawn again in an epoch, 2N higher the next time, so that a source may make it anew.
-    weights [N], 0 or more"""
+    """``samples`` draws per epoch with replacement, with probabilities in proportion to ``weights`` [N].
+
+    With ``numbered``, the k-th repetition of a sample in an epoch has its index plus kN, so that a source may augment it anew."""
 
     def __init__(self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0, *, numbered: bool = False) -> None:
         weights = _nonnegative("weights", weights)
@@ -120,7 +120,7 @@ class Weighted(_Contiguous):
             raise DataError("weights must be more than 0 for some sample")
         self.samples, self.seed, self.numbered = samples, seed, numbered
         self._ends = np.cumsum(weights) / weights.sum()
-        self._ends[np.flatnonzero(weights)[-1] :] = 1.0  # whatever was rounded: no draw falls behind the last weight
+        self._ends[np.flatnonzero(weights)[-1] :] = 1.0  # despite rounding, no draw exceeds the last index of nonzero weight
 
     def order(self, epoch: int) -> np.ndarray:
         drawn = np.searchsorted(self._ends, _generator(self.seed, epoch).random(self.samples), side="right")
@@ -128,7 +128,7 @@ class Weighted(_Contiguous):
 
 
 def _occurrences(drawn: np.ndarray) -> np.ndarray:
-    """How often each number stands before its place.   [M] -> [M]"""
+    """Return how often each element occurs before its position.   [M] -> [M]"""
     order = np.argsort(drawn, kind="stable")
     row = drawn[order]
     counts = np.empty(len(drawn), int)
@@ -137,10 +137,10 @@ def _occurrences(drawn: np.ndarray) -> np.ndarray:
 
 
 class Sharded:
-    """Each sample belongs to a shard that lies on some nodes' own disks; each of S shards gives B / S samples to every batch.
+    """Training from S shards on node-local disks: every batch has B / S samples of each shard.
 
-    ``shard`` has that of each sample; copy r of R takes from shard r * S // R. Shards of different sizes give as many samples as
-    the smallest has; which ones are left out changes with the epoch. Raises DataError when S does not divide B.   shard [N]
+    Replica r of R reads shard r * S // R. An epoch has as many samples of each shard as the smallest shard holds; those left out
+    differ from epoch to epoch. Raises DataError if S does not divide B.   ``shard``: the shard of each sample [N]
     """
 
     def __init__(self, shard: Sequence[int] | np.ndarray, batch: int, seed: int = 0) -> None:
@@ -156,7 +156,7 @@ class Sharded:
     def order(self, epoch: int) -> np.ndarray:
         per_shard = self.samples // len(self.members)
         rows = [_generator(self.seed, epoch, s).permutation(m)[:per_shard] for s, m in enumerate(self.members)]
-        return np.concatenate([row[first : first + self.per_batch] for first in range(0, per_shard, self.per_batch) for row in rows])
+        return np.concatenate([row[k : k + self.per_batch] for k in range(0, per_shard, self.per_batch) for row in rows])
 
     def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         capacity = [len(split_range(len(indices), r, size)) for r in range(size)]
@@ -168,7 +168,7 @@ class Sharded:
             for r in ranks:
                 while capacity[r] and (slot := next(unassigned, None)) is not None:
                     owner[slot], capacity[r] = r, capacity[r] - 1
-        # After a resume, or at the end of an epoch, a shard may have more to give than its copies have room for.
+        # After a resume, or at the end of an epoch, a shard may have more samples than its replicas have capacity.
         for slot in np.flatnonzero(owner < 0):
             r = next(r for r in range(size) if capacity[r])
             owner[slot], capacity[r] = r, capacity[r] - 1
@@ -176,10 +176,9 @@ class Sharded:
 
 
 class LargestFirst:
-    """Every sample once, for evaluation: the costliest goes first, each to the group of copies that will be free first (Graham
-    1969).
+    """Every sample once, for evaluation: by descending cost, each to the least loaded group of replicas (LPT, Graham 1969).
 
-    ``group`` neighbouring copies take the same samples; a batch holds a sample for each group, until one has no more.   costs [N]
+    ``group`` adjacent replicas take the same samples. A batch has one sample for each group that is not finished.   ``costs`` [N]
     """
 
     def __init__(self, costs: Sequence[float] | np.ndarray, replicas: int, group: int = 1) -> None:
@@ -203,12 +202,14 @@ class LargestFirst:
 
 
 class Balanced:
-    """The same work for every copy at every step: a batch is dealt so that the sums of ``costs`` are as even as can be.
+    """Load balancing: the samples of a batch are assigned to replicas so that sums of ``costs`` [N] are as even as possible.
 
-    Of each batch the costliest sample goes to the copy that has least so far (longest processing time first, Graham 1969).
-    With ``equal`` all copies take equally many, so that shapes stay the same; without, as published for graphs, only the cost
-    counts. ``window`` > 1 also sorts the samples of that many batches by cost before they are cut into batches, so that what
-    meets in a batch is alike; the batches are then shuffled.   costs [N], 0 or more
+    Samples go by descending cost to the replica with the least load (longest processing time first, Graham 1969).
+
+    Args:
+        window: If above 1, sort the samples of so many batches by cost before they are split into batches (bucketing), and
+            shuffle the batches.
+        equal: All replicas take equally many samples, so that shapes are constant. Otherwise only costs count.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class Balanced:
         step = self.batch * self.window
         sorted_ = [part[np.argsort(self.costs[part], kind="stable")] for part in _split(row, step)]
         batches = [batch for part in sorted_ for batch in _split(part, self.batch)]
-        short = [batches.pop()] if len(batches[-1]) < self.batch else []  # stays last: it may be left out or filled up
+        short = [batches.pop()] if len(batches[-1]) < self.batch else []  # stays last: it may be dropped or padded
         return np.concatenate([batches[i] for i in generator.permutation(len(batches))] + short)
 
     def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Samples of a cut copy of a model, each made by one of its processes and sent to the others."""
+"""Prepare each sample on one rank of a model-parallel group and scatter it to the others."""
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,14 @@ from hpcai.errors import DataError, HpcaiError
 
 
 class ScatteredLoader:
-    """Sample ``place`` of a copy's part of batch ``number`` is made by process (number + place) % size of ``channel``.
+    """Distributes the preparation of samples over the ranks of ``channel``, each of which receives all samples.
 
-    A thread of its own calls ``take``, on all processes in the same order. Each sample is two broadcasts: four numbers, and bytes.
-    ``rank`` of the job is for messages; ``pin``: a GPU, and what comes is put where it can fetch it.
+    Sample ``slot`` of the local batch ``number`` is prepared by rank (number + slot) % size. Each sample is two broadcasts: a
+    header of four integers, and bytes. ``take`` runs in a thread of its own, in the same order on all ranks.
+
+    Args:
+        rank: The rank in the job, for error messages.
+        pin: A GPU. Received samples are stored in memory pinned for it.
     """
 
     def __init__(self, channel: Axis, rank: int, pin: torch.device | None = None) -> None:
@@ -28,23 +32,25 @@ class ScatteredLoader:
         self._memory = MemoryPool(pin=pin)
 
     def is_local(self, number: int, slot: int) -> bool:
-        """Whether this process makes that sample."""
+        """Whether this rank prepares the sample."""
         return self._source_rank(number, slot) == self._channel.rank
 
     def _source_rank(self, number: int, slot: int) -> int:
         return (number + slot) % self._channel.size
 
     def take(self, queue: PrefetchQueue, tasks: Sequence[Task], number: int, task_at: Callable[[int], Task] | None) -> list[Ready]:
-        """The samples of ``tasks``, this copy's part of a batch; of all processes alike. In ready order (``task_at`` tells the
-        task of a position) each process gives those of its own that are ready. Where one cannot give its sample all raise: it its
-        own exception, the others DataError."""
+        """Return the samples of ``tasks``, a local batch, the same on all ranks.
+
+        In ready order, where ``task_at`` maps a position to its task, each rank sends those of its samples that are ready. If a
+        rank cannot prepare its sample, it raises its own exception, and the others raise DataError.
+        """
         local_positions = [task.position for slot, task in enumerate(tasks) if self.is_local(number, slot)]
         failure: BaseException | None = None
         local_samples: Iterator[Ready] = iter(())
         try:
             if local_positions:
                 local_samples = iter(queue.take(tasks[0].epoch, len(local_positions), None if task_at else local_positions) or ())
-        except BaseException as problem:  # the others wait for its word
+        except BaseException as problem:  # the other ranks wait for a header
             failure = problem
         samples: list[Ready] = []
         for slot, task in enumerate(tasks):
@@ -88,7 +94,7 @@ class ScatteredLoader:
         torch_dist.broadcast(tensor, group=self._channel.group, group_src=source)
 
     def _pack(self, sample: Any) -> tuple[int, np.ndarray]:
-        """The bytes of a sample: of a head of so many with its pickle and the lengths of its buffers, then of these."""
+        """Return the size of the header (pickle and lengths of buffers) in bytes, and the bytes of header and buffers [n] uint8."""
         try:
             stream, buffers = flatten(sample)
         except Exception as problem:
@@ -104,7 +110,7 @@ class ScatteredLoader:
 
 
 def _unpack(content: np.ndarray, header_size: int) -> Any:
-    """The sample of ``content``, whose arrays stay there."""
+    """Return the sample. Its arrays are views of ``content``."""
     stream, lengths = pickle.loads(content[:header_size].data)  # noqa: S301  (from our own process)
     offsets = buffer_offsets([header_size, *lengths])[1:]
     return pickle.loads(stream, buffers=[content[at : at + n] for at, n in zip(offsets, lengths)])  # noqa: S301

@@ -1,4 +1,4 @@
-"""The way from an app's settings of its data to a split's rows, samples and batches."""
+"""Rows, samples and loaders of a split, from the data settings of an app."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Samples:
-    """A split as samples: a row's values by name, or what a subclass makes of them. What it reads of a row may depend on index and
-    epoch, and on the place of this process in a cut copy of the model, unless a subclass says that it is ``whole``. ``count``: the
-    first of them only."""
+    """A split as a source of samples: the fields of a row by name, or their ``transform`` by a subclass.
+
+    ``selection`` may depend on index and epoch, and on the rank within a model replica, unless a subclass sets ``replicated``.
+    ``count``: Use the first rows only."""
 
     replicated = False
 
@@ -39,11 +40,11 @@ class Samples:
         return self.rows.identity
 
     def selection(self, index: int, epoch: int) -> Selection | None:
-        """The boxes of the row's fields that are read, or None for all of it: a pure function, too."""
+        """Return the box of each field that is read, or None for full rows: a pure function."""
         return None
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Any:
-        """A tree of arrays, and a pure function of index and epoch."""
+        """Return the sample, a tree of arrays: a pure function of its arguments."""
         return values
 
     def describe(self, index: int) -> str:
@@ -57,7 +58,7 @@ class Samples:
 
 
 class Zip:
-    """Several sources, one behind another."""
+    """The concatenation of several sources."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = list(parts)
@@ -92,30 +93,30 @@ def open_split(
     folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
     shards: int = 1,
 ) -> Rows:  # fmt: skip
-    """The rows of a split, which the processes of ``mesh.peers`` open together: the first of them reads what is known of the
-    files for all. Where ``cfg.stage`` names a folder, its files, or this node's of ``shards`` parts of them, are first copied to
-    the node's own disk."""
+    """Open the rows of a split. All ranks of ``mesh.peers`` call it; the first one lists the folder and reads its index for all.
+
+    If ``cfg.stage`` is set, the files, or this node's shard of them, are first copied to the disk of the node."""
     local = {}
-    if cfg.stage is not None and folder.is_dir():  # otherwise Rows says what to do
+    if cfg.stage is not None and folder.is_dir():  # otherwise Rows raises
         staged = stage_in(folder, Path(cfg.stage) / folder.name, mesh, shards=shards)
         logger.info("%s: %s", folder.name, staged)
-        local = staged_paths(staged.directory, folder, check=False)  # it was looked at right now
+        local = staged_paths(staged.directory, folder, check=False)  # checked right now
     rows = Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.peers)
     if rows.catalog.table is None and mesh.world > 1:
-        text = "%s: no table of its %d files, so each process opens all that it asks about; hpcai data check %s --index writes one"
+        text = "%s: no table of its %d files, so each rank opens the files that it needs; hpcai data check %s --index writes one"
         logger.info(text, folder.name, len(rows.paths), folder)
     return rows
 
 
 def sharded_sampler(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
-    """The sampler that a loader is given where each group of nodes trains on a shard of its own (``cfg.shards``). All processes
-    that opened ``rows`` together call it."""
+    """Return the loader's ``sampler`` if each group of nodes trains on its own shard (``cfg.shards``), as keyword arguments. A
+    collective call of the ranks that opened ``rows``."""
     return {"sampler": Sharded(
-        broadcast_from_first(partial(sample_shards, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}  # fmt: skip
+        broadcast_from_first(partial(row_shards, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}  # fmt: skip
 
 
-def sample_shards(rows: Rows, shards: int) -> np.ndarray:
-    """Shard of each sample.   [N]"""
+def row_shards(rows: Rows, shards: int) -> np.ndarray:
+    """Return the shard of each sample.   [N]"""
     of_file = assign_shards(rows.folder, shards)
     return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
 
@@ -124,7 +125,7 @@ def sample_shards(rows: Rows, shards: int) -> np.ndarray:
 def open_loaders(
     mesh: Mesh, training: Callable[[], Loader], validation: Callable[[], Loader], pictures: Callable[[], Loader] | None = None,
 ) -> Iterator[tuple[Any, Any, Any]]:  # fmt: skip
-    """The loaders of a run, open until its end: those for training and for pictures are None on processes that only evaluate."""
+    """Context manager: the loaders of a run. Those for training and pictures are None on ranks that only evaluate."""
     with (
         training() if mesh.trains else nullcontext() as train,
         validation() as held_out,
@@ -137,8 +138,9 @@ def make_loader(
     source: Source, batch: int, cfg: LoaderConfig, mesh: Mesh, layouts: Mapping[str, str] = MappingProxyType({}),
     make_batch: Callable[..., Any] = dict, **kwargs: Any,
 ) -> Loader:  # fmt: skip
-    """Batches of ``source`` as ``cfg`` wants them made. ``layouts`` names the dims of each field of a sample (DHWC, or none) and
-    ``collect(**fields)`` makes a batch of them: both are for DALI."""
+    """Return a loader of ``source`` with the settings ``cfg``.
+
+    For DALI, ``layouts`` names the dims of each field of a sample (DHWC, or empty), and ``make_batch(**fields)`` builds a batch."""
     if cfg.reader != "dali":
         return Loader(source, batch, mesh, **cfg.loader_kwargs(), **kwargs)
     from hpcai.data.dali import DaliLoader, Field

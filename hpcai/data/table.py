@@ -1,22 +1,22 @@
-"""Where the values of all HDF5 files of a folder lie, in one file beside its index: no file is opened before one of its samples is
-read, and none for the numbers that orders and costs follow from.
+"""The table of a folder: the layouts of all its HDF5 files, in one file beside the index. With it, a file is opened only when one
+of its samples is read, and scalar fields, which orders and costs depend on, need no file at all.
 
-index-<8 digits of its SHA-256>.safetensors, which "table" of index.json names:
+index-<8 digits of its SHA-256>.safetensors, named by "table" of index.json:
 
     files           uint8 [32]          SHA-256 of the names, rows and sizes of the files, in the order of the index
-    head            int64 [F]           CRC-32 of the first 4 KiB of each; -1 of a file that could not be described
-    NAME:way        uint8 [F]           how a dataset lies there: ABSENT, PLAIN (in one piece), CHUNKED, or PACKED: for HDF5 alone
-    NAME:type       uint8 [F, 12]       its dtype in numpy's letters
-    NAME:dims       uint8 [F]           how many it has; their lengths follow file by file
-    NAME:shape      int64 [sum]
-    NAME:chunk      int64 [sum]         of those in chunks
-    NAME:pieces     int64 [F]           1, or how many chunks were written; their places follow file by file
-    NAME:cell       int64 [sum]         of a chunk in the grid of them, row-major
-    NAME:offset     int64 [sum]         bytes
-    NAME:fill       uint8 [sum]         the value, of dtype, where nothing was written; of those in chunks
-    NAME:values     [N]                 all rows, where one is a number of at most 8 bytes, and all files have it
+    head            int64 [F]           CRC-32 of the first 4 KiB of each file; -1 if it could not be described
+    NAME:way        uint8 [F]           storage of a dataset: ABSENT, CONTIGUOUS, CHUNKED, or HDF5_ONLY (compressed, for example)
+    NAME:type       uint8 [F, 12]       dtype, as numpy's ``dtype.str``
+    NAME:dims       uint8 [F]           number of dims
+    NAME:shape      int64 [sum]         sizes of dims, file by file
+    NAME:chunk      int64 [sum]         shapes of chunks, of chunked files
+    NAME:pieces     int64 [F]           1 if contiguous, otherwise the number of chunks that were written
+    NAME:cell       int64 [sum]         row-major indices of the chunks in the grid, file by file
+    NAME:offset     int64 [sum]         offsets of the pieces, in bytes
+    NAME:fill       uint8 [sum]         fill value as bytes of the dtype, of chunked files
+    NAME:values     [N]                 all rows, if a row is a scalar of at most 8 bytes and all files have the dataset
 
-F files   N rows of all of them
+F files, N rows in total
 """
 
 import hashlib
@@ -36,34 +36,35 @@ from hpcai.errors import DataError, HpcaiError
 
 ABSENT, CONTIGUOUS, CHUNKED, HDF5_ONLY = range(4)
 HEAD_BYTES = 4096
-"""Bytes of a file that are compared before it is read: with another layout they are others."""
-_DTYPE_BYTES, _DTYPE_PATTERN = 12, re.compile(rb"[<>|][biufcS][1-9][0-9]{0,8}")
-_MAX_DIMS, _MAX_LENGTH = 32, 1 << 48
+"""Bytes at the start of a file that are compared before it is read: they change with the layout."""
+_DTYPE_BYTES, _DTYPE = 12, re.compile(rb"[<>|][biufcS][1-9][0-9]{0,8}")
+_MAX_DIMS, _LIMIT = 32, 1 << 48
 _ARRAY_DTYPES = {"way": np.uint8, "type": np.uint8, "dims": np.uint8, "shape": np.int64, "chunk": np.int64, "pieces": np.int64,
           "cell": np.int64, "offset": np.int64, "fill": np.uint8}  # fmt: skip
 
 
 def signature(files: Iterable[tuple[str, int, int]]) -> "hashlib._Hash":
-    """The SHA-256 of the names, rows and sizes of files."""
+    """Return the SHA-256 of the names, rows and sizes of files."""
     return hashlib.sha256("\n".join(f"{name} {rows} {size}" for name, rows, size in files).encode())
 
 
 def head_checksum(start: bytes | np.ndarray) -> int:
-    """What the table has of the first bytes of a file."""
+    """Return the checksum of the first bytes of a file."""
     return zlib.crc32(bytes(start[:HEAD_BYTES]))
 
 
-# ---- written
+# ---- writing
 
 
 def describe(path: Path, rows: int) -> dict[str, Any]:
-    """What the table is to say of a file, fit for JSON. Datasets whose values lie elsewhere, or are no numbers, are left out.
+    """Return the table entries of a file, as JSON values, without external, virtual and non-numeric datasets.
+
     Raises DataError for a file that is missing or damaged."""
     try:
         return _describe_file(path, rows)
     except HpcaiError:
         raise
-    except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
+    except Exception as problem:  # h5py raises a dozen different exceptions for damaged files
         raise DataError(f"{path}: cannot be read as HDF5 ({type(problem).__name__}: {problem}); make or copy it again") from problem
 
 
@@ -84,7 +85,7 @@ def _describe_file(path: Path, rows: int) -> dict[str, Any]:
 
 def _describe_dataset(file: h5py.File, name: str, rows: int) -> dict[str, Any] | None:
     data = file[name]
-    if not data.shape or data.external or data.is_virtual or not _DTYPE_PATTERN.fullmatch(data.dtype.str.encode()):
+    if not data.shape or data.external or data.is_virtual or not _DTYPE.fullmatch(data.dtype.str.encode()):
         return None
     description: dict[str, Any] = {"way": HDF5_ONLY, "type": data.dtype.str, "shape": list(data.shape)}
     if len(data.shape) == 1 and data.shape[0] == rows and data.dtype.kind in "biuf" and data.dtype.itemsize <= 8:
@@ -107,7 +108,7 @@ def _grid_shape(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
 
 
 def build_table(files: Sequence[Entry], descriptions: Sequence[Mapping[str, Any] | None]) -> bytes:
-    """The table of an index, from the description of each file; None for one that has none."""
+    """Return the bytes of the table, from the description of each file, or None for files without."""
     from safetensors.numpy import save
 
     told = [one["fields"] if one else {} for one in descriptions]
@@ -139,89 +140,92 @@ def _build_arrays(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, np.nda
     return arrays
 
 
-# ---- read
+# ---- reading
 
 
 class Table:
-    """What a table says of some datasets. Files go by their numbers in the index."""
+    """The table of some datasets. Files have the numbers of the index."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], files: Sequence[Entry], datasets: Collection[str] | None = None) -> None:
-        """Raises ValueError for what cannot be."""
+        """Raises ValueError for invalid arrays."""
         expected = signature((file.name, file.rows, file.bytes) for file in files).digest()
-        _require(bytes(arrays["files"]) == expected, "it is of other files than the index names, or of other rows or sizes")
+        _check(bytes(arrays["files"]) == expected, "it is of other files than the index names, or of other rows or sizes")
         rows, sizes = (np.array(each, np.int64) for each in zip(*((file.rows, file.bytes) for file in files)))
         self.head, self._row_offsets = arrays["head"], _offsets(rows)
-        _require(self.head.dtype == np.int64 and self.head.shape == rows.shape, "its sums are not those of so many files")
+        _check(self.head.dtype == np.int64 and self.head.shape == rows.shape, "its sums are not those of so many files")
         self.fields, self.columns = dict[str, DatasetLayouts](), dict[str, np.ndarray]()
         for name in sorted({key.rpartition(":")[0] for key in arrays if ":" in key} if datasets is None else datasets):
             parts = {part: arrays[f"{name}:{part}"] for part in (*_ARRAY_DTYPES, "values") if f"{name}:{part}" in arrays}
-            if not parts:  # no file has it
+            if not parts:  # in no file
                 continue
             self.fields[name] = layouts = DatasetLayouts(name, parts, sizes)
             if "values" in parts:
-                _require(layouts.values_fit(parts["values"], rows), f"the values of '{name}' are not those of its rows")
+                _check(layouts.values_fit(parts["values"], rows), f"the values of '{name}' are not those of its rows")
                 self.columns[name] = parts["values"]
 
     def file_values(self, name: str, number: int) -> np.ndarray | None:
-        """The values of one file of a field that is known whole."""
+        """Return the values of one file, if the table has those of the dataset."""
         column = self.columns.get(name)
         return None if column is None else column[self._row_offsets[number] : self._row_offsets[number + 1]]
 
 
 class DatasetLayouts:
-    """How one dataset lies in each file."""
+    """The layouts of one dataset in all files."""
 
     def __init__(self, name: str, parts: Mapping[str, np.ndarray], sizes: np.ndarray) -> None:
         self.name, count = name, len(sizes)
         for part, kind in _ARRAY_DTYPES.items():
             found = parts.get(part)
             fits = found is not None and found.dtype == kind and found.ndim == 1 + (part == "type")
-            _require(fits, f"'{name}:{part}' is no array of its kind")
+            _check(fits, f"'{name}:{part}' is no array of its kind")
         self.storage, dims, pieces, dtypes = parts["way"], parts["dims"], parts["pieces"], parts["type"]
         self._shape_values, self._chunk_values, self._cells = parts["shape"], parts["chunk"], parts["cell"]
         self._byte_offsets, self._fill_bytes = parts["offset"], parts["fill"]
         has_all_files = len(self.storage) == len(dims) == len(pieces) == count and dtypes.shape == (count, _DTYPE_BYTES)
-        _require(has_all_files, f"'{name}' is not of so many files")
+        _check(has_all_files, f"'{name}' is not of so many files")
         present, chunked = self.storage != ABSENT, self.storage == CHUNKED
-        _require(bool((self.storage <= HDF5_ONLY).all() and ((dims > 0) == present).all() and (dims <= _MAX_DIMS).all()), self._invalid("dims"))
-        self._dtypes, self._dtype_index = self._parse_dtypes(dtypes, present)
-        item = np.array([kind.itemsize for kind in self._dtypes], np.int64)[self._dtype_index]
-        _require(bool((pieces >= 0).all() and (pieces <= len(self._byte_offsets)).all()), self._invalid("number of pieces"))
+        _check(
+            bool((self.storage <= HDF5_ONLY).all() and ((dims > 0) == present).all() and (dims <= _MAX_DIMS).all()),
+            self._invalid("dims"),
+        )
+        self._dtypes, self._dtype_of = self._parse_dtypes(dtypes, present)
+        item = np.array([kind.itemsize for kind in self._dtypes], np.int64)[self._dtype_of]
+        _check(bool((pieces >= 0).all() and (pieces <= len(self._byte_offsets)).all()), self._invalid("piece counts"))
         contiguous = self.storage == CONTIGUOUS
-        _require(bool((pieces[contiguous] == 1).all() and (pieces[~contiguous & ~chunked] == 0).all()), self._invalid("number of pieces"))
+        _check(bool((pieces[contiguous] == 1).all() and (pieces[~contiguous & ~chunked] == 0).all()), self._invalid("piece counts"))
         self._dims, self._shape_offsets, self._piece_offsets = dims, _offsets(dims), _offsets(pieces)
         self._chunk_offsets, self._fill_offsets = _offsets(np.where(chunked, dims, 0)), _offsets(np.where(chunked, item, 0))
         ends = (self._shape_offsets, self._chunk_offsets, self._piece_offsets, self._piece_offsets, self._fill_offsets)
         arrays = (self._shape_values, self._chunk_values, self._cells, self._byte_offsets, self._fill_bytes)
-        _require(all(end[-1] == len(array) for end, array in zip(ends, arrays)), f"'{name}' has arrays of other lengths than it says")
+        _check(all(end[-1] == len(array) for end, array in zip(ends, arrays)), f"'{name}' has arrays of other lengths than it says")
         self._validate_offsets(item, sizes, chunked)
 
     def _invalid(self, array_name: str) -> str:
-        return f"the {array_name} of '{self.name}' cannot be"
+        return f"'{self.name}' has invalid {array_name}"
 
     def _parse_dtypes(self, dtypes: np.ndarray, present: np.ndarray) -> tuple[list[np.dtype], np.ndarray]:
-        """The dtypes of all files, and which of them each has."""
+        """Return the dtypes that occur, and the index of that of each file."""
         texts, index = np.unique(np.ascontiguousarray(dtypes).view(f"S{_DTYPE_BYTES}").reshape(-1), return_inverse=True)
         used = np.bincount(index, present, len(texts)) > 0
-        _require(all(_DTYPE_PATTERN.fullmatch(text) for text, is_used in zip(texts.tolist(), used) if is_used), self._invalid("dtype"))
+        _check(all(_DTYPE.fullmatch(text) for text, is_used in zip(texts.tolist(), used) if is_used), self._invalid("dtype"))
         return [np.dtype(text.decode() if is_used else "u1") for text, is_used in zip(texts.tolist(), used)], index
 
     def _validate_offsets(self, item: np.ndarray, sizes: np.ndarray, chunked: np.ndarray) -> None:
-        """All pieces lie in their files, and have their places in the grid. Lengths are multiplied as floats, which do not wrap."""
+        """Require that all pieces are within files and grids. Lengths are multiplied as floats, which do not overflow."""
         shape, chunk = self._shape_values, self._chunk_values
-        _require(bool(((shape >= 0) & (shape < _MAX_LENGTH)).all() and ((chunk >= 0) & (chunk < _MAX_LENGTH)).all()), self._invalid("shape"))
+        _check(bool(((shape >= 0) & (shape < _LIMIT)).all() and ((chunk >= 0) & (chunk < _LIMIT)).all()), self._invalid("shape"))
         chunked_shape = shape[np.repeat(chunked, self._dims)]
-        _require(bool(((chunk > 0) | (chunked_shape == 0)).all()), self._invalid("shape of chunks"))
-        grid = _segment_products(-(-chunked_shape // np.maximum(chunk, 1)), self._chunk_offsets)
-        piece_bytes = np.where(chunked, _segment_products(chunk, self._chunk_offsets), _segment_products(shape, self._shape_offsets)) * item
-        _require(bool((grid < 1 << 62).all()), self._invalid("shape of chunks"))
+        _check(bool(((chunk > 0) | (chunked_shape == 0)).all()), self._invalid("shape of chunks"))
+        grid = _products(-(-chunked_shape // np.maximum(chunk, 1)), self._chunk_offsets)
+        piece_bytes = np.where(chunked, _products(chunk, self._chunk_offsets), _products(shape, self._shape_offsets)) * item
+        _check(bool((grid < 1 << 62).all()), self._invalid("shape of chunks"))
         counts = np.diff(self._piece_offsets)
         fits = (self._cells >= 0) & (self._cells < np.repeat(grid, counts)) & (self._byte_offsets >= 0)
         fits &= self._byte_offsets + np.repeat(piece_bytes, counts) <= np.repeat(sizes, counts)
-        _require(bool(fits.all()), f"values of '{self.name}' lie beyond the end of a file")
+        _check(bool(fits.all()), f"values of '{self.name}' lie beyond the end of a file")
 
     def values_fit(self, values: np.ndarray, rows: np.ndarray) -> bool:
-        """Whether ``values`` can be those of all rows: a number of each."""
+        """Whether ``values`` can be those of all rows: a scalar of each."""
         dtypes = {kind.newbyteorder("=") for kind in self._dtypes}
         is_scalar = bool((self._dims == 1).all()) and np.array_equal(self._shape_values, rows)
         return is_scalar and values.shape == (rows.sum(),) and dtypes == {values.dtype} and values.dtype.kind in "biuf"
@@ -230,10 +234,10 @@ class DatasetLayouts:
         return tuple(self._shape_values[self._shape_offsets[number] : self._shape_offsets[number + 1]].tolist())
 
     def dtype(self, number: int) -> np.dtype:
-        return self._dtypes[self._dtype_index[number]]
+        return self._dtypes[self._dtype_of[number]]
 
     def layout(self, number: int, path: Path) -> Layout:
-        """Where the dataset lies in a file that has it; of one that is packed no more than its shape."""
+        """Return the layout of the dataset in a file that has it; if it is HDF5_ONLY, only shape and dtype."""
         args, storage = (path, self.name, self.shape(number), self.dtype(number)), self.storage[number]
         pieces = slice(self._piece_offsets[number], self._piece_offsets[number + 1])
         if storage != CHUNKED:
@@ -246,42 +250,41 @@ class DatasetLayouts:
         return Layout(*args, None, chunk, offsets, fill[0])
 
     def first_mismatch(self, dtype: np.dtype, row: Sequence[int | str | None]) -> int | None:
-        """The first file that has it with another dtype, or rows of another shape; None in ``row`` allows any length."""
-        differs = np.array([kind.newbyteorder("=") != dtype for kind in self._dtypes])[self._dtype_index] | (self._dims != len(row) + 1)
-        same_dims = np.flatnonzero(~differs)
+        """Return the first file where dtype or shape of a row differ, or None. None in ``row`` allows any length."""
+        differ = np.array([kind.newbyteorder("=") != dtype for kind in self._dtypes])[self._dtype_of] | (self._dims != len(row) + 1)
+        same_dims = np.flatnonzero(~differ)
         for dim, length in enumerate(row, 1):
             if length is not None:
-                differs[same_dims] |= self._shape_values[self._shape_offsets[same_dims] + dim] != length
-        wrong = np.flatnonzero(differs & (self.storage != ABSENT))
+                differ[same_dims] |= self._shape_values[self._shape_offsets[same_dims] + dim] != length
+        wrong = np.flatnonzero(differ & (self.storage != ABSENT))
         return int(wrong[0]) if len(wrong) else None
 
     def first_row_mismatch(self, rows: np.ndarray) -> int | None:
-        """The first file in which it has another number of rows."""
+        """Return the first file with another number of rows, or None."""
         present = np.flatnonzero(self.storage != ABSENT)
         wrong = present[self._shape_values[self._shape_offsets[present]] != rows[present]]
         return int(wrong[0]) if len(wrong) else None
 
 
 def read_table(folder: Path, entry: TableEntry, files: Sequence[Entry], datasets: Collection[str] | None = None) -> Table:
-    """What the table of an index says of the datasets ``wanted``, or of all. Raises DataError where it is not there, damaged, or
-    that of other files."""
+    """Return the table of ``datasets``, or of all. Raises DataError if it is missing, damaged, or that of other files."""
     path = folder / entry.name
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size == entry.bytes else b""
-        _require(size == entry.bytes, f"it has {size:,} bytes, the index says {entry.bytes:,}")
-        _require(hashlib.sha256(raw).hexdigest() == entry.sha256, "its SHA-256 is not that of the index")
+        _check(size == entry.bytes, f"it has {size:,} bytes, the index says {entry.bytes:,}")
+        _check(hashlib.sha256(raw).hexdigest() == entry.sha256, "its SHA-256 is not that of the index")
         from safetensors.numpy import load
 
         return Table(load(raw), files, datasets)
     except OSError as problem:
         reason = str(problem.strerror)
-    except Exception as problem:  # whatever safetensors and numpy make of what is not there
+    except Exception as problem:  # safetensors and numpy raise various exceptions for damaged files
         reason = str(problem) if type(problem) is ValueError else f"{type(problem).__name__}: {problem}"
     raise DataError(f"{path}: no table of the files beside it ({reason[:300]}); write it with: hpcai data check {folder} --index")
 
 
-def _require(holds: bool, text: str) -> None:
+def _check(holds: bool, text: str) -> None:
     if not holds:
         raise ValueError(text)
 
@@ -290,8 +293,8 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _segment_products(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The product of each stretch of ``values``; 1 of an empty one."""
+def _products(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the product of each segment of ``values``, 1 if it is empty."""
     products, nonempty = np.ones(len(starts) - 1), starts[1:] > starts[:-1]
     if nonempty.any():
         with np.errstate(over="ignore", invalid="ignore"):

@@ -1,12 +1,11 @@
-"""Samples prepared in worker processes, for sources that cost Python's time; arrays arrive through shared memory.
+"""Worker processes that prepare samples, for sources that are bound by the interpreter. Arrays are passed through shared memory.
 
-A worker is a process that multiprocessing spawns: never a fork, since the parent holds threads, MPI and CUDA. As with every
-spawned process, a script that starts one keeps what it does under ``if __name__ == "__main__":``. Numerical libraries have one
-thread there. A process group of its own and ignored signals keep Ctrl-C and a scheduler's signals from it: the parent answers
-those. The kernel kills it with its parent.
+Workers are spawned, never forked, since the parent has threads, MPI and CUDA. A script that starts one therefore needs the guard
+``if __name__ == "__main__":``. Numerical libraries have one thread in a worker. It has a process group of its own and ignores
+signals, so that Ctrl-C and signals of a scheduler are handled by the parent alone. The kernel kills it with its parent.
 
-The arrays of a sample lie in anonymous shared memory (memfd: no name that could outlive a crash), of which a worker has as much as
-its largest sample takes. The parent copies them into memory of its own before it asks for the next sample.
+The arrays of a sample are in anonymous shared memory (memfd: no name that could outlive a crash) of the size of the largest
+sample so far. The parent copies them to its own memory before it requests the next sample.
 """
 
 import faulthandler
@@ -32,17 +31,17 @@ from hpcai.data.direct import MemoryPool, align_up
 from hpcai.data.pickling import buffer_offsets, flatten
 from hpcai.errors import DataError, HpcaiError
 
-_MIN_POOLED = 4096  # bytes of an array that is copied into a block of its own: others share none
-_POLL_INTERVAL = 0.3  # seconds between looks whether the worker lives, should a process that it forked keep the socket open
-_TERMINATE_TIMEOUT = 0.5  # seconds from SIGTERM to SIGKILL
-_KILL_TIMEOUT = 5.0  # seconds to wait after SIGKILL: a file system that hangs keeps even killed processes
+_MIN_POOLED = 4096  # bytes from which an array is copied to a block of the pool
+_POLL_INTERVAL = 0.3  # seconds between checks of the worker: a process that it forked may keep the socket open
+_TERM_TIMEOUT = 0.5  # seconds from SIGTERM to SIGKILL
+_KILL_TIMEOUT = 5.0  # seconds to wait after SIGKILL, which a hanging file system delays
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "OMP_PROC_BIND": "false",  # otherwise all workers are bound to the same first core
-    "MPI4PY_RC_INITIALIZE": "0",  # importing mpi4py.MPI must not start MPI once more under the parent's rank
+    "OMP_PROC_BIND": "false",  # otherwise all workers are bound to the same core
+    "MPI4PY_RC_INITIALIZE": "0",  # an import of mpi4py.MPI must not initialize MPI again with the rank of the parent
 }
 _AFFINITY = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _SPAWN = multiprocessing.get_context("spawn")
@@ -50,10 +49,10 @@ _start_lock = threading.Lock()
 
 
 class Worker:
-    """A process that prepares the samples of ``source``; one thread of the parent uses it at a time, any thread may close it.
+    """A process that prepares samples of ``source``. One thread uses it at a time; any thread may close it.
 
-    ``name`` and ``number`` are for messages; arrays of 4096 bytes or more come into ``memory``. Raises DataError when the source
-    cannot be pickled; see ``sample`` for errors of the worker.
+    ``name`` and ``number`` are for messages. Arrays of 4096 bytes or more are copied to ``memory``. Raises DataError if the source
+    cannot be pickled; for errors of the worker see ``sample``.
     """
 
     def __init__(self, source: Any, name: str, number: int, memory: MemoryPool | None = None) -> None:
@@ -67,8 +66,8 @@ class Worker:
                 f"{self._label}: a {type(source).__name__} cannot be sent to a worker process ({_message(problem)}); open files, "
                 "locks and the like in sample(), or leave them out in __getstate__"
             ) from problem
-        self._lock = threading.RLock()  # close() may come in another thread, or in a signal handler of this one
-        self._end_reason = ""  # why no more samples come
+        self._lock = threading.RLock()  # close() may be called in another thread, or in a signal handler of this one
+        self._end_reason = ""  # why the worker has ended
         self._shared: mmap.mmap | bytearray = bytearray()
         self._connection, child_connection = _SPAWN.Pipe()
         self._process = _SPAWN.Process(
@@ -79,17 +78,17 @@ class Worker:
         self.pid = self._process.pid
 
     def sample(self, index: int, epoch: int) -> Any:
-        """``source.sample(index, epoch)``, made by the worker.
+        """Return ``source.sample(index, epoch)``, prepared by the worker.
 
-        Raises an exception of hpcai's family where that raises one; DataError, naming the sample, for any other one, for a sample
-        that cannot be pickled, and when the worker has died.
+        Raises the exception of the source if it is an HpcaiError, and DataError, with the sample, for any other exception, for a
+        sample that cannot be pickled, and if the worker has died.
         """
         index = operator.index(index)
         with self._lock:
             error, stream, lengths, size = self._request(index, epoch)
             if error is not None:
                 kind, text, note = error
-                raised = kind.__new__(kind, text)  # without __init__, which may want something else than a text
+                raised = kind.__new__(kind, text)  # without __init__, whose parameters are unknown
                 raised.add_note(note)
                 raise raised
             if size:
@@ -101,7 +100,7 @@ class Worker:
                 raise DataError(text) from problem
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Stop the process, whatever its state."""
         self._end_reason = self._end_reason or "is closed"
         self._stop()
         with self._lock:
@@ -119,13 +118,13 @@ class Worker:
             return self._connection.recv()
         except (EOFError, OSError):
             raise self._ended(index) from None
-        except BaseException:  # Ctrl-C: the answer would be taken for the next sample's
+        except BaseException:  # Ctrl-C: the answer would be read as the next sample
             self._end_reason = "was ended when a sample was interrupted"
             self._process.kill()
             raise
 
     def _map_shared(self, size: int, index: int) -> None:
-        """Map the memory that the worker has made, in place of the memory before."""
+        """Map new shared memory of the worker, and release the previous one."""
         self._shared = bytearray()
         try:
             fd = reduction.recv_handle(self._connection)
@@ -140,13 +139,13 @@ class Worker:
 
     def _copy_buffers(self, lengths: Sequence[int]) -> Iterator[Any]:
         for start, length in zip(buffer_offsets(lengths), lengths):
-            if length < _MIN_POOLED:  # a label that is kept must not hold a page
+            if length < _MIN_POOLED:  # a small array must not keep a page
                 yield bytearray(self._shared[start : start + length])
             else:
                 yield self._memory.copy(np.frombuffer(self._shared, np.uint8, length, start))
 
     def _stop(self, patience: float = 0.0) -> None:
-        for stop, wait in (lambda: None, patience), (self._process.terminate, _TERMINATE_TIMEOUT), (self._process.kill, _KILL_TIMEOUT):
+        for stop, wait in (lambda: None, patience), (self._process.terminate, _TERM_TIMEOUT), (self._process.kill, _KILL_TIMEOUT):
             stop()
             self._process.join(wait)
             if not self._process.is_alive():
@@ -154,23 +153,23 @@ class Worker:
 
     def _ended(self, index: int) -> DataError:
         if not self._end_reason:
-            self._stop(patience=2 * _TERMINATE_TIMEOUT)
+            self._stop(patience=2 * _TERM_TIMEOUT)
             code = self._process.exitcode
             if code is None or code >= 0:
-                self._end_reason = f"ended with exit code {code}; what it said is on stderr"
+                self._end_reason = f"ended with exit code {code}; see its output on stderr"
             else:
                 self._end_reason = f"was killed by signal {-code} ({signal.Signals(-code).name})"
             if code == -signal.SIGKILL:
-                self._end_reason += ": mostly the node has no more memory; lower data.workers or data.prefetch"
+                self._end_reason += ": probably out of memory on the node; lower data.workers or data.prefetch"
         return DataError(f"{self._label}, sample {index}: the process {self.pid} {self._end_reason}")
 
 
 @contextmanager
 def _spawn_environment() -> Iterator[None]:
-    """The environment and the signals with which a worker starts: those of the job wait until it ignores them."""
+    """Set environment and signal mask for the start of a worker: signals of the job are blocked until it ignores them."""
     with _start_lock:
         before = {key: os.environ.get(key) for key in (*_ENVIRONMENT, *_AFFINITY)}
-        resource_tracker.ensure_running()  # multiprocessing's own, which would let signals through again when it starts
+        resource_tracker.ensure_running()  # of multiprocessing; its start would unblock the signals
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
         try:
             os.environ.update(_ENVIRONMENT)
@@ -190,10 +189,10 @@ def _spawn_environment() -> Iterator[None]:
 
 
 def _serve(connection: Connection, pickled: bytes, label: str) -> None:
-    """Answer requests until the parent hangs up. An answer is (error, pickle, lengths of buffers, bytes of new memory)."""
+    """Answer requests until the parent closes the connection.   Answer: (error, pickle, buffer lengths, bytes of new memory)"""
     for number in _JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent ignored or blocked
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may ignore or block it
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.setpgid(0, 0)
     _die_with_parent()
@@ -228,7 +227,7 @@ def _serve(connection: Connection, pickled: bytes, label: str) -> None:
             kind = next(kind for kind in type(problem).__mro__ if kind.__module__ == HpcaiError.__module__)
             note = f"in {label}, process {os.getpid()}, sample {index}:\n{_traceback(problem)}"
             answer = ((kind, str(problem), note), b"", [], 0)
-        with suppress(ConnectionError):  # the parent hung up, as the next look at the line will tell
+        with suppress(ConnectionError):  # closed by the parent; the next recv raises
             connection.send(answer)
             if fd >= 0:
                 reduction.send_handle(connection, fd, os.getppid())
@@ -255,23 +254,23 @@ def _flatten(sample: Any, index: int, label: str) -> tuple[bytes, list[memoryvie
         ) from problem
 
 
-def _create_shared(need: int, label: str) -> tuple[int, mmap.mmap]:
-    """Shared memory of ``need`` bytes or a little more, and its descriptor."""
+def _create_shared(need: int, name: str) -> tuple[int, mmap.mmap]:
+    """Return descriptor and mapping of new shared memory of at least ``need`` bytes."""
     size = align_up(need + need // 8)  # sizes vary
     fd = os.memfd_create("hpcai-sample")
     try:
-        os.posix_fallocate(fd, 0, size)  # no memory is an error here, and a bus error later
+        os.posix_fallocate(fd, 0, size)  # out of memory is an error here, but a bus error later
         return fd, mmap.mmap(fd, size)
     except OSError as problem:
         os.close(fd)
-        raise DataError(f"{label}: no {size:,} bytes of shared memory ({problem}); lower data.workers or data.prefetch") from problem
+        raise DataError(f"{name}: no {size:,} bytes of shared memory ({problem}); lower data.workers or data.prefetch") from problem
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this process once its parent ends, of which multiprocessing has a pipe here.
+    """Have the kernel kill this process at the end of its parent, by SIGKILL as the I/O signal of multiprocessing's sentinel pipe.
 
-    A thread that waited for it would need the interpreter, which a C call can hold for minutes. PR_SET_PDEATHSIG fires at the
-    end of the parent's *thread*.
+    A waiting thread would need the GIL, which a C call can hold for minutes. PR_SET_PDEATHSIG fires at the end of the parent's
+    *thread*.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -281,7 +280,7 @@ def _die_with_parent() -> None:
     fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(sentinel, 0)
-    if poll.poll(0):  # it closed before
+    if poll.poll(0):  # closed already
         os._exit(1)
 
 
@@ -290,6 +289,6 @@ def _message(problem: BaseException) -> str:
 
 
 def _traceback(problem: BaseException) -> str:
-    """The last two lines of the traceback that are not in this file."""
+    """Return the last two traceback entries outside of this file."""
     frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if frame.filename != __file__]
     return "".join(traceback.format_list(frames[-2:])).rstrip()

@@ -10,7 +10,7 @@ from apps.cosmoflow.data import Universes, rows_of, turned, universes, whitening
 from apps.cosmoflow.settings import Config
 from hpcai import config, dist
 from hpcai.data import MemoryPool
-from hpcai.data.splits import sample_shards
+from hpcai.data.splits import row_shards
 from hpcai.errors import DataError
 from tests.apps.universes import make
 
@@ -81,7 +81,7 @@ def test_other_parameters_than_those_of_the_data_are_refused(data: Path) -> None
 def test_shards_of_samples_are_those_of_their_files(data: Path) -> None:
     cfg = settings(data, "data.stage=/nowhere", "data.shards=2")
     rows = rows_of(settings(data), "train", dist.single_process())
-    shard = sample_shards(rows, cfg.data.shards)
+    shard = row_shards(rows, cfg.data.shards)
     assert shard.tolist() in ([0, 0, 1, 1], [1, 1, 0, 0]), "two files of two universes"
     with pytest.raises(DataError, match="2 shards need a multiple of 2 nodes, but the job has 1 node"):
         universes(settings(data, f"data.stage={data.parent / 'own'}", "data.shards=2"), dist.single_process()).__enter__()

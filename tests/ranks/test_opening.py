@@ -105,7 +105,7 @@ def test_the_second_rank_touches_only_files_that_it_reads(made: Path, tmp_path: 
 def test_without_a_table_the_second_rank_opens_a_split_by_what_it_is_told(made: Path, tmp_path: Path, kind: str) -> None:
     first, second = on_ranks({"replicate": 2}, without_columns, made, kind, tmp_path)
     assert first == second and first[0] == FILES * ROWS and first[2] == (None if kind == "none" else "a")
-    advice = "set: no table of its 200 files, so each process opens all that it asks about; hpcai data check set --index writes one"
+    advice = "set: no table of its 200 files, so each rank opens the files that it needs; hpcai data check set --index writes one"
     assert first[4] == ([] if kind == "table" else [advice])
     assert first[1] == on_ranks({}, without_columns, made, "table", tmp_path)[0][1]
 

@@ -220,7 +220,7 @@ def test_a_disk_error_is_named_with_file_and_range(file: Path) -> None:
 @pytest.mark.parametrize("mode", ["auto", "direct", "buffered"])
 def test_beyond_the_end_and_missing_files(file: Path, tmp_path: Path, mode: Any) -> None:
     with Reader(mode) as reader:
-        with pytest.raises(DataError, match=r"file.bin: ends at byte 3,146,962, but bytes 3,145,728 to 3,147,728 are asked for"):
+        with pytest.raises(DataError, match=r"file.bin: ends at byte 3,146,962, but bytes 3,145,728 to 3,147,728 are requested"):
             reader.fetch(file, 3 << 20, 2000)
         with pytest.raises(DataError, match="ends at byte 3,146,962"):
             reader.read([(file, 4 << 20, np.empty(10, np.uint8))])
@@ -247,8 +247,8 @@ def test_a_file_system_without_direct_reads_is_said_once(
     with Reader("auto", files=1) as reader:
         for _ in range(3):
             assert reader.fetch(file, 10, 5000).tobytes() == CONTENT[10:5010]
-    assert len(refused) == 1 and [r.message for r in caplog.records if "has no O_DIRECT" in r.message] != []
-    with Reader("direct") as reader, pytest.raises(DataError, match="may not have O_DIRECT: set the reader to auto or buffered"):
+    assert len(refused) == 1 and [r.message for r in caplog.records if "does not support O_DIRECT" in r.message] != []
+    with Reader("direct") as reader, pytest.raises(DataError, match="may not support O_DIRECT: set the reader to auto or buffered"):
         reader.fetch(file, 10, 5000)
     monkeypatch.undo()
 

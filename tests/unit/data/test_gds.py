@@ -223,13 +223,13 @@ def test_files_stay_open_up_to_a_number_and_are_closed(double: Double, reader: G
 def test_what_is_too_short_is_named(double: Double, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
     double.change = lambda count, offset: count - 3 * ALIGN
-    with pytest.raises(DataError, match=r"volume.npy: bytes 393,344 to 524,416 are asked for, but reads stop at byte 516,096 of"):
+    with pytest.raises(DataError, match=r"volume.npy: bytes 393,344 to 524,416 are requested, but reads stop at byte 516,096 of"):
         reader.read(layout, 3)
     double.change = lambda count, offset: count - 1  # of what only alignment has added
     assert torch.equal(reader.read(layout, 3), torch.from_numpy(array[3]))
     os.truncate(layout.path, 100_000)
     reader.close()
-    with pytest.raises(DataError, match=r"volume.npy: ends at byte 100,000, but bytes up to 524,416 are asked for; it is"):
+    with pytest.raises(DataError, match=r"volume.npy: ends at byte 100,000, but bytes up to 524,416 are requested; it is"):
         reader.read(layout, 3)
 
 

@@ -370,7 +370,7 @@ def busy(worker: Worker, index: int) -> tuple[threading.Thread, list[Exception]]
 
 @pytest.mark.parametrize(
     "index, text",
-    [(1, "ended with exit code 0; what it said is on stderr"), (2, r"signal 11 \(SIGSEGV\)"), (3, r"signal 15 \(SIGTERM\)")],
+    [(1, "ended with exit code 0; see its output on stderr"), (2, r"signal 11 \(SIGSEGV\)"), (3, r"signal 15 \(SIGTERM\)")],
 )
 def test_the_end_of_a_worker_is_told(index: int, text: str, capfd: pytest.CaptureFixture) -> None:
     with closing(Worker(Deadly(), "train", 5)) as worker:
@@ -382,7 +382,7 @@ def test_the_end_of_a_worker_is_told(index: int, text: str, capfd: pytest.Captur
 
 
 def test_a_killed_worker_is_noticed_idle_and_busy() -> None:
-    text = r"was killed by signal 9 \(SIGKILL\): mostly the node has no more memory; lower data.workers or data.prefetch"
+    text = r"was killed by signal 9 \(SIGKILL\): probably out of memory on the node; lower data.workers or data.prefetch"
     with closing(Worker(Deadly(), "train", 5)) as worker:
         worker.sample(6, 0)  # leaves a process that keeps the socket open
         os.kill(worker.pid, signal.SIGKILL)
