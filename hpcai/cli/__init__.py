@@ -31,13 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
-        return show_to_reader(lambda: dispatch("hpcai", COMMANDS, words)) or 0
+        return show_to_reader(lambda: run_command("hpcai", COMMANDS, words)) or 0
     except HpcaiError as error:
         print(f"hpcai {words[0]}: {error}", file=sys.stderr)
         return 2
 
 
-def dispatch(name: str, commands: Mapping[str, str], words: Sequence[str]) -> int:
+def run_command(name: str, commands: Mapping[str, str], words: Sequence[str]) -> int:
     """Calls the ``main`` of the module that bears the name of the first word, or shows what ``commands`` there are."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(f"hpcai {__version__}: scientific AI training for supercomputers\n\nusage: {name} COMMAND ...\n")

@@ -23,8 +23,8 @@ from rich.console import Console
 
 from hpcai import config, dist
 from hpcai.cli import tables
-from hpcai.cli.bench.timing import interval, machine, orders, wait
-from hpcai.cli.trial import On, Switch, find
+from hpcai.cli.bench.timing import bootstrap_interval, machine_info, rotated_orders, synchronize
+from hpcai.cli.benchmarks import Enabled, Switch, find_workload
 from hpcai.data.readers import available_memory
 from hpcai.dist.collect import gather_objects
 from hpcai.errors import ConfigError
@@ -41,28 +41,28 @@ def main(argv: Sequence[str]) -> int:
     words = parser.parse_intermixed_args(argv)
     if words.repeats < 1 or words.steps == 0:
         parser.error("--repeats and --steps are at least 1")
-    app = find(words.app)
+    app = find_workload(words.app)
     files = [word for word in words.words if word.endswith((".yaml", ".yml"))][:1]
     cfg = config.load(app.settings, files[0] if files else None, [word for word in words.words if word not in files])
     with dist.start(cfg.mesh) as mesh:
         if mesh.sizes["evaluate"]:
             raise ConfigError(f"mesh.evaluate is {mesh.sizes['evaluate']}, but here all processes train; set it to 0")
-        names = chosen(switches := app.every_switch(cfg, mesh), words.only)
+        names = select_switches(switches := app.all_switches(cfg, mesh), words.only)
         steps = words.steps or (8 if mesh.device.type == "cuda" else 4)
-        found: dict[str, Any] = {"ablate": words.app, **machine(), "steps": steps, "repeats": words.repeats}
+        found: dict[str, Any] = {"ablate": words.app, **machine_info(), "steps": steps, "repeats": words.repeats}
         found |= {"threads": torch.get_num_threads(), "processes": mesh.world}
         found["switches"] = [{**vars(switch), "on": switch.name in names} for switch in switches]
         with Console(stderr=True, quiet=not mesh.is_first).status("") as status:
-            bench = Bench(lambda on: app.trial(cfg, mesh, on), names, mesh, steps)
-            bench.go(words.repeats, status.update)
-            found |= {**bench.rows(), "kept": bench.keeps}
-        found |= {"load_after": machine()["load"], "settings": cfg.model_dump(mode="json")}
+            bench = Ablation(lambda on: app.training(cfg, mesh, on), names, mesh, steps)
+            bench.run(words.repeats, status.update)
+            found |= {**bench.rows(), "kept": bench.keep_in_memory}
+        found |= {"load_after": machine_info()["load"], "settings": cfg.model_dump(mode="json")}
     if mesh.is_first:
-        print(json.dumps(found, allow_nan=False)) if words.json else show(found)
+        print(json.dumps(found, allow_nan=False)) if words.json else print_tables(found)
     return 0
 
 
-def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
+def select_switches(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
     """Names of the switches that are measured, in their order. Raises ConfigError for one that is not there or cannot be had."""
     known = {_key(switch.name): switch for switch in switches}
     for word in only:
@@ -79,45 +79,45 @@ def _key(name: str) -> str:
 
 
 @dataclass
-class Measured:
+class Arrangement:
     """One arrangement of switches: seconds of a step in each repeat, and how far its numbers are from plain."""
 
-    on: On
+    enabled: Enabled
     times: list[float] = field(default_factory=list)
     samples: int = 0
     differences: dict[str, float | None] = field(default_factory=dict)
     peak: int | None = None  # bytes on the GPU
     error: str | None = None
-    trial: Any = None
-    held: ExitStack = field(default_factory=ExitStack)
+    training: Any = None
+    exit_stack: ExitStack = field(default_factory=ExitStack)
 
 
-class Bench:
+class Ablation:
     """Measures ``trial(on)`` for plain, for the first one, two, ... of ``names``, and for all but one of them."""
 
-    def __init__(self, trial: Callable[[On], AbstractContextManager[Any]], names: list[str], mesh: dist.Mesh, steps: int) -> None:
-        self.trial, self.names, self.mesh, self.steps = trial, names, mesh, steps
+    def __init__(self, trial: Callable[[Enabled], AbstractContextManager[Any]], names: list[str], mesh: dist.Mesh, steps: int) -> None:
+        self.training, self.names, self.mesh, self.steps = trial, names, mesh, steps
         self.added = [frozenset(names[:count]) for count in range(len(names) + 1)]
         self.left_out = [frozenset(names) - {name} for name in names]
-        self.found = {on: Measured(on) for on in (*self.added, *self.left_out)}
-        self.keeps, self._gpu = True, mesh.device.type == "cuda"
-        self._room, self._reference = self._free(), (math.nan, torch.tensor(math.nan))  # not plain's, should that fail
+        self.arrangements = {on: Arrangement(on) for on in (*self.added, *self.left_out)}
+        self.keep_in_memory, self._gpu = True, mesh.device.type == "cuda"
+        self._free_at_start, self._reference = self._free_bytes(), (math.nan, torch.tensor(math.nan))  # not plain's, should that fail
 
-    def go(self, repeats: int, tell: Callable[[str], None]) -> None:
-        every = list(self.found.values())
+    def run(self, repeats: int, tell: Callable[[str], None]) -> None:
+        every = list(self.arrangements.values())
         try:
             for one in every:
-                tell(f"building, of {len(every)} arrangements: {', '.join(n for n in self.names if n in one.on) or 'plain'}")
-                self._attempt(one, self._first)
-            for repeat, order in enumerate(orders(len(every), repeats)):
+                tell(f"building, of {len(every)} arrangements: {', '.join(n for n in self.names if n in one.enabled) or 'plain'}")
+                self._attempt(one, self._measure_first)
+            for repeat, order in enumerate(rotated_orders(len(every), repeats)):
                 tell(f"repeat {repeat + 1} of {repeats}")
                 gc.collect()
                 for number in order:
-                    self._attempt(every[number], self._again)
+                    self._attempt(every[number], self._measure_again)
         finally:
             self._close(*every)
 
-    def _attempt(self, one: Measured, act: Callable[[Measured], None]) -> None:
+    def _attempt(self, one: Arrangement, act: Callable[[Arrangement], None]) -> None:
         try:
             if one.error is None:
                 act(one)
@@ -125,57 +125,57 @@ class Bench:
             if self.mesh.world > 1:  # unless other processes are in the middle of it
                 raise
             one.error = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-        if one.error is not None or not self.keeps:
+        if one.error is not None or not self.keep_in_memory:
             self._close(one)
 
-    def _close(self, *those: Measured) -> None:
+    def _close(self, *those: Arrangement) -> None:
         for one in those:
-            one.trial = None
+            one.training = None
             with suppress(Exception):
-                one.held.close()
+                one.exit_stack.close()
         if self._gpu:
             gc.collect()
 
-    def _first(self, one: Measured) -> None:
+    def _measure_first(self, one: Arrangement) -> None:
         if self._gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        one.trial = one.held.enter_context(self.trial(one.on))
-        one.samples = one.trial.samples
-        loss, gradient = one.trial.numerics()
-        if not one.on:
+        one.training = one.exit_stack.enter_context(self.training(one.enabled))
+        one.samples = one.training.samples
+        loss, gradient = one.training.loss_and_gradient()
+        if not one.enabled:
             self._reference = loss, gradient
         plain, flat = self._reference
         far = {"loss": abs(loss - plain) / (abs(plain) or 1.0), "gradient": float((gradient - flat).norm() / flat.norm())}
         one.differences = {of: value if math.isfinite(value) else None for of, value in far.items()}
-        self._timed(one)
+        self._step_seconds(one)
         if self._gpu:  # now, because a captured step allocates nothing later
             one.peak = torch.cuda.max_memory_allocated() - before
-        if any(gather_objects(self._free() < self._room / 2, self.mesh.everyone)):
-            self.keeps = False
-            self._close(*self.found.values())
+        if any(gather_objects(self._free_bytes() < self._free_at_start / 2, self.mesh.everyone)):
+            self.keep_in_memory = False
+            self._close(*self.arrangements.values())
 
-    def _again(self, one: Measured) -> None:
-        if one.trial is None:
-            one.trial = one.held.enter_context(self.trial(one.on))
-            self._timed(one)
-        one.times.append(self._timed(one))
+    def _measure_again(self, one: Arrangement) -> None:
+        if one.training is None:
+            one.training = one.exit_stack.enter_context(self.training(one.enabled))
+            self._step_seconds(one)
+        one.times.append(self._step_seconds(one))
 
-    def _timed(self, one: Measured) -> float:
+    def _step_seconds(self, one: Arrangement) -> float:
         """Seconds of a step of the rank that needs most."""
-        with one.trial.around():
-            self._wait()
+        with one.training.context():
+            self._barrier()
             began = time.perf_counter()
-            one.trial.run(self.steps)
-            self._wait()
+            one.training.run(self.steps)
+            self._barrier()
             spent = (time.perf_counter() - began) / self.steps
         return float(max(gather_objects(spent, self.mesh.everyone)))
 
-    def _wait(self) -> None:
-        wait()
+    def _barrier(self) -> None:
+        synchronize()
         gather_objects(None, self.mesh.everyone)
 
-    def _free(self) -> int:
+    def _free_bytes(self) -> int:
         """Bytes that nobody uses where the models are."""
         if not self._gpu:
             return available_memory()
@@ -187,9 +187,9 @@ class Bench:
         added = [self._row(name, on, self.added[0]) for name, on in zip(["plain", *self.names], self.added)]
         return {"cumulative": added, "left_out": [self._row(n, on, self.added[-1]) for n, on in zip(self.names, self.left_out)]}
 
-    def _row(self, name: str, on: On, against: On) -> dict[str, Any]:
+    def _row(self, name: str, on: Enabled, against: Enabled) -> dict[str, Any]:
         """The factor is how many times faster than plain, or how many times slower than all."""
-        one, base = self.found[on], self.found[against]
+        one, base = self.arrangements[on], self.arrangements[against]
         row: dict[str, Any] = {"name": name, "on": [n for n in self.names if n in on], "error": one.error}
         if one.error is not None:
             return row
@@ -197,11 +197,11 @@ class Bench:
         ratios = [b / a if against == self.added[0] else a / b for a, b in pairs] if base.error is None else []
         seconds = float(np.median(one.times))
         row |= {"seconds": seconds, "each": [round(value, 6) for value in one.times]}
-        row |= {"factor": interval(ratios) if ratios else None, "samples_per_second": one.samples / seconds, "peak_bytes": one.peak}
+        row |= {"factor": bootstrap_interval(ratios) if ratios else None, "samples_per_second": one.samples / seconds, "peak_bytes": one.peak}
         return row | {f"{of}_difference": one.differences.get(of) for of in ("loss", "gradient")}
 
 
-def show(found: dict[str, Any]) -> None:
+def print_tables(found: dict[str, Any]) -> None:
     where = "{ablate} on {device}, torch {torch}, {threads} threads, {processes} processes, load {load} to {load_after}; "
     print(where.format(**found) + "{repeats} repeats of {steps} steps".format(**found))
     for switch in found["switches"]:
@@ -218,12 +218,12 @@ def show(found: dict[str, Any]) -> None:
                 continue
             cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else []
             far = ["" if (value := row[f"{of}_difference"]) is None else f"{value:.0e}" for of in ("loss", "gradient")]
-            took = f"{row['seconds']:.4g}", _factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}"
+            took = f"{row['seconds']:.4g}", _format_factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}"
             rows.append([name, *took, *far])
     heads = "", "s a step", "times", *(["peak MB"] if on_gpu else []), "samples/s", "loss", "gradient"
     print(*tables.lines(rows, heads), sep="\n")
     print("+ added to those above, times faster than plain; - left out alone, times slower than all")
 
 
-def _factor(factor: dict[str, float] | None) -> str:
+def _format_factor(factor: dict[str, float] | None) -> str:
     return "" if factor is None else "{median:.2f} ({low:.2f} to {high:.2f})".format(**factor)

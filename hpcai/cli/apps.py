@@ -16,39 +16,39 @@ from hpcai.errors import ConfigError
 from hpcai.programs import SUITE
 
 
-def find(name: str, part: str) -> ModuleType | None:
+def find_module(name: str, part: str) -> ModuleType | None:
     """The module ``apps.<name>.<part>``, or None where there is no such app or it has no such file.
 
     ``name`` may come from a file that somebody else wrote: it is only compared with the apps that are there.
     """
-    return import_module(f"apps.{name}.{part}") if name in names(part) else None
+    return import_module(f"apps.{name}.{part}") if name in with_part(part) else None
 
 
-def declared(name: str, part: str) -> ModuleType:
+def require_module(name: str, part: str) -> ModuleType:
     """The module ``apps.<name>.<part>``. Raises ConfigError, which lists the apps that have it."""
-    module = find(name, part)
+    module = find_module(name, part)
     if module is None:
-        what = f"apps/{name} has no file {part}.py" if name in every() else f"there is no app {name!r}"
-        raise ConfigError(f"{what}; expected one of {', '.join(names(part)) or 'those in apps/ of a checkout, which is not here'}")
+        what = f"apps/{name} has no file {part}.py" if name in list_apps() else f"there is no app {name!r}"
+        raise ConfigError(f"{what}; expected one of {', '.join(with_part(part)) or 'those in apps/ of a checkout, which is not here'}")
     return module
 
 
-def every() -> list[str]:
+def list_apps() -> list[str]:
     """All apps, in alphabetical order; none where there are neither a checkout nor those of a wheel."""
-    return sorted(_folders())
+    return sorted(_app_folders())
 
 
-def names(part: str) -> list[str]:
+def with_part(part: str) -> list[str]:
     """The apps that have a file ``<part>.py``, in alphabetical order; none of them is imported."""
-    return sorted(app for app, folder in _folders().items() if part in {module.name for module in iter_modules([folder])})
+    return sorted(app for app, app_folder in _app_folders().items() if part in {module.name for module in iter_modules([app_folder])})
 
 
-def folder(name: str) -> Path:
+def app_folder(name: str) -> Path:
     """Where the files of an app are. Raises KeyError where there is no such app."""
-    return Path(_folders()[name])
+    return Path(_app_folders()[name])
 
 
-def roots(package: str) -> list[str]:
+def package_folders(package: str) -> list[str]:
     """The folders of ``apps`` or ``data_prep``, which can be imported from now on, also by processes that are given this path of
     modules; none where there is no such package."""
     if SUITE.is_dir():
@@ -63,12 +63,12 @@ def roots(package: str) -> list[str]:
     return list(found.__path__)
 
 
-def root() -> str:
+def apps_root() -> str:
     """The folder that holds `apps`, which Python must find to run one."""
-    return str(Path(next(iter(_folders().values()))).parents[1])
+    return str(Path(next(iter(_app_folders().values()))).parents[1])
 
 
-def _folders() -> dict[str, str]:
+def _app_folders() -> dict[str, str]:
     """The folder of each app by the app's name; the first of two with one name, as an import has it."""
-    found = [(app, f"{root}/{app.name}") for root in roots("apps") for app in iter_modules([root])]
-    return {app.name: folder for app, folder in reversed(found) if app.ispkg and app.name.isidentifier()}
+    found = [(app, f"{root}/{app.name}") for root in package_folders("apps") for app in iter_modules([root])]
+    return {app.name: app_folder for app, app_folder in reversed(found) if app.ispkg and app.name.isidentifier()}

@@ -23,11 +23,11 @@ def main(argv: Sequence[str]) -> int:
     if (words.file is None) != (words.action == "show"):
         parser.error("export takes a FILE to write, and show takes none")
     if words.file is not None:
-        return give(words.folder, words.file)
+        return export_weights(words.folder, words.file)
     return show(words.folder)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def _find_checkpoints(folder: Path) -> list[Path]:
     """Those of a folder, oldest first. Raises CheckpointError where there is none."""
     from hpcai.train.saved import found
 
@@ -37,11 +37,11 @@ def _checkpoints(folder: Path) -> list[Path]:
     return every
 
 
-def give(folder: Path, file: Path) -> int:
+def export_weights(folder: Path, file: Path) -> int:
     """Write the weights of the newest checkpoint. Raises CheckpointError, and then there is no ``file``, or the one of before."""
     from hpcai.train.saved import export
 
-    newest, partial = _checkpoints(folder)[-1], file.with_name(f".{file.name}.partial")
+    newest, partial = _find_checkpoints(folder)[-1], file.with_name(f".{file.name}.partial")
     try:
         export(newest, partial)
         partial.replace(file)
@@ -58,7 +58,7 @@ def show(folder: Path) -> int:
     from hpcai.train.saved import DamagedError, opened
 
     rows, bad = [], 0
-    for path in _checkpoints(folder):
+    for path in _find_checkpoints(folder):
         try:
             held = opened(path)
         except DamagedError as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hpcai.cli import dispatch
+from hpcai.cli import run_command
 
 COMMANDS = {
     "check": "DIR             files against their manifest, values, duplicates, what the training needs of the disk; --index",
@@ -11,4 +11,4 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    return dispatch("hpcai data", COMMANDS, argv)
+    return run_command("hpcai data", COMMANDS, argv)

@@ -13,7 +13,7 @@ from hpcai.errors import DataError
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-Kinds = Mapping[str, tuple[Severity, str]]
+FindingKinds = Mapping[str, tuple[Severity, str]]
 """Severity and text of each kind. A kind is CODE or CODE/CASE, and its text may hold ``str.format`` fields."""
 
 
@@ -27,7 +27,7 @@ class Finding:
     text: str
 
 
-def described(kinds: Kinds, kind: str, **words: Any) -> dict[str, Any]:
+def describe(kinds: FindingKinds, kind: str, **words: Any) -> dict[str, Any]:
     """Return severity, code and text of a finding of ``kind``: keyword arguments of ``Finding``."""
     severity, text = kinds[kind]
     return {"severity": severity, "code": kind.partition("/")[0], "text": text.format(**words)}
@@ -59,7 +59,7 @@ def verdict(findings: Sequence[Finding], strict: bool = False) -> str:
 
 def counts(findings: Sequence[Finding]) -> str:
     """Return ``1 error, 2 warnings, 0 notes``."""
-    return ", ".join(many(count(findings, severity), severity) for severity in SEVERITIES)
+    return ", ".join(pluralize(count(findings, severity), severity) for severity in SEVERITIES)
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     return {"summary": summary, "findings": plain}
 
 
-def many(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

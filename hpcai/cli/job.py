@@ -31,21 +31,21 @@ from typing import Any
 import pydantic
 
 from hpcai.cli import apps
-from hpcai.cli.script import Site, assign, find_site, render, sites, words_line
+from hpcai.cli.script import Site, arguments_line, assign, find_site, list_sites, render
 from hpcai.config import load
 from hpcai.errors import ConfigError, HpcaiError, MeshError
 from hpcai.schema import list_names, nearest_words
 from hpcai.settings import RunConfig, mesh_shape
 
 _STOP_BEFORE = 180
-_MOST_TASKS = 1000
+_MAX_TASKS = 1000
 
 
 @dataclass(frozen=True)
 class Task:
     """One run of an array: its words, and where it writes."""
 
-    words: Sequence[str]
+    overrides: Sequence[str]
     directory: Path
 
 
@@ -54,13 +54,13 @@ class Job:
     """What was asked for, checked."""
 
     app: str
-    words: Sequence[str]
+    overrides: Sequence[str]
     settings: RunConfig
     site: Site
     per_node: int
     seconds: int | None
     tasks: Sequence[Task]
-    asked: argparse.Namespace
+    args: argparse.Namespace
 
     @property
     def directory(self) -> Path:
@@ -70,8 +70,8 @@ class Job:
     @property
     def stop_before(self) -> int:
         """Seconds before the end of its time at which the run is asked to stop."""
-        if self.asked.stop_before is not None:
-            return int(self.asked.stop_before)
+        if self.args.stop_before is not None:
+            return int(self.args.stop_before)
         return min(_STOP_BEFORE, max(1, self.seconds // 4)) if self.seconds else _STOP_BEFORE
 
     @property
@@ -80,10 +80,10 @@ class Job:
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = _parsed(argv)
-    job = check(asked)
-    text = write(job, shlex.join(["hpcai", "job", *argv]))
-    found = places(job)
+    asked = _parse_args(argv)
+    job = build_job(asked)
+    text = render_script(job, shlex.join(["hpcai", "job", *argv]))
+    found = check_paths(job)
     if asked.submit:
         if found:
             raise ConfigError("\n".join(found))
@@ -96,13 +96,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="hpcai job", description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("app", metavar="APP", help="a folder of apps/")
     add("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the run")
-    add("--site", required=True, metavar="SITE", help=f"{', '.join(sites())}, or a file of your own")
+    add("--site", required=True, metavar="SITE", help=f"{', '.join(list_sites())}, or a file of your own")
     add("--nodes", required=True, type=int, metavar="N")
     add("--per-node", type=int, metavar="N", help="processes on each node (the site's number, one for each GPU)")
     add("--time", metavar="T", help="limit: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S (as Slurm writes it)")
@@ -122,21 +122,21 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(argv))
 
 
-def check(asked: argparse.Namespace) -> Job:
+def build_job(asked: argparse.Namespace) -> Job:
     """What was asked for, with settings, site and sizes. Raises ConfigError with every mistake, one per line."""
     site = find_site(asked.site)
     name = asked.app.removeprefix("apps.")
-    declared = apps.declared(name, "settings")
+    declared = apps.require_module(name, "settings")
     files = [word for word in asked.words if word.endswith((".yaml", ".yml"))]
     rest = [word for word in asked.words if word not in files[:1]]
     rest += [f"train.power_cap={asked.power_cap}"] if asked.power_cap is not None else []
     file = files[0] if files else None
     settings = load(declared.Config, file, rest)
     per_node = site.per_node if asked.per_node is None else asked.per_node
-    problems, seconds = _sizes(asked, site, per_node, settings), None
+    problems, seconds = _check_sizes(asked, site, per_node, settings), None
     if asked.time is not None:
         try:
-            seconds = seconds_of(asked.time)
+            seconds = parse_time(asked.time)
         except ConfigError as problem:
             problems.append(str(problem))
     if seconds and asked.stop_before is not None and not 0 < asked.stop_before < seconds:
@@ -146,12 +146,12 @@ def check(asked: argparse.Namespace) -> Job:
     if asked.container and site.facts.get("container", "file") == "file":
         problems += [
             f"{path}: a container cannot be shown a path with {mark!r}, which parts paths from one another; rename it"
-            for path in _outside(settings, files[:1]) for mark in ",:^" if mark in str(path)
+            for path in _paths_to_mount(settings, files[:1]) for mark in ",:^" if mark in str(path)
         ]  # fmt: skip
     if problems:
         raise ConfigError("\n".join(problems))
-    tasks = _tasks(declared.Config, file, rest, settings, asked.array)
-    if "power" in site.facts and any(word.startswith("train.power_cap=") for task in tasks for word in task.words):
+    tasks = _array_tasks(declared.Config, file, rest, settings, asked.array)
+    if "power" in site.facts and any(word.startswith("train.power_cap=") for task in tasks for word in task.overrides):
         option = site.facts["power"]
         raise ConfigError(
             f"--array over train.power_cap: site {site.name} caps a whole job ({option}); submit one for each, with --power-cap"
@@ -159,7 +159,7 @@ def check(asked: argparse.Namespace) -> Job:
     return Job(name, [*files[:1], *rest], settings, site, per_node, seconds, tasks, asked)
 
 
-def _sizes(asked: argparse.Namespace, site: Site, per_node: int, settings: RunConfig) -> list[str]:
+def _check_sizes(asked: argparse.Namespace, site: Site, per_node: int, settings: RunConfig) -> list[str]:
     """What is wrong with the numbers and with what the site asks for."""
     found = []
     for name, value in (("--nodes", asked.nodes), ("--per-node", per_node), ("--chain", asked.chain)):
@@ -168,7 +168,7 @@ def _sizes(asked: argparse.Namespace, site: Site, per_node: int, settings: RunCo
     account = asked.account or (None if site.pbs else os.environ.get("SBATCH_ACCOUNT"))
     for name, value, what in (("account", account, "a project's name"), ("time", asked.time, "a limit such as 1:00:00"),
                               ("queue", asked.queue, "the name of a queue")):  # fmt: skip
-        if site.needs(name) and not value:
+        if site.requires(name) and not value:
             found.append(f"site {site.name} takes no job without --{name}; give {what}")
     if asked.chain and asked.array:
         found.append("--chain and --array are both given; give one: each run of an array is started again by itself")
@@ -193,7 +193,7 @@ def _sizes(asked: argparse.Namespace, site: Site, per_node: int, settings: RunCo
     return found
 
 
-def seconds_of(text: str) -> int:
+def parse_time(text: str) -> int:
     """A limit of time as Slurm writes it, in seconds. Raises ConfigError."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     seconds = 0
@@ -211,27 +211,27 @@ def seconds_of(text: str) -> int:
     return seconds
 
 
-def _clock(seconds: int) -> str:
+def _format_time(seconds: int) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 # ---- Arrays ---------------------------------------------------------------------------------------------------------------------
 
 
-def _tasks(
+def _array_tasks(
     schema: type[RunConfig], file: str | None, words: Sequence[str], settings: RunConfig, arrays: Sequence[str]
 ) -> list[Task]:
     """The runs of an array, each with its settings checked; none without one. Raises ConfigError."""
     if not arrays:
         return []
-    choices = [_choices(settings, array) for array in arrays]
+    choices = [_array_values(settings, array) for array in arrays]
     keys = [key for key, _ in choices]
     if len(set(keys)) < len(keys):
         raise ConfigError(f"--array sets {next(key for key in keys if keys.count(key) > 1)} twice; give all its values in one")
     tasks, base, wrong = [], settings.report.directory, []
     combinations = list(product(*(values for _, values in choices)))
-    if len(combinations) > _MOST_TASKS:
-        raise ConfigError(f"--array makes {len(combinations)} runs; expected at most {_MOST_TASKS}; split it")
+    if len(combinations) > _MAX_TASKS:
+        raise ConfigError(f"--array makes {len(combinations)} runs; expected at most {_MAX_TASKS}; split it")
     assert base is not None
     for values in combinations:
         pairs = list(zip(keys, values))
@@ -251,7 +251,7 @@ def _tasks(
     return tasks
 
 
-def _choices(settings: RunConfig, array: str) -> tuple[str, list[str]]:
+def _array_values(settings: RunConfig, array: str) -> tuple[str, list[str]]:
     """The whole name of the setting that an array is over, and its values: ``seed=0-3`` -> train.seed and 0, 1, 2, 3."""
     name, equals, text = array.partition("=")
     values = [part for part in re.split(r",(?![^\[]*\])", text) if part]
@@ -261,9 +261,9 @@ def _choices(settings: RunConfig, array: str) -> tuple[str, list[str]]:
     if span:
         if int(span[1]) > int(span[2]):
             raise ConfigError(f"--array {array}: the first value is larger than the last; write {name}={span[2]}-{span[1]}")
-        last = min(int(span[2]), int(span[1]) + _MOST_TASKS)  # one more is refused
+        last = min(int(span[2]), int(span[1]) + _MAX_TASKS)  # one more is refused
         values = [str(number) for number in range(int(span[1]), last + 1)]
-    known = [key for key in _keys(settings) if key != "report.directory"]
+    known = [key for key in _flatten_settings(settings) if key != "report.directory"]
     if name == "report.directory":
         raise ConfigError(f"--array {array}: each run gets a directory of its own below report.directory; leave it out")
     if name in known:
@@ -277,26 +277,26 @@ def _choices(settings: RunConfig, array: str) -> tuple[str, list[str]]:
     raise ConfigError(f"--array {array}: {'several settings are' if same else 'no setting is'} called {name}; {hint}")
 
 
-def _keys(settings: pydantic.BaseModel) -> dict[str, Any]:
+def _flatten_settings(settings: pydantic.BaseModel) -> dict[str, Any]:
     """Every setting by its dotted name."""
     found: dict[str, Any] = {}
     for name in type(settings).model_fields:
         value = getattr(settings, name)
-        found |= {f"{name}.{key}": v for key, v in _keys(value).items()} if isinstance(value, pydantic.BaseModel) else {name: value}
+        found |= {f"{name}.{key}": v for key, v in _flatten_settings(value).items()} if isinstance(value, pydantic.BaseModel) else {name: value}
     return found
 
 
 # ---- The script -----------------------------------------------------------------------------------------------------------------
 
 
-def write(job: Job, command: str) -> str:
+def render_script(job: Job, command: str) -> str:
     """The text of the script; ``command`` is what it was asked for with."""
-    return render(job.site, _options(job), _lines(job), command)
+    return render(job.site, _scheduler_options(job), _shell_lines(job), command)
 
 
-def _options(job: Job) -> list[str]:
+def _scheduler_options(job: Job) -> list[str]:
     """What the scheduler is told."""
-    asked, directory = job.asked, job.directory
+    asked, directory = job.args, job.directory
     if job.site.pbs:
         chosen = job.site.facts.get("select")
         found = [
@@ -304,13 +304,13 @@ def _options(job: Job) -> list[str]:
             f"-o {shlex.quote(f'{directory}/')}",
             f"-l select={asked.nodes}" + (f":{chosen}" if chosen else ""),
         ]
-        found += [f"-l walltime={_clock(job.seconds)}"] if job.seconds else []
+        found += [f"-l walltime={_format_time(job.seconds)}"] if job.seconds else []
         found += [f"-A {asked.account}"] if asked.account else []
         return found + ([f"-q {asked.queue}"] if asked.queue else []) + asked.option
     output = str(directory).replace("%", "%%") + ("/job-%A_%a.out" if job.tasks else "/job-%j.out")
     found = [f"--job-name={job.app}", f"--output={shlex.quote(output)}", f"--signal=USR1@{job.stop_before}"]
     found += [f"--nodes={asked.nodes}"] + ([f"--ntasks-per-node={job.per_node}"] if asked.per_node is not None else [])
-    found += [f"--time={_clock(job.seconds)}"] if job.seconds else []
+    found += [f"--time={_format_time(job.seconds)}"] if job.seconds else []
     found += [f"--account={asked.account}"] if asked.account else []
     queue = job.site.facts.get("queue", "required")
     found += [f"{'--partition' if queue == 'required' else queue}={asked.queue}"] if asked.queue else []
@@ -320,68 +320,68 @@ def _options(job: Job) -> list[str]:
     return found + asked.option
 
 
-def _lines(job: Job) -> list[str]:
+def _shell_lines(job: Job) -> list[str]:
     """What the script sets before all else: folder, Python, what there is to copy, and the words of the run."""
-    asked, here = job.asked, Path.cwd()
+    asked, here = job.args, Path.cwd()
     found = [f"cd {shlex.quote(str(here))} || exit"]
     if asked.container:
         image = asked.container if job.site.facts.get("container") == "name" else str(Path(asked.container).absolute())
         found += ["export PYTHONSAFEPATH=1  # the image's hpcai, and not that of this folder"]
         found += [assign("HPCAI_IMAGE", image), assign("HPCAI_PYTHON", "python")]
-        found += [assign("HPCAI_FOLDERS", ",".join(map(str, _outside(job.settings, job.words[:1]))))]
+        found += [assign("HPCAI_FOLDERS", ",".join(map(str, _paths_to_mount(job.settings, job.overrides[:1]))))]
     else:
         none = job.site.facts.get("container") == "none"
-        found += [*_path(here), *([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
-    found += [*_environment(job), "HPCAI_STAGE="]
+        found += [*_python_path(here), *([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
+    found += [*_environment_lines(job), "HPCAI_STAGE="]
     if asked.stage:
         source = job.settings.data.directory  # type: ignore[attr-defined]
-        found[-1:] = [assign("HPCAI_DATA", str(source)), f'HPCAI_STAGE="{_expanded_there(asked.stage)}"']
+        found[-1:] = [assign("HPCAI_DATA", str(source)), f'HPCAI_STAGE="{_expand_in_shell(asked.stage)}"']
     found += [f"HPCAI_REQUEUE={0 if asked.chain else 1}", assign("HPCAI_RUN", str(job.directory))]
     if job.site.pbs:
         found += [f"HPCAI_PER_NODE={job.per_node} HPCAI_SECONDS={job.seconds or 0} HPCAI_STOP_BEFORE={job.stop_before}"]
         found += [assign("HPCAI_SCRIPT", str(job.script))]
-    found += [words_line([f"apps.{job.app}", *job.words])]
+    found += [arguments_line([f"apps.{job.app}", *job.overrides])]
     if job.tasks:
         found += [f"case ${{{'HPCAI_TASK' if job.site.pbs else 'SLURM_ARRAY_TASK_ID'}:?}} in"]
         for number, task in enumerate(job.tasks):
-            found += [f'  {number}) {assign("HPCAI_RUN", str(task.directory))}; set -- "$@" {shlex.join(task.words)} ;;']
+            found += [f'  {number}) {assign("HPCAI_RUN", str(task.directory))}; set -- "$@" {shlex.join(task.overrides)} ;;']
         found += ["esac"]
     return found
 
 
-def _environment(job: Job) -> list[str]:
+def _environment_lines(job: Job) -> list[str]:
     """The archive, and the folder to which each node unpacks it: one of this start of this job, unless another was asked for."""
-    if not job.asked.environment:
+    if not job.args.environment:
         return [] if job.site.pbs else ["HPCAI_ENVIRONMENT="]
     disk = next(iter(job.site.facts.get("local", "").split()), "/tmp")
     at = f"{disk}/hpcai-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
-    if job.asked.environment_at:
-        at = _expanded_there(job.asked.environment_at)
-    return [assign("HPCAI_ENVIRONMENT", str(Path(job.asked.environment).absolute())), f'HPCAI_AT="{at}"']
+    if job.args.environment_at:
+        at = _expand_in_shell(job.args.environment_at)
+    return [assign("HPCAI_ENVIRONMENT", str(Path(job.args.environment).absolute())), f'HPCAI_AT="{at}"']
 
 
-def _path(here: Path) -> list[str]:
+def _python_path(here: Path) -> list[str]:
     """Where Python finds the apps, unless they are installed or lie in this folder."""
-    root = Path(apps.root()).resolve()
+    root = Path(apps.apps_root()).resolve()
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if root == here.resolve() or root in installed:
         return []
     return [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]
 
 
-def _outside(settings: RunConfig, words: Sequence[str]) -> list[Path]:
+def _paths_to_mount(settings: RunConfig, words: Sequence[str]) -> list[Path]:
     """What a container must be shown of what ``settings`` name, and of the file that the first of ``words`` may be: all beyond
     this folder. Of what is not there yet, the nearest folder above it."""
     named = [Path(word) for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
     found = []
-    for path in [*named, *(value for value in _keys(settings).values() if isinstance(value, Path))]:
+    for path in [*named, *(value for value in _flatten_settings(settings).values() if isinstance(value, Path))]:
         there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
         if not there.resolve().is_relative_to(Path.cwd().resolve()) and there != Path("/"):
             found.append(there)
     return list(dict.fromkeys(found))
 
 
-def _expanded_there(text: str) -> str:
+def _expand_in_shell(text: str) -> str:
     """``text`` between double quotes, where only $NAMES are replaced, and one that is not set ends the script."""
     return re.sub(r'(["\\`]|\$(?!\{))', r"\\\1", re.sub(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", r"${\1\2:?}", text))
 
@@ -389,9 +389,9 @@ def _expanded_there(text: str) -> str:
 # ---- What lies where, and submitting --------------------------------------------------------------------------------------------
 
 
-def places(job: Job) -> list[str]:
+def check_paths(job: Job) -> list[str]:
     """What is wrong with files and folders of this machine, which may be another one than the script is for."""
-    found, asked = [], job.asked
+    found, asked = [], job.args
     parent = next(path for path in (job.directory, *job.directory.parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         found.append(f"report.directory {job.directory}: {parent} cannot be written to; name a folder of yours that all nodes see")
@@ -439,7 +439,7 @@ def submit(job: Job, text: str) -> list[str]:
     if job.tasks and job.site.pbs:  # a job of a PBS array cannot submit itself again
         return [_submit(["qsub", "-v", f"HPCAI_TASK={number}", str(job.script)]) for number in range(len(job.tasks))]
     numbers: list[str] = []
-    for _ in range(job.asked.chain or 1):
+    for _ in range(job.args.chain or 1):
         words = ["qsub"] if job.site.pbs else ["sbatch", "--parsable"]
         if numbers and job.site.pbs:
             words += ["-W", f"depend=afternotok:{numbers[-1]}"]

@@ -14,7 +14,7 @@ from hpcai.schema import list_names
 
 def main(words: Sequence[str]) -> None:
     """Ends as the maker does, with SystemExit. Raises ConfigError where there is none of that name."""
-    known = makers()
+    known = list_commands()
     told = list_names(known) or "those in data_prep/ of a checkout, which is not here"
     if not words or words[0] in ("-h", "--help"):
         print(f"{__doc__}\nNames: {told}")
@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> None:
     runpy.run_module(f"data_prep.{words[0]}", run_name="__main__", alter_sys=True)
 
 
-def makers() -> list[str]:
+def list_commands() -> list[str]:
     """The modules of ``data_prep`` that are commands, in alphabetical order."""
-    files = (file for root in apps.roots("data_prep") for file in Path(root).glob("*.py"))
+    files = (file for root in apps.package_folders("data_prep") for file in Path(root).glob("*.py"))
     return sorted({file.stem for file in files if '\nif __name__ == "__main__":' in file.read_text(encoding="utf-8")})

@@ -26,7 +26,7 @@ class Progress(NamedTuple):
 
 
 @contextmanager
-def shown() -> Iterator[Callable[[Progress], None]]:
+def show_progress() -> Iterator[Callable[[Progress], None]]:
     """A function that shows a ``Progress``, by a bar for each label or by lines."""
     if sys.stderr.isatty():
         with _bars() as show:

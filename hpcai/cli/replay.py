@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from hpcai import config
 from hpcai.cli import apps
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.assemble import tree_map
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.environment import place
@@ -38,7 +38,7 @@ from hpcai.train.saved import found
 from hpcai.train.step import Step
 
 _PATIENCE = 1e6  # seconds: a run that hung is replayed until it hangs again
-AGAIN, WELL = 3, 4  # exit codes of the app: the step is not finite again; it ended well
+FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is not finite again; it ended well
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,29 +51,29 @@ def main(argv: Sequence[str]) -> int:
     bundle = given.bundle.resolve()
     told = read(bundle)
     cause = min(told, key=lambda one: (one["kind"] == "stopped", one["time"]))
-    if cause["run"] not in apps.every():
-        raise ConfigError(f"{bundle}: the run was of {cause['run']!r}; expected one of the apps {', '.join(apps.every())}")
+    if cause["run"] not in apps.list_apps():
+        raise ConfigError(f"{bundle}: the run was of {cause['run']!r}; expected one of the apps {', '.join(apps.list_apps())}")
     here = place()
     cause["world"] -= cause["settings"]["mesh"].get("evaluate", 0)
     if here.world not in (None, 1, cause["world"]):
         raise ConfigError(f"{here.world} processes were started, but the run trained on {cause['world']}; start as many")
     first = here.rank == 0
     scratch = (given.scratch or bundle / "replay").resolve()
-    start = linked(bundle.parent / "checkpoints", scratch, cause["step"])
+    start = link_checkpoints(bundle.parent / "checkpoints", scratch, cause["step"])
     if first:
         where = f"from step {start}" if start else "from the beginning, for there is no checkpoint before it"
         print(f"{cause['run']}, step {cause['step']}: {cause['kind']} on rank {cause['rank']}; made again {where}", flush=True)
     try:
-        code = _made_again(cause, told, scratch, given.words, alone=here.world == 1)
+        code = _rerun(cause, told, scratch, given.words, alone=here.world == 1)
     finally:
         if first:
             shutil.rmtree(scratch, ignore_errors=True)
     if first:
-        print(f"step {cause['step']} " + ("ended well: the failure did not come again" if code == WELL else "failed again"))
-    return int(code == WELL)
+        print(f"step {cause['step']} " + ("ended well: the failure did not come again" if code == SUCCEEDED else "failed again"))
+    return int(code == SUCCEEDED)
 
 
-def linked(checkpoints: Path, scratch: Path, step: int) -> int:
+def link_checkpoints(checkpoints: Path, scratch: Path, step: int) -> int:
     """Put links to the checkpoints before ``step`` into ``scratch`` -> the number of the newest. Several processes may do so
     at once. Whether they are whole is seen when the run goes on from one.
     """
@@ -91,7 +91,7 @@ def linked(checkpoints: Path, scratch: Path, step: int) -> int:
     return max((int(path.name.removeprefix("step-")) for path in older), default=0)
 
 
-def _made_again(cause: dict[str, Any], told: list[dict[str, Any]], scratch: Path, more: Sequence[str], alone: bool) -> int:
+def _rerun(cause: dict[str, Any], told: list[dict[str, Any]], scratch: Path, more: Sequence[str], alone: bool) -> int:
     """Run the app -> its exit code."""
     samples = {one["rank"]: one.get("samples") for one in told}
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
@@ -103,23 +103,23 @@ def _made_again(cause: dict[str, Any], told: list[dict[str, Any]], scratch: Path
         def enter() -> None:
             if Path(cause.get("folder", "")).is_dir():
                 os.chdir(cause["folder"])  # paths of the settings may be relative
-            with _closely(cause["step"], samples):
+            with _search_step(cause["step"], samples):
                 sys.argv = [cause["run"], *words]
                 runpy.run_module(f"apps.{cause['run']}", run_name="__main__")
 
         if not alone or cause["world"] == 1:
-            return _code(enter)
+            return _exit_code(enter)
         if torch.cuda.is_available() and torch.cuda.device_count() < cause["world"]:
             raise ConfigError(f"the run trained on {cause['world']} processes, and this machine has fewer GPUs; start as many "
                               f"behind a launcher: srun -n {cause['world']} hpcai replay ...")  # fmt: skip
-        with forked(enter, Path(folder) / "said", cause["world"]) as forks:
-            codes, text = forks.ended(_PATIENCE)
+        with fork_processes(enter, Path(folder) / "said", cause["world"]) as forks:
+            codes, text = forks.wait(_PATIENCE)
         print(text, end="")
-        other = [code if code is not None else 1 for code in codes if code not in (AGAIN, WELL)]
-        return AGAIN if AGAIN in codes else other[0] if other else WELL
+        other = [code if code is not None else 1 for code in codes if code not in (FAILED_AGAIN, SUCCEEDED)]
+        return FAILED_AGAIN if FAILED_AGAIN in codes else other[0] if other else SUCCEEDED
 
 
-def _code(enter: Callable[[], object]) -> int:
+def _exit_code(enter: Callable[[], object]) -> int:
     try:
         enter()
     except SystemExit as end:
@@ -127,18 +127,18 @@ def _code(enter: Callable[[], object]) -> int:
     except Exception:  # the run's, which one process does not end by itself
         traceback.print_exc()
         return 1
-    return WELL
+    return SUCCEEDED
 
 
 @contextmanager
-def _closely(number: int, samples: dict[int, Any]) -> Iterator[None]:
+def _search_step(number: int, samples: dict[int, Any]) -> Iterator[None]:
     """Inside, the step with this number from 1 is looked at, and the run ends with it."""
     usual = Step.__call__
 
     def call(step: Step, batch: Any, lr: float | None = None) -> Any:
         if step.count + 1 < number:
             return usual(step, batch, lr)
-        with searched(step.model, batch) as seen:
+        with search_non_finite(step.model, batch) as seen:
             usual(step, batch, lr)
         bad = int(step.first_bad()[0].item()) == number - 1
         every = gather_objects(tuple(seen), step.mesh.everyone)
@@ -147,7 +147,7 @@ def _closely(number: int, samples: dict[int, Any]) -> Iterator[None]:
                 read = ", ".join(f"{one['index']} ({one['text']})" for one in samples.get(rank) or ())
                 print(f"rank {rank}, samples {read or 'not known'}:")
                 print("\n".join(f"  {line}" for line in lines or ("all modules and gradients are finite here",)), flush=True)
-        raise SystemExit(AGAIN if bad else WELL)
+        raise SystemExit(FAILED_AGAIN if bad else SUCCEEDED)
 
     Step.__call__ = call  # type: ignore[method-assign,assignment]
     try:
@@ -157,7 +157,7 @@ def _closely(number: int, samples: dict[int, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def searched(model: nn.Module, batch: Any) -> Iterator[list[str]]:
+def search_non_finite(model: nn.Module, batch: Any) -> Iterator[list[str]]:
     """Inside, modules are looked at as they run; afterwards the list says what was not finite first: in the batch, among outputs,
     and among the gradients of outputs, which are found from the last module to the first."""
     seen: list[str] = []
@@ -169,18 +169,18 @@ def searched(model: nn.Module, batch: Any) -> Iterator[list[str]]:
             seen.append(text)
 
     def back(name: str, gradient: Tensor) -> None:
-        if not kinds & {"batch", "output"} and not _finite(gradient):  # otherwise it follows from them
+        if not kinds & {"batch", "output"} and not _is_finite(gradient):  # otherwise it follows from them
             once("gradient", f"going back, the first gradient that is not finite is that of the output of {name}")
 
     def forward(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not _finite(output):
-            fed = "the first whose output is not finite" + ("" if _finite(inputs) else "; neither was its input")
+        if not _is_finite(output):
+            fed = "the first whose output is not finite" + ("" if _is_finite(inputs) else "; neither was its input")
             once("output", f"{name} ({type(module).__name__}) is {fed}")
-        for tensor in _floats(output):
+        for tensor in _float_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(back, name))
 
-    if not _finite(batch):
+    if not _is_finite(batch):
         once("batch", "the batch itself is not finite")
     hooks = [module.register_forward_hook(partial(forward, name or "the model")) for name, module in model.named_modules()]
     try:
@@ -192,11 +192,11 @@ def searched(model: nn.Module, batch: Any) -> Iterator[list[str]]:
         seen.insert(0, "all outputs are finite: the loss or the way back makes it")
 
 
-def _floats(tree: Any) -> list[Tensor]:
+def _float_tensors(tree: Any) -> list[Tensor]:
     leaves: list[Any] = []
     tree_map(tree, leaves.append)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _finite(tree: Any) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in _floats(tree))
+def _is_finite(tree: Any) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in _float_tensors(tree))

@@ -17,25 +17,25 @@ from hpcai.schema import list_names
 def main(words: Sequence[str]) -> None:
     """Ends as the app does: with its SystemExit, if it raises one. Raises ConfigError for an app or a file that is not there."""
     if not words or words[0] in ("-h", "--help"):
-        print(f"{__doc__}\nApps: {_known()}")
+        print(f"{__doc__}\nApps: {_app_names()}")
         return
     app = words[0]
-    if app not in apps.every():
-        raise ConfigError(f"there is no app {app!r}; expected one of {_known()}")
-    sys.argv = [app, *_configured(app, words[1:])]
+    if app not in apps.list_apps():
+        raise ConfigError(f"there is no app {app!r}; expected one of {_app_names()}")
+    sys.argv = [app, *_resolve_config(app, words[1:])]
     runpy.run_module(f"apps.{app}", run_name="__main__", alter_sys=True)
 
 
-def _known() -> str:
-    return list_names(apps.every()) or "those in apps/ of a checkout, which is not here"
+def _app_names() -> str:
+    return list_names(apps.list_apps()) or "those in apps/ of a checkout, which is not here"
 
 
-def _configured(app: str, words: Sequence[str]) -> list[str]:
+def _resolve_config(app: str, words: Sequence[str]) -> list[str]:
     """``words`` in which the first, where it names one of the app's own files, is that file."""
     if not words or "=" in words[0] or "/" in words[0] or words[0].startswith("-") or Path(words[0]).is_file():
         return list(words)
     word = words[0]
-    configs = {file.stem: file for file in sorted((apps.folder(app) / "configs").glob("*.yaml"))}
+    configs = {file.stem: file for file in sorted((apps.app_folder(app) / "configs").glob("*.yaml"))}
     name = word.removesuffix(".yaml").removesuffix(".yml")
     if name in configs:
         return [str(configs[name]), *words[1:]]

@@ -23,7 +23,7 @@ from hpcai.programs import SUITE
 
 _FACTS = {"account": "required", "time": "required", "queue": r"required|--[a-z-]+", "select": r"\S+", "local": r"/.*",
           "power": "--[a-z-]+", "container": "file|name|none"}  # fmt: skip
-_HERE = "# hpcai job: the lines of the site stand here\n"
+_SITE_MARK = "# hpcai job: the lines of the site stand here\n"
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Site:
         found = found or re.search(r"^--ntasks-per-node=(\d+)", "\n".join(self.options), re.M)
         return int(found[1]) if found else 1
 
-    def needs(self, fact: str) -> bool:
+    def requires(self, fact: str) -> bool:
         return self.facts.get(fact) == "required"
 
 
-def folder() -> Path:
+def template_folder() -> Path:
     """Where the templates lie: beside the package in a checkout, within it where it was installed. Raises ConfigError."""
     places = [Path(hpcai.__file__).parents[1] / "slurm", SUITE / "slurm"]
     for place in places:
@@ -59,22 +59,22 @@ def folder() -> Path:
     )
 
 
-def sites() -> list[str]:
+def list_sites() -> list[str]:
     """The names of all site files."""
-    return sorted(file.stem for file in (folder() / "sites").glob("*.sh"))
+    return sorted(file.stem for file in (template_folder() / "sites").glob("*.sh"))
 
 
 def find_site(name: str) -> Site:
     """The site of that name, or of a file of the user's own. Raises ConfigError."""
     own = "/" in name or name.endswith(".sh")
-    file = Path(name) if own else folder() / "sites" / f"{name}.sh"
-    if not own and name not in sites():
-        raise ConfigError(f"there is no site {name!r}; expected one of {', '.join(sites())}, or a file of your own (./mine.sh)")
+    file = Path(name) if own else template_folder() / "sites" / f"{name}.sh"
+    if not own and name not in list_sites():
+        raise ConfigError(f"there is no site {name!r}; expected one of {', '.join(list_sites())}, or a file of your own (./mine.sh)")
     try:
         return read_site(file.stem, file.read_text(), str(file))
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(
-            f"{file}: cannot be read ({problem}); expected a site file like {folder() / 'sites/generic.sh'}"
+            f"{file}: cannot be read ({problem}); expected a site file like {template_folder() / 'sites/generic.sh'}"
         ) from None
 
 
@@ -104,14 +104,14 @@ def read_site(name: str, text: str, where: str) -> Site:
 def render(site: Site, options: Iterable[str], lines: Sequence[str], command: str) -> str:
     """The whole script. ``options`` of the scheduler take the place of the site's, and these of the template's; ``lines`` of the
     shell stand before all others. ``command`` is what the script was written by."""
-    template = (folder() / ("job.pbs" if site.pbs else "job.sh")).read_text()
+    template = (template_folder() / ("job.pbs" if site.pbs else "job.sh")).read_text()
     head, _, body = template.partition("\n\n")
     mark = "#PBS " if site.pbs else "#SBATCH "
     first, *own = head.splitlines()
     every: dict[str, str] = {}
     for option in [*(line.removeprefix(mark) for line in own if line.startswith(mark)), *site.options, *options]:
-        every[_named(option)] = option
-    before, after = body.split(_HERE)
+        every[_option_name(option)] = option
+    before, after = body.split(_SITE_MARK)
     after = after[after.index("set -u\n") :]
     asked, command = "\n".join(lines) + "\n", command.replace("\n", " ")
     return "\n".join(
@@ -119,7 +119,7 @@ def render(site: Site, options: Iterable[str], lines: Sequence[str], command: st
     )
 
 
-def _named(option: str) -> str:
+def _option_name(option: str) -> str:
     """What an option sets: ``--nodes`` of ``--nodes=2``, ``-l walltime`` of ``-l walltime=1:00:00``, ``-q`` of ``-q prod``."""
     found = re.match(r"-l \w+|--?[\w-]+", option)
     return found[0] if found else option
@@ -129,6 +129,6 @@ def assign(name: str, value: str) -> str:
     return f"{name}={shlex.quote(value)}"
 
 
-def words_line(words: Sequence[str]) -> str:
+def arguments_line(words: Sequence[str]) -> str:
     """The words of the program, one on each line."""
     return "set -- " + " \\\n  ".join(map(shlex.quote, words))

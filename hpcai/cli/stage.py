@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcai.cli.progress import Progress, shown
+from hpcai.cli.progress import Progress, show_progress
 from hpcai.errors import DataError
 from hpcai.log import size
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
     with start({"replicate": -1}) as mesh:
         try:
-            with shown() if mesh.is_first else nullcontext(lambda _: None) as show:
+            with show_progress() if mesh.is_first else nullcontext(lambda _: None) as show:
                 staged = stage_in(
                     words.source, words.target, mesh, shards=words.shards, verify=not words.no_verify, block=words.block << 20,
                     progress=lambda done, total: show(Progress("staged", done, total, "bytes")), node=words.node,
@@ -51,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
             return 2
         nodes = {found.node: found for found in gather_objects(staged, mesh.everyone)}
         if mesh.is_first:
-            _say(words.source, list(nodes.values()), not words.no_verify, words.json)
+            _print_summary(words.source, list(nodes.values()), not words.no_verify, words.json)
     return 0
 
 
-def _say(source: Path, nodes: "list[Staged]", verified: bool, as_json: bool) -> None:
+def _print_summary(source: Path, nodes: "list[Staged]", verified: bool, as_json: bool) -> None:
     first = nodes[0]
     read, kept, whole = (sum(getattr(node, key) for node in nodes) for key in ("read", "kept", "bytes"))
     speed = (whole - kept) / max(first.seconds, 1e-9) / 1e9

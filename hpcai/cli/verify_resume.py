@@ -26,26 +26,26 @@ from torch import Tensor
 
 from hpcai import log
 from hpcai.cli import apps
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import ConfigError
 from hpcai.train.saved import found, read_tensors
 
-MOST_KILLS = 5                      # of one run
-ROUNDING = 10.0                     # times what the references differ by
-PATIENCE = 120.0                    # seconds for the processes of a killed one to end
+MAX_KILLS = 5                      # of one run
+TOLERANCE = 10.0                     # times what the references differ by
+TIMEOUT = 120.0                    # seconds for the processes of a killed one to end
 
 
 @dataclass(frozen=True)
 class Kill:
     ranks: int
-    saving: bool                    # aimed at the writing of a checkpoint
+    in_save: bool                    # aimed at the writing of a checkpoint
     all: bool                       # every process was killed, not one
-    torn: bool                      # a checkpoint was left half written
+    left_partial: bool                      # a checkpoint was left half written
     hung: bool                      # the others had to be killed too
 
     def __str__(self) -> str:
         who = "all" if self.all else "one"
-        return f"{who} of {self.ranks} processes, {'in a save' if self.saving else 'at a random instant'}"
+        return f"{who} of {self.ranks} processes, {'in a save' if self.in_save else 'at a random instant'}"
 
 
 @dataclass
@@ -61,18 +61,18 @@ class Verdict:
 class Result:
     kills: list[Kill] = field(default_factory=list)
     runs: list[Verdict] = field(default_factory=list)
-    apart: float = 0.0              # how far the references are from each other
+    reference_difference: float = 0.0              # how far the references are from each other
 
     def lines(self) -> list[str]:
         """How many kills there were of each kind, and how the runs ended."""
-        torn, kinds = Counter(str(kill) for kill in self.kills if kill.torn), Counter(map(str, self.kills))
+        torn, kinds = Counter(str(kill) for kill in self.kills if kill.left_partial), Counter(map(str, self.kills))
         lines = [f"{count} kills of {kind}: {torn[kind]} saves left half written" for kind, count in sorted(kinds.items())]
         lines += [f"a run on {run.ranks} processes: {run.problem}" for run in self.runs if run.problem]
         changed, same = ([run for run in self.runs if (len(set(run.ranks)) > 1) is wanted] for wanted in (True, False))
         lines.append(f"{len(same)} runs on one number of processes: {sum(not run.problem for run in same)} equal bit for bit")
         if changed:
             most = max(run.difference for run in changed)
-            lines.append(f"{len(changed)} on changing numbers: weights at most {most:.1g} off, the references {self.apart:.1g}")
+            lines.append(f"{len(changed)} on changing numbers: weights at most {most:.1g} off, the references {self.reference_difference:.1g}")
         return lines
 
 
@@ -104,17 +104,17 @@ def verify(
 
     Raises ConfigError where the run cannot be made at all.
     """
-    if app not in apps.every():
-        raise ConfigError(f"there is no app {app!r}; expected one of {', '.join(apps.every())}")
+    if app not in apps.list_apps():
+        raise ConfigError(f"there is no app {app!r}; expected one of {', '.join(apps.list_apps())}")
     killer = _Killer(app, words, folder, np.random.default_rng(seed))
     counts = sorted(set(ranks))
     for count in counts:
         killer.reference(count)
         told(f"a whole run on {count} processes: {killer.seconds[count]:.1f} s")
-    result = Result(apart=max([_apart(killer.references[a], killer.references[b]) for a, b in pairwise(counts)], default=0.0))
+    result = Result(reference_difference=max([_max_difference(killer.references[a], killer.references[b]) for a, b in pairwise(counts)], default=0.0))
     while len(result.kills) < kills:
         run = killer.folder / f"run-{len(result.runs) + 1}"
-        made, verdict = killer.one_run(run, counts, kills - len(result.kills), result.apart)
+        made, verdict = killer.run_with_kills(run, counts, kills - len(result.kills), result.reference_difference)
         result.kills += made
         result.runs.append(verdict)
         told(f"{len(result.kills)} kills, {len(result.runs)} runs" + (f": {verdict.problem}" if verdict.problem else ""))
@@ -125,14 +125,14 @@ class _Killer:
     def __init__(self, app: str, words: Sequence[str], folder: Path, random: np.random.Generator) -> None:
         self.app, self.folder, self.random = app, folder, random
         every = [] if any(word.startswith("checkpoint.every_steps") for word in words) else ["checkpoint.every_steps=2"]
-        self.words = [*words, *every, "report.sinks=[]"]
+        self.overrides = [*words, *every, "report.sinks=[]"]
         self.references: dict[int, dict[str, Tensor]] = {}
         self.seconds: dict[int, float] = {}
         self.saves: dict[int, float] = {}
 
     def command(self, run: Path) -> Callable[[], object]:
         def enter() -> None:
-            sys.argv = [self.app, *self.words, f"report.directory={run}"]
+            sys.argv = [self.app, *self.overrides, f"report.directory={run}"]
             runpy.run_module(f"apps.{self.app}", run_name="__main__")
 
         return enter
@@ -143,75 +143,75 @@ class _Killer:
         self.seconds[ranks] = time.monotonic() - began
         saves = [event["seconds"] for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "checkpoint"]
         self.saves[ranks] = float(np.median(saves))
-        self.references[ranks] = _last(run)
+        self.references[ranks] = _last_checkpoint(run)
 
     def finish(self, run: Path, ranks: int) -> None:
-        with forked(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
-            codes, text = forks.ended(PATIENCE + 20 * self.seconds.get(ranks, PATIENCE))
+        with fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
+            codes, text = forks.wait(TIMEOUT + 20 * self.seconds.get(ranks, TIMEOUT))
         if codes != [0] * ranks:
             raise ConfigError(f"a run of {self.app} on {ranks} processes ended with exit codes {codes}: {text[-2000:]}")
 
-    def one_run(self, run: Path, counts: Sequence[int], most: int, apart: float) -> tuple[list[Kill], Verdict]:
+    def run_with_kills(self, run: Path, counts: Sequence[int], most: int, apart: float) -> tuple[list[Kill], Verdict]:
         """A run that is killed some times and then finishes, and how it compares. Its folder is removed. Half of the runs keep the
         number of processes that they began with."""
         counts = [int(self.random.choice(counts))] if self.random.integers(2) else counts
-        used = self.random.choice(counts, min(most, int(self.random.integers(1, MOST_KILLS + 1))) + 1).tolist()
+        used = self.random.choice(counts, min(most, int(self.random.integers(1, MAX_KILLS + 1))) + 1).tolist()
         kills: list[Kill] = []
         for ranks in used[:-1]:
-            if (kill := self.strike(run, ranks)) is None:
+            if (kill := self.kill_once(run, ranks)) is None:
                 used = [*used[: len(kills) + 1], used[-1]]
                 break
             kills.append(kill)
         try:
             self.finish(run, used[-1])
-            verdict = self.judge(run, used, apart)
+            verdict = self.compare(run, used, apart)
         except ConfigError as problem:
             verdict = Verdict(used, str(problem))
         shutil.rmtree(run, ignore_errors=True)
         return kills, verdict
 
-    def strike(self, run: Path, ranks: int) -> Kill | None:
+    def kill_once(self, run: Path, ranks: int) -> Kill | None:
         """One start that is killed; None where it ended before."""
         saving, everyone = bool(self.random.integers(2)), ranks == 1 or bool(self.random.integers(2))
         wait = float(self.random.uniform(0, self.saves[ranks] if saving else self.seconds[ranks]))
-        victim, before = int(self.random.integers(ranks)), _starts(run)
+        victim, before = int(self.random.integers(ranks)), _count_starts(run)
 
         def torn() -> bool:
             return any((run / "checkpoints").glob(".step-*.partial"))
 
-        with forked(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
+        with fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
             first = forks.processes[0]
-            while not everyone and first.is_alive() and _starts(run) == before:  # the others can notice nothing earlier
+            while not everyone and first.is_alive() and _count_starts(run) == before:  # the others can notice nothing earlier
                 time.sleep(0.01)
             while saving and first.is_alive() and not torn():
                 time.sleep(0.0005)
             time.sleep(wait)
             alive = [process for process in forks.processes if process.is_alive()]
             if len(alive) < ranks:
-                forks.ended(PATIENCE)
+                forks.wait(TIMEOUT)
                 return None
             for process in alive if everyone else [forks.processes[victim]]:
                 process.kill()
-            codes, _ = forks.ended(PATIENCE)
+            codes, _ = forks.wait(TIMEOUT)
         return Kill(ranks, saving, everyone, torn(), None in codes)
 
-    def judge(self, run: Path, used: list[int], apart: float) -> Verdict:
+    def compare(self, run: Path, used: list[int], apart: float) -> Verdict:
         """Bit for bit on one number of processes, where a NaN is equal to itself; otherwise as close as the references are."""
-        last, expected = _last(run), self.references[used[-1]]
+        last, expected = _last_checkpoint(run), self.references[used[-1]]
         if len(set(used)) == 1:
             different = sorted(name for name in expected.keys() | last.keys() if _bits(expected.get(name)) != _bits(last.get(name)))
             return Verdict(used, f"{len(different)} tensors differ, first {different[0]}" if different else "")
-        difference, allowed = _apart(expected, last), ROUNDING * apart
+        difference, allowed = _max_difference(expected, last), TOLERANCE * apart
         return Verdict(used, f"weights differ by {difference:.2g}, allowed {allowed:.2g}" * (difference > allowed), difference)
 
 
-def _starts(run: Path) -> int:
+def _count_starts(run: Path) -> int:
     """How often the run was started."""
     metrics = run / "metrics.jsonl"
     return metrics.read_bytes().count(b'"kind": "start"') if metrics.exists() else 0
 
 
-def _last(run: Path) -> dict[str, Tensor]:
+def _last_checkpoint(run: Path) -> dict[str, Tensor]:
     made = found(run / "checkpoints")
     if not made:
         raise ConfigError(f"{run}: a finished run left no checkpoint")
@@ -222,7 +222,7 @@ def _bits(tensor: Tensor | None) -> object:
     return None if tensor is None else (tensor.dtype, tensor.shape, tensor.numpy().tobytes())
 
 
-def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def _max_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest difference of two models' weights, relative to the largest weight of the same tensor."""
     far = [0.0]
     for name, tensor in one.items():

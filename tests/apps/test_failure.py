@@ -12,7 +12,7 @@ import h5py
 import pytest
 
 from hpcai.cli import replay
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.sampler import Shuffled
 from hpcai.train.failure import LAST, read
 from hpcai.train.step import Step
@@ -34,8 +34,8 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
-    with forked(call, output, ranks) as forks:
-        return forks.ended(60)
+    with fork_processes(call, output, ranks) as forks:
+        return forks.wait(60)
 
 
 def bundle(run: Path) -> Path:
@@ -119,7 +119,7 @@ def test_a_call_that_holds_the_interpreter_is_told_by_the_other_rank(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_step(monkeypatch, 3, holds_the_interpreter)
-    with forked(APP.command(data, tmp_path / "run", "train.hang_after=2"), tmp_path / "said", 2) as forks:
+    with fork_processes(APP.command(data, tmp_path / "run", "train.hang_after=2"), tmp_path / "said", 2) as forks:
         forks.processes[0].join(30)
         codes, said = [process.exitcode for process in forks.processes], (tmp_path / "said").read_text()
     assert codes == [1, None] and "rank 1: wrote nothing" in said and "in holds_the_interpreter" in said, said

@@ -16,7 +16,7 @@ SHARED = ("data", "gpu")
 
 
 def main(argv: Sequence[str]) -> int:
-    names = [*SHARED, *apps.names("trial")]
+    names = [*SHARED, *apps.with_part("benchmarks")]
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{__doc__}\nNames here: {', '.join(names)}")
         return 0

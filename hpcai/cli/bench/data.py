@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hpcai import dist
-from hpcai.cli.bench.timing import Row, finish, machine, parse, parser
+from hpcai.cli.bench.timing import Row, machine_info, make_parser, parse_parts, print_results
 from hpcai.cli.check.disk import evict
 from hpcai.data import Loader, Reader, Rows
 from hpcai.data.splits import Samples
@@ -40,22 +40,22 @@ _SAMPLES: Sequence[tuple[Shape, str]] = (((128, 128, 128, 4), "int16"), ((768, 1
 
 
 def main(argv: Sequence[str]) -> int:
-    made = parser("data", __doc__)
+    made = make_parser("data", __doc__)
     made.add_argument("--directory", type=Path, default=Path("."), help="a folder on the disk to be measured")
     made.add_argument("--gib", type=float, default=2.0, help="size of the data that are made there, and deleted after")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--threads", type=int, default=4, help="reads in flight, and workers of the others")
     measure = {"direct": _direct, "peers": _peers}
-    words = parse(made, list(measure), argv)
+    words = parse_parts(made, list(measure), argv)
     words.bytes = int(words.gib * GIB)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=words.directory) as folder:
         found = {part: measure[part](Path(folder), words) for part in words.parts}
-    return finish({"bench": "data", **machine()} | found, words.parts, words.json)
+    return print_results({"bench": "data", **machine_info()} | found, words.parts, words.json)
 
 
 @contextmanager
-def _volumes(folder: Path, count: int, shape: Shape, dtype: str) -> Iterator[Path]:
+def _write_volumes(folder: Path, count: int, shape: Shape, dtype: str) -> Iterator[Path]:
     """A folder with ``count`` rows in HDF5 files of up to 16, contiguous and aligned, as data_prep writes them; deleted after."""
     folder = folder / "volumes"
     folder.mkdir()
@@ -70,7 +70,7 @@ def _volumes(folder: Path, count: int, shape: Shape, dtype: str) -> Iterator[Pat
     shutil.rmtree(folder)
 
 
-def _forget(folder: Path) -> None:
+def _evict_all(folder: Path) -> None:
     for path in folder.iterdir():
         evict(path)
 
@@ -149,7 +149,7 @@ def _fio(path: Path, block: int, depth: int) -> Any:
 # ---- loaders
 
 
-class _H5py(Dataset[Any]):
+class _H5pyDataset(Dataset[Any]):
     """The rows of a folder as one reads them with h5py."""
 
     def __init__(self, folder: Path) -> None:
@@ -170,7 +170,7 @@ class _H5py(Dataset[Any]):
 
 
 @contextmanager
-def _by_ours(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
+def _hpcai_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
     rows = Rows(folder, {"values": (dtype, shape)}, reader="direct")
     words: Any = {"workers": threads, "last": "keep", "prefetch": 64 * MIB}
     with Loader(Samples(rows, len(rows)), 1, dist.alone(), name="bench", **words) as loader:
@@ -179,21 +179,21 @@ def _by_ours(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[I
 
 
 @contextmanager
-def _by_torch(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
+def _torch_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     random = torch.Generator().manual_seed(0)
-    loader = DataLoader(_H5py(folder), 1, shuffle=True, num_workers=threads, generator=random)
+    loader = DataLoader(_H5pyDataset(folder), 1, shuffle=True, num_workers=threads, generator=random)
     yield loader
 
 
 @contextmanager
-def _by_h5py(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
+def _h5py_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
     """Arrays in order, and no batches."""
-    data = _H5py(folder)
+    data = _H5pyDataset(folder)
     yield (data[index] for index in range(len(data)))
 
 
-_LOADERS = {"ours": _by_ours, "torch DataLoader": _by_torch, "h5py alone": _by_h5py}
+_LOADERS = {"ours": _hpcai_loader, "torch DataLoader": _torch_loader, "h5py alone": _h5py_loader}
 
 
 def _peers(folder: Path, words: Any) -> list[Row]:
@@ -202,9 +202,9 @@ def _peers(folder: Path, words: Any) -> list[Row]:
         size = np.dtype(dtype).itemsize * math.prod(shape)
         count = max(words.bytes // size, 2)
         clocks: dict[str, list[Any]] = {name: [] for name in _LOADERS}
-        with _volumes(folder, count, shape, dtype) as data:
+        with _write_volumes(folder, count, shape, dtype) as data:
             for name in [*_LOADERS] * words.repeats:
-                _forget(data)
+                _evict_all(data)
                 with _Clock(count * size) as clock, _LOADERS[name](data, shape, dtype, words.threads) as batches:
                     seen = sum(1 for _ in batches)
                 if seen != count:

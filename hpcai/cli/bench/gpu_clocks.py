@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch.utils import flop_counter
 
-from hpcai.cli.bench.timing import Row, machine, wait
+from hpcai.cli.bench.timing import Row, machine_info, synchronize
 from hpcai.kernels import triton_support
 from hpcai.plan.paper import PRODUCTS
 
@@ -22,7 +22,7 @@ GAP_US = 20.0
 """A GPU that starts the next kernel of a graph leaves 1 to 2 us; what is longer waits for the host"""
 
 
-def window(run: Callable[[int], object], count: int) -> list[float]:
+def time_window(run: Callable[[int], object], count: int) -> list[float]:
     """Seconds of each of ``run(0)`` ... ``run(count - 1)``, during which the host waits for nothing: between events on a GPU, CPU
     seconds elsewhere."""
     if not torch.cuda.is_available():
@@ -32,19 +32,19 @@ def window(run: Callable[[int], object], count: int) -> list[float]:
             marks.append(time.process_time())
         return [b - a for a, b in pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    wait()
+    synchronize()
     events[0].record()
     for i in range(count):
         run(i)
         events[i + 1].record()
-    wait()
+    synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
 # ---- the machine
 
 
-def rates(device: torch.device) -> Row:
+def peak_rates(device: torch.device) -> Row:
     """What this GPU multiplies and copies when it does nothing else, now: the yardsticks of all rows. Numbers are random, since a
     GPU draws less power, and so runs faster, on zeros."""
     on_gpu = device.type == "cuda"
@@ -60,22 +60,22 @@ def rates(device: torch.device) -> Row:
 
 def _best(run: Callable[[int], object]) -> float:
     """Median seconds of a run, of the fastest of three windows."""
-    window(run, 5)
-    return max(min(statistics.median(window(run, 20)) for _ in range(3)), 1e-9)
+    time_window(run, 5)
+    return max(min(statistics.median(time_window(run, 20)) for _ in range(3)), 1e-9)
 
 
-def facts(device: torch.device) -> Row:
+def device_info(device: torch.device) -> Row:
     """This machine, and what it can do at best."""
-    found = {**machine(), "threads": torch.get_num_threads(), "triton": triton_support.MISSING or "there"}
+    found = {**machine_info(), "threads": torch.get_num_threads(), "triton": triton_support.MISSING or "there"}
     if device.type == "cuda":
         known = torch.cuda.get_device_properties(device)
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         found |= {"memory_gb": round(known.total_memory / 1e9, 1)}
         found |= {"capability": f"{known.major}.{known.minor}", "multiprocessors": known.multi_processor_count}
-    return {**found, **rates(device)}
+    return {**found, **peak_rates(device)}
 
 
-def let_go() -> None:
+def free_memory() -> None:
     """Give the memory of what nobody holds any more back to the GPU."""
     gc.collect()
     if torch.cuda.is_available():
@@ -91,7 +91,7 @@ def graph_bytes() -> int:
 # ---- what a GPU did
 
 
-def idle(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> tuple[float, float]:
+def idle_shares(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> tuple[float, float]:
     """The shares of the time from the first start to the last end in which nothing ran: in stretches longer than ``above``, and in
     all. ``spans``: start and end of each kernel and copy, microseconds, in any order; they may overlap."""
     gaps = rest = 0.0
@@ -106,21 +106,21 @@ def idle(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> tuple[f
     return (gaps / whole, rest / whole) if whole else (0.0, 0.0)
 
 
-def traced(run: Callable[[int], object], count: int, most: int = 12) -> Row:
+def profile(run: Callable[[int], object], count: int, most: int = 12) -> Row:
     """Idle shares of a GPU in ``count`` runs, and the kernels that cost most: name, milliseconds of a run, launches of a run."""
     if not torch.cuda.is_available():
         return {}
-    wait()
+    synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for i in range(count):
             run(i)
-        wait()
+        synchronize()
     # Not ``trace.events()``, which makes a Python object of each of 100,000 kernels.
     every = [e for e in trace.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
     kernels = [e for e in every if not e.is_user_annotation()]
     if not kernels:
         return {"left_out_trace": "the profiler saw no kernel: this machine gives no access to CUPTI"}
-    gaps, rest = idle((e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in kernels)
+    gaps, rest = idle_shares((e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in kernels)
     spent, launches = Counter[str](), Counter[str]()
     for e in kernels:
         spent[e.name()] += e.duration_ns()
@@ -133,20 +133,20 @@ def traced(run: Callable[[int], object], count: int, most: int = 12) -> Row:
 # ---- work
 
 
-def operations(run: Callable[[], object]) -> int:
+def count_flops(run: Callable[[], object]) -> int:
     """Floating-point operations of matrix products, convolutions and attention in ``run``, an addition and a multiplication each.
 
     Meanwhile our kernels are their twins in torch's operations, which the counter sees; so those of Triton count as what they
     compute. What is computed again in a backward pass (checkpoints, logits of attention) counts each time. Sums, norms, gates,
     scatters and the update are not counted.
     """
-    with _by_twins(), flop_counter.FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter:
+    with _reference_kernels(), flop_counter.FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter:
         run()
     return int(counter.get_total_flops())
 
 
 @contextmanager
-def _by_twins() -> Iterator[None]:
+def _reference_kernels() -> Iterator[None]:
     before = triton_support.MISSING
     triton_support.MISSING = "operations are counted"
     try:
@@ -155,7 +155,7 @@ def _by_twins() -> Iterator[None]:
         triton_support.MISSING = before
 
 
-def told(problem: BaseException) -> str:
+def describe_error(problem: BaseException) -> str:
     """An error as one line of a table."""
     lines = str(problem).strip().splitlines()
     if isinstance(problem, torch.OutOfMemoryError) or "out of memory" in str(problem):

@@ -22,24 +22,24 @@ from hpcai.cli import tables
 Row = dict[str, Any]
 
 
-def machine() -> Row:
+def machine_info() -> Row:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
     return {"torch": torch.__version__, "device": device, "threads": 1, "load": round(os.getloadavg()[0], 1)}
 
 
-def wait() -> None:
+def synchronize() -> None:
     """Return when the GPU has done what it was asked to; at once where there is none."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def orders(count: int, repeats: int) -> list[list[int]]:
+def rotated_orders(count: int, repeats: int) -> list[list[int]]:
     """The order of ``count`` arrangements in each repeat, rotated so that the repeats begin evenly spread over them."""
     firsts = [repeat * count // repeats for repeat in range(repeats)]
     return [[*range(first, count), *range(first)] for first in firsts]
 
 
-def interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, float]:
+def bootstrap_interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, float]:
     """Median and its 95 % interval by the percentile bootstrap (Efron 1979): the same for the same ratios."""
     values = np.asarray(ratios)
     picks = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
@@ -47,7 +47,7 @@ def interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, float]:
     return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
 
 
-def alternate(
+def time_alternately(
     runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2, clock: Callable[[], float] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Median seconds of each run, in turns, so that a busy machine slows all alike: CPU seconds, or wall seconds on a GPU, unless a
@@ -60,16 +60,16 @@ def alternate(
     gc.collect()
     for repeat in range(repeats + warm):
         for name, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
-            wait()
+            synchronize()
             began = clock()
             run()
-            wait()
+            synchronize()
             if repeat >= warm:
                 times[name].append(clock() - began)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def high_water() -> float:
+def peak_memory_mb() -> float:
     """The most memory that this process has held so far, MB: of the GPU where there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e6
@@ -78,7 +78,7 @@ def high_water() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def apart(words: Sequence[str], limit: float | None = None, environ: Mapping[str, str] = MappingProxyType({})) -> Row:
+def run_in_subprocess(words: Sequence[str], limit: float | None = None, environ: Mapping[str, str] = MappingProxyType({})) -> Row:
     """What ``hpcai bench`` with these words prints last, in a process of its own; with ``failed``, why that ended badly, or that it
     was ended after ``limit`` seconds."""
     command = [sys.executable, "-c", f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"]
@@ -86,13 +86,13 @@ def apart(words: Sequence[str], limit: float | None = None, environ: Mapping[str
         done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ}, timeout=limit)
     except subprocess.TimeoutExpired as late:
         said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        return _last(said) | {"failed": f"ended after {limit:g} s"}
+        return _last_json(said) | {"failed": f"ended after {limit:g} s"}
     if done.returncode or not done.stdout.strip():
-        return _last(done.stdout) | {"failed": (done.stderr.strip().splitlines() or ["no word of why"])[-1]}
+        return _last_json(done.stdout) | {"failed": (done.stderr.strip().splitlines() or ["no word of why"])[-1]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _last(said: str) -> Row:
+def _last_json(said: str) -> Row:
     """The last object of what a process said before it ended badly, if there is a whole one."""
     for line in reversed(said.splitlines()):
         with suppress(ValueError):
@@ -101,7 +101,7 @@ def _last(said: str) -> Row:
     return {}
 
 
-def parser(name: str, text: str | None) -> argparse.ArgumentParser:
+def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
     """The parser of ``hpcai bench NAME``."""
     made = argparse.ArgumentParser(
         prog=f"hpcai bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -110,7 +110,7 @@ def parser(name: str, text: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def parse(made: argparse.ArgumentParser, known: Sequence[str], argv: Sequence[str]) -> Any:
+def parse_parts(made: argparse.ArgumentParser, known: Sequence[str], argv: Sequence[str]) -> Any:
     """The words with ``parts``, which are all that are known where none is named."""
     made.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(known)}; all of them if none is given")
     words = made.parse_args(argv)
@@ -120,7 +120,7 @@ def parse(made: argparse.ArgumentParser, known: Sequence[str], argv: Sequence[st
     return words
 
 
-def finish(found: Row, parts: Sequence[str], quiet: bool) -> int:
+def print_results(found: Row, parts: Sequence[str], quiet: bool) -> int:
     """Print what was found: a table for each part, unless ``quiet``, and JSON as the last line."""
     if not quiet:
         print_tables(found, parts)

@@ -15,7 +15,7 @@ __getattr__, __all__ = lazy(
     {
         ".command": ["main"],
         ".findings": ["Finding", "Options", "Outcome"],
-        ".examination": ["examine"],
-        ".indexing": ["tabulate"],
+        ".examination": ["check_dataset"],
+        ".indexing": ["write_indexes"],
     },
 )

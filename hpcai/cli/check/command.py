@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from hpcai import log
 from hpcai.cli import findings, tables
-from hpcai.cli.findings import many, printable
-from hpcai.cli.progress import shown
+from hpcai.cli.findings import pluralize, printable
+from hpcai.cli.progress import show_progress
 from hpcai.errors import HpcaiError
 from hpcai.stop import show_to_reader
 
 if TYPE_CHECKING:
     from hpcai.cli.check.findings import Outcome
 
-_NO_OPTIONS = ("directory", "strict", "json", "index")
+_OWN_ARGUMENTS = ("directory", "strict", "json", "index")
 INTERRUPTED = 130
 
 
@@ -30,29 +30,29 @@ def main(argv: Sequence[str]) -> int:
     words = _parser().parse_args(argv)
     with redirect_stdout(sys.stderr if words.json == "-" else sys.stdout):
         try:
-            outcome = _examined(words)
+            outcome = _check(words)
         except HpcaiError as problem:
             print(f"hpcai data check: {printable(str(problem))}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("hpcai data check: interrupted; nothing was left behind", file=sys.stderr)
             return INTERRUPTED
-        show_to_reader(lambda: print(*map(printable, report(outcome, words.strict)), sep="\n"))
+        show_to_reader(lambda: print(*map(printable, report_lines(outcome, words.strict)), sep="\n"))
     if words.json is not None:
         findings.write_json(words.json, outcome.as_json())
     return int(outcome.failed(words.strict))
 
 
-def _examined(words: argparse.Namespace) -> "Outcome":
-    from hpcai.cli.check import Options, examine, tabulate  # help and mistakes cost no numpy
+def _check(words: argparse.Namespace) -> "Outcome":
+    from hpcai.cli.check import Options, check_dataset, write_indexes  # help and mistakes cost no numpy
 
-    given = {name: value for name, value in vars(words).items() if name not in _NO_OPTIONS}
+    given = {name: value for name, value in vars(words).items() if name not in _OWN_ARGUMENTS}
     options, folder = Options(**given | {"ranges": dict(words.ranges)}), words.directory
-    with shown() as progress:
-        outcome = examine(folder, options, progress=progress)
+    with show_progress() as progress:
+        outcome = check_dataset(folder, options, progress=progress)
         if words.index:
-            print(*(printable(f"index: {line}") for line in tabulate(folder, outcome, progress=progress)), sep="\n")
-            outcome = examine(folder, options, progress=progress)
+            print(*(printable(f"index: {line}") for line in write_indexes(folder, outcome, progress=progress)), sep="\n")
+            outcome = check_dataset(folder, options, progress=progress)
     return outcome
 
 
@@ -89,7 +89,7 @@ def _range(text: str) -> tuple[str, tuple[float | None, float | None]]:
         raise argparse.ArgumentTypeError(f"{text!r}, expected FIELD=LOW:HIGH such as counts=0:32767 or target=:1") from None
 
 
-def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
+def report_lines(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
     """Yield the splits, the findings by code with the first few of each, the figures, and the verdict: lines of text."""
     yield from tables.lines(_splits(outcome))
     yield from findings.lines(outcome.findings)
@@ -103,7 +103,7 @@ def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
 def _splits(outcome: "Outcome") -> Iterator[tuple[str, str]]:
     for split in outcome.splits:
         verified = f"SHA-256 of {split.verified:,} verified" if split.verified else "no SHA-256 verified"
-        about = f"{many(split.files, 'file')}, {many(split.samples, 'sample')}, {log.size(split.bytes)}, {verified}"
+        about = f"{pluralize(split.files, 'file')}, {pluralize(split.samples, 'sample')}, {log.size(split.bytes)}, {verified}"
         yield "this folder" if split.name == "." else split.name, about
         yield from (("", f"{field}: {kind}") for field, kind in split.fields.items())
         if (parts := split.division) is not None:

@@ -15,14 +15,14 @@ from hpcai.data.direct import ALIGN, Mode, Reader
 from hpcai.errors import DataError
 
 if TYPE_CHECKING:
-    from hpcai.cli.check.manifest import SetFile, Split
+    from hpcai.cli.check.manifest import DataFile, Split
 
 MOUNTS = Path("/proc/mounts")
-SMALL, MANY = 1 << 20, 10_000
+SMALL_FILE, MANY_FILES = 1 << 20, 10_000
 """Files that are smaller and more than this keep a metadata server busier than its disks."""
 NETWORK = ("nfs", "cifs", "smb", "fuse.sshfs", "9p", "afs")
-_GROUP = 32 << 20
-_MOST_READ = 2 << 30
+_GROUP_BYTES = 32 << 20
+_MAX_BYTES = 2 << 30
 MODES: tuple[Mode, ...] = ("direct", "buffered")
 
 
@@ -40,20 +40,20 @@ def file_system(path: Path) -> str | None:
     return found
 
 
-def hints(kind: str | None, splits: "Sequence[Split]", folder: Path) -> Iterator[Finding]:
+def layout_findings(kind: str | None, splits: "Sequence[Split]", folder: Path) -> Iterator[Finding]:
     """Advice on how the files of a set should lie: too many small ones, one server for all nodes."""
     sizes = [file.size for split in splits for file in split.files]
-    if len(sizes) > MANY and sum(sizes) / len(sizes) < SMALL:
+    if len(sizes) > MANY_FILES and sum(sizes) / len(sizes) < SMALL_FILE:
         each, better = log.size(sum(sizes) // len(sizes)), max(sum(sizes) // (64 << 20), 1)
         yield finding("inodes", folder, files=len(sizes), each=each, better=better)
     if sizes and (kind or "").startswith(NETWORK):
         yield finding("network", folder, file_system=kind)
 
 
-def rate(splits: "Sequence[Split]", options: Options) -> dict[str, Any] | None:
+def measure_rate(splits: "Sequence[Split]", options: Options) -> dict[str, Any] | None:
     """Measure how fast pieces of the size of a sample come from random places of the largest split, beside what the training
     needs."""
-    sets = [[file for file in split.files if file.whole and file.rows] for split in splits]
+    sets = [[file for file in split.files if file.complete and file.rows] for split in splits]
     files = max(sets, key=lambda files: sum(file.size for file in files), default=[])
     if not files:
         return None
@@ -62,7 +62,7 @@ def rate(splits: "Sequence[Split]", options: Options) -> dict[str, Any] | None:
     for mode in MODES:
         try:
             with Reader(mode, threads=found["threads"]) as reader:
-                found[mode] = _measure(files, each, reader, options.seconds)
+                found[mode] = _measure_reads(files, each, reader, options.seconds)
         except DataError as problem:
             found[mode] = {"problem": str(problem)}
     if options.step_time is not None and options.batch is not None:
@@ -71,7 +71,7 @@ def rate(splits: "Sequence[Split]", options: Options) -> dict[str, Any] | None:
     return found
 
 
-def too_slow(directory: Path, found: dict[str, Any], options: Options) -> Iterator[Finding]:
+def rate_findings(directory: Path, found: dict[str, Any], options: Options) -> Iterator[Finding]:
     """A finding where the training needs more samples than come."""
 
     def text(samples: float) -> str:
@@ -84,11 +84,11 @@ def too_slow(directory: Path, found: dict[str, Any], options: Options) -> Iterat
         yield finding("rate", directory, best=text(best), job=job)
 
 
-def _measure(files: "Sequence[SetFile]", each: int, reader: Reader, seconds: float) -> dict[str, Any]:
+def _measure_reads(files: "Sequence[DataFile]", each: int, reader: Reader, seconds: float) -> dict[str, Any]:
     """Read random samples, many at once, for a time or 2 GiB; files leave the page cache before they are read."""
     chance, spent, size, count = random.Random(0), 1e-9, 0, 0
-    group, ends = max(1, min(64, _GROUP // each)), list(accumulate(file.size for file in files))
-    while spent < seconds and size < _MOST_READ:
+    group, ends = max(1, min(64, _GROUP_BYTES // each)), list(accumulate(file.size for file in files))
+    while spent < seconds and size < _MAX_BYTES:
         part = []
         for file in chance.choices(files, cum_weights=ends, k=group):
             page = chance.randrange(max(file.size - each, 0) // ALIGN + 1)

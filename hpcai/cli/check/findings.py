@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from hpcai.cli import findings
 from hpcai.errors import ConfigError
 
-KINDS: findings.Kinds = {
+KINDS: findings.FindingKinds = {
     # index.json and the names of files
     "index/none": ("warning", "is not there, so nothing tells of truncated, damaged or missing files; --index makes it from the "
                               "files as they are"),
@@ -81,7 +81,7 @@ def finding(
 ) -> Finding:
     """Make a finding of one of ``KINDS``; ``words`` are the fields of its text."""
     place = "/".join(path.parts[-2:]) + (f" '{dataset}'" if dataset else "") + ("" if row is None else f" row {row}")
-    about = findings.described(KINDS, kind, row=row, **words)
+    about = findings.describe(KINDS, kind, row=row, **words)
     return Finding(**about, place=place, path=path, dataset=dataset, row=row, repairable=repairable)
 
 
@@ -116,7 +116,7 @@ class Options(BaseModel):
             raise ConfigError("\n".join(lines)) from problem
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Options":
+    def _check_consistency(self) -> "Options":
         if self.step_time is not None and self.batch is None:
             raise ValueError("step-time says nothing without the samples of a step; add batch, counted over all processes")
         for name, (low, high) in self.ranges.items():
@@ -125,7 +125,7 @@ class Options(BaseModel):
         return self
 
 
-def divide(path: Path, samples: int, batch: int, world: int) -> tuple[dict[str, int], list[Finding]]:
+def divide_into_batches(path: Path, samples: int, batch: int, world: int) -> tuple[dict[str, int], list[Finding]]:
     """Divide the samples of a split into batches, with the rest dropped, or with samples repeated to fill the last batch. Return
     the counts, and findings of what will deadlock or surprise."""
     (batches, left), padded, found = divmod(samples, batch), -(-samples // batch), []

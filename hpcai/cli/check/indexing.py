@@ -11,25 +11,25 @@ from typing import Any
 from hpcai.cli.check import inspection
 from hpcai.cli.check.findings import Outcome
 from hpcai.cli.check.inspection import Inspection
-from hpcai.cli.check.manifest import Split, splits_in
+from hpcai.cli.check.manifest import Split, find_splits
 from hpcai.cli.check.pool import Pool
 from hpcai.cli.progress import Progress
 from hpcai.data.index import INDEX, write_index
 from hpcai.data.table import describe
 from hpcai.errors import DataError
 
-_UNFIT = ("index", "missing", "truncated", "overlong", "bit-flip", "unreadable", "rows", "empty")
+_BLOCKING = ("index", "missing", "truncated", "overlong", "bit-flip", "unreadable", "rows", "empty")
 
 
-def tabulate(directory: Path, outcome: Outcome, *, progress: Callable[[Progress], None] | None = None) -> list[str]:
+def write_indexes(directory: Path, outcome: Outcome, *, progress: Callable[[Progress], None] | None = None) -> list[str]:
     """Write the index of every split that has none, and the table of every index that has HDF5 files alone. Return a line for each
     act and each refusal: a split in which a file is not whole keeps what it has."""
     done = list[str]()
     with Pool(outcome.options.threads, progress) as pool:
-        for split in splits_in(Path(directory))[0]:
-            if split.index is None and split.files and _repairable(split, outcome):
+        for split in find_splits(Path(directory))[0]:
+            if split.index is None and split.files and _is_repairable(split, outcome):
                 done += _make_index(split, pool)
-            elif wrong := _unfitting(split, outcome):
+            elif wrong := _table_problem(split, outcome):
                 done.append(f"{split.path / INDEX}: refused: no table while files are not as the index says ({wrong})")
             elif _write_table(split, pool):
                 done.append(f"{split.path / INDEX}: has a table of {len(split.files):,} files now")
@@ -38,13 +38,13 @@ def tabulate(directory: Path, outcome: Outcome, *, progress: Callable[[Progress]
     return done
 
 
-def _repairable(split: Split, outcome: Outcome) -> bool:
+def _is_repairable(split: Split, outcome: Outcome) -> bool:
     return any(f.repairable and f.path == split.path / INDEX for f in outcome.findings)
 
 
-def _unfitting(split: Split, outcome: Outcome) -> str:
+def _table_problem(split: Split, outcome: Outcome) -> str:
     """Why a split cannot have a table: its index is wrong, or files are not as it says; "" where it can."""
-    found = (f for f in outcome.findings if f.severity == "error" and split.path in (f.path, f.path.parent) and f.code in _UNFIT)
+    found = (f for f in outcome.findings if f.severity == "error" and split.path in (f.path, f.path.parent) and f.code in _BLOCKING)
     return next((f"{f.path.name}: {f.text}" for f in found if not f.repairable), "")
 
 
@@ -52,12 +52,12 @@ def _write_table(split: Split, pool: Pool) -> bool:
     """Write an index with its table; False where there is none."""
     index = split.index or {"files": []}
     jobs = [(split.path / entry["name"], entry.get("rows") or 0) for entry in index["files"]]
-    told = dict(zip((path for path, _ in jobs), pool.each(_tabled, jobs, "tables")))
+    told = dict(zip((path for path, _ in jobs), pool.map(_describe_table, jobs, "tables")))
     write_index(split.path, index, lambda path, rows: None if isinstance(told[path], DataError) else told[path])
     return any(split.path.glob("index-*.safetensors"))
 
 
-def _tabled(path: Path, rows: int) -> Iterator[Any]:
+def _describe_table(path: Path, rows: int) -> Iterator[Any]:
     yield describe(path, rows)
 
 
@@ -65,7 +65,7 @@ def _make_index(split: Split, pool: Pool) -> Iterator[str]:
     """Make an index of the files as they are; one that cannot be read is kept as index.json.damaged. Yield a line for each act."""
     jobs = [(file.path, None, dict[str, Any](), set[str]()) for file in split.files]
     entries, path = list[dict[str, Any]](), split.path / INDEX
-    for file, found in zip(split.files, pool.each(inspection.content, jobs, "hashing", sum(file.size for file in split.files))):
+    for file, found in zip(split.files, pool.map(inspection.read_content, jobs, "hashing", sum(file.size for file in split.files))):
         fields = found.fields if isinstance(found, Inspection) else []
         rows = {data.shape[0] for data in fields if data.kind != "scalar"}
         if len(rows) == 1:

@@ -12,14 +12,14 @@ import numpy as np
 from pydantic import BaseModel, Field, StrictBool, ValidationError, field_validator
 
 from hpcai.cli.check.findings import Finding, finding
-from hpcai.cli.check.inspection import Bounds, Inspection, largest
-from hpcai.cli.check.inspection import Field as Dataset
+from hpcai.cli.check.inspection import Bounds, Inspection, widest
+from hpcai.cli.check.inspection import DatasetInfo as Dataset
 from hpcai.data.index import INDEX, read_index
 from hpcai.data.table import Table, read_table
 from hpcai.errors import DataError
 
 SPLITS = ("train", "validation", "test")
-ENDINGS = (".h5", ".npy")
+SUFFIXES = (".h5", ".npy")
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 
 
@@ -32,7 +32,7 @@ class Entry(BaseModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
 
 
-class Wanted(Bounds):
+class ExpectedField(Bounds):
     """A dataset in the "fields" of an index. None in a shape allows any length; a first length that is a name says which dataset
     counts the parts of each row, which lie one after another here."""
 
@@ -49,15 +49,15 @@ class Wanted(Bounds):
             raise ValueError(str(problem)) from problem
 
     @property
-    def parts(self) -> str | None:
+    def ragged_by(self) -> str | None:
         return self.shape[0] if self.shape and isinstance(self.shape[0], str) else None
 
 
-class Content(BaseModel):
+class IndexContent(BaseModel):
     """The parts of an index that a check reads."""
 
     files: list[Entry]
-    fields: dict[str, Wanted] = {}
+    fields: dict[str, ExpectedField] = {}
 
     @field_validator("files")
     @classmethod
@@ -69,26 +69,26 @@ class Content(BaseModel):
 
 
 @dataclass
-class SetFile:
+class DataFile:
     """A file, and what was found in it. ``whole``: it is described, and has the size that it should have."""
 
     path: Path
     split: "Split"
     entry: Entry
     size: int = 0
-    found: Inspection = field(default_factory=lambda: Inspection([]))
-    whole: bool = False
+    inspection: Inspection = field(default_factory=lambda: Inspection([]))
+    complete: bool = False
     verified: bool = False
     rows: int = 0
 
     @property
     def fields(self) -> list[Dataset]:
-        return self.found.fields
+        return self.inspection.fields
 
     @property
-    def largest(self) -> Dataset | None:
+    def widest(self) -> Dataset | None:
         """The dataset whose rows stand for the samples."""
-        return None if self.split.flat else largest(self.fields)
+        return None if self.split.ragged else widest(self.fields)
 
 
 @dataclass
@@ -97,38 +97,38 @@ class Split:
 
     name: str
     path: Path
-    files: list[SetFile] = field(default_factory=list)
+    files: list[DataFile] = field(default_factory=list)
     index: dict[str, Any] | None = None
     entries: dict[str, Entry] = field(default_factory=dict)
-    wanted: dict[str, Wanted] = field(default_factory=dict)
+    expected: dict[str, ExpectedField] = field(default_factory=dict)
     table: Table | None = None
-    numbers: dict[str, int] = field(default_factory=dict)
+    file_numbers: dict[str, int] = field(default_factory=dict)
 
     @property
-    def flat(self) -> set[str]:
+    def ragged(self) -> set[str]:
         """Datasets that hold the parts of all rows one after another."""
-        return {name for name, want in self.wanted.items() if want.parts is not None}
+        return {name for name, want in self.expected.items() if want.ragged_by is not None}
 
     @property
     def keys(self) -> set[str] | None:
         """Datasets by which samples are told apart; None for the largest."""
-        return set() if self.flat else {name for name, want in self.wanted.items() if want.key} or None
+        return set() if self.ragged else {name for name, want in self.expected.items() if want.key} or None
 
     def bounds(self, ranges: Mapping[str, Any]) -> dict[str, Bounds]:
         """The values that each dataset may have: ``ranges`` come before the index."""
         given = {name: {"low": low, "high": high} for name, (low, high) in ranges.items()}
-        return {**self.wanted, **{name: self.wanted.get(name, Bounds()).model_copy(update=span) for name, span in given.items()}}
+        return {**self.expected, **{name: self.expected.get(name, Bounds()).model_copy(update=span) for name, span in given.items()}}
 
     def row_shape(self, data: Dataset) -> tuple[Any, ...] | str:
         """The shape of a row, with None where the index allows any length."""
-        shape, want = data.shape[1:], self.wanted.get(data.name, Wanted()).shape or []
+        shape, want = data.shape[1:], self.expected.get(data.name, ExpectedField()).shape or []
         want = want[1:] if want and isinstance(want[0], str) else want
         if data.kind == "scalar":
             return "scalar"
         return tuple(None if any_length is None else n for n, any_length in zip(shape, want)) if len(want) == len(shape) else shape
 
 
-def splits_in(directory: Path) -> tuple[list[Split], list[Finding]]:
+def find_splits(directory: Path) -> tuple[list[Split], list[Finding]]:
     """Return the splits with their files, and what is wrong about that alone. Raises DataError where there is no such folder."""
     if not directory.is_dir():
         raise DataError(f"{directory}: no such folder; name the folder of a data set, which holds train, validation, test or *.h5")
@@ -139,11 +139,11 @@ def splits_in(directory: Path) -> tuple[list[Split], list[Finding]]:
         except OSError as problem:
             findings.append(finding("unreadable", folder, why=f"cannot be listed: {problem.strerror}"))
             continue
-        files = [name for name in names if name.endswith(ENDINGS) and not name.startswith(".")]
+        files = [name for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
         split = Split("." if folder == directory else folder.name, folder)
         if files or INDEX in names or (folder != directory and folder.name in SPLITS):
             splits.append(split)
-            findings += [*_read_index(split), *_match(split, files)]
+            findings += [*_read_index(split), *_match_files(split, files)]
         elif folder != directory:
             continue
         findings += [finding("leftover", folder / name) for name in names if name.endswith(".partial")]
@@ -158,7 +158,7 @@ def _read_index(split: Split) -> Iterator[Finding]:
     path = split.path / INDEX
     try:
         text = path.read_bytes()
-        content = Content.model_validate_json(text)
+        content = IndexContent.model_validate_json(text)
     except FileNotFoundError:
         yield finding("index/none", path, repairable=True)
         return
@@ -172,28 +172,28 @@ def _read_index(split: Split) -> Iterator[Finding]:
             kind = "index/lost" if lost else "index"
             yield finding(kind, path, repairable=lost, why=f"{where or 'JSON'}: {error['msg']}")
         return
-    split.index, split.wanted = json.loads(text), content.fields
+    split.index, split.expected = json.loads(text), content.fields
     split.entries = {entry.name: entry for entry in content.files}
     if "table" in split.index:
         try:
             _, files, told = read_index(path)
             split.table = read_table(split.path, told, files) if told is not None else None
-            split.numbers = {file.name: number for number, file in enumerate(files)}
+            split.file_numbers = {file.name: number for number, file in enumerate(files)}
         except DataError as problem:
             why = str(problem).removeprefix(f"{path}: ").removeprefix(f"{split.path}/").partition("; write it with")[0]
             yield finding("index/table", path, repairable=True, why=why)
 
 
-def _match(split: Split, names: list[str]) -> Iterator[Finding]:
+def _match_files(split: Split, names: list[str]) -> Iterator[Finding]:
     for name in names:
-        split.files.append(file := SetFile(split.path / name, split, split.entries.get(name, Entry())))
+        split.files.append(file := DataFile(split.path / name, split, split.entries.get(name, Entry())))
         with suppress(OSError):
             file.size = file.path.stat().st_size
         if split.index is not None and name not in split.entries:
             yield finding("stranger", file.path)
     for name in split.entries.keys() - set(names):
         path = split.path / name
-        if name.endswith(ENDINGS) or not path.exists():  # others are of another format
+        if name.endswith(SUFFIXES) or not path.exists():  # others are of another format
             yield finding("missing", path)
     if not split.files:
         yield finding("empty", split.path, why="holds neither *.h5 nor *.npy")

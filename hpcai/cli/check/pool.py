@@ -16,10 +16,10 @@ from typing import Any
 from hpcai.cli.progress import Progress
 from hpcai.errors import DataError
 
-PATIENCE = 120  # seconds; a file that leaves the HDF5 library silent for longer is damaged
-_ADDRESSES = 8 << 30  # bytes of a child process, whatever a damaged file asks for
+TIMEOUT = 120  # seconds; a file that leaves the HDF5 library silent for longer is damaged
+_ADDRESS_SPACE = 8 << 30  # bytes of a child process, whatever a damaged file asks for
 
-Act = Callable[..., Iterator[Any]]
+Task = Callable[..., Iterator[Any]]
 """Work for a child process: a generator of how many bytes each part of it was, and last of the result."""
 
 
@@ -28,14 +28,14 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone answers Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES if hard == resource.RLIM_INFINITY else min(hard, _ADDRESSES), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE if hard == resource.RLIM_INFINITY else min(hard, _ADDRESS_SPACE), hard))
     line = Connection(descriptor)
     with suppress(EOFError):
         while True:
             act, words = line.recv()
             try:
                 for answer in act(*words):
-                    signal.alarm(2 * PATIENCE)  # ends a child in an endless loop whose parent was killed
+                    signal.alarm(2 * TIMEOUT)  # ends a child in an endless loop whose parent was killed
                     line.send(answer)
             except Exception as problem:  # whatever h5py makes of a damaged file
                 line.send(problem if isinstance(problem, DataError) else DataError(f"{type(problem).__name__}: {problem}"))
@@ -53,14 +53,14 @@ class Worker:
         self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._lock, self._stopped = threading.Lock(), False
 
-    def call(self, act: Act, *words: Any, advance: Callable[[int], None] = lambda count: None) -> Any:
+    def call(self, act: Task, *words: Any, advance: Callable[[int], None] = lambda count: None) -> Any:
         """Return the result of ``act(*words)``. Raises DataError where that does, or the child process dies or hangs."""
-        child, line = self._started()
+        child, line = self._start()
         answer: Any = None
         try:
             with suppress(OSError):  # it died; what follows says how
                 line.send((act, words))
-            while isinstance(answer := self._heard(child, line), int):
+            while isinstance(answer := self._receive(child, line), int):
                 advance(answer)
         finally:
             if answer is None or isinstance(answer, int):
@@ -69,7 +69,7 @@ class Worker:
             raise answer
         return answer
 
-    def _started(self) -> tuple["subprocess.Popen[bytes]", Connection]:
+    def _start(self) -> tuple["subprocess.Popen[bytes]", Connection]:
         with self._lock:
             if self._stopped:
                 raise StoppedError
@@ -84,15 +84,15 @@ class Worker:
                 self._child = child, near
             return self._child
 
-    def _heard(self, child: "subprocess.Popen[bytes]", line: Connection) -> Any:
+    def _receive(self, child: "subprocess.Popen[bytes]", line: Connection) -> Any:
         try:
-            if line.poll(PATIENCE):
+            if line.poll(TIMEOUT):
                 return line.recv()
         except (EOFError, OSError) as end:
             code = child.wait()
             ended = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
             raise DataError(f"the HDF5 library takes its process down ({ended}); the file is damaged") from end
-        raise DataError(f"the HDF5 library is silent for {PATIENCE:g} s; the file is damaged, or its disk hangs")
+        raise DataError(f"the HDF5 library is silent for {TIMEOUT:g} s; the file is damaged, or its disk hangs")
 
     def kill(self, stop: bool = False) -> None:
         """End the child process; with ``stop`` none is started again."""
@@ -118,9 +118,9 @@ class Pool:
         for worker in self._workers:
             worker.kill(stop=True)
 
-    def each(
+    def map(
         self,
-        act: Act,
+        act: Task,
         jobs: Sequence[tuple[Any, ...]],
         label: str,
         total: int | None = None,

@@ -22,7 +22,7 @@ from hpcai.kernels import triton_support
 
 DISTRIBUTION = "hpcai-suite"
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
-LEAST = 5.0
+MIN_LIMIT = 5.0
 """Seconds of a limit within which the ranks of a job can be looked at."""
 
 # Each probe is a process of its own: a library that cannot be loaded may take its process down
@@ -55,7 +55,7 @@ HINTS = {
     "MPI": f"load the centre's MPI module, or pip install '{DISTRIBUTION}[mpi]'",
     "HDF5": "pip install --force-reinstall h5py",
 }
-LAUNCHER = re.compile(r"SLURM_(JOB_ID|PROCID|NTASKS|LOCALID|JOB_NUM_NODES|GPUS_ON_NODE)$|P(MI|ALS)_(RANK|RANKID|SIZE)$|PMIX_RANK$"
+LAUNCHER_VARIABLES = re.compile(r"SLURM_(JOB_ID|PROCID|NTASKS|LOCALID|JOB_NUM_NODES|GPUS_ON_NODE)$|P(MI|ALS)_(RANK|RANKID|SIZE)$|PMIX_RANK$"
                       r"|OMPI_COMM_WORLD_|MPI_LOCALRANKID$|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_|(CUDA|ROCR)_VISIBLE_DEVICES$|OMP_NUM")
 """Variables that launchers leave, and those of devices and threads."""  # fmt: skip
 
@@ -63,7 +63,7 @@ LAUNCHER = re.compile(r"SLURM_(JOB_ID|PROCID|NTASKS|LOCALID|JOB_NUM_NODES|GPUS_O
 def main(argv: Sequence[str]) -> int:
     words = _parser().parse_args(argv)
     if words.ranks:
-        return _job(words)
+        return _check_ranks(words)
     print(*tables.lines(installation()), sep="\n")
     return 0
 
@@ -81,7 +81,7 @@ def installation() -> Iterator[tuple[str, str]]:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
             yield name, "not installed (optional)"
-    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if LAUNCHER.match(name)]
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if LAUNCHER_VARIABLES.match(name)]
     yield "launcher", "  ".join(found) or "none found: this process is alone"
 
 
@@ -109,12 +109,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job(words: argparse.Namespace) -> int:
+def _check_ranks(words: argparse.Namespace) -> int:
     from hpcai.cli.doctor.deadline import Deadline
     from hpcai.dist.environment import place
 
-    if not words.limit >= LEAST:
-        raise ConfigError(f"--limit is {words.limit:g} s, expected {LEAST:g} or more")
+    if not words.limit >= MIN_LIMIT:
+        raise ConfigError(f"--limit is {words.limit:g} s, expected {MIN_LIMIT:g} or more")
     began, here = time.monotonic(), place()
     words.directory = words.directory.absolute()
     os.environ.setdefault("HPCAI_TIMEOUT", f"{words.limit + 30:g}")
@@ -122,6 +122,6 @@ def _job(words: argparse.Namespace) -> int:
     try:
         from hpcai.cli.doctor import job  # torch, which may take long
 
-        return job.examine(words, deadline, here, time.monotonic() - began)
+        return job.check_job(words, deadline, here, time.monotonic() - began)
     finally:
-        deadline.over()
+        deadline.cancel()

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hpcai.dist.watch import Answer
 
 _GRACE = 4.0  # seconds that the other ranks leave rank 0 to report
-_PATIENCE = 1.5  # seconds for an answer
-_ALONE = {
+_ANSWER_TIMEOUT = 1.5  # seconds for an answer
+_LIKELY_CAUSES = {
     "imports": "Python's files are read slowly; install to a file system that is fast for many small files, or to each node",
     "meeting": "not all ranks came; look on every node whether its processes run, and for names that one node does not know",
 }
@@ -31,10 +31,10 @@ class Deadline:
         self.report: Callable[[str], object] = lambda text: None
         self.until = time.monotonic() + seconds
         self._stage, self._number, self._since = "imports", 0, time.monotonic()
-        self._over = threading.Event()
-        threading.Thread(target=self._guard, name="hpcai-deadline", daemon=True).start()
+        self._cancelled = threading.Event()
+        threading.Thread(target=self._wait, name="hpcai-deadline", daemon=True).start()
 
-    def at(self, stage: str) -> None:
+    def begin(self, stage: str) -> None:
         """This rank begins ``stage``: all ranks begin the same ones in the same order, so the ranks behind are known."""
         self._stage, self._number, self._since = stage, self._number + 1, time.monotonic()
 
@@ -42,32 +42,32 @@ class Deadline:
         """This rank's answer to rank 0: how many stages it has begun, and the last of them."""
         return f"{self._number} {self._stage} for {time.monotonic() - self._since:.0f} s"
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds."""
         return max(0.0, self.until - time.monotonic())
 
-    def over(self) -> None:
-        self._over.set()
+    def cancel(self) -> None:
+        self._cancelled.set()
 
-    def _guard(self) -> None:
-        if self._over.wait(self.left() + (_GRACE if self.rank else 0.0)):
+    def _wait(self) -> None:
+        if self._cancelled.wait(self.remaining() + (_GRACE if self.rank else 0.0)):
             return
         alone = f"{self.name} is at {self.status().partition(' ')[2]}; "
-        alone += _ALONE.get(self._stage, "rank 0 does not answer; look at its node")
+        alone += _LIKELY_CAUSES.get(self._stage, "rank 0 does not answer; look at its node")
         text = f"not done after {self.seconds:.0f} s: "
         if not self._number:  # the main thread may hold the lock of an import that is needed here
             os.write(2, f"hpcai doctor: {text}{alone}\n".encode())
             os._exit(1)
         from hpcai.dist import watch
 
-        answers = watch.answers(_PATIENCE) if self.rank == 0 else {}
-        text += lagging(answers, self.world) if answers else alone
+        answers = watch.answers(_ANSWER_TIMEOUT) if self.rank == 0 else {}
+        text += describe_lagging(answers, self.world) if answers else alone
         with suppress(Exception):  # a page that cannot be made of half of what was asked keeps nobody
             self.report(text)
         watch.end_job(text, f"hpcai doctor: {text}")
 
 
-def lagging(answers: "Mapping[int, Answer]", world: int | None = None) -> str:
+def describe_lagging(answers: "Mapping[int, Answer]", world: int | None = None) -> str:
     """Name the ranks of ``world`` that have not met the others, those that do not answer, and those at an earlier stage."""
     from hpcai.dist.host import ranges
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcai.cli import findings
-from hpcai.cli.doctor.member import Member
-from hpcai.cli.doctor.network import Network, slow, slow_ranks
+from hpcai.cli.doctor.network import Network, slow_outliers, slow_ranks
+from hpcai.cli.doctor.rank_report import RankReport
 from hpcai.cli.doctor.storage import Folders
 from hpcai.dist.host import ranges
 from hpcai.log import size
 
-KINDS: findings.Kinds = {
+KINDS: findings.FindingKinds = {
     "silent": ("error", "{text}"),
     "versions": ("error", "{name} is {found}, expected {want} as on {most}; give all ranks the same modules and environment"),
     "versions/driver": ("warning", "{name} is {found}, {want} on {most}; ask the centre, or leave these nodes out"),
@@ -48,7 +48,7 @@ KINDS: findings.Kinds = {
 }  # fmt: skip
 CODES = tuple(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 
-FREE, SHM, LOCKED, SHARE = 10 << 30, 1 << 30, 1 << 30, 0.8
+MIN_FREE, MIN_SHM, MIN_LOCKED, MIN_SHARE = 10 << 30, 1 << 30, 1 << 30, 0.8
 DRIVERS = ("NVIDIA driver", "C library")
 
 Rule = Iterator[tuple[str, Sequence[int], dict[str, Any]]]
@@ -66,7 +66,7 @@ class Finding(findings.Finding):
 class Report:
     """All that the ranks of a job report."""
 
-    members: list[Member] = field(default_factory=list)
+    members: list[RankReport] = field(default_factory=list)
     network: Network = field(default_factory=Network)
     storage: Folders = field(default_factory=Folders)
     seconds: float = 0.0
@@ -77,7 +77,7 @@ class Report:
         """The node of each rank."""
         return [member.node for member in self.members]
 
-    def where(self, ranks: Sequence[int]) -> str:
+    def describe_ranks(self, ranks: Sequence[int]) -> str:
         """``ranks 0-3 on n1``, ``rank 2 on n1``, ``all 4 ranks`` or ``the job``."""
         if not ranks:
             return "the job"
@@ -88,17 +88,17 @@ class Report:
         return f"rank{'s' * (len(ranks) > 1)} {ranges(set(ranks))} on {some}"
 
 
-def judge(report: Report) -> list[Finding]:
+def diagnose(report: Report) -> list[Finding]:
     """Return all findings, errors first."""
     found = []
-    for rule in (_silent, _versions, _gpus, _cores, _paces, _links, _folders, _limits):
+    for rule in (_unresponsive, _versions, _gpus, _cores, _compute_rates, _links, _folders, _limits):
         for kind, ranks, words in rule(report):
-            about = findings.described(KINDS, kind, **words)
-            found.append(Finding(**about, place=report.where(ranks), ranks=tuple(ranks)))
+            about = findings.describe(KINDS, kind, **words)
+            found.append(Finding(**about, place=report.describe_ranks(ranks), ranks=tuple(ranks)))
     return sorted(found, key=lambda one: (findings.SEVERITIES.index(one.severity), CODES.index(one.code)))
 
 
-def groups(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+def group_ranks(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
     """Return the ranks of each value; first the value of most ranks, among equals that of the lowest."""
     found: dict[Any, list[int]] = {}
     for rank, value in sorted(values.items()):
@@ -106,7 +106,7 @@ def groups(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
     return sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[1]))
 
 
-def _silent(report: Report) -> Rule:
+def _unresponsive(report: Report) -> Rule:
     if report.silent:
         yield "silent", (), {"text": report.silent}
 
@@ -115,42 +115,42 @@ def _versions(report: Report) -> Rule:
     for part, kind in (("versions", "versions"), ("variables", "environment")):
         tables = {member.rank: getattr(member, part) for member in report.members}
         for name in dict.fromkeys(name for table in tables.values() for name in table):
-            (want, most), *others = groups({rank: table.get(name, "missing") for rank, table in tables.items()})
+            (want, most), *others = group_ranks({rank: table.get(name, "missing") for rank, table in tables.items()})
             for found, ranks in others:
-                words = {"name": name, "found": found, "want": want, "most": report.where(most)}
+                words = {"name": name, "found": found, "want": want, "most": report.describe_ranks(most)}
                 yield "versions/driver" if name in DRIVERS else kind, ranks, words
 
 
 def _gpus(report: Report) -> Rule:
-    for why, ranks in groups({member.rank: member.gpu_problem for member in report.members if member.gpu_problem}):
+    for why, ranks in group_ranks({member.rank: member.gpu_problem for member in report.members if member.gpu_problem}):
         yield "gpu", ranks, {"why": why}
     owners = {member.rank: (member.machine, member.gpu.uuid or member.gpu.pci) for member in report.members if member.gpu}
-    for (_, gpu), ranks in groups(owners):
+    for (_, gpu), ranks in group_ranks(owners):
         if len(ranks) > 1 and gpu:
             yield "gpu/shared", ranks, {"gpu": gpu}
     without = [member.rank for member in report.members if member.gpu is None and not member.gpu_problem]
     if owners and without:
-        yield "gpu/some", without, {"others": report.where(list(owners))}
+        yield "gpu/some", without, {"others": report.describe_ranks(list(owners))}
     for member in report.members:
         home = member.gpu.node if member.gpu else None
-        if home is not None and bound(member) and member.numa and home not in member.numa:
+        if home is not None and is_bound(member) and member.numa and home not in member.numa:
             yield "gpu/far", [member.rank], {"found": ranges(set(member.numa)), "want": home}
 
 
-def bound(member: Member) -> bool:
+def is_bound(member: RankReport) -> bool:
     """Whether the launcher has given this rank some of its machine's CPUs."""
     return 0 < len(member.cpus) < member.online
 
 
 def _cores(report: Report) -> Rule:
-    for _, ranks in groups({member.rank: member.machine for member in report.members}):
+    for _, ranks in group_ranks({member.rank: member.machine for member in report.members}):
         those = [report.members[rank] for rank in ranks]
         threads, cpus = sum(member.threads for member in those), set[int]().union(*(member.cpus for member in those))
         if len(those) > 1 and threads > len(cpus) > 0:
             fit = len(cpus) // len(those)
             advice = f"set OMP_NUM_THREADS={fit}" if fit else f"start at most {len(cpus)} ranks there"
             yield "threads", ranks, {"threads": threads, "cpus": len(cpus), "advice": advice}
-        sets = groups({member.rank: member.cpus for member in those if bound(member)})
+        sets = group_ranks({member.rank: member.cpus for member in those if is_bound(member)})
         for own, same in sets:
             if len(same) > 1 and len(own) == 1:
                 yield "cores/one", same, {"cpus": own[0], "online": those[0].online}
@@ -161,24 +161,24 @@ def _cores(report: Report) -> Rule:
             yield "cores", sorted(mixed), {"cpus": "partly"}
 
 
-def _crowded(report: Report) -> set[int]:
+def _oversubscribed(report: Report) -> set[int]:
     """Ranks whose cores are asked for by several: they wait for each other, which is told once, as what it comes from."""
     return {rank for _, ranks, _ in _cores(report) for rank in ranks}
 
 
-def _paces(report: Report) -> Rule:
-    paces, crowded = report.network.paces, _crowded(report)
+def _compute_rates(report: Report) -> Rule:
+    paces, crowded = report.network.paces, _oversubscribed(report)
     middle = statistics.median(pace.rate for pace in paces.values()) if paces else 0
-    for rank in slow({rank: 1 / pace.rate for rank, pace in paces.items()}, 1.5):
+    for rank in slow_outliers({rank: 1 / pace.rate for rank, pace in paces.items()}, 1.5):
         yield "pace", [rank], {"found": f"{paces[rank].rate / 1e9:,.1f} GFLOP", "want": f"{middle / 1e9:,.1f}"}
-    starved = [rank for rank, pace in paces.items() if pace.share < SHARE and rank not in crowded]
+    starved = [rank for rank, pace in paces.items() if pace.share < MIN_SHARE and rank not in crowded]
     if starved:
         yield "share", starved, {"found": min(paces[rank].share for rank in starved)}
 
 
 def _links(report: Report) -> Rule:
     """Links of one node and links between nodes are judged apart, latency and rate too."""
-    nodes, crowded = report.nodes, _crowded(report)
+    nodes, crowded = report.nodes, _oversubscribed(report)
     for within in (True, False):
         those = [link for link in report.network.links if (nodes[link.one] == nodes[link.other]) == within]
         those = [link for link in those if not {link.one, link.other} <= crowded]
@@ -192,23 +192,23 @@ def _links(report: Report) -> Rule:
                 rest = statistics.median(value for pair, value in times.items() if rank not in pair)
                 yield "links/rank", [rank], {"found": text(own), "want": text(rest)}
             for pair in pairs:
-                yield "links", [pair[0]], {"other": report.where([pair[1]]), "found": text(times[pair]), "want": want}
+                yield "links", [pair[0]], {"other": report.describe_ranks([pair[1]]), "found": text(times[pair]), "want": want}
 
 
 def _folders(report: Report) -> Rule:
     run, scratch = report.storage.run, report.storage.scratch
     for folders in (run, scratch):
-        for (path, why), ranks in groups({rank: (one.path, one.problem) for rank, one in folders.items() if one.problem}):
+        for (path, why), ranks in group_ranks({rank: (one.path, one.problem) for rank, one in folders.items() if one.problem}):
             yield "folder", ranks, {"path": path, "why": why}
         usable = {rank: one for rank, one in folders.items() if one.kind and not one.problem}
-        for (path, free), ranks in groups({rank: (one.path, one.free) for rank, one in usable.items() if one.free < FREE}):
-            yield "free", ranks, {"path": path, "found": size(free), "want": size(FREE)}
+        for (path, free), ranks in group_ranks({rank: (one.path, one.free) for rank, one in usable.items() if one.free < MIN_FREE}):
+            yield "free", ranks, {"path": path, "found": size(free), "want": size(MIN_FREE)}
         for do in ("write", "read"):
             rates = {rank: getattr(one, do) for rank, one in usable.items() if getattr(one, do)}
-            for rank in slow({rank: 1 / rate for rank, rate in rates.items()}, 2.0):
+            for rank in slow_outliers({rank: 1 / rate for rank, rate in rates.items()}, 2.0):
                 words = {"found": size(rates[rank]), "want": size(statistics.median(rates.values())), "do": do}
                 yield "rate", [rank], {"path": folders[rank].path, **words}
-    for path, ranks in groups({rank: folder.path for rank, folder in run.items() if folder.seen is False}):
+    for path, ranks in group_ranks({rank: folder.path for rank, folder in run.items() if folder.seen is False}):
         yield "shared", ranks, {"path": path, "first": run[0].path}
 
 
@@ -216,8 +216,8 @@ def _limits(report: Report) -> Rule:
     members, world = report.members, len(report.members)
     if members and members[0].files < 8 * world + 1024:
         yield "limit/files", [0], {"found": members[0].files, "world": world, "want": 8 * world + 1024}
-    tight = {m.rank: m.locked for m in members if (m.rdma or m.gpu) and m.locked is not None and m.locked < LOCKED}
-    for locked, ranks in groups(tight):
+    tight = {m.rank: m.locked for m in members if (m.rdma or m.gpu) and m.locked is not None and m.locked < MIN_LOCKED}
+    for locked, ranks in group_ranks(tight):
         yield "limit/locked", ranks, {"found": size(locked)}
-    for total, ranks in groups({member.rank: member.shm for member in members if member.shm < SHM}):
-        yield "limit/shm", ranks, {"found": size(total), "want": size(SHM)}
+    for total, ranks in group_ranks({member.rank: member.shm for member in members if member.shm < MIN_SHM}):
+        yield "limit/shm", ranks, {"found": size(total), "want": size(MIN_SHM)}

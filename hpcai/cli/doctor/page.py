@@ -4,26 +4,26 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from hpcai.cli import findings, tables
-from hpcai.cli.doctor.findings import Finding, Report, groups
-from hpcai.cli.doctor.member import Member
+from hpcai.cli.doctor.findings import Finding, Report, group_ranks
+from hpcai.cli.doctor.rank_report import RankReport
 from hpcai.cli.doctor.storage import Folder
 from hpcai.dist.host import ranges
 from hpcai.log import size
 
-_SHOWN = 8  # sets of cores of a node, and findings of a kind
+_MAX_SHOWN = 8  # sets of cores of a node, and findings of a kind
 
 
 def lines(report: Report, found: Sequence[Finding]) -> Iterator[str]:
     """Yield the report for a terminal."""
     yield title(report)
     yield from tables.lines(rows(report))
-    yield from findings.lines(found, shown=_SHOWN)
+    yield from findings.lines(found, shown=_MAX_SHOWN)
     yield f"{findings.verdict(found)}: {findings.counts(found)}"
 
 
 def title(report: Report) -> str:
     """Return ``hpcai doctor: 4 ranks on 1 node, srun, 17.2 s``."""
-    many, launcher = findings.many, report.members[0].launcher if report.members else "no launcher"
+    many, launcher = findings.pluralize, report.members[0].launcher if report.members else "no launcher"
     ranks, nodes = len(report.members), len(set(report.nodes))
     return f"hpcai doctor: {many(ranks, 'rank')} on {many(nodes, 'node')}, {launcher}, {report.seconds:.1f} s"
 
@@ -32,26 +32,26 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
     """Yield label and text of all that was looked at."""
     if not report.members:
         return
-    first, nodes = report.members[0], groups({m.rank: m.node for m in report.members})
-    places = {ranks[0]: (place([report.members[rank] for rank in ranks]), ranks) for _, ranks in nodes}
-    for text, alike in groups({rank: text for rank, (text, _) in places.items()}):
+    first, nodes = report.members[0], group_ranks({m.rank: m.node for m in report.members})
+    places = {ranks[0]: (describe_cores([report.members[rank] for rank in ranks]), ranks) for _, ranks in nodes}
+    for text, alike in group_ranks({rank: text for rank, (text, _) in places.items()}):
         ranks = sorted(rank for one in alike for rank in places[one][1])
-        yield "ranks", f"{report.where(ranks)}{f', {len(ranks) // len(alike)} on each' if len(alike) > 1 else ''}: {text}"
+        yield "ranks", f"{report.describe_ranks(ranks)}{f', {len(ranks) // len(alike)} on each' if len(alike) > 1 else ''}: {text}"
     yield "versions", ", ".join(f"{name} {value.split(',')[0]}" for name, value in first.versions.items())
     yield from _network(report)
     for label, folders in (("directory", report.storage.run), ("scratch", report.storage.scratch)):
-        for (path, kind), ranks in groups({rank: (one.path, one.kind) for rank, one in folders.items() if one.kind}):
+        for (path, kind), ranks in group_ranks({rank: (one.path, one.kind) for rank, one in folders.items() if one.kind}):
             seen = label == "directory" and all(folder.seen for folder in folders.values())
-            yield label, f"{path} ({kind}): {_folder([folders[rank] for rank in ranks])}{', seen by all ranks' * seen}"
+            yield label, f"{path} ({kind}): {_describe_folder([folders[rank] for rank in ranks])}{', seen by all ranks' * seen}"
     locked = "no limit" if first.locked is None else size(first.locked)
     yield "limits", f"{first.files:,} open files, locked memory {locked}, /dev/shm {size(first.shm)}"
 
 
-def place(members: Sequence[Member]) -> str:
+def describe_cores(members: Sequence[RankReport]) -> str:
     """Return the cores and GPUs of the ranks of one node."""
     first, sets = members[0], list(dict.fromkeys(ranges(set(member.cpus)) for member in members))
-    shown = " | ".join(sets[:_SHOWN]) + (" | ..." if len(sets) > _SHOWN else "")
-    text = f"{len(first.cpus)} of {first.online} CPUs ({shown}), {findings.many(first.threads, 'thread')} each"
+    shown = " | ".join(sets[:_MAX_SHOWN]) + (" | ..." if len(sets) > _MAX_SHOWN else "")
+    text = f"{len(first.cpus)} of {first.online} CPUs ({shown}), {findings.pluralize(first.threads, 'thread')} each"
     if numa := set[int]().union(*(member.numa for member in members)):
         text += f", NUMA {ranges(numa)}"
     gpus = [member.gpu for member in members if member.gpu]
@@ -75,7 +75,7 @@ def _network(report: Report) -> Iterator[tuple[str, str]]:
         yield "pace", f"{statistics.median(rates):,.1f} GFLOP/s of a rank ({min(rates):,.1f} to {max(rates):,.1f})"
 
 
-def _folder(folders: Sequence[Folder]) -> str:
+def _describe_folder(folders: Sequence[Folder]) -> str:
     parts = [f"{size(min(folder.free for folder in folders))} free"]
     for name in ("write", "read"):
         rates = [getattr(folder, name) for folder in folders if getattr(folder, name)]

@@ -12,22 +12,22 @@ from hpcai.cli.check.disk import evict, file_system
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError
 
-MARK = ".hpcai-doctor-"
+PREFIX = ".hpcai-doctor-"
 """The beginning of the names of our files."""
-MOST = 256 << 20
+MAX_BYTES = 256 << 20
 _CHUNK = 16 << 20
-_LATE = 3.0  # seconds after which a file that another node has made must be seen
+_VISIBLE_WITHIN = 3.0  # seconds after which a file that another node has made must be seen
 
-left_over: set[Path] = set()
+temporary_files: set[Path] = set()
 """Files that are to be deleted, however this ends."""
 
 
-def clean() -> None:
+def delete_files() -> None:
     """Delete what this process has made."""
-    for path in list(left_over):
+    for path in list(temporary_files):
         with suppress(OSError):
             path.unlink()
-        left_over.discard(path)
+        temporary_files.discard(path)
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Folders:
 
 
 @contextmanager
-def mark(folder: Path, token: str) -> Iterator[str]:
+def marker_file(folder: Path, token: str) -> Iterator[str]:
     """A file of rank 0 lies in ``folder`` within the block. Yields why it cannot be written, "" where it can."""
-    path, problem = folder / (MARK + token), ""
+    path, problem = folder / (PREFIX + token), ""
     try:
-        left_over.add(path)
+        temporary_files.add(path)
         with open(path, "x") as file:
             file.write(token)
             file.flush()
@@ -67,32 +67,32 @@ def mark(folder: Path, token: str) -> Iterator[str]:
     try:
         yield problem
     finally:
-        clean()
+        delete_files()
 
 
-def sees(folder: Path, token: str, patience: float = _LATE) -> bool:
+def sees_marker(folder: Path, token: str, patience: float = _VISIBLE_WITHIN) -> bool:
     """Whether rank 0's file is in ``folder``: file systems between nodes may show it some seconds late."""
     until = time.monotonic() + patience
     while True:
         with suppress(OSError):
             os.listdir(folder)  # has NFS ask its server again
-            if (folder / (MARK + token)).read_text() == token:
+            if (folder / (PREFIX + token)).read_text() == token:
                 return True
         if time.monotonic() > until:
             return False
         time.sleep(0.2)
 
 
-def measure(folder: Path, token: str, rank: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> Folder:
+def measure_folder(folder: Path, token: str, rank: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> Folder:
     """Write a file, to the disk every 16 MiB, and read it past the page cache: each for ``seconds`` or up to 256 MiB."""
-    path, found = folder / f"{MARK}{token}-{rank}", Folder(str(folder), file_system(folder) or "")
+    path, found = folder / f"{PREFIX}{token}-{rank}", Folder(str(folder), file_system(folder) or "")
     noise, size = os.urandom(_CHUNK), 0  # which no file system can squeeze
     try:
         found = replace(found, free=shutil.disk_usage(folder).free)
-        left_over.add(path)
+        temporary_files.add(path)
         began = clock()
         with open(path, "xb", buffering=0) as file:
-            while size < min(MOST, found.free // 4) and (not size or clock() < began + seconds):
+            while size < min(MAX_BYTES, found.free // 4) and (not size or clock() < began + seconds):
                 size += file.write(noise)
                 os.fdatasync(file.fileno())
         found = replace(found, write=size / max(clock() - began, 1e-9))
@@ -105,5 +105,5 @@ def measure(folder: Path, token: str, rank: int, seconds: float, clock: Callable
     except (OSError, DataError) as problem:
         return replace(found, problem=getattr(problem, "strerror", None) or str(problem))
     finally:
-        clean()
+        delete_files()
 

@@ -28,25 +28,25 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    words = _parsed(argv)
+    words = _parse_args(argv)
     files = [word for word in words.words if word.endswith((".yaml", ".yml"))][:1]
     planner = Planner(words.app, [word for word in words.words if word not in files], files[0] if files else None)
-    found: Row = {"plan": words.app, "source": planner.workload.source}
+    found: Row = {"plan": words.app, "source": planner.training.source}
     with Console(stderr=True).status("a step on paper"):
         if words.check:
-            found["check"] = check(planner)
+            found["check"] = check_published(planner)
         else:
             on = machines.find(words.machine)
-            slower = words.slower or (planner.measured(words.measured, on) if words.measured else planner.slower)
+            slower = words.slower or (planner.slowdown_of_step(words.measured, on) if words.measured else planner.slowdown)
             found |= {"machine": on.name, "slower": slower}
             on, ways = replace(on, slower=slower), words.ways or planner.ways
-            found["axes"] = planner.axes()
-            found["jobs"] = {gpus: [row(job, on) for job in best(planner, gpus, ways, on, words.evaluate)] for gpus in words.gpus}
-    print(json.dumps(found)) if words.json else show(found)
+            found["axes"] = planner.fixed_axes()
+            found["jobs"] = {gpus: [job_row(job, on) for job in fastest_jobs(planner, gpus, ways, on, words.evaluate)] for gpus in words.gpus}
+    print(json.dumps(found)) if words.json else print_tables(found)
     return 0
 
 
-def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hpcai plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file plan.py")
     parser.add_argument("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
@@ -64,13 +64,13 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     return words
 
 
-def best(planner: Planner, gpus: int, ways: Sequence[int], on: Machine, evaluating: int) -> list[Job]:
+def fastest_jobs(planner: Planner, gpus: int, ways: Sequence[int], on: Machine, evaluating: int) -> list[Job]:
     """For each way of cutting the fastest job on ``gpus``."""
-    every = planner.jobs(gpus, ways, on, evaluating)
+    every = planner.plan_jobs(gpus, ways, on, evaluating)
     return [next(job for job in every if job.ways == cut) for cut in ways if any(job.ways == cut for job in every)]
 
 
-def row(job: Job, on: Machine) -> Row:
+def job_row(job: Job, on: Machine) -> Row:
     step, peak, lean, _ = job.fit
     return {
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.room / 1e9, "lean": list(lean),
@@ -80,36 +80,36 @@ def row(job: Job, on: Machine) -> Row:
     }  # fmt: skip
 
 
-def check(planner: Planner) -> list[Row]:
+def check_published(planner: Planner) -> list[Row]:
     """What is published, what is planned with the first step's slowness, and what no code could beat."""
     rows = []
-    for number, point in enumerate(planner.workload.published):
-        planned, least = (planner.planned(point, slower) for slower in (planner.slower, 1.0))
+    for number, point in enumerate(planner.training.published):
+        planned, least = (planner.predict(point, slower) for slower in (planner.slowdown, 1.0))
         rows.append({
-            "what": point.what, "of": point.of, "machine": point.machine, "gpus": point.gpus, "evaluating": point.evaluating,
+            "what": point.kind, "of": point.publisher, "machine": point.machine, "gpus": point.gpus, "evaluating": point.evaluating,
             "ways": point.ways, "batch": point.batch, "published": point.value, "planned": planned,
             "error_percent": None if number == 0 else 100 * (planned / point.value - 1), "at_best": least,
         })  # fmt: skip
     return rows
 
 
-def show(found: Row) -> None:
-    show_to_reader(lambda: print(*(_checked(found) if "check" in found else _jobs(found)), sep="\n"))
+def print_tables(found: Row) -> None:
+    show_to_reader(lambda: print(*(_check_lines(found) if "check" in found else _job_lines(found)), sep="\n"))
 
 
-def _checked(found: Row) -> Iterator[str]:
+def _check_lines(found: Row) -> Iterator[str]:
     yield f"{found['plan']}: published and planned"
     rows = []
     for one in found["check"]:
         unit, scale = ("ms a step", 1e3) if one["what"] == "step" else ("minutes", 1)
         gpus = f"{one['gpus']:,} {one['machine']}" + (f" + {one['evaluating']}" if one["evaluating"] else "")
         error = "taken from it" if one["error_percent"] is None else f"{one['error_percent']:+.0f} %"
-        published, planned, least = (_number(scale * one[key]) for key in ("published", "planned", "at_best"))
+        published, planned, least = (_format_number(scale * one[key]) for key in ("published", "planned", "at_best"))
         rows.append((unit, one["of"], gpus, one["ways"], one["batch"], published, planned, error, least))
     yield from tables.lines(rows, ("", "by", "GPUs", "ways", "batch", "published", "planned", "error", "at best"), left=("", "by"))
 
 
-def _jobs(found: Row) -> Iterator[str]:
+def _job_lines(found: Row) -> Iterator[str]:
     slower = f"kernels {found['slower']:.2f} times slower than its rates"
     yield f"{found['plan']} on {found['machine']}; {slower}; {found['source']}"
     if found["axes"]:
@@ -118,10 +118,10 @@ def _jobs(found: Row) -> Iterator[str]:
     for jobs in found["jobs"].values():
         least = min((one["minutes"] for one in jobs), default=0)
         for one in jobs:
-            took = (_number(1e3 * one[key]) for key in ("step_s", "kernels_s", "launches_s", "messages_s", "idle_s", "loader_s"))
-            ends = f"{one['steps']:,.0f}", _number(one["minutes"]), _number(one["evaluation_minutes"])
+            took = (_format_number(1e3 * one[key]) for key in ("step_s", "kernels_s", "launches_s", "messages_s", "idle_s", "loader_s"))
+            ends = f"{one['steps']:,.0f}", _format_number(one["minutes"]), _format_number(one["evaluation_minutes"])
             best = "best" if len(jobs) > 1 and one["minutes"] == least else ""
-            rows.append((f"{one['gpus']:,}", one["ways"], one["batch"], _number(one["memory_gb"]), *took, *ends, best))
+            rows.append((f"{one['gpus']:,}", one["ways"], one["batch"], _format_number(one["memory_gb"]), *took, *ends, best))
     parts = "kernels", "launches", "exposed", "idle", "loader"
     yield from tables.lines(rows, ("GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating", ""))
     yield "ms of a step: kernels, launches, exposed communication, pipeline bubbles, loader; minutes that training waits"
@@ -129,6 +129,6 @@ def _jobs(found: Row) -> Iterator[str]:
         yield f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory"
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     """Three digits, or all of those before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from hpcai import startup
-from hpcai.cli.report.run import Record
+from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import Plot
 from hpcai.log import duration, energy, number, per_second, size
 
-Drawn = Mapping[Plot, tuple[bytes, bytes]]               # the light and the dark PNG of each plot
+Images = Mapping[Plot, tuple[bytes, bytes]]               # the light and the dark PNG of each plot
 
-MOST = 12                                                # checkpoints in the table
+MAX_CHECKPOINTS = 12                                                # checkpoints in the table
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --page: #f3f5f8; --ink: #1c2430; --faint: #6b7685; --line: #e1e5eb;
@@ -86,7 +86,7 @@ def card(title: str, body: str, note: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{faint}{body}</section>'
 
 
-def state(run: Record) -> tuple[str, str]:
+def run_state(run: RunRecord) -> tuple[str, str]:
     """How the run ended, or that it has not, and the mark of that."""
     stop = run.stop
     if not stop:
@@ -95,15 +95,15 @@ def state(run: Record) -> tuple[str, str]:
     return text + (", target reached" if stop.get("target_reached") and stop.get("reason") != "target" else ""), mark
 
 
-def _header(run: Record) -> str:
-    text, mark = state(run)
+def _header(run: RunRecord) -> str:
+    text, mark = run_state(run)
     when = f"{_date(run.events[0]['time'])} to {_date(run.events[-1]['time'])}"
     return (f'<header><h1>{escape(run.name)}</h1><span class="state {mark}">{escape(text)}</span></header>'
             f'<div class="faint">{escape(str(run.directory))} · {escape(when)}</div>')
 
 
-def _tiles(run: Record) -> str:
-    last = (run.of("train") or run.of("stop") or [{}])[-1]
+def _tiles(run: RunRecord) -> str:
+    last = (run.events_of("train") or run.events_of("stop") or [{}])[-1]
     rate = run.series("train", "samples_per_second")[1]
     tiles = []
     name = run.setting("train.metric") or next(iter(run.names("evaluate")), None)
@@ -124,7 +124,7 @@ def _tiles(run: Record) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def _results(run: Record) -> str:
+def _results(run: RunRecord) -> str:
     rows = []
     for name in run.names("evaluate"):
         steps, values = run.series("evaluate", name)
@@ -134,16 +134,16 @@ def _results(run: Record) -> str:
     return card("Evaluations", table(("metric", "best", "at step", "last", "at step", "target"), rows, "numbers")) if rows else ""
 
 
-def _predicted(run: Record) -> str:
+def _predictions(run: RunRecord) -> str:
     if run.table is None:
         return ""
     found = run.table
     return card(found.title, table(found.head, found.rows, "texts" if found.text else "numbers"), found.note)
 
 
-def _facts(run: Record) -> str:
+def _facts(run: RunRecord) -> str:
     get = run.start.get
-    last: dict[str, Any] = (run.of("train") or run.of("stop") or [{}])[-1]
+    last: dict[str, Any] = (run.events_of("train") or run.events_of("stop") or [{}])[-1]
     epochs = f"{round(last.get('epoch') or 0, 2):g}" + (f" of {get('epochs')}" if get("epochs") else "")
     rows = [
         ("processes and device", f"{get('world', '?')} x {get('device', '?')}"),
@@ -152,46 +152,46 @@ def _facts(run: Record) -> str:
         ("global batch", get("global_batch", "?")),
         ("samples", f"{get('train_samples') or 0:,} for training, {get('validation_samples') or 0:,} for validation"),
         ("last training loss", f"{number(last.get('loss', '?'))} at step {last.get('step') or 0:,}"),
-        ("lives", f"{len(run.of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.of("start")
+        ("lives", f"{len(run.events_of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.events_of("start")
                                                      if life.get("resumed_from") is not None)),
     ]
     rows += [("energy", text)] if (text := _energy(run)) else []
-    rows += [("start", startup.describe(event.get("parts") or {})) for event in run.of("startup")[-1:]]
+    rows += [("start", startup.describe(event.get("parts") or {})) for event in run.events_of("startup")[-1:]]
     return card("The run", table(("", ""), rows))
 
 
-def _energy(run: Record) -> str:
+def _energy(run: RunRecord) -> str:
     """Over all lives of the run that have told it."""
     if not run.energy:
         return ""
-    lives, told = len(run.of("energy")), len(run.of("start"))
+    lives, told = len(run.events_of("energy")), len(run.events_of("start"))
     return energy(run.energy) + (f"; {lives} of {told} lives" if lives < told else "")
 
 
-def _checkpoints(run: Record) -> str:
+def _checkpoints(run: RunRecord) -> str:
     rows = [(event.get("path", ""), f"{event.get('step') or 0:,}", size(event.get("bytes") or 0),
-             f"{event.get('seconds') or 0:.2f} s", _date(event["time"])) for event in run.of("checkpoint")]
+             f"{event.get('seconds') or 0:.2f} s", _date(event["time"])) for event in run.events_of("checkpoint")]
     if not rows:
         return ""
-    note = f"{len(rows)} written" + (f", the last {MOST} shown" if len(rows) > MOST else "") + "; a run keeps the newest ones"
-    return card("Checkpoints", table(("path", "step", "size", "took", "when"), rows[-MOST:], "numbers"), note)
+    note = f"{len(rows)} written" + (f", the last {MAX_CHECKPOINTS} shown" if len(rows) > MAX_CHECKPOINTS else "") + "; a run keeps the newest ones"
+    return card("Checkpoints", table(("path", "step", "size", "took", "when"), rows[-MAX_CHECKPOINTS:], "numbers"), note)
 
 
-def page(run: Record, drawn: Drawn) -> str:
+def render_page(run: RunRecord, drawn: Images) -> str:
     """The whole page of a run."""
     notes = [(_date(event["time"]), f"{event['step']:,}" if event.get("step") is not None else "", event.get("text", ""))
-             for event in run.of("note")]
+             for event in run.events_of("note")]
     settings = f"<details><summary>Settings</summary><pre>{escape(run.settings_text)}</pre></details>"
-    return html(run.name, [
-        _header(run), _tiles(run), figures(drawn),
-        _predicted(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
+    return html_page(run.name, [
+        _header(run), _tiles(run), figure_cards(drawn),
+        _predictions(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
         card("Notes", table(("when", "step", "what"), notes)) if notes else "",
-        left_out(run.left_out),
+        left_out_card(run.left_out),
         f'<section class="card screen">{settings}</section>' if run.settings_text else "",
     ])
 
 
-def figures(drawn: Drawn) -> str:
+def figure_cards(drawn: Images) -> str:
     def uri(png: bytes) -> str:
         return "data:image/png;base64," + base64.b64encode(png).decode()
 
@@ -204,12 +204,12 @@ def figures(drawn: Drawn) -> str:
     return f'<div class="plots">{"".join(figure(plot, *pair) for plot, pair in drawn.items())}</div>'
 
 
-def left_out(lines: Sequence[str]) -> str:
+def left_out_card(lines: Sequence[str]) -> str:
     """A card of what the page lacks, and why; none where it has all."""
     return card("Left out", "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>") if lines else ""
 
 
-def html(title: str, parts: Iterable[str]) -> str:
+def html_page(title: str, parts: Iterable[str]) -> str:
     """A page of these parts, of which some may be empty."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(filter(None, parts))

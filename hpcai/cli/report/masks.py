@@ -20,19 +20,19 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from hpcai.cli.report.picture import Table, arrays, panels
-from hpcai.cli.report.theme import PALETTE, WIDTH, Theme, bare, score, verbatim
+from hpcai.cli.report.theme import PALETTE, WIDTH, Theme, escape_mathtext, format_score, hide_axes
 from hpcai.errors import DataError
 
 LEGEND = {"classes": "text K", "variables": "text V", "units": "text V", "fields": "real N H W V", "true": "whole N H W",
           "predicted": "whole N H W"}  # fmt: skip
 PANELS = 6                                               # images that are drawn
-FINE = 400                                               # cells across: more need larger panels, but every other value at most
-LETTERS = 13                                             # of a title in an inch
-OPACITY, WRONG = 0.45, 0.8                               # of predicted cells, and of those that are not true
+MAX_CELLS = 400                                               # cells across: more need larger panels, but every other value at most
+LETTERS_PER_INCH = 13                                             # of a title in an inch
+OPACITY, WRONG_OPACITY = 0.45, 0.8                               # of predicted cells, and of those that are not true
 
 
 @dataclass(frozen=True)
-class Kind:
+class ImageKind:
     """The kind of images, with its score and its colours."""
 
     image: str                                           # such as map
@@ -51,7 +51,7 @@ class Masks:
     classes: list[str]                                   # the first is what is none of the others
     variables: list[str]
     units: list[str]
-    shown: list[int]                                     # which are drawn: M of 0 ... N - 1
+    drawn: list[int]                                     # which are drawn: M of 0 ... N - 1
     fields: np.ndarray                                   # [M, H, W, V]
     true: np.ndarray                                     # [M, H, W]
     predicted: np.ndarray                                # [M, H, W]
@@ -60,9 +60,9 @@ class Masks:
     lines: int | None = None                             # variable that is drawn in contour lines
     limits: tuple[float, float] | None = None            # of the colours; None: least and greatest value
     aspect: float = 1.0                                  # height of a cell over its width
-    about: str = ""                                      # what the caption says of the cells
+    note: str = ""                                      # what the caption says of the cells
 
-    def scores(self, kind: Kind, n: int | None = None) -> np.ndarray:
+    def scores(self, kind: ImageKind, n: int | None = None) -> np.ndarray:
         """IoU or Dice of each class, in image ``n`` or in the cells of all together; NaN where a class is neither true nor
         predicted.   [K]"""
         cells = self.cells.sum(0) if n is None else self.cells[n]
@@ -105,38 +105,38 @@ def classes(found: Masks) -> list[str]:
     return found.classes
 
 
-def caption(kind: Kind, found: Masks) -> str:
-    total, shown, (height, width) = len(found.cells), len(found.shown), found.true.shape[1:]
+def caption(kind: ImageKind, found: Masks) -> str:
+    total, shown, (height, width) = len(found.cells), len(found.drawn), found.true.shape[1:]
     which = f"{total} validation {kind.image}{'s' * (total > 1)}"
     if total > shown:
         which = f"{shown} of {which} (those with most classes)"
-    return (f"{which}, {height} x {width} cells{found.about}. Outlined: true. Filled: predicted; deep: predicted, but not true."
+    return (f"{which}, {height} x {width} cells{found.note}. Outlined: true. Filled: predicted; deep: predicted, but not true."
             f" {kind.score} of a class in its {kind.image}; –: neither true nor predicted.")
 
 
-def table(kind: Kind, found: Masks) -> Table:
+def table(kind: ImageKind, found: Masks) -> Table:
     """The score of each class, and the shares of its cells that are predicted as each class."""
     rows = []
     for name, value, seen in zip(found.classes, found.scores(kind), found.cells.sum(0)):
         shares = [f"{100 * part / seen.sum():.2f} %" for part in seen] if seen.sum() else ["–"] * len(seen)
-        rows.append((name, score(value, 4), f"{seen.sum():,}", *shares))
+        rows.append((name, format_score(value, 4), f"{seen.sum():,}", *shares))
     note = (f"All {found.cells.sum():,} cells of {len(found.cells)} {kind.image}s together. An evaluation means the mean of the"
             f" {kind.score} of each sample, which is 1 where a class is neither true nor predicted.")
     head = ("class", kind.score, "cells", *(f"predicted as {name}" for name in found.classes))
     return Table("Prediction per class", note, head, rows)
 
 
-def draw(kind: Kind, found: Masks, theme: Theme) -> Figure:
+def draw(kind: ImageKind, found: Masks, theme: Theme) -> Figure:
     (count, height, width), field = found.true.shape, found.field(found.colored)
-    columns = min(count, 2 if count == 4 or width > FINE else 3)
-    inches = WIDTH / max(columns, 3 if kind.enlarged else 2) * (0.8 if width > FINE else 1.0)
+    columns = min(count, 2 if count == 4 or width > MAX_CELLS else 3)
+    inches = WIDTH / max(columns, 3 if kind.enlarged else 2) * (0.8 if width > MAX_CELLS else 1.0)
     panel = inches * min(max(found.aspect * (1.0 if kind.enlarged else height / width), 0.3), 1.5)
     figure = Figure(figsize=(inches * columns, math.ceil(count / columns) * (panel + 0.45) + 1.2))
     every = panels(figure, count, columns)
     scale = Normalize(*found.limits) if found.limits else Normalize(np.nanmin(field), np.nanmax(field))
-    step = max(1, width // FINE)
+    step = max(1, width // MAX_CELLS)
     for m, axes in enumerate(every):
-        bare(axes)
+        hide_axes(axes)
         rows = (-0.5, height - 0.5) if kind.origin == "lower" else (height - 0.5, -0.5)
         place: dict[str, Any] = {"origin": kind.origin, "extent": (-0.5, width - 0.5, *rows), "interpolation": "nearest"}
         image = axes.imshow(field[m, ::step, ::step], cmap=kind.colors or theme.values, norm=scale, **place)
@@ -144,10 +144,10 @@ def draw(kind: Kind, found: Masks, theme: Theme) -> Figure:
         if found.lines is not None and np.isfinite(values := found.field(found.lines)[m, ::step, ::step]).any():
             x, y = np.arange(0, width, step), np.arange(0, height, step)
             axes.contour(x, y, values, 10, colors=theme.ink, alpha=0.55, linewidths=0.5)
-        _masks(axes, kind, found, m, place)
-        scores = ", ".join(f"{name} {score(x)}" for name, x in list(zip(found.classes, found.scores(kind, found.shown[m])))[1:])
-        title = textwrap.fill(f"{kind.image.capitalize()} {found.shown[m]}: {scores}", int(LETTERS * inches))
-        axes.set_title(verbatim(title), fontsize=10, fontweight="bold", loc="left")
+        _draw_masks(axes, kind, found, m, place)
+        scores = ", ".join(f"{name} {format_score(x)}" for name, x in list(zip(found.classes, found.scores(kind, found.drawn[m])))[1:])
+        title = textwrap.fill(f"{kind.image.capitalize()} {found.drawn[m]}: {scores}", int(LETTERS_PER_INCH * inches))
+        axes.set_title(escape_mathtext(title), fontsize=10, fontweight="bold", loc="left")
     ends = "both" if found.limits else "neither"
     bar = figure.colorbar(image, ax=every, location="bottom", aspect=60, pad=0.02, shrink=0.5, extend=ends)
     bar.set_label(_label(found, found.colored))
@@ -156,32 +156,32 @@ def draw(kind: Kind, found: Masks, theme: Theme) -> Figure:
     return figure
 
 
-def _colors(kind: Kind, found: Masks) -> list[str]:
+def _colors(kind: ImageKind, found: Masks) -> list[str]:
     """Colours of all classes but the first; a short palette begins again."""
     return list(islice(cycle(kind.palette), len(found.classes) - 1))
 
 
 def _label(found: Masks, variable: int) -> str:
     unit = f" [{found.units[variable]}]" if found.units[variable] else ""
-    return verbatim(found.variables[variable] + unit)
+    return escape_mathtext(found.variables[variable] + unit)
 
 
-def _masks(axes: Axes, kind: Kind, found: Masks, m: int, place: dict[str, Any]) -> None:
+def _draw_masks(axes: Axes, kind: ImageKind, found: Masks, m: int, place: dict[str, Any]) -> None:
     true, predicted = found.true[m], found.predicted[m]
     fill = to_rgba_array(["none", *_colors(kind, found)])[predicted]
-    fill[..., 3] = np.where(predicted == 0, 0, np.where(true == predicted, OPACITY, WRONG))
+    fill[..., 3] = np.where(predicted == 0, 0, np.where(true == predicted, OPACITY, WRONG_OPACITY))
     axes.imshow(fill, aspect=found.aspect, **place)
     x, y = (np.arange(-1, n + 1) for n in true.shape[::-1])
     for k, color in enumerate(_colors(kind, found), 1):
         if (true == k).any():
             lines = axes.contour(x, y, np.pad(true == k, 1), [0.5], colors=color, linewidths=1.3)
             lines.set_path_effects([patheffects.withStroke(linewidth=2.6, foreground=kind.edge)])
-    low, high = _part(true, predicted) if kind.enlarged else ((0, 0), true.shape)
+    low, high = _bounding_square(true, predicted) if kind.enlarged else ((0, 0), true.shape)
     rows = low[0] - 0.5, high[0] - 0.5
     axes.set(xlim=(low[1] - 0.5, high[1] - 0.5), ylim=rows if kind.origin == "lower" else rows[::-1])
 
 
-def _part(true: np.ndarray, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _bounding_square(true: np.ndarray, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and the last corner of the square that holds all classes and a margin; of the whole image where there are
     none."""
     shape, there = np.array(true.shape), np.argwhere((true > 0) | (predicted > 0))
@@ -193,12 +193,12 @@ def _part(true: np.ndarray, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return first, first + side
 
 
-def _legend(kind: Kind, found: Masks, theme: Theme) -> list[Patch | Line2D]:
+def _legend(kind: ImageKind, found: Masks, theme: Theme) -> list[Patch | Line2D]:
     named = zip(found.classes[1:], _colors(kind, found))
-    marks: list[Patch | Line2D] = [Patch(facecolor=(*to_rgb(color), OPACITY), edgecolor=color, linewidth=1.5, label=verbatim(name))
+    marks: list[Patch | Line2D] = [Patch(facecolor=(*to_rgb(color), OPACITY), edgecolor=color, linewidth=1.5, label=escape_mathtext(name))
                                    for name, color in named]
     marks += [Patch(facecolor=theme.faint, alpha=OPACITY, label="filled: predicted"),
-              Patch(facecolor=theme.faint, alpha=WRONG, label="deep: predicted, but not true"),
+              Patch(facecolor=theme.faint, alpha=WRONG_OPACITY, label="deep: predicted, but not true"),
               Patch(facecolor="none", edgecolor=theme.faint, linewidth=1.5, label="outlined: true")]
     if found.lines is not None:
         marks.append(Line2D([], [], color=theme.ink, alpha=0.55, linewidth=0.8, label=_label(found, found.lines)))

@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.picture import Table, panels
-from hpcai.cli.report.theme import WIDTH, Theme, head, verbatim
+from hpcai.cli.report.theme import WIDTH, Theme, escape_mathtext, panel_title
 from hpcai.log import number
 
 COLUMNS = 4                                              # panels in a row
-MANY = 4000                                              # samples: more are counted in cells
+MAX_POINTS = 4000                                              # samples: more are counted in cells
 CELLS = 110                                              # along each axis
 
 
@@ -67,7 +67,7 @@ def _draw(axes: Axes, pair: Pair, theme: Theme) -> None:
         edges = pair.linear * np.sinh(np.linspace(-1, 1, CELLS + 1) * math.asinh(end / pair.linear))
         axes.set_xscale("asinh", linear_width=pair.linear)
         axes.set_yscale("asinh", linear_width=pair.linear)
-    if len(pair.true) > MANY or pair.linear:
+    if len(pair.true) > MAX_POINTS or pair.linear:
         # The palest shades are left out, so that a cell with a single sample differs from the paper.
         shades = LinearSegmentedColormap.from_list("counts", matplotlib.colormaps[theme.counts](np.linspace(0.3, 1, 64)))
         counts, _, _, cells = axes.hist2d(pair.true, pair.predicted, (edges, edges), cmin=1, cmap=shades)
@@ -80,12 +80,12 @@ def _draw(axes: Axes, pair: Pair, theme: Theme) -> None:
         axes.scatter(pair.true, pair.predicted, s=14 if len(pair.true) < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
     axes.plot(edges[[0, -1]], edges[[0, -1]], color=theme.ink, linewidth=1, label="perfect")
     axes.axhline(constant, color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label=name)
-    axes.set(xlim=edges[[0, -1]], ylim=edges[[0, -1]], xlabel=verbatim(f"true{unit}"), ylabel=verbatim(f"predicted{unit}"))
+    axes.set(xlim=edges[[0, -1]], ylim=edges[[0, -1]], xlabel=escape_mathtext(f"true{unit}"), ylabel=escape_mathtext(f"predicted{unit}"))
     axes.set_box_aspect(1)
     if not pair.linear:
         axes.xaxis.set_major_locator(MaxNLocator(5, prune="both"))
     axes.legend(loc="upper left", fontsize=8)
-    head(axes, verbatim(pair.name), f"R² {pair.r2():.3f}   MAE {pair.mae():.3g}  ({name}: {pair.mae(constant):.3g})", theme)
+    panel_title(axes, escape_mathtext(pair.name), f"R² {pair.r2():.3f}   MAE {pair.mae():.3g}  ({name}: {pair.mae(constant):.3g})", theme)
 
 
 def table(pairs: Sequence[Pair], note: str = "") -> Table:

@@ -61,24 +61,24 @@ class Plot(NamedTuple):
         return file.getvalue()
 
 
-def head(axes: Axes, title: str, said: str, theme: Theme) -> None:
+def panel_title(axes: Axes, title: str, said: str, theme: Theme) -> None:
     """A panel's title, and under it what the reader should know about the panel."""
     axes.set_title(f"{title}\n", fontsize=11.5, fontweight="bold", loc="left")
     axes.text(0, 1.03, said, transform=axes.transAxes, fontsize=8.5, color=theme.faint)
 
 
-def bare(axes: Axes) -> None:
+def hide_axes(axes: Axes) -> None:
     """Leaves nothing of a panel but what is drawn in it."""
     axes.set(xticks=[], yticks=[])
     axes.grid(False)
     axes.spines[:].set_visible(False)
 
 
-def verbatim(text: str) -> str:
+def escape_mathtext(text: str) -> str:
     """Names come from files: a "$" in them starts no formula."""
     return text.replace("$", r"\$")
 
 
-def score(value: float, digits: int = 2) -> str:
+def format_score(value: float, digits: int = 2) -> str:
     """A score with so many decimals, or a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"

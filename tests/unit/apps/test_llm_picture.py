@@ -32,7 +32,7 @@ def test_the_page_shows_bits_and_texts_with_their_lines(tmp_path: Path, monkeypa
     found = pages.read_by_people(run)
     for words in ("Held-out text", "200 tokens of validation rows", "given made true", "return &lt;b&gt;x", "bits_per_byte 1.5"):
         assert words in found, words
-    assert pages.shows_something(picture, run.found, monkeypatch)
+    assert pages.shows_something(picture, run.predictions, monkeypatch)
 
 
 def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 
 
-class Forks:
+class ForkedProcesses:
     """Processes that were forked, and the file into which all of them speak."""
 
     def __init__(self, call: Callable[[], object], output: Path, ranks: int) -> None:
@@ -31,13 +31,13 @@ class Forks:
         self.processes = []
         for rank in range(ranks):
             place = meeting and {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(multiprocessing.get_context("fork").Process(target=_enter, args=(call, output, place)))
+            self.processes.append(multiprocessing.get_context("fork").Process(target=_run_child, args=(call, output, place)))
             self.processes[-1].start()
         if ranks > 1:  # a store of this process, as torchrun's agent has one: last, for a fork may inherit a lock of its thread
             words: Any = {"wait_for_workers": False, "master_listen_fd": door.detach()}
             self.store = torch_dist.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), **words)
 
-    def ended(self, timeout: float = 120) -> tuple[list[int | None], str]:
+    def wait(self, timeout: float = 120) -> tuple[list[int | None], str]:
         """Exit codes, and what was said. A process that has not ended after ``timeout`` seconds has none, and says where it
         stands."""
         end = time.monotonic() + timeout
@@ -52,9 +52,9 @@ class Forks:
 
 
 @contextmanager
-def forked(call: Callable[[], object], output: Path, ranks: int = 1) -> Iterator[Forks]:
+def fork_processes(call: Callable[[], object], output: Path, ranks: int = 1) -> Iterator[ForkedProcesses]:
     """``call`` in as many forks of this process, which meet as torchrun's processes do; none of them outlives the block."""
-    forks = Forks(call, output, ranks)
+    forks = ForkedProcesses(call, output, ranks)
     try:
         yield forks
     finally:
@@ -63,7 +63,7 @@ def forked(call: Callable[[], object], output: Path, ranks: int = 1) -> Iterator
             process.join()
 
 
-def _enter(call: Callable[[], object], output: Path, place: Mapping[str, str]) -> None:
+def _run_child(call: Callable[[], object], output: Path, place: Mapping[str, str]) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

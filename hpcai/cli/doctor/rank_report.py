@@ -38,7 +38,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Member:
+class RankReport:
     """One rank. ``machine`` tells computers apart where containers have host names of their own; ``cpus`` are those of ``online``
     ones that it may use, as the launcher left them. ``files`` may be open at once; ``locked`` bytes of memory may be locked, None
     is no limit; ``shm`` is the size of /dev/shm."""
@@ -61,7 +61,7 @@ class Member:
     shm: int = 1 << 40
 
 
-def look(here: Place, root: Path = Path("/")) -> Member:
+def inspect_rank(here: Place, root: Path = Path("/")) -> RankReport:
     """Return this process; the kernel's files are read below ``root``."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     numa = {int(path.name[4:]): cpu_list(path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
@@ -73,7 +73,7 @@ def look(here: Place, root: Path = Path("/")) -> Member:
         machine = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
     with suppress(OSError):
         shm = shutil.disk_usage(root / "dev/shm").total
-    return Member(
+    return RankReport(
         rank=here.rank, node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), machine=machine, launcher=here.launcher,
         cpus=tuple(sorted(cpus)), online=len(cpu_list(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
         numa=tuple(sorted(node for node, own in numa.items() if own & cpus)), threads=torch.get_num_threads(),
