@@ -40,7 +40,7 @@ class Benchmark(Workload):
     settings, batch, fields = BenchmarkConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(error)
     unit, published_settings, tiny = "universes", Config, ("model.size=32", "model.filters=2", "data.batch=2")
-    gpu_cases = tuple(Case(f"batch-{batch}", "batch32.yaml", (f"data.batch={batch}",), published=_EOS, goal=300.0) for batch in (1, 4))
+    gpu_cases = tuple(Case(f"batch-{n}", "batch32.yaml", (f"data.batch={n}",), published=_EOS, goal=300.0) for n in (1, 4))
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [
@@ -57,12 +57,12 @@ class Benchmark(Workload):
         sizes = ((128, 1), (128, 16), (128, 64)) if on_gpu else ((64, 1), (64, 4), (128, 1), (128, 4))
         return [(f"model.size={size}", f"data.batch={batch}") for size, batch in sizes]
 
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, on: Enabled) -> nn.Module:
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model: Any = parallelize(CosmoFlow(cfg.model), mesh)
-        if "kernels" not in on:
+        if "kernels" not in enabled:
             for block in model.conv_seq:
                 block.__class__, block.conv.__class__ = _Usual, _Whole
-        if "channels-last" not in on:
+        if "channels-last" not in enabled:
             model.to(memory_format=torch.contiguous_format).conv_seq.__class__ = _Contiguous
         return model
 
@@ -70,8 +70,8 @@ class Benchmark(Workload):
         counts = random.integers(0, 100, (*[cfg.model.size] * 3, cfg.model.channels), np.int16)
         return counts, random.uniform(-1, 1, len(cfg.model.parameters)).astype(np.float32)
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **words: Any) -> Any:
-        return batches(Universes(rows_of(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **words)
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return batches(Universes(rows_of(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **kwargs)
 
 
 class _Usual(Block):

@@ -62,7 +62,7 @@ class Benchmark(Workload):
     loss, metric = staticmethod(loss), staticmethod(score)
     unit, published_settings, slow_compile = "maps", MapConfig, True
     tiny = ("model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=2")
-    gpu_cases = tuple(Case(f"batch-{batch}", "batch128.yaml", (f"data.batch={batch}",), published=_EOS, goal=95.0) for batch in (8, 16))
+    gpu_cases = tuple(Case(f"batch-{n}", "batch128.yaml", (f"data.batch={n}",), published=_EOS, goal=95.0) for n in (8, 16))
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1
@@ -86,11 +86,11 @@ class Benchmark(Workload):
         cells = ("height=768", "width=1152") if on_gpu else ("height=384", "width=576")
         return [("model.divide=1", *cells, f"data.batch={batch}") for batch in ((1, 2, 8) if on_gpu else (1, 2))]
 
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, on: Enabled) -> nn.Module:
-        model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= on else 1)
-        if "kernels" not in on:
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+        model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= enabled else 1)
+        if "kernels" not in enabled:
             swap_classes(model, {BatchNorm: _Usual, Conv2d: _Plain, ConvTranspose2d: _PlainTransposed})
-        if "channels-last" not in on:
+        if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
         return model
 
@@ -99,8 +99,8 @@ class Benchmark(Workload):
         rare = random.random(fields.shape[:2]) < _RARE
         return fields, (rare * random.integers(1, len(cfg.model.classes), rare.shape)).astype(np.uint8)
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **words: Any) -> Any:
-        return batches(Maps(rows_of(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **words)
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return batches(Maps(rows_of(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **kwargs)
 
 
 class _Usual(BatchNorm):

@@ -114,19 +114,19 @@ class Benchmark(Workload):
         found = yaml.safe_load((Path(__file__).parent / "configs/small.yaml").read_text())
         return [(), ("side=64", f"data.batch={found['data']['batch']}", f"model={json.dumps(found['model'])}")]
 
-    def context(self, on: Enabled) -> AbstractContextManager[Any]:
-        return nullcontext() if "channels-last" in on else _contiguous()
+    def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
+        return nullcontext() if "channels-last" in enabled else _contiguous()
 
-    def build(self, cfg: Any, mesh: Mesh, on: Enabled) -> nn.Module:
+    def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(Diffusion(cfg.model, cfg.train.seed), mesh)
-        if "kernels" not in on:
+        if "kernels" not in enabled:
             swap_classes(model, {GroupNorm: _Norm, LayerNorm: nn.LayerNorm, blocks.GEGLU: _GEGLU})
-        if "products" not in on:
+        if "products" not in enabled:
             swap_classes(model, {Conv2d: nn.Conv2d, Conv3d: nn.Conv3d})
         for part in model.modules():
             if isinstance(part, blocks.Up):
-                part.joined = "up" in on
-        return model if "channels-last" in on else model.to(memory_format=torch.contiguous_format)
+                part.joined = "up" in enabled
+        return model if "channels-last" in enabled else model.to(memory_format=torch.contiguous_format)
 
     def dataset_names(self, cfg: Any) -> Sequence[str]:
         net = cfg.model.unet
@@ -157,8 +157,8 @@ class Benchmark(Workload):
             write_index(folder, {"files": files, **about})
         return cfg
 
-    def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
-        return load(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
+    def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return load(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 def _source(cfg: Any, rows: Any) -> Any:

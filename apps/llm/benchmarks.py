@@ -72,9 +72,9 @@ class Benchmark(Workload):
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         return [(), ("data.documents=apart",)]
 
-    def build(self, cfg: Any, mesh: Mesh, on: Enabled) -> nn.Module:
+    def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(LLM(cfg.model), mesh)
-        if "logits" not in on and mesh["tensor"].size == 1:
+        if "logits" not in enabled and mesh["tensor"].size == 1:
             swap_classes(model, {Head: _AllLogits})
         return model if cfg.lora is None else adapt(model, cfg.lora)
 
@@ -89,10 +89,10 @@ class Benchmark(Workload):
         rows = [source.make(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
         return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
 
-    def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
+    def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         about = about_of(cfg.data.directory)
         source = Texts(rows_of(cfg, split, mesh, about=about), about, cfg.data.documents, "all")
-        return load(source, cfg.data.batch, cfg.data, mesh, **words)
+        return load(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
     def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
         cfg = super().write_files(cfg, rows, splits)

@@ -79,7 +79,7 @@ def _positions(axes: Axes, found: Texts, theme: Theme) -> None:
     axes.set(xlabel="position in the row [tokens]", ylabel="loss [nats per token]")
     mean = float((found.positions * found.counts).sum() / found.counts.sum())
     known = means[total > 0]
-    panel_title(axes, "Loss by position", f"mean {mean:.3f} nats; {known[-1] - known[0]:+.2f} from the first positions to the last", theme)
+    panel_title(axes, "Loss by position", f"mean {mean:.3f} nats; {known[-1] - known[0]:+.2f} from first to last positions", theme)
 
 
 def table(found: Texts) -> Table | None:

@@ -64,8 +64,8 @@ class Benchmark(Workload):
         frames = 32 if on_gpu else 4
         return [(f"model.angles={angles}", f"data.batch={frames}") for angles in ("detached", "conservative")]
 
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, on: Enabled) -> nn.Module:
-        model = parallelize((DimeNet if "no triplets" in on else WithTriplets)(cfg.model), mesh)
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+        model = parallelize((DimeNet if "no triplets" in enabled else WithTriplets)(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
         for output in model.output_blocks:  # their last weights are 0 at first, and so would be all gradients
             torch.nn.init.normal_(output.lin.weight, std=0.1)
@@ -90,10 +90,10 @@ class Benchmark(Workload):
         frames = [frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
         return joined(frames, cfg.step.accumulate, _ladder(cfg, len(frames)) if cfg.padded else None)
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         ladder = _ladder(cfg, cfg.data.batch // mesh["replicate"].size)
         source = Frames(rows_of(cfg, split, mesh), cfg.model, cfg.step.accumulate, ladder)
-        return load(source, cfg.data.batch, cfg.data, mesh, **words)
+        return load(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 def _ladder(cfg: BenchmarkConfig, frames: int) -> Ladder | None:

@@ -106,17 +106,17 @@ class Benchmark(Workload):
         few = [("model.blocks=4", "features.crop=64", f"features.recycles={recycles}") for recycles in (0, 1)]
         return [*few, ("model.blocks=2", "features.crop=128")]
 
-    def context(self, on: Enabled) -> AbstractContextManager[Any]:
-        return plainly(on)
+    def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
+        return plainly(enabled)
 
     @contextmanager
-    def training(self, cfg: BenchmarkConfig, mesh: Mesh, on: Enabled) -> Iterator[Training]:
-        if any(switch.name == _CUT and switch.why_not is None for switch in self.switches(cfg, mesh)) and _CUT not in on:
+    def training(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> Iterator[Training]:
+        if any(switch.name == _CUT and switch.why_not is None for switch in self.switches(cfg, mesh)) and _CUT not in enabled:
             mesh = Mesh({"replicate": mesh.world}, mesh.world, mesh.rank, mesh.device)
-        with super().training(cfg, mesh, on) as made:
+        with super().training(cfg, mesh, enabled) as made:
             yield made
 
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, on: Enabled) -> nn.Module:
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(OpenFold(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
         for parameter in model.parameters():
@@ -143,9 +143,9 @@ class Benchmark(Workload):
             each.append(found | {"index": np.full(cfg.features.recycles + 1, number)})  # as those of a loader have it
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         rows = rows_of(cfg, split, FIELDS, mesh)
-        return load(Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **words)
+        return load(Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 @contextmanager

@@ -128,9 +128,9 @@ def table(found: list[Chain]) -> Table:
     scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in found])
     means = [float(each[np.isfinite(each)].mean()) if np.isfinite(each).any() else math.nan for each in scores.T]
     note = (f"Means over {len(found):,} chains: lDDT-Cα {format_score(means[0], 1)}, pLDDT {format_score(means[1], 1)}, GDT-TS"
-            f" {format_score(means[2], 1)}, RMSD {format_score(means[3])} Å. lDDT-Cα and pLDDT are means over residues, 0 to 100; an evaluation's"
-            " lddt is over distances, 0 to 1. GDT-TS is of one superposition by all Cα, a lower bound of the official score, which"
-            " seeks the best for each cutoff.")
+            f" {format_score(means[2], 1)}, RMSD {format_score(means[3])} Å. lDDT-Cα and pLDDT are means over residues, 0 to 100;"
+            " an evaluation's lddt is over distances, 0 to 1. GDT-TS is of one superposition by all Cα, a lower bound of the"
+            " official score, which seeks the best for each cutoff.")
     head, rows = ("chain", "residues", "in the truth", "lDDT-Cα", "pLDDT", "GDT-TS", "RMSD of Cα [Å]"), []
     for chain, (*row, rmsd) in zip(found, scores):
         counts = f"{len(chain.plddt):,}", f"{chain.known.sum():,}"
@@ -212,4 +212,5 @@ def _scores(axes: Axes, chain: Chain, theme: Theme) -> None:
     axes.set_box_aspect(1)
     axes.set(ylim=(0, 103), yticks=[0, *(least for least, _, _ in BANDS[:3]), 100], xlabel="residue")
     axes.grid(False, axis="x")
-    panel_title(axes, "lDDT-Cα", f"mean: true {format_score(chain.mean_lddt(), 1)}, predicted (pLDDT) {chain.plddt.mean():.1f}", theme)
+    means = f"mean: true {format_score(chain.mean_lddt(), 1)}, predicted (pLDDT) {chain.plddt.mean():.1f}"
+    panel_title(axes, "lDDT-Cα", means, theme)

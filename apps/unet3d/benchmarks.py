@@ -60,11 +60,11 @@ class Benchmark(Workload):
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         return [(f"model.window=[{_SIDE}, {_SIDE}, {_SIDE}]", f"data.batch={batch}") for batch in ((1, 2, 7) if on_gpu else (1,))]
 
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, on: Enabled) -> nn.Module:
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(UNet3D(cfg.model), mesh)
-        if "kernels" not in on:
+        if "kernels" not in enabled:
             swap_classes(model, {InstanceNorm: _Usual, Conv3d: _Plain, ConvTranspose3d: _PlainTransposed})
-        if "channels-last" not in on:
+        if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
         return model
 
@@ -80,8 +80,8 @@ class Benchmark(Workload):
     def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
         return Batch(*(torch.from_numpy(np.stack(column)) for column in list(zip(*samples))[:2]))
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **words: Any) -> Any:
-        return load(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return load(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 class _Stacked(Volumes):
@@ -135,7 +135,8 @@ def _monai(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
     widths = (*cfg.model.filters, cfg.model.filters[-1])
     down = [1] + [2] * (len(widths) - 1)
     words = {"kernel_size": [3] * len(widths), "strides": down, "upsample_kernel_size": down[1:], "filters": widths}
-    return Implementation(import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **words), _reference)
+    net = import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **words)
+    return Implementation(net, _reference)
 
 
 Benchmark.peers = {"monai": Peer("monai", _monai)}

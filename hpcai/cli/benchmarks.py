@@ -1,9 +1,9 @@
-"""What an app declares of itself to be measured, and a training of its network on random samples with some switches on.
+"""Declaration of an app's benchmarks, and a training of its network on random samples with some optimisations enabled.
 
-``apps/<name>/trial.py`` has a class ``Trial``, a ``Subject``: ``hpcai bench`` compares the app's step with its plain form, and
-``hpcai ablate`` measures what each switch brings; ``hpcai bench gpu`` measures the published steps that the app lists. The plain
-form is what one would write first: float32, torch's layers one after the other, torch's optimizer operation by operation, and
-training waits for its evaluation.
+``apps/<name>/benchmarks.py`` has a class ``Benchmark``, a ``Workload``: ``hpcai bench`` compares the app's step with its plain
+implementation, ``hpcai ablate`` measures the gain of each switch, and ``hpcai bench gpu`` measures the steps at published
+configurations. The plain implementation is the straightforward one in PyTorch: float32, separate torch layers, torch's unfused
+optimizer, and evaluation that blocks training.
 """
 
 import os
@@ -37,13 +37,13 @@ from hpcai.train.step import Step
 Enabled = frozenset[str]
 Row = dict[str, Any]
 TORCH_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-_EVALUATION_BATCHES = 2  # batches of an evaluation
+_EVALUATION_BATCHES = 2  # batches in an evaluation
 _FILE = "samples.h5"
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One optimisation: ``what`` it is in a line, and why it cannot be had here (``why_not``), if so."""
+    """One optimisation: ``what`` it is in a line, and the reason if it is not available (``why_not``)."""
 
     name: str
     what: str
@@ -51,7 +51,7 @@ class Switch:
 
 
 class Implementation(NamedTuple):
-    """A network to be trained by torch alone; ``around`` is entered for forward and backward."""
+    """A network to be trained by torch alone; forward and backward pass run inside ``context``."""
 
     model: nn.Module
     loss: Callable[[Any, Any], dict[str, Any]]
@@ -59,7 +59,7 @@ class Implementation(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """The same network in a public package, which is measured where that is installed."""
+    """The same network in a public package, which is measured if the package is installed."""
 
     package: str
     build: Callable[[Any, Any], Implementation]
@@ -67,65 +67,65 @@ class Peer(NamedTuple):
 
 
 class PublishedRate(NamedTuple):
-    """What somebody has published of the same training step, for each of the GPUs of a job."""
+    """A published throughput of the same training step."""
 
     samples_per_s: float
     """samples per second and GPU"""
     gpu: str
     conditions: str
-    """GPUs of the job, samples of each, and what else differs from one GPU alone"""
+    """GPUs of the job, samples per GPU, and other differences from a single GPU"""
     source: str
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training step at a published configuration, for ``hpcai bench gpu``: a YAML file of the app, and what one GPU changes."""
+    """A training step at a published configuration, for ``hpcai bench gpu``: a YAML file of the app, and overrides for one GPU."""
 
     name: str
     yaml: str
     """file in apps/<name>/configs"""
     overrides: Sequence[str] = ()
-    """key=value words, such as data.batch, the samples of one GPU"""
+    """key=value overrides, such as data.batch, the samples of one GPU"""
     step_variants: Sequence[Sequence[str]] = ((),)
-    """key=value words in which one batch differs from the next; they take turns"""
+    """key=value overrides that differ between batches; steps cycle through them"""
     published: PublishedRate | None = None
     goal: float | None = None
-    """samples per second that we ask of one H200"""
+    """target in samples per second on one H200"""
     base_overrides: Sequence[str] = ()
-    """key=value words that all variants begin with, such as a precision without which the model does not fit"""
+    """key=value overrides of all variants, such as a precision without which the model does not fit"""
 
 
 class Workload:
-    """What an app gives to be measured. ``cfg`` are its settings; a subclass has at least what is declared without a value."""
+    """The benchmarks of an app. ``cfg`` is its settings; a subclass defines at least the attributes without a default."""
 
     settings: type[RunConfig]
-    """a run of a size that is measured in minutes"""
+    """settings of a run whose benchmark takes minutes"""
     fields: Sequence[str]
     """datasets of a file"""
     ragged: frozenset[str] = frozenset()
-    """fields whose samples lie one after another along their first dim"""
+    """fields whose samples differ in length and are concatenated along dim 0"""
     batch: type[Any]
-    """named tuple of the fields, where samples of one shape are stacked"""
+    """named tuple of the fields, if samples of one shape are stacked"""
     variants: Mapping[str, Sequence[str]] = {}
-    """forms of ours that other settings give, by name, as key=value words"""
+    """our implementation with other settings, by name, as key=value overrides"""
     peers: Mapping[str, Peer] = {}
     gpu_cases: Sequence[Case] = ()
-    """what ``hpcai bench gpu`` measures"""
+    """cases of ``hpcai bench gpu``"""
     unit: str = "samples"
-    """what its samples are, in the plural"""
+    """unit of its samples, in the plural"""
     published_settings: type[RunConfig]
-    """what the YAML files of the app complete, with what its random samples need to know"""
+    """schema of the YAML files of the app, with the sizes of random samples"""
     tiny: Sequence[str] = ()
-    """key=value words that make a published configuration a matter of seconds on one core"""
+    """key=value overrides with which a published configuration takes seconds on one core"""
     compile_scope: Literal["whole", "blocks"] = "whole"
-    """what is compiled where the settings do not say"""
+    """step.compile if the settings do not set it"""
     slow_compile: bool = False
-    """whether torch.compile takes minutes on a CPU, where it is then measured only if the settings ask for it"""
+    """whether torch.compile takes minutes on a CPU; it is then measured there only if the settings enable it"""
     counts: Callable[[Any], Tensor] | None = None
-    """what several means of the loss divide by (``Step``)"""
+    """denominator of means over micro-batches and replicas (``Step``)"""
 
-    def build(self, cfg: Any, mesh: Mesh, on: Enabled) -> nn.Module:
-        """The network over the mesh, with those of its own switches that are on; with none it is the plain form."""
+    def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
+        """Return the network on the mesh with the given switches enabled; without any, the plain implementation."""
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:
@@ -135,58 +135,56 @@ class Workload:
         raise NotImplementedError
 
     def random_sample(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
-        """A sample as the files have it: an array for each field."""
+        """Return a sample in the layout of the files: an array for each field."""
         raise NotImplementedError
 
-    def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
-        """Our Loader over the samples in ``cfg.data.directory``."""
+    def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        """Return our Loader over the samples in ``cfg.data.directory``."""
         raise NotImplementedError
 
     def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
-        """A batch of CPU tensors."""
         return self.batch(*(torch.from_numpy(np.stack(column)) for column in zip(*samples)))
 
     def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
-        """The switches of the network."""
         return []
 
     def complete_settings(self, cfg: Any) -> Any:
-        """The settings as data would complete them."""
+        """Return the settings with the values that a data set would determine."""
         return cfg
 
     def duplicate_replicas(self, cfg: Any) -> int:
-        """Neighbouring copies whose samples are the same where loss and gradient are compared."""
+        """Return the number of neighbouring replicas that get the same samples when loss and gradient are compared."""
         return 1
 
-    def context(self, on: Enabled) -> AbstractContextManager[Any]:
-        """What is entered for forward and backward with the switches ``on``."""
+    def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
+        """Return the context manager of forward and backward pass with the given switches enabled."""
         return nullcontext()
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        """Settings that are measured by default, as key=value words."""
+        """Return the settings measured by default, as sets of key=value overrides."""
         return [()]
 
     def implementations(self, cfg: Any, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
-        """Plain forms by name, made when they are called."""
+        """Return functions that build the plain implementations, by name."""
         none: Enabled = frozenset()
         return {"plain": lambda: Implementation(self.build(cfg, mesh, none), self.loss, lambda: self.context(none))}
 
     def dataset_names(self, cfg: Any) -> Sequence[str]:
-        """``fields``, where they differ with the settings."""
+        """Return ``fields``; a subclass may derive them from the settings."""
         return self.fields
 
-    # ---- what follows from it
+    # ---- derived
 
     def available_switches(self, cfg: Any, mesh: Mesh) -> Enabled:
-        """All switches of the network that can be had here."""
+        """Return the names of the network's switches that are available here."""
         return frozenset(switch.name for switch in self.switches(cfg, mesh) if switch.why_not is None)
 
     def all_switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
-        every = [*self.switches(cfg, mesh), *loop_switches(cfg, mesh, self.compile_scope)]
+        switches = [*self.switches(cfg, mesh), *loop_switches(cfg, mesh, self.compile_scope)]
         if not self.slow_compile or mesh.device.type == "cuda" or cfg.step.compile != "none":
-            return every
-        minutes = f"torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile={self.compile_scope}"
-        return [replace(one, why_not=one.why_not or minutes) if one.name == "compile" else one for one in every]
+            return switches
+        reason = f"torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile={self.compile_scope}"
+        return [replace(switch, why_not=switch.why_not or reason) if switch.name == "compile" else switch for switch in switches]
 
     def sample_bytes(self, cfg: Any) -> int:
         return sum(values.nbytes for values in self.random_sample(cfg, np.random.default_rng(0)))
@@ -196,34 +194,34 @@ class Workload:
         return tree_map(self.collate(cfg, samples), lambda tensor: tensor.to(device))
 
     @contextmanager
-    def training(self, cfg: Any, mesh: Mesh, on: Enabled) -> Iterator["Training"]:
+    def training(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> Iterator["Training"]:
         cfg = self.write_files(self.complete_settings(cfg), _EVALUATION_BATCHES * cfg.data.batch)
-        with ExitStack() as held:
-            yield Training(self, cfg, mesh, on, held)
+        with ExitStack() as exit_stack:
+            yield Training(self, cfg, mesh, enabled, exit_stack)
 
     def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
-        """The settings with a folder of their own, where each split has so many random samples."""
-        words = {"directory": _sample_files(self, cfg, rows, splits), "stage": None, "shards": 1}
-        return cfg.model_copy(update={"data": cfg.data.model_copy(update=words)})
+        """Write random samples for each split to a temporary folder, and return the settings with this folder."""
+        changes = {"directory": _sample_files(self, cfg, rows, splits), "stage": None, "shards": 1}
+        return cfg.model_copy(update={"data": cfg.data.model_copy(update=changes)})
 
 
 def find_workload(name: str) -> Workload:
-    """What the app declares to be measured. Raises ConfigError, which lists the apps that declare it."""
-    subject: Workload = apps.require_module(name, "benchmarks").Benchmark()
-    return subject
+    """Return the benchmarks that the app declares. Raises ConfigError, which lists the apps that declare any."""
+    workload: Workload = apps.require_module(name, "benchmarks").Benchmark()
+    return workload
 
 
-def loop_switches(cfg: Any, mesh: Mesh, compiled: str) -> list[Switch]:
-    """The switches of step, loop and evaluation, which every app has."""
+def loop_switches(cfg: Any, mesh: Mesh, compile_scope: str) -> list[Switch]:
+    """Return the switches of step, loop and evaluation, which every app has."""
     kind, optimizer = mesh.device.type, cfg.step.optimizer
-    asked = enabled_settings(cfg.step, mesh, compiled)
-    slow = f"this {kind} does not compute in bfloat16 at full speed" if asked["precision"] == "fp32" else None
+    enabled = enabled_settings(cfg.step, mesh, compile_scope)
+    slow = f"this {kind} does not compute in bfloat16 at full speed" if enabled["precision"] == "fp32" else None
     no_gpu = f"there is no GPU: this process computes on {kind}" if kind == "cpu" else None
     unknown = None if optimizer in TORCH_OPTIMIZERS else f"torch has no {optimizer} to compare with"
     alone = "one copy of the model: the optimizer is divided among copies" if mesh["replicate"].size == 1 else None
     return [
-        Switch("precision", f"step.precision={asked['precision']}", slow),
-        Switch("compile", f"step.compile={asked['compile']}", _compile_problem(kind)),
+        Switch("precision", f"step.precision={enabled['precision']}", slow),
+        Switch("compile", f"step.compile={enabled['compile']}", _compile_problem(kind)),
         Switch("fused optimizer", f"{optimizer} in one pass over each row, not operation by operation", unknown),
         Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer, all but the update)", no_gpu),
         Switch("sharded optimizer", "step.shard=optimizer (with fused optimizer only)", alone),
@@ -232,90 +230,91 @@ def loop_switches(cfg: Any, mesh: Mesh, compiled: str) -> list[Switch]:
     ]
 
 
-def enabled_settings(cfg: StepConfig, mesh: Mesh, compiled: str) -> dict[str, str]:
-    """Precision and compilation when they are on: as the settings have it, or otherwise the best there is."""
-    narrow = cfg.precision if cfg.precision.startswith("bf16") else "bf16" if fast_bf16(mesh.device) else "fp32"
-    return {"precision": narrow, "compile": compiled if cfg.compile == "none" else cfg.compile}
+def enabled_settings(cfg: StepConfig, mesh: Mesh, compile_scope: str) -> dict[str, str]:
+    """Return precision and compile scope when enabled: those of the settings, or the best available ones."""
+    precision = cfg.precision if cfg.precision.startswith("bf16") else "bf16" if fast_bf16(mesh.device) else "fp32"
+    return {"precision": precision, "compile": compile_scope if cfg.compile == "none" else cfg.compile}
 
 
 def _compile_problem(kind: str) -> str | None:
     if kind == "cuda":
         return triton_support.MISSING
-    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return None if found else "there is no C++ compiler, which torch.compile needs here"
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    return None if compiler else "there is no C++ compiler, which torch.compile needs here"
 
 
 def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Modules of just these classes become modules of those, in place: weights and their names stay."""
+    """Change the class of modules in place, by exact type: weights and their names are unchanged."""
     for module in model.modules():
         if type(module) in classes:
             module.__class__ = classes[type(module)]
 
 
 def torch_optimizer(model: nn.Module, cfg: StepConfig, decays: AbstractSet[str]) -> torch.optim.Optimizer:
-    """torch's own, one operation after the other; the parameters named in ``decays`` decay."""
-    words: Row = {"betas": cfg.betas, "eps": cfg.eps}
+    """Return torch's unfused optimizer; the parameters named in ``decays`` have weight decay."""
+    kwargs: Row = {"betas": cfg.betas, "eps": cfg.eps}
     if cfg.optimizer == "sgd":
-        words = {"momentum": cfg.momentum, "nesterov": cfg.nesterov}
+        kwargs = {"momentum": cfg.momentum, "nesterov": cfg.nesterov}
     groups = [{"params": [p], "weight_decay": cfg.weight_decay * (name in decays)} for name, p in model.named_parameters()]
-    made: torch.optim.Optimizer = TORCH_OPTIMIZERS[cfg.optimizer](groups, lr=cfg.lr, foreach=False, fused=False, **words)
-    return made
+    optimizer: torch.optim.Optimizer = TORCH_OPTIMIZERS[cfg.optimizer](groups, lr=cfg.lr, foreach=False, fused=False, **kwargs)
+    return optimizer
 
 
 class Training:
-    """A training with the switches ``on``, of an app's network and random samples, in files that the page cache holds.
+    """A training of an app's network with the switches ``enabled``, on random samples in files that the page cache holds.
 
-    All trainings begin with the same weights. An evaluation begins in the middle of each run and ends with it: what it does in the
-    background is counted too.
+    All trainings start from the same weights. An evaluation starts within each run and ends with it, so that all of it is timed.
     """
 
-    def __init__(self, app: Workload, cfg: Any, mesh: Mesh, on: Enabled, held: ExitStack) -> None:
-        self.workload, self.cfg, self.mesh, self.enabled, self.exit_stack, self.samples = app, cfg, mesh, on, held, cfg.data.batch
-        self.collector = Collector(cfg.train.collect_every if "garbage collection" in on else None)
-        self.step = _build_step(app, cfg, mesh, on)
+    def __init__(self, workload: Workload, cfg: Any, mesh: Mesh, enabled: Enabled, exit_stack: ExitStack) -> None:
+        self.workload, self.cfg, self.mesh, self.samples = workload, cfg, mesh, cfg.data.batch
+        self.enabled, self.exit_stack = enabled, exit_stack
+        self.collector = Collector(cfg.train.collect_every if "garbage collection" in enabled else None)
+        self.step = _build_step(workload, cfg, mesh, enabled)
         self.step.model.train()
         validation = self._loader("validation", _EVALUATION_BATCHES)
-        self.scores: Any = scoring(self.step, app.metric, validation, "background" if "async evaluation" in on else "wait")
+        mode: Any = "background" if "async evaluation" in enabled else "wait"
+        self.scores: Any = scoring(self.step, workload.metric, validation, mode)
         self.train_loader, self.epoch = cast(Any, None), 0
 
     def loss_and_gradient(self) -> tuple[float, Tensor]:
-        """Loss and flat float32 gradient [parameters], on the CPU, of one batch at the first weights; called before any update.
+        """Return loss and flat float32 gradient [parameters], on the CPU, of one batch at the initial weights, before any update.
 
-        The batch is the same over any number of copies, and nothing is dropped: processes would drop each something else.
+        The batch is the same for any number of replicas, and dropout is disabled, since its masks would differ between processes.
         """
-        copies, step = self.mesh["replicate"], self.step
-        own = self.samples // copies.size
-        first = copies.rank // self.workload.duplicate_replicas(self.cfg) * own
-        drops = [module for module in step.model.modules() if type(module).__name__.endswith("Dropout")]
-        for module in drops:
+        replicas, step = self.mesh["replicate"], self.step
+        per_replica = self.samples // replicas.size
+        first = replicas.rank // self.workload.duplicate_replicas(self.cfg) * per_replica
+        dropouts = [module for module in step.model.modules() if type(module).__name__.endswith("Dropout")]
+        for module in dropouts:
             module.eval()
         with self.workload.context(self.enabled):
-            values: Any = step._gradients(self.workload.random_batch(self.cfg, range(first, first + own), self.mesh.device))
-        for module in drops:
+            values: Any = step._gradients(self.workload.random_batch(self.cfg, range(first, first + per_replica), self.mesh.device))
+        for module in dropouts:
             module.train()
-        found = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
-        for bucket in step.sums.buckets:  # an update may scale gradients where they lie
-            if hasattr(bucket, "own"):  # of the sum each process has its share
-                gather_shares(bucket.flat, bucket.own, copies).wait()
-            found |= {part.name: part.whole(bucket.flat) for part in bucket.parts}
-        loss = sum_in_place(values["loss"].detach().clone(), copies) / copies.size
-        return loss.item(), torch.cat([found[name].detach().float().reshape(-1).cpu() for name in sorted(found)])
+        gradients = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
+        for bucket in step.sums.buckets:  # an update may scale gradients in place
+            if hasattr(bucket, "own"):  # each rank has a shard of the sum
+                gather_shares(bucket.flat, bucket.own, replicas).wait()
+            gradients |= {part.name: part.whole(bucket.flat) for part in bucket.parts}
+        loss = sum_in_place(values["loss"].detach().clone(), replicas) / replicas.size
+        return loss.item(), torch.cat([gradients[name].detach().float().reshape(-1).cpu() for name in sorted(gradients)])
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """What a training enters once, such as a policy of garbage collection: entered around each ``run``, and not timed."""
+        """Context manager of each ``run``, outside the timing, such as the garbage collection policy."""
         with self.collector, self.workload.context(self.enabled):
             yield
 
     def run(self, steps: int) -> None:
-        """So many steps of the real thing: samples from files, update, and an evaluation that has ended when this returns."""
+        """Run ``steps`` complete steps: samples from files, update, and an evaluation that has ended on return."""
         if self.train_loader is None:
             self.train_loader = self._loader("train", steps)
-            for batch in self.train_loader.epoch(0):  # compiled and captured before an evaluation runs beside it
+            for batch in self.train_loader.epoch(0):  # compile and capture before an evaluation runs concurrently
                 self.step(batch)
         with closing(self.train_loader.epoch(self.epoch)) as batches:
-            for number, batch in enumerate(batches):
-                if number == steps // 2:
+            for index, batch in enumerate(batches):
+                if index == steps // 2:
                     self.scores.start({"step": self.step.count})
                 self.step(batch)
                 self.collector.at(self.step.count)
@@ -325,28 +324,28 @@ class Training:
     def _loader(self, split: str, count: int) -> Any:
         cfg, batch = self.cfg, self.samples
         endless = {"sampler": Endless(_EVALUATION_BATCHES * batch, count * batch), "accumulate": cfg.step.accumulate}
-        words: Any = endless if split == "train" else {"shuffle": False, "last": "keep"}
-        return self.exit_stack.enter_context(self.workload.loader(cfg, self.mesh, split, name=split, **words))
+        kwargs: Any = endless if split == "train" else {"shuffle": False, "last": "keep"}
+        return self.exit_stack.enter_context(self.workload.loader(cfg, self.mesh, split, name=split, **kwargs))
 
 
-def _build_step(app: Workload, cfg: Any, mesh: Mesh, on: Enabled) -> Step:
+def _build_step(workload: Workload, cfg: Any, mesh: Mesh, enabled: Enabled) -> Step:
     torch.manual_seed(cfg.train.seed)
-    model = app.build(cfg, mesh, on)
-    fused = "fused optimizer" in on or cfg.step.optimizer not in TORCH_OPTIMIZERS
-    shard = "optimizer" if fused and "sharded optimizer" in on else "none"
+    model = workload.build(cfg, mesh, enabled)
+    fused = "fused optimizer" in enabled or cfg.step.optimizer not in TORCH_OPTIMIZERS
+    shard = "optimizer" if fused and "sharded optimizer" in enabled else "none"
     changes = {"shard": shard, "shard_within": None, "compile_cache": None, "precision": "fp32", "compile": "none"}
-    changes |= {name: value for name, value in enabled_settings(cfg.step, mesh, app.compile_scope).items() if name in on}
-    torch._dynamo.config.recompile_limit = 64  # of the versions of one forward, over all arrangements
-    changes["capture"] = "none" if "capture" not in on else "whole" if fused else "forward"
-    kind = Step if fused else TorchOptimizerStep
-    return kind(model, app.loss, cfg.step.model_copy(update=changes), mesh, counts=app.counts)
+    changes |= {name: value for name, value in enabled_settings(cfg.step, mesh, workload.compile_scope).items() if name in enabled}
+    torch._dynamo.config.recompile_limit = 64  # versions of one forward, over all arrangements
+    changes["capture"] = "none" if "capture" not in enabled else "whole" if fused else "forward"
+    step_class = Step if fused else TorchOptimizerStep
+    return step_class(model, workload.loss, cfg.step.model_copy(update=changes), mesh, counts=workload.counts)
 
 
 class TorchOptimizerStep(Step):
-    """A step whose update is torch's optimizer, one operation after the other, with neither guard nor norm."""
+    """A step whose update is torch's unfused optimizer, without the guard against non-finite values and without norms."""
 
-    def __init__(self, model: nn.Module, function: Any, cfg: Any, mesh: Mesh, **words: Any) -> None:
-        super().__init__(model, function, cfg, mesh, **words)
+    def __init__(self, model: nn.Module, function: Any, cfg: Any, mesh: Mesh, **kwargs: Any) -> None:
+        super().__init__(model, function, cfg, mesh, **kwargs)
         for state in self.optimizer.states:
             state.moments.clear()
         self.torch_optimizer = torch_optimizer(model, cfg, decayed(model, cfg))
@@ -373,9 +372,9 @@ _TEMPORARY = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted wh
 _SAMPLE_FOLDERS: dict[tuple[type[Workload], str, int, tuple[str, ...]], Path] = {}
 
 
-def _sample_files(app: Workload, cfg: Any, rows: int, splits: Sequence[str]) -> Path:
-    """A folder with so many random samples for each split, in the layout of data_prep; made once."""
-    key = type(app), cfg.model_dump_json(), rows, tuple(splits)
+def _sample_files(workload: Workload, cfg: Any, rows: int, splits: Sequence[str]) -> Path:
+    """Return a folder with ``rows`` random samples for each split, in the layout of data_prep. The result is cached."""
+    key = type(workload), cfg.model_dump_json(), rows, tuple(splits)
     if key in _SAMPLE_FOLDERS:
         return _SAMPLE_FOLDERS[key]
     folder = Path(tempfile.mkdtemp(dir=_TEMPORARY.name))
@@ -383,8 +382,8 @@ def _sample_files(app: Workload, cfg: Any, rows: int, splits: Sequence[str]) -> 
         (folder / split).mkdir()
         with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
             for i in range(rows):
-                for name, sample in zip(app.dataset_names(cfg), app.random_sample(cfg, np.random.default_rng(i))):
-                    part = sample if name in app.ragged else sample[None]
-                    whole = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
-                    whole[i * len(part) : (i + 1) * len(part)] = part
+                for name, sample in zip(workload.dataset_names(cfg), workload.random_sample(cfg, np.random.default_rng(i))):
+                    part = sample if name in workload.ragged else sample[None]
+                    dataset = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
+                    dataset[i * len(part) : (i + 1) * len(part)] = part
     return _SAMPLE_FOLDERS.setdefault(key, folder)

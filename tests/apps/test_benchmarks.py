@@ -210,8 +210,8 @@ IN_FLOAT64 = [("deepcam", ["model.skip=after"]), ("deepcam", ["model.skip=before
 @pytest.mark.parametrize(("app", "more"), IN_FLOAT64)
 def test_arrangements_are_one_function_in_float64(app: str, more: list[str]) -> None:
     subject = benchmarks.find_workload(app)
-    cfg: Any = subject.complete_settings(config.load(subject.settings, None, [*([] if "side=8" in more or "side=16" in more else SMALL[app]),
-                                                                  "data.batch=2", *more]))  # fmt: skip
+    own = [] if "side=8" in more or "side=16" in more else SMALL[app]
+    cfg: Any = subject.complete_settings(config.load(subject.settings, None, [*own, "data.batch=2", *more]))
     batch: Any = subject.random_batch(cfg, range(2), MESH.device)
     if app == "deepcam":
         assert 0 < (batch.mask == 1).float().mean() < 0.05 and batch.mask.max() == 2
@@ -272,7 +272,8 @@ def test_fields_are_measured_too_and_other_networks_are_refused() -> None:
         training.run(1)
         assert training.step.count == 2
     for case in subject.default_overrides(False):
-        assert len(subject.random_sample(subject.complete_settings(config.load(subject.settings, None, case)), np.random.default_rng(0))) == 2
+        cfg = subject.complete_settings(config.load(subject.settings, None, case))
+        assert len(subject.random_sample(cfg, np.random.default_rng(0))) == 2
     with pytest.raises(ConfigError, match="model.unet is null; a U-Net is measured here"):
         config.load(subject.settings, None, ["model.unet=null", "model.dit={}"])
 

@@ -63,7 +63,7 @@ def test_a_nan_leaves_its_step_and_samples_and_is_found_again(poisoned: Path, tm
     (saved,) = (run / "checkpoints").glob("step-*")
     shutil.copytree(saved, saved.with_name(f"{saved.name[:-1]}2"))  # one of the step itself is too late
     codes, said = ended(lambda: replay.main([str(run / LAST)]), tmp_path / "replayed", 1)
-    assert codes == [0] and "made again from step 1" in said, said
+    assert codes == [0] and "repeated from step 1" in said, said
     assert "conv_seq.0.conv (Conv3d) is the first whose output is not finite; neither was its input" in said
     assert "13 (train/universe_00003.h5 row 1)" in said and said.count("is the first") == 1 and "going back" not in said, said
     assert not (run / LAST / "replay").exists() and len(list(run.glob("failure-*"))) == 1

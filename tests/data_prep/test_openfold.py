@@ -178,7 +178,8 @@ def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeyp
         ranks = []
         for rank in "10":                           # rank 1 comes to what rank 0 has not looked at yet
             monkeypatch.setenv("PMI_RANK", rank)
-            ranks.append(both.enter_context(fork_processes(lambda: convert(library, tmp_path / "ranks", "--each", "1"), tmp_path / rank)))
+            call = lambda: convert(library, tmp_path / "ranks", "--each", "1")  # noqa: E731
+            ranks.append(both.enter_context(fork_processes(call, tmp_path / rank)))
             while not (tmp_path / "ranks" / ".convert" / "recipe.json").is_file() and ranks[0].processes[0].is_alive():
                 time.sleep(0.01)
         assert [rank.wait(60)[0] for rank in ranks] == [[0], [0]], [(tmp_path / rank).read_text() for rank in "01"]

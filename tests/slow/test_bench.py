@@ -19,7 +19,7 @@ from torch import nn
 
 from hpcai import config, dist, log
 from hpcai.cli import apps
-from hpcai.cli.bench.timing import time_alternately
+from hpcai.cli.bench.timing import alternate
 from hpcai.cli.benchmarks import find_workload
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
@@ -147,7 +147,7 @@ def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other
 
     step.optimizer.set_rate(1e-3)
     runs = {"torch": theirs, "ours": partial(step.optimizer.step, None, torch.zeros(()))}
-    until(lambda spent: spent["torch"] >= 2.0 * spent["ours"], lambda: time_alternately(runs, 7))
+    until(lambda spent: spent["torch"] >= 2.0 * spent["ours"], lambda: alternate(runs, 7))
 
 
 def step_seconds(mesh: dist.Mesh, evaluate: str | None) -> float:

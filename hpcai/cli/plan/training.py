@@ -1,4 +1,4 @@
-"""What an app declares of itself to be planned: ``apps/<name>/plan.py`` has a class ``Plan``, a ``Workload``."""
+"""Declaration of a training to plan: ``apps/<name>/plan.py`` has a class ``Plan``, a ``PlannedTraining``."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,71 +17,72 @@ from hpcai.parallel.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated between two stretches of training."""
+    """An evaluation that is repeated during training."""
 
     samples: int
     cost: float
-    """one of them, in steps of one training sample"""
+    """of one sample, in steps of one training sample"""
     every: float = 0.0
-    """samples that are trained on in between"""
+    """training samples between two evaluations"""
     steps: int = 0
-    """steps in between, in place of ``every``"""
+    """steps between two evaluations, instead of ``every``"""
     start: float = 0.0
-    """samples that are trained on before it is worth while"""
+    """training samples before the first evaluation"""
 
     def count(self, samples: float, batch: int) -> float:
-        """How often it happens in a training on ``samples``."""
-        every = self.every or self.steps * batch
-        return max(samples - self.start, every) / every
+        """Return the number of evaluations in a training on ``samples``."""
+        interval = self.every or self.steps * batch
+        return max(samples - self.start, interval) / interval
 
 
 @dataclass(frozen=True)
 class Published:
-    """What somebody has published of a run, to be planned and compared: ``value`` seconds of a ``step`` or minutes of a ``run``."""
+    """A published result to compare predictions with: ``value`` is seconds of a ``step`` or minutes of a ``run``."""
 
     kind: Literal["step", "run"]
     value: float
     machine: str
     gpus: int
-    """that train"""
+    """training GPUs"""
     batch: int
     ways: int = 1
     evaluating: int = 0
-    """GPUs that only evaluate"""
+    """evaluation-only GPUs"""
     overrides: Sequence[str] = ()
-    """key=value words: precision, and what else its settings differ in"""
+    """key=value overrides: precision, and other differences from the settings"""
     publisher: str = "NVIDIA"
 
 
 class PlannedTraining:
-    """A training to be planned. A subclass has what is declared without a value.
+    """A training to plan. A subclass defines the attributes without a default.
 
-    ``published[0]`` is a step on GPUs that hold a sample each and are not cut, or nearly: how much slower it was than the machine's
-    rates allow is what the others are planned with.
+    ``published[0]`` is a step on GPUs with one unsplit sample each, or nearly so: its slowdown relative to the machine's rates is
+    applied to all predictions.
     """
 
     workload: Workload
     yaml: str
     """file in apps/<name>/configs"""
     split_axis: str | None = None
-    """axis of the mesh over which one sample is cut, in several ways; along others as the settings say (mesh.pipeline)"""
+    """mesh axis along which one sample is split in a varying number of ways; the settings give the size of others
+    (mesh.pipeline)"""
     step_variants: Mapping[Sequence[str], float] = {(): 1.0}
-    """key=value words of the kinds of step, and how much each weighs in the mean step"""
+    """key=value overrides of the kinds of step, with their weights in the mean step"""
     memory_savings: Sequence[Sequence[str]] = ((),)
-    """key=value words, the fastest first, that take ever less memory"""
+    """key=value overrides, fastest first, with decreasing memory"""
     depth: str | None = None
-    """setting of the number of repeated layers: a deep model is recorded with few of them, and each further one takes as much"""
+    """setting of the number of repeated layers: a deep model is recorded with few of them and extrapolated linearly"""
     fixed_settings: Sequence[str] = ()
-    """settings that a plan leaves as they are, though others could be recorded more simply"""
+    """settings that a plan does not override, although others would be simpler to record"""
     max_samples: int = 1
-    """samples that a process takes at a time; more are micro-batches"""
+    """maximum samples of a micro-batch on a process"""
     samples: Mapping[int, float]
-    """samples until the target is reached, by global batch"""
+    """samples to the target, by global batch size"""
     source: str
-    """where ``samples`` come from"""
+    """source of ``samples``"""
     evaluation: Evaluation
     preparation_seconds: Callable[[np.random.Generator, Any], np.ndarray] | None = None
-    """(random, shape) -> seconds that a worker needs for samples; None: next to nothing"""
+    """(random, shape) -> seconds in which a worker prepares samples; None: negligible"""
     workers: int = 8
     published: Sequence[Published]
 
@@ -89,30 +90,30 @@ class PlannedTraining:
         return self.workload.build(cfg, mesh, self.workload.available_switches(cfg, mesh))
 
     def pipeline(self, cfg: Any, model: nn.Module, mesh: Mesh) -> Pipeline | None:
-        """The stages of ``model``, where the mesh has the axis pipeline."""
+        """Return the pipeline of ``model``, if the mesh has the axis pipeline."""
         return None
 
     def stage_count(self, cfg: Any) -> int:
-        """How many these are in all."""
+        """Return the total number of pipeline stages."""
         return int(getattr(cfg.mesh, "pipeline", 1))
 
     def read_settings(self, cfg: Any) -> None:
-        """Take over what the settings say of ``samples``, ``source`` and ``evaluation``, where they are of another training."""
+        """Derive ``samples``, ``source`` and ``evaluation`` from the settings, if they describe another training."""
 
     def random_batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
-        """Tensors as this process gets them for ``count`` samples; their numbers do not count."""
+        """Return this process's tensors for ``count`` samples; their values do not matter."""
         return self.workload.random_batch(cfg, range(count), mesh.device)
 
     def samples_needed(self, batch: int) -> float:
-        """Samples to the target, on the line between the batches that are known, in logarithms. Raises ConfigError outside."""
+        """Return the samples to the target, interpolated between known batch sizes in log-log scale. Raises ConfigError outside."""
         low, high = min(self.samples), max(self.samples)
         if not low <= batch <= high:
             raise ConfigError(f"a batch of {batch} is not among {low} to {high}, the known ones ({self.source}); take one of these")
-        known = sorted(self.samples)
-        return math.exp(np.interp(math.log(batch), np.log(known), [math.log(self.samples[b]) for b in known]))
+        sizes = sorted(self.samples)
+        return math.exp(np.interp(math.log(batch), np.log(sizes), [math.log(self.samples[b]) for b in sizes]))
 
 
 def find_training(name: str) -> PlannedTraining:
-    """What the app declares to be planned. Raises ConfigError, which lists the apps that declare it."""
-    workload: PlannedTraining = apps.require_module(name, "plan").Plan()
-    return workload
+    """Return the training that the app declares. Raises ConfigError, which lists the apps that declare one."""
+    training: PlannedTraining = apps.require_module(name, "plan").Plan()
+    return training

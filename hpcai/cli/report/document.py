@@ -1,4 +1,4 @@
-"""The page: one file of HTML that needs no network."""
+"""The page: one self-contained HTML file."""
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +13,9 @@ from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import Plot
 from hpcai.log import duration, energy, number, per_second, size
 
-Images = Mapping[Plot, tuple[bytes, bytes]]               # the light and the dark PNG of each plot
+Images = Mapping[Plot, tuple[bytes, bytes]]               # light and dark PNG of each plot
 
-MAX_CHECKPOINTS = 12                                                # checkpoints in the table
+MAX_CHECKPOINTS = 12                                                # in the table
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --page: #f3f5f8; --ink: #1c2430; --faint: #6b7685; --line: #e1e5eb;
@@ -71,7 +71,7 @@ def _date(time: float) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: Literal["words", "numbers", "texts"] = "words") -> str:
-    """An HTML table. All columns but the first of ``numbers`` are right-aligned; ``texts`` keep their lines."""
+    """Return an HTML table. All columns but the first of ``numbers`` are right-aligned; ``texts`` keep their line breaks."""
 
     def cells(row: Sequence[Any], tag: str) -> str:
         marks = ["", *(' class="n"' if kind == "numbers" else "" for _ in row[1:])]
@@ -87,7 +87,7 @@ def card(title: str, body: str, note: str = "") -> str:
 
 
 def run_state(run: RunRecord) -> tuple[str, str]:
-    """How the run ended, or that it has not, and the mark of that."""
+    """Return the state of the run, and its CSS class."""
     stop = run.stop
     if not stop:
         return f"still running, last heard of {_date(run.events[-1]['time'])}", "live"
@@ -129,8 +129,8 @@ def _results(run: RunRecord) -> str:
     for name in run.names("evaluate"):
         steps, values = run.series("evaluate", name)
         best, target = run.best(name), run.target(name)
-        first = (name, number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
-        rows.append((*first, number(values[-1]), f"{steps[-1]:,}", number(target) if target is not None else ""))
+        best_cells = (name, number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
+        rows.append((*best_cells, number(values[-1]), f"{steps[-1]:,}", number(target) if target is not None else ""))
     return card("Evaluations", table(("metric", "best", "at step", "last", "at step", "target"), rows, "numbers")) if rows else ""
 
 
@@ -142,7 +142,7 @@ def _predictions(run: RunRecord) -> str:
 
 
 def _facts(run: RunRecord) -> str:
-    get = run.start.get
+    get, starts = run.start.get, run.events_of("start")
     last: dict[str, Any] = (run.events_of("train") or run.events_of("stop") or [{}])[-1]
     epochs = f"{round(last.get('epoch') or 0, 2):g}" + (f" of {get('epochs')}" if get("epochs") else "")
     rows = [
@@ -152,8 +152,8 @@ def _facts(run: RunRecord) -> str:
         ("global batch", get("global_batch", "?")),
         ("samples", f"{get('train_samples') or 0:,} for training, {get('validation_samples') or 0:,} for validation"),
         ("last training loss", f"{number(last.get('loss', '?'))} at step {last.get('step') or 0:,}"),
-        ("lives", f"{len(run.events_of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.events_of("start")
-                                                     if life.get("resumed_from") is not None)),
+        ("starts", f"{len(starts)}" + "".join(f", resumed from step {start['resumed_from']:,}" for start in starts
+                                              if start.get("resumed_from") is not None)),
     ]
     rows += [("energy", text)] if (text := _energy(run)) else []
     rows += [("start", startup.describe(event.get("parts") or {})) for event in run.events_of("startup")[-1:]]
@@ -161,11 +161,10 @@ def _facts(run: RunRecord) -> str:
 
 
 def _energy(run: RunRecord) -> str:
-    """Over all lives of the run that have told it."""
     if not run.energy:
         return ""
-    lives, told = len(run.events_of("energy")), len(run.events_of("start"))
-    return energy(run.energy) + (f"; {lives} of {told} lives" if lives < told else "")
+    recorded, starts = len(run.events_of("energy")), len(run.events_of("start"))
+    return energy(run.energy) + (f"; {recorded} of {starts} lives" if recorded < starts else "")
 
 
 def _checkpoints(run: RunRecord) -> str:
@@ -173,17 +172,17 @@ def _checkpoints(run: RunRecord) -> str:
              f"{event.get('seconds') or 0:.2f} s", _date(event["time"])) for event in run.events_of("checkpoint")]
     if not rows:
         return ""
-    note = f"{len(rows)} written" + (f", the last {MAX_CHECKPOINTS} shown" if len(rows) > MAX_CHECKPOINTS else "") + "; a run keeps the newest ones"
+    last = f", the last {MAX_CHECKPOINTS} shown" if len(rows) > MAX_CHECKPOINTS else ""
+    note = f"{len(rows)} written{last}; a run keeps the newest ones"
     return card("Checkpoints", table(("path", "step", "size", "took", "when"), rows[-MAX_CHECKPOINTS:], "numbers"), note)
 
 
-def render_page(run: RunRecord, drawn: Images) -> str:
-    """The whole page of a run."""
+def render_page(run: RunRecord, images: Images) -> str:
     notes = [(_date(event["time"]), f"{event['step']:,}" if event.get("step") is not None else "", event.get("text", ""))
              for event in run.events_of("note")]
     settings = f"<details><summary>Settings</summary><pre>{escape(run.settings_text)}</pre></details>"
     return html_page(run.name, [
-        _header(run), _tiles(run), figure_cards(drawn),
+        _header(run), _tiles(run), figure_cards(images),
         _predictions(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
         card("Notes", table(("when", "step", "what"), notes)) if notes else "",
         left_out_card(run.left_out),
@@ -191,7 +190,7 @@ def render_page(run: RunRecord, drawn: Images) -> str:
     ])
 
 
-def figure_cards(drawn: Images) -> str:
+def figure_cards(images: Images) -> str:
     def uri(png: bytes) -> str:
         return "data:image/png;base64," + base64.b64encode(png).decode()
 
@@ -201,16 +200,16 @@ def figure_cards(drawn: Images) -> str:
                 f'<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{uri(dark)}">'
                 f'<img src="{uri(light)}" alt="{escape(plot.title)}"></picture></figure>')
 
-    return f'<div class="plots">{"".join(figure(plot, *pair) for plot, pair in drawn.items())}</div>'
+    return f'<div class="plots">{"".join(figure(plot, *pair) for plot, pair in images.items())}</div>'
 
 
 def left_out_card(lines: Sequence[str]) -> str:
-    """A card of what the page lacks, and why; none where it has all."""
+    """Return a card with the missing parts of the page and the reasons, or "" if none is missing."""
     return card("Left out", "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>") if lines else ""
 
 
 def html_page(title: str, parts: Iterable[str]) -> str:
-    """A page of these parts, of which some may be empty."""
+    """Return a page of these parts; empty ones are skipped."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(filter(None, parts))
             + "\n</main></body></html>\n")

@@ -118,7 +118,7 @@ def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> N
     ((name, members),) = run.metric_families().items()
     assert name == "iou" and len(members) == 3
     run.settings["model"] = {"classes": NAMES}
-    for found in (run.predictions, None):                                             # the same without maps, by the model's settings
+    for found in (run.predictions, None):  # the same without maps, by the model's settings
         run.predictions = found
         (axes,) = curves._draw_metric(run, name, members, LIGHT).axes
         colors = {line.get_label(): line.get_color() for line in axes.lines}

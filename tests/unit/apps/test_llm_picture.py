@@ -43,7 +43,7 @@ def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
     assert [bar.get_width() for bar in left.patches] == list(CODES.values())
     assert [label.get_text() for label in left.get_yticklabels()] == list(CODES)
     places, losses = right.get_lines()[0].get_data()
-    change = f"{losses[-1] - losses[0]:+.2f} from the first positions to the last"
+    change = f"{losses[-1] - losses[0]:+.2f} from first to last positions"
     assert subtitle(right) == f"mean {float(given['nats'].mean()):.3f} nats; {change}"
     assert losses[0] == pytest.approx(float(given["nats"][:, 0].mean())) and places[0] == 1
     table = picture.table(found)

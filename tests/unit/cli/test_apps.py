@@ -35,7 +35,7 @@ def test_the_apps_of_the_checkout_are_found_from_anywhere(tmp_path: Path) -> Non
     """The path of the installed command has neither the checkout nor, at first, the current folder."""
     root = Path(hpcai.__file__).parents[1]
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import hpcai, hpcai.cli.apps as apps; sys.path.remove({str(root)!r})\n"
-    code += "sys.path[:] = [p for p in sys.path if p]; print(apps.with_part('settings')); print(len(sys.path) == len(set(sys.path)))"
+    code += "sys.path[:] = filter(None, sys.path); print(apps.with_part('settings')); print(len(sys.path) == len(set(sys.path)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, env={})
     assert done.stdout.splitlines() == [str(with_part("settings")), "True"], done.stderr
     assert "cosmoflow" in done.stdout

@@ -86,4 +86,4 @@ def test_runs_take_turns_and_the_first_ones_do_not_count() -> None:
         seen.append(name)
 
     runs = {"a": lambda: run("a", 1.0), "b": lambda: run("b", 2.0)}
-    assert timing.time_alternately(runs, 1, clock=lambda: now[0]) == {"a": 1.0, "b": 2.0} and seen == ["b", "a", "a", "b", "b", "a"]
+    assert timing.alternate(runs, 1, clock=lambda: now[0]) == {"a": 1.0, "b": 2.0} and seen == ["b", "a", "a", "b", "b", "a"]

@@ -240,7 +240,7 @@ def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], monk
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     found = storage.measure_folder(tmp_path, "t", 0, 0.05)
     assert found.free > 0 and found.write > 0 and found.read > 0 and found.problem == "" and found.kind
-    found = storage.measure_folder(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # time for 32 MiB, and to read half
+    found = storage.measure_folder(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # write 32 MiB, read half
     assert (found.write, found.read) == (16 << 20, 8 << 20)
     with storage.marker_file(tmp_path, "t") as problem:
         assert problem == "" and storage.sees_marker(tmp_path, "t") and not storage.sees_marker(tmp_path, "other", 0.0)

@@ -273,7 +273,7 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "generic", "--nodes", "1", "--array", "lr=1e-3,1e-3"], "two runs would write to"),
         (["--site", "generic", "--nodes", "1", "--array", "seed=0-1", "--chain", "2"], "--chain and --array are both given"),
         (["--site", "leonardo", "--nodes", "1", "--account", "x", "--container", "x.sif"], "has no flags for containers"),
-        (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "is in the image: nothing to do"),
+        (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "its image; leave one out"),
         (["--site", "pbs", "--nodes", "1", "--time", "9", "--environment", "x.tar"], "is sent by Slurm's sbcast"),
         (["--site", "generic", "--nodes", "1", "--environment-at", "/x"], "is for --environment FILE, which is not given"),
     ],
@@ -320,7 +320,7 @@ def test_files_and_folders_are_looked_at_before_submitting_and_remarked_on_when_
     site = ["--site", str(tmp_path / "mine.sh"), "--nodes", "1", "--container", str(tmp_path / "no.sif")]
     found = {
         tmp_path / "disk/run": "is each node's own, where no other node finds the checkpoints",
-        tmp_path / "file/run": f"{tmp_path / 'file'} cannot be written to; name a folder of yours",
+        tmp_path / "file/run": f"{tmp_path / 'file'} is not writable; name a folder of yours",
     }
     for run, said in found.items():
         told = refused(capsys, *small(run, "data.directory=nowhere"), *site, "--submit")

@@ -120,7 +120,7 @@ def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
     scores = {"mean_luck": 0.5, "luck_lucky": 0.4, "luck_wrong": 0.3, "luck_none": 0.2}
     read.events.append({"kind": "evaluate", "time": 1.79e9, "step": 640} | scores)
     (members,) = [members for name, members in read.metric_families().items() if name == "mean_luck"]
-    for found in (read.predictions, None):                                            # by the settings where there is no picture yet
+    for found in (read.predictions, None):  # by the settings where there is no picture yet
         read.predictions = found
         (axes,) = curves._draw_metric(read, "mean_luck", members, LIGHT).axes
         colors = {line.get_label(): (line.get_color(), line.get_marker()) for line in axes.lines}

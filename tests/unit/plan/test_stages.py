@@ -81,7 +81,7 @@ def test_a_planned_pipeline_takes_as_many_passes_as_micro_batches_and_other_stag
         assert found.seconds == pytest.approx((parts + 1) * one, rel=0.04)
         assert found.idle == pytest.approx(one, rel=0.2)  # and the last stage has more to do
         assert found.seconds == pytest.approx(sum(v for k, v in vars(found).items() if k not in ("seconds", "sent", "messages")))
-    assert one == pytest.approx(whole.mean_step(1, 1, 1, on, words).step.seconds / 2, rel=0.05)  # of both stages, one behind the other
+    assert one == pytest.approx(whole.mean_step(1, 1, 1, on, words).step.seconds / 2, rel=0.05)  # of both stages in sequence
 
 
 @pytest.mark.parametrize("lean", ["none", pytest.param("layers", marks=pytest.mark.claim)])
@@ -151,7 +151,8 @@ def test_settings_say_the_mesh_and_the_steps_of_another_training() -> None:
 
 
 def test_the_command_plans_the_mesh_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*llm.Benchmark.tiny, "apps/llm/configs/gpt3.yaml", "data.batch=16", "mesh.pipeline=2", "mesh.tensor=2", "mesh.context=2"]
+    axes = ["mesh.pipeline=2", "mesh.tensor=2", "mesh.context=2"]
+    words = [*llm.Benchmark.tiny, "apps/llm/configs/gpt3.yaml", "data.batch=16", *axes]
     assert main(["plan", "llm", *words, "--gpus", "4", "16", "--slower", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = found["jobs"]["16"]

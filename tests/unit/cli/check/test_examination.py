@@ -184,7 +184,8 @@ def test_rows_of_every_size_and_type(dtype: str, shape: tuple[int, ...]) -> None
     for first, last in ((0, 2), (2, 7)):
         rows.add(first, data[first:last])
     outside = [i for i in range(7) if low is not None and not (kind == "f" and i == 4) and data[i].min() < low]
-    blank, faults = int(np.prod(shape)) > inspection.FEW_VALUES, {name: [row for row, _ in found] for name, found in rows.faults.items()}
+    blank = int(np.prod(shape)) > inspection.FEW_VALUES
+    faults = {name: [row for row, _ in found] for name, found in rows.faults.items()}
     assert faults == {"nan": [4] if kind in "fc" else [], "range": outside, "constant": [5] if blank else []}
     assert (rows.keys[5] == 0) == blank and rows.keys[3] == rows.keys[6] and len(set(rows.keys)) == 6
 

@@ -182,7 +182,7 @@ FAULTS = [
     Fault("few", leave, "validation", text="8 samples are less than one batch of 16", options={**QUICK, "batch": 16}),
     Fault("remainder", leave, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
           options={**QUICK, "batch": 5}),
-    Fault("inodes", lambda made, patch: patch.setattr(disk, "MANY_FILES", 5), ".", text="6 files of 139 kB on average", options=QUICK),
+    Fault("inodes", lambda made, p: p.setattr(disk, "MANY_FILES", 5), ".", text="6 files of 139 kB on average", options=QUICK),
     Fault("network", mounted("nfs4"), ".", text="lies on nfs4, one server for all nodes"),
     Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
