@@ -33,7 +33,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from data_prep import picture, store
-from hpcai.cli.check import Options, examine
+from hpcai.cli.check import Options, check_dataset
 from hpcai.data.index import write_json
 from hpcai.errors import ConfigError, HpcaiError
 from hpcai.programs import command_of_app
@@ -399,7 +399,7 @@ class Maker:
 def examined(prepared: Prepared) -> list[str]:
     """Every file against index.json and its fields: what is wrong."""
     rows = sum(entry["rows"] for _, entry, _ in prepared.files)
-    outcome = examine(prepared.out, Options(seconds=0))
+    outcome = check_dataset(prepared.out, Options(seconds=0))
     wrong = [each for each in outcome.findings if each.severity == "error" and each.code not in COPIES]
     for each in [each for each in outcome.findings if each.code in COPIES][:TOLD]:
         print(f"warning: {each.path}: {each.text}")

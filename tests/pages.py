@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from hpcai.cli import report
 from hpcai.cli.report import curves, document, theme
-from hpcai.cli.report.run import Record
+from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import LIGHT, Plot
 
 
@@ -27,13 +27,13 @@ def written(run: Path, events: Any, settings: dict[str, Any] | None = None) -> P
     return run
 
 
-def evaluated(run: Path, app: str, better: str, *scores: dict[str, float], **settings: Any) -> Record:
+def evaluated(run: Path, app: str, better: str, *scores: dict[str, float], **settings: Any) -> RunRecord:
     """What the report reads in a run of an app, which has been evaluated; the first score is the run's metric."""
     start = {"kind": "start", "time": 1.79e9, "name": app, "world": 1, "device": "cpu", "steps": 80}
     about = {"kind": "evaluate", "time": 1.79e9, "seconds": 1.0}
     events = [start, *(about | {"step": 40 * n, "epoch": n} | found for n, found in enumerate(scores, 1))]
     train = {"metric": next(iter(scores[0])), "better": better}
-    return report.read(written(run, events, {"train": train} | settings))
+    return report.read_run(written(run, events, {"train": train} | settings))
 
 
 def saved(path: Path, arrays: dict[str, Any] | bytes) -> Path:
@@ -50,9 +50,9 @@ def text(page: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.split("<body>")[1]))
 
 
-def read_by_people(run: Record) -> str:
+def read_by_people(run: RunRecord) -> str:
     """The text of the page, for which no picture is drawn."""
-    return text(document.page(run, dict.fromkeys(curves.plots(run), (b"", b""))))
+    return text(document.render_page(run, dict.fromkeys(curves.plots(run), (b"", b""))))
 
 
 def shows_something(picture: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> bool:

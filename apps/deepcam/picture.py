@@ -4,17 +4,17 @@ from functools import partial
 from pathlib import Path
 
 from hpcai.cli.report import masks
-from hpcai.cli.report.masks import Kind, Masks
+from hpcai.cli.report.masks import ImageKind, Masks
 
 FILE = "maps.npz"
 TITLE = "Predicted and true maps"
 HIGHER = ("iou",)
-KIND = Kind("map", "IoU", origin="lower")
+KIND = ImageKind("map", "IoU", origin="lower")
 classes, caption, table, draw = masks.classes, *(partial(each, KIND) for each in (masks.caption, masks.table, masks.draw))
 
 
 def read(path: Path) -> Masks:
     """Precipitable water is in colours, pressure at sea level in lines."""
     found, _ = masks.read(path, color="TMQ", lines="PSL")
-    found.about = ", north up"
+    found.note = ", north up"
     return found

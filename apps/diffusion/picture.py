@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor
 
 from hpcai.cli.report.picture import Table, arrays
-from hpcai.cli.report.theme import WIDTH, Theme, bare, head
+from hpcai.cli.report.theme import WIDTH, Theme, hide_axes, panel_title
 from hpcai.errors import DataError
 from hpcai.models.diffusion import scores
 
@@ -102,7 +102,7 @@ def _fields(figure: Any, found: Ensembles, shown: int, theme: Theme) -> None:
         planes = [_plane(field) for field in (*given, found.truth[n, 0], *found.members[n, :members, 0])]
         limits = Normalize(float(found.truth[n, 0].min()), float(found.truth[n, 0].max()))
         for axes, plane, title in zip(every[n], planes, titles):
-            bare(axes)
+            hide_axes(axes)
             axes.imshow(plane, origin="lower", cmap=theme.values, norm=limits)
             if n == 0:
                 axes.set_title(title, fontsize=10, loc="left")
@@ -129,7 +129,7 @@ def _power(axes: Axes, found: Ensembles, theme: Theme) -> None:
     axes.set_ylim(bottom=floor)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend()
-    head(axes, "Power by scale", "what is not in the coarse field must be made", theme)
+    panel_title(axes, "Power by scale", "what is not in the coarse field must be made", theme)
 
 
 def spectra(fields: Tensor, box: list[float]) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def _ranks(axes: Axes, found: Ensembles, theme: Theme) -> None:
     axes.grid(False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="members below the truth", ylabel="share, 1 where level")
-    head(axes, "Rank of the truth", "high at both ends: members are too much alike", theme)
+    panel_title(axes, "Rank of the truth", "high at both ends: members are too much alike", theme)
 
 
 def table(found: Ensembles) -> Table:

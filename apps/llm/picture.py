@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hpcai.cli.report.picture import Table, arrays, panels
-from hpcai.cli.report.theme import WIDTH, Theme, head
+from hpcai.cli.report.theme import WIDTH, Theme, panel_title
 from hpcai.errors import DataError
 
 FILE = "text.npz"
@@ -65,7 +65,7 @@ def _codes(axes: Axes, found: Texts, theme: Theme) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.set(xlabel="bits per byte", xlim=(0, 1.2 * found.bits.max(initial=1.0)), ylim=(len(rows) - 0.4, -0.6))
-    head(axes, "Bits per byte", "lower is better", theme)
+    panel_title(axes, "Bits per byte", "lower is better", theme)
 
 
 def _positions(axes: Axes, found: Texts, theme: Theme) -> None:
@@ -79,7 +79,7 @@ def _positions(axes: Axes, found: Texts, theme: Theme) -> None:
     axes.set(xlabel="position in the row [tokens]", ylabel="loss [nats per token]")
     mean = float((found.positions * found.counts).sum() / found.counts.sum())
     known = means[total > 0]
-    head(axes, "Loss by position", f"mean {mean:.3f} nats; {known[-1] - known[0]:+.2f} from the first positions to the last", theme)
+    panel_title(axes, "Loss by position", f"mean {mean:.3f} nats; {known[-1] - known[0]:+.2f} from first to last positions", theme)
 
 
 def table(found: Texts) -> Table | None:

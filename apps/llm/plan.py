@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from apps.llm.trial import Trial
-from hpcai.cli.plan.workload import Evaluation, Published, Workload
+from apps.llm.benchmarks import Benchmark
+from hpcai.cli.plan.training import Evaluation, PlannedTraining, Published
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, build_pipeline
 from hpcai.parallel.pipeline import Pipeline
@@ -22,30 +22,30 @@ _FLOAT8 = ("step.products=fp8",)
 _TRAINED = (f"model={{{_LLAMA31}, positions: 8192}}", "lora=null", "step.shard=optimizer")
 
 
-class Plan(Workload):
-    subject, yaml, cut, depth = Trial(), "llama2-70b-lora.yaml", "tensor", "model.layers"
-    keeps = ("step.shard", "step.products", "start.weights")  # adapters are of some weights, which are not read
-    lean = tuple(("step.accumulate=1", f"model.recompute={what}") for what in ("none", "selective", "layers"))
+class Plan(PlannedTraining):
+    workload, yaml, split_axis, depth = Benchmark(), "llama2-70b-lora.yaml", "tensor", "model.layers"
+    fixed_settings = ("step.shard", "step.products", "start.weights")  # adapters are of some weights, which are not read
+    memory_savings = tuple(("step.accumulate=1", f"model.recompute={what}") for what in ("none", "selective", "layers"))
     samples = {8: 3264, 128: 11_100}
     source = "reference convergence of MLPerf: 3,072 to 3,456 rows at a batch of 8, about 11,100 at 128"
     evaluation = Evaluation(samples=173, every=384, cost=1 / 2)  # forward alone; backward finds no gradients of weights
     published = (
-        Published("step", 16 * 8192 / (8 * 5762), "h100", 8, 16, words=_TRAINED, of="torchtitan"),  # 8B, uncompiled
-        Published("step", 128 * 8192 / (8 * 10_682), "h100", 8, 128, words=_TRAINED, of="NVIDIA, bf16"),
-        Published("step", 8 * 4096 / (8 * 17_809), "h100", 8, 8, words=_ADAPTED, of="NVIDIA, bf16"),
-        Published("run", 116.1, "h100", 8, 8, ways=4, of="Juniper, DeepSpeed"),
-        Published("run", 24.69, "h200", 8, 8, ways=4, words=_FLOAT8, of="NVIDIA, FP8"),
-        Published("run", 28.07, "h100", 8, 8, ways=4, words=_FLOAT8, of="NVIDIA, FP8"),
+        Published("step", 16 * 8192 / (8 * 5762), "h100", 8, 16, overrides=_TRAINED, publisher="torchtitan"),  # 8B, uncompiled
+        Published("step", 128 * 8192 / (8 * 10_682), "h100", 8, 128, overrides=_TRAINED, publisher="NVIDIA, bf16"),
+        Published("step", 8 * 4096 / (8 * 17_809), "h100", 8, 8, overrides=_ADAPTED, publisher="NVIDIA, bf16"),
+        Published("run", 116.1, "h100", 8, 8, ways=4, publisher="Juniper, DeepSpeed"),
+        Published("run", 24.69, "h200", 8, 8, ways=4, overrides=_FLOAT8, publisher="NVIDIA, FP8"),
+        Published("run", 28.07, "h100", 8, 8, ways=4, overrides=_FLOAT8, publisher="NVIDIA, FP8"),
     )
 
-    def act(self, cfg: Any, model: nn.Module, mesh: Mesh) -> Pipeline | None:
+    def pipeline(self, cfg: Any, model: nn.Module, mesh: Mesh) -> Pipeline | None:
         assert isinstance(model, LLM)
         return build_pipeline(model, mesh, **cfg.stages.model_dump())
 
-    def stages(self, cfg: Any) -> int:
+    def stage_count(self, cfg: Any) -> int:
         return int(cfg.mesh.pipeline * cfg.stages.per_rank)
 
-    def learn(self, cfg: Any) -> None:
+    def read_settings(self, cfg: Any) -> None:
         if cfg.benchmark == "llama2_70b_lora":
             return
         batch, rows = cfg.data.batch, cfg.data.validation_rows or cfg.data.evaluation_batch

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from hpcai.cli.report.picture import Table, arrays
-from hpcai.cli.report.theme import WIDTH, Theme, head, score, verbatim
+from hpcai.cli.report.theme import WIDTH, Theme, panel_title, format_score, escape_mathtext
 from hpcai.errors import DataError
 from hpcai.models.openfold.residues import ATOM_ORDER, UNKNOWN
 from hpcai.models.openfold.scores import superpose
@@ -127,14 +127,14 @@ def caption(found: list[Chain]) -> str:
 def table(found: list[Chain]) -> Table:
     scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in found])
     means = [float(each[np.isfinite(each)].mean()) if np.isfinite(each).any() else math.nan for each in scores.T]
-    note = (f"Means over {len(found):,} chains: lDDT-Cα {score(means[0], 1)}, pLDDT {score(means[1], 1)}, GDT-TS"
-            f" {score(means[2], 1)}, RMSD {score(means[3])} Å. lDDT-Cα and pLDDT are means over residues, 0 to 100; an evaluation's"
-            " lddt is over distances, 0 to 1. GDT-TS is of one superposition by all Cα, a lower bound of the official score, which"
-            " seeks the best for each cutoff.")
+    note = (f"Means over {len(found):,} chains: lDDT-Cα {format_score(means[0], 1)}, pLDDT {format_score(means[1], 1)}, GDT-TS"
+            f" {format_score(means[2], 1)}, RMSD {format_score(means[3])} Å. lDDT-Cα and pLDDT are means over residues, 0 to 100;"
+            " an evaluation's lddt is over distances, 0 to 1. GDT-TS is of one superposition by all Cα, a lower bound of the"
+            " official score, which seeks the best for each cutoff.")
     head, rows = ("chain", "residues", "in the truth", "lDDT-Cα", "pLDDT", "GDT-TS", "RMSD of Cα [Å]"), []
     for chain, (*row, rmsd) in zip(found, scores):
         counts = f"{len(chain.plddt):,}", f"{chain.known.sum():,}"
-        rows.append((chain.name, *counts, *(score(each, 1) for each in row), score(rmsd)))
+        rows.append((chain.name, *counts, *(format_score(each, 1) for each in row), format_score(rmsd)))
     return Table("Prediction per chain", note, head, rows)
 
 
@@ -170,9 +170,9 @@ def _fold(axes: Axes, chain: Chain, theme: Theme) -> None:
     axes.set(xlim=(-half, half), ylim=(-half, half), aspect="equal")  # a prediction that has flown apart leaves the truth large
     axes.grid(False)
     axes.set_xlabel("Å")
-    told = f"lDDT {score(chain.mean_lddt(), 1)}, GDT-TS {chain.gdt_ts():.1f}, RMSD {chain.rmsd():.2f} Å"
+    told = f"lDDT {format_score(chain.mean_lddt(), 1)}, GDT-TS {chain.gdt_ts():.1f}, RMSD {chain.rmsd():.2f} Å"
     name = chain.name if len(chain.name) <= LETTERS else chain.name[: LETTERS - 1] + "…"
-    head(axes, verbatim(name), f"{len(chain.plddt):,} residues, {told if chain.known.any() else 'no truth'}", theme)
+    panel_title(axes, escape_mathtext(name), f"{len(chain.plddt):,} residues, {told if chain.known.any() else 'no truth'}", theme)
 
 
 def _view(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
@@ -199,7 +199,7 @@ def _distances(predicted: Axes, true: Axes, chain: Chain, scale: dict[str, Any],
         image = axes.imshow(np.ma.masked_invalid(values), extent=(0.5, count + 0.5, count + 0.5, 0.5), **scale)
         axes.set(facecolor=theme.grid, xlabel="residue")
         axes.grid(False)
-        head(axes, title, under, theme)
+        panel_title(axes, title, under, theme)
     return image
 
 
@@ -212,4 +212,5 @@ def _scores(axes: Axes, chain: Chain, theme: Theme) -> None:
     axes.set_box_aspect(1)
     axes.set(ylim=(0, 103), yticks=[0, *(least for least, _, _ in BANDS[:3]), 100], xlabel="residue")
     axes.grid(False, axis="x")
-    head(axes, "lDDT-Cα", f"mean: true {score(chain.mean_lddt(), 1)}, predicted (pLDDT) {chain.plddt.mean():.1f}", theme)
+    means = f"mean: true {format_score(chain.mean_lddt(), 1)}, predicted (pLDDT) {chain.plddt.mean():.1f}"
+    panel_title(axes, "lDDT-Cα", means, theme)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcai.cli.report import masks
-from hpcai.cli.report.masks import Kind, Masks
+from hpcai.cli.report.masks import ImageKind, Masks
 from hpcai.errors import DataError
 
 FILE = "maps.npz"
@@ -15,7 +15,7 @@ HIGHER = ("dice",)
 # Tissues on the grey of a scan: eyes without red or green receptors tell blue and orange from it and apart
 PALETTE = ("#2f8fff", "#ff9f1c", "#00c08b", "#e64980", "#b197fc", "#f2e205")
 SOFT = -79.0, 250.0                                      # HU from black to white: soft tissue and enhanced kidneys apart
-KIND = Kind("slice", "Dice", colors="gray", palette=PALETTE, edge="#101010", enlarged=True)
+KIND = ImageKind("slice", "Dice", colors="gray", palette=PALETTE, edge="#101010", enlarged=True)
 classes, caption, table, draw = masks.classes, *(partial(each, KIND) for each in (masks.caption, masks.table, masks.draw))
 
 
@@ -27,5 +27,5 @@ def read(path: Path) -> Masks:
         raise DataError(f"spacing_mm is {spacing.tolist()}, expected two numbers above 0, of rows and of columns")
     found.aspect, found.limits = float(spacing[0] / spacing[1]), SOFT if found.units[0] == "HU" else None
     each = " x ".join(f"{n:g}" for n in spacing)
-    found.about = f" of {each} mm, the part with organs; the front is on top, the patient's right on the left"
+    found.note = f" of {each} mm, the part with organs; the front is on top, the patient's right on the left"
     return found

@@ -2,20 +2,20 @@
 
 from typing import Any
 
-from apps.unet3d.trial import Trial
-from hpcai.cli.plan.workload import Evaluation, Published, Workload
+from apps.unet3d.benchmarks import Benchmark
+from hpcai.cli.plan.training import Evaluation, PlannedTraining, Published
 from hpcai.dist import Mesh
 from hpcai.models.unet3d import Batch, spatial_cut
 
 _VOLUMES = 168
 
 
-class Plan(Workload):
-    subject, yaml, cut, most = Trial(), "node.yaml", "depth", 7
+class Plan(PlannedTraining):
+    workload, yaml, split_axis, max_samples = Benchmark(), "node.yaml", "depth", 7
     samples = {28: 348.5e3, 56: 359.5e3, 64: 394.4e3, 84: 420e3}
     source = "reference convergence of MLPerf Training v4.0, in crops"
     # 1.8 s for 42 volumes on 8 H100, whose training step takes 1 / 71 s a crop.
-    evaluation = Evaluation(samples=42, every=20 * _VOLUMES, cost=1.8 * 8 / 42 * 71, first=1000 * _VOLUMES)
+    evaluation = Evaluation(samples=42, every=20 * _VOLUMES, cost=1.8 * 8 / 42 * 71, start=1000 * _VOLUMES)
     published = (
         Published("step", 56 / 578, "h100", 8, 56),
         Published("step", 56 / 608, "h200", 8, 56),
@@ -28,6 +28,6 @@ class Plan(Workload):
         Published("run", 0.77, "h100", 672, 84, ways=8, evaluating=96),
     )
 
-    def batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
-        whole, part = super().batch(cfg, mesh, count), spatial_cut(mesh).local_slices(cfg.model.window)
+    def random_batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
+        whole, part = super().random_batch(cfg, mesh, count), spatial_cut(mesh).local_slices(cfg.model.window)
         return Batch(*(tensor[(slice(None), *part)] for tensor in whole))

@@ -1,4 +1,4 @@
-"""The `hpcai` command of this Python: python -m hpcai.cli COMMAND ..."""
+"""Run the `hpcai` command with this Python: python -m hpcai.cli COMMAND ..."""
 
 from hpcai.cli import main
 

@@ -1,10 +1,10 @@
-"""`hpcai ablate APP`: what each optimisation brings an app on this machine.
+"""`hpcai ablate APP`: measure the gain of each optimisation of an app on this machine.
 
-Its switches are put on one after another, and then each is left out alone. Every repeat goes over all arrangements, each time from
-another one on, so that a busy machine slows all alike; one run of each is not counted. Factors are medians of the ratios within a
-repeat, against plain and against all, with 95 % intervals (bootstrap). Differences of loss and gradient (L2) are relative to plain,
-at the same weights and batch. Arrangements stay in memory where they leave half of it free; otherwise each is built anew in each
-repeat.
+The switches are added one by one, then each is left out alone. Every repeat measures all arrangements and starts with another one,
+so that a busy machine slows all of them equally. The first run of each is a warmup. Factors are medians of the ratios within a
+repeat, relative to none and to all switches, with 95 % intervals (bootstrap). Differences of loss and gradient (L2) are relative to
+the plain implementation at the same weights and batch. Arrangements stay in memory if half of it remains free, or are rebuilt in
+every repeat.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from rich.console import Console
 
 from hpcai import config, dist
 from hpcai.cli import tables
-from hpcai.cli.bench.timing import interval, machine, orders, wait
-from hpcai.cli.trial import On, Switch, find
+from hpcai.cli.bench.timing import bootstrap_interval, machine_info, rotated_orders, synchronize
+from hpcai.cli.benchmarks import Enabled, Switch, find_workload
 from hpcai.data.readers import available_memory
 from hpcai.dist.collectives import all_gather_object
 from hpcai.errors import ConfigError
@@ -32,46 +32,46 @@ from hpcai.errors import ConfigError
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hpcai ablate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file trial.py")
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
+    parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file benchmarks.py")
+    parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="steps of a run, with an evaluation among them (4; on a GPU 8)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these switches; the others stay off")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    words = parser.parse_intermixed_args(argv)
-    if words.repeats < 1 or words.steps == 0:
+    parser.add_argument("--steps", type=int, help="steps of a run, which includes an evaluation (4; on a GPU 8)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="measure only these switches; the others stay off")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    args = parser.parse_intermixed_args(argv)
+    if args.repeats < 1 or args.steps == 0:
         parser.error("--repeats and --steps are at least 1")
-    app = find(words.app)
-    files = [word for word in words.words if word.endswith((".yaml", ".yml"))][:1]
-    cfg = config.load(app.settings, files[0] if files else None, [word for word in words.words if word not in files])
+    workload = find_workload(args.app)
+    files = [arg for arg in args.overrides if arg.endswith((".yaml", ".yml"))][:1]
+    cfg = config.load(workload.settings, files[0] if files else None, [arg for arg in args.overrides if arg not in files])
     with dist.start(cfg.mesh) as mesh:
         if mesh.sizes["evaluate"]:
             raise ConfigError(f"mesh.evaluate is {mesh.sizes['evaluate']}, but here all processes train; set it to 0")
-        names = chosen(switches := app.every_switch(cfg, mesh), words.only)
-        steps = words.steps or (8 if mesh.device.type == "cuda" else 4)
-        found: dict[str, Any] = {"ablate": words.app, **machine(), "steps": steps, "repeats": words.repeats}
-        found |= {"threads": torch.get_num_threads(), "processes": mesh.world}
-        found["switches"] = [{**vars(switch), "on": switch.name in names} for switch in switches]
+        names = select_switches(switches := workload.all_switches(cfg, mesh), args.only)
+        steps = args.steps or (8 if mesh.device.type == "cuda" else 4)
+        result: dict[str, Any] = {"ablate": args.app, **machine_info(), "steps": steps, "repeats": args.repeats}
+        result |= {"threads": torch.get_num_threads(), "processes": mesh.world}
+        result["switches"] = [{**vars(switch), "on": switch.name in names} for switch in switches]
         with Console(stderr=True, quiet=not mesh.is_first).status("") as status:
-            bench = Bench(lambda on: app.trial(cfg, mesh, on), names, mesh, steps)
-            bench.go(words.repeats, status.update)
-            found |= {**bench.rows(), "kept": bench.keeps}
-        found |= {"load_after": machine()["load"], "settings": cfg.model_dump(mode="json")}
+            ablation = Ablation(lambda enabled: workload.training(cfg, mesh, enabled), names, mesh, steps)
+            ablation.run(args.repeats, status.update)
+            result |= {**ablation.rows(), "kept": ablation.keep_in_memory}
+        result |= {"load_after": machine_info()["load"], "settings": cfg.model_dump(mode="json")}
     if mesh.is_first:
-        print(json.dumps(found, allow_nan=False)) if words.json else show(found)
+        print(json.dumps(result, allow_nan=False)) if args.json else print_tables(result)
     return 0
 
 
-def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
-    """Names of the switches that are measured, in their order. Raises ConfigError for one that is not there or cannot be had."""
+def select_switches(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
+    """Return the names of the switches to measure, in their order. Raises ConfigError for one that is unknown or not available."""
     known = {_key(switch.name): switch for switch in switches}
-    for word in only:
-        if _key(word) not in known:
-            raise ConfigError(f"--only: there is no switch {word!r}; expected some of {', '.join(known)}")
-        if reason := known[_key(word)].why_not:
-            raise ConfigError(f"--only: {word!r} cannot be switched on here: {reason}")
-    asked = {_key(word) for word in only} or set(known)
-    return [switch.name for key, switch in known.items() if key in asked and switch.why_not is None]
+    for name in only:
+        if _key(name) not in known:
+            raise ConfigError(f"--only: there is no switch {name!r}; expected some of {', '.join(known)}")
+        if reason := known[_key(name)].why_not:
+            raise ConfigError(f"--only: {name!r} cannot be switched on here: {reason}")
+    requested = {_key(name) for name in only} or set(known)
+    return [switch.name for key, switch in known.items() if key in requested and switch.why_not is None]
 
 
 def _key(name: str) -> str:
@@ -79,151 +79,156 @@ def _key(name: str) -> str:
 
 
 @dataclass
-class Measured:
-    """One arrangement of switches: seconds of a step in each repeat, and how far its numbers are from plain."""
+class Arrangement:
+    """A set of enabled switches: seconds of a step in each repeat, and differences from the plain implementation."""
 
-    on: On
+    enabled: Enabled
     times: list[float] = field(default_factory=list)
     samples: int = 0
     differences: dict[str, float | None] = field(default_factory=dict)
     peak: int | None = None  # bytes on the GPU
     error: str | None = None
-    trial: Any = None
-    held: ExitStack = field(default_factory=ExitStack)
+    training: Any = None
+    exit_stack: ExitStack = field(default_factory=ExitStack)
 
 
-class Bench:
-    """Measures ``trial(on)`` for plain, for the first one, two, ... of ``names``, and for all but one of them."""
+class Ablation:
+    """Measures ``training(enabled)`` with no switch, with the first 1, 2, ... of ``names``, and with all but one of them."""
 
-    def __init__(self, trial: Callable[[On], AbstractContextManager[Any]], names: list[str], mesh: dist.Mesh, steps: int) -> None:
-        self.trial, self.names, self.mesh, self.steps = trial, names, mesh, steps
+    def __init__(
+        self, training: Callable[[Enabled], AbstractContextManager[Any]], names: list[str], mesh: dist.Mesh, steps: int,
+    ) -> None:  # fmt: skip
+        self.training, self.names, self.mesh, self.steps = training, names, mesh, steps
         self.added = [frozenset(names[:count]) for count in range(len(names) + 1)]
         self.left_out = [frozenset(names) - {name} for name in names]
-        self.found = {on: Measured(on) for on in (*self.added, *self.left_out)}
-        self.keeps, self._gpu = True, mesh.device.type == "cuda"
-        self._room, self._reference = self._free(), (math.nan, torch.tensor(math.nan))  # not plain's, should that fail
+        self.arrangements = {enabled: Arrangement(enabled) for enabled in (*self.added, *self.left_out)}
+        self.keep_in_memory, self._gpu = True, mesh.device.type == "cuda"
+        self._free_at_start, self._reference = self._free_bytes(), (math.nan, torch.tensor(math.nan))  # kept if plain fails
 
-    def go(self, repeats: int, tell: Callable[[str], None]) -> None:
-        every = list(self.found.values())
+    def run(self, repeats: int, report: Callable[[str], None]) -> None:
+        every = list(self.arrangements.values())
         try:
-            for one in every:
-                tell(f"building, of {len(every)} arrangements: {', '.join(n for n in self.names if n in one.on) or 'plain'}")
-                self._attempt(one, self._first)
-            for repeat, order in enumerate(orders(len(every), repeats)):
-                tell(f"repeat {repeat + 1} of {repeats}")
+            for arrangement in every:
+                names = ", ".join(name for name in self.names if name in arrangement.enabled)
+                report(f"building, of {len(every)} arrangements: {names or 'plain'}")
+                self._attempt(arrangement, self._measure_first)
+            for repeat, order in enumerate(rotated_orders(len(every), repeats)):
+                report(f"repeat {repeat + 1} of {repeats}")
                 gc.collect()
-                for number in order:
-                    self._attempt(every[number], self._again)
+                for index in order:
+                    self._attempt(every[index], self._measure_again)
         finally:
             self._close(*every)
 
-    def _attempt(self, one: Measured, act: Callable[[Measured], None]) -> None:
+    def _attempt(self, arrangement: Arrangement, function: Callable[[Arrangement], None]) -> None:
         try:
-            if one.error is None:
-                act(one)
-        except Exception as error:  # whatever an app's trial may raise: the others are measured all the same,
-            if self.mesh.world > 1:  # unless other processes are in the middle of it
+            if arrangement.error is None:
+                function(arrangement)
+        except Exception as error:  # of any kind: the other arrangements are still measured,
+            if self.mesh.world > 1:  # unless other ranks are inside a collective
                 raise
-            one.error = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-        if one.error is not None or not self.keeps:
-            self._close(one)
+            arrangement.error = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        if arrangement.error is not None or not self.keep_in_memory:
+            self._close(arrangement)
 
-    def _close(self, *those: Measured) -> None:
-        for one in those:
-            one.trial = None
+    def _close(self, *arrangements: Arrangement) -> None:
+        for arrangement in arrangements:
+            arrangement.training = None
             with suppress(Exception):
-                one.held.close()
+                arrangement.exit_stack.close()
         if self._gpu:
             gc.collect()
 
-    def _first(self, one: Measured) -> None:
+    def _measure_first(self, arrangement: Arrangement) -> None:
         if self._gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        one.trial = one.held.enter_context(self.trial(one.on))
-        one.samples = one.trial.samples
-        loss, gradient = one.trial.numerics()
-        if not one.on:
+        arrangement.training = arrangement.exit_stack.enter_context(self.training(arrangement.enabled))
+        arrangement.samples = arrangement.training.samples
+        loss, gradient = arrangement.training.loss_and_gradient()
+        if not arrangement.enabled:
             self._reference = loss, gradient
-        plain, flat = self._reference
-        far = {"loss": abs(loss - plain) / (abs(plain) or 1.0), "gradient": float((gradient - flat).norm() / flat.norm())}
-        one.differences = {of: value if math.isfinite(value) else None for of, value in far.items()}
-        self._timed(one)
-        if self._gpu:  # now, because a captured step allocates nothing later
-            one.peak = torch.cuda.max_memory_allocated() - before
-        if any(all_gather_object(self._free() < self._room / 2, self.mesh.peers)):
-            self.keeps = False
-            self._close(*self.found.values())
+        base_loss, base_gradient = self._reference
+        differences = {"loss": abs(loss - base_loss) / (abs(base_loss) or 1.0)}
+        differences["gradient"] = float((gradient - base_gradient).norm() / base_gradient.norm())
+        arrangement.differences = {quantity: value if math.isfinite(value) else None for quantity, value in differences.items()}
+        self._step_seconds(arrangement)
+        if self._gpu:  # a captured step allocates nothing afterwards
+            arrangement.peak = torch.cuda.max_memory_allocated() - before
+        if any(all_gather_object(self._free_bytes() < self._free_at_start / 2, self.mesh.peers)):
+            self.keep_in_memory = False
+            self._close(*self.arrangements.values())
 
-    def _again(self, one: Measured) -> None:
-        if one.trial is None:
-            one.trial = one.held.enter_context(self.trial(one.on))
-            self._timed(one)
-        one.times.append(self._timed(one))
+    def _measure_again(self, arrangement: Arrangement) -> None:
+        if arrangement.training is None:
+            arrangement.training = arrangement.exit_stack.enter_context(self.training(arrangement.enabled))
+            self._step_seconds(arrangement)
+        arrangement.times.append(self._step_seconds(arrangement))
 
-    def _timed(self, one: Measured) -> float:
-        """Seconds of a step of the rank that needs most."""
-        with one.trial.around():
-            self._wait()
-            began = time.perf_counter()
-            one.trial.run(self.steps)
-            self._wait()
-            spent = (time.perf_counter() - began) / self.steps
-        return float(max(all_gather_object(spent, self.mesh.peers)))
+    def _step_seconds(self, arrangement: Arrangement) -> float:
+        """Return the seconds of a step on the slowest rank."""
+        with arrangement.training.context():
+            self._barrier()
+            start = time.perf_counter()
+            arrangement.training.run(self.steps)
+            self._barrier()
+            seconds = (time.perf_counter() - start) / self.steps
+        return float(max(all_gather_object(seconds, self.mesh.peers)))
 
-    def _wait(self) -> None:
-        wait()
+    def _barrier(self) -> None:
+        synchronize()
         all_gather_object(None, self.mesh.peers)
 
-    def _free(self) -> int:
-        """Bytes that nobody uses where the models are."""
+    def _free_bytes(self) -> int:
+        """Return the free bytes of GPU memory, or of host memory on a CPU."""
         if not self._gpu:
             return available_memory()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
-        """``cumulative``, from plain to all, and ``left_out``."""
+        """Return the rows ``cumulative``, from none to all switches, and ``left_out``."""
         added = [self._row(name, on, self.added[0]) for name, on in zip(["plain", *self.names], self.added)]
         return {"cumulative": added, "left_out": [self._row(n, on, self.added[-1]) for n, on in zip(self.names, self.left_out)]}
 
-    def _row(self, name: str, on: On, against: On) -> dict[str, Any]:
-        """The factor is how many times faster than plain, or how many times slower than all."""
-        one, base = self.found[on], self.found[against]
-        row: dict[str, Any] = {"name": name, "on": [n for n in self.names if n in on], "error": one.error}
-        if one.error is not None:
+    def _row(self, name: str, enabled: Enabled, baseline: Enabled) -> dict[str, Any]:
+        """Return a row; its factor is the speedup over no switch, or the slowdown relative to all."""
+        measured, base = self.arrangements[enabled], self.arrangements[baseline]
+        row: dict[str, Any] = {"name": name, "on": [n for n in self.names if n in enabled], "error": measured.error}
+        if measured.error is not None:
             return row
-        pairs = list(zip(one.times, base.times))
-        ratios = [b / a if against == self.added[0] else a / b for a, b in pairs] if base.error is None else []
-        seconds = float(np.median(one.times))
-        row |= {"seconds": seconds, "each": [round(value, 6) for value in one.times]}
-        row |= {"factor": interval(ratios) if ratios else None, "samples_per_second": one.samples / seconds, "peak_bytes": one.peak}
-        return row | {f"{of}_difference": one.differences.get(of) for of in ("loss", "gradient")}
+        pairs = list(zip(measured.times, base.times))
+        ratios = [b / a if baseline == self.added[0] else a / b for a, b in pairs] if base.error is None else []
+        seconds = float(np.median(measured.times))
+        row |= {"seconds": seconds, "each": [round(value, 6) for value in measured.times]}
+        row |= {"factor": bootstrap_interval(ratios) if ratios else None, "samples_per_second": measured.samples / seconds}
+        row["peak_bytes"] = measured.peak
+        return row | {f"{quantity}_difference": measured.differences.get(quantity) for quantity in ("loss", "gradient")}
 
 
-def show(found: dict[str, Any]) -> None:
-    where = "{ablate} on {device}, torch {torch}, {threads} threads, {processes} processes, load {load} to {load_after}; "
-    print(where.format(**found) + "{repeats} repeats of {steps} steps".format(**found))
-    for switch in found["switches"]:
+def print_tables(result: dict[str, Any]) -> None:
+    title = "{ablate} on {device}, torch {torch}, {threads} threads, {processes} processes, load {load} to {load_after}; "
+    print(title.format(**result) + "{repeats} repeats of {steps} steps".format(**result))
+    for switch in result["switches"]:
         reason = f"; NOT HERE: {switch['why_not']}" if switch["why_not"] else "" if switch["on"] else "; not asked for"
         print(f"  {switch['name']}: {switch['what']}{reason}")
-    on_gpu = any(row.get("peak_bytes") is not None for row in found["cumulative"])
+    on_gpu = any(row.get("peak_bytes") is not None for row in result["cumulative"])
     rows: list[list[str]] = []
     for sign, kind in (("+", "cumulative"), ("-", "left_out")):
-        for row in found[kind]:
+        for row in result[kind]:
             name = row["name"] if row["name"] == "plain" else f"{sign} {row['name']}"
             if row["error"]:
                 rows.append([name, "failed"])
                 print(f"{name} failed: {row['error']}")
                 continue
             cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else []
-            far = ["" if (value := row[f"{of}_difference"]) is None else f"{value:.0e}" for of in ("loss", "gradient")]
-            took = f"{row['seconds']:.4g}", _factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}"
-            rows.append([name, *took, *far])
+            differences = ["" if (value := row[f"{key}_difference"]) is None else f"{value:.0e}" for key in ("loss", "gradient")]
+            values = f"{row['seconds']:.4g}", _format_factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}"
+            rows.append([name, *values, *differences])
     heads = "", "s a step", "times", *(["peak MB"] if on_gpu else []), "samples/s", "loss", "gradient"
     print(*tables.lines(rows, heads), sep="\n")
     print("+ added to those above, times faster than plain; - left out alone, times slower than all")
 
 
-def _factor(factor: dict[str, float] | None) -> str:
+def _format_factor(factor: dict[str, float] | None) -> str:
     return "" if factor is None else "{median:.2f} ({low:.2f} to {high:.2f})".format(**factor)

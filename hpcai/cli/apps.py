@@ -1,7 +1,7 @@
-"""Finding what apps declare: the file ``apps/<name>/<part>.py`` is the module ``apps.<name>.<part>``.
+"""Discovery of apps: the file ``apps/<name>/<part>.py`` is the module ``apps.<name>.<part>``.
 
-The packages ``apps`` and ``data_prep`` are those that Python finds by itself, in the current folder, or in the checkout. A wheel
-holds its own in ``hpcai/suite``: they come first, as they fit the ``hpcai`` beside them, and those of the current folder are added.
+The packages ``apps`` and ``data_prep`` are found on Python's path, in the current folder, or in the checkout. A wheel contains its
+own in ``hpcai/suite``: they come first, since they match the installed ``hpcai``, and those of the current folder are added.
 """
 
 import sys
@@ -16,59 +16,59 @@ from hpcai.errors import ConfigError
 from hpcai.programs import SUITE
 
 
-def find(name: str, part: str) -> ModuleType | None:
-    """The module ``apps.<name>.<part>``, or None where there is no such app or it has no such file.
+def find_module(name: str, part: str) -> ModuleType | None:
+    """Return the module ``apps.<name>.<part>``, or None if the app or its file does not exist.
 
-    ``name`` may come from a file that somebody else wrote: it is only compared with the apps that are there.
+    ``name`` may come from an untrusted file: it is only compared with the names of existing apps.
     """
-    return import_module(f"apps.{name}.{part}") if name in names(part) else None
+    return import_module(f"apps.{name}.{part}") if name in with_part(part) else None
 
 
-def declared(name: str, part: str) -> ModuleType:
-    """The module ``apps.<name>.<part>``. Raises ConfigError, which lists the apps that have it."""
-    module = find(name, part)
+def require_module(name: str, part: str) -> ModuleType:
+    """Return the module ``apps.<name>.<part>``. Raises ConfigError, which lists the apps that have it."""
+    module = find_module(name, part)
     if module is None:
-        what = f"apps/{name} has no file {part}.py" if name in every() else f"there is no app {name!r}"
-        raise ConfigError(f"{what}; expected one of {', '.join(names(part)) or 'those in apps/ of a checkout, which is not here'}")
+        problem = f"apps/{name} has no file {part}.py" if name in list_apps() else f"there is no app {name!r}"
+        raise ConfigError(f"{problem}; expected one of {', '.join(with_part(part)) or 'those of a checkout, which is not here'}")
     return module
 
 
-def every() -> list[str]:
-    """All apps, in alphabetical order; none where there are neither a checkout nor those of a wheel."""
-    return sorted(_folders())
+def list_apps() -> list[str]:
+    """Return the names of all apps, in alphabetical order; empty if there is neither a checkout nor a wheel with apps."""
+    return sorted(_app_folders())
 
 
-def names(part: str) -> list[str]:
-    """The apps that have a file ``<part>.py``, in alphabetical order; none of them is imported."""
-    return sorted(app for app, folder in _folders().items() if part in {module.name for module in iter_modules([folder])})
+def with_part(part: str) -> list[str]:
+    """Return the apps that have a file ``<part>.py``, in alphabetical order, without importing them."""
+    return sorted(app for app, path in _app_folders().items() if part in {module.name for module in iter_modules([path])})
 
 
-def folder(name: str) -> Path:
-    """Where the files of an app are. Raises KeyError where there is no such app."""
-    return Path(_folders()[name])
+def app_folder(name: str) -> Path:
+    """Return the folder of an app. Raises KeyError if there is no such app."""
+    return Path(_app_folders()[name])
 
 
-def roots(package: str) -> list[str]:
-    """The folders of ``apps`` or ``data_prep``, which can be imported from now on, also by processes that are given this path of
-    modules; none where there is no such package."""
+def package_folders(package: str) -> list[str]:
+    """Return the folders of the package ``apps`` or ``data_prep``, or an empty list, and make it importable: here through
+    ``sys.path``, and in child processes that receive this path."""
     if SUITE.is_dir():
         sys.path[:] = dict.fromkeys([str(SUITE), *sys.path, str(Path.cwd())])
-    elif find_spec(package) is None:                     # the command's own path has neither the current folder nor the checkout
+    elif find_spec(package) is None:  # an installed command has neither the current folder nor the checkout on its path
         sys.path[:] = dict.fromkeys([*sys.path, str(Path.cwd()), str(Path(hpcai.__file__).parents[1])])
     if find_spec(package) is None:
         return []
-    found = import_module(package)
-    if not hasattr(found, "__path__"):
-        raise ConfigError(f"{found.__file__}: another module has the name {package}; start from another folder, or rename it")
-    return list(found.__path__)
+    module = import_module(package)
+    if not hasattr(module, "__path__"):
+        raise ConfigError(f"{module.__file__}: another module has the name {package}; start from another folder, or rename it")
+    return list(module.__path__)
 
 
-def root() -> str:
-    """The folder that holds `apps`, which Python must find to run one."""
-    return str(Path(next(iter(_folders().values()))).parents[1])
+def apps_root() -> str:
+    """Return the folder that contains `apps`, which must be on Python's path to run an app."""
+    return str(Path(next(iter(_app_folders().values()))).parents[1])
 
 
-def _folders() -> dict[str, str]:
-    """The folder of each app by the app's name; the first of two with one name, as an import has it."""
-    found = [(app, f"{root}/{app.name}") for root in roots("apps") for app in iter_modules([root])]
-    return {app.name: folder for app, folder in reversed(found) if app.ispkg and app.name.isidentifier()}
+def _app_folders() -> dict[str, str]:
+    """Return the folder of each app by name; of two with one name the first, as in an import."""
+    folders = [(app, f"{parent}/{app.name}") for parent in package_folders("apps") for app in iter_modules([parent])]
+    return {app.name: folder for app, folder in reversed(folders) if app.ispkg and app.name.isidentifier()}

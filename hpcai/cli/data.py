@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from hpcai.cli import dispatch
+from hpcai.cli import run_command
 
 COMMANDS = {
-    "check": "DIR             files against their manifest, values, duplicates, what the training needs of the disk; --index",
-    "stage": "SOURCE TARGET   copy to node-local disks; behind mpiexec or srun the nodes read each byte once",
+    "check": "DIR             validate files against their index, values, duplicates, and the read rate of the disk; --index",
+    "stage": "SOURCE TARGET   copy to node-local disks; behind mpiexec or srun each byte is read once from the source",
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    return dispatch("hpcai data", COMMANDS, argv)
+    return run_command("hpcai data", COMMANDS, argv)

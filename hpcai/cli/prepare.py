@@ -1,6 +1,5 @@
-"""`hpcai prepare NAME ...`: what `python -m data_prep.NAME ...` does, in a checkout and from a wheel: simulate, convert and check
-the files that apps read. Behind mpiexec or srun each process makes its share.
-"""
+"""`hpcai prepare NAME ...`: run `python -m data_prep.NAME ...`, in a checkout or from a wheel: simulate, convert and check the
+files that apps read. Behind mpiexec or srun each process makes its share."""
 
 import runpy
 import sys
@@ -12,20 +11,20 @@ from hpcai.errors import ConfigError
 from hpcai.schema import join_names
 
 
-def main(words: Sequence[str]) -> None:
-    """Ends as the maker does, with SystemExit. Raises ConfigError where there is none of that name."""
-    known = makers()
-    told = join_names(known) or "those in data_prep/ of a checkout, which is not here"
-    if not words or words[0] in ("-h", "--help"):
-        print(f"{__doc__}\nNames: {told}")
+def main(args: Sequence[str]) -> None:
+    """Run the command, which ends with SystemExit. Raises ConfigError if the name is unknown."""
+    commands = list_commands()
+    names = join_names(commands) or "those in data_prep/ of a checkout, which is not here"
+    if not args or args[0] in ("-h", "--help"):
+        print(f"{__doc__}\nNames: {names}")
         return
-    if words[0] not in known:
-        raise ConfigError(f"nothing is made by the name {words[0]!r}; expected one of {told}")
-    sys.argv = list(words)
-    runpy.run_module(f"data_prep.{words[0]}", run_name="__main__", alter_sys=True)
+    if args[0] not in commands:
+        raise ConfigError(f"nothing is made by the name {args[0]!r}; expected one of {names}")
+    sys.argv = list(args)
+    runpy.run_module(f"data_prep.{args[0]}", run_name="__main__", alter_sys=True)
 
 
-def makers() -> list[str]:
-    """The modules of ``data_prep`` that are commands, in alphabetical order."""
-    files = (file for root in apps.roots("data_prep") for file in Path(root).glob("*.py"))
+def list_commands() -> list[str]:
+    """Return the modules of ``data_prep`` that are commands, in alphabetical order."""
+    files = (file for root in apps.package_folders("data_prep") for file in Path(root).glob("*.py"))
     return sorted({file.stem for file in files if '\nif __name__ == "__main__":' in file.read_text(encoding="utf-8")})

@@ -1,4 +1,4 @@
-"""How far a long work is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a long operation on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ EVERY = 10.0  # seconds between two lines
 
 
 class Progress(NamedTuple):
-    """How far the work named ``label`` is; ``unit`` is bytes, files or rows."""
+    """Progress of the operation named ``label``; ``unit`` is bytes, files or rows."""
 
     label: str
     done: int
@@ -26,21 +26,21 @@ class Progress(NamedTuple):
 
 
 @contextmanager
-def shown() -> Iterator[Callable[[Progress], None]]:
-    """A function that shows a ``Progress``, by a bar for each label or by lines."""
+def show_progress() -> Iterator[Callable[[Progress], None]]:
+    """Yield a function that displays a ``Progress``: one bar per label, or lines."""
     if sys.stderr.isatty():
         with _bars() as show:
             yield show
         return
     last = time.monotonic()
 
-    def tell(now: Progress) -> None:
+    def print_line(progress: Progress) -> None:
         nonlocal last
         if time.monotonic() - last >= EVERY:
             last = time.monotonic()
-            print(f"{now.label}: {now}", file=sys.stderr, flush=True)
+            print(f"{progress.label}: {progress}", file=sys.stderr, flush=True)
 
-    yield tell
+    yield print_line
 
 
 @contextmanager
@@ -52,9 +52,9 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, rich.TaskID] = {}
 
-        def show(now: Progress) -> None:
-            if now.label not in tasks:
-                tasks[now.label] = bars.add_task(now.label, total=now.total, far="")
-            bars.update(tasks[now.label], completed=now.done, far=str(now))
+        def show(state: Progress) -> None:
+            if state.label not in tasks:
+                tasks[state.label] = bars.add_task(state.label, total=state.total, far="")
+            bars.update(tasks[state.label], completed=state.done, far=str(state))
 
         yield show

@@ -1,13 +1,12 @@
-"""`hpcai replay RUN/failure-...`: make the step in which a run failed once more, and look closer.
+"""`hpcai replay RUN/failure-...`: repeat the step in which a run failed, and search it for non-finite values.
 
-The app runs with the settings of the bundle, from the newest whole checkpoint before that step (without one, from the beginning),
-in a folder of its own; the run's files stay as they are. The search for what is not finite looks at the batch, at what each module
-puts out, and at the gradient of it on the way back. It reads the device after each module, and needs modules that are run one by
-one: step.compile and step.capture are none.
+The app runs with the settings of the bundle, from the newest complete checkpoint before that step (or from the beginning), in a
+scratch folder; the run's files are unchanged. The search checks the batch, the output of each module, and the gradient of each
+output in the backward pass. It synchronizes with the device after each module, and needs modules that run separately: step.compile
+and step.capture are none.
 
-A run is replayed on as many processes as trained (those of mesh.evaluate are left out): behind mpiexec, srun or torchrun, which
-start `hpcai replay` as they started the run, or without one on this machine. The exit code is 0 where the failure came again, 1
-where it did not.
+A run is replayed on the number of processes that trained (mesh.evaluate excluded): behind mpiexec, srun or torchrun, with `hpcai
+replay` in place of the run, or without a launcher on this machine. The exit code is 0 if the failure occurs again, and 1 if not.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from hpcai import config
 from hpcai.cli import apps
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.collate import tree_map
 from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.environment import read_rank_info
@@ -37,166 +36,165 @@ from hpcai.train.flight_recorder import read_bundle
 from hpcai.train.checkpoint_reader import list_checkpoints
 from hpcai.train.step import Step
 
-_PATIENCE = 1e6  # seconds: a run that hung is replayed until it hangs again
-AGAIN, WELL = 3, 4  # exit codes of the app: the step is not finite again; it ended well
+_PATIENCE = 1e6  # seconds; a run that hung is replayed until it hangs again
+FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is non-finite again; it is finite
 
 
 def main(argv: Sequence[str]) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="hpcai replay", description=__doc__, formatter_class=form)
-    parser.add_argument("bundle", type=Path, metavar="RUN/failure-...", help="a folder that a failed run left")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that differ, such as data.directory")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="own folder, seen by all processes (BUNDLE/replay)")
-    given = parser.parse_intermixed_args(argv)
-    bundle = given.bundle.resolve()
-    told = read_bundle(bundle)
-    cause = min(told, key=lambda one: (one["kind"] == "stopped", one["time"]))
-    if cause["run"] not in apps.every():
-        raise ConfigError(f"{bundle}: the run was of {cause['run']!r}; expected one of the apps {', '.join(apps.every())}")
-    here = read_rank_info()
-    cause["world"] -= cause["settings"]["mesh"].get("evaluate", 0)
-    if here.world not in (None, 1, cause["world"]):
-        raise ConfigError(f"{here.world} processes were started, but the run trained on {cause['world']}; start as many")
-    first = here.rank == 0
-    scratch = (given.scratch or bundle / "replay").resolve()
-    start = linked(bundle.parent / "checkpoints", scratch, cause["step"])
-    if first:
-        where = f"from step {start}" if start else "from the beginning, for there is no checkpoint before it"
-        print(f"{cause['run']}, step {cause['step']}: {cause['kind']} on rank {cause['rank']}; made again {where}", flush=True)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="hpcai replay", description=__doc__, formatter_class=formatter)
+    parser.add_argument("bundle", type=Path, metavar="RUN/failure-...", help="a folder written by a failed run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, such as data.directory")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="scratch folder, shared by all processes (BUNDLE/replay)")
+    args = parser.parse_intermixed_args(argv)
+    bundle = args.bundle.resolve()
+    reports = read_bundle(bundle)
+    failure = min(reports, key=lambda report: (report["kind"] == "stopped", report["time"]))
+    if failure["run"] not in apps.list_apps():
+        raise ConfigError(f"{bundle}: the run was of {failure['run']!r}; expected one of the apps {', '.join(apps.list_apps())}")
+    rank_info = read_rank_info()
+    failure["world"] -= failure["settings"]["mesh"].get("evaluate", 0)
+    if rank_info.world not in (None, 1, failure["world"]):
+        raise ConfigError(f"{rank_info.world} processes were started, but the run trained on {failure['world']}; start as many")
+    is_first = rank_info.rank == 0
+    scratch = (args.scratch or bundle / "replay").resolve()
+    start = link_checkpoints(bundle.parent / "checkpoints", scratch, failure["step"])
+    if is_first:
+        text = f"from step {start}" if start else "from the beginning, for there is no checkpoint before it"
+        print(f"{failure['run']}, step {failure['step']}: {failure['kind']} on rank {failure['rank']}; repeated {text}", flush=True)
     try:
-        code = _made_again(cause, told, scratch, given.words, alone=here.world == 1)
+        code = _rerun(failure, reports, scratch, args.overrides, alone=rank_info.world == 1)
     finally:
-        if first:
+        if is_first:
             shutil.rmtree(scratch, ignore_errors=True)
-    if first:
-        print(f"step {cause['step']} " + ("ended well: the failure did not come again" if code == WELL else "failed again"))
-    return int(code == WELL)
+    if is_first:
+        print(f"step {failure['step']} " + ("ended well: the failure did not come again" if code == SUCCEEDED else "failed again"))
+    return int(code == SUCCEEDED)
 
 
-def linked(checkpoints: Path, scratch: Path, step: int) -> int:
-    """Put links to the checkpoints before ``step`` into ``scratch`` -> the number of the newest. Several processes may do so
-    at once. Whether they are whole is seen when the run goes on from one.
-    """
+def link_checkpoints(checkpoints: Path, scratch: Path, step: int) -> int:
+    """Link the checkpoints before ``step`` into ``scratch``, and return the number of the newest. Several processes may do so at
+    once. Whether they are complete is checked when the run resumes from one."""
     older = [path for path in list_checkpoints(checkpoints) if int(path.name.removeprefix("step-")) < step]
     try:
         for path in older:
-            own = scratch / "checkpoints" / path.name
-            own.mkdir(parents=True, exist_ok=True)
+            target = scratch / "checkpoints" / path.name
+            target.mkdir(parents=True, exist_ok=True)
             for file in path.iterdir():
                 with suppress(FileExistsError):
-                    (own / file.name).symlink_to(file)
+                    (target / file.name).symlink_to(file)
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise DataError(f"{scratch}: {problem.strerror}; name another folder with --scratch") from problem
     return max((int(path.name.removeprefix("step-")) for path in older), default=0)
 
 
-def _made_again(cause: dict[str, Any], told: list[dict[str, Any]], scratch: Path, more: Sequence[str], alone: bool) -> int:
-    """Run the app -> its exit code."""
-    samples = {one["rank"]: one.get("samples") for one in told}
+def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path, overrides: Sequence[str], alone: bool) -> int:
+    """Run the app, and return its exit code."""
+    samples = {report["rank"]: report.get("samples") for report in reports}
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         settings = Path(folder) / "settings.yaml"
-        settings.write_text(config.dump(cause["settings"]))
-        words = [str(settings), f"report.directory={scratch}", "report.sinks=[]", "train.report_every=1", "train.profile=null",
-                 "step.compile=none", "step.compile_cache=null", "step.capture=none", "mesh.evaluate=0", *more]  # fmt: skip
+        settings.write_text(config.dump(failure["settings"]))
+        args = [str(settings), f"report.directory={scratch}", "report.sinks=[]", "train.report_every=1", "train.profile=null",
+                 "step.compile=none", "step.compile_cache=null", "step.capture=none", "mesh.evaluate=0", *overrides]  # fmt: skip
 
-        def enter() -> None:
-            if Path(cause.get("folder", "")).is_dir():
-                os.chdir(cause["folder"])  # paths of the settings may be relative
-            with _closely(cause["step"], samples):
-                sys.argv = [cause["run"], *words]
-                runpy.run_module(f"apps.{cause['run']}", run_name="__main__")
+        def run_app() -> None:
+            if Path(failure.get("folder", "")).is_dir():
+                os.chdir(failure["folder"])  # paths of the settings may be relative
+            with _search_step(failure["step"], samples):
+                sys.argv = [failure["run"], *args]
+                runpy.run_module(f"apps.{failure['run']}", run_name="__main__")
 
-        if not alone or cause["world"] == 1:
-            return _code(enter)
-        if torch.cuda.is_available() and torch.cuda.device_count() < cause["world"]:
-            raise ConfigError(f"the run trained on {cause['world']} processes, and this machine has fewer GPUs; start as many "
-                              f"behind a launcher: srun -n {cause['world']} hpcai replay ...")  # fmt: skip
-        with forked(enter, Path(folder) / "said", cause["world"]) as forks:
-            codes, text = forks.ended(_PATIENCE)
+        if not alone or failure["world"] == 1:
+            return _exit_code(run_app)
+        if torch.cuda.is_available() and torch.cuda.device_count() < failure["world"]:
+            raise ConfigError(f"the run trained on {failure['world']} processes, and this machine has fewer GPUs; start as many "
+                              f"behind a launcher: srun -n {failure['world']} hpcai replay ...")  # fmt: skip
+        with fork_processes(run_app, Path(folder) / "said", failure["world"]) as forks:
+            codes, text = forks.wait(_PATIENCE)
         print(text, end="")
-        other = [code if code is not None else 1 for code in codes if code not in (AGAIN, WELL)]
-        return AGAIN if AGAIN in codes else other[0] if other else WELL
+        other_codes = [code if code is not None else 1 for code in codes if code not in (FAILED_AGAIN, SUCCEEDED)]
+        return FAILED_AGAIN if FAILED_AGAIN in codes else other_codes[0] if other_codes else SUCCEEDED
 
 
-def _code(enter: Callable[[], object]) -> int:
+def _exit_code(run_app: Callable[[], object]) -> int:
     try:
-        enter()
+        run_app()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except Exception:  # the run's, which one process does not end by itself
+    except Exception:  # of the run; a single process does not exit by itself
         traceback.print_exc()
         return 1
-    return WELL
+    return SUCCEEDED
 
 
 @contextmanager
-def _closely(number: int, samples: dict[int, Any]) -> Iterator[None]:
-    """Inside, the step with this number from 1 is looked at, and the run ends with it."""
-    usual = Step.__call__
+def _search_step(number: int, samples: dict[int, Any]) -> Iterator[None]:
+    """Context manager: the step with this number, from 1, is searched, and the run ends with it."""
+    original = Step.__call__
 
     def call(step: Step, batch: Any, lr: float | None = None) -> Any:
         if step.count + 1 < number:
-            return usual(step, batch, lr)
-        with searched(step.model, batch) as seen:
-            usual(step, batch, lr)
-        bad = int(step.first_failures()[0].item()) == number - 1
-        every = all_gather_object(tuple(seen), step.mesh.peers)
-        if step.mesh.is_first and bad:
-            for rank, lines in enumerate(every):
-                read = ", ".join(f"{one['index']} ({one['text']})" for one in samples.get(rank) or ())
-                print(f"rank {rank}, samples {read or 'not known'}:")
+            return original(step, batch, lr)
+        with search_non_finite(step.model, batch) as findings:
+            original(step, batch, lr)
+        failed = int(step.first_failures()[0].item()) == number - 1
+        descriptions = all_gather_object(tuple(findings), step.mesh.peers)
+        if step.mesh.is_first and failed:
+            for rank, lines in enumerate(descriptions):
+                names = ", ".join(f"{sample['index']} ({sample['text']})" for sample in samples.get(rank) or ())
+                print(f"rank {rank}, samples {names or 'not known'}:")
                 print("\n".join(f"  {line}" for line in lines or ("all modules and gradients are finite here",)), flush=True)
-        raise SystemExit(AGAIN if bad else WELL)
+        raise SystemExit(FAILED_AGAIN if failed else SUCCEEDED)
 
     Step.__call__ = call  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        Step.__call__ = usual  # type: ignore[method-assign]
+        Step.__call__ = original  # type: ignore[method-assign]
 
 
 @contextmanager
-def searched(model: nn.Module, batch: Any) -> Iterator[list[str]]:
-    """Inside, modules are looked at as they run; afterwards the list says what was not finite first: in the batch, among outputs,
-    and among the gradients of outputs, which are found from the last module to the first."""
-    seen: list[str] = []
+def search_non_finite(model: nn.Module, batch: Any) -> Iterator[list[str]]:
+    """Context manager: search modules as they run. The list then describes the first non-finite values: in the batch, among
+    outputs, and among the gradients of outputs, which are visited from the last module to the first."""
+    findings: list[str] = []
     kinds: set[str] = set()
 
-    def once(kind: str, text: str) -> None:
+    def add_first(kind: str, text: str) -> None:
         if kind not in kinds:
             kinds.add(kind)
-            seen.append(text)
+            findings.append(text)
 
-    def back(name: str, gradient: Tensor) -> None:
-        if not kinds & {"batch", "output"} and not _finite(gradient):  # otherwise it follows from them
-            once("gradient", f"going back, the first gradient that is not finite is that of the output of {name}")
+    def backward(name: str, gradient: Tensor) -> None:
+        if not kinds & {"batch", "output"} and not _is_finite(gradient):  # otherwise a consequence of them
+            add_first("gradient", f"going back, the first gradient that is not finite is that of the output of {name}")
 
     def forward(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not _finite(output):
-            fed = "the first whose output is not finite" + ("" if _finite(inputs) else "; neither was its input")
-            once("output", f"{name} ({type(module).__name__}) is {fed}")
-        for tensor in _floats(output):
+        if not _is_finite(output):
+            description = "the first whose output is not finite" + ("" if _is_finite(inputs) else "; neither was its input")
+            add_first("output", f"{name} ({type(module).__name__}) is {description}")
+        for tensor in _float_tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(partial(back, name))
+                tensor.register_hook(partial(backward, name))
 
-    if not _finite(batch):
-        once("batch", "the batch itself is not finite")
+    if not _is_finite(batch):
+        add_first("batch", "the batch itself is not finite")
     hooks = [module.register_forward_hook(partial(forward, name or "the model")) for name, module in model.named_modules()]
     try:
-        yield seen
+        yield findings
     finally:
         for hook in hooks:
             hook.remove()
     if kinds == {"gradient"}:
-        seen.insert(0, "all outputs are finite: the loss or the way back makes it")
+        findings.insert(0, "all outputs are finite: the loss or the way back makes it")
 
 
-def _floats(tree: Any) -> list[Tensor]:
+def _float_tensors(tree: Any) -> list[Tensor]:
     leaves: list[Any] = []
     tree_map(tree, leaves.append)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _finite(tree: Any) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in _floats(tree))
+def _is_finite(tree: Any) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in _float_tensors(tree))

@@ -1,7 +1,7 @@
-"""``hpcai data stage SOURCE TARGET``: copy a data set to node-local disks; the nodes read each byte once, and pass it on.
+"""``hpcai data stage SOURCE TARGET``: copy a data set to node-local disks; each byte is read once and sent to the other nodes.
 
-hpcai data stage /scratch/universe /local/universe
-srun --mpi=pmi2 --ntasks-per-node=4 hpcai data stage /scratch/universe '$SLURM_TMPDIR/universe' --shards 8
+ hpcai data stage /scratch/universe /local/universe
+ srun --mpi=pmi2 --ntasks-per-node=4 hpcai data stage /scratch/universe '$SLURM_TMPDIR/universe' --shards 8
 """
 
 import argparse
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcai.cli.progress import Progress, shown
+from hpcai.cli.progress import Progress, show_progress
 from hpcai.errors import DataError
 from hpcai.log import format_bytes
 
@@ -25,14 +25,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="hpcai data stage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="a folder that all nodes see")
-    parser.add_argument("target", help="a folder on the disk of each node; $NAMES are replaced on each node")
-    parser.add_argument("--shards", type=int, default=1, help="cut the data over so many groups of nodes (1: every node holds all)")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare SHA-256")
-    parser.add_argument("--block", type=int, default=16, metavar="MIB", help="of a read, a broadcast and a write (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a line")
-    parser.add_argument("--node", default="", help="name of this node, where host names do not tell nodes apart; $NAMES as above")
-    words = parser.parse_args(argv)
+    parser.add_argument("source", type=Path, help="a folder on a shared file system")
+    parser.add_argument("target", help="a folder on the local disk of each node; $NAMES are expanded on each node")
+    parser.add_argument("--shards", type=int, default=1, help="groups of nodes to shard the data over (1: every node holds all)")
+    parser.add_argument("--no-verify", action="store_true", help="do not verify SHA-256")
+    parser.add_argument("--block", type=int, default=16, metavar="MIB", help="size of reads, broadcasts and writes (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--node", default="", help="name of this node, if host names are not unique; $NAMES as above")
+    args = parser.parse_args(argv)
 
     from hpcai.data.stage import stage_in
     from hpcai.dist import start
@@ -40,34 +40,34 @@ def main(argv: Sequence[str]) -> int:
 
     with start({"replicate": -1}) as mesh:
         try:
-            with shown() if mesh.is_first else nullcontext(lambda _: None) as show:
+            with show_progress() if mesh.is_first else nullcontext(lambda _: None) as show:
                 staged = stage_in(
-                    words.source, words.target, mesh, shards=words.shards, verify=not words.no_verify, block=words.block << 20,
-                    progress=lambda done, total: show(Progress("staged", done, total, "bytes")), node=words.node,
+                    args.source, args.target, mesh, shards=args.shards, verify=not args.no_verify, block=args.block << 20,
+                    progress=lambda done, total: show(Progress("staged", done, total, "bytes")), node=args.node,
                 )  # fmt: skip
         except DataError as error:  # the same on all ranks
             if mesh.is_first:
                 print(f"hpcai data stage: {error}", file=sys.stderr)
             return 2
-        nodes = {found.node: found for found in all_gather_object(staged, mesh.peers)}
+        nodes = {stats.node: stats for stats in all_gather_object(staged, mesh.peers)}
         if mesh.is_first:
-            _say(words.source, list(nodes.values()), not words.no_verify, words.json)
+            _print_summary(args.source, list(nodes.values()), not args.no_verify, args.json)
     return 0
 
 
-def _say(source: Path, nodes: "list[Staged]", verified: bool, as_json: bool) -> None:
+def _print_summary(source: Path, nodes: "list[Staged]", verified: bool, as_json: bool) -> None:
     first = nodes[0]
-    read, kept, whole = (sum(getattr(node, key) for node in nodes) for key in ("read", "kept", "bytes"))
-    speed = (whole - kept) / max(first.seconds, 1e-9) / 1e9
+    read, kept, total = (sum(getattr(node, key) for node in nodes) for key in ("read", "kept", "bytes"))
+    speed = (total - kept) / max(first.seconds, 1e-9) / 1e9
     if as_json:
-        found = {"source": str(source), "shards": first.shards, "exchange": first.exchange, "verified": verified}
-        found |= {"seconds": round(first.seconds, 3), "read": read, "kept": kept, "bytes": whole, "gb_per_s": round(speed, 3)}
-        found["nodes"] = [asdict(node) | {"directory": str(node.directory)} for node in nodes]
-        print(json.dumps(found))
+        result = {"source": str(source), "shards": first.shards, "exchange": first.exchange, "verified": verified}
+        result |= {"seconds": round(first.seconds, 3), "read": read, "kept": kept, "bytes": total, "gb_per_s": round(speed, 3)}
+        result["nodes"] = [asdict(node) | {"directory": str(node.directory)} for node in nodes]
+        print(json.dumps(result))
         return
     count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}" + (f" in {first.shards} shards" if first.shards > 1 else "")
     print(
-        f"staged {format_bytes(whole - kept)} to {count} in {first.seconds:.1f} s ({speed:.2f} GB/s): read {format_bytes(read)} "
+        f"staged {format_bytes(total - kept)} to {count} in {first.seconds:.1f} s ({speed:.2f} GB/s): read {format_bytes(read)} "
         f"from {source} ({format_bytes(read // len(nodes))} a node), kept {format_bytes(kept)}, "
         f"{'SHA-256 compared' if verified else 'not compared'}"
     )

@@ -1,12 +1,12 @@
-"""`hpcai verify-resume APP CONFIG.yaml`: runs that are killed again and again, against one that nobody killed.
+"""`hpcai verify-resume APP CONFIG.yaml`: compare runs that are killed repeatedly with an uninterrupted run.
 
-The run, which should last seconds (``train.steps=40``), is made once on each number of processes. Then it is made again and killed:
-half of the kills come at a random instant, the others while a checkpoint is written; half end all processes, as when a node
-dies, the others one of them, which must end the rest. After some kills a run may finish. Where it always had the same number of
-processes every tensor of its last checkpoint (weights, moments, averages, counters, random numbers) must be the reference's, bit
-for bit. Where the number changed, sums were added in another order: its weights must be as close to the reference as the
-references are to each other. An app that draws random numbers as it trains (dropout) draws others on another number of
-processes, and can be verified on one number only.
+The run should take seconds (``train.steps=40``). It is first completed once on each number of processes, as the reference. It is
+then repeated and killed: half of the kills come at a random instant, the others while a checkpoint is written; half kill all
+processes, as when a node dies, the others one process, after which the rest must exit. After some kills a run may finish. If it
+always had the same number of processes, every tensor of its last checkpoint (weights, moments, averages, counters, random state)
+must equal the reference bit for bit. If the number changed, sums were added in another order: its weights must be as close to the
+reference as the references are to each other. An app that draws random numbers in training (dropout) draws others on another number
+of processes, and can be verified on one number only.
 """
 
 import argparse
@@ -26,32 +26,30 @@ from torch import Tensor
 
 from hpcai import log
 from hpcai.cli import apps
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import ConfigError
 from hpcai.train.checkpoint_reader import list_checkpoints, read_tensors
 
-MOST_KILLS = 5                      # of one run
-ROUNDING = 10.0                     # times what the references differ by
-PATIENCE = 120.0                    # seconds for the processes of a killed one to end
+MAX_KILLS = 5                      # of a run
+TOLERANCE = 10.0                     # times the difference of the references
+TIMEOUT = 120.0                    # seconds for the other processes to exit
 
 
 @dataclass(frozen=True)
 class Kill:
     ranks: int
-    saving: bool                    # aimed at the writing of a checkpoint
-    all: bool                       # every process was killed, not one
-    torn: bool                      # a checkpoint was left half written
-    hung: bool                      # the others had to be killed too
+    in_save: bool                    # while a checkpoint is written
+    all: bool                       # all processes were killed, not one
+    left_partial: bool                      # a partial checkpoint was left
+    hung: bool                      # the other processes had to be killed too
 
     def __str__(self) -> str:
-        who = "all" if self.all else "one"
-        return f"{who} of {self.ranks} processes, {'in a save' if self.saving else 'at a random instant'}"
+        victims = "all" if self.all else "one"
+        return f"{victims} of {self.ranks} processes, {'in a save' if self.in_save else 'at a random instant'}"
 
 
 @dataclass
 class Verdict:
-    """What became of one run."""
-
     ranks: list[int]
     problem: str = ""
     difference: float = 0.0         # largest of the weights, relative to the largest weight of that tensor
@@ -61,34 +59,34 @@ class Verdict:
 class Result:
     kills: list[Kill] = field(default_factory=list)
     runs: list[Verdict] = field(default_factory=list)
-    apart: float = 0.0              # how far the references are from each other
+    reference_difference: float = 0.0              # largest difference between the references
 
     def lines(self) -> list[str]:
-        """How many kills there were of each kind, and how the runs ended."""
-        torn, kinds = Counter(str(kill) for kill in self.kills if kill.torn), Counter(map(str, self.kills))
-        lines = [f"{count} kills of {kind}: {torn[kind]} saves left half written" for kind, count in sorted(kinds.items())]
+        """Return the number of kills of each kind, and the results of the runs."""
+        partial, kills = Counter(str(kill) for kill in self.kills if kill.left_partial), Counter(map(str, self.kills))
+        lines = [f"{count} kills of {kind}: {partial[kind]} saves left half written" for kind, count in sorted(kills.items())]
         lines += [f"a run on {run.ranks} processes: {run.problem}" for run in self.runs if run.problem]
-        changed, same = ([run for run in self.runs if (len(set(run.ranks)) > 1) is wanted] for wanted in (True, False))
+        changed, same = ([run for run in self.runs if (len(set(run.ranks)) > 1) is is_changed] for is_changed in (True, False))
         lines.append(f"{len(same)} runs on one number of processes: {sum(not run.problem for run in same)} equal bit for bit")
         if changed:
-            most = max(run.difference for run in changed)
-            lines.append(f"{len(changed)} on changing numbers: weights at most {most:.1g} off, the references {self.apart:.1g}")
+            most, references = max(run.difference for run in changed), self.reference_difference
+            lines.append(f"{len(changed)} on changing numbers: weights at most {most:.1g} off, the references {references:.1g}")
         return lines
 
 
 def main(argv: Sequence[str]) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="hpcai verify-resume", description=__doc__, formatter_class=form)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="hpcai verify-resume", description=__doc__, formatter_class=formatter)
     parser.add_argument("app", metavar="APP", help="a folder of apps/")
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of a run of seconds")
+    parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of a run that takes seconds")
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], metavar="N", help="numbers of processes, one for each start")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants")
-    words = parser.parse_intermixed_args(argv)
-    if words.kills < 1 or min(words.ranks) < 1:
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], metavar="N", help="numbers of processes, one per start")
+    parser.add_argument("--seed", type=int, default=0, help="of the random instants")
+    args = parser.parse_intermixed_args(argv)
+    if args.kills < 1 or min(args.ranks) < 1:
         parser.error("--kills and --ranks are at least 1")
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
-        result = verify(words.app, words.words, Path(folder), words.kills, words.ranks, words.seed, print)
+        result = verify(args.app, args.overrides, Path(folder), args.kills, args.ranks, args.seed, print)
     broken, hung = sum(bool(run.problem) for run in result.runs), sum(kill.hung for kill in result.kills)
     equal = "equal to the run that nobody killed" if not broken else f"{broken} of them NOT"
     print(*result.lines(), sep="\n")
@@ -97,136 +95,138 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verify(
-    app: str, words: Sequence[str], folder: Path, kills: int, ranks: Sequence[int], seed: int = 0,
-    told: Callable[[str], object] = lambda text: None,
+    app: str, overrides: Sequence[str], folder: Path, kills: int, ranks: Sequence[int], seed: int = 0,
+    report_progress: Callable[[str], object] = lambda text: None,
 ) -> Result:  # fmt: skip
-    """``kills`` kills of runs of ``app`` below ``folder``, each start on one of ``ranks`` processes.
+    """Kill runs of ``app`` in ``folder`` ``kills`` times; each start has one of ``ranks`` as its number of processes.
 
-    Raises ConfigError where the run cannot be made at all.
+    Raises ConfigError if the uninterrupted run fails.
     """
-    if app not in apps.every():
-        raise ConfigError(f"there is no app {app!r}; expected one of {', '.join(apps.every())}")
-    killer = _Killer(app, words, folder, np.random.default_rng(seed))
+    if app not in apps.list_apps():
+        raise ConfigError(f"there is no app {app!r}; expected one of {', '.join(apps.list_apps())}")
+    killer = _Killer(app, overrides, folder, np.random.default_rng(seed))
     counts = sorted(set(ranks))
     for count in counts:
         killer.reference(count)
-        told(f"a whole run on {count} processes: {killer.seconds[count]:.1f} s")
-    result = Result(apart=max([_apart(killer.references[a], killer.references[b]) for a, b in pairwise(counts)], default=0.0))
+        report_progress(f"a whole run on {count} processes: {killer.seconds[count]:.1f} s")
+    differences = [_max_difference(killer.references[a], killer.references[b]) for a, b in pairwise(counts)]
+    result = Result(reference_difference=max(differences, default=0.0))
     while len(result.kills) < kills:
         run = killer.folder / f"run-{len(result.runs) + 1}"
-        made, verdict = killer.one_run(run, counts, kills - len(result.kills), result.apart)
-        result.kills += made
+        kills_made, verdict = killer.run_with_kills(run, counts, kills - len(result.kills), result.reference_difference)
+        result.kills += kills_made
         result.runs.append(verdict)
-        told(f"{len(result.kills)} kills, {len(result.runs)} runs" + (f": {verdict.problem}" if verdict.problem else ""))
+        report_progress(f"{len(result.kills)} kills, {len(result.runs)} runs" + (f": {verdict.problem}" if verdict.problem else ""))
     return result
 
 
 class _Killer:
-    def __init__(self, app: str, words: Sequence[str], folder: Path, random: np.random.Generator) -> None:
+    def __init__(self, app: str, overrides: Sequence[str], folder: Path, random: np.random.Generator) -> None:
         self.app, self.folder, self.random = app, folder, random
-        every = [] if any(word.startswith("checkpoint.every_steps") for word in words) else ["checkpoint.every_steps=2"]
-        self.words = [*words, *every, "report.sinks=[]"]
+        saving = [] if any(arg.startswith("checkpoint.every_steps") for arg in overrides) else ["checkpoint.every_steps=2"]
+        self.overrides = [*overrides, *saving, "report.sinks=[]"]
         self.references: dict[int, dict[str, Tensor]] = {}
         self.seconds: dict[int, float] = {}
         self.saves: dict[int, float] = {}
 
     def command(self, run: Path) -> Callable[[], object]:
-        def enter() -> None:
-            sys.argv = [self.app, *self.words, f"report.directory={run}"]
+        def run_app() -> None:
+            sys.argv = [self.app, *self.overrides, f"report.directory={run}"]
             runpy.run_module(f"apps.{self.app}", run_name="__main__")
 
-        return enter
+        return run_app
 
     def reference(self, ranks: int) -> None:
-        run, began = self.folder / f"whole-{ranks}", time.monotonic()
+        run, start = self.folder / f"whole-{ranks}", time.monotonic()
         self.finish(run, ranks)
-        self.seconds[ranks] = time.monotonic() - began
+        self.seconds[ranks] = time.monotonic() - start
         saves = [event["seconds"] for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "checkpoint"]
         self.saves[ranks] = float(np.median(saves))
-        self.references[ranks] = _last(run)
+        self.references[ranks] = _last_checkpoint(run)
 
     def finish(self, run: Path, ranks: int) -> None:
-        with forked(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
-            codes, text = forks.ended(PATIENCE + 20 * self.seconds.get(ranks, PATIENCE))
+        with fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
+            codes, text = forks.wait(TIMEOUT + 20 * self.seconds.get(ranks, TIMEOUT))
         if codes != [0] * ranks:
             raise ConfigError(f"a run of {self.app} on {ranks} processes ended with exit codes {codes}: {text[-2000:]}")
 
-    def one_run(self, run: Path, counts: Sequence[int], most: int, apart: float) -> tuple[list[Kill], Verdict]:
-        """A run that is killed some times and then finishes, and how it compares. Its folder is removed. Half of the runs keep the
-        number of processes that they began with."""
+    def run_with_kills(self, run: Path, counts: Sequence[int], max_kills: int, difference: float) -> tuple[list[Kill], Verdict]:
+        """Start and kill a run several times, let it finish, compare and remove it. Half of the runs keep their number of
+        processes."""
         counts = [int(self.random.choice(counts))] if self.random.integers(2) else counts
-        used = self.random.choice(counts, min(most, int(self.random.integers(1, MOST_KILLS + 1))) + 1).tolist()
+        rank_counts = self.random.choice(counts, min(max_kills, int(self.random.integers(1, MAX_KILLS + 1))) + 1).tolist()
         kills: list[Kill] = []
-        for ranks in used[:-1]:
-            if (kill := self.strike(run, ranks)) is None:
-                used = [*used[: len(kills) + 1], used[-1]]
+        for ranks in rank_counts[:-1]:
+            if (kill := self.kill_once(run, ranks)) is None:
+                rank_counts = [*rank_counts[: len(kills) + 1], rank_counts[-1]]
                 break
             kills.append(kill)
         try:
-            self.finish(run, used[-1])
-            verdict = self.judge(run, used, apart)
+            self.finish(run, rank_counts[-1])
+            verdict = self.compare(run, rank_counts, difference)
         except ConfigError as problem:
-            verdict = Verdict(used, str(problem))
+            verdict = Verdict(rank_counts, str(problem))
         shutil.rmtree(run, ignore_errors=True)
         return kills, verdict
 
-    def strike(self, run: Path, ranks: int) -> Kill | None:
-        """One start that is killed; None where it ended before."""
-        saving, everyone = bool(self.random.integers(2)), ranks == 1 or bool(self.random.integers(2))
-        wait = float(self.random.uniform(0, self.saves[ranks] if saving else self.seconds[ranks]))
-        victim, before = int(self.random.integers(ranks)), _starts(run)
+    def kill_once(self, run: Path, ranks: int) -> Kill | None:
+        """Start the run once and kill it. Return None if it ended before."""
+        in_save, kill_all = bool(self.random.integers(2)), ranks == 1 or bool(self.random.integers(2))
+        delay = float(self.random.uniform(0, self.saves[ranks] if in_save else self.seconds[ranks]))
+        victim, before = int(self.random.integers(ranks)), _count_starts(run)
 
-        def torn() -> bool:
+        def left_partial() -> bool:
             return any((run / "checkpoints").glob(".step-*.partial"))
 
-        with forked(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
+        with fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
             first = forks.processes[0]
-            while not everyone and first.is_alive() and _starts(run) == before:  # the others can notice nothing earlier
+            while not kill_all and first.is_alive() and _count_starts(run) == before:  # before that the others detect no death
                 time.sleep(0.01)
-            while saving and first.is_alive() and not torn():
+            while in_save and first.is_alive() and not left_partial():
                 time.sleep(0.0005)
-            time.sleep(wait)
+            time.sleep(delay)
             alive = [process for process in forks.processes if process.is_alive()]
             if len(alive) < ranks:
-                forks.ended(PATIENCE)
+                forks.wait(TIMEOUT)
                 return None
-            for process in alive if everyone else [forks.processes[victim]]:
+            for process in alive if kill_all else [forks.processes[victim]]:
                 process.kill()
-            codes, _ = forks.ended(PATIENCE)
-        return Kill(ranks, saving, everyone, torn(), None in codes)
+            codes, _ = forks.wait(TIMEOUT)
+        return Kill(ranks, in_save, kill_all, left_partial(), None in codes)
 
-    def judge(self, run: Path, used: list[int], apart: float) -> Verdict:
-        """Bit for bit on one number of processes, where a NaN is equal to itself; otherwise as close as the references are."""
-        last, expected = _last(run), self.references[used[-1]]
-        if len(set(used)) == 1:
-            different = sorted(name for name in expected.keys() | last.keys() if _bits(expected.get(name)) != _bits(last.get(name)))
-            return Verdict(used, f"{len(different)} tensors differ, first {different[0]}" if different else "")
-        difference, allowed = _apart(expected, last), ROUNDING * apart
-        return Verdict(used, f"weights differ by {difference:.2g}, allowed {allowed:.2g}" * (difference > allowed), difference)
+    def compare(self, run: Path, ranks: list[int], reference_difference: float) -> Verdict:
+        """Compare bit for bit on one number of processes (NaN equals itself), otherwise within the differences of the
+        references."""
+        last, reference = _last_checkpoint(run), self.references[ranks[-1]]
+        if len(set(ranks)) == 1:
+            names = reference.keys() | last.keys()
+            different = sorted(name for name in names if _bits(reference.get(name)) != _bits(last.get(name)))
+            return Verdict(ranks, f"{len(different)} tensors differ, first {different[0]}" if different else "")
+        difference, allowed = _max_difference(reference, last), TOLERANCE * reference_difference
+        return Verdict(ranks, f"weights differ by {difference:.2g}, allowed {allowed:.2g}" * (difference > allowed), difference)
 
 
-def _starts(run: Path) -> int:
-    """How often the run was started."""
+def _count_starts(run: Path) -> int:
     metrics = run / "metrics.jsonl"
     return metrics.read_bytes().count(b'"kind": "start"') if metrics.exists() else 0
 
 
-def _last(run: Path) -> dict[str, Tensor]:
-    made = list_checkpoints(run / "checkpoints")
-    if not made:
+def _last_checkpoint(run: Path) -> dict[str, Tensor]:
+    checkpoints = list_checkpoints(run / "checkpoints")
+    if not checkpoints:
         raise ConfigError(f"{run}: a finished run left no checkpoint")
-    return read_tensors(made[-1])
+    return read_tensors(checkpoints[-1])
 
 
 def _bits(tensor: Tensor | None) -> object:
     return None if tensor is None else (tensor.dtype, tensor.shape, tensor.numpy().tobytes())
 
 
-def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of two models' weights, relative to the largest weight of the same tensor."""
-    far = [0.0]
-    for name, tensor in one.items():
+def _max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Return the largest difference of the weights of two models, relative to the largest weight of the same tensor."""
+    differences = [0.0]
+    for name, tensor in a.items():
         if name.startswith("model/") and tensor.is_floating_point():
-            wide = tensor.double()
-            far.append(float((wide - other[name].double()).abs().max() / wide.abs().max().clamp(min=1e-30)))
-    return max(far)
+            reference = tensor.double()
+            differences.append(float((reference - b[name].double()).abs().max() / reference.abs().max().clamp(min=1e-30)))
+    return max(differences)

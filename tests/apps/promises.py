@@ -57,13 +57,13 @@ class Promises:
         """What a file of settings must say."""
 
     def test_a_run_leaves_everything_that_its_users_want(self, app: App, data: Path) -> None:
-        from hpcai.cli.report import draw
+        from hpcai.cli.report import draw_run
 
         run = app.once(data)
         usual = ["checkpoints", "metrics.jsonl", "model.safetensors", "settings.yaml"]
         assert {path.name for path in run.iterdir()} - {"report.html", "plots"} == {*usual, *self.leaves}
         assert config.load(app.settings, run / "settings.yaml") == config.load(app.settings, app.small, app.words(data, run)[1:])
-        page = draw(run).read_text()
+        page = draw_run(run).read_text()
         assert self.shows in page and "no picture" not in page and "http" not in page.replace("http://www.w3.org", "")
 
     def test_several_processes_train_as_one(self, app: App, data: Path, tmp_path: Path, job: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hpcai import config, log
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.index import INDEX, write_index
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,8 +70,8 @@ class App:
         that hang are therefore started once more; where they stood is told as a warning.
         """
         for attempt in (1, 2):
-            with forked(self.command(data, run, *more), run.with_name(f"{run.name}.{attempt}.out"), ranks) as forks:
-                codes, output = forks.ended(timeout)
+            with fork_processes(self.command(data, run, *more), run.with_name(f"{run.name}.{attempt}.out"), ranks) as forks:
+                codes, output = forks.wait(timeout)
             if None not in codes:
                 break
             warnings.warn(f"{self.name} on {ranks} ranks hung, exit codes {codes}: {output}", stacklevel=2)

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hpcai import log
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.models.cosmoflow import CosmoFlow
 from tests.apps import universes
 from tests.apps.promises import Promises
@@ -107,10 +107,10 @@ def has_begun(run: Path) -> bool:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_saves_and_asks_to_be_requeued(data: Path, tmp_path: Path, name: str) -> None:
     run, output = tmp_path / "run", tmp_path / "run.out"
-    with forked(APP.command(data, run, *ENDLESS), output) as forks:
+    with fork_processes(APP.command(data, run, *ENDLESS), output) as forks:
         wait_for(lambda: has_begun(run), forks.processes[0].is_alive, output)
         os.kill(forks.processes[0].pid or 0, signal.Signals[name])
-        ((code,), _) = forks.ended()
+        ((code,), _) = forks.wait()
     assert code == 85 and f"stopped by {name}" in output.read_text(), output.read_text()
     saved = [p.name for p in (run / "checkpoints").iterdir()]
     assert saved == [f"step-{max(told(run)):08d}"], "nothing that was done is lost"

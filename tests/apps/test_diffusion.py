@@ -98,9 +98,9 @@ def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
     assert np.isfinite(drawn["members"]).all() and drawn["members"].shape[2:] == model.cfg.size
     assert ("field" in drawn) == (name != "parameters") == ("parameters" not in drawn)
 
-    from hpcai.cli.report import draw
+    from hpcai.cli.report import draw_run
 
-    assert "Ensembles beside one field" in draw(run).read_text()
+    assert "Ensembles beside one field" in draw_run(run).read_text()
 
 
 def test_held_out_samples_are_measured_where_the_settings_say(data: Path) -> None:

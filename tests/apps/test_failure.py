@@ -12,7 +12,7 @@ import h5py
 import pytest
 
 from hpcai.cli import replay
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.sampler import Shuffled
 from hpcai.train.flight_recorder import LAST_FAILURE, read_bundle
 from hpcai.train.step import Step
@@ -34,8 +34,8 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
-    with forked(call, output, ranks) as forks:
-        return forks.ended(60)
+    with fork_processes(call, output, ranks) as forks:
+        return forks.wait(60)
 
 
 def bundle(run: Path) -> Path:
@@ -63,7 +63,7 @@ def test_a_nan_leaves_its_step_and_samples_and_is_found_again(poisoned: Path, tm
     (saved,) = (run / "checkpoints").glob("step-*")
     shutil.copytree(saved, saved.with_name(f"{saved.name[:-1]}2"))  # one of the step itself is too late
     codes, said = ended(lambda: replay.main([str(run / LAST_FAILURE)]), tmp_path / "replayed", 1)
-    assert codes == [0] and "made again from step 1" in said, said
+    assert codes == [0] and "repeated from step 1" in said, said
     assert "conv_seq.0.conv (Conv3d) is the first whose output is not finite; neither was its input" in said
     assert "13 (train/universe_00003.h5 row 1)" in said and said.count("is the first") == 1 and "going back" not in said, said
     assert not (run / LAST_FAILURE / "replay").exists() and len(list(run.glob("failure-*"))) == 1
@@ -119,7 +119,7 @@ def test_a_call_that_holds_the_interpreter_is_told_by_the_other_rank(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_step(monkeypatch, 3, holds_the_interpreter)
-    with forked(APP.command(data, tmp_path / "run", "train.hang_after=2"), tmp_path / "said", 2) as forks:
+    with fork_processes(APP.command(data, tmp_path / "run", "train.hang_after=2"), tmp_path / "said", 2) as forks:
         forks.processes[0].join(30)
         codes, said = [process.exitcode for process in forks.processes], (tmp_path / "said").read_text()
     assert codes == [1, None] and "rank 1: wrote nothing" in said and "in holds_the_interpreter" in said, said

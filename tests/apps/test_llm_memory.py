@@ -207,7 +207,7 @@ def test_a_planned_stage_has_the_memory_of_the_fullest_process(words: Sequence[s
     (tmp_path / "plain.yaml").write_text("{}")
     planner, cfg = Planner("llm", words, tmp_path / "plain.yaml"), config.load(Config, None, words)
     mesh = cfg.mesh
-    found = planner.step(mesh.tensor, 2, 8, machine("h100"), ("step.accumulate=1",)).peak
+    found = planner.mean_step(mesh.tensor, 2, 8, machine("h100"), ("step.accumulate=1",)).peak
     counted = need(cfg, 2 * mesh.pipeline * mesh.tensor)
     print(f"planned {found / 1e9:.3f} GB, counted {counted / 1e9:.3f}")
     assert found == pytest.approx(counted, rel=0.005)

@@ -23,7 +23,7 @@ from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, _long_enough, _samp
 from apps.openfold.fold import fold, read_fasta
 from apps.openfold.settings import Config, FoldConfig
 from hpcai import config, log
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data import Rows
 from hpcai.data.index import INDEX, write_index
 from hpcai.data.sampler import Weighted
@@ -382,8 +382,8 @@ def test_a_whole_chain_that_is_too_short_to_be_cut_is_named_before_training(data
 
 
 def ended(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
-    with forked(call, output, ranks) as forks:
-        return forks.ended(60)
+    with fork_processes(call, output, ranks) as forks:
+        return forks.wait(60)
 
 
 def test_a_rank_that_is_killed_in_a_collective_of_a_cut_chain_ends_the_others_with_its_name(

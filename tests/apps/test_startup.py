@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcai import log, startup
-from hpcai.cli.report import draw
+from hpcai.cli.report import draw_run
 from hpcai.data.loader import Loader
 from hpcai.models import cosmoflow
 from hpcai.train.checkpoint import Checkpoints
@@ -40,7 +40,7 @@ def test_the_parts_of_a_start_add_up_to_the_time_since_the_processes_began(data:
     assert len(re.findall(r"first step after \d+\.\d s", said)) == 1
     assert APP.here(data, run, "train.epochs=2") == 0
     assert [event["step"] for event in starts(run)] == [1, 4], "each life tells its own"
-    assert ranks == 2 or draw(run).read_text().count("first step after") == 1, "the last life's"
+    assert ranks == 2 or draw_run(run).read_text().count("first step after") == 1, "the last life's"
 
 
 def test_what_is_slow_is_the_part_that_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

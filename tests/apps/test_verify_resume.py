@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcai.cli import verify_resume
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.cli.verify_resume import Kill, Result, Verdict, verify
 from hpcai.errors import ConfigError
 from hpcai.train.checkpoint import Checkpoints
@@ -42,7 +42,7 @@ def test_a_hundred_kills_on_one_two_and_four_processes_lose_nothing(words: list[
 
 def kept(result: Result, kills: int) -> None:
     assert len(result.kills) == kills and [run.problem for run in result.runs if run.problem] == []
-    assert any(kill.torn for kill in result.kills), "no kill hit a save"
+    assert any(kill.left_partial for kill in result.kills), "no kill hit a save"
     assert not any(kill.hung for kill in result.kills)
 
 
@@ -52,12 +52,12 @@ def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, ca
     whole = Checkpoints._load
 
     def strike(self, run, ranks):  # type: ignore[no-untyped-def]
-        with forked(self.command(run), tmp_path / "out") as forks:
+        with fork_processes(self.command(run), tmp_path / "out") as forks:
             while not list_checkpoints(run / "checkpoints"):
                 assert forks.processes[0].is_alive()
                 time.sleep(0.001)
             forks.processes[0].kill()
-            forks.ended()
+            forks.wait()
         return Kill(ranks, False, True, False, False)
 
     def forgets(self, held, step):  # type: ignore[no-untyped-def]
@@ -67,7 +67,7 @@ def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, ca
                 moment.zero_()
 
     monkeypatch.setattr(Checkpoints, "_load", forgets)
-    monkeypatch.setattr(verify_resume._Killer, "strike", strike)
+    monkeypatch.setattr(verify_resume._Killer, "kill_once", strike)
     assert verify_resume.main(["cosmoflow", *words, "--kills", "1"]) == 1
     assert "tensors differ" in capsys.readouterr().out
 
@@ -83,8 +83,8 @@ def test_a_process_that_hangs_after_another_was_killed_fails(capsys, monkeypatch
 def test_weights_of_changing_numbers_are_as_close_as_the_references_times_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     killer = verify_resume._Killer("cosmoflow", [], Path(), None)  # type: ignore[arg-type]
     killer.references[2] = {"model/w": torch.ones(3)}
-    monkeypatch.setattr(verify_resume, "_last", lambda run: {"model/w": torch.tensor([1.0, 1.0, 0.75])})
-    problems = [killer.judge(Path(), used, apart).problem for used, apart in (([1, 2], 0.026), ([1, 2], 0.024), ([2, 2], 0.026))]
+    monkeypatch.setattr(verify_resume, "_last_checkpoint", lambda run: {"model/w": torch.tensor([1.0, 1.0, 0.75])})
+    problems = [killer.compare(Path(), used, apart).problem for used, apart in (([1, 2], 0.026), ([1, 2], 0.024), ([2, 2], 0.026))]
     assert problems == ["", "weights differ by 0.25, allowed 0.24", "1 tensors differ, first model/w"]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from data_prep import store
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.index import write_index
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def remembering(owner: object, name: str) -> Callable[[], Iterator[None]]:
 
 def kill_after_a_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:
     """The files of a simulation that is killed as soon as there is one with its record."""
-    with forked(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
+    with fork_processes(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
         while not (records := [*folder.glob("[!.]*/.records/*.json")]) and forks.processes[0].is_alive():
             time.sleep(0.002)
     return {path.parents[1] / path.stem for path in records}

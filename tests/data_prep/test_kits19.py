@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_prep import kits19, nifti, phantom
-from hpcai.cli.check import Options, examine
+from hpcai.cli.check import Options, check_dataset
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import preprocess
 from tests.data_prep.making import Promises, found_harm, loaded, remembering, runner
@@ -55,7 +55,7 @@ def test_the_files_are_as_promised_to_the_loader(made):
         assert list(values["image"].shape) == entry["shape"] and (np.asarray(source.read(number)["label"]) == values["label"]).all()
         assert about["kind"] == "simulated" and about["case"] == entry["name"][:-3] and about["original_shape"].shape == (3,)
         assert values["image"].dtype == np.float32 and -2.35 < values["image"].min() < values["image"].max() < 2.65
-    assert examine(made, Options(seconds=0, threads=2)).findings == ()
+    assert check_dataset(made, Options(seconds=0, threads=2)).findings == ()
 
 
 def test_a_case_is_a_pure_function_of_seed_and_index(made):
@@ -146,7 +146,7 @@ def test_the_public_layout_is_prepared_as_it_is(public, made, tmp_path, capsys):
         )  # fmt: skip
         assert (values["image"] == ready[0]).all() and (values["label"] == ready[1]).all()
     assert {path.stem for path in (tmp_path / "out" / "validation").glob("*.h5")} == {"case_00000", "case_00003"}
-    assert examine(tmp_path / "out", Options(seconds=0, threads=2)).findings == () and run("check", tmp_path / "out") == 0
+    assert check_dataset(tmp_path / "out", Options(seconds=0, threads=2)).findings == () and run("check", tmp_path / "out") == 0
 
 
 def volumes(folder):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from data_prep import chains, openfold, proteins
-from hpcai.cli.check import Options, examine
-from hpcai.cli.forks import forked
+from hpcai.cli.check import Options, check_dataset
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.hdf5 import Rows
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
 from hpcai.models.openfold.features import FeatureConfig, featurize
@@ -178,10 +178,11 @@ def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeyp
         ranks = []
         for rank in "10":                           # rank 1 comes to what rank 0 has not looked at yet
             monkeypatch.setenv("PMI_RANK", rank)
-            ranks.append(both.enter_context(forked(lambda: convert(library, tmp_path / "ranks", "--each", "1"), tmp_path / rank)))
+            call = lambda: convert(library, tmp_path / "ranks", "--each", "1")  # noqa: E731
+            ranks.append(both.enter_context(fork_processes(call, tmp_path / rank)))
             while not (tmp_path / "ranks" / ".convert" / "recipe.json").is_file() and ranks[0].processes[0].is_alive():
                 time.sleep(0.01)
-        assert [rank.ended(60)[0] for rank in ranks] == [[0], [0]], [(tmp_path / rank).read_text() for rank in "01"]
+        assert [rank.wait(60)[0] for rank in ranks] == [[0], [0]], [(tmp_path / rank).read_text() for rank in "01"]
     assert len(content(tmp_path / "alone")) == 5 + 2 + 3 + 2 + 1
     assert content(tmp_path / "two") == content(tmp_path / "alone") == content(tmp_path / "ranks")
 
@@ -374,7 +375,7 @@ def test_hits_become_rows_of_the_structures_that_they_name(searched, tmp_path, c
     assert [hits[name] for name in ("minimum", "maximum", "mean")] == [[0], [3], [0.75]]
     assert stated["templates"] == {"rows": 2}
     assert run("check", out, "--no-picture") == 0
-    verdicts = {(finding.severity, finding.path.name) for finding in examine(out, Options(seconds=0)).findings}
+    verdicts = {(finding.severity, finding.path.name) for finding in check_dataset(out, Options(seconds=0)).findings}
     assert verdicts <= {("warning", "templates")}, "hpcai data check finds nothing wrong but that this is no split"
 
 
@@ -408,7 +409,7 @@ def test_templates_are_limited_left_out_or_not_there(searched, tmp_path):
             assert one["hits"] == one["places"] == len(one["hit_row"]) == len(one["hit_sum_probs"]) == len(one["hit_places"]) == 0
             assert one["hit_places"].dtype == np.int16 and one["hit_sum_probs"].dtype == np.float32 and len(one["aatype"]) == 21
         assert run("check", out, "--no-picture") == 0
-        assert not examine(out, Options(seconds=0)).findings
+        assert not check_dataset(out, Options(seconds=0)).findings
 
 
 def test_what_can_be_no_template_is_none_whatever_the_hit(searched, tmp_path):

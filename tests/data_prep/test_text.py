@@ -21,7 +21,7 @@ import pytest
 import zstandard
 
 from data_prep import documents, packing, store, text
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
 from tests.data_prep.making import content, found_harm, loaded, put
@@ -153,7 +153,7 @@ def test_parts_processes_and_ranks_change_nothing(
     assert convert(source, tmp_path / "two", *words, workers=2) == 0
     assert len(list((tmp_path / "two" / ".work").glob("*.tokens"))) > 20
     assert content(tmp_path / "two") == content(bytes_of)
-    with forked(lambda: ranked(monkeypatch, 1, source, tmp_path / "ranks", *words), tmp_path / "rank 1"):
+    with fork_processes(lambda: ranked(monkeypatch, 1, source, tmp_path / "ranks", *words), tmp_path / "rank 1"):
         assert ranked(monkeypatch, 0, source, tmp_path / "ranks", *words) == 0
     assert content(tmp_path / "ranks") == content(bytes_of)
 
@@ -169,7 +169,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(
 ) -> None:
     small_parts(monkeypatch)
     out, words, work = tmp_path / "out", ["--tokenizer", "bytes", *SMALL], tmp_path / "out" / ".work"
-    with forked(lambda: convert(source, out, *words), tmp_path / "told") as forks:
+    with fork_processes(lambda: convert(source, out, *words), tmp_path / "told") as forks:
         while len(list(work.glob("share_*.json"))) < 3 and forks.processes[0].is_alive():
             time.sleep(0.001)
     done = list(work.glob("share_*.json"))

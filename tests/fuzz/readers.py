@@ -343,8 +343,8 @@ READERS = [
            lambda path: config.load(Config, path)),
     Reader("metrics.jsonl", lines, log.read_metrics),
     Reader("metrics.jsonl, resumed", lines, take_up),
-    Reader("report", run_of("metrics.jsonl"), lambda path: report.read(path.parent)),
-    Reader("report, settings", run_of("settings.yaml"), lambda path: report.read(path.parent)),
+    Reader("report", run_of("metrics.jsonl"), lambda path: report.read_run(path.parent)),
+    Reader("report, settings", run_of("settings.yaml"), lambda path: report.read_run(path.parent)),
     *(Reader(f"checkpoint, {name}", checkpoint_of(name), resume, names=("step-",))
       for name in ("manifest.json", "run.json", "index.json", "*.safetensors")),
     *(Reader(f"checkpoint, {name}, resealed", checkpoint_of(name), resume_resealed, names=("step-",))

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from apps.llm.settings import DataConfig
-from apps.llm.trial import Trial, TrialConfig
+from apps.llm.benchmarks import Benchmark, BenchmarkConfig
 from hpcai import dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
@@ -173,13 +173,13 @@ def trained(model: LLM) -> Step:
 @pytest.mark.parametrize("documents", ["joined", "apart"])
 @pytest.mark.parametrize("kind", OURS)
 def test_what_bench_llm_compares_with_has_the_same_loss(kind: str, documents: str) -> None:
-    subject, ours = Trial(), ours_of(kind).double().train()
+    subject, ours = Benchmark(), ours_of(kind).double().train()
     rows = DataConfig(batch=2, evaluation_batch=2, workers=1, documents=documents)
-    cfg = TrialConfig(model=ours.cfg, data=rows)
+    cfg = BenchmarkConfig(model=ours.cfg, data=rows)
     batch: Any = subject.random_batch(cfg, range(2), torch.device("cpu"))
     assert (batch.documents is not None) == (documents == "apart")
     with patch.object(modeling_llama, "torch", torch):  # frequencies are in float32 everywhere
-        form = subject.peers["transformers"].form(cfg, batch)
+        form = subject.peers["transformers"].build(cfg, batch)
     told: Any = form.model.double().load_state_dict(_to_hub(dict(ours.state_dict()), ours.cfg), strict=False)
     assert not told.unexpected_keys and told.missing_keys == ["lm_head.weight"] * ours.cfg.tied
     losses = [subject.loss(ours, batch)["loss"], form.loss(form.model, batch)["loss"]]

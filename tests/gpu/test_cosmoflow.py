@@ -52,13 +52,13 @@ def test_a_step_reads_nothing_from_the_gpu(words: dict) -> None:
 
 @cuda_alone
 def test_peak_memory_is_no_more_than_a_plain_networks() -> None:
-    from hpcai.cli.bench.app import Bench
-    from hpcai.cli.trial import find
+    from hpcai.cli.bench.app import AppBenchmark
+    from hpcai.cli.benchmarks import find_workload
 
     case, peaks = ["model.size=64", "data.batch=4"], {}
     for kind in ("plain", "ours"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        bench = Bench("cosmoflow", find("cosmoflow"), ["memory", *case, "--precision", "bf16"])
+        bench = AppBenchmark("cosmoflow", find_workload("cosmoflow"), ["memory", *case, "--precision", "bf16"])
         peaks[kind] = bench.peak(kind, case)["mb"]
     assert peaks["ours"] <= peaks["plain"] * 1.02

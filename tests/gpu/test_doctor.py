@@ -15,9 +15,10 @@ from tests.gpu.machine import DEVICE, ON_GPU
 
 def measure(mesh: Mesh) -> tuple[list[network.Link], dict[int, float], float]:
     group = torch_dist.new_group(backend="nccl" if ON_GPU else "gloo")
-    wire = network.Wire(mesh.device, group, mesh.job.group)
-    wire.most()
-    return network.links(wire, mesh.rank, ["n"] * mesh.world, 20.0), network.sums(wire, 5.0), network.pace(mesh.device, 0.2).rate
+    wire = network.Channel(mesh.device, group, mesh.job.group)
+    wire.all_reduce_max()
+    links = network.measure_links(wire, mesh.rank, ["n"] * mesh.world, 20.0)
+    return links, network.measure_all_reduce(wire, 5.0), network.measure_pace(mesh.device, 0.2).rate
 
 
 @needs(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcai.cli.bench import gpu_steps
-from hpcai.cli.trial import find
+from hpcai.cli.benchmarks import find_workload
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GRAPH, ON_GPU, wait
 
@@ -23,13 +23,13 @@ def test_a_step_of_published_size_fits_and_is_finite(name: str, variant: str) ->
     if name.startswith("openfold") and variant != "eager" and not ON_GPU:
         pytest.skip("one_hot reads its input on a CPU")
     app, case = gpu_steps._cases()[name]
-    bench = gpu_steps.Bench(name, find(app), case, SimpleNamespace(tiny=not ON_GPU))
-    subject, mesh, cfg, batch = bench.app, bench.mesh, bench.settings(variant), bench.batches[0]
+    bench = gpu_steps.StepBenchmark(name, find_workload(app), case, SimpleNamespace(tiny=not ON_GPU))
+    subject, mesh, cfg, batch = bench.workload, bench.mesh, bench.settings(variant), bench.batches[0]
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
-    model = subject.build(cfg, mesh, subject.whole(cfg, mesh))
-    step = Step(model, subject.loss, cfg.step, mesh, counts=subject.counted, graph=GRAPH)
+    model = subject.build(cfg, mesh, subject.available_switches(cfg, mesh))
+    step = Step(model, subject.loss, cfg.step, mesh, counts=subject.counts, graph=GRAPH)
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     found = [step(batch, 1e-3)["loss"] for _ in range(4)]
     step.check()

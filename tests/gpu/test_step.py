@@ -143,8 +143,8 @@ def test_a_captured_step_of_small_operations_is_faster_and_leaves_no_gaps() -> N
         def run(i: int, step: Step = step) -> None:
             step(x)
 
-        gpu_clocks.window(run, 10)
-        seconds[capture], traces[capture] = statistics.median(gpu_clocks.window(run, 50)), gpu_clocks.traced(run, 20)
+        gpu_clocks.time_window(run, 10)
+        seconds[capture], traces[capture] = statistics.median(gpu_clocks.time_window(run, 50)), gpu_clocks.profile(run, 20)
     assert seconds["none"] >= 1.5 * seconds["whole"] and traces["whole"]["gaps_percent"] < 1.0, (seconds, traces)
 
 
@@ -153,7 +153,7 @@ def test_a_captured_step_of_small_operations_is_faster_and_leaves_no_gaps() -> N
 def test_the_update_runs_at_the_speed_of_memory() -> None:
     from hpcai.cli.bench import gpu_clocks, gpu_kernels
 
-    words = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "torch"], rates=gpu_clocks.rates(DEVICE))
+    words = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "torch"], rates=gpu_clocks.peak_rates(DEVICE))
     rows = [row for row in gpu_kernels.measure("adam-93-million", words) if "left_out" not in row]
     assert all(row["of_copy"] >= 0.85 for row in rows if row["form"] == "ours"), rows
     assert all(row["over_ours"] >= 1.0 for row in rows), rows

@@ -20,7 +20,7 @@ from torch import nn
 from hpcai import config, dist, log
 from hpcai.cli import apps
 from hpcai.cli.bench.timing import alternate
-from hpcai.cli.trial import find
+from hpcai.cli.benchmarks import find_workload
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
 from hpcai.train.auto_settings import has_fast_bf16
@@ -73,10 +73,10 @@ def test_training_needs_no_more_memory_than_the_plain_form(app: str, most: float
 def test_the_loop_costs_less_than_2_percent() -> None:
     """``fit`` against clearing gradients, forward, backward and update within the same steps: two loops differ by 5 % by
     themselves, with the luck of the page tables."""
-    subject, mesh = find("cosmoflow"), dist.single_process()
-    cfg: Any = subject.known(config.load(subject.settings, None, ["model.size=64"]))
+    subject, mesh = find_workload("cosmoflow"), dist.single_process()
+    cfg: Any = subject.complete_settings(config.load(subject.settings, None, ["model.size=64"]))
     batch = subject.random_batch(cfg, range(cfg.data.batch), mesh.device)
-    step = Step(subject.build(cfg, mesh, subject.whole(cfg, mesh)), subject.loss, cfg.step, mesh)
+    step = Step(subject.build(cfg, mesh, subject.available_switches(cfg, mesh)), subject.loss, cfg.step, mesh)
     spent = [0.0]
 
     @contextmanager
@@ -109,12 +109,12 @@ def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_network_of_opencatalyst_is_there_in_a_second() -> None:
-    subject, mesh = find("opencatalyst"), dist.single_process()
+    subject, mesh = find_workload("opencatalyst"), dist.single_process()
     cfg: Any = config.load(subject.settings, None, ["model.angles=detached"])
 
     def build() -> float:
         began = time.process_time()
-        subject.build(cfg, mesh, subject.whole(cfg, mesh))
+        subject.build(cfg, mesh, subject.available_switches(cfg, mesh))
         return time.process_time() - began
 
     until(lambda seconds: seconds < 1, build)
@@ -220,7 +220,7 @@ def test_importing_costs_little(code: str, limit: float) -> None:
     assert best < limit
 
 
-@pytest.mark.parametrize("app", apps.names("settings"))
+@pytest.mark.parametrize("app", apps.with_part("settings"))
 def test_help_is_there_within_a_second(app: str) -> None:
     best = 9.0
     for _ in range(3):

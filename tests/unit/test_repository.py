@@ -167,7 +167,7 @@ def test_what_hpcai_run_and_prepare_refuse_is_told_in_one_line(tmp_path: Path, c
         assert main(words) == 2
         told = capsys.readouterr().err
         assert expected in told and told.count("\n") == 1
-    assert set(apps.every()) <= set(os.listdir(ROOT / "apps"))
+    assert set(apps.list_apps()) <= set(os.listdir(ROOT / "apps"))
 
 
 def test_what_is_stored_thinned_finds_one_value_far_off_and_a_region_slightly_off() -> None:

@@ -1,9 +1,9 @@
-"""``hpcai bench NAME``: how fast one part is on this machine, and how much memory it takes.
+"""``hpcai bench NAME``: measure the speed and memory of an app or a component on this machine.
 
-NAME is an app, which is measured against its plain form (``hpcai bench APP --help``), or one of the parts that every app uses:
+NAME is an app, which is compared with its plain implementation (``hpcai bench APP --help``), or a shared component:
 
-    data      reading samples, against fio, torch's DataLoader and h5py
-    gpu       the published training step of each app and each kernel beside its peers, on one GPU
+    data      reading samples, compared with fio, torch's DataLoader and h5py
+    gpu       the published training step of each app, and each kernel compared with its peers, on one GPU
 """
 
 import sys
@@ -16,7 +16,7 @@ SHARED = ("data", "gpu")
 
 
 def main(argv: Sequence[str]) -> int:
-    names = [*SHARED, *apps.names("trial")]
+    names = [*SHARED, *apps.with_part("benchmarks")]
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{__doc__}\nNames here: {', '.join(names)}")
         return 0

@@ -1,11 +1,10 @@
-"""``hpcai bench gpu [PART ...]``: one GPU at the real work, at published configurations; on a CPU the same lines at tiny sizes.
+"""``hpcai bench gpu [PART ...]``: measure one GPU at published configurations; on a CPU the same code runs at tiny sizes.
 
-    apps      the training step of each app, eager, captured and compiled, beside what others have published
-    kernels   each kernel beside its peers, forward and backward
+    apps      the training step of each app, eager, captured and compiled, with published rates
+    kernels   each kernel compared with its peers, forward and backward
 
-Each case is measured in a process of its own, so that one that fails or hangs takes no other with it. ``--case`` measures here, and
-prints what is known after every row: a process that is ended early has told what it found. Of a GPU the first that is visible is
-taken (CUDA_VISIBLE_DEVICES).
+Each case runs in its own process, so that a failure or hang affects no other case. ``--case`` measures in this process, and prints
+the results so far after every row, so that a terminated process loses none. The first visible GPU is used (CUDA_VISIBLE_DEVICES).
 """
 
 import json
@@ -18,83 +17,83 @@ import torch
 
 from hpcai import dist
 from hpcai.cli.bench import gpu_clocks as clocks
-from hpcai.cli.bench.timing import Row, apart, parser, print_tables
+from hpcai.cli.bench.timing import Row, make_parser, print_tables, run_in_subprocess
 
 PARTS = {"apps": "gpu_steps", "kernels": "gpu_kernels"}
-_SHOWN = (  # of a row in a table; the JSON has all
+_COLUMNS = (  # columns of a table; the JSON has all keys
     "variant", "form", "dtype", "samples_s", "ms", "each_ms", "over", "asked", "of_rate", "gaps_percent", "host_ms", "peak_gb",
     "joules_per_sample", "loader_lost_percent", "forward_ms", "both_ms", "over_ours", "of_copy",
 )  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
-    made = parser("gpu", __doc__)
-    made.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; both if none is given")
-    made.add_argument("--case", nargs="+", metavar="NAME", help="measure these cases alone, in this process")
-    made.add_argument("--list", metavar="PART", choices=PARTS, help="print the names of a part's cases, one a line")
-    made.add_argument("--variants", nargs="+", metavar="NAME", help="these variants of a step, or forms of a kernel, alone")
-    made.add_argument("--tiny", action="store_true", help="sizes that take seconds; without a GPU always so")
-    made.add_argument("--repeats", type=int, default=5, help="measured windows of each row")
-    made.add_argument("--seconds", type=float, default=20.0, help="two windows of a row are enough after so long")
-    made.add_argument("--limit", type=float, default=900.0, help="seconds after which the process of a case is ended")
-    words = made.parse_args(argv)
-    words.tiny = words.tiny or not torch.cuda.is_available()
-    if words.list:
-        print("\n".join(_part(words.list).cases()))
+    parser = make_parser("gpu", __doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; both if none is given")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="measure only these cases, in this process")
+    parser.add_argument("--list", metavar="PART", choices=PARTS, help="print the names of a part's cases, one per line")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these variants of a step, or kernel implementations")
+    parser.add_argument("--tiny", action="store_true", help="sizes that take seconds; always on without a GPU")
+    parser.add_argument("--repeats", type=int, default=5, help="measured windows of each row")
+    parser.add_argument("--seconds", type=float, default=20.0, help="after this time two windows of a row are enough")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the process of a case is killed")
+    args = parser.parse_args(argv)
+    args.tiny = args.tiny or not torch.cuda.is_available()
+    if args.list:
+        print("\n".join(_part_module(args.list).cases()))
         return 0
-    words.parts = words.parts or list(PARTS)
-    _refuse(made, "part", words.parts, PARTS)
-    every = {name: part for part in words.parts for name in _part(part).cases()}
-    _refuse(made, f"case in {' or '.join(words.parts)}", words.case, every)
-    _refuse(made, "variant", words.variants, dict.fromkeys(name for part in words.parts for name in _part(part).forms()))
-    words.parts = sorted({every[name] for name in words.case or every})
-    found = _here(words, every) if words.case else _each_apart(words, every)
-    good, bad = ([row for row in found["rows"] if ("failed" in row or "left_out" in row) is wanted] for wanted in (False, True))
-    if not words.json:
-        tables: Row = {"threads": 1, "torch": torch.__version__, "device": "", "load": "", **found}
+    args.parts = args.parts or list(PARTS)
+    _check_names(parser, "part", args.parts, PARTS)
+    part_of_case = {name: part for part in args.parts for name in _part_module(part).cases()}
+    _check_names(parser, f"case in {' or '.join(args.parts)}", args.case, part_of_case)
+    _check_names(parser, "variant", args.variants, dict.fromkeys(v for part in args.parts for v in _part_module(part).variants()))
+    args.parts = sorted({part_of_case[name] for name in args.case or part_of_case})
+    result = _measure_here(args, part_of_case) if args.case else _measure_in_subprocesses(args, part_of_case)
+    good, bad = ([row for row in result["rows"] if ("failed" in row or "left_out" in row) is wanted] for wanted in (False, True))
+    if not args.json:
+        tables: Row = {"threads": 1, "torch": torch.__version__, "device": "", "load": "", **result}
         for row in good:
-            tables.setdefault(row["case"], []).append({key: row[key] for key in _SHOWN if row.get(key) is not None})
+            tables.setdefault(row["case"], []).append({key: row[key] for key in _COLUMNS if row.get(key) is not None})
         print_tables(tables, list(dict.fromkeys(row["case"] for row in good)))
         for row in bad:
             print(*(row[key] for key in ("case", "variant", "form", "dtype", "failed", "left_out") if key in row))
-    print(json.dumps(found))
-    return 0 if words.case else int(not good and any("failed" in row for row in bad))  # rows of --case say what failed
+    print(json.dumps(result))
+    return 0 if args.case else int(not good and any("failed" in row for row in bad))  # with --case the rows report failures
 
 
-def _part(name: str) -> Any:
+def _part_module(name: str) -> Any:
     return import_module(f"hpcai.cli.bench.{PARTS[name]}")
 
 
-def _refuse(made: Any, what: str, given: Sequence[str] | None, known: Any) -> None:
-    if wrong := sorted(set(given or ()) - set(known)):
+def _check_names(parser: Any, what: str, names: Sequence[str] | None, known: Any) -> None:
+    if unknown := sorted(set(names or ()) - set(known)):
         kind, *where = what.split(" ", 1)
-        made.error(f"there is no {kind} {wrong[0]!r}{''.join(f' {one}' for one in where)}; expected some of {', '.join(known)}")
+        parser.error(f"there is no {kind} {unknown[0]!r}{''.join(f' {w}' for w in where)}; expected some of {', '.join(known)}")
 
 
-def _here(words: Any, every: dict[str, str]) -> Row:
-    """The cases that are asked for, in this process."""
-    facts = clocks.facts(dist.single_process().device)
-    found: Row = {"bench": "gpu", "part": " ".join(words.parts), **facts, "tiny": words.tiny, "rows": []}
-    words.rates = {name: found[name] for name in ("matrix_tflops", "copy_gb_s")}
-    for name in words.case:
-        for row in _part(every[name]).measure(name, words):
-            found["rows"].append({"part": every[name], **row})
-            if words.json:
-                print(json.dumps(found), flush=True)
-    return found
+def _measure_here(args: Any, part_of_case: dict[str, str]) -> Row:
+    """Measure the requested cases in this process."""
+    facts = clocks.device_info(dist.single_process().device)
+    result: Row = {"bench": "gpu", "part": " ".join(args.parts), **facts, "tiny": args.tiny, "rows": []}
+    args.rates = {name: result[name] for name in ("matrix_tflops", "copy_gb_s")}
+    for name in args.case:
+        for row in _part_module(part_of_case[name]).measure(name, args):
+            result["rows"].append({"part": part_of_case[name], **row})
+            if args.json:
+                print(json.dumps(result), flush=True)
+    return result
 
 
-def _each_apart(words: Any, every: dict[str, str]) -> Row:
-    """All cases, each in a process of its own, one after the other; of one that ended badly the last row says why."""
-    found: Row = {"bench": "gpu", "part": " ".join(words.parts), "tiny": words.tiny, "rows": []}
-    more = [*(["--variants", *words.variants] if words.variants else []), *(["--tiny"] if words.tiny else [])]
-    sizes = ["--repeats", str(words.repeats), "--seconds", str(words.seconds), *more]
-    for name, part in every.items():
+def _measure_in_subprocesses(args: Any, part_of_case: dict[str, str]) -> Row:
+    """Measure all cases in sequence, each in its own process; the last row of a failed one gives the reason."""
+    result: Row = {"bench": "gpu", "part": " ".join(args.parts), "tiny": args.tiny, "rows": []}
+    options = [*(["--variants", *args.variants] if args.variants else []), *(["--tiny"] if args.tiny else [])]
+    arguments = ["--repeats", str(args.repeats), "--seconds", str(args.seconds), *options]
+    for name, part in part_of_case.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
-        said = apart(["gpu", part, "--case", name, "--json", *sizes], limit=words.limit)
-        bad = said.pop("failed", None)
-        found = {**{key: value for key, value in said.items() if key not in ("part", "rows")}, **found}
-        found["rows"] += said.get("rows", []) + ([{"part": part, "case": name, "failed": bad}] if bad else [])
-        if words.json:
-            print(json.dumps(found), flush=True)
-    return found
+        output = run_in_subprocess(["gpu", part, "--case", name, "--json", *arguments], limit=args.limit)
+        error = output.pop("failed", None)
+        result = {**{key: value for key, value in output.items() if key not in ("part", "rows")}, **result}
+        result["rows"] += output.get("rows", []) + ([{"part": part, "case": name, "failed": error}] if error else [])
+        if args.json:
+            print(json.dumps(result), flush=True)
+    return result

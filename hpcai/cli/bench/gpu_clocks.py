@@ -1,6 +1,6 @@
-"""What ``hpcai bench gpu`` measures with: events, idle time between kernels, the machine's own rates, counted operations.
+"""Measurements of ``hpcai bench gpu``: CUDA events, idle time between kernels, peak rates of the machine, FLOP counts.
 
-Without a GPU the same functions measure CPU seconds of small work, so that every line of a benchmark runs anywhere.
+Without a GPU the same functions measure CPU seconds of small work, so that every benchmark runs anywhere.
 """
 
 import gc
@@ -14,17 +14,17 @@ from itertools import pairwise
 import torch
 from torch.utils import flop_counter
 
-from hpcai.cli.bench.timing import Row, machine, wait
+from hpcai.cli.bench.timing import Row, machine_info, synchronize
 from hpcai.kernels import triton_support
 from hpcai.plan.step_trace import FLOP_FORMULAS
 
 GAP_US = 20.0
-"""A GPU that starts the next kernel of a graph leaves 1 to 2 us; what is longer waits for the host"""
+"""A GPU leaves 1 to 2 us between two kernels of a graph; a longer gap waits for the host"""
 
 
-def window(run: Callable[[int], object], count: int) -> list[float]:
-    """Seconds of each of ``run(0)`` ... ``run(count - 1)``, during which the host waits for nothing: between events on a GPU, CPU
-    seconds elsewhere."""
+def time_window(run: Callable[[int], object], count: int) -> list[float]:
+    """Return the seconds of each of ``run(0)`` ... ``run(count - 1)`` without a host wait in between: by CUDA events, or CPU
+    seconds."""
     if not torch.cuda.is_available():
         marks = [time.process_time()]
         for i in range(count):
@@ -32,21 +32,21 @@ def window(run: Callable[[int], object], count: int) -> list[float]:
             marks.append(time.process_time())
         return [b - a for a, b in pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    wait()
+    synchronize()
     events[0].record()
     for i in range(count):
         run(i)
         events[i + 1].record()
-    wait()
+    synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
 # ---- the machine
 
 
-def rates(device: torch.device) -> Row:
-    """What this GPU multiplies and copies when it does nothing else, now: the yardsticks of all rows. Numbers are random, since a
-    GPU draws less power, and so runs faster, on zeros."""
+def peak_rates(device: torch.device) -> Row:
+    """Return the current matrix multiplication and copy rates of an otherwise idle GPU, the reference of all rows. Operands are
+    random, since a GPU draws less power, and so runs faster, on zeros."""
     on_gpu = device.type == "cuda"
     side, size, dtype = (8192, 1 << 30, torch.bfloat16) if on_gpu else (128, 1 << 20, torch.float32)
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -59,94 +59,95 @@ def rates(device: torch.device) -> Row:
 
 
 def _best(run: Callable[[int], object]) -> float:
-    """Median seconds of a run, of the fastest of three windows."""
-    window(run, 5)
-    return max(min(statistics.median(window(run, 20)) for _ in range(3)), 1e-9)
+    """Return the median seconds of a run in the fastest of three windows."""
+    time_window(run, 5)
+    return max(min(statistics.median(time_window(run, 20)) for _ in range(3)), 1e-9)
 
 
-def facts(device: torch.device) -> Row:
-    """This machine, and what it can do at best."""
-    found = {**machine(), "threads": torch.get_num_threads(), "triton": triton_support.MISSING or "there"}
+def device_info(device: torch.device) -> Row:
+    """Return a description of this machine, and its peak rates."""
+    info = {**machine_info(), "threads": torch.get_num_threads(), "triton": triton_support.MISSING or "there"}
     if device.type == "cuda":
-        known = torch.cuda.get_device_properties(device)
-        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        found |= {"memory_gb": round(known.total_memory / 1e9, 1)}
-        found |= {"capability": f"{known.major}.{known.minor}", "multiprocessors": known.multi_processor_count}
-    return {**found, **rates(device)}
+        properties = torch.cuda.get_device_properties(device)
+        info |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        info |= {"memory_gb": round(properties.total_memory / 1e9, 1)}
+        info |= {"capability": f"{properties.major}.{properties.minor}", "multiprocessors": properties.multi_processor_count}
+    return {**info, **peak_rates(device)}
 
 
-def let_go() -> None:
-    """Give the memory of what nobody holds any more back to the GPU."""
+def free_memory() -> None:
+    """Collect garbage, and return cached memory to the GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def graph_bytes() -> int:
-    """Memory that captured graphs hold for themselves: the segments of their pools."""
+    """Return the memory of the private pools of captured graphs, in bytes."""
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
-    return sum(one["total_size"] for one in segments if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0))
+    return sum(segment["total_size"] for segment in segments if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0))
 
 
-# ---- what a GPU did
+# ---- profiles
 
 
-def idle(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> tuple[float, float]:
-    """The shares of the time from the first start to the last end in which nothing ran: in stretches longer than ``above``, and in
-    all. ``spans``: start and end of each kernel and copy, microseconds, in any order; they may overlap."""
-    gaps = rest = 0.0
+def idle_shares(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> tuple[float, float]:
+    """Return the shares of the time from the first start to the last end with no kernel running: in gaps longer than ``above``, and
+    in total. ``spans``: start and end of each kernel and copy in microseconds, in any order; they may overlap."""
+    gaps = idle = 0.0
     ordered = sorted(spans)
     end = ordered[0][0]
     for first, last in ordered:
-        nothing = max(first - end, 0.0)
-        rest += nothing
-        gaps += nothing if nothing > above else 0.0
+        gap = max(first - end, 0.0)
+        idle += gap
+        gaps += gap if gap > above else 0.0
         end = max(end, last)
-    whole = end - ordered[0][0]
-    return (gaps / whole, rest / whole) if whole else (0.0, 0.0)
+    total = end - ordered[0][0]
+    return (gaps / total, idle / total) if total else (0.0, 0.0)
 
 
-def traced(run: Callable[[int], object], count: int, most: int = 12) -> Row:
-    """Idle shares of a GPU in ``count`` runs, and the kernels that cost most: name, milliseconds of a run, launches of a run."""
+def profile(run: Callable[[int], object], count: int, most: int = 12) -> Row:
+    """Return the idle shares of a GPU in ``count`` runs, and the most expensive kernels: name, milliseconds and launches per
+    run."""
     if not torch.cuda.is_available():
         return {}
-    wait()
+    synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for i in range(count):
             run(i)
-        wait()
-    # Not ``trace.events()``, which makes a Python object of each of 100,000 kernels.
-    every = [e for e in trace.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
-    kernels = [e for e in every if not e.is_user_annotation()]
+        synchronize()
+    # Not ``trace.events()``, which creates a Python object for each of 100,000 kernels.
+    events = [e for e in trace.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in events if not e.is_user_annotation()]
     if not kernels:
         return {"left_out_trace": "the profiler saw no kernel: this machine gives no access to CUPTI"}
-    gaps, rest = idle((e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in kernels)
+    gaps, idle = idle_shares((e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in kernels)
     spent, launches = Counter[str](), Counter[str]()
     for e in kernels:
         spent[e.name()] += e.duration_ns()
         launches[e.name()] += 1
-    costly = [[name[:120], round(ns / 1e6 / count, 4), round(launches[name] / count, 1)] for name, ns in spent.most_common(most)]
-    shares = {"gaps_percent": round(100 * gaps, 3), "idle_percent": round(100 * rest, 3)}
-    return {**shares, "launches": round(len(kernels) / count), "costly": costly}
+    top = [[name[:120], round(ns / 1e6 / count, 4), round(launches[name] / count, 1)] for name, ns in spent.most_common(most)]
+    shares = {"gaps_percent": round(100 * gaps, 3), "idle_percent": round(100 * idle, 3)}
+    return {**shares, "launches": round(len(kernels) / count), "costly": top}
 
 
-# ---- work
+# ---- FLOPs
 
 
-def operations(run: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products, convolutions and attention in ``run``, an addition and a multiplication each.
+def count_flops(run: Callable[[], object]) -> int:
+    """Count the floating-point operations of matrix products, convolutions and attention in ``run``; a multiply-add is two.
 
-    Meanwhile our kernels are their twins in torch's operations, which the counter sees; so those of Triton count as what they
-    compute. What is computed again in a backward pass (checkpoints, logits of attention) counts each time. Sums, norms, gates,
-    scatters and the update are not counted.
+    Our kernels are replaced by their reference implementations in torch, which the counter supports; so Triton kernels count as the
+    operations that they compute. Recomputation in a backward pass (checkpoints, attention logits) counts each time. Reductions,
+    norms, gates, scatters and the update are not counted.
     """
-    with _by_twins(), flop_counter.FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
+    with _reference_kernels(), flop_counter.FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
         run()
     return int(counter.get_total_flops())
 
 
 @contextmanager
-def _by_twins() -> Iterator[None]:
+def _reference_kernels() -> Iterator[None]:
     before = triton_support.MISSING
     triton_support.MISSING = "operations are counted"
     try:
@@ -155,9 +156,9 @@ def _by_twins() -> Iterator[None]:
         triton_support.MISSING = before
 
 
-def told(problem: BaseException) -> str:
-    """An error as one line of a table."""
-    lines = str(problem).strip().splitlines()
-    if isinstance(problem, torch.OutOfMemoryError) or "out of memory" in str(problem):
+def describe_error(error: BaseException) -> str:
+    """Return an error as one line of a table."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
         return "out of memory"
-    return f"{type(problem).__name__}: {lines[0] if lines else 'no word of why'}"[:300]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

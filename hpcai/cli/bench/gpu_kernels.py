@@ -1,12 +1,12 @@
-"""Each of our kernels beside its peers, at the sizes of the published networks.
+"""Each kernel compared with its peers, at the sizes of the published networks.
 
-A row is one form at one size in one type:
+A row is one implementation at one size in one dtype:
 
-    forward_ms, both_ms  a call, and a call with its backward pass: among many in a CUDA graph, where Python's launches do not
-                         count. Inputs change from call to call, and come from memory, not from the cache of the GPU
-    graph                false where a form cannot be captured; then its launches count
-    of_copy              the bytes that must be moved at least (each input and output once; in a backward pass inputs, result and
-                         their gradients) over the time of the last of these, as a share of the rate at which this GPU copies
+    forward_ms, both_ms  a call, and a call with its backward pass: averaged over many in a CUDA graph, without Python's launch
+                         overhead. Inputs change between calls, so that they come from memory and not from the GPU's cache
+    graph                false if an implementation cannot be captured; its time then includes launches
+    of_copy              bandwidth as a share of the GPU's copy rate: the bytes that must be moved (each input and output once; in
+                         a backward pass inputs, result and their gradients) over the time of the last of these
     over_ours            the time of the last of these over that of ours
 
 A new kernel is one more ``Kernel`` in ``KERNELS``.
@@ -31,139 +31,139 @@ from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
 from hpcai.nn.cuda_graph import CudaGraph
 
 Function = Callable[..., Tensor]
-_CACHE = 256 << 20  # bytes of inputs that the last-level cache of no GPU holds
-_GRAPH_S = 2e-3  # a graph of calls takes about that long, beside which starting it is nothing
+_CACHE = 256 << 20  # bytes of inputs, more than the last-level cache of any GPU
+_GRAPH_S = 2e-3  # seconds of a graph of calls, next to which its launch is negligible
 _GROUPS = 8
 
 
 class LeftOutError(HpcaiError):
-    """Why a form is not measured here."""
+    """The reason why an implementation is not measured here."""
 
 
-class Draw:
-    """Random inputs: ``draw(2, 3)`` is a tensor [2, 3] of the type that is measured, ``wide`` of float32, and ``fixed`` where there
-    is no gradient by it. All differ, and are the same in every run."""
+class RandomInputs:
+    """Random inputs: ``draw(2, 3)`` is a tensor [2, 3] of the measured dtype, with ``wide`` of float32, and with ``fixed`` without
+    gradient. All differ, and are the same in every run."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self.device, self.dtype = device, dtype
-        self.random = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, *shape: int, wide: bool = False, fixed: bool = False, last: bool = False, scale: float = 1.0) -> Tensor:
-        """``last``: in channels-last memory."""
-        made = torch.randn(shape, generator=self.random, device=self.device).mul_(scale)
-        made = made.to(torch.float32 if wide else self.dtype)
+        """``last``: In channels-last memory."""
+        x = torch.randn(shape, generator=self.generator, device=self.device).mul_(scale)
+        x = x.to(torch.float32 if wide else self.dtype)
         if last:
-            made = made.to(memory_format=torch.channels_last if made.ndim == 4 else torch.channels_last_3d)
-        return made.requires_grad_(not fixed)
+            x = x.to(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+        return x.requires_grad_(not fixed)
 
     def mask(self, *shape: int) -> Tensor:
-        """float32; one of ten is absent."""
-        return (torch.rand(shape, generator=self.random, device=self.device) > 0.1).float()
+        """Return a float32 mask with about one zero in ten."""
+        return (torch.rand(shape, generator=self.generator, device=self.device) > 0.1).float()
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """``ours``, ``plain`` and the ``peers`` are functions of the same ``inputs``, and return the same."""
+    """``ours``, ``reference`` and the ``peers`` are functions of the same ``inputs`` with the same result."""
 
     name: str
     inputs: Callable[..., list[Any]]
     """(draw, *size) -> tensors, or None"""
     sizes: Mapping[str, tuple[int, ...]]
-    small: tuple[int, ...]
-    """what is measured on a CPU"""
+    tiny: tuple[int, ...]
+    """size measured on a CPU"""
     ours: Function
-    plain: Function
+    reference: Function
     peers: Mapping[str, Function] = field(default_factory=dict)
-    bytes: Callable[[Sequence[Tensor], bool], int] | None = None
-    """(inputs, whether also backward) -> bytes that must be moved, where it is not each tensor once"""
-    learns: bool = True
+    moved_bytes: Callable[[Sequence[Tensor], bool], int] | None = None
+    """(inputs, whether also backward) -> bytes that must be moved, if not each tensor once"""
+    has_backward: bool = True
     """whether there is a backward pass; a kernel without one may change its inputs"""
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
 
-    def forms(self) -> dict[str, Function]:
-        found = {"ours": self.ours}
-        if self.plain is not self.ours:
-            found |= {"plain": self.plain, "compiled": partial(_compiled, self.plain)}
-        return {**found, **self.peers}
+    def implementations(self) -> dict[str, Function]:
+        functions = {"ours": self.ours}
+        if self.reference is not self.ours:
+            functions |= {"plain": self.reference, "compiled": partial(_compiled, self.reference)}
+        return {**functions, **self.peers}
 
 
 @cache
 def _compiler(function: Function) -> Any:
-    torch._dynamo.config.recompile_limit = 64  # of the versions of one function: types, sizes, with gradients and without
+    torch._dynamo.config.recompile_limit = 64  # versions of one function: dtypes, sizes, with gradients and without
     return torch.compile(function, dynamic=False, options={"triton.cudagraphs": False})
 
 
 def _compiled(function: Function, *inputs: Any) -> Tensor:
     if not inputs[0].is_cuda:
         raise LeftOutError(f"there is no GPU: this process computes on {inputs[0].device.type}")
-    found: Tensor = _compiler(function)(*inputs)
-    return found
+    out: Tensor = _compiler(function)(*inputs)
+    return out
 
 
-def _products_bound(inputs: Sequence[Tensor], both: bool) -> int:
+def _compute_bound(inputs: Sequence[Tensor], both: bool) -> int:
     return 0
 
 
 # ---- inputs
 
 
-def _attention(draw: Draw, rows: int, entries: int, heads: int, channels: int, bias: bool = True) -> list[Any]:
-    """qkvg [B, I, N, 4, H, C], gate_bias [H * C], mask [B, I, N], bias [B, H, N, N]"""
+def _attention_inputs(draw: RandomInputs, rows: int, entries: int, heads: int, channels: int, bias: bool = True) -> list[Any]:
+    """Shape: qkvg [B, I, N, 4, H, C], gate_bias [H * C], mask [B, I, N], bias [B, H, N, N]"""
     gate_bias, mask = draw(heads * channels, wide=True), draw.mask(1, rows, entries)
     return [draw(1, rows, entries, 4, heads, channels), gate_bias, mask, draw(1, heads, entries, entries) if bias else None]
 
 
-def _maps(draw: Draw, batch: int, channels: int, *places: int) -> list[Any]:
-    """x [B, C, ...] in channels-last memory, weight and bias [C]"""
+def _channels_last_inputs(draw: RandomInputs, batch: int, channels: int, *places: int) -> list[Any]:
+    """Shape: x [B, C, ...] in channels-last memory, weight and bias [C]"""
     return [draw(batch, channels, *places, last=True), draw(channels, wide=True), draw(channels, wide=True)]
 
 
-def _rows(draw: Draw, rows: int, entries: int, channels: int, channels_first: bool = False) -> list[Any]:
-    """x [..., C], of which the channels may come first in memory"""
+def _layer_norm_inputs(draw: RandomInputs, rows: int, entries: int, channels: int, channels_first: bool = False) -> list[Any]:
+    """Shape: x [..., C], whose channels may come first in memory; weight and bias [C]"""
     x = draw(1, channels, rows, entries).detach().movedim(1, -1) if channels_first else draw(1, rows, entries, channels)
     return [x.requires_grad_(), draw(channels, wide=True), draw(channels, wide=True)]
 
 
-def _gate(draw: Draw, entries: int, channels: int) -> list[Any]:
+def _gate_inputs(draw: RandomInputs, entries: int, channels: int) -> list[Any]:
     return [draw(1, channels, entries, entries), draw(1, channels, entries, entries), draw.mask(1, 1, entries, entries)]
 
 
-def _halves(draw: Draw, entries: int, channels: int) -> list[Any]:
+def _glu_halves_inputs(draw: RandomInputs, entries: int, channels: int) -> list[Any]:
     return [draw(1, 2 * channels, entries, entries), draw.mask(1, 1, entries, entries)]
 
 
-def _factors(draw: Draw, entries: int, channels: int) -> list[Any]:
+def _triangle_inputs(draw: RandomInputs, entries: int, channels: int) -> list[Any]:
     return [draw(1, 2 * channels, entries, entries, scale=entries**-0.5)]
 
 
-def _outer(draw: Draw, rows: int, entries: int, few: int, channels: int) -> list[Any]:
+def _outer_inputs(draw: RandomInputs, rows: int, entries: int, few: int, channels: int) -> list[Any]:
     count = torch.full((1, entries, entries), rows, device=draw.device, dtype=draw.dtype)
     left, right = draw(1, rows, entries, few), draw(1, rows, entries, few)
     return [left, right, draw(channels, few * few, scale=1 / few), draw(channels), count]
 
 
-def _weights(moments: int) -> Callable[[Draw, int], list[Any]]:
-    """Weights and gradient [n] float32, moments [n] of the measured type."""
+def _optimizer_inputs(moments: int) -> Callable[[RandomInputs, int], list[Any]]:
+    """Return a function that makes weights and gradient [n] float32, and moments [n] of the measured dtype."""
     return lambda draw, n: [*(draw(n, wide=True, fixed=True) for _ in range(2)),
                             *(draw(n, fixed=True).abs_() for _ in range(moments))]  # fmt: skip
 
 
-# ---- attention with a bias of pairs
+# ---- attention with a pair bias
 
 
 def _gated(o: Tensor, qkvg: Tensor, gate_bias: Tensor) -> Tensor:
-    """o [B, I, N, H, C] -> [B, I, N, H * C]"""
+    """Shape: o [B, I, N, H, C] -> [B, I, N, H * C]"""
     g = qkvg[..., 3, :, :]
     return o.flatten(-2) * (g.flatten(-2) + gate_bias.to(g.dtype)).sigmoid()
 
 
 def _heads(qkvg: Tensor) -> list[Tensor]:
-    """q, k, v [B * I, H, N, C]"""
+    """Return q, k, v [B * I, H, N, C]."""
     return [x.transpose(-2, -3).flatten(0, 1) for x in qkvg.unbind(3)[:3]]
 
 
 def _sdpa(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's own, which takes mask and bias as one tensor of all logits."""
+    """Attention by torch, with mask and bias as one tensor of all logits."""
     absent = ((1 - mask) * -1e9).to(qkvg.dtype)[:, :, None, None, :]
     logits = absent if bias is None else absent + bias[:, None]  # [B, I, H, N, N]
     q, k, v = _heads(qkvg)
@@ -171,7 +171,7 @@ def _sdpa(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) ->
     return _gated(o.unflatten(0, qkvg.shape[:2]).transpose(-2, -3), qkvg, gate_bias)
 
 
-def _flexed(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
+def _flex(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     rows, absent = qkvg.shape[1], (1 - mask) * -1e9
@@ -189,13 +189,13 @@ def _flexed(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) 
 
 
 @cache
-def _module(kind: Callable[[int], nn.Module], channels: int) -> nn.Module:
+def _meta_module(kind: Callable[[int], nn.Module], channels: int) -> nn.Module:
     return kind(channels).to("meta")
 
 
-def _normed(kind: Callable[[int], nn.Module], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    found: Tensor = torch.func.functional_call(_module(kind, x.shape[1]), {"weight": weight, "bias": bias}, (x,))
-    return found
+def _norm_module(kind: Callable[[int], nn.Module], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    out: Tensor = torch.func.functional_call(_meta_module(kind, x.shape[1]), {"weight": weight, "bias": bias}, (x,))
+    return out
 
 
 def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -214,13 +214,13 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype))
 
 
-# ---- matrices in 8 bits
+# ---- FP8
 
 
-def _both_ways(cast: Callable[..., float8.Float8Tensor], x: Tensor) -> Tensor:
-    found = cast(x, torch.float8_e4m3fn, rows=True, columns=True, scale=None).columns
-    assert found is not None
-    return found
+def _quantize_both(cast: Callable[..., float8.Float8Tensor], x: Tensor) -> Tensor:
+    columns = cast(x, torch.float8_e4m3fn, rows=True, columns=True, scale=None).columns
+    assert columns is not None
+    return columns
 
 
 # ---- updates
@@ -233,39 +233,38 @@ def _scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float
 
 @cache
 def _segments(size: int, device: torch.device) -> fused_optimizer.Segments:
-    """Of a hundred parameters, as long as they come."""
-    each = max(size // 100 // 16 * 16, 16)
-    return fused_optimizer.Segments([(at, min(each, size - at)) for at in range(0, size, each)], device, size)
+    length = max(size // 100 // 16 * 16, 16)
+    return fused_optimizer.Segments([(start, min(length, size - start)) for start in range(0, size, length)], device, size)
 
 
-def _about(w: Tensor) -> dict[str, Any]:
-    """What all updates are told."""
+def _update_kwargs(w: Tensor) -> dict[str, Any]:
+    """Return the common keyword arguments of all updates."""
     seed = _scalar(1, w.device, torch.int64)
     return {"found_inf": _scalar(0, w.device), "scale": None, "weight_decay": 0.01, "seed": seed}
 
 
 def _adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
     lr, step = _scalar(1e-3, w.device, w.dtype), _scalar(3, w.device)
-    fused_optimizer.adam_(w, g, m, v, lr=lr, step=step, betas=(0.9, 0.999), eps=1e-6, **_about(w))
+    fused_optimizer.adam_(w, g, m, v, lr=lr, step=step, betas=(0.9, 0.999), eps=1e-6, **_update_kwargs(w))
     return w
 
 
 def _lamb(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
-    about, segments, direction = _about(w), _segments(len(w), w.device), torch.empty_like(w)
+    kwargs, segments, direction = _update_kwargs(w), _segments(len(w), w.device), torch.empty_like(w)
     step = _scalar(3, w.device)
-    norms = fused_optimizer.lamb_direction_(w, g, m, v, direction, segments, step=step, betas=(0.9, 0.999), eps=1e-6, **about)
+    norms = fused_optimizer.lamb_direction_(w, g, m, v, direction, segments, step=step, betas=(0.9, 0.999), eps=1e-6, **kwargs)
     ratio = fused_optimizer.trust_ratio(norms, weight_decay=0.01)
-    fused_optimizer.lamb_update_(w, direction, segments, ratio, lr=_scalar(1e-3, w.device, w.dtype), found_inf=about["found_inf"])
+    fused_optimizer.lamb_update_(w, direction, segments, ratio, lr=_scalar(1e-3, w.device, w.dtype), found_inf=kwargs["found_inf"])
     return w
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor) -> Tensor:
     lr = _scalar(1e-3, w.device, w.dtype)
-    fused_optimizer.sgd_(w, g, m, lr=lr, momentum=0.9, lr_in_momentum=False, nesterov=True, **_about(w))
+    fused_optimizer.sgd_(w, g, m, lr=lr, momentum=0.9, lr_in_momentum=False, nesterov=True, **_update_kwargs(w))
     return w
 
 
-def _by_torch(op: Any, w: Tensor, g: Tensor, *moments: Tensor, **settings: Any) -> Tensor:
+def _torch_update(op: Any, w: Tensor, g: Tensor, *moments: Tensor, **settings: Any) -> Tensor:
     if moments[0].dtype != w.dtype:
         raise LeftOutError("torch's moments are of the type of the weights")
     op([w], [g], *([m] for m in moments), lr=1e-3, weight_decay=0.01, maximize=False, found_inf=_scalar(0, w.device), **settings)
@@ -274,85 +273,86 @@ def _by_torch(op: Any, w: Tensor, g: Tensor, *moments: Tensor, **settings: Any) 
 
 def _torch_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
     more: Any = {"max_exp_avg_sqs": [], "state_steps": [_scalar(3, w.device)]}
-    return _by_torch(torch._fused_adamw_, w, g, m, v, **more, beta1=0.9, beta2=0.999, eps=1e-6, amsgrad=False)
+    return _torch_update(torch._fused_adamw_, w, g, m, v, **more, beta1=0.9, beta2=0.999, eps=1e-6, amsgrad=False)
 
 
 def _torch_sgd(w: Tensor, g: Tensor, m: Tensor) -> Tensor:
-    return _by_torch(torch._fused_sgd_, w, g, m, momentum=0.9, dampening=0.0, nesterov=True, is_first_step=False)
+    return _torch_update(torch._fused_sgd_, w, g, m, momentum=0.9, dampening=0.0, nesterov=True, is_first_step=False)
 
 
-def _updated(passes: int, inputs: Sequence[Tensor], both: bool) -> int:
-    """Weights and moments are read and written, the gradient is read. The second of two passes reads weights and a direction, which
-    the first has written."""
+def _update_bytes(passes: int, inputs: Sequence[Tensor], both: bool) -> int:
+    """Weights and moments are read and written, the gradient is read. A second pass reads weights, and the direction of the
+    first."""
     w, g, *moments = inputs
     return 2 * w.nbytes + g.nbytes + 2 * sum(m.nbytes for m in moments) + (passes - 1) * 3 * w.nbytes
 
 
 def _optimizer(name: str, ours: Function, moments: int, millions: int, passes: int = 1, **peers: Function) -> Kernel:
     sizes = {f"{millions}-million": (millions * 1_000_000,)}
-    return Kernel(name, _weights(moments), sizes, (4096,), ours, ours, peers, partial(_updated, passes), learns=False)
+    moved = partial(_update_bytes, passes)
+    return Kernel(name, _optimizer_inputs(moments), sizes, (4096,), ours, ours, peers, moved, has_backward=False)
 
 
 # ---- random numbers
 
 
-def _random(name: str, draws: Any, torchs: Function) -> Kernel:
+def _random(name: str, function: Any, torch_function: Function) -> Kernel:
     def ours(out: Tensor) -> Tensor:
-        found: Tensor = draws(7, 0, len(out), out=out)
-        return found
+        result: Tensor = function(7, 0, len(out), out=out)
+        return result
 
     return Kernel(
         name, lambda draw, n: [torch.empty(n, device=draw.device)], {"64-million": (1 << 26,)}, (1003,), ours, ours,
-        {"torch": torchs}, lambda inputs, both: inputs[0].nbytes, learns=False,
+        {"torch": torch_function}, lambda inputs, both: inputs[0].nbytes, has_backward=False,
         dtypes=(torch.float32,),
     )  # fmt: skip
 
 
 KERNELS = [
     Kernel(
-        "attention", _attention,  # rows, entries, heads, channels
+        "attention", _attention_inputs,  # rows, entries, heads, channels
         {"rows": (128, 256, 8, 32), "columns": (256, 128, 8, 32, False), "triangle": (256, 256, 4, 32), "extra": (1024, 256, 8, 8),
          "template": (256, 256, 4, 16), "wide-heads": (256, 256, 4, 64), "short": (128, 16, 8, 32), "long": (128, 1024, 8, 32)},
-        (3, 40, 2, 16), attention.gated_attention, attention.reference, {"sdpa": _sdpa, "flex": partial(_compiled, _flexed)},
+        (3, 40, 2, 16), attention.gated_attention, attention.reference, {"sdpa": _sdpa, "flex": partial(_compiled, _flex)},
     ),
     Kernel(
-        "layernorm", _rows,  # rows, entries, channels
+        "layernorm", _layer_norm_inputs,  # rows, entries, channels
         {"pairs": (256, 256, 128), "triangles": (256, 256, 128, True), "alignment": (128, 256, 256), "extra": (1024, 256, 64)},
         (5, 6, 16), layernorm.layer_norm, _layer_norm,
     ),
     Kernel(
-        "batchnorm", _maps,  # batch, channels, height, width
+        "batchnorm", _channels_last_inputs,  # batch, channels, height, width
         {"first": (8, 64, 384, 576), "decoder": (8, 256, 192, 288), "middle": (8, 728, 48, 72), "deepest": (8, 2048, 48, 72)},
-        (2, 8, 6, 10), partial(_normed, partial(BatchNorm, relu=True, track_running_stats=False)), _batch_norm,
+        (2, 8, 6, 10), partial(_norm_module, partial(BatchNorm, relu=True, track_running_stats=False)), _batch_norm,
     ),
     Kernel(
-        "instancenorm", _maps,
+        "instancenorm", _channels_last_inputs,
         {"first": (7, 32, 128, 128, 128), "second": (7, 64, 64, 64, 64), "third": (7, 128, 32, 32, 32),
          "two": (2, 32, 128, 128, 128)},
-        (2, 8, 6, 6, 6), partial(_normed, partial(InstanceNorm, activation="relu")), _instance_norm,
+        (2, 8, 6, 6, 6), partial(_norm_module, partial(InstanceNorm, activation="relu")), _instance_norm,
     ),
     Kernel(
-        "groupnorm", _maps,
+        "groupnorm", _channels_last_inputs,
         {"volume": (2, 64, 64, 64, 64), "maps": (16, 320, 64, 64), "deep-maps": (16, 1280, 16, 16)},
-        (2, 16, 6, 6, 6), partial(_normed, partial(GroupNorm, _GROUPS, activation="silu")), _group_norm,
+        (2, 16, 6, 6, 6), partial(_norm_module, partial(GroupNorm, _GROUPS, activation="silu")), _group_norm,
     ),
-    Kernel("gate", _gate, {"triangle": (256, 256)}, (6, 8), gates.gate, gates.reference),  # entries, channels
-    Kernel("halves", _halves, {"triangle": (256, 256)}, (6, 8), gates.glu_halves, gates.reference_glu_halves),
+    Kernel("gate", _gate_inputs, {"triangle": (256, 256)}, (6, 8), gates.gate, gates.reference),  # entries, channels
+    Kernel("halves", _glu_halves_inputs, {"triangle": (256, 256)}, (6, 8), gates.glu_halves, gates.reference_glu_halves),
     Kernel(
-        "triangle", _factors, {"outgoing": (256, 128)}, (6, 4),
+        "triangle", _triangle_inputs, {"outgoing": (256, 128)}, (6, 4),
         partial(triangle_multiplication.triangle_multiplication, outgoing=True),
-        partial(triangle_multiplication.reference, outgoing=True), bytes=_products_bound,
+        partial(triangle_multiplication.reference, outgoing=True), moved_bytes=_compute_bound,
     ),
     Kernel(
-        "outer", _outer, {"clusters": (128, 256, 32, 128), "extra": (1024, 256, 32, 128)},  # rows, entries, few, channels
-        (5, 6, 4, 8), outer_product.outer_product, outer_product.reference, bytes=_products_bound,
+        "outer", _outer_inputs, {"clusters": (128, 256, 32, 128), "extra": (1024, 256, 32, 128)},  # rows, entries, few, channels
+        (5, 6, 4, 8), outer_product.outer_product, outer_product.reference, moved_bytes=_compute_bound,
     ),
     Kernel(
         "float8", lambda draw, rows, channels: [draw(rows, channels, fixed=True)],
         {"tokens": (8192, 4096), "activations": (8192, 14336), "weight": (4096, 4096)}, (40, 24),
-        partial(_both_ways, float8.quantize), partial(_both_ways, float8.reference),
-        bytes=lambda inputs, both: 2 * inputs[0].nbytes + 2 * inputs[0].numel(),  # read for the scale, and to be cast
-        learns=False,
+        partial(_quantize_both, float8.quantize), partial(_quantize_both, float8.reference),
+        moved_bytes=lambda inputs, both: 2 * inputs[0].nbytes + 2 * inputs[0].numel(),  # read for the scale, and again for the cast
+        has_backward=False,
     ),
     _optimizer("adam", _adam, 2, 93, torch=_torch_adam),
     _optimizer("lamb", _lamb, 2, 56, passes=2),
@@ -373,58 +373,57 @@ def _cases() -> dict[str, tuple[Kernel, tuple[int, ...]]]:
     return {f"{kernel.name}-{name}": (kernel, size) for kernel in KERNELS for name, size in kernel.sizes.items()}
 
 
-def forms() -> list[str]:
-    return list(dict.fromkeys(form for kernel in KERNELS for form in kernel.forms()))
+def variants() -> list[str]:
+    return list(dict.fromkeys(form for kernel in KERNELS for form in kernel.implementations()))
 
 
-def measure(name: str, words: Any) -> Iterator[Row]:
-    """Rows of the case ``name``, one by one: all forms in each type."""
+def measure(name: str, args: Any) -> Iterator[Row]:
+    """Yield the rows of the case ``name``: all implementations in each dtype."""
     kernel, size = _cases()[name]
     for dtype in kernel.dtypes:
-        yield from compared(name, kernel, kernel.small if words.tiny else size, dtype, dist.single_process().device, words)
+        yield from compare(name, kernel, kernel.tiny if args.tiny else size, dtype, dist.single_process().device, args)
 
 
-def compared(
-    name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, words: Any
+def compare(
+    name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, args: Any
 ) -> Iterator[Row]:
-    """Rows of all forms at one size in one type."""
+    """Yield the rows of all implementations at one size in one dtype."""
     sets = _inputs(kernel, size, dtype, device)
-    last = "both_ms" if kernel.learns else "forward_ms"
+    key = "both_ms" if kernel.has_backward else "forward_ms"
     ours: float | None = None
-    for form, function in kernel.forms().items():
-        if form not in (words.variants or kernel.forms()):
+    for form, function in kernel.implementations().items():
+        if form not in (args.variants or kernel.implementations()):
             continue
         row: Row = {"case": name, "form": form, "dtype": str(dtype).removeprefix("torch."), "size": size}
         try:
-            row |= _timed(kernel, function, sets, words)
-            ours = row[last] if form == "ours" else ours
-            row["over_ours"] = round(row[last] / ours, 3) if ours else None
-        except LeftOutError as why:
-            row["left_out"] = str(why)
-        except Exception as problem:  # any: the others go on
-            row["failed"] = clocks.told(problem)
+            row |= _time_row(kernel, function, sets, args)
+            ours = row[key] if form == "ours" else ours
+            row["over_ours"] = round(row[key] / ours, 3) if ours else None
+        except LeftOutError as reason:
+            row["left_out"] = str(reason)
+        except Exception as error:  # any: the other implementations continue
+            row["failed"] = clocks.describe_error(error)
         finally:
-            clocks.let_go()
+            clocks.free_memory()
         yield row
 
 
 def _inputs(kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
-    """Several sets, more than a cache holds."""
-    first = kernel.inputs(Draw(device, dtype, 0), *size)
-    each = sum(tensor.nbytes for tensor in _tensors(first))
-    more = min(_CACHE // max(each, 1), 15) if device.type == "cuda" else 0
-    return [first, *(kernel.inputs(Draw(device, dtype, 1 + i), *size) for i in range(more))]
+    first = kernel.inputs(RandomInputs(device, dtype, 0), *size)
+    set_bytes = sum(tensor.nbytes for tensor in _tensors(first))
+    additional = min(_CACHE // max(set_bytes, 1), 15) if device.type == "cuda" else 0
+    return [first, *(kernel.inputs(RandomInputs(device, dtype, 1 + i), *size) for i in range(additional))]
 
 
 def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
     return [x for x in inputs if isinstance(x, Tensor)]
 
 
-def _timed(kernel: Kernel, function: Function, sets: Sequence[list[Any]], words: Any) -> Row:
-    """Milliseconds of a call, and the share of the copy rate."""
+def _time_row(kernel: Kernel, function: Function, sets: Sequence[list[Any]], args: Any) -> Row:
+    """Return the milliseconds of a call, and its share of the copy rate."""
     with torch.no_grad():
         result = function(*sets[0])
-        grad = torch.randn_like(result) if kernel.learns else result
+        grad = torch.randn_like(result) if kernel.has_backward else result
 
     def forward(i: int) -> Any:
         with torch.no_grad():
@@ -434,35 +433,35 @@ def _timed(kernel: Kernel, function: Function, sets: Sequence[list[Any]], words:
         inputs = sets[i % len(sets)]
         return torch.autograd.grad(function(*inputs), [x for x in _tensors(inputs) if x.requires_grad], grad)
 
-    passes = {"forward": forward, "both": both} if kernel.learns else {"forward": forward}
+    passes = {"forward": forward, "both": both} if kernel.has_backward else {"forward": forward}
     row: Row = {"graph": True}
-    for what, call in passes.items():
-        s, captured = per_call(call, len(sets), words.repeats)
-        moved = (kernel.bytes or partial(once, grad))(_tensors(sets[0]), what == "both")
-        rate = moved / s / 1e9 if moved else None
-        row |= {f"{what}_ms": round(1e3 * s, 5), f"{what}_gb_s": rate and round(rate, 1)}
-        row |= {"of_copy": rate and round(rate / words.rates["copy_gb_s"], 3), "graph": row["graph"] and captured}
+    for pass_name, call in passes.items():
+        s, captured = seconds_per_call(call, len(sets), args.repeats)
+        moved_bytes = (kernel.moved_bytes or partial(bytes_once, grad))(_tensors(sets[0]), pass_name == "both")
+        rate = moved_bytes / s / 1e9 if moved_bytes else None
+        row |= {f"{pass_name}_ms": round(1e3 * s, 5), f"{pass_name}_gb_s": rate and round(rate, 1)}
+        row |= {"of_copy": rate and round(rate / args.rates["copy_gb_s"], 3), "graph": row["graph"] and captured}
     return row
 
 
-def once(result: Tensor, inputs: Sequence[Tensor], both: bool) -> int:
-    """Bytes of each tensor once."""
-    given, made = sum(x.nbytes for x in inputs), result.nbytes
-    return given + made + (given + 2 * made + sum(x.nbytes for x in inputs if x.requires_grad) if both else 0)
+def bytes_once(result: Tensor, inputs: Sequence[Tensor], both: bool) -> int:
+    """Return the bytes of each tensor, counted once per access."""
+    read, written = sum(x.nbytes for x in inputs), result.nbytes
+    return read + written + (read + 2 * written + sum(x.nbytes for x in inputs if x.requires_grad) if both else 0)
 
 
-def per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tuple[float, bool]:
-    """Seconds of a call, and whether it was captured: the median over windows of a graph of many calls.
+def seconds_per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tuple[float, bool]:
+    """Return the seconds of a call, and whether it was captured: the median over windows of a graph of many calls.
 
-    Not triton.testing.do_bench_cudagraph: a capture that fails there leaves its stream and its pool in use (``CudaGraph``).
+    Not triton.testing.do_bench_cudagraph: a failed capture there leaves its stream and its pool in use (``CudaGraph``).
     """
     if not torch.cuda.is_available():
         call(0)
-        return max(statistics.median(clocks.window(call, 2)), 1e-9), False
+        return max(statistics.median(clocks.time_window(call, 2)), 1e-9), False
     for i in range(2 * sets):
         call(i)
-    rough = statistics.median(clocks.window(call, max(5, sets)))
-    count = sets * max(1, min(round(_GRAPH_S / max(rough, 1e-6) / sets), 200 // sets))
+    estimate = statistics.median(clocks.time_window(call, max(5, sets)))
+    count = sets * max(1, min(round(_GRAPH_S / max(estimate, 1e-6) / sets), 200 // sets))
     graph = CudaGraph(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
     def calls() -> None:
@@ -473,9 +472,9 @@ def per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tuple[float
         graph.warm_up(calls)
         graph.capture(calls)
     except RuntimeError:
-        return statistics.median(statistics.mean(clocks.window(call, 2 * count)) for _ in range(repeats)), False
+        return statistics.median(statistics.mean(clocks.time_window(call, 2 * count)) for _ in range(repeats)), False
     try:
-        clocks.window(lambda i: graph.replay(), 3)
-        return statistics.median(s for _ in range(repeats) for s in clocks.window(lambda i: graph.replay(), 5)) / count, True
+        clocks.time_window(lambda i: graph.replay(), 3)
+        return statistics.median(s for _ in range(repeats) for s in clocks.time_window(lambda i: graph.replay(), 5)) / count, True
     finally:
         graph.reset()

@@ -1,21 +1,22 @@
-"""The real training step of each app at its published configurations: forward, backward, clipping, guard and update.
+"""The complete training step of each app at its published configurations: forward, backward, clipping, guard and update.
 
-A row is one variant of one case. Batches lie on the device, several different ones in turns.
+A row is one variant of one case. Steps cycle through several different batches on the device.
 
-    ms, samples_s      median over windows of steps in which the host waits for nothing; ``spread_percent`` from the fastest to the
-                       slowest window, ``each_ms`` of batches that differ
-    ready_s            before that: compilation, capture, choices of cuDNN
-    host_ms            what Python takes to launch a step, begun with an empty queue. A step of more launches than the queue has
-                       room for (about a thousand) waits for the GPU in it
-    gaps_percent       of the step in which the GPU does nothing for more than 20 us; ``idle_percent``: for however short
-    tflops, of_rate    by ``gpu_clocks.operations``, and as a share of what this GPU multiplies in bfloat16, just now
-    peak_gb            memory of tensors, graphs included; ``graphs_gb``: what these hold for themselves
-    joules_per_sample  by the meter of the GPU
-    loss, finite       of the first step, which all variants share but for rounding; whether all were, for NaN draws less power
-    loader_samples_s   fed from files by the app's own loader; ``loader_lost_percent``: against batches on the device
-    published, over    somebody's figure for one GPU of a job, and ours over it. ``published_by`` says of which job: it had ranks
-                       to wait for, and a loader
-    asked              what we ask of one H200
+    ms, samples_s      median over windows of steps without host synchronization; ``spread_percent`` from the fastest to the slowest
+                       window, ``each_ms`` of batches that differ
+    ready_s            time before that: compilation, capture, cuDNN's algorithm selection
+    host_ms            time in which Python launches a step, from an empty queue. A step with more launches than the queue holds
+                       (about a thousand) includes a wait for the GPU
+    gaps_percent       share of the step in which the GPU is idle for more than 20 us; ``idle_percent``: for any time
+    tflops, of_rate    by ``gpu_clocks.count_flops``, and as a share of the measured bfloat16 matrix rate
+    peak_gb            memory of tensors, graphs included; ``graphs_gb``: of the graphs' private pools
+    joules_per_sample  by the GPU's energy counter
+    loss, finite       of the first step, the same for all variants up to rounding; whether all steps were finite, since NaN draws
+                       less power
+    loader_samples_s   with the app's own loader reading files; ``loader_lost_percent``: relative to batches on the device
+    published, over    a published rate per GPU of a job, and ours over it. ``published_by`` names the job, which also had to wait
+                       for other ranks and a loader
+    asked              our target for one H200
 
 Weights hardly change: the learning rate is a thousandth of the published one.
 """
@@ -36,8 +37,8 @@ import torch
 from hpcai import config, dist
 from hpcai.cli import apps
 from hpcai.cli.bench import gpu_clocks as clocks
-from hpcai.cli.bench.timing import Row, wait
-from hpcai.cli.trial import Case, Subject, find
+from hpcai.cli.bench.timing import Row, synchronize
+from hpcai.cli.benchmarks import Case, Workload, find_workload
 from hpcai.data import Endless
 from hpcai.dist.host import GpuCounters
 from hpcai.train import Step
@@ -50,20 +51,20 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "captured-tuned": (_CAPTURED, "step.cudnn_benchmark=true"), "tf32": ("step.precision=fp32", "step.tf32=true"),
     "fp32": ("step.precision=fp32", "step.tf32=false"),
 }  # fmt: skip
-"""ways to run the same step, as key=value words"""
-_FED = ("captured", "compiled-captured")  # variants that are also fed by the loader
-# What the variants are about: whatever a published configuration says of it, each begins with the same.
-_PLAIN = (
+"""ways to run the same step, as key=value overrides"""
+_LOADER_VARIANTS = ("captured", "compiled-captured")  # variants that are also measured with the loader
+# The settings that variants change: the same at first, whatever the published configuration has.
+_BASE_OVERRIDES = (
     "step.precision=bf16", "step.capture=none", "step.capture_shapes=8", "step.compile=none", "step.compile_cache=null",
     "step.shard_within=null", "step.shard=none", "step.tf32=auto", "step.cudnn_benchmark=false",
 )  # fmt: skip
 _TINY = ("data.workers=1", "data.processes=false", "data.prefetch=0.01")
 BATCHES, STEPS = 4, 20
-WARM = 4  # runs of a shape that do not count: two as they are, one that is recorded, one more
-WINDOW_S = 10.0  # of steps so long that there would be more in a window, there are fewer
-ENERGY_S = 2.0  # at least of windows, which a meter needs
-LOADER_S = 3.0  # at least of steps from files: what the loader had ready is then used up
-_SAMPLES, _DISK = 64, 4 << 30  # different samples in files, and the most that they may take
+WARMUP = 4  # untimed runs of a shape: two eager ones, one that is captured, one more
+WINDOW_S = 10.0  # seconds of a window at most, given by its number of steps
+ENERGY_S = 2.0  # seconds of windows at least, for the energy counter
+LOADER_S = 3.0  # seconds of steps from files at least, which use up the prefetched batches
+_SAMPLES, _DISK = 64, 4 << 30  # different samples in files, and their maximum bytes
 
 
 def cases() -> list[str]:
@@ -71,200 +72,198 @@ def cases() -> list[str]:
 
 
 def _cases() -> dict[str, tuple[str, Case]]:
-    """App and case by the name of both."""
-    found = ((app, case) for app in apps.names("trial") for case in find(app).gpu)
-    return {f"{app}-{case.name}": (app, case) for app, case in found}
+    pairs = ((app, case) for app in apps.with_part("benchmarks") for case in find_workload(app).gpu_cases)
+    return {f"{app}-{case.name}": (app, case) for app, case in pairs}
 
 
-def measure(name: str, words: Any) -> Iterator[Row]:
-    """Rows of the case ``name``, one by one."""
+def measure(name: str, args: Any) -> Iterator[Row]:
+    """Yield the rows of the case ``name``."""
     app, case = _cases()[name]
-    bench = Bench(name, find(app), case, words)
+    benchmark = StepBenchmark(name, find_workload(app), case, args)
     for variant in VARIANTS:
-        if variant in (words.variants or VARIANTS):
-            yield bench.row(variant)
+        if variant in (args.variants or VARIANTS):
+            yield benchmark.row(variant)
 
 
-class Bench:
-    """What is measured of one case; ``words``: ``tiny``, ``repeats`` and ``rates`` of the command."""
+class StepBenchmark:
+    """The benchmark of one case. ``args``: ``tiny``, ``repeats`` and ``rates`` of the command."""
 
-    def __init__(self, name: str, app: Subject, case: Case, words: Any) -> None:
-        self.name, self.app, self.case, self.words, self.mesh = name, app, case, words, dist.single_process()
+    def __init__(self, name: str, workload: Workload, case: Case, args: Any) -> None:
+        self.name, self.workload, self.case, self.args, self.mesh = name, workload, case, args, dist.single_process()
         self.device, self.on_gpu = self.mesh.device, self.mesh.device.type == "cuda"
 
     def row(self, variant: str) -> Row:
-        """What was found of a variant, or why nothing was."""
+        """Return the results of a variant, or the reason why there are none."""
         head: Row = {"case": self.name, "variant": variant}
         if not self.on_gpu and variant != "eager":
             return {**head, "left_out": f"there is no GPU: this process computes on {self.device.type}"}
         try:
-            with _own_settings():
-                return head | self._measured(variant)
-        except Exception as problem:  # any: the others go on
-            return {**head, "failed": clocks.told(problem)}
+            with _restore_backend_flags():
+                return head | self._measure(variant)
+        except Exception as error:  # any: the other variants continue
+            return {**head, "failed": clocks.describe_error(error)}
         finally:
             if self.on_gpu:
                 close_all()
-                torch._dynamo.reset()  # which keeps the code of a model, and so the model
-            clocks.let_go()
+                torch._dynamo.reset()  # its compiled code keeps the model alive
+            clocks.free_memory()
 
-    def settings(self, variant: str, turn: Sequence[str] = ()) -> Any:
-        tiny = (*_TINY, *self.app.tiny) if self.words.tiny else ()
-        path = Path(inspect.getfile(type(self.app))).parent / "configs" / self.case.yaml
-        words = (*self.case.words, *tiny, *_PLAIN, *self.case.always, *VARIANTS[variant], *turn)
-        return self.app.known(config.load(self.app.published, path, words))
+    def settings(self, variant: str, step_variant: Sequence[str] = ()) -> Any:
+        tiny = (*_TINY, *self.workload.tiny) if self.args.tiny else ()
+        path = Path(inspect.getfile(type(self.workload))).parent / "configs" / self.case.yaml
+        overrides = (*self.case.overrides, *tiny, *_BASE_OVERRIDES, *self.case.base_overrides, *VARIANTS[variant], *step_variant)
+        return self.workload.complete_settings(config.load(self.workload.published_settings, path, overrides))
 
     @cached_property
     def batches(self) -> list[Any]:
-        """Batches on the device, all different, in turns."""
-        every = [self.settings("eager", turn) for turn in self.case.turns]
-        count = math.lcm(len(every), BATCHES) if len(every) <= BATCHES else len(every)
-        size = every[0].data.batch
-        return [self.app.random_batch(every[i % len(every)], range(i * size, (i + 1) * size), self.device) for i in range(count)]
+        """Batches on the device, all different, cycling through the step variants."""
+        cfgs = [self.settings("eager", variant) for variant in self.case.step_variants]
+        count = math.lcm(len(cfgs), BATCHES) if len(cfgs) <= BATCHES else len(cfgs)
+        size = cfgs[0].data.batch
+        return [self.workload.random_batch(cfgs[i % len(cfgs)], range(i * size, (i + 1) * size), self.device) for i in range(count)]
 
     @cached_property
-    def work(self) -> float | str:
-        """Operations of a step, the mean over turns, or why they were not counted: of forward and backward, uncompiled and
-        uncaptured."""
+    def flops(self) -> float | str:
+        """FLOPs of a step, the mean over step variants, or the error: of forward and backward, neither compiled nor captured."""
         try:
-            with _own_settings():
-                return self._counted()
-        except Exception as problem:  # any: times count more than this
-            return f"not counted: {clocks.told(problem)}"
+            with _restore_backend_flags():
+                return self._count_flops()
+        except Exception as error:  # any: the times are still valid
+            return f"not counted: {clocks.describe_error(error)}"
         finally:
-            clocks.let_go()
+            clocks.free_memory()
 
-    def _counted(self) -> float:
+    def _count_flops(self) -> float:
         step = self._step(self.settings("eager"))
-        turns = len(self.case.turns)
-        return sum(clocks.operations(partial(step._gradients, batch)) for batch in self.batches[:turns]) / turns
+        variants = len(self.case.step_variants)
+        return sum(clocks.count_flops(partial(step._gradients, batch)) for batch in self.batches[:variants]) / variants
 
     def _step(self, cfg: Any) -> Step:
         torch.manual_seed(cfg.train.seed)
-        model = self.app.build(cfg, self.mesh, self.app.whole(cfg, self.mesh))
+        model = self.workload.build(cfg, self.mesh, self.workload.available_switches(cfg, self.mesh))
         model.train()
-        return Step(model, self.app.loss, cfg.step, self.mesh, counts=self.app.counted)
+        return Step(model, self.workload.loss, cfg.step, self.mesh, counts=self.workload.counts)
 
-    def _measured(self, variant: str) -> Row:
-        cfg, batches, turns, work = self.settings(variant), self.batches, len(self.case.turns), self.work
+    def _measure(self, variant: str) -> Row:
+        cfg, batches, variants, flops = self.settings(variant), self.batches, len(self.case.step_variants), self.flops
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         graphs_before = clocks.graph_bytes()
-        began = time.perf_counter()
+        start = time.perf_counter()
         step, lr = self._step(cfg), 1e-3 * cfg.step.lr
-        with self.app.around(self.app.whole(cfg, self.mesh)):
+        with self.workload.context(self.workload.available_switches(cfg, self.mesh)):
 
             def run(i: int) -> Any:
                 return step(batches[i % len(batches)], lr)
 
-            loss = float(_plain(run(0)["loss"]))
-            for i in range(1, WARM * turns if self.on_gpu else turns):
+            loss = float(_mean_loss(run(0)["loss"]))
+            for i in range(1, WARMUP * variants if self.on_gpu else variants):
                 run(i)
-            wait()
-            found: Row = {"ready_s": round(time.perf_counter() - began, 2), "loss": loss}
-            count = self._count(run)
-            each, joules = self._windows(run, count, cfg.data.batch)
+            synchronize()
+            row: Row = {"ready_s": round(time.perf_counter() - start, 2), "loss": loss}
+            count = self._window_steps(run)
+            windows, joules = self._time_windows(run, count, cfg.data.batch)
             host = []
-            for i in range(max(5, turns) if self.on_gpu else 1):
-                wait()
-                at = time.perf_counter()
+            for i in range(max(5, variants) if self.on_gpu else 1):
+                synchronize()
+                launched = time.perf_counter()
                 run(i)
-                host.append(time.perf_counter() - at)
-            wait()
-            traced = clocks.traced(run, max(3, turns))
-            found |= self._speeds(each, cfg.data.batch, work) | {"host_ms": round(1e3 * statistics.mean(host), 3)}
-            found |= {"joules_per_sample": joules, **traced}
+                host.append(time.perf_counter() - launched)
+            synchronize()
+            profile = clocks.profile(run, max(3, variants))
+            row |= self._rate_row(windows, cfg.data.batch, flops) | {"host_ms": round(1e3 * statistics.mean(host), 3)}
+            row |= {"joules_per_sample": joules, **profile}
             if self.on_gpu:
-                peak, own = torch.cuda.max_memory_allocated(), clocks.graph_bytes() - graphs_before
-                found |= {"peak_gb": round(peak / 1e9, 3), "graphs_gb": round(own / 1e9, 3)}
-            if variant in _FED or not self.on_gpu:
-                last = [s for window in each for s in window[turns - 1 :: turns]]
-                found |= self._fed(step, variant, lr, statistics.median(last))
-        found |= {"finite": int(step.first_failures()[0]) == NEVER}
-        return found | ({"notes": news} if (news := [*step.messages, *step.news()]) else {})
+                peak, graph_bytes = torch.cuda.max_memory_allocated(), clocks.graph_bytes() - graphs_before
+                row |= {"peak_gb": round(peak / 1e9, 3), "graphs_gb": round(graph_bytes / 1e9, 3)}
+            if variant in _LOADER_VARIANTS or not self.on_gpu:
+                last_variant = [s for window in windows for s in window[variants - 1 :: variants]]
+                row |= self._loader_row(step, variant, lr, statistics.median(last_variant))
+        row |= {"finite": int(step.first_failures()[0]) == NEVER}
+        return row | ({"notes": messages} if (messages := [*step.messages, *step.news()]) else {})
 
-    def _count(self, run: Any) -> int:
-        """Steps of a window, so many turns: fewer where a step is long."""
-        turns = len(self.case.turns)
+    def _window_steps(self, run: Any) -> int:
+        """Return the number of steps of a window, a multiple of the step variants: fewer if a step is long."""
+        variants = len(self.case.step_variants)
         if not self.on_gpu:
-            return turns
-        s = statistics.mean(clocks.window(run, turns))
-        return max(min(STEPS, int(WINDOW_S / s)) // turns, 1) * turns
+            return variants
+        s = statistics.mean(clocks.time_window(run, variants))
+        return max(min(STEPS, int(WINDOW_S / s)) // variants, 1) * variants
 
-    def _windows(self, run: Any, count: int, samples: int) -> tuple[list[list[float]], float | None]:
-        """Seconds of each step of each window, and joules of a sample, where the GPU has a meter."""
+    def _time_windows(self, run: Any, count: int, samples: int) -> tuple[list[list[float]], float | None]:
+        """Return the seconds of each step of each window, and joules per sample, if the GPU has an energy counter."""
         gpu = GpuCounters(self.device)
-        before, began = gpu.read().get("energy_j"), time.perf_counter()
-        each: list[list[float]] = []
-        while len(each) < self.words.repeats or (self.on_gpu and time.perf_counter() - began < ENERGY_S):
-            each.append(clocks.window(run, count))
-            if len(each) > 1 and time.perf_counter() - began > self.words.seconds:
+        before, start = gpu.read().get("energy_j"), time.perf_counter()
+        windows: list[list[float]] = []
+        while len(windows) < self.args.repeats or (self.on_gpu and time.perf_counter() - start < ENERGY_S):
+            windows.append(clocks.time_window(run, count))
+            if len(windows) > 1 and time.perf_counter() - start > self.args.seconds:
                 break
         after = gpu.read().get("energy_j")
         if before is None or after is None:
-            return each, None
-        return each, round((after - before) / (len(each) * count * samples), 4)
+            return windows, None
+        return windows, round((after - before) / (len(windows) * count * samples), 4)
 
-    def _speeds(self, each: list[list[float]], samples: int, work: float | str) -> Row:
-        means = [statistics.mean(window) for window in each]
-        s, turns = statistics.median(means), len(self.case.turns)
+    def _rate_row(self, windows: list[list[float]], samples: int, flops: float | str) -> Row:
+        means = [statistics.mean(window) for window in windows]
+        s, variants = statistics.median(means), len(self.case.step_variants)
         speed = samples / s
         row: Row = {
-            "samples": self.app.unit, "batch": samples, "samples_s": round(speed, 3), "ms": round(1e3 * s, 3),
-            "spread_percent": round(100 * (max(means) - min(means)) / s, 2), "windows": len(each),
+            "samples": self.workload.unit, "batch": samples, "samples_s": round(speed, 3), "ms": round(1e3 * s, 3),
+            "spread_percent": round(100 * (max(means) - min(means)) / s, 2), "windows": len(windows),
         }  # fmt: skip
-        if turns > 1:
-            turned = ([1e3 * one for window in each for one in window[turn::turns]] for turn in range(turns))
-            row["each_ms"] = [round(statistics.median(some), 4) for some in turned]
-        if isinstance(work, str):
-            row["tflop"] = work
+        if variants > 1:
+            by_variant = ([1e3 * seconds for window in windows for seconds in window[index::variants]] for index in range(variants))
+            row["each_ms"] = [round(statistics.median(times), 4) for times in by_variant]
+        if isinstance(flops, str):
+            row["tflop"] = flops
         else:
-            tflops = work / s / 1e12
-            row |= {"tflop": float(f"{work / 1e12:.5g}"), "tflops": float(f"{tflops:.4g}")}
-            row |= {"of_rate": round(tflops / self.words.rates["matrix_tflops"], 4)}
-        if self.words.tiny:  # nothing to compare
+            tflops = flops / s / 1e12
+            row |= {"tflop": float(f"{flops / 1e12:.5g}"), "tflops": float(f"{tflops:.4g}")}
+            row |= {"of_rate": round(tflops / self.args.rates["matrix_tflops"], 4)}
+        if self.args.tiny:  # not comparable
             return row
-        if figure := self.case.figure:
-            row |= {"published": figure.per_s, "over": round(speed / figure.per_s, 3)}
-            row |= {"published_by": f"{figure.gpu}: {figure.conditions}; {figure.source}"}
-        return row | ({"asked": round(self.case.asked, 3)} if self.case.asked else {})
+        if published := self.case.published:
+            row |= {"published": published.samples_per_s, "over": round(speed / published.samples_per_s, 3)}
+            row |= {"published_by": f"{published.gpu}: {published.conditions}; {published.source}"}
+        return row | ({"asked": round(self.case.goal, 3)} if self.case.goal else {})
 
-    def _fed(self, step: Step, variant: str, lr: float, resident_s: float) -> Row:
-        """The same step, its batches read from files and copied to the device while it computes."""
-        cfg = self.settings(variant, self.case.turns[-1])
+    def _loader_row(self, step: Step, variant: str, lr: float, resident_s: float) -> Row:
+        """Measure the same step with batches read from files and copied to the device meanwhile."""
+        cfg = self.settings(variant, self.case.step_variants[-1])
         batch = cfg.data.batch
         try:
-            rows = max(2 * batch, min(_SAMPLES, _DISK // self.app.sample_bytes(cfg)) if self.on_gpu else 0)
+            rows = max(2 * batch, min(_SAMPLES, _DISK // self.workload.sample_bytes(cfg)) if self.on_gpu else 0)
             steps = max(math.ceil(LOADER_S / resident_s), min(STEPS, int(WINDOW_S / resident_s)), 4) if self.on_gpu else 2
-            warm = WARM if self.on_gpu else 1
-            cfg = self.app.in_files(cfg, rows, ("train",))
-            words = {"sampler": Endless(rows, (warm + steps) * batch), "accumulate": cfg.step.accumulate}
+            warm = WARMUP if self.on_gpu else 1
+            cfg = self.workload.write_files(cfg, rows, ("train",))
+            kwargs = {"sampler": Endless(rows, (warm + steps) * batch), "accumulate": cfg.step.accumulate}
             with (
-                self.app.loader(cfg, self.mesh, "train", name="train", **words) as loader,
+                self.workload.loader(cfg, self.mesh, "train", name="train", **kwargs) as loader,
                 closing(loader.epoch(0)) as batches,
             ):
-                for part in itertools.islice(batches, warm):
-                    step(part, lr)
-                wait()
-                began, count = time.perf_counter(), 0
-                for part in batches:
-                    step(part, lr)
+                for loaded in itertools.islice(batches, warm):
+                    step(loaded, lr)
+                synchronize()
+                start, count = time.perf_counter(), 0
+                for loaded in batches:
+                    step(loaded, lr)
                     count += 1
-                wait()
-                s = (time.perf_counter() - began) / count
-        except Exception as problem:  # any: what was measured without files counts all the same
-            return {"loader": f"failed: {clocks.told(problem)}"}
+                synchronize()
+                s = (time.perf_counter() - start) / count
+        except Exception as error:  # any: the results without files are still valid
+            return {"loader": f"failed: {clocks.describe_error(error)}"}
         return {"loader_samples_s": round(batch / s, 3), "loader_lost_percent": round(100 * (1 - resident_s / s), 2)}
 
 
-def _plain(value: Any) -> Any:
-    """A loss that is a pair (sum, count) as a mean."""
+def _mean_loss(value: Any) -> Any:
+    """Return the mean of a loss that may be a pair (sum, count)."""
     return value[0] / value[1] if isinstance(value, tuple) else value
 
 
 @contextmanager
-def _own_settings() -> Iterator[None]:
-    """What a step sets for the whole process is afterwards what it was."""
+def _restore_backend_flags() -> Iterator[None]:
+    """Context manager that restores the backend flags of the process, which a step sets."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     try:
         yield
@@ -272,5 +271,5 @@ def _own_settings() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
 
 
-def forms() -> list[str]:
+def variants() -> list[str]:
     return list(VARIANTS)

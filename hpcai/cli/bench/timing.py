@@ -1,4 +1,4 @@
-"""Clocks, peaks of memory, processes and tables that all benchmarks share."""
+"""Clocks, peak memory, processes and tables shared by all benchmarks."""
 
 import argparse
 import gc
@@ -22,119 +22,115 @@ from hpcai.cli import tables
 Row = dict[str, Any]
 
 
-def machine() -> Row:
+def machine_info() -> Row:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
     return {"torch": torch.__version__, "device": device, "threads": 1, "load": round(os.getloadavg()[0], 1)}
 
 
-def wait() -> None:
-    """Return when the GPU has done what it was asked to; at once where there is none."""
+def synchronize() -> None:
+    """Wait for the GPU to finish its work, if there is a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def orders(count: int, repeats: int) -> list[list[int]]:
-    """The order of ``count`` arrangements in each repeat, rotated so that the repeats begin evenly spread over them."""
+def rotated_orders(count: int, repeats: int) -> list[list[int]]:
+    """Return the order of ``count`` arrangements in each repeat, rotated so that the starts of the repeats are evenly spread."""
     firsts = [repeat * count // repeats for repeat in range(repeats)]
     return [[*range(first, count), *range(first)] for first in firsts]
 
 
-def interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, float]:
-    """Median and its 95 % interval by the percentile bootstrap (Efron 1979): the same for the same ratios."""
+def bootstrap_interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, float]:
+    """Return the median and its 95 % interval by the percentile bootstrap (Efron 1979), deterministic."""
     values = np.asarray(ratios)
-    picks = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
-    low, high = np.percentile(np.median(values[picks], 1), (2.5, 97.5))
+    indices = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
+    low, high = np.percentile(np.median(values[indices], 1), (2.5, 97.5))
     return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
 
 
 def alternate(
     runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2, clock: Callable[[], float] | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Median seconds of each run, in turns, so that a busy machine slows all alike: CPU seconds, or wall seconds on a GPU, unless a
-    ``clock`` is given.
-
-    The first ``warm`` runs of each are not counted.
-    """
+    """Return the median seconds of each run. Runs alternate, so that a busy machine slows all equally. The default clock is CPU
+    time, on a GPU wall time. The first ``warm`` runs of each are not counted."""
     clock = clock or (time.perf_counter if torch.cuda.is_available() else time.process_time)
     times: dict[str, list[float]] = {name: [] for name in runs}
     gc.collect()
     for repeat in range(repeats + warm):
         for name, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
-            wait()
-            began = clock()
+            synchronize()
+            start = clock()
             run()
-            wait()
+            synchronize()
             if repeat >= warm:
-                times[name].append(clock() - began)
-    return {name: statistics.median(each) for name, each in times.items()}
+                times[name].append(clock() - start)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def high_water() -> float:
-    """The most memory that this process has held so far, MB: of the GPU where there is one."""
+def peak_mb() -> float:
+    """Return the peak memory of this process so far in MB: of the GPU if there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e6
-    # Not getrusage, whose maximum a child takes over from its parent.
+    # Not getrusage, whose maximum a child inherits from its parent.
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def apart(words: Sequence[str], limit: float | None = None, environ: Mapping[str, str] = MappingProxyType({})) -> Row:
-    """What ``hpcai bench`` with these words prints last, in a process of its own; with ``failed``, why that ended badly, or that it
-    was ended after ``limit`` seconds."""
-    command = [sys.executable, "-c", f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"]
+def run_in_subprocess(args: Sequence[str], limit: float | None = None, environ: Mapping[str, str] = MappingProxyType({})) -> Row:
+    """Run ``hpcai bench`` with these arguments in its own process, and return the last JSON object that it prints. The key
+    ``failed`` holds the error, or states the timeout after ``limit`` seconds."""
+    command = [sys.executable, "-c", f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(args)!r}))"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ}, timeout=limit)
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
-        return _last(said) | {"failed": f"ended after {limit:g} s"}
-    if done.returncode or not done.stdout.strip():
-        return _last(done.stdout) | {"failed": (done.stderr.strip().splitlines() or ["no word of why"])[-1]}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+        process = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ}, timeout=limit)
+    except subprocess.TimeoutExpired as timeout:
+        output = timeout.stdout.decode(errors="replace") if isinstance(timeout.stdout, bytes) else timeout.stdout or ""
+        return _last_json(output) | {"failed": f"killed after {limit:g} s"}
+    if process.returncode or not process.stdout.strip():
+        return _last_json(process.stdout) | {"failed": (process.stderr.strip().splitlines() or ["no message"])[-1]}
+    return dict(json.loads(process.stdout.splitlines()[-1]))
 
 
-def _last(said: str) -> Row:
-    """The last object of what a process said before it ended badly, if there is a whole one."""
-    for line in reversed(said.splitlines()):
+def _last_json(output: str) -> Row:
+    """Return the last complete JSON object in the output of a failed process, or {}."""
+    for line in reversed(output.splitlines()):
         with suppress(ValueError):
-            found = json.loads(line)
-            return found if isinstance(found, dict) else {}
+            value = json.loads(line)
+            return value if isinstance(value, dict) else {}
     return {}
 
 
-def parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """The parser of ``hpcai bench NAME``."""
-    made = argparse.ArgumentParser(
+def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog=f"hpcai bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--json", action="store_true", help="print JSON alone")
-    return made
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    return parser
 
 
-def parse(made: argparse.ArgumentParser, known: Sequence[str], argv: Sequence[str]) -> Any:
-    """The words with ``parts``, which are all that are known where none is named."""
-    made.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(known)}; all of them if none is given")
-    words = made.parse_args(argv)
-    if wrong := sorted(set(words.parts) - set(known)):
-        made.error(f"there is no part {wrong[0]!r}; expected some of {', '.join(known)}")
-    words.parts = words.parts or list(known)
-    return words
+def parse_parts(parser: argparse.ArgumentParser, known: Sequence[str], argv: Sequence[str]) -> Any:
+    """Return the arguments with ``parts``; the default is all known parts."""
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(known)}; all of them if none is given")
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.parts) - set(known)):
+        parser.error(f"there is no part {unknown[0]!r}; expected some of {', '.join(known)}")
+    args.parts = args.parts or list(known)
+    return args
 
 
-def finish(found: Row, parts: Sequence[str], quiet: bool) -> int:
-    """Print what was found: a table for each part, unless ``quiet``, and JSON as the last line."""
+def print_results(result: Row, parts: Sequence[str], quiet: bool) -> int:
+    """Print a table for each part, unless ``quiet``, and JSON as the last line."""
     if not quiet:
-        print_tables(found, parts)
-    print(json.dumps(found))
+        print_tables(result, parts)
+    print(json.dumps(result))
     return 0
 
 
-def print_tables(found: Row, parts: Sequence[str]) -> None:
-    """A table of the rows of each part; the first one says where they were measured."""
-    threads = "one thread" if found["threads"] == 1 else f"{found['threads']} threads"
-    title = f"{found['bench']}, torch {found['torch']}, {found['device']}, {threads}, load {found['load']}"
-    for number, name in enumerate(part for part in parts if found.get(part)):
-        rows = found[name] if isinstance(found[name], list) else [found[name]]
+def print_tables(result: Row, parts: Sequence[str]) -> None:
+    """Print a table of the rows of each part; the title of the first describes the machine."""
+    threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
+    title = f"{result['bench']}, torch {result['torch']}, {result['device']}, {threads}, load {result['load']}"
+    for index, name in enumerate(part for part in parts if result.get(part)):
+        rows = result[name] if isinstance(result[name], list) else [result[name]]
         keys = list(dict.fromkeys(key for row in rows for key in row))
         heads = [key.replace("_", " ") for key in keys]
-        print(f"{name}: {title}" if number == 0 else f"\n{name}")
+        print(f"{name}: {title}" if index == 0 else f"\n{name}")
         print(*tables.lines(([row.get(key, "") for key in keys] for row in rows), heads, heads[:1]), sep="\n")

@@ -1,11 +1,11 @@
-"""``hpcai data check DIR``: a data set looked over before the job is queued.
+"""``hpcai data check DIR``: validate a data set before the job is queued.
 
     DIR/<split>/*.h5 | *.npy        rows along dim 0 of every dataset; a .npy file is one sample
-    DIR/<split>/index.json          what the files should be: see hpcai.data.index
+    DIR/<split>/index.json          the expected files: see hpcai.data.index
 
-No file is believed: the HDF5 library, which a damaged file can crash or hang, runs in child processes (``pool``) that may die.
-``command`` is the program, ``examination`` the check itself, ``inspection`` what a child does with one file, ``findings`` all that
-can be found, and ``indexing`` what ``--index`` writes.
+Files are untrusted: the HDF5 library, which a damaged file can crash or hang, runs in child processes (``pool``). ``command`` is
+the program, ``examination`` the check itself, ``inspection`` the code that reads one file in a child process, ``findings`` the
+kinds of findings, and ``indexing`` implements ``--index``.
 """
 
 from hpcai.lazy import attach
@@ -15,7 +15,7 @@ __getattr__, __all__ = attach(
     {
         ".command": ["main"],
         ".findings": ["Finding", "Options", "Outcome"],
-        ".examination": ["examine"],
-        ".indexing": ["tabulate"],
+        ".examination": ["check_dataset"],
+        ".indexing": ["write_indexes"],
     },
 )

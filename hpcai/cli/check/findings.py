@@ -1,4 +1,4 @@
-"""The kinds of findings of a data check; its options, and its outcome."""
+"""The kinds of findings of a data check, its options and its results."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from hpcai.cli import findings
 from hpcai.errors import ConfigError
 
-KINDS: findings.Kinds = {
+KINDS: findings.FindingKinds = {
     # index.json and the names of files
     "index/none": ("warning", "is not there, so nothing tells of truncated, damaged or missing files; --index makes it from the "
                               "files as they are"),
@@ -68,7 +68,7 @@ KINDS: findings.Kinds = {
 
 @dataclass(frozen=True)
 class Finding(findings.Finding):
-    """A fault of a file or a folder. ``row`` is the first of the rows that ``text`` names; ``repairable``: by ``--index``."""
+    """A fault of a file or a folder. ``row`` is the first of the rows in ``text``; ``repairable``: by ``--index``."""
 
     path: Path
     dataset: str | None = None
@@ -77,24 +77,23 @@ class Finding(findings.Finding):
 
 
 def finding(
-    kind: str, path: Path, dataset: str | None = None, row: int | None = None, repairable: bool = False, **words: Any
+    kind: str, path: Path, dataset: str | None = None, row: int | None = None, repairable: bool = False, **fields: Any
 ) -> Finding:
-    """Make a finding of one of ``KINDS``; ``words`` are the fields of its text."""
+    """Return a finding of one of ``KINDS``; ``fields`` fill in its text."""
     place = "/".join(path.parts[-2:]) + (f" '{dataset}'" if dataset else "") + ("" if row is None else f" row {row}")
-    about = findings.described(KINDS, kind, row=row, **words)
-    return Finding(**about, place=place, path=path, dataset=dataset, row=row, repairable=repairable)
+    kwargs = findings.describe(KINDS, kind, row=row, **fields)
+    return Finding(**kwargs, place=place, path=path, dataset=dataset, row=row, repairable=repairable)
 
 
 Time = Annotated[float, Field(ge=0, lt=math.inf)]
 
 
 class Options(BaseModel):
-    """The options of a check.
+    """The options of a check. Raises ConfigError with all mistakes.
 
-    ``quick`` looks at sizes and headers only. ``ranges`` are the least and the most value of datasets, and come before those of
-    the index. ``batch`` counts the samples of one step over all ``world`` processes, ``step_time`` is in seconds and ``nodes``
-    share what is read. ``seconds`` is the time to measure each way of reading, 0 for not at all. Raises ConfigError with all
-    mistakes.
+    ``quick``: Check only sizes and headers. ``ranges``: Minimum and maximum of datasets, which override those of the index.
+    ``batch``: Samples per step over all ``world`` processes. ``step_time``: In seconds. ``nodes``: Nodes that share the reads.
+    ``seconds``: Time to measure each read mode, 0 for none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -108,15 +107,15 @@ class Options(BaseModel):
     seconds: Time = 3.0
     threads: PositiveInt = 4
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**given)
-        except ValidationError as problem:
-            lines = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in problem.errors())
-            raise ConfigError("\n".join(lines)) from problem
+            super().__init__(**values)
+        except ValidationError as invalid:
+            lines = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in invalid.errors())
+            raise ConfigError("\n".join(lines)) from invalid
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Options":
+    def _check_consistency(self) -> "Options":
         if self.step_time is not None and self.batch is None:
             raise ValueError("step-time says nothing without the samples of a step; add batch, counted over all processes")
         for name, (low, high) in self.ranges.items():
@@ -125,25 +124,25 @@ class Options(BaseModel):
         return self
 
 
-def divide(path: Path, samples: int, batch: int, world: int) -> tuple[dict[str, int], list[Finding]]:
-    """Divide the samples of a split into batches, with the rest dropped, or with samples repeated to fill the last batch. Return
-    the counts, and findings of what will deadlock or surprise."""
-    (batches, left), padded, found = divmod(samples, batch), -(-samples // batch), []
+def divide_into_batches(path: Path, samples: int, batch: int, world: int) -> tuple[dict[str, int], list[Finding]]:
+    """Divide the samples of a split into batches, with the rest dropped, or padded by repeated samples. Return the counts, and
+    findings about divisions that deadlock or surprise."""
+    (batches, left), padded, results = divmod(samples, batch), -(-samples // batch), []
     counts = {"samples": samples, "batch": batch, "world": world, "batches": batches, "left_out": left, "padded_batches": padded}
     counts["repeated"] = padded * batch - samples
     if batch % world:
-        near = [count for count in (batch // world * world, -(-batch // world) * world) if count]
-        found.append(finding("batch", path, batch=batch, world=world, near=" or ".join(map(str, near))))
+        nearest = [count for count in (batch // world * world, -(-batch // world) * world) if count]
+        results.append(finding("batch", path, batch=batch, world=world, near=" or ".join(map(str, nearest))))
     if samples < max(world, batch):
-        found.append(finding("few", path, samples=samples, batch=batch, world=world))
+        results.append(finding("few", path, samples=samples, batch=batch, world=world))
     elif left:
-        found.append(finding("remainder", path, samples=samples, batch=batch, left=left, more=counts["repeated"]))
-    return counts, found
+        results.append(finding("remainder", path, samples=samples, batch=batch, left=left, more=counts["repeated"]))
+    return counts, results
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A split in figures. ``verified`` files have the SHA-256 that the index says."""
+    """Figures of a split. ``verified`` files match the SHA-256 of the index."""
 
     name: str
     files: int
@@ -156,7 +155,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a check has found."""
+    """The results of a check."""
 
     directory: Path
     options: Options
@@ -168,6 +167,5 @@ class Outcome:
         return findings.failed(self.findings, strict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return findings, splits and figures as JSON values."""
         splits = [asdict(split) for split in self.splits]
         return {"directory": str(self.directory), "splits": splits, "figures": self.figures, **findings.as_json(self.findings)}

@@ -1,7 +1,7 @@
-"""The files that ``--index`` writes: index.json where there is none or it cannot be read, and the table beside it.
+"""The files written by ``--index``: index.json if it is missing or unreadable, and its table.
 
-People decide which of two samples is too many, what a value should have been, and whether a file belongs to the set; h5repack
-writes a file whose values lie packed or in chunks.
+Users decide which duplicate to drop, which value is correct, and whether a file belongs to the set; h5repack rewrites a file with
+compressed or chunked datasets.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from typing import Any
 from hpcai.cli.check import inspection
 from hpcai.cli.check.findings import Outcome
 from hpcai.cli.check.inspection import Inspection
-from hpcai.cli.check.manifest import Split, splits_in
+from hpcai.cli.check.manifest import Split, find_splits
 from hpcai.cli.check.pool import Pool
 from hpcai.cli.progress import Progress
 from hpcai.data.index import INDEX, write_index
@@ -21,59 +21,60 @@ from hpcai.errors import DataError
 _UNFIT = ("index", "missing", "truncated", "overlong", "bit-flip", "unreadable", "rows", "empty")
 
 
-def tabulate(directory: Path, outcome: Outcome, *, progress: Callable[[Progress], None] | None = None) -> list[str]:
-    """Write the index of every split that has none, and the table of every index that has HDF5 files alone. Return a line for each
-    act and each refusal: a split in which a file is not whole keeps what it has."""
-    done = list[str]()
+def write_indexes(directory: Path, outcome: Outcome, *, progress: Callable[[Progress], None] | None = None) -> list[str]:
+    """Write the index of every split without one, and the table of every index of HDF5 files. Return a line for each action and
+    each refusal: a split with a damaged file is unchanged."""
+    lines = list[str]()
     with Pool(outcome.options.threads, progress) as pool:
-        for split in splits_in(Path(directory))[0]:
-            if split.index is None and split.files and _repairable(split, outcome):
-                done += _make_index(split, pool)
-            elif wrong := _unfitting(split, outcome):
-                done.append(f"{split.path / INDEX}: refused: no table while files are not as the index says ({wrong})")
+        for split in find_splits(Path(directory))[0]:
+            if split.index is None and split.files and _is_repairable(split, outcome):
+                lines += _make_index(split, pool)
+            elif problem := _table_problem(split, outcome):
+                lines.append(f"{split.path / INDEX}: refused: no table while files are not as the index says ({problem})")
             elif _write_table(split, pool):
-                done.append(f"{split.path / INDEX}: has a table of {len(split.files):,} files now")
+                lines.append(f"{split.path / INDEX}: has a table of {len(split.files):,} files now")
             else:
-                done.append(f"{split.path / INDEX}: refused: a table is of HDF5 files alone")
-    return done
+                lines.append(f"{split.path / INDEX}: refused: a table is of HDF5 files alone")
+    return lines
 
 
-def _repairable(split: Split, outcome: Outcome) -> bool:
+def _is_repairable(split: Split, outcome: Outcome) -> bool:
     return any(f.repairable and f.path == split.path / INDEX for f in outcome.findings)
 
 
-def _unfitting(split: Split, outcome: Outcome) -> str:
-    """Why a split cannot have a table: its index is wrong, or files are not as it says; "" where it can."""
-    found = (f for f in outcome.findings if f.severity == "error" and split.path in (f.path, f.path.parent) and f.code in _UNFIT)
-    return next((f"{f.path.name}: {f.text}" for f in found if not f.repairable), "")
+def _table_problem(split: Split, outcome: Outcome) -> str:
+    """Return the reason why a split cannot have a table (a wrong index, or files that do not match it), or ""."""
+    errors = (f for f in outcome.findings if f.severity == "error" and split.path in (f.path, f.path.parent) and f.code in _UNFIT)
+    return next((f"{f.path.name}: {f.text}" for f in errors if not f.repairable), "")
 
 
 def _write_table(split: Split, pool: Pool) -> bool:
-    """Write an index with its table; False where there is none."""
+    """Write an index with its table. Return False if there is no table."""
     index = split.index or {"files": []}
     jobs = [(split.path / entry["name"], entry.get("rows") or 0) for entry in index["files"]]
-    told = dict(zip((path for path, _ in jobs), pool.each(_tabled, jobs, "tables")))
-    write_index(split.path, index, lambda path, rows: None if isinstance(told[path], DataError) else told[path])
+    tables = dict(zip((path for path, _ in jobs), pool.map(_describe_table, jobs, "tables")))
+    write_index(split.path, index, lambda path, rows: None if isinstance(tables[path], DataError) else tables[path])
     return any(split.path.glob("index-*.safetensors"))
 
 
-def _tabled(path: Path, rows: int) -> Iterator[Any]:
+def _describe_table(path: Path, rows: int) -> Iterator[Any]:
     yield describe(path, rows)
 
 
 def _make_index(split: Split, pool: Pool) -> Iterator[str]:
-    """Make an index of the files as they are; one that cannot be read is kept as index.json.damaged. Yield a line for each act."""
+    """Make an index of the existing files; an unreadable one is kept as index.json.damaged. Yield a line for each action."""
     jobs = [(file.path, None, dict[str, Any](), set[str]()) for file in split.files]
     entries, path = list[dict[str, Any]](), split.path / INDEX
-    for file, found in zip(split.files, pool.each(inspection.content, jobs, "hashing", sum(file.size for file in split.files))):
-        fields = found.fields if isinstance(found, Inspection) else []
+    inspections = pool.map(inspection.read_content, jobs, "hashing", sum(file.size for file in split.files))
+    for file, result in zip(split.files, inspections):
+        fields = result.fields if isinstance(result, Inspection) else []
         rows = {data.shape[0] for data in fields if data.kind != "scalar"}
         if len(rows) == 1:
             size = file.path.stat().st_size
-            entries.append({"name": file.path.name, "rows": rows.pop(), "bytes": size, "sha256": found.sha256})
+            entries.append({"name": file.path.name, "rows": rows.pop(), "bytes": size, "sha256": result.sha256})
         else:
-            why = str(found) if isinstance(found, DataError) else found.problem or f"its datasets have rows {sorted(rows)}"
-            yield f"{file.path}: refused: not entered into {INDEX}: {why}"
+            reason = str(result) if isinstance(result, DataError) else result.problem or f"its datasets have rows {sorted(rows)}"
+            yield f"{file.path}: refused: not entered into {INDEX}: {reason}"
     if path.exists():
         path.replace(path.with_name(f"{INDEX}.damaged"))
         yield f"{path}: damaged; kept as {INDEX}.damaged"

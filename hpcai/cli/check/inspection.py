@@ -22,39 +22,36 @@ from hpcai.data import layout
 from hpcai.errors import DataError
 
 ARRAY = "values"
-"""The name under which the array of a .npy file is known to "fields" and to ranges."""
-FEW = 16  # values: a row of no more may well be constant
-NAMED = 10  # rows of a fault that a finding names
-_PART = 64 << 20  # bytes that are read at once, or one row
-_BLOCK = 1 << 20  # bytes that are hashed at once, while a cache holds them
-_WIDE = 64 << 10
-_PLAIN = "biufc"
+"""The name of the array of a .npy file in "fields" and ranges."""
+FEW_VALUES = 16  # values: a row with no more may be constant
+MAX_NAMED_ROWS = 10  # maximum number of rows named in a finding
+_READ_BYTES = 64 << 20  # bytes read at once; at least one row
+_HASH_BYTES = 1 << 20  # bytes hashed at once, in cache
+_WIDE_ROW = 64 << 10
+_NUMERIC_KINDS = "biufc"
 
 
 @dataclass(frozen=True)
-class Field:
-    """A dataset."""
-
+class DatasetInfo:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    item: int
+    itemsize: int
     kind: Literal["contiguous", "chunked", "compressed", "header", "elsewhere", "objects", "damaged", "scalar"]
     why: str = ""
     offset: int = 0
     chunk: tuple[int, ...] = ()
-    chunks: int = 0  # that there should be
-    missing: int = 0  # chunks that were never written
+    chunks: int = 0  # expected number
+    missing: int = 0  # number never written
     stored: int = 0  # bytes
 
     @property
-    def width(self) -> int:
-        """Bytes of a row."""
-        return math.prod(self.shape[1:]) * self.item
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.itemsize
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.item
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def readable(self) -> bool:
@@ -65,18 +62,17 @@ Number = Annotated[float, pydantic.Field(strict=True)]
 
 
 class Bounds(BaseModel):
-    """Values that a dataset may have. ``blank`` is the one that may fill a whole row."""
+    """Allowed values of a dataset. ``blank`` is the value with which a whole row may be filled."""
 
     low: Number | None = None
     high: Number | None = None
     blank: Number | None = None
 
 
-class Tally:
-    """Faults of the rows of one dataset, and a key of each row, which equal rows share and a constant row has as 0.
+class RowStatistics:
+    """Faults of the rows of one dataset, and a key of each row: equal for equal rows, and 0 for a constant row.
 
-    ``faults`` holds the first rows that are not finite (``nan``), out of range or constant, each with a value; ``counts`` counts
-    all.
+    ``faults`` holds the first rows that are not finite (``nan``), out of range or constant, with a value; ``counts`` counts all.
     """
 
     def __init__(self, bounds: Bounds, keyed: bool) -> None:
@@ -86,36 +82,35 @@ class Tally:
         self.counts = dict.fromkeys(self.faults, 0)
 
     def add(self, first: int, part: np.ndarray) -> None:
-        """Rows from number ``first`` on.   part [R, ...]"""
+        """Add the rows ``part`` [R, ...], of which the first has the number ``first``."""
         part = np.ascontiguousarray(part).reshape(len(part), -1)
-        same = self._judge(first, part) if part.dtype.kind in _PLAIN else np.zeros(len(part), bool)
+        constant = self._find_faults(first, part) if part.dtype.kind in _NUMERIC_KINDS else np.zeros(len(part), bool)
         if self._keyed:
-            self.keys.extend(0 if is_constant else key_of(row) for row, is_constant in zip(part.view(np.uint8), same))
+            self.keys.extend(0 if is_constant else row_key(row) for row, is_constant in zip(part.view(np.uint8), constant))
 
-    def _judge(self, first: int, values: np.ndarray) -> np.ndarray:
-        """Note faulty rows, and return which hold one value only.   values [R, V] -> [R]"""
-        few = values.shape[1] <= FEW
+    def _find_faults(self, first: int, values: np.ndarray) -> np.ndarray:
+        """Record faulty rows, and return whether each row is constant.   values [R, V] -> [R]"""
+        few = values.shape[1] <= FEW_VALUES
         if values.dtype.kind in "bc":
             values = values.view(np.uint8 if values.dtype.kind == "b" else values.real.dtype)
         bounds = self._bounds
         with np.errstate(all="ignore"):
-            least, most = values.min(1), values.max(1)  # NaN where a row has one
-            finite = np.isfinite(least) & np.isfinite(most)
-            below = least < (-np.inf if bounds.low is None else bounds.low)
-            above = most > (np.inf if bounds.high is None else bounds.high)
-            same = (least == most) & finite & (not few)
-            odd = same if bounds.blank is None else same & (least != bounds.blank)
-        for name, mask in ("nan", ~finite), ("range", (below | above) & finite), ("constant", odd):
-            rows, known = np.flatnonzero(mask).tolist(), self.faults[name]
+            minimum, maximum = values.min(1), values.max(1)  # NaN where a row has one
+            finite = np.isfinite(minimum) & np.isfinite(maximum)
+            below = minimum < (-np.inf if bounds.low is None else bounds.low)
+            above = maximum > (np.inf if bounds.high is None else bounds.high)
+            constant = (minimum == maximum) & finite & (not few)
+            unexpected = constant if bounds.blank is None else constant & (minimum != bounds.blank)
+        for name, mask in ("nan", ~finite), ("range", (below | above) & finite), ("constant", unexpected):
+            rows, faults = np.flatnonzero(mask).tolist(), self.faults[name]
             self.counts[name] += len(rows)
-            known += [(first + i, float(most[i] if above[i] else least[i])) for i in rows[: NAMED - len(known)]]
-        return same
+            faults += [(first + i, float(maximum[i] if above[i] else minimum[i])) for i in rows[: MAX_NAMED_ROWS - len(faults)]]
+        return constant
 
 
-def key_of(row: np.ndarray) -> int:
-    """Return 64 bits that tell rows apart: a digest of a narrow row; of a wide one two checksums, at the speed of memory.
-    row [bytes]"""
-    if row.size < _WIDE:
+def row_key(row: np.ndarray) -> int:
+    """Return 64 bits that identify a row [bytes]: a digest of a narrow row; of a wide one two checksums, at memory speed."""
+    if row.size < _WIDE_ROW:
         return int.from_bytes(hashlib.blake2b(row.data, digest_size=8).digest()) or 1
     words = row[: row.size // 8 * 8].view(np.uint64)
     return (int(np.add.reduce(words)) + zlib.crc32(row.data) * 0x9E3779B97F4A7C15) % (1 << 64) or 1
@@ -123,107 +118,105 @@ def key_of(row: np.ndarray) -> int:
 
 @dataclass
 class Inspection:
-    """The contents of a file. ``problem`` says why values of it cannot be read."""
+    """The contents of a file. ``problem`` is the error if its values cannot be read."""
 
-    fields: list[Field]
+    fields: list[DatasetInfo]
     sha256: str = ""
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    statistics: dict[str, RowStatistics] = field(default_factory=dict)
     problem: str = ""
 
 
-def describe(path: Path, rows: int | None) -> list[Field]:
-    """Return the datasets of a file, each once, whatever links lead to it. A .npy file is one row, unless its first dim has the
-    ``rows`` that an index tells. Raises DataError, and what h5py raises for a damaged file."""
+def describe(path: Path, rows: int | None) -> list[DatasetInfo]:
+    """Return the datasets of a file, each once, even if several links lead to it. A .npy file is one row, unless its first dim is
+    ``rows`` of the index. Raises DataError, and the exceptions of h5py for a damaged file."""
     if path.suffix == ".npy":
-        return [_array(path, rows)]
+        return [_describe_array(path, rows)]
     with h5py.File(path, "r", locking=False) as file:
         names: list[str] = []
         file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-        return [_dataset(file, name) for name in names]
+        return [_describe_dataset(file, name) for name in names]
 
 
-def _dataset(file: h5py.File, name: str) -> Field:
+def _describe_dataset(file: h5py.File, name: str) -> DatasetInfo:
     data = file[name]
-    kind, plain = data.dtype, data.dtype.kind in _PLAIN
-    about = {"name": name, "shape": data.shape or (), "dtype": kind.str if plain else str(kind), "item": kind.itemsize}
+    dtype, is_numeric = data.dtype, data.dtype.kind in _NUMERIC_KINDS
+    kwargs = {"name": name, "shape": data.shape or (), "dtype": dtype.str if is_numeric else str(dtype), "itemsize": dtype.itemsize}
     if not data.shape:
-        return Field(kind="scalar", **about)
+        return DatasetInfo(kind="scalar", **kwargs)
     try:
-        found = layout.hdf5_layout(file, name)
-    except DataError as problem:
-        about["why"] = str(problem).removeprefix(f"{file.filename}: ")
-        if not isinstance(problem, layout.UnreadableLayoutError):
-            return Field(kind="damaged", **about)
-        if kind.hasobject or data.is_virtual or data.external:
-            return Field(kind="objects" if kind.hasobject else "elsewhere", **about)
+        stored = layout.hdf5_layout(file, name)
+    except DataError as error:
+        kwargs["why"] = str(error).removeprefix(f"{file.filename}: ")
+        if not isinstance(error, layout.UnreadableLayoutError):
+            return DatasetInfo(kind="damaged", **kwargs)
+        if dtype.hasobject or data.is_virtual or data.external:
+            return DatasetInfo(kind="objects" if dtype.hasobject else "elsewhere", **kwargs)
         if not data.id.get_create_plist().get_nfilters():
-            return Field(kind="header", **about)
+            return DatasetInfo(kind="header", **kwargs)
     else:
-        if found.offset is not None or not found.nbytes:
-            return Field(kind="contiguous", offset=found.offset or 0, **about)
-    chunk = data.chunks or data.shape  # in one piece, with no value written
+        if stored.offset is not None or not stored.nbytes:
+            return DatasetInfo(kind="contiguous", offset=stored.offset or 0, **kwargs)
+    chunk = data.chunks or data.shape  # contiguous, but never written
     chunks = math.prod(-(-n // c) for n, c in zip(data.shape, chunk))
     written = data.id.get_num_chunks() if data.chunks else 0
-    about |= {"chunk": chunk, "chunks": chunks, "missing": chunks - written, "stored": data.id.get_storage_size()}
-    return Field(kind="compressed" if "why" in about else "chunked", **about)
+    kwargs |= {"chunk": chunk, "chunks": chunks, "missing": chunks - written, "stored": data.id.get_storage_size()}
+    return DatasetInfo(kind="compressed" if "why" in kwargs else "chunked", **kwargs)
 
 
-def _array(path: Path, rows: int | None) -> Field:
+def _describe_array(path: Path, rows: int | None) -> DatasetInfo:
     try:
-        found = layout.npy_layout(path)
-    except layout.UnreadableLayoutError as problem:
-        return Field(ARRAY, (1,), "?", 1, "elsewhere", str(problem).removeprefix(f"{path}: "))
-    shape = found.shape if rows != 1 and found.shape[:1] == (rows,) else (1, *found.shape)
-    return Field(ARRAY, shape, found.dtype.str, found.dtype.itemsize, "contiguous", offset=found.offset or 0)
+        stored = layout.npy_layout(path)
+    except layout.UnreadableLayoutError as error:
+        return DatasetInfo(ARRAY, (1,), "?", 1, "elsewhere", str(error).removeprefix(f"{path}: "))
+    shape = stored.shape if rows != 1 and stored.shape[:1] == (rows,) else (1, *stored.shape)
+    return DatasetInfo(ARRAY, shape, stored.dtype.str, stored.dtype.itemsize, "contiguous", offset=stored.offset or 0)
 
 
-def headers(path: Path, rows: int | None) -> Iterator[Any]:
-    """Describe a file without reading any value."""
+def read_headers(path: Path, rows: int | None) -> Iterator[Any]:
     yield Inspection(describe(path, rows))
 
 
-def content(path: Path, rows: int | None, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[Any]:
-    """Read a whole file: its SHA-256, and then the values of all rows, from the page cache, which lets go of the file at the end.
-    ``keys`` names the datasets by which samples are told apart, None is the largest."""
+def read_content(path: Path, rows: int | None, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[Any]:
+    """Read a whole file: its SHA-256, and then the values of all rows from the page cache, from which it is evicted at the end.
+    ``keys`` names the datasets that identify samples; None is the one with the widest rows."""
     evict(path)
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_HASH_BYTES):
             digest.update(block)
             yield len(block)
-    found = Inspection([], digest.hexdigest())
+    inspection = Inspection([], digest.hexdigest())
     try:
-        found.fields = describe(path, rows)
-        yield from _tally(path, found, bounds, keys)
-    except Exception as problem:  # of h5py, for a damaged file, whose SHA-256 is told all the same
-        found.problem = str(problem)
+        inspection.fields = describe(path, rows)
+        yield from _read_statistics(path, inspection, bounds, keys)
+    except Exception as error:  # from h5py for a damaged file, whose SHA-256 is still reported
+        inspection.problem = str(error)
     evict(path)
-    yield found
+    yield inspection
 
 
-def largest(fields: Sequence[Field]) -> Field | None:
-    """Return the dataset whose rows are the widest."""
-    return max((one for one in fields if one.readable), key=lambda one: (one.width, one.name), default=None)
+def widest(fields: Sequence[DatasetInfo]) -> DatasetInfo | None:
+    return max((data for data in fields if data.readable), key=lambda data: (data.row_bytes, data.name), default=None)
 
 
-def _tally(path: Path, found: Inspection, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[int]:
-    readable = [one for one in found.fields if one.readable]
-    if keys is None or (keys and not {one.name for one in readable} & set(keys)):
-        keys = {one.name for one in [largest(readable)] if one is not None}
-    for one in readable:
-        tally = found.tallies[one.name] = Tally(bounds.get(one.name, Bounds()), one.name in keys)
-        for first, part in _parts(path, one):
-            tally.add(first, part)
+def _read_statistics(path: Path, found: Inspection, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[int]:
+    readable = [dataset for dataset in found.fields if dataset.readable]
+    if keys is None or (keys and not {dataset.name for dataset in readable} & set(keys)):
+        keys = {dataset.name for dataset in [widest(readable)] if dataset is not None}
+    for dataset in readable:
+        statistics = found.statistics[dataset.name] = RowStatistics(bounds.get(dataset.name, Bounds()), dataset.name in keys)
+        for first, part in _read_parts(path, dataset):
+            statistics.add(first, part)
             yield 0
 
 
-def _parts(path: Path, one: Field) -> Iterator[tuple[int, np.ndarray]]:
-    """All rows, in parts of whole chunks where these are not too large, each with the number of its first row."""
-    step = max(_PART // one.width, 1)
-    step -= step % one.chunk[0] if one.chunk and one.chunk[0] < step else 0
+def _read_parts(path: Path, dataset: DatasetInfo) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield all rows in parts, of whole chunks if these are not too large, each with the number of its first row."""
+    step = max(_READ_BYTES // dataset.row_bytes, 1)
+    step -= step % dataset.chunk[0] if dataset.chunk and dataset.chunk[0] < step else 0
     if path.suffix == ".npy":
-        values = np.memmap(path, np.dtype(one.dtype), "r", one.offset, one.shape)
-        yield from ((begin, values[begin : begin + step]) for begin in range(0, one.shape[0], step))
+        values = np.memmap(path, np.dtype(dataset.dtype), "r", dataset.offset, dataset.shape)
+        yield from ((start, values[start : start + step]) for start in range(0, dataset.shape[0], step))
         return
-    with h5py.File(path, "r", locking=False, rdcc_nbytes=_PART) as file:
-        yield from ((begin, file[one.name][begin : begin + step]) for begin in range(0, one.shape[0], step))
+    with h5py.File(path, "r", locking=False, rdcc_nbytes=_READ_BYTES) as file:
+        yield from ((start, file[dataset.name][start : start + step]) for start in range(0, dataset.shape[0], step))

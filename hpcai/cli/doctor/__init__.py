@@ -1,7 +1,7 @@
-"""`hpcai doctor`: what this installation and this machine offer. It starts no MPI and reserves no GPU.
+"""`hpcai doctor`: describe this installation and this machine. It neither initializes MPI nor reserves a GPU.
 
-`srun hpcai doctor --ranks` (or behind mpiexec or torchrun) looks at a whole job within a minute: where its ranks are, what differs
-between them, links, file systems. Exit code 0: nothing is wrong; 1: something is, on all ranks alike; 2: refused.
+`srun hpcai doctor --ranks` (or behind mpiexec or torchrun) checks a whole job within a minute: placement of ranks, differences
+between them, network links, file systems. Exit code 0: no errors; 1: errors, the same code on all ranks; 2: invalid arguments.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from hpcai.kernels import triton_support
 
 DISTRIBUTION = "hpcai-suite"
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
-LEAST = 5.0
-"""Seconds of a limit within which the ranks of a job can be looked at."""
+MIN_LIMIT = 5.0
+"""Minimum of --limit in seconds."""
 
-# Each probe is a process of its own: a library that cannot be loaded may take its process down
+# Each probe runs in its own process, which a broken library may crash
 PROBES = {
     "torch": """
 import torch
@@ -55,21 +55,22 @@ HINTS = {
     "MPI": f"load the centre's MPI module, or pip install '{DISTRIBUTION}[mpi]'",
     "HDF5": "pip install --force-reinstall h5py",
 }
-LAUNCHER = re.compile(r"SLURM_(JOB_ID|PROCID|NTASKS|LOCALID|JOB_NUM_NODES|GPUS_ON_NODE)$|P(MI|ALS)_(RANK|RANKID|SIZE)$|PMIX_RANK$"
+LAUNCHER_VARIABLES = re.compile(
+    r"SLURM_(JOB_ID|PROCID|NTASKS|LOCALID|JOB_NUM_NODES|GPUS_ON_NODE)$|P(MI|ALS)_(RANK|RANKID|SIZE)$|PMIX_RANK$"
                       r"|OMPI_COMM_WORLD_|MPI_LOCALRANKID$|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_|(CUDA|ROCR)_VISIBLE_DEVICES$|OMP_NUM")
-"""Variables that launchers leave, and those of devices and threads."""  # fmt: skip
+"""Environment variables set by launchers, and those of devices and threads."""  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
-    words = _parser().parse_args(argv)
-    if words.ranks:
-        return _job(words)
+    args = _parser().parse_args(argv)
+    if args.ranks:
+        return _check_ranks(args)
     print(*tables.lines(installation()), sep="\n")
     return 0
 
 
 def installation() -> Iterator[tuple[str, str]]:
-    """Yield name and text of what is installed here."""
+    """Yield name and text of each installed component."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "Python", f"{platform.python_version()} in {sys.prefix}"
     yield "machine", f"{platform.platform()}, {cores} cores to use"
@@ -81,47 +82,47 @@ def installation() -> Iterator[tuple[str, str]]:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
             yield name, "not installed (optional)"
-    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if LAUNCHER.match(name)]
-    yield "launcher", "  ".join(found) or "none found: this process is alone"
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if LAUNCHER_VARIABLES.match(name)]
+    yield "launcher", "  ".join(variables) or "none found: this process is alone"
 
 
 def probe(name: str) -> dict[str, str]:
-    """Return what ``PROBES[name]`` finds, or one entry that says why it does not."""
+    """Return the results of ``PROBES[name]``, or one entry with the error."""
     code = PROBES[name] + "\nimport json; print('found:' + json.dumps(found))"
     try:
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return {name: "no answer within two minutes; a file system or a driver hangs"}
-    for line in run.stdout.splitlines():
+    for line in process.stdout.splitlines():
         if line.startswith("found:"):
             return json.loads(line.removeprefix("found:"))
-    last = next((line for line in reversed(run.stderr.splitlines()) if line.strip()), f"exit code {run.returncode}")
-    return {name: f"not usable: {last.strip()}; {HINTS[name]}"}
+    last_line = next((line for line in reversed(process.stderr.splitlines()) if line.strip()), f"exit code {process.returncode}")
+    return {name: f"not usable: {last_line.strip()}; {HINTS[name]}"}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hpcai doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", action="store_true", help="look at the job that this is a rank of")
+    parser.add_argument("--ranks", action="store_true", help="check the job that this process is a rank of")
     job = parser.add_argument_group("with --ranks")
     job.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="the folder of a run (the current one)")
-    job.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    job.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="end by then, whatever a rank does (60)")
+    job.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    job.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time limit, enforced even if a rank hangs (60)")
     return parser
 
 
-def _job(words: argparse.Namespace) -> int:
+def _check_ranks(args: argparse.Namespace) -> int:
     from hpcai.cli.doctor.deadline import Deadline
     from hpcai.dist.environment import read_rank_info
 
-    if not words.limit >= LEAST:
-        raise ConfigError(f"--limit is {words.limit:g} s, expected {LEAST:g} or more")
-    began, here = time.monotonic(), read_rank_info()
-    words.directory = words.directory.absolute()
-    os.environ.setdefault("HPCAI_TIMEOUT", f"{words.limit + 30:g}")
-    deadline = Deadline(words.limit, here.rank, f"rank {here.rank} on {platform.node()}", here.world)
+    if not args.limit >= MIN_LIMIT:
+        raise ConfigError(f"--limit is {args.limit:g} s, expected {MIN_LIMIT:g} or more")
+    start, rank_info = time.monotonic(), read_rank_info()
+    args.directory = args.directory.absolute()
+    os.environ.setdefault("HPCAI_TIMEOUT", f"{args.limit + 30:g}")
+    deadline = Deadline(args.limit, rank_info.rank, f"rank {rank_info.rank} on {platform.node()}", rank_info.world)
     try:
-        from hpcai.cli.doctor import job  # torch, which may take long
+        from hpcai.cli.doctor import job  # imports torch, which may be slow
 
-        return job.examine(words, deadline, here, time.monotonic() - began)
+        return job.check_job(args, deadline, rank_info, time.monotonic() - start)
     finally:
-        deadline.over()
+        deadline.cancel()

@@ -1,4 +1,4 @@
-"""The folders of a job: whether all ranks see the same, and how fast each node writes and reads while the others do."""
+"""The folders of a job: whether all ranks see the same files, and the write and read rate of each node under concurrent load."""
 
 import os
 import shutil
@@ -12,28 +12,28 @@ from hpcai.cli.check.disk import evict, file_system
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError
 
-MARK = ".hpcai-doctor-"
-"""The beginning of the names of our files."""
-MOST = 256 << 20
+PREFIX = ".hpcai-doctor-"
+"""Prefix of the names of temporary files."""
+MAX_BYTES = 256 << 20
 _CHUNK = 16 << 20
-_LATE = 3.0  # seconds after which a file that another node has made must be seen
+_VISIBLE_WITHIN = 3.0  # seconds after which a file of another node must be visible
 
-left_over: set[Path] = set()
-"""Files that are to be deleted, however this ends."""
+temporary_files: set[Path] = set()
+"""Files to delete on any exit."""
 
 
-def clean() -> None:
-    """Delete what this process has made."""
-    for path in list(left_over):
+def delete_files() -> None:
+    """Delete the temporary files of this process."""
+    for path in list(temporary_files):
         with suppress(OSError):
             path.unlink()
-        left_over.discard(path)
+        temporary_files.discard(path)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder as one rank sees it. ``problem``: why nothing can be written. ``seen``: whether rank 0's file is there; None where
-    that was not asked. ``write`` and ``read`` are bytes a second, 0 where not measured."""
+    """One rank's view of a folder. ``problem``: the error if it is not writable. ``seen``: whether rank 0's file is visible, None
+    if not checked. ``write`` and ``read`` are in bytes per second, 0 if not measured."""
 
     path: str
     kind: str = ""
@@ -46,18 +46,18 @@ class Folder:
 
 @dataclass
 class Folders:
-    """The folder of the run and the scratch folder, by rank; the latter of the first rank of each node."""
+    """The folder of the run and the scratch folder, by rank; the latter only for the first rank of each node."""
 
     run: dict[int, Folder] = field(default_factory=dict)
     scratch: dict[int, Folder] = field(default_factory=dict)
 
 
 @contextmanager
-def mark(folder: Path, token: str) -> Iterator[str]:
-    """A file of rank 0 lies in ``folder`` within the block. Yields why it cannot be written, "" where it can."""
-    path, problem = folder / (MARK + token), ""
+def marker_file(folder: Path, token: str) -> Iterator[str]:
+    """Context manager that creates a file in ``folder`` on rank 0. Yield the error if it cannot be written, or ""."""
+    path, problem = folder / (PREFIX + token), ""
     try:
-        left_over.add(path)
+        temporary_files.add(path)
         with open(path, "x") as file:
             file.write(token)
             file.flush()
@@ -67,43 +67,43 @@ def mark(folder: Path, token: str) -> Iterator[str]:
     try:
         yield problem
     finally:
-        clean()
+        delete_files()
 
 
-def sees(folder: Path, token: str, patience: float = _LATE) -> bool:
-    """Whether rank 0's file is in ``folder``: file systems between nodes may show it some seconds late."""
-    until = time.monotonic() + patience
+def sees_marker(folder: Path, token: str, timeout: float = _VISIBLE_WITHIN) -> bool:
+    """Whether rank 0's file is visible in ``folder``: network file systems may show it after some seconds."""
+    deadline = time.monotonic() + timeout
     while True:
         with suppress(OSError):
-            os.listdir(folder)  # has NFS ask its server again
-            if (folder / (MARK + token)).read_text() == token:
+            os.listdir(folder)  # makes NFS revalidate its cache
+            if (folder / (PREFIX + token)).read_text() == token:
                 return True
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
 
 
-def measure(folder: Path, token: str, rank: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> Folder:
-    """Write a file, to the disk every 16 MiB, and read it past the page cache: each for ``seconds`` or up to 256 MiB."""
-    path, found = folder / f"{MARK}{token}-{rank}", Folder(str(folder), file_system(folder) or "")
-    noise, size = os.urandom(_CHUNK), 0  # which no file system can squeeze
+def measure_folder(folder: Path, token: str, rank: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> Folder:
+    """Write a file with a sync every 16 MiB, and read it past the page cache: each for ``seconds`` or up to 256 MiB."""
+    path, result = folder / f"{PREFIX}{token}-{rank}", Folder(str(folder), file_system(folder) or "")
+    chunk, size = os.urandom(_CHUNK), 0  # incompressible
     try:
-        found = replace(found, free=shutil.disk_usage(folder).free)
-        left_over.add(path)
-        began = clock()
+        result = replace(result, free=shutil.disk_usage(folder).free)
+        temporary_files.add(path)
+        start = clock()
         with open(path, "xb", buffering=0) as file:
-            while size < min(MOST, found.free // 4) and (not size or clock() < began + seconds):
-                size += file.write(noise)
+            while size < min(MAX_BYTES, result.free // 4) and (not size or clock() < start + seconds):
+                size += file.write(chunk)
                 os.fdatasync(file.fileno())
-        found = replace(found, write=size / max(clock() - began, 1e-9))
+        result = replace(result, write=size / max(clock() - start, 1e-9))
         evict(path)
-        done, began = 0, clock()
+        read_bytes, start = 0, clock()
         with Reader("auto", threads=4) as reader:
-            while done < size and (not done or clock() < began + seconds):
-                done += len(reader.fetch(path, done, min(_CHUNK, size - done)))
-        return replace(found, read=done / max(clock() - began, 1e-9))
-    except (OSError, DataError) as problem:
-        return replace(found, problem=getattr(problem, "strerror", None) or str(problem))
+            while read_bytes < size and (not read_bytes or clock() < start + seconds):
+                read_bytes += len(reader.fetch(path, read_bytes, min(_CHUNK, size - read_bytes)))
+        return replace(result, read=read_bytes / max(clock() - start, 1e-9))
+    except (OSError, DataError) as error:
+        return replace(result, problem=getattr(error, "strerror", None) or str(error))
     finally:
-        clean()
+        delete_files()
 

@@ -1,13 +1,13 @@
-"""`hpcai plan APP`: what a training will take on GPUs that are not here, before the job has cost anything.
+"""`hpcai plan APP`: predict time and memory of a training on GPUs that this machine does not have.
 
-The app's own step runs on paper: the code that a GPU would be given, as one process of a job of any size, with tensors that have
-sizes and no numbers. That gives its kernels, the bytes that they move, its messages and where they are waited for, and its memory.
-Rates are those of the GPU's sheet (hpcai.plan.machines). How much slower kernels are than these is taken from one published step of
-the app; `--measured` takes it from a step of yours, and `--slower 1` plans what no code can beat. Steps to the target are those
-that the benchmark's reference needs at each batch. Along other axes than the one of `--ways` a sample is cut as the settings say
-(mesh.pipeline, mesh.context), and then by default in one way.
+The app's own training step is traced without a GPU, as one process of a job of any size, with tensors that have shapes but no
+values. The trace yields the kernels, the bytes that they move, the communication and its synchronization points, and the memory.
+Rates are those of the GPU's data sheet (hpcai.plan.machines). The slowdown of kernels relative to them is fitted to one published
+step of the app; `--measured` fits it to your own step, and `--slower 1` predicts the lower bound. Steps to the target are those of
+the benchmark's reference at each batch size. `--ways` varies one axis of the mesh; a sample is split along other axes as the
+settings say (mesh.pipeline, mesh.context), and then by default not along this one.
 
-    --check    plan what others have published, and print how wrong that is
+    --check    predict published results, and print the errors
 """
 
 import argparse
@@ -28,49 +28,50 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    words = _parsed(argv)
-    files = [word for word in words.words if word.endswith((".yaml", ".yml"))][:1]
-    planner = Planner(words.app, [word for word in words.words if word not in files], files[0] if files else None)
-    found: Row = {"plan": words.app, "source": planner.workload.source}
+    args = _parse_args(argv)
+    files = [arg for arg in args.overrides if arg.endswith((".yaml", ".yml"))][:1]
+    planner = Planner(args.app, [arg for arg in args.overrides if arg not in files], files[0] if files else None)
+    result: Row = {"plan": args.app, "source": planner.training.source}
     with Console(stderr=True).status("a step on paper"):
-        if words.check:
-            found["check"] = check(planner)
+        if args.check:
+            result["check"] = check_published(planner)
         else:
-            on = machines.find_machine(words.machine)
-            slower = words.slower or (planner.measured(words.measured, on) if words.measured else planner.slower)
-            found |= {"machine": on.name, "slower": slower}
-            on, ways = replace(on, slowdown=slower), words.ways or planner.ways
-            found["axes"] = planner.axes()
-            found["jobs"] = {gpus: [row(job, on) for job in best(planner, gpus, ways, on, words.evaluate)] for gpus in words.gpus}
-    print(json.dumps(found)) if words.json else show(found)
+            on = machines.find_machine(args.machine)
+            slowdown = args.slower or (planner.slowdown_of_step(args.measured, on) if args.measured else planner.slowdown)
+            result |= {"machine": on.name, "slower": slowdown}
+            on, ways = replace(on, slowdown=slowdown), args.ways or planner.ways
+            result["axes"] = planner.fixed_axes()
+            jobs = {gpus: fastest_jobs(planner, gpus, ways, on, args.evaluate) for gpus in args.gpus}
+            result["jobs"] = {gpus: [job_row(job, on) for job in fastest] for gpus, fastest in jobs.items()}
+    print(json.dumps(result)) if args.json else print_tables(result)
     return 0
 
 
-def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hpcai plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file plan.py")
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
+    parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
     parser.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 2048], metavar="N", help="GPUs that train")
-    parser.add_argument("--ways", type=int, nargs="+", metavar="N", help="processes that a sample is cut over, along one axis")
-    parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="more GPUs that only evaluate")
-    parser.add_argument("--slower", type=float, metavar="FACTOR", help="than the machine's rates allow")
-    parser.add_argument("--measured", type=float, metavar="SECONDS", help="of a step of one sample on one GPU of this machine")
-    parser.add_argument("--check", action="store_true", help="plan what others have published")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    words = parser.parse_intermixed_args(argv)
-    if min(*words.gpus, *(words.ways or [1])) < 1 or words.evaluate < 0 or min(words.slower or 1, words.measured or 1) <= 0:
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 2048], metavar="N", help="numbers of training GPUs")
+    parser.add_argument("--ways", type=int, nargs="+", metavar="N", help="processes over which a sample is split along one axis")
+    parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="additional GPUs that only evaluate")
+    parser.add_argument("--slower", type=float, metavar="FACTOR", help="slowdown of kernels relative to the machine's rates")
+    parser.add_argument("--measured", type=float, metavar="SECONDS", help="of a step of one sample on one GPU of --machine")
+    parser.add_argument("--check", action="store_true", help="predict published results")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    args = parser.parse_intermixed_args(argv)
+    if min(*args.gpus, *(args.ways or [1])) < 1 or args.evaluate < 0 or min(args.slower or 1, args.measured or 1) <= 0:
         parser.error("numbers of GPUs and ways are at least 1, factors and seconds more than 0")
-    return words
+    return args
 
 
-def best(planner: Planner, gpus: int, ways: Sequence[int], on: Machine, evaluating: int) -> list[Job]:
-    """For each way of cutting the fastest job on ``gpus``."""
-    every = planner.jobs(gpus, ways, on, evaluating)
-    return [next(job for job in every if job.ways == cut) for cut in ways if any(job.ways == cut for job in every)]
+def fastest_jobs(planner: Planner, gpus: int, ways: Sequence[int], machine: Machine, evaluating: int) -> list[Job]:
+    """Return the fastest job on ``gpus`` for each of ``ways``."""
+    jobs = planner.plan_jobs(gpus, ways, machine, evaluating)
+    return [next(job for job in jobs if job.ways == n) for n in ways if any(job.ways == n for job in jobs)]
 
 
-def row(job: Job, on: Machine) -> Row:
+def job_row(job: Job, on: Machine) -> Row:
     step, peak, lean, _ = job.fit
     return {
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.capacity / 1e9,
@@ -80,55 +81,55 @@ def row(job: Job, on: Machine) -> Row:
     }  # fmt: skip
 
 
-def check(planner: Planner) -> list[Row]:
-    """What is published, what is planned with the first step's slowness, and what no code could beat."""
+def check_published(planner: Planner) -> list[Row]:
+    """Return rows with the published value, the prediction with the slowdown of the first step, and the lower bound."""
     rows = []
-    for number, point in enumerate(planner.workload.published):
-        planned, least = (planner.planned(point, slower) for slower in (planner.slower, 1.0))
+    for index, point in enumerate(planner.training.published):
+        planned, lower_bound = (planner.predict(point, slower) for slower in (planner.slowdown, 1.0))
         rows.append({
-            "what": point.what, "of": point.of, "machine": point.machine, "gpus": point.gpus, "evaluating": point.evaluating,
+            "what": point.kind, "of": point.publisher, "machine": point.machine, "gpus": point.gpus, "evaluating": point.evaluating,
             "ways": point.ways, "batch": point.batch, "published": point.value, "planned": planned,
-            "error_percent": None if number == 0 else 100 * (planned / point.value - 1), "at_best": least,
+            "error_percent": None if index == 0 else 100 * (planned / point.value - 1), "at_best": lower_bound,
         })  # fmt: skip
     return rows
 
 
-def show(found: Row) -> None:
-    ignore_broken_pipe(lambda: print(*(_checked(found) if "check" in found else _jobs(found)), sep="\n"))
+def print_tables(result: Row) -> None:
+    ignore_broken_pipe(lambda: print(*(_check_lines(result) if "check" in result else _job_lines(result)), sep="\n"))
 
 
-def _checked(found: Row) -> Iterator[str]:
-    yield f"{found['plan']}: published and planned"
+def _check_lines(result: Row) -> Iterator[str]:
+    yield f"{result['plan']}: published and planned"
     rows = []
-    for one in found["check"]:
-        unit, scale = ("ms a step", 1e3) if one["what"] == "step" else ("minutes", 1)
-        gpus = f"{one['gpus']:,} {one['machine']}" + (f" + {one['evaluating']}" if one["evaluating"] else "")
-        error = "taken from it" if one["error_percent"] is None else f"{one['error_percent']:+.0f} %"
-        published, planned, least = (_number(scale * one[key]) for key in ("published", "planned", "at_best"))
-        rows.append((unit, one["of"], gpus, one["ways"], one["batch"], published, planned, error, least))
+    for entry in result["check"]:
+        unit, scale = ("ms a step", 1e3) if entry["what"] == "step" else ("minutes", 1)
+        gpus = f"{entry['gpus']:,} {entry['machine']}" + (f" + {entry['evaluating']}" if entry["evaluating"] else "")
+        error = "taken from it" if entry["error_percent"] is None else f"{entry['error_percent']:+.0f} %"
+        published, planned, lower_bound = (_format_number(scale * entry[key]) for key in ("published", "planned", "at_best"))
+        rows.append((unit, entry["of"], gpus, entry["ways"], entry["batch"], published, planned, error, lower_bound))
     yield from tables.lines(rows, ("", "by", "GPUs", "ways", "batch", "published", "planned", "error", "at best"), left=("", "by"))
 
 
-def _jobs(found: Row) -> Iterator[str]:
-    slower = f"kernels {found['slower']:.2f} times slower than its rates"
-    yield f"{found['plan']} on {found['machine']}; {slower}; {found['source']}"
-    if found["axes"]:
-        yield "each of them over " + " x ".join(f"{name} {size}" for name, size in found["axes"].items())
+def _job_lines(result: Row) -> Iterator[str]:
+    slower = f"kernels {result['slower']:.2f} times slower than its rates"
+    yield f"{result['plan']} on {result['machine']}; {slower}; {result['source']}"
+    if result["axes"]:
+        yield "each of them over " + " x ".join(f"{name} {size}" for name, size in result["axes"].items())
     rows: list[tuple[object, ...]] = []
-    for jobs in found["jobs"].values():
-        least = min((one["minutes"] for one in jobs), default=0)
-        for one in jobs:
-            took = (_number(1e3 * one[key]) for key in ("step_s", "kernels_s", "launches_s", "messages_s", "idle_s", "loader_s"))
-            ends = f"{one['steps']:,.0f}", _number(one["minutes"]), _number(one["evaluation_minutes"])
-            best = "best" if len(jobs) > 1 and one["minutes"] == least else ""
-            rows.append((f"{one['gpus']:,}", one["ways"], one["batch"], _number(one["memory_gb"]), *took, *ends, best))
+    for jobs in result["jobs"].values():
+        fastest = min((job["minutes"] for job in jobs), default=0)
+        for job in jobs:
+            times = (_format_number(1e3 * job[f"{x}_s"]) for x in ("step", "kernels", "launches", "messages", "idle", "loader"))
+            totals = f"{job['steps']:,.0f}", _format_number(job["minutes"]), _format_number(job["evaluation_minutes"])
+            mark = "best" if len(jobs) > 1 and job["minutes"] == fastest else ""
+            rows.append((f"{job['gpus']:,}", job["ways"], job["batch"], _format_number(job["memory_gb"]), *times, *totals, mark))
     parts = "kernels", "launches", "exposed", "idle", "loader"
     yield from tables.lines(rows, ("GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating", ""))
     yield "ms of a step: kernels, launches, exposed communication, pipeline bubbles, loader; minutes that training waits"
-    for gpus in [gpus for gpus, jobs in found["jobs"].items() if not jobs]:
+    for gpus in [gpus for gpus, jobs in result["jobs"].items() if not jobs]:
         yield f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory"
 
 
-def _number(value: float) -> str:
-    """Three digits, or all of those before the point."""
+def _format_number(value: float) -> str:
+    """Return three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Steps of an app on paper, what they take on a machine, and what a whole training takes."""
+"""Traces of an app's steps, and predictions of a step and of a whole training on a machine."""
 
 import inspect
 import math
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hpcai import config
-from hpcai.cli.plan.workload import Published, find
+from hpcai.cli.plan.training import Published, find_training
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.deferred_init import deferred
@@ -28,46 +28,46 @@ from hpcai.plan.cost import Cost, estimate_cost
 from hpcai.plan.pipeline_schedule import SequentialStages, Pass, StageTrace, peak_memory, simulate_schedule
 from hpcai.train import Step
 
-Words = Sequence[str]
-_FULL = 0.92  # of a GPU's memory that tensors may take: fragments, graphs and libraries take the rest
-_WARM, _STEPS = 20, 100  # of the loader that are simulated: at the start nothing is ready yet
-_FEW, _MORE = 2, 4  # layers of which steps of deep models are recorded
-_COPIES = 8  # of the job on paper, which divide nothing: what concerns all of them concerns all of a larger job
-# A divided optimizer sends what an all-reduce does.
-_PLAIN = (
+Overrides = Sequence[str]
+_USABLE_MEMORY = 0.92  # share of a GPU's memory for tensors; fragmentation, graphs and libraries take the rest
+_LOADER_WARMUP, _LOADER_STEPS = 20, 100  # simulated steps of the loader; during warmup the queue fills
+_FEW_LAYERS, _MORE_LAYERS = 2, 4  # layers with which deep models are recorded
+_MAX_REPLICAS = 8  # of the recorded job, if nothing is sharded over them: a collective of all is scaled to a larger job
+# A sharded optimizer communicates as much as an all-reduce.
+_BASE_OVERRIDES = (
     "step.capture=none", "step.compile=none", "step.compile_cache=null", "step.shard=none", "step.shard_within=null",
     "start.weights=null", "start.sha256=null",
 )  # fmt: skip
-# Their tables are computed, which nothing on paper can be, and their moments are those of these.
-_KEEPS_LIKE = {"lamb": "adamw", "lars": "sgd"}
+# Their segment tables need values, which traced tensors lack; their moments are those of these optimizers.
+_SAME_MOMENTS = {"lamb": "adamw", "lars": "sgd"}
 
 
-class UnfitError(ConfigError):
-    """A job that cannot be, of an app that can."""
+class InfeasibleError(ConfigError):
+    """A job that is not possible; the app itself can be planned."""
 
 
 class Fit(NamedTuple):
-    """A mean step of one process, the most bytes of its tensors, and the words that these need."""
+    """The mean step of one process, its peak memory of tensors in bytes, and the overrides needed for it."""
 
     step: Cost
     peak: float
-    lean: Words
+    memory_savings: Overrides
     held: float = 0.0
     """bytes of tensors between steps"""
 
 
 class Recorded(NamedTuple):
-    """A step of one process; where it has stages of a pipeline, what concerns all micro-batches together, and the stages."""
+    """A recorded step of one process; with pipeline stages, the part shared by all micro-batches, and the stages."""
 
     record: Trace
     stages: list[StageTrace]
     orders: list[list[Pass]]
-    """what each rank along the axis pipeline does"""
+    """order of passes of each rank along the axis pipeline"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """GPUs, how they are used, and what that gives."""
+    """GPUs, the layout of the job on them, and the predictions."""
 
     gpus: int
     ways: int
@@ -79,344 +79,357 @@ class Job:
     """to the target"""
     minutes: float
     evaluation: float
-    """minutes in which no step is made, for evaluation is not done"""
+    """minutes in which training waits for evaluation"""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
         return self.fit.step.seconds + self.loader
 
 
 class Planner:
-    """Plans an app, with other settings in ``words`` and ``yaml``. Steps are recorded once for each way of cutting them.
+    """Predicts trainings of an app, with the settings ``overrides`` and ``yaml``. Steps are recorded once for each split.
 
-    ``kernels``: those of a GPU, not the operations of a CPU.
+    ``kernels``: Record GPU kernels, not the operations of a CPU.
     """
 
-    def __init__(self, name: str, words: Words = (), yaml: str | Path | None = None, kernels: bool = True) -> None:
-        self.name, self.workload, self.words, self.kernels = name, find(name), tuple(words), kernels
-        self._yaml = Path(inspect.getfile(type(self.workload))).parent / "configs" / self.workload.yaml
-        self.yaml = yaml or self._yaml
-        self._sent: Any = None  # what a stage sends
+    def __init__(self, name: str, overrides: Overrides = (), yaml: str | Path | None = None, kernels: bool = True) -> None:
+        self.name, self.training, self.overrides, self.kernels = name, find_training(name), tuple(overrides), kernels
+        self._default_yaml = Path(inspect.getfile(type(self.training))).parent / "configs" / self.training.yaml
+        self.yaml = yaml or self._default_yaml
+        self._stage_output: Any = None  # what a stage sends
         self._recorded: dict[Any, list[tuple[float, Recorded]]] = {}
-        self._settings: dict[Words, Any] = {}
-        self.workload.learn(self.settings())
+        self._settings: dict[Overrides, Any] = {}
+        self.training.read_settings(self.settings())
 
-    def settings(self, *words: str) -> Any:
-        subject = self.workload.subject
-        if words not in self._settings:
-            keys = {word: word.partition("=")[0] for word in _PLAIN}
-            plain = [word for word, key in keys.items() if _has(subject.published, key) and key not in self.workload.keeps]
-            self._settings[words] = subject.known(config.load(subject.published, self.yaml, [*self.words, *words, *plain]))
-        return self._settings[words]
+    def settings(self, *overrides: str) -> Any:
+        workload = self.training.workload
+        if overrides not in self._settings:
+            keys = {setting: setting.partition("=")[0] for setting in _BASE_OVERRIDES}
+            schema, fixed = workload.published_settings, self.training.fixed_settings
+            base = [setting for setting, key in keys.items() if _has_setting(schema, key) and key not in fixed]
+            self._settings[overrides] = workload.complete_settings(
+                config.load(schema, self.yaml, [*self.overrides, *overrides, *base])
+            )
+        return self._settings[overrides]
 
-    def axes(self, words: Words = ()) -> dict[str, int]:
-        """Axes along which a sample is cut as the settings say, not as the plan tries."""
-        others = {"replicate", "evaluate", self.workload.cut}
-        return {name: size for name, size in self.settings(*words).mesh if name not in others and size > 1}
+    def fixed_axes(self, overrides: Overrides = ()) -> dict[str, int]:
+        """Return the axes along which a sample is split as the settings say, with their sizes."""
+        excluded = {"replicate", "evaluate", self.training.split_axis}
+        return {name: size for name, size in self.settings(*overrides).mesh if name not in excluded and size > 1}
 
-    def around(self, words: Words = ()) -> int:
-        """Processes along these axes."""
-        return math.prod(self.axes(words).values())
+    def fixed_processes(self, overrides: Overrides = ()) -> int:
+        """Return the number of processes along these axes."""
+        return math.prod(self.fixed_axes(overrides).values())
 
-    def few(self, copies: int, words: Words) -> int:
-        """Of how many copies the job is that stands for one of ``copies``."""
-        return min(copies, _COPIES) if getattr(self.settings(*words).step, "shard", "none") == "none" else copies
+    def recorded_replicas(self, replicas: int, overrides: Overrides) -> int:
+        """Return the number of replicas in the recorded job that represents one of ``replicas``."""
+        return min(replicas, _MAX_REPLICAS) if getattr(self.settings(*overrides).step, "shard", "none") == "none" else replicas
 
     @property
     def ways(self) -> list[int]:
-        """In which a sample is cut along the axis ``Workload.cut``, where nobody says how."""
-        cut = self.workload.cut
-        return [1] if cut is None else [getattr(self.settings().mesh, cut)] if self.axes() else [1, 2, 4, 8]
+        """The default numbers of ways to split a sample along the axis ``split_axis``."""
+        axis = self.training.split_axis
+        return [1] if axis is None else [getattr(self.settings().mesh, axis)] if self.fixed_axes() else [1, 2, 4, 8]
 
-    def recorded(
-        self, ways: int, copies: int, each: int, words: Words, place: int = 0, parts: int = 1,
+    def record_steps(
+        self, ways: int, replicas: int, per_replica: int, overrides: Overrides, stage_rank: int = 0, micro_batches: int = 1,
     ) -> list[tuple[float, Recorded]]:  # fmt: skip
-        """The kinds of step, by how much each weighs, of a process of ``copies``, each of ``ways``, with ``each`` samples; along
-        the axis pipeline it is at ``place``, with ``parts`` times as many."""
-        key = ways, copies, each, tuple(words), place, parts
+        """Return the weights and recordings of the step variants, for one process of ``replicas``, each of ``ways`` processes and
+        ``per_replica`` samples, at ``stage_rank`` along the axis pipeline, with ``micro_batches`` times as many samples."""
+        key = ways, replicas, per_replica, tuple(overrides), stage_rank, micro_batches
         if key not in self._recorded:
-            self._recorded[key] = [(weight, self._on_paper(*key, turn)) for turn, weight in self.workload.turns.items()]
+            self._recorded[key] = [(weight, self._record(*key, variant)) for variant, weight in self.training.step_variants.items()]
         return self._recorded[key]
 
-    def _on_paper(self, ways: int, copies: int, each: int, words: Words, place: int, parts: int, turn: Words) -> Recorded:
-        load, cut = self.workload, self.workload.cut
-        if ways > 1 and cut is None:
+    def _record(
+        self, ways: int, replicas: int, per_replica: int, overrides: Overrides, stage_rank: int, micro_batches: int,
+        variant: Overrides,
+    ) -> Recorded:  # fmt: skip
+        training, workload, axis = self.training, self.training.workload, self.training.split_axis
+        if ways > 1 and axis is None:
             raise ConfigError(f"samples of {self.name} are planned whole; plan them in one way")
-        cfg = self.settings(f"data.batch={copies * each}", *words, *turn)
-        optimizer = _KEEPS_LIKE.get(cfg.step.optimizer, cfg.step.optimizer)
-        axes, within = self.axes(words), ways * self.around(words)
-        world, rank = copies * within, place * within // axes.get("pipeline", 1)
+        cfg = self.settings(f"data.batch={replicas * per_replica}", *overrides, *variant)
+        optimizer = _SAME_MOMENTS.get(cfg.step.optimizer, cfg.step.optimizer)
+        axes, processes = self.fixed_axes(overrides), ways * self.fixed_processes(overrides)
+        world, rank = replicas * processes, stage_rank * processes // axes.get("pipeline", 1)
         with traced_job(world, self.kernels, rank) as paper:
-            mesh = Mesh({"replicate": copies, **axes, **({cut: ways} if cut else {})}, world, rank)
+            mesh = Mesh({"replicate": replicas, **axes, **({axis: ways} if axis else {})}, world, rank)
             with deferred(0):
-                model = load.build(cfg, mesh)
-                pipeline = load.act(cfg, model, mesh)
-            real = load.batch(cfg, mesh, each)
+                model = training.build(cfg, mesh)
+                pipeline = training.pipeline(cfg, model, mesh)
+            example = training.random_batch(cfg, mesh, per_replica)
             with paper.fake_tensors():
-                settings = cfg.step.model_copy(update={"optimizer": optimizer, "accumulate": min(parts, 2)})
-                act = SequentialStages(paper, pipeline, self._sent if place else None) if pipeline else None
-                step = Step(paper.materialize(model), load.subject.loss, settings, mesh, counts=load.subject.counted, pipeline=act)
-                step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # one is recorded, though sums are as of several
+                settings = cfg.step.model_copy(update={"optimizer": optimizer, "accumulate": min(micro_batches, 2)})
+                recorder = SequentialStages(paper, pipeline, self._stage_output if stage_rank else None) if pipeline else None
+                step = Step(paper.materialize(model), workload.loss, settings, mesh, counts=workload.counts, pipeline=recorder)
+                step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # with gradient buckets as for several
                 directions = cfg.step.optimizer == "lamb" and [torch.zeros_like(state.weights) for state in step.optimizer.states]
-                batch = paper.empty_like(real)
-                _once(paper, step)
+                batch = paper.empty_like(example)
+                _record_once(paper, step)
                 with paper.record() as record:
                     step.reducer.all_gather_parameters()
-                    if act is not None:
+                    if recorder is not None:
                         step.reducer.wait()
                     step._gradients(batch)
-                    paper.once_per_step(lambda: _update(paper, step))()
-            del directions  # which lamb keeps beside
-            if act is None:
+                    paper.once_per_step(lambda: _record_update(paper, step))()
+            del directions  # LAMB's additional buffer
+            if recorder is None:
                 return Recorded(record, [], [])
-            self._sent = act.hidden
+            self._stage_output = recorder.hidden
             try:
-                return Recorded(record, act.stages, act.pipeline.order(parts))
+                return Recorded(record, recorder.stages, recorder.pipeline.order(micro_batches))
             except ConfigError as error:
-                raise UnfitError(str(error)) from None
+                raise InfeasibleError(str(error)) from None
 
-    def step(self, ways: int, copies: int, each: int, on: Machine, words: Words = ()) -> Fit:
-        """The mean step of ``copies``, as large as it may be."""
-        if "pipeline" in self.axes(words):
-            return self._in_stages(ways, copies, each, on, words)
-        depth = self.workload.depth
-        layers = 0 if depth is None else attrgetter(depth)(self.settings(*words))
-        if depth is None or layers <= _MORE:
-            return self._step(ways, copies, each, on, words)
-        few, more = (self._step(ways, copies, each, on, (*words, f"{depth}={n}")) for n in (_FEW, _MORE))
-        times = (layers - _FEW) / (_MORE - _FEW)
-        held, peak = (a + times * (b - a) for a, b in ((few.held, more.held), (few.peak, more.peak)))
-        return Fit(few.step + (more.step + few.step.scaled(-1)).scaled(times), peak, words, held)
+    def mean_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = ()) -> Fit:
+        """Return the mean step of ``replicas``, whatever its memory."""
+        if "pipeline" in self.fixed_axes(overrides):
+            return self._pipeline_step(ways, replicas, per_replica, machine, overrides)
+        depth = self.training.depth
+        layers = 0 if depth is None else attrgetter(depth)(self.settings(*overrides))
+        if depth is None or layers <= _MORE_LAYERS:
+            return self._mean_step(ways, replicas, per_replica, machine, overrides)
+        depths = ((*overrides, f"{depth}={n}") for n in (_FEW_LAYERS, _MORE_LAYERS))
+        few, more = (self._mean_step(ways, replicas, per_replica, machine, words) for words in depths)
+        factor = (layers - _FEW_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
+        held, peak = (a + factor * (b - a) for a, b in ((few.held, more.held), (few.peak, more.peak)))
+        return Fit(few.step + (more.step + few.step.scaled(-1)).scaled(factor), peak, overrides, held)
 
-    def _step(self, ways: int, copies: int, each: int, on: Machine, words: Words) -> Fit:
-        at_once = next(n for n in range(min(each, self.workload.most), 0, -1) if each % n == 0)
-        few, within = self.few(copies, words), ways * self.around(words)
-        found, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-        parts = 2 if each > at_once or copies > MAX_BF16_RANKS else 1  # gradients are then summed in float32; else the same
-        for weight, (record, *_) in self.recorded(ways, few, at_once, words, parts=parts):
-            whole, again = (estimate_cost(_spread(some, within, few, copies), on) for some in (record.events, record.repeated))
-            found += (whole + again.scaled(each / at_once - 1)).scaled(weight)
+    def _mean_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides) -> Fit:
+        micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
+        recorded, processes = self.recorded_replicas(replicas, overrides), ways * self.fixed_processes(overrides)
+        total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
+        # Two micro-batches widen the gradient buckets, and change nothing else.
+        micro_batches = 2 if per_replica > micro_batch or replicas > MAX_BF16_RANKS else 1
+        for weight, (record, *_) in self.record_steps(ways, recorded, micro_batch, overrides, micro_batches=micro_batches):
+            pair = record.events, record.repeated
+            full, repeated = (estimate_cost(_scale_events(events, processes, recorded, replicas), machine) for events in pair)
+            total += (full + repeated.scaled(per_replica / micro_batch - 1)).scaled(weight)
             peak, held = max(peak, record.peak), max(held, record.before)
-        return Fit(found, peak, words, held)
+        return Fit(total, peak, overrides, held)
 
-    def _in_stages(self, ways: int, copies: int, each: int, on: Machine, words: Words) -> Fit:
-        """The mean step of stages of a pipeline, of the rank that is ready last, and the most bytes of any."""
-        at_once = next(n for n in range(min(each, self.workload.most), 0, -1) if each % n == 0)
-        found, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-        for turn, weight in self.workload.turns.items():
-            cost = _Stages(self, ways, copies, at_once, each // at_once, on, (*words, *turn))
+    def _pipeline_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides) -> Fit:
+        """Return the mean step of a pipeline on the rank that finishes last, and the peak memory of any rank."""
+        micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
+        total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
+        for variant, weight in self.training.step_variants.items():
+            cost = _PipelineStep(self, ways, replicas, micro_batch, per_replica // micro_batch, machine, (*overrides, *variant))
             fit = cost.fit()
-            found += fit.step.scaled(weight)
+            total += fit.step.scaled(weight)
             peak, held = max(peak, fit.peak), max(held, fit.held)
-        return Fit(found, peak, words, held)
+        return Fit(total, peak, overrides, held)
 
-    def fitting(self, ways: int, copies: int, each: int, on: Machine, words: Words = ()) -> Fit:
-        """``step`` with the first of ``Workload.lean`` that the memory of ``on`` holds. Raises UnfitError where none does."""
-        for lean in self.workload.lean:
-            found = self.step(ways, copies, each, on, (*words, *lean))
-            if found.peak <= _FULL * on.capacity:
-                return found._replace(lean=lean)
-            if found.held > _FULL * on.capacity:
+    def fit_memory(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = ()) -> Fit:
+        """Return ``mean_step`` with the first of ``memory_savings`` that fits ``machine``. Raises InfeasibleError if none does."""
+        for memory_savings in self.training.memory_savings:
+            fit = self.mean_step(ways, replicas, per_replica, machine, (*overrides, *memory_savings))
+            if fit.peak <= _USABLE_MEMORY * machine.capacity:
+                return fit._replace(memory_savings=memory_savings)
+            if fit.held > _USABLE_MEMORY * machine.capacity:
                 break
-        raise UnfitError(
-            f"{found.peak / 1e9:.3g} GB of tensors do not fit the {on.capacity / 1e9:.3g} GB of {on.name}; cut samples further"
+        raise InfeasibleError(
+            f"{fit.peak / 1e9:.3g} GB of tensors do not fit the {machine.capacity / 1e9:.3g} GB of {machine.name}; cut samples further"
         )
 
-    def job(self, gpus: int, ways: int, batch: int, on: Machine, evaluating: int = 0, words: Words = ()) -> Job:
-        """A training on ``gpus``, and ``evaluating`` more that only evaluate (0: all of them do, and nobody trains meanwhile)."""
-        within = ways * self.around(words)
-        copies = gpus // within
-        if gpus % within or batch % copies:
-            raise UnfitError(f"{gpus} GPUs cut {within} ways are {gpus / within:g} copies, which do not divide a batch of {batch}")
-        fit = self.fitting(ways, copies, batch // copies, on, words)
-        loader = self._loader(copies, within, batch // copies, fit.step.seconds)
-        samples, known = self.workload.needs(batch), self.workload.evaluation
+    def plan_job(self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = ()) -> Job:
+        """Plan a training on ``gpus``, with ``evaluating`` more GPUs that only evaluate (0: all GPUs evaluate, and training
+        waits)."""
+        processes = ways * self.fixed_processes(overrides)
+        replicas = gpus // processes
+        if gpus % processes or batch % replicas:
+            raise InfeasibleError(f"{gpus} GPUs, {processes} a replica: {gpus / processes:g} replicas do not divide batch {batch}")
+        fit = self.fit_memory(ways, replicas, batch // replicas, machine, overrides)
+        loader = self._loader_seconds(replicas, processes, batch // replicas, fit.step.seconds)
+        samples, evaluation = self.training.samples_needed(batch), self.training.evaluation
         steps = samples / batch
-        alone = self._alone(gpus, batch, fit, on, words)
-        score = known.samples * known.cost * alone / (evaluating or gpus)
-        train, every = steps * (fit.step.seconds + loader), known.times(samples, batch) * score
-        # Apart, the last one is waited for; one that takes longer than what it follows delays all others.
-        more = max(every - train, 0.0) + score if evaluating else every
-        return Job(gpus, ways, batch, fit, loader, steps, (train + more) / 60, more / 60)
+        sample_seconds = self._single_gpu_seconds(gpus, batch, fit, machine, overrides)
+        score = evaluation.samples * evaluation.cost * sample_seconds / (evaluating or gpus)
+        train, all_scores = steps * (fit.step.seconds + loader), evaluation.count(samples, batch) * score
+        # With separate GPUs training waits only for the last evaluation, and for earlier ones if they are slower than training.
+        pause = max(all_scores - train, 0.0) + score if evaluating else all_scores
+        return Job(gpus, ways, batch, fit, loader, steps, (train + pause) / 60, pause / 60)
 
-    def _alone(self, gpus: int, batch: int, fit: Fit, on: Machine, words: Words) -> float:
-        """Seconds of a sample on one GPU, or where that has no room for the model those of all GPUs together."""
+    def _single_gpu_seconds(self, gpus: int, batch: int, fit: Fit, machine: Machine, overrides: Overrides) -> float:
+        """Return the seconds of a sample on one GPU, or if the model does not fit, those on all GPUs divided by their number."""
         try:
-            if self.axes(words):
+            if self.fixed_axes(overrides):
                 return fit.step.seconds * gpus / batch
-            return self.fitting(1, 1, 1, on, words).step.seconds
-        except UnfitError:
+            return self.fit_memory(1, 1, 1, machine, overrides).step.seconds
+        except InfeasibleError:
             return fit.step.seconds * gpus / batch
 
-    def _loader(self, copies: int, ways: int, each: int, step: float) -> float:
-        prepare, workers = self.workload.preparation, self.workload.workers
+    def _loader_seconds(self, replicas: int, ways: int, per_replica: int, step: float) -> float:
+        prepare, workers = self.training.preparation_seconds, self.training.workers
         if prepare is None:
             return 0.0
-        seconds = prepare(np.random.default_rng(0), (copies, (_WARM + _STEPS) * each))
-        return float(
-            simulate_waits(seconds, step, workers, queue_capacity(workers, each, 0, 1), "ready", batch=each, ranks=ways)[_WARM:].mean()
-        )
+        seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
+        stalls = simulate_waits(seconds, step, workers, queue_capacity(workers, per_replica, 0, 1), "ready", batch=per_replica, ranks=ways)
+        return float(stalls[_LOADER_WARMUP:].mean())
 
-    def jobs(self, gpus: int, ways: Sequence[int], on: Machine, evaluating: int = 0) -> list[Job]:
-        """What can be done with ``gpus``, the fastest first: each way of cutting, at batches whose way to the target is known."""
-        low, high = min(self.workload.samples), max(self.workload.samples)
-        found = []
-        for cut in ways:
-            copies = gpus // (cut * self.around())
-            each = {-(-low // copies), high // copies, *(2**n for n in range(high.bit_length()))} if copies else set()
-            for n in sorted(n for n in each if low <= n * copies <= high):
+    def plan_jobs(self, gpus: int, ways: Sequence[int], machine: Machine, evaluating: int = 0) -> list[Job]:
+        """Return the feasible jobs on ``gpus``, fastest first: each of ``ways``, at batch sizes with known samples to the
+        target."""
+        low, high = min(self.training.samples), max(self.training.samples)
+        jobs = []
+        for way in ways:
+            replicas = gpus // (way * self.fixed_processes())
+            sizes = {-(-low // replicas), high // replicas, *(2**n for n in range(high.bit_length()))} if replicas else set()
+            for n in sorted(n for n in sizes if low <= n * replicas <= high):
                 try:
-                    found.append(self.job(copies * cut * self.around(), cut, n * copies, on, evaluating))
-                except UnfitError:
+                    jobs.append(self.plan_job(replicas * way * self.fixed_processes(), way, n * replicas, machine, evaluating))
+                except InfeasibleError:
                     continue
-        return sorted(found, key=lambda job: job.minutes)
+        return sorted(jobs, key=lambda job: job.minutes)
 
     @cached_property
-    def slower(self) -> float:
-        """How much longer the kernels of the first published step took than the machine's rates allow."""
-        first = self.workload.published[0]
-        if self.axes() or self.yaml != self._yaml:
-            return Planner(self.name, kernels=self.kernels).slower
-        copies = first.gpus // (first.ways * self.around(first.words))
-        return self._slower(
-            first.value, first.ways, copies, first.batch // copies, machines.find_machine(first.machine), first.words
+    def slowdown(self) -> float:
+        """Slowdown of the kernels in the first published step, relative to the machine's rates."""
+        first = self.training.published[0]
+        if self.fixed_axes() or self.yaml != self._default_yaml:
+            return Planner(self.name, kernels=self.kernels).slowdown
+        replicas = first.gpus // (first.ways * self.fixed_processes(first.overrides))
+        machine = machines.find_machine(first.machine)
+        return self._find_slowdown(
+            first.value, first.ways, replicas, first.batch // replicas, machine, first.overrides
         )
 
-    def measured(self, seconds: float, on: Machine) -> float:
-        """The same of a step of one sample on one GPU, which took ``seconds``."""
-        return self._slower(seconds, 1, 1, 1, on)
+    def slowdown_of_step(self, seconds: float, machine: Machine) -> float:
+        """Return the slowdown in a step of one sample on one GPU that took ``seconds``."""
+        return self._find_slowdown(seconds, 1, 1, 1, machine)
 
-    def _slower(self, seconds: float, ways: int, copies: int, each: int, on: Machine, words: Words = ()) -> float:
+    def _find_slowdown(
+        self, seconds: float, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = (),
+    ) -> float:  # fmt: skip
         low, high = 1.0, 64.0
         while high / low > 1.001:
             middle = math.sqrt(low * high)
-            found = self.fitting(ways, copies, each, replace(on, slowdown=middle), words).step.seconds
-            low, high = (middle, high) if found < seconds else (low, middle)
+            predicted = self.fit_memory(ways, replicas, per_replica, replace(machine, slowdown=middle), overrides).step.seconds
+            low, high = (middle, high) if predicted < seconds else (low, middle)
         return low
 
-    def planned(self, point: Published, slower: float) -> float:
-        """What ``Published.value`` should have been."""
-        on = machines.find_machine(point.machine, slowdown=slower)
-        found = self.job(point.gpus, point.ways, point.batch, on, point.evaluating, point.words)
-        return found.seconds if point.what == "step" else found.minutes
+    def predict(self, point: Published, slowdown: float) -> float:
+        """Return the prediction of ``Published.value``."""
+        machine = machines.find_machine(point.machine, slowdown=slowdown)
+        job = self.plan_job(point.gpus, point.ways, point.batch, machine, point.evaluating, point.overrides)
+        return job.seconds if point.kind == "step" else job.minutes
 
 
-class _Stages:
-    """What the ranks along the axis pipeline do in a step of ``parts`` micro-batches, each of ``at_once`` samples.
+class _PipelineStep:
+    """The ranks along the axis pipeline in a step of ``count`` micro-batches, each of ``micro_batch`` samples.
 
-    The first rank, the second and the last are recorded: those between are alike. Of deep models they are recorded with few layers
-    in each stage.
+    The first, second and last rank are recorded; all between equal the second. Deep models are recorded with few layers a stage.
     """
 
     def __init__(
-        self, planner: Planner, ways: int, copies: int, at_once: int, parts: int, on: Machine, words: Words,
+        self, planner: Planner, ways: int, replicas: int, micro_batch: int, count: int, machine: Machine, overrides: Overrides,
     ) -> None:  # fmt: skip
-        self.on, self.parts, self.planner = on, parts, planner
-        self.within, self.ranks = ways * planner.around(words), planner.axes(words)["pipeline"]
-        cfg, depth = planner.settings(*words), planner.workload.depth
-        self.count = planner.workload.stages(cfg)
+        self.machine, self.micro_batches, self.planner = machine, count, planner
+        self.within, self.ranks = ways * planner.fixed_processes(overrides), planner.fixed_axes(overrides)["pipeline"]
+        cfg, depth = planner.settings(*overrides), planner.training.depth
+        self.stage_count = planner.training.stage_count(cfg)
         layers = 0 if depth is None else attrgetter(depth)(cfg)
-        self.layers = balanced_split(layers, self.count)
-        deep = layers > _MORE * self.count
-        depths: list[Words] = [(f"{depth}={n * self.count}",) for n in (_FEW, _MORE)] if deep else [()]
+        self.layers = balanced_split(layers, self.stage_count)
+        deep = layers > _MORE_LAYERS * self.stage_count
+        depths: list[Overrides] = [(f"{depth}={n * self.stage_count}",) for n in (_FEW_LAYERS, _MORE_LAYERS)] if deep else [()]
         self.recorded = {
-            place: [planner.recorded(ways, copies, at_once, (*words, *more), place, parts)[0][1] for more in depths]
-            for place in sorted({0, 1, self.ranks - 1})
+            rank: [planner.record_steps(ways, replicas, micro_batch, (*overrides, *more), rank, count)[0][1] for more in depths]
+            for rank in sorted({0, 1, self.ranks - 1})
         }
         self.orders = self.recorded[0][0].orders
-        self.own = [sorted({stage for _, stage, _ in order}) for order in self.orders]
-        self.rank_of = [next(rank for rank, own in enumerate(self.own) if stage in own) for stage in range(self.count)]
-        self.costs = {stage: self._stage(rank, self.own[rank].index(stage)) for stage, rank in enumerate(self.rank_of)}
+        self.stages_of = [sorted({stage for _, stage, _ in order}) for order in self.orders]
+        self.rank_of = [next(rank for rank, own in enumerate(self.stages_of) if stage in own) for stage in range(self.stage_count)]
+        self.costs = {stage: self._stage_cost(rank, self.stages_of[rank].index(stage)) for stage, rank in enumerate(self.rank_of)}
 
-    def _along(self, of: Callable[[Recorded], Sequence[float]], rank: int, layers: float) -> np.ndarray:
-        """What ``of`` says of a process with so many layers in each stage."""
-        every = [np.array(of(one)) for one in self.recorded[rank if rank in self.recorded else 1]]
-        return every[0] if len(every) == 1 else every[0] + (every[1] - every[0]) * (layers - _FEW) / (_MORE - _FEW)
+    def _interpolate(self, function: Callable[[Recorded], Sequence[float]], rank: int, layers: float) -> np.ndarray:
+        """Return ``function`` of a rank with ``layers`` layers in each stage, on the line through the recorded depths."""
+        values = [np.array(function(recorded)) for recorded in self.recorded[rank if rank in self.recorded else 1]]
+        factor = (layers - _FEW_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
+        return values[0] if len(values) == 1 else values[0] + (values[1] - values[0]) * factor
 
-    def _stage(self, rank: int, place: int) -> "_Cost":
-        def numbers(found: Recorded) -> list[float]:
-            stage = found.stages[place]
-            passes = [estimate_cost(record.events, self.on) for record in (stage.forward, stage.backward)]
-            own = [record.peak - record.before for record in (stage.forward, stage.backward)]
-            return [x for one in passes for x in vars(one).values()] + [
-                *own, stage.saved_bytes, stage.gradient_bytes, stage.input_bytes, stage.output_bytes,
+    def _stage_cost(self, rank: int, index: int) -> "_StageCost":
+        def numbers(recorded: Recorded) -> list[float]:
+            stage = recorded.stages[index]
+            passes = [estimate_cost(record.events, self.machine) for record in (stage.forward, stage.backward)]
+            memory = [record.peak - record.before for record in (stage.forward, stage.backward)]
+            return [x for cost in passes for x in vars(cost).values()] + [
+                *memory, stage.saved_bytes, stage.gradient_bytes, stage.input_bytes, stage.output_bytes,
             ]  # fmt: skip
 
-        every, size = self._along(numbers, rank, self.layers[self.own[rank][place]]).tolist(), len(fields(Cost))
-        return _Cost(Cost(*every[:size]), Cost(*every[size : 2 * size]), tuple(every[2 * size : -2]), *every[-2:])
+        values, size = self._interpolate(numbers, rank, self.layers[self.stages_of[rank][index]]).tolist(), len(fields(Cost))
+        return _StageCost(Cost(*values[:size]), Cost(*values[size : 2 * size]), tuple(values[2 * size : -2]), *values[-2:])
 
-    def _rest(self, rank: int) -> tuple[Cost, float, float]:
-        """What is done once in a step; bytes that are there between steps, and that this takes beside."""
+    def _step_cost(self, rank: int) -> tuple[Cost, float, float]:
+        """Return the cost incurred once per step, its bytes between steps, and its additional bytes."""
 
-        def numbers(found: Recorded) -> list[float]:
-            record = found.record
-            return [*vars(estimate_cost(record.events, self.on)).values(), record.before, record.peak - record.before]
+        def numbers(recorded: Recorded) -> list[float]:
+            record = recorded.record
+            return [*vars(estimate_cost(record.events, self.machine)).values(), record.before, record.peak - record.before]
 
-        layers = np.mean([self.layers[stage] for stage in self.own[rank]])
-        *every, held, more = self._along(numbers, rank, float(layers)).tolist()
-        return Cost(*every), held, more
+        layers = np.mean([self.layers[stage] for stage in self.stages_of[rank]])
+        *values, held, additional = self._interpolate(numbers, rank, float(layers)).tolist()
+        return Cost(*values), held, additional
 
-    def _took(self, kind: str, stage: int) -> Cost:
-        """A pass. The two parts of a backward one take as long as each other."""
+    def _pass_cost(self, kind: str, stage: int) -> Cost:
+        """Return the cost of a pass. Both parts of a split backward pass take equal time."""
         cost = self.costs[stage]
         return cost.forward if kind == "F" else cost.backward.scaled(0.5 if kind in "IW" else 1.0)
 
-    def _hop(self, begin: int, end: int) -> tuple[float, float]:
-        """Seconds of a message from one stage to another, and its bytes."""
+    def _transfer(self, begin: int, end: int) -> tuple[float, float]:
+        """Return seconds and bytes of a transfer between two stages."""
         ranks = [self.rank_of[stage] * self.within // self.ranks for stage in (begin, end)]
-        return (0.0, 0.0) if ranks[0] == ranks[1] else self.on.communication_time("send", int(self.costs[0].sent), ranks)
+        return (0.0, 0.0) if ranks[0] == ranks[1] else self.machine.communication_time("send", int(self.costs[0].sent), ranks)
 
     def fit(self) -> Fit:
-        last, took = self.count - 1, cache(self._took)
-        ready = simulate_schedule(self.orders, last, lambda kind, stage: took(kind, stage).seconds, lambda *of: self._hop(*of)[0])
-        steps, peaks, holds = [], [], []
-        for rank, (order, end) in enumerate(zip(self.orders, ready)):
-            rest, held, more = self._rest(rank)
-            step = rest
-            for (kind, stage), times in Counter((kind, stage) for kind, stage, _ in order).items():
-                step += took(kind, stage).scaled(times)
-                other = stage + 1 if kind == "F" else stage - 1
-                if 0 <= other <= last and kind != "W" and (bytes := self._hop(stage, other)[1]):
-                    step = replace(step, sent=step.sent + times * bytes, messages=step.messages + times)
-            seconds = end + rest.seconds
+        last, cost = self.stage_count - 1, cache(self._pass_cost)
+        ready = simulate_schedule(self.orders, last, lambda kind, stage: cost(kind, stage).seconds, lambda *stages: self._transfer(*stages)[0])
+        steps, peaks, held_bytes = [], [], []
+        for rank, (order, finished) in enumerate(zip(self.orders, ready)):
+            step_cost, held, extra = self._step_cost(rank)
+            step = step_cost
+            for (kind, stage), count in Counter((kind, stage) for kind, stage, _ in order).items():
+                step += cost(kind, stage).scaled(count)
+                neighbour = stage + 1 if kind == "F" else stage - 1
+                if 0 <= neighbour <= last and kind != "W" and (bytes := self._transfer(stage, neighbour)[1]):
+                    step = replace(step, sent=step.sent + count * bytes, messages=step.messages + count)
+            seconds = finished + step_cost.seconds
             steps.append(replace(step, seconds=seconds, idle=step.idle + seconds - step.seconds))
-            buffers = self.parts * sum(self.costs[stage].given + self.costs[stage].sent for stage in self.own[rank])  # torch's
+            costs = {stage: self.costs[stage] for stage in self.stages_of[rank]}
+            buffers = self.micro_batches * sum(cost.given + cost.sent for cost in costs.values())  # torch's
             peaks.append(
-                held + buffers + max(more, peak_memory(order, {stage: self.costs[stage].bytes for stage in self.own[rank]}))
+                held + buffers + max(extra, peak_memory(order, {stage: cost.bytes for stage, cost in costs.items()}))
             )
-            holds.append(held + buffers)
-        return Fit(max(steps, key=attrgetter("seconds")), max(peaks), (), max(holds))
+            held_bytes.append(held + buffers)
+        return Fit(max(steps, key=attrgetter("seconds")), max(peaks), (), max(held_bytes))
 
 
-class _Cost(NamedTuple):
-    """One micro-batch in a stage."""
+class _StageCost(NamedTuple):
+    """The cost of one micro-batch in a stage."""
 
     forward: Cost
     backward: Cost
     bytes: tuple[float, ...]
-    """as ``hpcai.plan.pipeline_schedule.peak_memory`` has them"""
+    """the arguments of ``hpcai.plan.pipeline_schedule.peak_memory``"""
     given: float
     sent: float
 
 
-def _has(schema: Any, key: str) -> bool:
+def _has_setting(schema: Any, key: str) -> bool:
     section, _, name = key.partition(".")
     return section in schema.model_fields and name in schema.model_fields[section].annotation.model_fields
 
 
-def _update(paper: StepTracer, step: Step) -> None:
-    """Clipping and update: gradients are read twice, all else is read and written."""
+def _record_update(paper: StepTracer, step: Step) -> None:
+    """Record clipping and update: gradients are read twice, all other tensors are read and written."""
     for state in step.optimizer.states:
         gradient = state.flat_param.gradient()
-        rest = [state.weights, state.low, state.average, *state.moments.values()]
+        tensors = [state.weights, state.low, state.average, *state.moments.values()]
         paper.add_kernel(
-            "update", 2 * sum(x.nbytes for x in rest if x is not None) + 2 * (0 if gradient is None else gradient.nbytes)
+            "update", 2 * sum(x.nbytes for x in tensors if x is not None) + 2 * (0 if gradient is None else gradient.nbytes)
         )
 
 
-def _once(paper: StepTracer, step: Step) -> None:
-    """Sums of gradients, and what is before and after them, belong to a step and not to each of its micro-batches."""
+def _record_once(paper: StepTracer, step: Step) -> None:
+    """Record the reduction of gradients, and the work before and after it, once per step and not for each micro-batch."""
     sums: Any = step.reducer
     for owner, name in (
         (sums, "all_gather_parameters"), (sums, "zero_grad"), (sums, "reduce"), *((bucket, "launch") for bucket in sums.buckets),
@@ -424,13 +437,13 @@ def _once(paper: StepTracer, step: Step) -> None:
         setattr(owner, name, paper.once_per_step(getattr(owner, name)))
 
 
-def _spread(events: Sequence[Event], ways: int, few: int, copies: int) -> list[Event]:
-    """The events of a job of ``few`` copies as those of one of ``copies``: a group of all of them is one of all."""
+def _scale_events(events: Sequence[Event], ways: int, recorded: int, replicas: int) -> list[Event]:
+    """Return the events of ``recorded`` replicas as those of ``replicas``: a group of all replicas is scaled to all."""
 
     @cache
-    def all_of(ranks: tuple[int, ...]) -> tuple[int, ...]:
-        if few == copies or ranks[-1] < ways * (few - 1):
+    def scale(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if recorded == replicas or ranks[-1] < ways * (recorded - 1):
             return ranks
-        return tuple(copy * ways + rank for copy in range(copies) for rank in ranks if rank < ways)
+        return tuple(replica * ways + rank for replica in range(replicas) for rank in ranks if rank < ways)
 
-    return [event._replace(ranks=all_of(event.ranks)) if isinstance(event, Communication) else event for event in events]
+    return [event._replace(ranks=scale(event.ranks)) if isinstance(event, Communication) else event for event in events]

@@ -1,5 +1,5 @@
-"""`hpcai report RUN`: a run's directory as one page that needs no network, RUN/report.html, with its plots in RUN/plots.
-`hpcai report RUN RUN ...`: what differs between runs, what came of each and their curves over one another, on one page."""
+"""`hpcai report RUN`: render a run's directory as one self-contained page, RUN/report.html, with its plots in RUN/plots. `hpcai
+report RUN RUN ...`: compare runs on one page: different settings, results, and overlaid curves."""
 
 import argparse
 import sys
@@ -7,74 +7,74 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcai.cli.report import several
+from hpcai.cli.report import comparison
 from hpcai.cli.report.curves import plots
-from hpcai.cli.report.document import page
-from hpcai.cli.report.run import read, reason
+from hpcai.cli.report.document import render_page
+from hpcai.cli.report.run import describe_error, read_run
 from hpcai.cli.report.theme import DARK, LIGHT, Plot
 from hpcai.errors import DataError
 from hpcai.log import METRICS
 
 
-def draw(run: Path) -> Path:
-    """Draws the run in the directory ``run`` and returns the page's path. Raises DataError where there is no run."""
-    found = read(run)
-    drawn = {plot: pictures for plot in plots(found) if (pictures := _pictures(found.left_out, plot))}
+def draw_run(run: Path) -> Path:
+    """Render the run in the directory ``run``, and return the path of the page. Raises DataError if there is no run."""
+    record = read_run(run)
+    images = {plot: pictures for plot in plots(record) if (pictures := _render(record.left_out, plot))}
     folder = run / "plots"
     folder.mkdir(exist_ok=True)
-    for plot, (light, _) in drawn.items():
+    for plot, (light, _) in images.items():
         (folder / f"{plot.name}.png").write_bytes(light)
     path = run / "report.html"
-    path.write_text(page(found, drawn), encoding="utf-8")
+    path.write_text(render_page(record, images), encoding="utf-8")
     return path
 
 
-def compare(runs: Sequence[Path], output: Path | None = None) -> Path:
-    """Draws several runs on one page, in the folder that holds them all unless ``output`` names its file, and returns its path.
-    Raises DataError where one is no run, or the page cannot be written."""
-    together = several.Several([read(run) for run in runs])
-    names = together.metrics()
-    drawn = {plot: pictures for plot in several.plots(together, names) if (pictures := _pictures(together.left_out, plot))}
-    path = output or together.folder / several.FILE
+def compare_runs(runs: Sequence[Path], output: Path | None = None) -> Path:
+    """Render several runs on one page, in their common parent folder or in the file ``output``, and return its path. Raises
+    DataError if one is no run, or the page cannot be written."""
+    overview = comparison.Comparison([read_run(run) for run in runs])
+    names = overview.metrics()
+    images = {plot: pictures for plot in comparison.plots(overview, names) if (pictures := _render(overview.left_out, plot))}
+    path = output or overview.folder / comparison.FILE
     try:
-        path.write_text(several.page(together, several.columns(together, names), drawn), encoding="utf-8")
+        path.write_text(comparison.render_page(overview, comparison.columns(overview, names), images), encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; name a file that can be written, with --output") from error
     return path
 
 
-def _pictures(left_out: list[str], plot: Plot) -> tuple[bytes, bytes] | None:
-    """The plot on light and on dark paper."""
+def _render(left_out: list[str], plot: Plot) -> tuple[bytes, bytes] | None:
+    """Return the plot in the light and in the dark theme, or None if it fails."""
     try:
         return plot.png(LIGHT), plot.png(DARK)
-    except Exception as error:  # numbers that no picture can be made of cost one picture, and never the page
-        left_out.append(f"{plot.title}: {reason(error)}")
+    except Exception as error:  # a failed plot is left out, and the page is still written
+        left_out.append(f"{plot.title}: {describe_error(error)}")
         return None
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hpcai report", description=__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"directory of a run, with {METRICS}")
-    output = f"the page of several runs ({several.FILE} in the folder that holds them all)"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"directory of a run, which contains {METRICS}")
+    output = f"page of several runs ({comparison.FILE} in their common parent folder)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    parser.add_argument("--open", action="store_true", help="show the page in a browser")
-    words = parser.parse_args(argv)
-    runs = _folders(words.runs)
-    if len(runs) == 1 and words.output is not None:
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    args = parser.parse_args(argv)
+    runs = _run_folders(args.runs)
+    if len(runs) == 1 and args.output is not None:
         parser.error(f"--output is for several runs; the page of {runs[0]} is {runs[0] / 'report.html'}")
-    path = draw(runs[0]) if len(runs) == 1 else compare(runs, words.output)
+    path = draw_run(runs[0]) if len(runs) == 1 else compare_runs(runs, args.output)
     print(path)
-    if words.open:
+    if args.open:
         webbrowser.open(path.resolve().as_uri())
     return 0
 
 
-def _folders(named: Sequence[Path]) -> list[Path]:
-    """Each folder once. Files among several, as where a shell puts all of a folder for ``*``, are passed over, and told."""
-    files = [path for path in named if path.is_file()] if len(named) > 1 else []
+def _run_folders(paths: Sequence[Path]) -> list[Path]:
+    """Return each folder once. Files among several paths, as from a shell's ``*``, are skipped with a message."""
+    files = [path for path in paths if path.is_file()] if len(paths) > 1 else []
     if files:
         print(f"hpcai report: passed over, as no folders of runs: {', '.join(map(str, files))}", file=sys.stderr)
-    folders = list({path.resolve(): path for path in named if path not in files}.values())
+    folders = list({path.resolve(): path for path in paths if path not in files}.values())
     if not folders:
-        raise DataError(f"none of {len(named)} names is a directory; expected runs' directories, which hold {METRICS}")
+        raise DataError(f"none of {len(paths)} names is a directory; expected runs' directories, which hold {METRICS}")
     return folders

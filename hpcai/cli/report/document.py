@@ -1,4 +1,4 @@
-"""The page: one file of HTML that needs no network."""
+"""The page: one self-contained HTML file."""
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from hpcai import startup
-from hpcai.cli.report.run import Record
+from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import Plot
 from hpcai.log import format_duration, format_energy, format_number, format_rate, format_bytes
 
-Drawn = Mapping[Plot, tuple[bytes, bytes]]               # the light and the dark PNG of each plot
+Images = Mapping[Plot, tuple[bytes, bytes]]               # light and dark PNG of each plot
 
-MOST = 12                                                # checkpoints in the table
+MAX_CHECKPOINTS = 12                                                # in the table
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --page: #f3f5f8; --ink: #1c2430; --faint: #6b7685; --line: #e1e5eb;
@@ -71,7 +71,7 @@ def _date(time: float) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: Literal["words", "numbers", "texts"] = "words") -> str:
-    """An HTML table. All columns but the first of ``numbers`` are right-aligned; ``texts`` keep their lines."""
+    """Return an HTML table. All columns but the first of ``numbers`` are right-aligned; ``texts`` keep their line breaks."""
 
     def cells(row: Sequence[Any], tag: str) -> str:
         marks = ["", *(' class="n"' if kind == "numbers" else "" for _ in row[1:])]
@@ -86,8 +86,8 @@ def card(title: str, body: str, note: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{faint}{body}</section>'
 
 
-def state(run: Record) -> tuple[str, str]:
-    """How the run ended, or that it has not, and the mark of that."""
+def run_state(run: RunRecord) -> tuple[str, str]:
+    """Return the state of the run, and its CSS class."""
     stop = run.stop
     if not stop:
         return f"still running, last heard of {_date(run.events[-1]['time'])}", "live"
@@ -95,15 +95,15 @@ def state(run: Record) -> tuple[str, str]:
     return text + (", target reached" if stop.get("target_reached") and stop.get("reason") != "target" else ""), mark
 
 
-def _header(run: Record) -> str:
-    text, mark = state(run)
+def _header(run: RunRecord) -> str:
+    text, mark = run_state(run)
     when = f"{_date(run.events[0]['time'])} to {_date(run.events[-1]['time'])}"
     return (f'<header><h1>{escape(run.name)}</h1><span class="state {mark}">{escape(text)}</span></header>'
             f'<div class="faint">{escape(str(run.directory))} · {escape(when)}</div>')
 
 
-def _tiles(run: Record) -> str:
-    last = (run.of("train") or run.of("stop") or [{}])[-1]
+def _tiles(run: RunRecord) -> str:
+    last = (run.events_of("train") or run.events_of("stop") or [{}])[-1]
     rate = run.series("train", "samples_per_second")[1]
     tiles = []
     name = run.setting("train.metric") or next(iter(run.names("evaluate")), None)
@@ -124,26 +124,26 @@ def _tiles(run: Record) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def _results(run: Record) -> str:
+def _results(run: RunRecord) -> str:
     rows = []
     for name in run.names("evaluate"):
         steps, values = run.series("evaluate", name)
         best, target = run.best(name), run.target(name)
-        first = (name, format_number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
-        rows.append((*first, format_number(values[-1]), f"{steps[-1]:,}", format_number(target) if target is not None else ""))
+        best_cells = (name, format_number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
+        rows.append((*best_cells, format_number(values[-1]), f"{steps[-1]:,}", format_number(target) if target is not None else ""))
     return card("Evaluations", table(("metric", "best", "at step", "last", "at step", "target"), rows, "numbers")) if rows else ""
 
 
-def _predicted(run: Record) -> str:
+def _predictions(run: RunRecord) -> str:
     if run.table is None:
         return ""
     found = run.table
     return card(found.title, table(found.head, found.rows, "texts" if found.text else "numbers"), found.note)
 
 
-def _facts(run: Record) -> str:
-    get = run.start.get
-    last: dict[str, Any] = (run.of("train") or run.of("stop") or [{}])[-1]
+def _facts(run: RunRecord) -> str:
+    get, starts = run.start.get, run.events_of("start")
+    last: dict[str, Any] = (run.events_of("train") or run.events_of("stop") or [{}])[-1]
     epochs = f"{round(last.get('epoch') or 0, 2):g}" + (f" of {get('epochs')}" if get("epochs") else "")
     rows = [
         ("processes and device", f"{get('world', '?')} x {get('device', '?')}"),
@@ -152,46 +152,45 @@ def _facts(run: Record) -> str:
         ("global batch", get("global_batch", "?")),
         ("samples", f"{get('train_samples') or 0:,} for training, {get('validation_samples') or 0:,} for validation"),
         ("last training loss", f"{format_number(last.get('loss', '?'))} at step {last.get('step') or 0:,}"),
-        ("lives", f"{len(run.of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.of("start")
-                                                     if life.get("resumed_from") is not None)),
+        ("starts", f"{len(starts)}" + "".join(f", resumed from step {start['resumed_from']:,}" for start in starts
+                                              if start.get("resumed_from") is not None)),
     ]
     rows += [("energy", text)] if (text := _energy(run)) else []
-    rows += [("start", startup.format_parts(event.get("parts") or {})) for event in run.of("startup")[-1:]]
+    rows += [("start", startup.format_parts(event.get("parts") or {})) for event in run.events_of("startup")[-1:]]
     return card("The run", table(("", ""), rows))
 
 
-def _energy(run: Record) -> str:
-    """Over all lives of the run that have told it."""
+def _energy(run: RunRecord) -> str:
     if not run.energy:
         return ""
-    lives, told = len(run.of("energy")), len(run.of("start"))
-    return format_energy(run.energy) + (f"; {lives} of {told} lives" if lives < told else "")
+    recorded, starts = len(run.events_of("energy")), len(run.events_of("start"))
+    return format_energy(run.energy) + (f"; {recorded} of {starts} lives" if recorded < starts else "")
 
 
-def _checkpoints(run: Record) -> str:
+def _checkpoints(run: RunRecord) -> str:
     rows = [(event.get("path", ""), f"{event.get('step') or 0:,}", format_bytes(event.get("bytes") or 0),
-             f"{event.get('seconds') or 0:.2f} s", _date(event["time"])) for event in run.of("checkpoint")]
+             f"{event.get('seconds') or 0:.2f} s", _date(event["time"])) for event in run.events_of("checkpoint")]
     if not rows:
         return ""
-    note = f"{len(rows)} written" + (f", the last {MOST} shown" if len(rows) > MOST else "") + "; a run keeps the newest ones"
-    return card("Checkpoints", table(("path", "step", "size", "took", "when"), rows[-MOST:], "numbers"), note)
+    last = f", the last {MAX_CHECKPOINTS} shown" if len(rows) > MAX_CHECKPOINTS else ""
+    note = f"{len(rows)} written{last}; a run keeps the newest ones"
+    return card("Checkpoints", table(("path", "step", "size", "took", "when"), rows[-MAX_CHECKPOINTS:], "numbers"), note)
 
 
-def page(run: Record, drawn: Drawn) -> str:
-    """The whole page of a run."""
+def render_page(run: RunRecord, images: Images) -> str:
     notes = [(_date(event["time"]), f"{event['step']:,}" if event.get("step") is not None else "", event.get("text", ""))
-             for event in run.of("note")]
+             for event in run.events_of("note")]
     settings = f"<details><summary>Settings</summary><pre>{escape(run.settings_text)}</pre></details>"
-    return html(run.name, [
-        _header(run), _tiles(run), figures(drawn),
-        _predicted(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
+    return html_page(run.name, [
+        _header(run), _tiles(run), figure_cards(images),
+        _predictions(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
         card("Notes", table(("when", "step", "what"), notes)) if notes else "",
-        left_out(run.left_out),
+        left_out_card(run.left_out),
         f'<section class="card screen">{settings}</section>' if run.settings_text else "",
     ])
 
 
-def figures(drawn: Drawn) -> str:
+def figure_cards(images: Images) -> str:
     def uri(png: bytes) -> str:
         return "data:image/png;base64," + base64.b64encode(png).decode()
 
@@ -201,16 +200,16 @@ def figures(drawn: Drawn) -> str:
                 f'<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{uri(dark)}">'
                 f'<img src="{uri(light)}" alt="{escape(plot.title)}"></picture></figure>')
 
-    return f'<div class="plots">{"".join(figure(plot, *pair) for plot, pair in drawn.items())}</div>'
+    return f'<div class="plots">{"".join(figure(plot, *pair) for plot, pair in images.items())}</div>'
 
 
-def left_out(lines: Sequence[str]) -> str:
-    """A card of what the page lacks, and why; none where it has all."""
+def left_out_card(lines: Sequence[str]) -> str:
+    """Return a card with the missing parts of the page and the reasons, or "" if none is missing."""
     return card("Left out", "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>") if lines else ""
 
 
-def html(title: str, parts: Iterable[str]) -> str:
-    """A page of these parts, of which some may be empty."""
+def html_page(title: str, parts: Iterable[str]) -> str:
+    """Return a page of these parts; empty ones are skipped."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(filter(None, parts))
             + "\n</main></body></html>\n")

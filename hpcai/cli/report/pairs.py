@@ -1,4 +1,4 @@
-"""Predicted over true values, beside a constant answer: panels, and a table of errors.   N samples of a quantity"""
+"""Predicted against true values, with a constant baseline: panels, and a table of errors.   N samples of a quantity"""
 
 import math
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.picture import Table, panels
-from hpcai.cli.report.theme import WIDTH, Theme, head, verbatim
+from hpcai.cli.report.theme import WIDTH, Theme, escape_mathtext, panel_title
 from hpcai.log import format_number
 
 COLUMNS = 4                                              # panels in a row
-MANY = 4000                                              # samples: more are counted in cells
+MAX_POINTS = 4000                                              # samples; more are drawn as a 2D histogram
 CELLS = 110                                              # along each axis
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Predicted and true values of a quantity. A model that has learned nothing predicts ``constant``, or if None the mean."""
+    """Predicted and true values of a quantity. The baseline predicts ``constant``, or if None the mean."""
 
     name: str
     true: np.ndarray                                     # [N]
     predicted: np.ndarray                                # [N]
     unit: str = ""
     constant: tuple[str, float] | None = None
-    linear: float | None = None                          # axes are logarithmic beyond this value; None: nowhere
+    linear: float | None = None                          # asinh axes, linear up to this value; None: linear axes
 
     @property
     def baseline(self) -> tuple[str, float]:
@@ -42,7 +42,7 @@ class Pair:
         return float(np.sqrt(np.square((self.predicted if predicted is None else predicted) - self.true).mean()))
 
     def r2(self) -> float:
-        """1 less the squared error as a share of that of the baseline."""
+        """Return 1 minus the squared error relative to that of the baseline."""
         least = self.rmse(self.baseline[1])
         return 1 - (self.rmse() / least) ** 2 if least > 0 else math.nan
 
@@ -67,8 +67,8 @@ def _draw(axes: Axes, pair: Pair, theme: Theme) -> None:
         edges = pair.linear * np.sinh(np.linspace(-1, 1, CELLS + 1) * math.asinh(end / pair.linear))
         axes.set_xscale("asinh", linear_width=pair.linear)
         axes.set_yscale("asinh", linear_width=pair.linear)
-    if len(pair.true) > MANY or pair.linear:
-        # The palest shades are left out, so that a cell with a single sample differs from the paper.
+    if len(pair.true) > MAX_POINTS or pair.linear:
+        # The palest shades are left out, so that a bin with a single sample is visible.
         shades = LinearSegmentedColormap.from_list("counts", matplotlib.colormaps[theme.counts](np.linspace(0.3, 1, 64)))
         counts, _, _, cells = axes.hist2d(pair.true, pair.predicted, (edges, edges), cmin=1, cmap=shades)
         cells.set_norm(LogNorm(1, max(np.nanmax(counts), 10)))
@@ -80,16 +80,18 @@ def _draw(axes: Axes, pair: Pair, theme: Theme) -> None:
         axes.scatter(pair.true, pair.predicted, s=14 if len(pair.true) < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
     axes.plot(edges[[0, -1]], edges[[0, -1]], color=theme.ink, linewidth=1, label="perfect")
     axes.axhline(constant, color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label=name)
-    axes.set(xlim=edges[[0, -1]], ylim=edges[[0, -1]], xlabel=verbatim(f"true{unit}"), ylabel=verbatim(f"predicted{unit}"))
+    axes.set(xlim=edges[[0, -1]], ylim=edges[[0, -1]])
+    axes.set(xlabel=escape_mathtext(f"true{unit}"), ylabel=escape_mathtext(f"predicted{unit}"))
     axes.set_box_aspect(1)
     if not pair.linear:
         axes.xaxis.set_major_locator(MaxNLocator(5, prune="both"))
     axes.legend(loc="upper left", fontsize=8)
-    head(axes, verbatim(pair.name), f"R² {pair.r2():.3f}   MAE {pair.mae():.3g}  ({name}: {pair.mae(constant):.3g})", theme)
+    details = f"R² {pair.r2():.3f}   MAE {pair.mae():.3g}  ({name}: {pair.mae(constant):.3g})"
+    panel_title(axes, escape_mathtext(pair.name), details, theme)
 
 
 def table(pairs: Sequence[Pair], note: str = "") -> Table:
-    """The errors of each quantity, and in the last columns those of the constant answer."""
+    """Return the errors of each quantity, and in the last columns those of the constant baseline."""
     rows = []
     for pair in pairs:
         constant = pair.baseline[1]

@@ -1,16 +1,15 @@
-"""What an app declares so that `hpcai report` shows what its network predicts: a file ``apps/<name>/picture.py``.
+"""The interface of ``apps/<name>/picture.py``, with which `hpcai report` shows the predictions of an app's network.
 
-The file is a module with the names of ``Picture``. The page finds it by the name of the app, which the ``start`` event of a run
-tells. A module may also have:
+The file is a module with the names of ``Picture``, found by the name of the app in the ``start`` event of a run. It may also have:
 
 ``classes(found) -> list[str]``
-    Names of classes, the first being what is none of the others. The curves of a metric that is evaluated for each class
+    Names of classes, the first of which is the background. The curves of a metric that is evaluated for each class
     (``accuracy_cat``, ``accuracy_dog``) then have the colours of the picture. Before the first picture exists, the setting
-    ``model.classes`` takes the place of this function.
+    ``model.classes`` is used instead.
 ``PALETTE``
-    Colours of the classes without the first; ``hpcai.cli.report.theme.PALETTE`` otherwise.
+    Colours of the classes without the first; the default is ``hpcai.cli.report.theme.PALETTE``.
 ``HIGHER``
-    Words in names of metrics which are better when they are higher, beside those that ``hpcai.cli.report.run`` knows.
+    Substrings of names of metrics for which higher is better, in addition to those in ``hpcai.cli.report.run``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,8 @@ from hpcai.errors import DataError
 
 
 class Table(NamedTuple):
-    """A table under the pictures. Numbers fill all columns but the first, or ``text`` all of them, whose lines stay as they are;
-    ``note`` stands under the title."""
+    """A table below the pictures with a ``note``. All columns but the first hold numbers, or with ``text`` all hold text with line
+    breaks."""
 
     title: str
     note: str
@@ -37,57 +36,57 @@ class Table(NamedTuple):
 
 
 class Picture(Protocol):
-    """One kind of picture: how a run's file of predictions is read, described, drawn and counted."""
+    """A kind of picture: functions that read, describe, draw and tabulate a run's file of predictions."""
 
     FILE: str
     """Name of the .npz file in the run's folder."""
     TITLE: str
-    """What the page calls the picture."""
+    """Title of the picture on the page."""
 
     def read(self, path: Path, /) -> Any:
-        """What the file holds; the other functions get it as ``found``. Raises DataError or ValueError, which say what is wrong."""
+        """Return the content of the file, the ``found`` of other functions. Raises DataError or ValueError with the reason."""
 
     def caption(self, found: Any, /) -> str:
-        """One to five sentences under the title."""
+        """Return one to five sentences below the title."""
 
     def draw(self, found: Any, theme: Theme, /) -> Figure:
-        """The picture on the paper of ``theme``; it is called once for each theme."""
+        """Return the picture in the colours of ``theme``; called once for each theme."""
 
     def table(self, found: Any, /) -> Table | None:
-        """What is counted in all predictions, or None where the curves say enough."""
+        """Return statistics of all predictions, or None."""
 
 
 KINDS = {"real": "fiu", "whole": "iu", "text": "US"}
 
 
 def arrays(path: Path, legend: Mapping[str, str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file that ``legend`` names, and those of the ``optional`` ones that are there; none is ever unpickled.
+    """Return the arrays of an .npz file named in ``legend``, and the existing ``optional`` ones, without unpickling.
 
-    The legend tells the kind of each array and its dims, ``{"names": "text P", "true": "real N P"}``: a dim has the same size, at
-    least 1, wherever its letter stands. Raises DataError where an array is missing or of another kind or shape.
+    The legend gives the kind and the dims of each array, ``{"names": "text P", "true": "real N P"}``: a letter stands for the same
+    size, at least 1, in all arrays. Raises DataError if an array is missing or has another kind or shape.
     """
     with np.load(path, allow_pickle=False) as file:
         missing = [name for name in legend if name not in file]
         if missing:
             raise DataError(f"has no array {', '.join(missing)}")
-        found = {name: np.asarray(file[name]) for name in (*legend, *optional) if name in file}
+        loaded = {name: np.asarray(file[name]) for name in (*legend, *optional) if name in file}
     sizes: dict[str, int] = {}
-    for name, words in legend.items():
-        kind, *dims = words.split()
-        array = found[name]
-        told = ", ".join(f"{dim} = {sizes[dim]}" for dim in dict.fromkeys(dims) if dim in sizes)
+    for name, description in legend.items():
+        kind, *dims = description.split()
+        array = loaded[name]
+        known_sizes = ", ".join(f"{dim} = {sizes[dim]}" for dim in dict.fromkeys(dims) if dim in sizes)
         expected = [int(dim) if dim.isdigit() else sizes.setdefault(dim, size) for dim, size in zip(dims, array.shape)]
         if array.dtype.kind not in KINDS[kind] or array.ndim != len(dims) or [*array.shape] != expected or not array.size:
-            shape = f"[{', '.join(dims)}]" + (f" with {told}" if told else "")
+            shape = f"[{', '.join(dims)}]" + (f" with {known_sizes}" if known_sizes else "")
             raise DataError(f"{name} is {array.dtype} {array.shape}, expected {kind} {shape}")
         if kind == "text":
-            found[name] = array.astype(str)
-    return found
+            loaded[name] = array.astype(str)
+    return loaded
 
 
 def panels(figure: Figure, count: int, columns: int) -> list[Axes]:
-    """``count`` panels in rows of so many columns."""
-    every = np.atleast_1d(figure.subplots(-(-count // columns), columns)).ravel()
-    for axes in every[count:]:
+    """Return ``count`` panels in rows of ``columns``."""
+    all_axes = np.atleast_1d(figure.subplots(-(-count // columns), columns)).ravel()
+    for axes in all_axes[count:]:
         axes.remove()
-    return every[:count].tolist()
+    return all_axes[:count].tolist()

@@ -1,4 +1,4 @@
-"""What a run's directory says."""
+"""The contents of a run's directory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,35 +17,35 @@ from hpcai.log import METRICS, select_metrics, read_metrics
 
 Series = tuple[np.ndarray, np.ndarray]                   # steps, values
 
-# Words in names of metrics that are better when higher, beside those that the app's picture names. A run's own `train.metric` obeys
-# `train.better`.
+# Substrings of names of metrics for which higher is better, besides those of the app's picture. `train.better` overrides them
+# for `train.metric`.
 HIGHER = ("acc", "r2", "auc", "confidence", "score", "f1", "precision", "recall", "correlation")
 
 
 @dataclass
-class Record:
-    """All that a run's directory says."""
+class RunRecord:
+    """The events, settings and predictions in a run's directory."""
 
     directory: Path
     events: list[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
     settings_text: str = ""
-    picture: Picture | None = None                       # what the run's app declares
-    found: Any = None                                    # what the picture has read in the run's file, and says of it:
+    picture: Picture | None = None                       # declared by the app
+    predictions: Any = None                                    # read from the run's file by the picture, with its
     caption: str = ""
     table: Table | None = None
-    left_out: list[str] = field(default_factory=list)    # what the page lacks, and why
+    left_out: list[str] = field(default_factory=list)    # missing parts, with reasons
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
 
     @property
     def start(self) -> dict[str, Any]:
-        return next(iter(reversed(self.of("start"))), {})
+        return next(iter(reversed(self.events_of("start"))), {})
 
     @property
     def stop(self) -> dict[str, Any]:
-        """The end of the last life, or nothing while it lasts."""
+        """The stop event of the last start, or {} if it still runs."""
         last: dict[str, Any] = next((event for event in reversed(self.events) if event["kind"] in ("start", "stop")), {})
         return last if last.get("kind") == "stop" else {}
 
@@ -54,140 +54,138 @@ class Record:
         return str(self.start.get("name") or self.directory.resolve().name)
 
     def setting(self, path: str) -> Any:
-        found: Any = self.settings
-        for word in path.split("."):
-            found = found.get(word) if isinstance(found, Mapping) else None
-        return found
+        value: Any = self.settings
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
 
     def series(self, kind: str, name: str) -> Series:
-        pairs = {e["step"]: e[name] for e in self.of(kind) if "step" in e and isinstance(e.get(name), (int, float))}
+        pairs = {e["step"]: e[name] for e in self.events_of(kind) if "step" in e and isinstance(e.get(name), (int, float))}
         return np.array(sorted(pairs)), np.array([pairs[step] for step in sorted(pairs)], dtype=float)
 
     def names(self, kind: str) -> list[str]:
-        """Metrics of all events of ``kind``, in the order in which they came up."""
-        return list(dict.fromkeys(name for event in self.of(kind) for name in select_metrics(event) if name != "time"))
+        """Return the metrics of all events of ``kind``, in order of first occurrence."""
+        return list(dict.fromkeys(name for event in self.events_of(kind) for name in select_metrics(event) if name != "time"))
 
     def target(self, name: str) -> float | None:
         return self.setting("train.target") if name == self.setting("train.metric") else None
 
-    def higher(self, name: str) -> bool:
-        """Whether more of it is better; the classes of the run's own metric go with it."""
+    def higher_is_better(self, name: str) -> bool:
+        """Whether a higher value is better; the parts of the run's own metric are like it."""
         metric, better = self.setting("train.metric"), self.setting("train.better")
-        if metric and better and (name == metric or name.startswith(f"{stem(metric)}_")):
+        if metric and better and (name == metric or name.startswith(f"{metric_stem(metric)}_")):
             return bool(better == "higher")
         return any(word in name.lower() for word in (*HIGHER, *getattr(self.picture, "HIGHER", ())))
 
-    def families(self) -> dict[str, list[str]]:
-        """Each evaluated metric but the loss, with those that belong to it: skill with skill_rain, mean_skill with skill_rain."""
+    def metric_families(self) -> dict[str, list[str]]:
+        """Return each evaluated metric but the loss, with its parts: skill with skill_rain, mean_skill with skill_rain."""
         names = [name for name in self.names("evaluate") if name != "loss"]
-        found: dict[str, list[str]] = {}
+        families: dict[str, list[str]] = {}
         for name in names:
-            heads = [head for head in names if name.startswith(f"{stem(head)}_")]
-            if heads:
-                found.setdefault(min(heads, key=len), []).append(name)
+            parents = [parent for parent in names if name.startswith(f"{metric_stem(parent)}_")]
+            if parents:
+                families.setdefault(min(parents, key=len), []).append(name)
             else:
-                found.setdefault(name, [])
-        return found
+                families.setdefault(name, [])
+        return families
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes, the first being what is none of the others."""
-        told = getattr(self.picture, "classes", None) if self.found is not None else None
-        named = told(self.found) if told else self.setting("model.classes")
-        return [str(name) for name in named] if isinstance(named, Sequence) else []
+        """Names of the classes, the first of which is the background."""
+        classes_of = getattr(self.picture, "classes", None) if self.predictions is not None else None
+        names = classes_of(self.predictions) if classes_of else self.setting("model.classes")
+        return [str(name) for name in names] if isinstance(names, Sequence) else []
 
     @property
     def palette(self) -> Sequence[str]:
-        """Colours of the classes without the first."""
         return getattr(self.picture, "PALETTE", PALETTE)
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """Step and value of the best evaluation; None where no value is finite."""
+        """Return step and value of the best evaluation, or None if no value is finite."""
         pairs = [(int(step), float(value)) for step, value in zip(*self.series("evaluate", name)) if math.isfinite(value)]
-        return (max if self.higher(name) else min)(pairs, key=lambda pair: pair[1], default=None)
+        return (max if self.higher_is_better(name) else min)(pairs, key=lambda pair: pair[1], default=None)
 
     @property
-    def clock(self) -> Series:
-        """Training time at each step that told it, over all lives of the run, whether the clock went on after a resume or not."""
+    def training_time(self) -> Series:
+        """Steps and training time at each, summed over all starts, whether the recorded time continues after a resume or not."""
         total = last = 0.0
-        found = {0: 0.0}
+        times = {0: 0.0}
         for event in self.events:
             if event["kind"] in ("train", "stop") and isinstance(event.get("seconds"), (int, float)):
                 now = event["seconds"]
                 total += now - last if now >= last else now
                 last = now
                 step = event.get("step") or 0
-                found[max(step, *found) if event["kind"] == "stop" else step] = total  # a target was met before the last step
-        return np.array(sorted(found)), np.array([found[step] for step in sorted(found)], dtype=float)
+                times[max(step, *times) if event["kind"] == "stop" else step] = total  # the target was reached before the last step
+        return np.array(sorted(times)), np.array([times[step] for step in sorted(times)], dtype=float)
 
     @property
     def seconds(self) -> float:
-        """Training time over all lives of the run."""
-        return float(self.clock[1].max())
+        return float(self.training_time[1].max())
 
     @property
     def energy(self) -> dict[str, Any]:
-        """The `energy` events of all lives of the run that have told it, as one; nothing where there is none."""
-        lives = self.of("energy")
-        if not lives:
+        """The `energy` events of all starts of the run that recorded one, summed; {} if there is none."""
+        events = self.events_of("energy")
+        if not events:
             return {}
-        keys = dict.fromkeys(key for life in lives for key in life if key == "samples" or key.endswith("joules"))
-        total = {key: sum(life[key] for life in lives if key in life) for key in keys}
-        each: dict[str, Any] = {"joules_per_sample": total["joules"] / max(total.get("samples", 0), 1)}
-        if limits := [watts for life in lives for watts in life.get("gpu_limits_w") or ()]:
-            each["gpu_limits_w"] = [min(limits), max(limits)]
-        return {**lives[-1], **total, **each}
+        keys = dict.fromkeys(key for event in events for key in event if key == "samples" or key.endswith("joules"))
+        total = {key: sum(event[key] for event in events if key in event) for key in keys}
+        derived: dict[str, Any] = {"joules_per_sample": total["joules"] / max(total.get("samples", 0), 1)}
+        if limits := [watts for event in events for watts in event.get("gpu_limits_w") or ()]:
+            derived["gpu_limits_w"] = [min(limits), max(limits)]
+        return {**events[-1], **total, **derived}
 
 
-def stem(metric: str) -> str:
-    """What the names of its classes begin with."""
+def metric_stem(metric: str) -> str:
+    """Return the common prefix of a metric's parts."""
     return metric.removeprefix("mean_")
 
 
-def read(directory: Path) -> Record:
-    """Raises DataError where ``directory`` holds no run; whatever else is missing is noted in ``left_out``."""
+def read_run(directory: Path) -> RunRecord:
+    """Return the run. Raises DataError if ``directory`` holds no run; other missing parts are noted in ``left_out``."""
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory; expected a run's directory, which holds {METRICS}")
     events = read_metrics(directory / METRICS)
     if not events:
         raise DataError(f"{directory / METRICS} holds no event; the run has not started, or died before its first line")
-    run = Record(directory, events)
+    run = RunRecord(directory, events)
     path = directory / "settings.yaml"
     try:
         run.settings_text = path.read_text(encoding="utf-8")
         loaded = yaml.safe_load(run.settings_text)
         run.settings = loaded if isinstance(loaded, dict) else {}
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        run.left_out.append(f"settings.yaml: {reason(error)}; the settings are those of the last start, as {METRICS} has them")
+        run.left_out.append(f"settings.yaml: {describe_error(error)}; the settings are those of the last start in {METRICS}")
         run.settings = run.start.get("settings") or {}
         run.settings_text = yaml.safe_dump(run.settings, sort_keys=False) if run.settings else ""
-    _look(run)
+    _read_picture(run)
     return run
 
 
-def _look(run: Record) -> None:
-    """Finds the picture that the run's app declares, and what it says of the run's file."""
+def _read_picture(run: RunRecord) -> None:
+    """Load the picture that the run's app declares, and read the run's file with it."""
     name = run.start.get("name")
     try:
-        found: Any = apps.find(str(name), "picture")
-        run.picture = found
-    except Exception as error:  # whatever the code that an app brings may raise
-        run.left_out.append(f"apps/{name}/picture.py: {reason(error)}")
+        module: Any = apps.find_module(str(name), "picture")
+        run.picture = module
+    except Exception as error:  # anything that an app's code raises
+        run.left_out.append(f"apps/{name}/picture.py: {describe_error(error)}")
     path = run.directory / run.picture.FILE if run.picture else None
     run.left_out += [f"{other.name}: no picture is made of it; expected one in apps/{name}/picture.py"
                      for other in sorted(run.directory.glob("*.npz")) if other != path]
     if run.picture is None or path is None:
         return
     try:
-        found = run.picture.read(path)
-        run.caption, run.table, run.found = run.picture.caption(found), run.picture.table(found), found
-    except Exception as error:  # a damaged archive fails in zipfile, zlib, tokenize, numpy or for want of memory
-        told = "" if isinstance(error, FileNotFoundError) else f"{path.name}: "
-        run.left_out.append(f"{run.picture.TITLE}: {told}{reason(error)}")
+        module = run.picture.read(path)
+        run.caption, run.table, run.predictions = run.picture.caption(module), run.picture.table(module), module
+    except Exception as error:  # a damaged archive fails in zipfile, zlib, tokenize, numpy or by lack of memory
+        prefix = "" if isinstance(error, FileNotFoundError) else f"{path.name}: "
+        run.left_out.append(f"{run.picture.TITLE}: {prefix}{describe_error(error)}")
 
 
-def reason(error: Exception) -> str:
-    """Why something is left out, on one line."""
+def describe_error(error: Exception) -> str:
+    """Return the reason why something is left out, on one line."""
     if isinstance(error, FileNotFoundError):
         return f"there is no {Path(error.filename).name}"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

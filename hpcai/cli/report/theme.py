@@ -1,4 +1,4 @@
-"""How the pictures look, and what several of them have in common."""
+"""The style of the pictures, and functions shared by several of them."""
 
 import io
 import math
@@ -9,12 +9,12 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 13.2                                             # inches of a picture that is as wide as the page
+WIDTH = 13.2                                             # inches of a picture of full page width
 DPI = 160
 
 
 class Theme(NamedTuple):
-    """Colours, and at the end the names of the colour maps for counts and for values of a field."""
+    """Colours, and the names of the colour maps for counts and for fields."""
 
     paper: str
     ink: str
@@ -30,14 +30,13 @@ class Theme(NamedTuple):
 LIGHT = Theme("#ffffff", "#1c2430", "#6b7685", "#e6e9ee", "#2458d3", "#d9730d", "#15803d", "Blues", "YlGnBu")
 DARK = Theme("#171b22", "#e4e8ef", "#8e99a9", "#2b323d", "#79a8ff", "#f5a962", "#4ade80", "Blues_r", "YlGnBu_r")
 
-# Colours and marks of classes, without the first class, which is what is none of the others. All eyes tell these apart, on light
-# and on dark paper.
+# Colours and markers of classes, without the background. They are distinguishable with colour vision deficiency, in both themes.
 PALETTE = ("#e8590c", "#d0219b", "#f2c500", "#6d3bef", "#8b4513", "#00b8c8")
 MARKS = ("s", "^", "D", "v", "P", "X")
 
 
 class Plot(NamedTuple):
-    """One picture of the page; drawn once per theme."""
+    """A picture of the page; drawn once per theme."""
 
     name: str
     title: str
@@ -61,24 +60,24 @@ class Plot(NamedTuple):
         return file.getvalue()
 
 
-def head(axes: Axes, title: str, said: str, theme: Theme) -> None:
-    """A panel's title, and under it what the reader should know about the panel."""
+def panel_title(axes: Axes, title: str, details: str, theme: Theme) -> None:
+    """Set a panel's title, and below it a line of details."""
     axes.set_title(f"{title}\n", fontsize=11.5, fontweight="bold", loc="left")
-    axes.text(0, 1.03, said, transform=axes.transAxes, fontsize=8.5, color=theme.faint)
+    axes.text(0, 1.03, details, transform=axes.transAxes, fontsize=8.5, color=theme.faint)
 
 
-def bare(axes: Axes) -> None:
-    """Leaves nothing of a panel but what is drawn in it."""
+def hide_axes(axes: Axes) -> None:
+    """Hide ticks, grid and frame of a panel."""
     axes.set(xticks=[], yticks=[])
     axes.grid(False)
     axes.spines[:].set_visible(False)
 
 
-def verbatim(text: str) -> str:
-    """Names come from files: a "$" in them starts no formula."""
+def escape_mathtext(text: str) -> str:
+    """Escape "$", which would start a formula: names come from files."""
     return text.replace("$", r"\$")
 
 
-def score(value: float, digits: int = 2) -> str:
-    """A score with so many decimals, or a dash for NaN."""
+def format_score(value: float, digits: int = 2) -> str:
+    """Return a score with ``digits`` decimals, or a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"

@@ -6,14 +6,14 @@ import sys
 import time
 
 from hpcai import cli
-from hpcai.cli.doctor import job, member
+from hpcai.cli.doctor import job, rank_report
 
 fault, rank, *words = sys.argv[1:]
 if os.environ["RANK"] == rank:
     if fault == "other":
-        member.platform.python_version = lambda: "3.9.0"
+        rank_report.platform.python_version = lambda: "3.9.0"
     elif fault == "hang":
-        job.network.pace = lambda device: ctypes.PyDLL(None).sleep(11)  # and no other thread runs meanwhile
+        job.network.measure_pace = lambda device: ctypes.PyDLL(None).sleep(11)  # and no other thread runs meanwhile
 if fault == "hang" and os.environ["RANK"] == "2":
-    job.network.pace = lambda device: time.sleep(60)
+    job.network.measure_pace = lambda device: time.sleep(60)
 sys.exit(cli.main(["doctor", "--ranks", *words]))

@@ -27,7 +27,7 @@ def test_the_page_measures_every_parameter_against_the_mean(tmp_path: Path, monk
     assert re.search(rf"\$\\sigma\{{\$ 199 -?0\.000\d {error} {error} \1 \2 ", found)   # a network that says the mean
     assert re.search(r"H_0 \[km/s/Mpc\] 199 -[23]\.\d+ ", found)
     assert "199 validation samples" in found                                        # one prediction is NaN
-    assert pages.shows_something(picture, run.found, monkeypatch)
+    assert pages.shows_something(picture, run.predictions, monkeypatch)
 
 
 @pytest.mark.parametrize(("change", "reason"), [

@@ -10,7 +10,7 @@ from matplotlib.contour import QuadContourSet
 
 from apps.deepcam import picture
 from hpcai.cli.report import curves
-from hpcai.cli.report.masks import OPACITY, WRONG, Masks
+from hpcai.cli.report.masks import OPACITY, WRONG_OPACITY, Masks
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.cli.report.theme import PALETTE as CLASSES
 from hpcai.errors import DataError
@@ -62,8 +62,8 @@ def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: 
                   "background 0.9750 2,504 99.52 % 0.48 % 0.00 %", "tropical cyclone 0.6000 48 25.00 % 75.00 % 0.00 %",
                   "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80"):
         assert words in found, words
-    assert pages.shows_something(picture, run.found, monkeypatch)
-    assert run.higher("iou_of_rain") and picture.classes(run.found) == NAMES
+    assert pages.shows_something(picture, run.predictions, monkeypatch)
+    assert run.higher_is_better("iou_of_rain") and picture.classes(run.predictions) == NAMES
 
 
 # ---- the picture
@@ -82,7 +82,7 @@ def test_truth_is_outlined_and_what_is_seen_is_filled_in_the_colour_of_its_class
         water, seen = (image.get_array() for image in axes.get_images())
         assert np.allclose(water, found.field(1)[m])
         assert ((seen[..., 3] > 0) == (found.predicted[m] == 1)).all()
-        assert to_hex(seen[6, 6, :3]) == CLASSES[0] and (seen[6, 6, 3], seen[8, 6, 3]) == (OPACITY, WRONG)  # 8: not true
+        assert to_hex(seen[6, 6, :3]) == CLASSES[0] and (seen[6, 6, 3], seen[8, 6, 3]) == (OPACITY, WRONG_OPACITY)  # 8: not true
         assert axes.get_ylim() == (-0.5, 23.5)                                  # the first row, the southernmost, is below
         said = " ".join(axes.get_title(loc="left").split())
         assert said == f"Map {m}: tropical cyclone 0.60, atmospheric \\$river {('–', '0.00')[m]}"
@@ -115,17 +115,17 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
 def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> None:
     loaded(tmp_path, arrays())
     run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
-    ((name, members),) = run.families().items()
+    ((name, members),) = run.metric_families().items()
     assert name == "iou" and len(members) == 3
     run.settings["model"] = {"classes": NAMES}
-    for found in (run.found, None):                                             # the same without maps, by the model's settings
-        run.found = found
-        (axes,) = curves._metric(run, name, members, LIGHT).axes
+    for found in (run.predictions, None):  # the same without maps, by the model's settings
+        run.predictions = found
+        (axes,) = curves._draw_metric(run, name, members, LIGHT).axes
         colors = {line.get_label(): line.get_color() for line in axes.lines}
         assert colors["tropical cyclone"] == CLASSES[0] and colors[r"atmospheric \$river"] == CLASSES[1]
         assert colors["background"] == LIGHT.faint and colors["iou"] == LIGHT.ink
     run.settings.clear()
-    (axes,) = curves._metric(run, name, members, LIGHT).axes
+    (axes,) = curves._draw_metric(run, name, members, LIGHT).axes
     assert [line.get_color() for line in axes.lines[1:4]] == list(CLASSES[:3])
 
 

@@ -32,7 +32,7 @@ def test_the_page_shows_bits_and_texts_with_their_lines(tmp_path: Path, monkeypa
     found = pages.read_by_people(run)
     for words in ("Held-out text", "200 tokens of validation rows", "given made true", "return &lt;b&gt;x", "bits_per_byte 1.5"):
         assert words in found, words
-    assert pages.shows_something(picture, run.found, monkeypatch)
+    assert pages.shows_something(picture, run.predictions, monkeypatch)
 
 
 def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
     assert [bar.get_width() for bar in left.patches] == list(CODES.values())
     assert [label.get_text() for label in left.get_yticklabels()] == list(CODES)
     places, losses = right.get_lines()[0].get_data()
-    change = f"{losses[-1] - losses[0]:+.2f} from the first positions to the last"
+    change = f"{losses[-1] - losses[0]:+.2f} from first to last positions"
     assert subtitle(right) == f"mean {float(given['nats'].mean()):.3f} nats; {change}"
     assert losses[0] == pytest.approx(float(given["nats"][:, 0].mean())) and places[0] == 1
     table = picture.table(found)

@@ -50,7 +50,7 @@ def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.
         of = np.ones(400, bool) if z is None else arrays()["numbers"] == z
         errors = rf"\S+ \S+ {format_number(mean_abs((predicted - true)[of]))} \S+ {format_number(mean_abs(true[of]))} "
         assert re.search(rf"{symbol} \[eV/Å\] {3 * of.sum():,} {errors}", found), symbol
-    assert pages.shows_something(picture, run.found, monkeypatch)
+    assert pages.shows_something(picture, run.predictions, monkeypatch)
 
 
 def test_what_is_not_finite_is_passed_over(tmp_path: Path) -> None:

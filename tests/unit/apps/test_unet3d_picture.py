@@ -53,7 +53,7 @@ def test_the_page_shows_the_slices_and_measures_them(tmp_path: Path, monkeypatch
                   "kidney 0.8881 284 10.56 % 89.44 % 0.00 %", "tumour 0.8571 16 0.00 % 25.00 % 75.00 %",
                   "best validation mean_dice 0.9 at step 80, target 0.908"):
         assert words.replace("'", "&#x27;") in found, words
-    assert pages.shows_something(picture, run.found, monkeypatch)
+    assert pages.shows_something(picture, run.predictions, monkeypatch)
 
 
 # ---- files that cannot be used

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import apps
-from hpcai.cli import ablate, trial
+from hpcai.cli import ablate, benchmarks
 from hpcai.cli import apps as declared
 from hpcai.cli.bench import timing
 from hpcai.errors import ConfigError
@@ -20,7 +20,7 @@ import time
 from contextlib import contextmanager, nullcontext
 import torch
 from hpcai.config import Settings
-from hpcai.cli.trial import Switch
+from hpcai.cli.benchmarks import Switch
 from hpcai.settings import MeshConfig
 seen, ALIVE, counts = [], [], []
 class CONFIG(Settings):
@@ -38,11 +38,11 @@ class Training:
         self.cfg, self.on, self.runs = cfg, on, 0
         if cfg.wrong in on and not cfg.late:
             raise RuntimeError("no room [for it]\\nsecond line")
-    def numerics(self):
+    def loss_and_gradient(self):
         assert not self.runs, "before any step"
         far = "rounded" in self.on
         return 2.0 + 0.02 * far, torch.tensor([3.0, 4.0 + 0.5 * far])
-    def around(self):
+    def context(self):
         time.sleep(0.01)
         return nullcontext()
     def run(self, steps):
@@ -51,12 +51,12 @@ class Training:
             raise ValueError("later")
         seen.append(self.on)
         time.sleep(steps * (0.004 if "half" in self.on else 0.008) + steps * 0.002 * ("brake" in self.on))
-class Trial:
+class Benchmark:
     settings = CONFIG
-    def every_switch(self, cfg, mesh):
+    def all_switches(self, cfg, mesh):
         return switches()
     @contextmanager
-    def trial(self, cfg, mesh, on):
+    def training(self, cfg, mesh, on):
         made = Training(cfg, on)
         ALIVE.append(on)
         counts.append(len(ALIVE))
@@ -75,10 +75,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
         if text:
-            (tmp_path / name / "trial.py").write_text(text)
+            (tmp_path / name / "benchmarks.py").write_text(text)
     monkeypatch.setattr(apps, "__path__", [*apps.__path__, str(tmp_path)])
-    trial.find("fake")
-    yield sys.modules["apps.fake.trial"]
+    benchmarks.find_workload("fake")
+    yield sys.modules["apps.fake.benchmarks"]
     for name in [name for name in sys.modules if name.startswith(("apps.fake", "apps.bare"))]:
         del sys.modules[name]
 
@@ -91,16 +91,16 @@ def result(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_an_interval_covers_the_true_ratio_and_is_always_the_same() -> None:
     rng = np.random.default_rng(7)
     rows = [1.5 * np.exp(0.1 * rng.standard_normal(15)) for _ in range(300)]
-    found = [timing.interval(row) for row in rows]
+    found = [timing.bootstrap_interval(row) for row in rows]
     assert 0.9 <= np.mean([f["low"] <= 1.5 <= f["high"] for f in found]) < 1, "about 95 % of them"
     assert all(f["low"] < f["median"] < f["high"] for f in found) and found[0]["median"] == np.median(rows[0])
-    assert timing.interval(rows[0]) == found[0]
-    assert timing.interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert timing.bootstrap_interval(rows[0]) == found[0]
+    assert timing.bootstrap_interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
 
 
 def test_each_repeat_goes_over_all_from_another_one_on() -> None:
-    assert timing.orders(4, 2) == [[0, 1, 2, 3], [2, 3, 0, 1]]
-    orders = timing.orders(7, 5)
+    assert timing.rotated_orders(4, 2) == [[0, 1, 2, 3], [2, 3, 0, 1]]
+    orders = timing.rotated_orders(7, 5)
     assert all(sorted(order) == list(range(7)) for order in orders)
     assert [order[0] for order in orders] == [0, 1, 2, 4, 5]
 
@@ -120,7 +120,7 @@ def test_seconds_are_those_of_the_process_that_needs_most(fake: Any, capsys: Any
 def test_what_does_not_fit_together_is_built_anew_in_every_repeat(
     fake: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ablate.Bench, "_free", lambda self: 100 - 20 * len(fake.ALIVE))
+    monkeypatch.setattr(ablate.Ablation, "_free_bytes", lambda self: 100 - 20 * len(fake.ALIVE))
     found = result(capsys, "--repeats", "1", "--steps", "1")
     assert fake.counts == [1, 2, 3] + [1] * 9 and not found["kept"] and fake.ALIVE == []
     assert fake.seen == [*SETS, *(one for one in SETS for _ in range(2))], "each with a run that is not counted"
@@ -172,10 +172,10 @@ def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_apps_without_a_trial_are_refused_with_those_that_have_one(fake: Any) -> None:
-    every = ", ".join(sorted(["fake", *(name for name in declared.names("trial") if name != "fake")]))
+    every = ", ".join(sorted(["fake", *(name for name in declared.with_part("benchmarks") if name != "fake")]))
     with pytest.raises(ConfigError, match=rf"there is no app 'cosmo'; expected one of {every}"):
         ablate.main(["cosmo"])
-    with pytest.raises(ConfigError, match=r"apps/bare has no file trial.py; expected one of cosmoflow, .*, fake, .*"):
+    with pytest.raises(ConfigError, match=r"apps/bare has no file benchmarks.py; expected one of cosmoflow, .*, fake, .*"):
         ablate.main(["bare"])
     with pytest.raises(ConfigError, match="wrnog: no such key"):
         ablate.main(["fake", "wrnog=half"])

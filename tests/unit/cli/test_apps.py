@@ -9,7 +9,7 @@ import pytest
 
 import apps
 import hpcai
-from hpcai.cli.apps import find, names
+from hpcai.cli.apps import find_module, with_part
 
 
 def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,12 +21,12 @@ def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Pa
             (tmp_path / name / "__init__.py").write_text("" if name == "one" else "raise RuntimeError")
     monkeypatch.setattr(apps, "__path__", [*apps.__path__, str(tmp_path)])
     importlib.invalidate_caches()
-    assert names("trick") == ["one", "two"] and names("nothing") == []
+    assert with_part("trick") == ["one", "two"] and with_part("nothing") == []
     assert not any(module.startswith(("apps.one", "apps.two")) for module in sys.modules)
-    found = find("one", "trick")
+    found = find_module("one", "trick")
     assert found is not None and found.FOUND == 1
     for name in ("cosmoflow", "an-app", "plain", "nobody", "one.trick", "../one", "", "os"):
-        assert find(name, "trick") is None
+        assert find_module(name, "trick") is None
     for module in ("apps.one", "apps.one.trick"):
         del sys.modules[module]
 
@@ -35,7 +35,7 @@ def test_the_apps_of_the_checkout_are_found_from_anywhere(tmp_path: Path) -> Non
     """The path of the installed command has neither the checkout nor, at first, the current folder."""
     root = Path(hpcai.__file__).parents[1]
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import hpcai, hpcai.cli.apps as apps; sys.path.remove({str(root)!r})\n"
-    code += "sys.path[:] = [p for p in sys.path if p]; print(apps.names('settings')); print(len(sys.path) == len(set(sys.path)))"
+    code += "sys.path[:] = filter(None, sys.path); print(apps.with_part('settings')); print(len(sys.path) == len(set(sys.path)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, env={})
-    assert done.stdout.splitlines() == [str(names("settings")), "True"], done.stderr
+    assert done.stdout.splitlines() == [str(with_part("settings")), "True"], done.stderr
     assert "cosmoflow" in done.stdout

@@ -21,7 +21,7 @@ def measured(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_names_are_those_of_apps_and_of_what_they_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    names = apps.names("trial")
+    names = apps.with_part("benchmarks")
     assert f"data, gpu, {', '.join(names)}" in shown and {"cosmoflow", "llm"} < {*names}
     assert bench.main(["chess"]) == 2 and "there is no 'chess'; expected one of data" in capsys.readouterr().err
 
@@ -53,7 +53,7 @@ def test_every_shared_part_of_an_app(capsys: pytest.CaptureFixture[str], monkeyp
         assert bench.main(words) == 0
         return {"mb": json.loads(capsys.readouterr().out)["mb"] * (0.5 if words[-1] == "ours" else 1.0)}
 
-    monkeypatch.setattr(app, "apart", here)  # without processes, which take ten seconds each
+    monkeypatch.setattr(app, "run_in_subprocess", here)  # without processes, which take ten seconds each
     found = measured(capsys, "cosmoflow", *SMALL, "--repeats", "1", "--precision", "fp32", "auto")
     row = found["steps"][0]
     assert row["case"] == "size 32, filters 2, batch 1" and row["precision"] == "fp32" and found["steps"][1]["precision"] == "auto"
@@ -64,7 +64,7 @@ def test_every_shared_part_of_an_app(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_a_ratio_above_1_is_in_our_favour() -> None:
-    assert app.timed({"plain": 3.0, "peer": 6.0, "ours": 1.5}) == {
+    assert app.timing_row({"plain": 3.0, "peer": 6.0, "ours": 1.5}) == {
         "plain_s": 3.0, "peer_s": 6.0, "ours_s": 1.5, "plain_over_ours": 2.0, "peer_over_ours": 4.0,
     }  # fmt: skip
 

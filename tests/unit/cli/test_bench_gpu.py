@@ -14,7 +14,7 @@ from torch import nn
 from hpcai import config
 from hpcai.cli import apps, bench
 from hpcai.cli.bench import gpu_clocks, gpu_kernels, gpu_steps, timing
-from hpcai.cli.trial import find
+from hpcai.cli.benchmarks import find_workload
 from hpcai.kernels import attention, triton_support
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,25 +26,25 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_gaps_are_stretches_of_more_than_20_microseconds_in_which_nothing_ran() -> None:
     # Out of order, one within another, two that overlap; 10 us of nothing, then 30.
     spans = [(100.0, 160.0), (0.0, 50.0), (10.0, 20.0), (40.0, 60.0), (70.0, 70.0)]
-    assert gpu_clocks.idle(spans) == pytest.approx((30 / 160, 40 / 160))
-    assert gpu_clocks.idle(spans, above=30.0)[0] == 0, "30 is not more than 30"
-    assert gpu_clocks.idle(spans, above=5.0) == pytest.approx((40 / 160, 40 / 160))
-    assert gpu_clocks.idle([(5.0, 5.0)]) == (0, 0) and gpu_clocks.idle([(0.0, 4.0)]) == (0, 0)
+    assert gpu_clocks.idle_shares(spans) == pytest.approx((30 / 160, 40 / 160))
+    assert gpu_clocks.idle_shares(spans, above=30.0)[0] == 0, "30 is not more than 30"
+    assert gpu_clocks.idle_shares(spans, above=5.0) == pytest.approx((40 / 160, 40 / 160))
+    assert gpu_clocks.idle_shares([(5.0, 5.0)]) == (0, 0) and gpu_clocks.idle_shares([(0.0, 4.0)]) == (0, 0)
 
 
 def test_operations_of_a_layer_are_those_of_its_products() -> None:
     batch, inputs, outputs = 6, 10, 4
     layer, x = nn.Linear(inputs, outputs), torch.randn(batch, inputs)
     product = 2 * batch * inputs * outputs
-    assert gpu_clocks.operations(lambda: layer(x)) == product
-    assert gpu_clocks.operations(lambda: layer(x).sum().backward()) == 2 * product, "the input has no gradient"
-    assert gpu_clocks.operations(lambda: layer(x.requires_grad_()).sum().backward()) == 3 * product
+    assert gpu_clocks.count_flops(lambda: layer(x)) == product
+    assert gpu_clocks.count_flops(lambda: layer(x).sum().backward()) == 2 * product, "the input has no gradient"
+    assert gpu_clocks.count_flops(lambda: layer(x.requires_grad_()).sum().backward()) == 3 * product
     image = torch.randn(2, 3, 8, 8)
-    assert gpu_clocks.operations(lambda: nn.Conv2d(3, 5, 3, padding=1)(image)) == 2 * 2 * 64 * 5 * 3 * 9
+    assert gpu_clocks.count_flops(lambda: nn.Conv2d(3, 5, 3, padding=1)(image)) == 2 * 2 * 64 * 5 * 3 * 9
     into, a = torch.zeros(4, 4), torch.randn(4, 7)
-    assert gpu_clocks.operations(lambda: into.addmm_(a, a.T)) == 2 * 4 * 4 * 7, "which torch's counter does not know"
+    assert gpu_clocks.count_flops(lambda: into.addmm_(a, a.T)) == 2 * 4 * 4 * 7, "which torch's counter does not know"
     cubes = torch.randn(3, 4, 4)
-    assert gpu_clocks.operations(lambda: cubes.baddbmm_(cubes, cubes)) == 3 * 2 * 4 * 4 * 4
+    assert gpu_clocks.count_flops(lambda: cubes.baddbmm_(cubes, cubes)) == 3 * 2 * 4 * 4 * 4
 
 
 def test_kernels_are_counted_by_their_twins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,16 +54,16 @@ def test_kernels_are_counted_by_their_twins(monkeypatch: pytest.MonkeyPatch) -> 
     rows, entries, heads, channels = 2, 8, 2, 4
     qkvg, gate_bias = torch.randn(1, rows, entries, 4, heads, channels), torch.zeros(heads * channels)
     mask = torch.ones(1, rows, entries)
-    found = gpu_clocks.operations(lambda: attention.gated_attention(qkvg, gate_bias, mask))
+    found = gpu_clocks.count_flops(lambda: attention.gated_attention(qkvg, gate_bias, mask))
     assert found == 2 * (2 * rows * heads * entries * entries * channels), "q k and p v"
     assert seen == [False] and triton_support.MISSING is None, "Triton is there again"
 
 
 def test_a_window_is_as_many_times_as_there_were_runs() -> None:
     seen: list[int] = []
-    assert len(gpu_clocks.window(seen.append, 3)) == 3 and seen == [0, 1, 2]
-    assert set(gpu_clocks.rates(torch.device("cpu"))) == {"matrix_tflops", "copy_gb_s"}
-    assert gpu_clocks.graph_bytes() == 0 and gpu_clocks.traced(seen.append, 1) == {}
+    assert len(gpu_clocks.time_window(seen.append, 3)) == 3 and seen == [0, 1, 2]
+    assert set(gpu_clocks.peak_rates(torch.device("cpu"))) == {"matrix_tflops", "copy_gb_s"}
+    assert gpu_clocks.graph_bytes() == 0 and gpu_clocks.profile(seen.append, 1) == {}
 
 
 class Event:
@@ -93,12 +93,12 @@ def test_a_trace_tells_what_a_gpu_did(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_clocks, "wait", lambda: None)
-    found = gpu_clocks.traced(ran.append, 2)
+    monkeypatch.setattr(gpu_clocks, "synchronize", lambda: None)
+    found = gpu_clocks.profile(ran.append, 2)
     assert ran == [0, 1] and found["gaps_percent"] == found["idle_percent"] == 50.0 and found["launches"] == 2
     assert found["costly"] == [["mm", 0.045, 1.0], ["copy", 0.005, 0.5]]
     events[:] = events[-2:]
-    assert "no kernel" in gpu_clocks.traced(ran.append, 1)["left_out_trace"]
+    assert "no kernel" in gpu_clocks.profile(ran.append, 1)["left_out_trace"]
 
 
 # ---- names
@@ -123,20 +123,20 @@ def test_an_unknown_name_is_refused(words: list[str], said: str, capsys: pytest.
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", apps.names("trial"))
+@pytest.mark.parametrize("name", apps.with_part("benchmarks"))
 def test_published_configurations_are_read_as_they_stand_in_the_files(name: str) -> None:
-    app = find(name)
-    assert app.gpu, "an app says what is measured on a GPU"
-    for case in app.gpu:
+    app = find_workload(name)
+    assert app.gpu_cases, "an app says what is measured on a GPU"
+    for case in app.gpu_cases:
         path = Path(inspect.getfile(type(app))).parent / "configs" / case.yaml
         for variant, words in gpu_steps.VARIANTS.items():
-            for turn in case.turns:
-                cfg: Any = config.load(app.published, path, [*case.words, *gpu_steps._PLAIN, *words, *turn])
+            for turn in case.step_variants:
+                cfg: Any = config.load(app.published_settings, path, [*case.overrides, *gpu_steps._BASE_OVERRIDES, *words, *turn])
                 assert cfg.step.capture == ("whole" if "captured" in variant else "none")
-        plain: Any = config.load(app.published, path)
+        plain: Any = config.load(app.published_settings, path)
         assert cfg.step.optimizer == plain.step.optimizer and cfg.step.lr == plain.step.lr and cfg.step.clip == plain.step.clip
-        assert case.figure and case.figure.per_s > 0 and case.asked
-        assert any(place in case.figure.source for place in ("github.com/mlcommons", "docs.nvidia.com"))
+        assert case.published and case.published.samples_per_s > 0 and case.goal
+        assert any(place in case.published.source for place in ("github.com/mlcommons", "docs.nvidia.com"))
 
 
 # ---- what becomes of a failure
@@ -146,7 +146,7 @@ class FakeApp:
     """An app that cannot be built."""
 
     def __init__(self) -> None:
-        self.gpu = [SimpleNamespace(name="one", turns=((),), figure=None, asked=None)]
+        self.gpu_cases = [SimpleNamespace(name="one", step_variants=((),), published=None, goal=None)]
         self.asked: list[str] = []
 
 
@@ -160,27 +160,27 @@ def test_a_variant_that_raises_is_a_row_and_the_others_go_on(monkeypatch: pytest
         "compiled": ZeroDivisionError(),
     }  # fmt: skip
 
-    def measured(self: gpu_steps.Bench, variant: str) -> dict[str, Any]:
+    def measured(self: gpu_steps.StepBenchmark, variant: str) -> dict[str, Any]:
         if variant in problems:
             raise problems[variant]
         return {"ms": 1.0}
 
     app: Any = FakeApp()
-    monkeypatch.setattr(gpu_steps.Bench, "_measured", measured)
-    made = gpu_steps.Bench("app-one", app, app.gpu[0], words())
+    monkeypatch.setattr(gpu_steps.StepBenchmark, "_measure", measured)
+    made = gpu_steps.StepBenchmark("app-one", app, app.gpu_cases[0], words())
     first, *rest = [made.row(variant) for variant in gpu_steps.VARIANTS]
     assert first == {"case": "app-one", "variant": "eager", "failed": "RuntimeError: no such kernel"}
     assert all(row["left_out"].startswith("there is no GPU") for row in rest)
     made.on_gpu = True
     monkeypatch.setattr(gpu_steps, "close_all", lambda: None)
     rows = {variant: made.row(variant) for variant in gpu_steps.VARIANTS}
-    assert rows["captured"]["failed"] == "out of memory" and rows["compiled"]["failed"] == "ZeroDivisionError: no word of why"
+    assert rows["captured"]["failed"] == "out of memory" and rows["compiled"]["failed"] == "ZeroDivisionError: no message"
     assert rows["tf32"] == {"case": "app-one", "variant": "tf32", "ms": 1.0}
 
 
 def test_what_a_step_sets_for_the_process_does_not_stay() -> None:
     before = torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32
-    with pytest.raises(KeyError), gpu_steps._own_settings():
+    with pytest.raises(KeyError), gpu_steps._restore_backend_flags():
         torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = not before[0]
         raise KeyError
     assert (torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32) == before
@@ -201,7 +201,7 @@ def test_of_a_case_that_was_ended_the_rows_that_it_told_are_kept(
     assert bench.main(["gpu", "apps", "--json", "--limit", "7"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["bench"] == "gpu" and found["torch"] == "2" and found["rows"] == [
-        {"case": "a", "variant": "eager", "ms": 1.0}, {"part": "apps", "case": "a", "failed": "ended after 7 s"},
+        {"case": "a", "variant": "eager", "ms": 1.0}, {"part": "apps", "case": "a", "failed": "killed after 7 s"},
         {"part": "apps", "case": "b", "failed": "Segmentation fault"},
     ]  # fmt: skip
     monkeypatch.setattr(gpu_steps, "cases", lambda: ["b"])
@@ -210,4 +210,4 @@ def test_of_a_case_that_was_ended_the_rows_that_it_told_are_kept(
 
 def test_bytes_are_those_of_each_tensor_once() -> None:
     x = torch.randn(10, requires_grad=True)
-    assert gpu_kernels.once(x, [x], False) == 80 and gpu_kernels.once(x, [x], True) == 80 + 40 + 80 + 40
+    assert gpu_kernels.bytes_once(x, [x], False) == 80 and gpu_kernels.bytes_once(x, [x], True) == 80 + 40 + 80 + 40

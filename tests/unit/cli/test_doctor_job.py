@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hpcai import cli
-from hpcai.cli.doctor import deadline, job, member, network, page, storage
-from hpcai.cli.doctor.findings import KINDS, Report, judge
-from hpcai.cli.doctor.member import Gpu, Member
+from hpcai.cli.doctor import deadline, job, network, page, rank_report, storage
+from hpcai.cli.doctor.findings import KINDS, Report, diagnose
 from hpcai.cli.doctor.network import Link, Network, Pace
+from hpcai.cli.doctor.rank_report import Gpu, RankReport
 from hpcai.cli.doctor.storage import Folder, Folders
 from hpcai.dist import RankInfo
 from hpcai.dist.watchdog import RankStatus
@@ -30,7 +30,7 @@ def ranks_of(ranks: int = 4, per_node: int = 2, but: Mapping[int, dict[str, Any]
         node, place = f"n{rank // per_node + 1}", rank % per_node
         about = {"node": node, "machine": node, "launcher": "srun", "cpus": (2 * place, 2 * place + 1), "online": 8, "numa": (0,)}
         about |= {"threads": 2, "versions": {"torch": "2.13.0"}, **words, **but.get(rank, {})}
-        report.members.append(Member(rank, **about))
+        report.members.append(RankReport(rank, **about))
     return report
 
 
@@ -102,30 +102,30 @@ RULES = [
 
 @pytest.mark.parametrize(("report", "text"), RULES)
 def test_a_rule(report: Report, text: str) -> None:
-    found = [f"{found.severity}: {found.place}: {found.text}" for found in judge(report)]
+    found = [f"{found.severity}: {found.place}: {found.text}" for found in diagnose(report)]
     assert [line[: len(text)] for line in found] == ([text] if text else [])
 
 
 def test_what_has_several_causes_is_told_by_each() -> None:
-    found = judge(ranks_of(cpus=(0,), threads=1))
+    found = diagnose(ranks_of(cpus=(0,), threads=1))
     assert [(one.code, one.severity, one.ranks) for one in found] == [
         ("cores", "error", (0, 1)), ("cores", "error", (2, 3)), ("threads", "warning", (0, 1)), ("threads", "warning", (2, 3))]
     two_of_five = links(lambda one, other: bool({2, 3} & {one, other}), 5)  # half of the links of each other rank are slow
-    assert [found.ranks for found in judge(ranks_of(5, 5, network=two_of_five))] == [(2,), (3,)]
+    assert [found.ranks for found in diagnose(ranks_of(5, 5, network=two_of_five))] == [(2,), (3,)]
     crowded = {rank: {"cpus": (0, 1)} for rank in (0, 1)}  # whose links among themselves alone are slow for that
-    found = judge(ranks_of(but=crowded, network=links(lambda one, other: other == 3)))
+    found = diagnose(ranks_of(but=crowded, network=links(lambda one, other: other == 3)))
     assert [(one.code, one.ranks) for one in found] == [("threads", (0, 1)), ("links", (3,))]
 
 
 def test_an_outlier_is_above_twice_the_median_and_five_deviations() -> None:
-    assert network.slow({0: 1.0, 1: 1.1, 2: 0.9, 3: 2.2}, 2.0) == [3]
-    assert network.slow({0: 1.0, 1: 1.1, 2: 0.9, 3: 1.9}, 2.0) == [], "not twice"
-    assert network.slow({0: 1.0, 1: 3.0, 2: 2.0, 3: 5.1}, 2.0) == [], "the others differ as much"
-    assert network.slow({0: 1.0, 1: 1.0, 2: 9.0}, 2.0) == [], "with two others nobody can say"
+    assert network.slow_outliers({0: 1.0, 1: 1.1, 2: 0.9, 3: 2.2}, 2.0) == [3]
+    assert network.slow_outliers({0: 1.0, 1: 1.1, 2: 0.9, 3: 1.9}, 2.0) == [], "not twice"
+    assert network.slow_outliers({0: 1.0, 1: 3.0, 2: 2.0, 3: 5.1}, 2.0) == [], "the others differ as much"
+    assert network.slow_outliers({0: 1.0, 1: 1.0, 2: 9.0}, 2.0) == [], "with two others nobody can say"
 
 
 def test_every_kind_of_finding_is_raised_by_a_rule() -> None:
-    source = Path(judge.__code__.co_filename).read_text().partition("def judge")[2]
+    source = Path(diagnose.__code__.co_filename).read_text().partition("def diagnose")[2]
     assert [kind for kind in KINDS if f'"{kind}"' not in source] == []
 
 
@@ -135,7 +135,7 @@ def test_every_kind_of_finding_is_raised_by_a_rule() -> None:
 def test_a_report_folds_nodes_that_are_alike_and_ends_with_what_is_wrong() -> None:
     other = {"versions": {"torch": "2.11.0"}, "files": 1024, "shm": 64 << 20}
     report = ranks_of(8, 4, but={5: other}, network=links(lambda one, other: False, 8))
-    findings = judge(report)
+    findings = diagnose(report)
     text = list(page.lines(report, findings))
     assert "ranks            all 8 ranks, 4 on each: 2 of 8 CPUs (0-1 | 2-3 | 4-5 | 6-7), 2 threads each, NUMA 0" in text
     assert text[-5:-3] == ["error: versions (1)", f"  rank 5 on n2: {findings[0].text}"]
@@ -159,12 +159,12 @@ def test_of_a_large_job_nodes_play() -> None:
     every = [network.schedule(rank, nodes) for rank in range(len(nodes))]
     assert {len(each) for each in every[::4]} == {64} and not any(every[1::4])
     assert all(other is None or every[other][turn] == rank for rank, each in enumerate(every) for turn, other in enumerate(each))
-    assert len(set(every[4])) == 64 and network.firsts(["a", "b", "a"]) == [0, 1]
+    assert len(set(every[4])) == 64 and network.first_ranks(["a", "b", "a"]) == [0, 1]
 
 
 def _links(mesh: Any, seconds: float) -> list[Link]:
-    wire = network.Wire(torch.device("cpu"), mesh.job.group, mesh.job.group)
-    return network.links(wire, mesh.rank, ["n"] * mesh.world, seconds)
+    wire = network.Channel(torch.device("cpu"), mesh.job.group, mesh.job.group)
+    return network.measure_links(wire, mesh.rank, ["n"] * mesh.world, seconds)
 
 
 def test_links_are_measured_once_and_left_out_when_time_is_over() -> None:
@@ -187,19 +187,19 @@ def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(member.os, "sched_getaffinity", lambda pid: {6, 7, 8})
+    monkeypatch.setattr(rank_report.os, "sched_getaffinity", lambda pid: {6, 7, 8})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("SLURMD_NODENAME", "nid7")
     monkeypatch.setenv("HPCAI_TOKEN", "secret")
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    found = member.look(RankInfo("srun", 3, 4, 1, 2), root=tmp_path)
+    found = rank_report.inspect_rank(RankInfo("srun", 3, 4, 1, 2), root=tmp_path)
     assert (found.node, found.machine, found.online, found.rdma) == ("nid7", "b00t", 16, True)
     assert (found.cpus, found.numa) == ((6, 7, 8), (0, 1))
     assert found.versions["NVIDIA driver"] == "570.86.15" and found.gpu_problem.startswith("the NVIDIA driver is there")
     assert found.variables["NCCL_ALGO"] == "Ring" and not {"HPCAI_TOKEN", "UCX_NET_DEVICES"} & set(found.variables)
-    assert page.place([found]).startswith("3 of 16 CPUs (6-8), ") and ", NUMA 0-1" in page.place([found])
+    assert page.describe_cores([found]).startswith("3 of 16 CPUs (6-8), ") and ", NUMA 0-1" in page.describe_cores([found])
 
 
 def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,17 +211,17 @@ def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypat
     folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("3\n")
-    assert member.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path) == (Gpu(2, "A100", "aaaa-bbbb", "0000:c1:00.0", 40.0, 3), "")
+    assert rank_report.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path) == (Gpu(2, "A100", "aaaa-bbbb", "0000:c1:00.0", 40.0, 3), "")
     (folder / "numa_node").write_text("-1\n")
-    found, _ = member.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path)
+    found, _ = rank_report.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path)
     assert found is not None and found.node is None
-    found, problem = member.find_gpu(RankInfo("srun", 6, 8, 5, 6), tmp_path)
+    found, problem = rank_report.find_gpu(RankInfo("srun", 6, 8, 5, 6), tmp_path)
     assert found is None and problem.startswith("local rank 5 finds only 4 visible GPUs")
 
 
 def test_ranks_measure_on_gpus_where_each_has_one_of_its_own() -> None:
-    assert job.have_own_gpus(ranks_of(but=gpus(*"abcd")).members) == torch.distributed.is_nccl_available()
-    assert not job.have_own_gpus(ranks_of(but=gpus(*"aacd")).members) and not job.have_own_gpus(ranks_of().members)
+    assert job.has_gpu_per_rank(ranks_of(but=gpus(*"abcd")).members) == torch.distributed.is_nccl_available()
+    assert not job.has_gpu_per_rank(ranks_of(but=gpus(*"aacd")).members) and not job.has_gpu_per_rank(ranks_of().members)
 
 
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,23 +238,23 @@ def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    found = storage.measure(tmp_path, "t", 0, 0.05)
+    found = storage.measure_folder(tmp_path, "t", 0, 0.05)
     assert found.free > 0 and found.write > 0 and found.read > 0 and found.problem == "" and found.kind
-    found = storage.measure(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # time for 32 MiB, and to read half
+    found = storage.measure_folder(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # write 32 MiB, read half
     assert (found.write, found.read) == (16 << 20, 8 << 20)
-    with storage.mark(tmp_path, "t") as problem:
-        assert problem == "" and storage.sees(tmp_path, "t") and not storage.sees(tmp_path, "other", 0.0)
-    with pytest.raises(KeyboardInterrupt), storage.mark(tmp_path, "t"):
+    with storage.marker_file(tmp_path, "t") as problem:
+        assert problem == "" and storage.sees_marker(tmp_path, "t") and not storage.sees_marker(tmp_path, "other", 0.0)
+    with pytest.raises(KeyboardInterrupt), storage.marker_file(tmp_path, "t"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
     gone = tmp_path / "none"
-    assert storage.measure(gone, "t", 0, 0.05).problem == "No such file or directory"
-    with storage.mark(gone, "t") as problem:
+    assert storage.measure_folder(gone, "t", 0, 0.05).problem == "No such file or directory"
+    with storage.marker_file(gone, "t") as problem:
         assert problem == "No such file or directory"
 
 
 def lagging(answers: Sequence[str | None], world: int | None = None) -> str:
-    return deadline.lagging({rank: RankStatus(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}, world)
+    return deadline.describe_lagging({rank: RankStatus(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}, world)
 
 
 def test_who_holds_the_others_up_is_named() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from hpcai import cli, log
 from hpcai.cli import script
-from hpcai.cli.job import main, seconds_of
+from hpcai.cli.job import main, parse_time
 from hpcai.errors import ConfigError
 from tests import shellcheck
 from tests.apps.universes import make
@@ -46,7 +46,7 @@ def small(run: Path, *words: str) -> list[str]:
 
 
 def test_every_site_is_short_names_its_page_and_holds_no_setting() -> None:
-    assert script.sites() == SITES
+    assert script.list_sites() == SITES
     for name in SITES:
         text = (ROOT / f"slurm/sites/{name}.sh").read_text()
         assert len(text.splitlines()) <= 30
@@ -243,11 +243,11 @@ def test_an_array_gives_each_run_its_words_and_its_directory(tmp_path: Path, cap
 
 
 def test_times_are_read_as_slurm_writes_them() -> None:
-    found = {text: seconds_of(text) for text in ("30", "1:30", "4:00:00", "1-0", "1-12", "1-12:30", "2-01:02:03")}
+    found = {text: parse_time(text) for text in ("30", "1:30", "4:00:00", "1-0", "1-12", "1-12:30", "2-01:02:03")}
     assert list(found.values()) == [1800, 90, 14400, 86400, 129600, 131400, 176523]
     for text in ("", "0", "soon", "1h", "1:2:3:4", "-5", "0:00", "1-"):
         with pytest.raises(ConfigError, match="is no time; expected minutes"):
-            seconds_of(text)
+            parse_time(text)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "generic", "--nodes", "1", "--array", "lr=1e-3,1e-3"], "two runs would write to"),
         (["--site", "generic", "--nodes", "1", "--array", "seed=0-1", "--chain", "2"], "--chain and --array are both given"),
         (["--site", "leonardo", "--nodes", "1", "--account", "x", "--container", "x.sif"], "has no flags for containers"),
-        (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "is in the image: nothing to do"),
+        (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "its image; leave one out"),
         (["--site", "pbs", "--nodes", "1", "--time", "9", "--environment", "x.tar"], "is sent by Slurm's sbcast"),
         (["--site", "generic", "--nodes", "1", "--environment-at", "/x"], "is for --environment FILE, which is not given"),
     ],
@@ -320,7 +320,7 @@ def test_files_and_folders_are_looked_at_before_submitting_and_remarked_on_when_
     site = ["--site", str(tmp_path / "mine.sh"), "--nodes", "1", "--container", str(tmp_path / "no.sif")]
     found = {
         tmp_path / "disk/run": "is each node's own, where no other node finds the checkpoints",
-        tmp_path / "file/run": f"{tmp_path / 'file'} cannot be written to; name a folder of yours",
+        tmp_path / "file/run": f"{tmp_path / 'file'} is not writable; name a folder of yours",
     }
     for run, said in found.items():
         told = refused(capsys, *small(run, "data.directory=nowhere"), *site, "--submit")
@@ -335,15 +335,15 @@ def test_files_and_folders_are_looked_at_before_submitting_and_remarked_on_when_
 
 
 def test_the_templates_are_found_beside_or_within_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert script.folder() == ROOT / "slurm"
+    assert script.template_folder() == ROOT / "slurm"
     package = tmp_path / "lib/hpcai"
     package.mkdir(parents=True)
     monkeypatch.setattr(script.hpcai, "__file__", str(package / "__init__.py"))
     monkeypatch.setattr(script, "SUITE", package / "suite")
     with pytest.raises(ConfigError, match=r"expected job.sh in .*lib/slurm \(a checkout\) or .*lib/hpcai/suite/slurm"):
-        script.folder()
+        script.template_folder()
     shutil.copytree(ROOT / "slurm", package / "suite/slurm")
-    assert script.folder() == package / "suite/slurm" and script.sites() == SITES
+    assert script.template_folder() == package / "suite/slurm" and script.list_sites() == SITES
 
 
 def test_apps_that_lie_elsewhere_are_found_by_the_job(

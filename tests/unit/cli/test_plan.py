@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-import apps.llm.trial as llm
-from apps.openfold.trial import Trial
+import apps.llm.benchmarks as llm
+from apps.openfold.benchmarks import Benchmark
 from hpcai.cli import apps, main
-from hpcai.cli.plan import show
+from hpcai.cli.plan import print_tables
 from hpcai.cli.plan.planner import Planner
-from hpcai.cli.plan.workload import Evaluation, find
+from hpcai.cli.plan.training import Evaluation, find_training
 from hpcai.errors import ConfigError
 from hpcai.plan.machines import find_machine as machine
 
@@ -25,63 +25,64 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 @pytest.fixture(scope="module")
 def tiny() -> Planner:
-    return Planner("openfold", [*Trial.tiny, "model.template=null", "features.templates=0"])
+    return Planner("openfold", [*Benchmark.tiny, "model.template=null", "features.templates=0"])
 
 
 def test_all_apps_but_one_of_graphs_are_planned() -> None:
-    assert apps.names("plan") == PLANNED
+    assert apps.with_part("plan") == PLANNED
     for name in PLANNED:
-        load = find(name)
-        assert load.published[0].what == "step" and any(point.what == "run" for point in load.published)
-        assert all(load.needs(point.batch) > 0 for point in load.published)
+        load = find_training(name)
+        assert load.published[0].kind == "step" and any(point.kind == "run" for point in load.published)
+        assert all(load.samples_needed(point.batch) > 0 for point in load.published)
 
 
 def test_a_cut_step_takes_less_of_each_process(tiny: Planner) -> None:
     on = machine("h100")
-    (whole, most), (cut, less) = (tiny.fitting(ways, 128, 1, on)[:2] for ways in (1, 2))
+    (whole, most), (cut, less) = (tiny.fit_memory(ways, 128, 1, on)[:2] for ways in (1, 2))
     assert whole.compute_bound + whole.memory_bound > 1.2 * (cut.compute_bound + cut.memory_bound) and most > less
     assert cut.messages > whole.messages and cut.exposed_communication > whole.exposed_communication
 
 
 def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) -> None:
-    job, known = tiny.job(256, 1, 256, machine("h100"), evaluating=32), tiny.workload.evaluation
-    alone = tiny.fitting(1, 1, 1, machine("h100")).step.seconds
+    job, known = tiny.plan_job(256, 1, 256, machine("h100"), evaluating=32), tiny.training.evaluation
+    alone = tiny.fit_memory(1, 1, 1, machine("h100")).step.seconds
     score = known.samples * known.cost * alone / 32
     train = 520 * job.seconds
     assert job.steps == pytest.approx(520) and job.loader > 0
     assert job.minutes == pytest.approx((max(train, 520 / 40 * score) + score) / 60)
     assert job.evaluation == pytest.approx(job.minutes - train / 60)
-    waits = tiny.job(256, 1, 256, machine("h100"))  # for thirteen evaluations by all of them
+    waits = tiny.plan_job(256, 1, 256, machine("h100"))  # for thirteen evaluations by all of them
     assert waits.minutes == pytest.approx((train + 520 / 40 * score * 32 / 256) / 60)
-    assert [Evaluation(1, 1.0, **when).times(100.0, 4) for when in ({"every": 20.0, "first": 40.0}, {"steps": 10})] == [3.0, 2.5]
+    assert [Evaluation(1, 1.0, **when).count(100.0, 4) for when in ({"every": 20.0, "start": 40.0}, {"steps": 10})] == [3.0, 2.5]
 
 
 def test_copies_beyond_those_recorded_concern_gradients_alone(tiny: Planner) -> None:
-    few, many = (tiny.fitting(2, copies, 1, machine("h100")).step for copies in (32, 1024))
+    few, many = (tiny.fit_memory(2, copies, 1, machine("h100")).step for copies in (32, 1024))
     assert (few.messages, few.memory_bound, few.launches) == (many.messages, many.memory_bound, many.launches)
     assert many.sent > few.sent and many.seconds > few.seconds
 
 
 def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:
     """Four bytes a parameter: weights, their average and moments twice, the gradient twice; Adam has two moments, SGD one."""
-    records = [tiny.recorded(1, 1, 1, (f"step.optimizer={name}",))[0][1].record for name in ("adam", "sgd")]
+    records = [tiny.record_steps(1, 1, 1, (f"step.optimizer={name}",))[0][1].record for name in ("adam", "sgd")]
     adam, sgd = (sum(event.bytes for event in record.events if getattr(event, "name", "") == "update") for record in records)
     assert adam * (2 + 2 + 2 + 2) == sgd * (2 + 2 + 4 + 2) > 0
 
 
 def test_slowness_is_that_of_a_step(tiny: Planner) -> None:
     on = machine("h100")
-    assert tiny.measured(tiny.fitting(1, 1, 1, machine("h100", slowdown=5.0)).step.seconds, on) == pytest.approx(5, rel=5e-3)
+    seconds = tiny.fit_memory(1, 1, 1, machine("h100", slowdown=5.0)).step.seconds
+    assert tiny.slowdown_of_step(seconds, on) == pytest.approx(5, rel=5e-3)
 
 
 def test_what_does_not_fit_takes_the_lean_form(tiny: Planner) -> None:
     on = machine("h100")
-    kept, saved = (tiny.step(1, 1, 1, on, lean).peak for lean in tiny.workload.lean)
+    kept, saved = (tiny.mean_step(1, 1, 1, on, lean).peak for lean in tiny.training.memory_savings)
     assert saved < kept
     small = machine("h100", capacity=(saved + kept) / 2 / 0.92)
-    assert tiny.fitting(1, 1, 1, small).lean == ("model.checkpoint=true",)
+    assert tiny.fit_memory(1, 1, 1, small).memory_savings == ("model.checkpoint=true",)
     with pytest.raises(ConfigError, match=r"do not fit the .* GB of h100; cut samples further"):
-        tiny.fitting(1, 1, 1, machine("h100", capacity=saved / 2))
+        tiny.fit_memory(1, 1, 1, machine("h100", capacity=saved / 2))
 
 
 def test_the_command_draws_and_says_what_it_found(
@@ -95,7 +96,7 @@ def test_the_command_draws_and_says_what_it_found(
     parts = ("kernels_s", "launches_s", "messages_s", "loader_s")
     assert all(row["step_s"] == pytest.approx(sum(row[part] for part in parts)) and row["minutes"] > 0 for row in rows)
     assert found["slower"] == 2
-    show(found)
+    print_tables(found)
     told = capsys.readouterr().out
     assert "no batch that is known to reach the target" in told and "exposed communication" in told
 
@@ -105,10 +106,10 @@ def test_the_command_draws_and_says_what_it_found(
 )
 def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, more: str) -> None:
     # In rows of their own weights are sent one by one, and so as often as there are layers.
-    words = [*llm.Trial.tiny, "model.layers=8", "data.batch=8", "step.bucket_mb=1e-6", "data.documents=joined"]
+    words = [*llm.Benchmark.tiny, "model.layers=8", "data.batch=8", "step.bucket_mb=1e-6", "data.documents=joined"]
     few, every = Planner("llm", words), Planner("llm", words)
-    every.workload.depth = None
-    found = (each.step(ways, 4, 1, machine("h100"), (more, "step.accumulate=1")) for each in (few, every))
+    every.training.depth = None
+    found = (each.mean_step(ways, 4, 1, machine("h100"), (more, "step.accumulate=1")) for each in (few, every))
     (step, peak, *_), (whole, most, *_) = found
     for part in ("compute_bound", "memory_bound", "launches", "sent", "messages"):
         assert getattr(step, part) == pytest.approx(getattr(whole, part), rel=1e-9)
@@ -118,11 +119,11 @@ def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, more: st
 
 
 def test_a_model_that_one_gpu_has_no_room_for_is_evaluated_by_all() -> None:
-    planner = Planner("llm", [*llm.Trial.tiny, "data.batch=8"])
+    planner = Planner("llm", [*llm.Benchmark.tiny, "data.batch=8"])
     on = machine("h100")
-    cut = planner.fitting(2, 4, 2, on)
-    assert planner._alone(8, 8, cut, on, ()) == planner.fitting(1, 1, 1, on).step.seconds
-    assert planner._alone(8, 16, cut, replace(on, capacity=1.0), ()) == cut.step.seconds / 2
+    cut = planner.fit_memory(2, 4, 2, on)
+    assert planner._single_gpu_seconds(8, 8, cut, on, ()) == planner.fit_memory(1, 1, 1, on).step.seconds
+    assert planner._single_gpu_seconds(8, 16, cut, replace(on, capacity=1.0), ()) == cut.step.seconds / 2
 
 
 @pytest.mark.parametrize("name", ["cosmoflow", pytest.param("unet3d", marks=pytest.mark.claim)])
@@ -147,4 +148,4 @@ def test_what_cannot_be_planned_is_told(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["plan", "openfold", "--gpus", "0"])
     with pytest.raises(ConfigError, match=r"a batch of 64 is not among 128 to 256, the known ones .*reference convergence"):
-        find("openfold").needs(64)
+        find_training("openfold").samples_needed(64)

@@ -115,14 +115,14 @@ def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
     page = text((run / "report.html").read_text())
     assert "Guesses &lt;of&gt; the toy 3 guesses." in page
     assert "Guesses counted all of &lt;them&gt; guess times 4 1 " in page
-    read = report.read(run)
-    assert read.higher("luck_of_rain") and not read.higher("bad_weather")
+    read = report.read_run(run)
+    assert read.higher_is_better("luck_of_rain") and not read.higher_is_better("bad_weather")
     scores = {"mean_luck": 0.5, "luck_lucky": 0.4, "luck_wrong": 0.3, "luck_none": 0.2}
     read.events.append({"kind": "evaluate", "time": 1.79e9, "step": 640} | scores)
-    (members,) = [members for name, members in read.families().items() if name == "mean_luck"]
-    for found in (read.found, None):                                            # by the settings where there is no picture yet
-        read.found = found
-        (axes,) = curves._metric(read, "mean_luck", members, LIGHT).axes
+    (members,) = [members for name, members in read.metric_families().items() if name == "mean_luck"]
+    for found in (read.predictions, None):  # by the settings where there is no picture yet
+        read.predictions = found
+        (axes,) = curves._draw_metric(read, "mean_luck", members, LIGHT).axes
         colors = {line.get_label(): (line.get_color(), line.get_marker()) for line in axes.lines}
         assert colors["lucky"] == ("#112233", "s") and colors["wrong"] == ("#112233", "^") and colors["none"] == (LIGHT.faint, "o")
         read.settings["model"] = {"classes": TOY["kinds"]}
@@ -132,7 +132,7 @@ def test_a_picture_that_cannot_be_had_costs_itself_alone(run: Path, tmp_path: Pa
     def left_out(name: Any = "toy", **change: Any) -> list[str]:
         written(tmp_path, [START | {"name": name}, *list(events(last=20))[1:]], SETTINGS)
         saved(tmp_path / "toy.npz", b"PK\x03\x04 torn" if change.pop("torn", False) else TOY | change)
-        return [line for line in report.read(tmp_path).left_out if "evaluations" not in line]
+        return [line for line in report.read_run(tmp_path).left_out if "evaluations" not in line]
 
     assert left_out() == []
     (line,) = left_out(torn=True)
@@ -144,13 +144,13 @@ def test_a_picture_that_cannot_be_had_costs_itself_alone(run: Path, tmp_path: Pa
         assert left_out(name) == [f"toy.npz: no picture is made of it; expected one in apps/{name}/picture.py"]
     (tmp_path / "toy.npz").unlink()
     written(tmp_path, [START | {"name": "unknown"}])
-    assert not report.read(tmp_path).left_out
+    assert not report.read_run(tmp_path).left_out
     # What fails only when it is drawn is noted too, and the page has the curves.
     saved(written(tmp_path, events(last=20), SETTINGS) / "toy.npz", TOY)
-    read = report.read(tmp_path)
+    read = report.read_run(tmp_path)
     assert read.picture is not None
     monkeypatch.setattr(read.picture, "draw", lambda found, theme: 1 / 0)
-    assert "Guesses &lt;of&gt; the toy: division by zero" in text(report.draw(tmp_path).read_text())
+    assert "Guesses &lt;of&gt; the toy: division by zero" in text(report.draw_run(tmp_path).read_text())
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == {"loss", "learning_rate", "throughput"}
 
 
@@ -177,19 +177,19 @@ def test_an_axis_over_decades_has_powers_of_ten_and_a_metric_may_be_called_anyth
     odd = "$\\frac{$ <mae>"
     lines = [START, *({"kind": "evaluate", "time": 0.0, "step": n, "epoch": n, "seconds": 1.0, odd: 10.0**-n} for n in range(4))]
     run = written(tmp_path, lines)
-    figure = curves._metric(report.read(run), odd, [], LIGHT)
+    figure = curves._draw_metric(report.read_run(run), odd, [], LIGHT)
     figure.draw_without_rendering()
     (axes,) = figure.axes
     assert axes.get_yscale() == "log" and axes.get_ylabel() == odd.replace("$", r"\$")
     assert any(label.get_text() == r"$\mathdefault{10^{-2}}$" and label.get_parse_math() for label in axes.get_yticklabels())
-    assert "Validation $\\frac{$ &lt;mae&gt;" in read_by_people(report.read(run))
+    assert "Validation $\\frac{$ &lt;mae&gt;" in read_by_people(report.read_run(run))
 
 
 def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
-    found = report.read(run)
+    found = report.read_run(run)
     labels = {}
     for name in ("mae", "accuracy"):
-        (axes,) = curves._metric(found, name, [], LIGHT).axes
+        (axes,) = curves._draw_metric(found, name, [], LIGHT).axes
         labels[name] = axes.get_legend_handles_labels()[1]
     assert "target 0.124" in labels["mae"] and "best 0.1231" in labels["mae"]
     assert not any("target" in label for label in labels["accuracy"]) and "best 0.64" in labels["accuracy"]
@@ -206,18 +206,18 @@ def test_the_best_of_a_metric_is_the_highest_where_the_settings_say_so(tmp_path:
              for n, (skill, part, bias) in enumerate(values, 1)]
     run = written(tmp_path, [START, *lines])
     (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "higher"}}))
-    found = report.read(run)
+    found = report.read_run(run)
     assert [found.best(name) for name in ("skill", "skill_of_rain", "bias")] == [(2, 0.9), (2, 0.8), (2, 3.0)]
     words = read_by_people(found)
     assert "best validation skill 0.9 at step 2, target 0.95" in words and "skill_of_rain 0.8 2 0.7 3" in words
     assert [plot.name for plot in curves.plots(found)] == ["evaluate_skill", "evaluate_bias"]
-    (axes,) = curves._metric(found, "skill", ["skill_of_rain"], LIGHT).axes
+    (axes,) = curves._draw_metric(found, "skill", ["skill_of_rain"], LIGHT).axes
     assert axes.get_legend_handles_labels()[1] == ["skill", "of rain", "target 0.95", "best 0.9"]
     assert axes.get_yscale() == "linear" and axes.get_ylim()[1] > 0.95
     (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "lower"}}))
-    found = report.read(run)
+    found = report.read_run(run)
     assert [found.best(name) for name in ("skill", "skill_of_rain")] == [(1, 0.01), (1, 0.02)]
-    assert curves._metric(found, "skill", [], LIGHT).axes[0].get_yscale() == "log"
+    assert curves._draw_metric(found, "skill", [], LIGHT).axes[0].get_yscale() == "log"
 
 
 def test_parts_belong_to_the_shortest_metric_that_begins_their_names(tmp_path: Path) -> None:
@@ -225,14 +225,14 @@ def test_parts_belong_to_the_shortest_metric_that_begins_their_names(tmp_path: P
     event = {"kind": "evaluate", "time": 0.0, "step": 1, "epoch": 1, "seconds": 1.0}
     run = written(tmp_path, [START, event | dict.fromkeys(names, 1.0)])
     parts = {"iou": ["iou_river_deep", "iou_river"], "loss_ce": [], "mae": [], "maerz_1": [], "iouu": []}
-    assert report.read(run).families() == parts
+    assert report.read_run(run).metric_families() == parts
 
 
 def test_a_young_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
     run = written(tmp_path / "young", events(last=40, end=None))
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "ti')              # the line that is being written
-    found = read_by_people(read := report.read(run))
+    found = read_by_people(read := report.read_run(run))
     for words in ("still running, last heard of 2026-09-21", "evaluations: none so far", "40 / 640",
                   "Guesses &lt;of&gt; the toy: there is no toy.npz",
                   "settings.yaml: there is no settings.yaml"):
@@ -241,7 +241,7 @@ def test_a_young_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_only_started_is_drawn(tmp_path: Path) -> None:
-    found = read_by_people(report.read(written(tmp_path, [START])))
+    found = read_by_people(report.read_run(written(tmp_path, [START])))
     assert "loss: the run has no finite value of it yet" in found and "still running" in found
 
 
@@ -251,10 +251,10 @@ ENDS = [("signal", "stopped by a signal"), ("diverged", ">diverged<"), ("finishe
 @pytest.mark.parametrize(("end", "words"), ENDS)
 def test_the_page_says_how_the_run_ended(end: str, words: str, tmp_path: Path) -> None:
     lines = list(events(last=20, end=end))
-    header = document._header(report.read(written(tmp_path, lines)))
+    header = document._header(report.read_run(written(tmp_path, lines)))
     assert words in header
     odd = START | {"resumed_from": 20, "name": "toy <small> & co"}
-    header = document._header(report.read(written(tmp_path, [*lines, odd])))
+    header = document._header(report.read_run(written(tmp_path, [*lines, odd])))
     assert "still running" in header and "toy &lt;small&gt; &amp; co" in header
 
 
@@ -271,7 +271,7 @@ def test_where_there_is_no_run_the_error_says_so(tmp_path: Path, capsys: pytest.
     assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
     assert re.fullmatch(r"hpcai report: .*nowhere is not a directory; expected .*\n", capsys.readouterr().err)
     with pytest.raises(DataError, match="No such file"):
-        report.draw(tmp_path)
+        report.draw_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="holds no event"):
-        report.draw(tmp_path)
+        report.draw_run(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.collections import PathCollection, QuadMesh
 from matplotlib.colors import to_rgb
 
-from hpcai.cli.report.pairs import MANY, Pair, draw, table
+from hpcai.cli.report.pairs import MAX_POINTS, Pair, draw, table
 from hpcai.cli.report.theme import DARK, LIGHT
 from tests.pages import subtitle
 
@@ -20,7 +20,7 @@ def pair(count: int, **words: Any) -> Pair:
 
 
 @pytest.mark.parametrize(("theme", "count", "words"), [
-    (LIGHT, 30, {}), (DARK, MANY + 1, {}), (LIGHT, 300, {"linear": 0.1, "constant": ("nothing", 0.0)}),
+    (LIGHT, 30, {}), (DARK, MAX_POINTS + 1, {}), (LIGHT, 300, {"linear": 0.1, "constant": ("nothing", 0.0)}),
 ])  # fmt: skip
 def test_every_sample_is_drawn_true_to_the_right_and_predicted_upwards(theme: Any, count: int, words: dict[str, Any]) -> None:
     given = pair(count, **words)
@@ -34,7 +34,7 @@ def test_every_sample_is_drawn_true_to_the_right_and_predicted_upwards(theme: An
     assert subtitle(axes).endswith(f"MAE {mae:.3g} ({name}: {np.abs(given.true - constant).mean():.3g})")
     assert axes.get_xscale() == ("asinh" if words else "linear") and axes.get_title(loc="left") == "\\$odd\n"
     drawn = {type(each): each for each in axes.get_children()}
-    if count > MANY or words:
+    if count > MAX_POINTS or words:
         mesh = drawn[QuadMesh]
         edges, counts = mesh.get_coordinates()[0, :, 0], np.zeros(mesh.get_array().shape)
         np.add.at(counts, tuple(np.searchsorted(edges, each) - 1 for each in (given.predicted, given.true)), 1)

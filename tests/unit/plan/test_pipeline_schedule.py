@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import apps.llm.trial as llm
+import apps.llm.benchmarks as llm
 from hpcai.cli import main
-from hpcai.cli.plan import show
+from hpcai.cli.plan import print_tables
 from hpcai.cli.plan.planner import Planner
 from hpcai.dist.mesh import Mesh
 from hpcai.parallel.context import ContextParallelAttention
@@ -68,28 +68,28 @@ def test_a_stage_holds_the_micro_batches_that_are_under_way() -> None:
 
 # ---- of a language model
 
-TINY = (*llm.Trial.tiny, "lora=null", "data.documents=joined", "model.layers=256", "data.batch=8", "step.bucket_mb=1e-6")
+TINY = (*llm.Benchmark.tiny, "lora=null", "data.documents=joined", "model.layers=256", "data.batch=8", "step.bucket_mb=1e-6")
 
 
 def test_a_planned_pipeline_takes_as_many_passes_as_micro_batches_and_other_stages() -> None:
     on = machine("h100", intra_node=Link(0, 1e15))
     words = ("model.recompute=none", "step.accumulate=1")
     whole, two = (Planner("llm", [*TINY, "step.bucket_mb=25", f"mesh.pipeline={n}"]) for n in (1, 2))
-    few, many = (two.step(1, 1, parts, on, words).step for parts in (2, 16))
+    few, many = (two.mean_step(1, 1, parts, on, words).step for parts in (2, 16))
     one = (many.seconds - few.seconds) / 14
     for parts, found in ((2, few), (16, many)):
         assert found.seconds == pytest.approx((parts + 1) * one, rel=0.04)
         assert found.idle == pytest.approx(one, rel=0.2)  # and the last stage has more to do
         assert found.seconds == pytest.approx(sum(v for k, v in vars(found).items() if k not in ("seconds", "sent", "messages")))
-    assert one == pytest.approx(whole.step(1, 1, 1, on, words).step.seconds / 2, rel=0.05)  # of both stages, one behind the other
+    assert one == pytest.approx(whole.mean_step(1, 1, 1, on, words).step.seconds / 2, rel=0.05)  # of both stages in sequence
 
 
 @pytest.mark.parametrize("lean", ["none", pytest.param("layers", marks=pytest.mark.claim)])
 def test_layers_of_stages_are_planned_from_few_as_from_all(lean: str) -> None:
     words = [*TINY, "model.layers=9", "mesh.pipeline=2", "mesh.tensor=2"]
     few, every = Planner("llm", words), Planner("llm", words)
-    every.workload.depth = None
-    found = [each.step(2, 2, 4, machine("h100"), ("step.accumulate=1", f"model.recompute={lean}")) for each in (few, every)]
+    every.training.depth = None
+    found = [each.mean_step(2, 2, 4, machine("h100"), ("step.accumulate=1", f"model.recompute={lean}")) for each in (few, every)]
     assert found[0].peak == pytest.approx(found[1].peak, rel=1e-9)
     assert found[0].step.seconds == pytest.approx(found[1].step.seconds, rel=1e-2)
     assert found[0].step.sent == pytest.approx(found[1].step.sent, rel=1e-9)
@@ -138,25 +138,26 @@ def test_messages_of_attention_over_context_are_counted() -> None:
 
 def test_micro_batches_send_and_update_once_in_a_step() -> None:
     planner = Planner("llm", [*TINY, "model.layers=2"])
-    one, two, four = (planner.step(1, 4, each, machine("h100"), ("step.accumulate=1",)).step for each in (1, 2, 4))
+    one, two, four = (planner.mean_step(1, 4, each, machine("h100"), ("step.accumulate=1",)).step for each in (1, 2, 4))
     assert (two.sent, two.messages) == (four.sent, four.messages) and two.messages > 0
     assert two.sent == 2 * one.sent  # in float32, not bfloat16
     assert 1.2 * two.memory_bound < four.memory_bound < 2 * two.memory_bound and four.compute_bound == pytest.approx(2 * two.compute_bound)
 
 
 def test_settings_say_the_mesh_and_the_steps_of_another_training() -> None:
-    planner = Planner("llm", [word for word in llm.Trial.tiny if "data.batch" not in word], "apps/llm/configs/gpt3.yaml")
-    assert planner.axes() == {"pipeline": 8} and planner.ways == [4] and planner.workload.samples == {2304: 2304 * 72_401}
-    assert Planner("llm").axes() == {} and Planner("llm").ways == [1, 2, 4, 8]
+    planner = Planner("llm", [word for word in llm.Benchmark.tiny if "data.batch" not in word], "apps/llm/configs/gpt3.yaml")
+    assert planner.fixed_axes() == {"pipeline": 8} and planner.ways == [4] and planner.training.samples == {2304: 2304 * 72_401}
+    assert Planner("llm").fixed_axes() == {} and Planner("llm").ways == [1, 2, 4, 8]
 
 
 def test_the_command_plans_the_mesh_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*llm.Trial.tiny, "apps/llm/configs/gpt3.yaml", "data.batch=16", "mesh.pipeline=2", "mesh.tensor=2", "mesh.context=2"]
+    axes = ["mesh.pipeline=2", "mesh.tensor=2", "mesh.context=2"]
+    words = [*llm.Benchmark.tiny, "apps/llm/configs/gpt3.yaml", "data.batch=16", *axes]
     assert main(["plan", "llm", *words, "--gpus", "4", "16", "--slower", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = found["jobs"]["16"]
     parts = ("kernels_s", "launches_s", "messages_s", "idle_s", "loader_s")
     assert row["step_s"] == pytest.approx(sum(row[part] for part in parts)) and row["idle_s"] > 0
     assert (row["ways"], row["batch"], found["axes"], found["jobs"]["4"]) == (2, 16, {"pipeline": 2, "context": 2}, [])
-    show(found)
+    print_tables(found)
     assert "each of them over context 2 x pipeline 2" in capsys.readouterr().out

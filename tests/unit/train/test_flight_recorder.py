@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hpcai import dist, train
-from hpcai.cli.forks import forked
-from hpcai.cli.replay import searched
+from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.replay import search_non_finite
 from hpcai.errors import DataError
 from hpcai.settings import ReportConfig, RunConfig, StepConfig, TrainConfig
 from hpcai.train import flight_recorder, rng
@@ -74,8 +74,8 @@ def test_a_full_disk_does_not_hide_the_first_error_and_keeps_no_half_bundle(tmp_
         finally:
             limit(resource.RLIM_INFINITY)
 
-    with forked(full, tmp_path / "said") as forks:
-        codes, said = forks.ended(30)
+    with fork_processes(full, tmp_path / "said") as forks:
+        codes, said = forks.wait(30)
     assert codes == [1] and said.rstrip().endswith("DataError: the first error"), said
     assert (tmp_path / "run").is_dir() and not list((tmp_path / "run").glob("failure-*"))
 
@@ -161,7 +161,7 @@ def test_the_search_names_the_first_module_that_is_not_finite(where: str) -> Non
 
     model = nn.Sequential(nn.Linear(2, 2), Second(), nn.Linear(2, 1))
     batch = torch.full((3, 2), float("nan") if where == "batch" else 1.0)
-    with searched(model, batch) as seen:
+    with search_non_finite(model, batch) as seen:
         out = model(batch)
         (torch.sqrt(out - out.detach()).sum()).backward()  # a finite value whose gradient is not
     first = {

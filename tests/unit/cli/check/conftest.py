@@ -14,7 +14,7 @@ from tests.unit.cli.check.making import index, values, write
 class Here:
     """A worker without a process of its own."""
 
-    def call(self, act: pool.Act, *words: Any, advance: Callable[[int], None]) -> Any:
+    def call(self, act: pool.Task, *words: Any, advance: Callable[[int], None]) -> Any:
         answer = None
         try:
             for answer in act(*words):

@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcai.cli.check import Finding, Options, Outcome, examine, tabulate
+from hpcai.cli.check import Finding, Options, Outcome, check_dataset, write_indexes
 from hpcai.data.index import write_index
 
 ALIGNED = {"alignment_threshold": 1 << 16, "alignment_interval": 4096}
@@ -88,11 +88,11 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 def look(folder: Path, **options: Any) -> Outcome:
-    return examine(folder, Options(**{"seconds": 0, "threads": 2, **options}))
+    return check_dataset(folder, Options(**{"seconds": 0, "threads": 2, **options}))
 
 
 def mend(folder: Path) -> list[str]:
-    return tabulate(folder, look(folder))
+    return write_indexes(folder, look(folder))
 
 
 def table_of(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_prep import deepcam
-from hpcai.cli.check import Options, Outcome, examine, inspection, manifest, pool
+from hpcai.cli.check import Options, Outcome, check_dataset, inspection, manifest, pool
 from hpcai.cli.progress import Progress
 from hpcai.errors import DataError
 from tests.unit.cli.check import making
@@ -121,7 +121,7 @@ def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path) -> None:
 def test_a_damaged_index_is_a_finding(tmp_path: Path, content: str, code: str, text: str) -> None:
     (tmp_path / "index.json").write_bytes(content.encode("latin-1"))
     (tmp_path / "u0.h5").write_bytes(b"")
-    _, (found, *others) = manifest.splits_in(tmp_path)
+    _, (found, *others) = manifest.find_splits(tmp_path)
     assert found.code == "index" and text in found.text and found.repairable == (code == "index/lost") and not others
     assert found.path == tmp_path / "index.json"
 
@@ -131,7 +131,7 @@ def test_a_damaged_index_is_a_finding(tmp_path: Path, content: str, code: str, t
 
 def test_what_is_not_finite_is_found_with_its_rows(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In all layouts, and where a part that is read at once has some of the rows or less than one."""
-    monkeypatch.setattr(inspection, "_PART", 100_000)
+    monkeypatch.setattr(inspection, "_READ_BYTES", 100_000)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
     data["density"][[2, *range(8, 20)], 17, 3] = np.nan
     data["density"][2, 17, 3] = np.inf
@@ -180,11 +180,12 @@ def test_rows_of_every_size_and_type(dtype: str, shape: tuple[int, ...]) -> None
     if kind in "fc":
         data[4].flat[0] = np.nan
     low = {"u": 1, "b": None, "c": None}.get(kind, -39)
-    rows = inspection.Tally(inspection.Bounds(low=low), keyed=True)
+    rows = inspection.RowStatistics(inspection.Bounds(low=low), keyed=True)
     for first, last in ((0, 2), (2, 7)):
         rows.add(first, data[first:last])
     outside = [i for i in range(7) if low is not None and not (kind == "f" and i == 4) and data[i].min() < low]
-    blank, faults = int(np.prod(shape)) > inspection.FEW, {name: [row for row, _ in found] for name, found in rows.faults.items()}
+    blank = int(np.prod(shape)) > inspection.FEW_VALUES
+    faults = {name: [row for row, _ in found] for name, found in rows.faults.items()}
     assert faults == {"nan": [4] if kind in "fc" else [], "range": outside, "constant": [5] if blank else []}
     assert (rows.keys[5] == 0) == blank and rows.keys[3] == rows.keys[6] and len(set(rows.keys)) == 6
 
@@ -308,23 +309,23 @@ def test_a_child_that_hangs_or_dies_is_a_finding_and_the_next_file_is_read(
     (made / "h5py.py").write_text("raise SystemExit(3)")  # no module of a data set is ever imported
     monkeypatch.chdir(made)
     worker, whole = pool.Worker(), made / "train" / "u0.h5"
-    monkeypatch.setattr(pool, "PATIENCE", 30)
+    monkeypatch.setattr(pool, "TIMEOUT", 30)
 
     def described() -> int:
-        return len(worker.call(inspection.headers, whole, 4).fields)
+        return len(worker.call(inspection.read_headers, whole, 4).fields)
 
     assert described() == 2 and worker._child is not None
     threading.Timer(0.2, worker._child[0].kill).start()
     with pytest.raises(DataError, match=r"takes its process down \(SIGKILL\)"):
-        worker.call(inspection.headers, tmp_path / "pipe.h5", 4)
+        worker.call(inspection.read_headers, tmp_path / "pipe.h5", 4)
     assert described() == 2 and worker._child is not None
     worker._child[0].kill()  # between two requests: no file is to blame
     worker._child[0].wait()
     assert described() == 2
-    monkeypatch.setattr(pool, "PATIENCE", 0.5)
+    monkeypatch.setattr(pool, "TIMEOUT", 0.5)
     began = time.monotonic()
     with pytest.raises(DataError, match=r"the HDF5 library is silent for 0.5 s; the file is damaged, or its disk hangs"):
-        worker.call(inspection.headers, tmp_path / "pipe.h5", 4)
+        worker.call(inspection.read_headers, tmp_path / "pipe.h5", 4)
     assert 0.5 <= time.monotonic() - began < 4
     worker.kill(stop=True)
 
@@ -352,5 +353,5 @@ def test_ctrl_c_does_not_wait_for_a_disk_that_hangs(made: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "is_file", Path.exists)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        examine(made, Options(seconds=0, threads=1), progress=Stop(after=4))
+        check_dataset(made, Options(seconds=0, threads=1), progress=Stop(after=4))
     assert processes() == running and time.monotonic() - began < 15

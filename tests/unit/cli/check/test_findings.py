@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.cli.check import Options, disk
-from hpcai.cli.check.findings import KINDS, divide
+from hpcai.cli.check.findings import KINDS, divide_into_batches
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
 from tests.unit.cli.check.making import (
@@ -182,7 +182,7 @@ FAULTS = [
     Fault("few", leave, "validation", text="8 samples are less than one batch of 16", options={**QUICK, "batch": 16}),
     Fault("remainder", leave, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
           options={**QUICK, "batch": 5}),
-    Fault("inodes", lambda made, patch: patch.setattr(disk, "MANY", 5), ".", text="6 files of 139 kB on average", options=QUICK),
+    Fault("inodes", lambda made, p: p.setattr(disk, "MANY_FILES", 5), ".", text="6 files of 139 kB on average", options=QUICK),
     Fault("network", mounted("nfs4"), ".", text="lies on nfs4, one server for all nodes"),
     Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
@@ -206,7 +206,7 @@ def test_every_kind_of_finding_has_a_fault() -> None:
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 5000))
 def test_divide_counts_every_sample(samples: int, batch: int, world: int) -> None:
-    found, problems = divide(Path(), samples, batch, world)
+    found, problems = divide_into_batches(Path(), samples, batch, world)
     left, repeated = found["left_out"], found["repeated"]
     assert found["batches"] * batch + left == samples == found["padded_batches"] * batch - repeated
     assert 0 <= left < batch and 0 <= repeated < batch

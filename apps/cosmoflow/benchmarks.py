@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from apps.cosmoflow.data import Universes, batches, rows_of
 from apps.cosmoflow.settings import Config, DataConfig
-from hpcai.cli.trial import Case, Figure, On, Subject, Switch
+from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Workload
 from hpcai.dist import Mesh
 from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, error, loss, parallelize
 from hpcai.models.cosmoflow.model import NEGATIVE_SLOPE, Block
@@ -23,55 +23,55 @@ from hpcai.nn import Conv3d
 _GPU = torch.cuda.is_available()
 
 
-_EOS = Figure(
+_EOS = PublishedRate(
     224.0, "H100", "32 GPUs, 1 universe each, loader included",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
 )  # fmt: skip
 
 
-class TrialConfig(Config):
+class BenchmarkConfig(Config):
     """A CosmoFlow run of a size that is measured in minutes."""
 
     model: CosmoFlowConfig = CosmoFlowConfig(size=128 if _GPU else 64)
     data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1)
 
 
-class Trial(Subject):
-    settings, batch, fields = TrialConfig, Batch, Batch._fields
+class Benchmark(Workload):
+    settings, batch, fields = BenchmarkConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(error)
-    unit, published, tiny = "universes", Config, ("model.size=32", "model.filters=2", "data.batch=2")
-    gpu = tuple(Case(f"batch-{batch}", "batch32.yaml", (f"data.batch={batch}",), figure=_EOS, asked=300.0) for batch in (1, 4))
+    unit, published_settings, tiny = "universes", Config, ("model.size=32", "model.filters=2", "data.batch=2")
+    gpu_cases = tuple(Case(f"batch-{n}", "batch32.yaml", (f"data.batch={n}",), published=_EOS, goal=300.0) for n in (1, 4))
 
-    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [
             Switch("kernels", "convolutions that halve a single small volume (on a CPU), and pooling before the rectifier"),
             Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
         ]
 
-    def known(self, cfg: TrialConfig) -> TrialConfig:
+    def complete_settings(self, cfg: BenchmarkConfig) -> BenchmarkConfig:
         data = cfg.data.model_copy(update={"turn": False, "whiten": False})
         model = cfg.model.model_copy(update={"dropout": 0.0, "mean": None, "mix": None})
         return cfg.model_copy(update={"data": data, "model": model})
 
-    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         sizes = ((128, 1), (128, 16), (128, 64)) if on_gpu else ((64, 1), (64, 4), (128, 1), (128, 4))
         return [(f"model.size={size}", f"data.batch={batch}") for size, batch in sizes]
 
-    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model: Any = parallelize(CosmoFlow(cfg.model), mesh)
-        if "kernels" not in on:
+        if "kernels" not in enabled:
             for block in model.conv_seq:
                 block.__class__, block.conv.__class__ = _Usual, _Whole
-        if "channels-last" not in on:
+        if "channels-last" not in enabled:
             model.to(memory_format=torch.contiguous_format).conv_seq.__class__ = _Contiguous
         return model
 
-    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
         counts = random.integers(0, 100, (*[cfg.model.size] * 3, cfg.model.channels), np.int16)
         return counts, random.uniform(-1, 1, len(cfg.model.parameters)).astype(np.float32)
 
-    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
-        return batches(Universes(rows_of(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **words)
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return batches(Universes(rows_of(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **kwargs)
 
 
 class _Usual(Block):

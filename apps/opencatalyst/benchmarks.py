@@ -15,7 +15,7 @@ from torch import nn
 
 from apps.opencatalyst.data import FIELDS, Frames, Ladder, frame, joined, rows_of
 from apps.opencatalyst.settings import Config, DataConfig
-from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch
+from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_kwargs, score
@@ -27,7 +27,7 @@ _SLAB = (4, 4, 5)  # atoms along each side
 _SPACING = 2.5  # angstrom
 
 
-_EOS = Figure(
+_EOS = PublishedRate(
     318.0, "H100", "64 GPUs, 16 frames each, loader included, frames of all sizes",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
 )  # fmt: skip
@@ -40,41 +40,41 @@ class SlabConfig(Config):
     padded: bool = False
 
 
-class TrialConfig(SlabConfig):
+class BenchmarkConfig(SlabConfig):
     """An OpenCatalyst run of a size that is measured in minutes."""
 
     data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1, shapes="few", balance="none")
 
 
-class Trial(Subject):
-    settings, fields = TrialConfig, tuple(FIELDS)
-    loss, counted, metric = staticmethod(loss), staticmethod(counted), staticmethod(score)
-    flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
-    unit, published = "frames", SlabConfig
+class Benchmark(Workload):
+    settings, fields = BenchmarkConfig, tuple(FIELDS)
+    loss, counts, metric = staticmethod(loss), staticmethod(counted), staticmethod(score)
+    ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
+    unit, published_settings = "frames", SlabConfig
     tiny = ("model.hidden=16", "model.output=16", "model.interaction=8", "model.blocks=2", "model.most=8", "data.batch=2")
-    gpu = tuple(
-        Case(f"batch-{frames}", "batch2048.yaml", (f"data.batch={frames}", *_ONE_SHAPE), figure=_EOS, asked=400.0)
+    gpu_cases = tuple(
+        Case(f"batch-{frames}", "batch2048.yaml", (f"data.batch={frames}", *_ONE_SHAPE), published=_EOS, goal=400.0)
         for frames in (16, 32)
     )
 
-    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [Switch("no triplets", "moments of each atom's messages, and functions made to be differentiated twice")]
 
-    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         frames = 32 if on_gpu else 4
         return [(f"model.angles={angles}", f"data.batch={frames}") for angles in ("detached", "conservative")]
 
-    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
-        model = parallelize((DimeNet if "no triplets" in on else TripletDimeNet)(cfg.model), mesh)
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+        model = parallelize((DimeNet if "no triplets" in enabled else TripletDimeNet)(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
         for output in model.output_blocks:  # their last weights are 0 at first, and so would be all gradients
             torch.nn.init.normal_(output.lin.weight, std=0.1)
         return model
 
-    def forms(self, cfg: TrialConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Form]]:
+    def implementations(self, cfg: BenchmarkConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
         return {"plain": lambda: _listed(self.build(cfg, mesh, frozenset()), cfg, batch)}
 
-    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
         atoms = np.stack(np.meshgrid(*map(np.arange, _SLAB), indexing="ij"), -1).reshape(-1, 3)
         count, sides = len(atoms) + 1, np.array(_SLAB) * _SPACING + [0, 0, 12.0]
         places = np.concatenate([atoms * _SPACING, [[0.5 * _SPACING, 0.5 * _SPACING, _SLAB[2] * _SPACING - 0.7]]])
@@ -86,17 +86,17 @@ class Trial(Subject):
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 
-    def together(self, cfg: TrialConfig, samples: list[tuple[Any, ...]]) -> Any:
+    def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
         frames = [frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
         return joined(frames, cfg.step.accumulate, _ladder(cfg, len(frames)) if cfg.padded else None)
 
-    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         ladder = _ladder(cfg, cfg.data.batch // mesh["replicate"].size)
         source = Frames(rows_of(cfg, split, mesh), cfg.model, cfg.step.accumulate, ladder)
-        return make_loader(source, cfg.data.batch, cfg.data, mesh, **words)
+        return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
-def _ladder(cfg: TrialConfig, frames: int) -> Ladder | None:
+def _ladder(cfg: BenchmarkConfig, frames: int) -> Ladder | None:
     """Room for as many neighbours as there can be, so that all batches of so many frames have one shape."""
     each, most = int(np.prod(_SLAB)) + 1, cfg.model.most
     count = each * frames
@@ -118,17 +118,17 @@ class _Listed(nn.Module):
         return Prediction(energy, nn.functional.pad(forces, (0, 0, 0, len(graph.positions) - count)))
 
 
-def _listed(net: Any, cfg: TrialConfig, batch: Any, scaled: Any = None) -> Form:
+def _listed(net: Any, cfg: BenchmarkConfig, batch: Any, scaled: Any = None) -> Implementation:
     model: Any = _Listed(net, cfg.model, batch)
     scaled = scaled or net
     model.scale, model.offset = scaled.scale, scaled.offset
-    return Form(model, loss)
+    return Implementation(model, loss)
 
 
-def _pyg(cfg: TrialConfig, batch: Batch) -> Form:
+def _pyg(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
     """PyTorch Geometric's own ``forward`` knows no periodic images and needs a compiled extension: its modules are called here."""
     theirs = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_kwargs(cfg.model))
     return _listed(theirs, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))
 
 
-Trial.peers = {"pyg": Peer("torch_geometric", _pyg)}
+Benchmark.peers = {"pyg": Peer("torch_geometric", _pyg)}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import apps.deepcam.trial as deepcam
-from apps.openfold.trial import Trial as Openfold
+import apps.deepcam.benchmarks as deepcam
+from apps.openfold.benchmarks import Benchmark as Openfold
 from hpcai import config, dist
-from hpcai.cli import ablate, trial
+from hpcai.cli import ablate, benchmarks
 from hpcai.cli.bench import app as bench
-from hpcai.cli.forks import forked
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.collate import tree_map
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
@@ -61,28 +61,28 @@ NONE: frozenset[str] = frozenset()
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def made(app: str, *words: str) -> tuple[trial.Subject, Any]:
-    subject = trial.find(app)
+def made(app: str, *words: str) -> tuple[benchmarks.Workload, Any]:
+    subject = benchmarks.find_workload(app)
     return subject, config.load(subject.settings, None, [*SMALL[app], *words])
 
 
 @pytest.mark.parametrize("app", SMALL)
 def test_all_forms_are_one_function(app: str) -> None:
-    measured = bench.Bench(app, trial.find(app), SMALL[app])
-    losses = {name: float(measured.form(name, SMALL[app])()) for name in measured.forms(SMALL[app])}
+    measured = bench.AppBenchmark(app, benchmarks.find_workload(app), SMALL[app])
+    losses = {name: float(measured.training_step(name, SMALL[app])()) for name in measured.implementations(SMALL[app])}
     assert losses == pytest.approx(dict.fromkeys(losses, losses["ours"]), rel=1e-4) and len(losses) >= 2
 
 
 @pytest.mark.parametrize("app", SMALL)
 def test_switches_change_no_numbers_and_the_loop_runs_with_all_of_them(app: str) -> None:
     subject, cfg = made(app)
-    own = subject.whole(subject.known(cfg), MESH)
+    own = subject.available_switches(subject.complete_settings(cfg), MESH)
     found = []
     for on in (NONE, *([frozenset({name}) for name in own] if len(own) > 1 else []), own | LOOP):
-        with subject.trial(cfg, MESH, on) as training:
-            found.append(training.numerics())
+        with subject.training(cfg, MESH, on) as training:
+            found.append(training.loss_and_gradient())
             if on in (NONE, own | LOOP):
-                with training.around():
+                with training.context():
                     training.run(1)
                 assert training.step.count == 2, "one that is not timed and one"
     (value, gradient), *others = found
@@ -109,12 +109,12 @@ def _note(seen: list[bool], module: nn.Module, inputs: tuple[torch.Tensor, ...])
 @pytest.mark.parametrize("app", ["cosmoflow", "deepcam", "diffusion", "unet3d"])
 def test_plain_is_plain_and_all_is_ours(app: str) -> None:
     subject, cfg = made(app)
-    own = subject.whole(subject.known(cfg), MESH)
+    own = subject.available_switches(subject.complete_settings(cfg), MESH)
     convolutions = (nn.Conv2d, nn.Conv3d)
     keys, kinds = [], []
-    runs = (NONE, trial.ByTorch, InlineEvaluation, None), (own | LOOP, Step, TrainingRanksEvaluation, 1000)
+    runs = (NONE, benchmarks.TorchOptimizerStep, InlineEvaluation, None), (own | LOOP, Step, TrainingRanksEvaluation, 1000)
     for on, step, scores, every in runs:
-        with subject.trial(cfg, MESH, on) as training:
+        with subject.training(cfg, MESH, on) as training:
             model: Any = training.step.model
             assert type(training.step) is step and type(training.scores) is scores and training.collector.every == every
             layers = [m for m in model.modules() if isinstance(m, convolutions) and m.kernel_size[0] > 1 and m.weight.shape[1] > 1]
@@ -124,7 +124,7 @@ def test_plain_is_plain_and_all_is_ours(app: str) -> None:
                 layer.register_forward_pre_hook(partial(_note, seen))
             waited, results = [], training.scores.results
             training.scores.results = lambda wait=False: waited.append(wait) or results(wait)  # noqa: B023
-            with training.around():
+            with training.context():
                 training.run(1)
             assert True in waited, "an evaluation ends within its run"
             assert all(seen) if on == NONE else not any(seen), "memory of the activations"
@@ -139,8 +139,8 @@ def test_torch_s_optimizer_makes_the_same_steps(optimizer: str) -> None:
     subject, cfg = made("cosmoflow", *words)
     found = []
     for on in (NONE, {"fused optimizer"}):
-        with subject.trial(cfg, MESH, frozenset(on)) as training, training.around():
-            training.numerics()
+        with subject.training(cfg, MESH, frozenset(on)) as training, training.context():
+            training.loss_and_gradient()
             first = [p.detach().clone() for p in training.step.model.parameters()]
             training.run(2)
             names = dict(training.step.model.named_parameters())
@@ -152,22 +152,22 @@ def test_torch_s_optimizer_makes_the_same_steps(optimizer: str) -> None:
 
 
 def test_what_cannot_be_had_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "has_fast_bf16", lambda device: False)
-    monkeypatch.setattr(trial.shutil, "which", lambda name: None)
+    monkeypatch.setattr(benchmarks, "has_fast_bf16", lambda device: False)
+    monkeypatch.setattr(benchmarks.shutil, "which", lambda name: None)
     subject, cfg = made("cosmoflow", "step.optimizer=lamb", "model.size=128")
-    why = {switch.name: switch.why_not or "" for switch in subject.every_switch(cfg, MESH)}
+    why = {switch.name: switch.why_not or "" for switch in subject.all_switches(cfg, MESH)}
     assert "full speed" in why["precision"] and "compiler" in why["compile"]
     assert "lamb" in why["fused optimizer"] and not why["kernels"]
     assert "no GPU" in why["capture"] and "one copy" in why["sharded optimizer"]
     subject, asked = made("cosmoflow", "step.precision=bf16")
-    reasons = {s.name: s.why_not for s in subject.every_switch(asked, MESH)}
+    reasons = {s.name: s.why_not for s in subject.all_switches(asked, MESH)}
     assert reasons["precision"] is None, "asking for it gets it"
 
 
 def test_why_deepcam_cannot_have_some_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*words: str) -> dict[str, str]:
         subject, cfg = made("deepcam", *words)
-        return {switch.name: switch.why_not or "" for switch in subject.every_switch(cfg, MESH)}
+        return {switch.name: switch.why_not or "" for switch in subject.all_switches(cfg, MESH)}
 
     why = shown("batchnorm_group=2", "step.optimizer=lamb")
     assert "minutes" in why["compile"] and "one process" in why["group batch norm"]
@@ -193,9 +193,9 @@ FIELDS = [
 VOLUMES = [*FIELDS, "model.unet={dims: 3, periodic: [true, false, true]}", "side=8"]
 
 
-def of_float64(subject: trial.Subject, batch: Any, model: Any, on: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def of_float64(subject: benchmarks.Workload, batch: Any, model: Any, on: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Loss of training, and afterwards of evaluation, and gradients by name. In float64 there is no rounding to hide behind."""
-    with subject.around(on):
+    with subject.context(on):
         value = subject.loss(model, batch)["loss"]
         value.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -210,13 +210,13 @@ IN_FLOAT64 = [("deepcam", ["model.skip=after"]), ("deepcam", ["model.skip=before
 
 @pytest.mark.parametrize(("app", "more"), IN_FLOAT64)
 def test_arrangements_are_one_function_in_float64(app: str, more: list[str]) -> None:
-    subject = trial.find(app)
-    cfg: Any = subject.known(config.load(subject.settings, None, [*([] if "side=8" in more or "side=16" in more else SMALL[app]),
-                                                                  "data.batch=2", *more]))  # fmt: skip
+    subject = benchmarks.find_workload(app)
+    own = [] if "side=8" in more or "side=16" in more else SMALL[app]
+    cfg: Any = subject.complete_settings(config.load(subject.settings, None, [*own, "data.batch=2", *more]))
     batch: Any = subject.random_batch(cfg, range(2), MESH.device)
     if app == "deepcam":
         assert 0 < (batch.mask == 1).float().mean() < 0.05 and batch.mask.max() == 2
-    own, found = subject.whole(cfg, MESH), []
+    own, found = subject.available_switches(cfg, MESH), []
     for on in (NONE, *(frozenset({name}) for name in own), own):
         torch.manual_seed(0)
         model = subject.build(cfg, MESH, on).double()
@@ -233,13 +233,13 @@ def test_arrangements_are_one_function_in_float64(app: str, more: list[str]) -> 
 def test_the_network_of_diffusers_is_the_same(words: list[str]) -> None:
     """But for times, which it embeds in float32."""
     pytest.importorskip("diffusers")
-    subject = trial.find("diffusion")
-    cfg: Any = subject.known(config.load(subject.settings, None, words))
+    subject = benchmarks.find_workload("diffusion")
+    cfg: Any = subject.complete_settings(config.load(subject.settings, None, words))
     batch: Any = subject.random_batch(cfg, range(2), MESH.device)
     torch.manual_seed(0)
-    own = subject.whole(cfg, MESH)
+    own = subject.available_switches(cfg, MESH)
     ours: Any = subject.build(cfg, MESH, own).double()
-    theirs: Any = subject.peers["diffusers"].form(cfg, batch).model.double()
+    theirs: Any = subject.peers["diffusers"].build(cfg, batch).model.double()
     theirs.network.net.load_state_dict(ours.network.state_dict())
     (wanted, right), (value, gradients) = (of_float64(subject, batch, model, own) for model in (ours, theirs))
     torch.testing.assert_close(value, wanted, rtol=1e-6, atol=0)
@@ -261,19 +261,20 @@ def _strided() -> None:
 
 def test_a_plain_convolution_of_strided_maps_ends_no_process(tmp_path: Path) -> None:
     """oneDNN's gradient does, at this size (torch 2.13)."""
-    with forked(_strided, tmp_path / "said") as forks:
-        codes, said = forks.ended()
+    with fork_processes(_strided, tmp_path / "said") as forks:
+        codes, said = forks.wait()
     assert codes == [0], said
 
 
 def test_fields_are_measured_too_and_other_networks_are_refused() -> None:
-    subject = trial.find("diffusion")
+    subject = benchmarks.find_workload("diffusion")
     cfg: Any = config.load(subject.settings, None, FIELDS)
-    with subject.trial(cfg, MESH, subject.whole(cfg, MESH) | LOOP) as training, training.around():
+    with subject.training(cfg, MESH, subject.available_switches(cfg, MESH) | LOOP) as training, training.context():
         training.run(1)
         assert training.step.count == 2
-    for case in subject.cases(False):
-        assert len(subject.random(subject.known(config.load(subject.settings, None, case)), np.random.default_rng(0))) == 2
+    for case in subject.default_overrides(False):
+        cfg = subject.complete_settings(config.load(subject.settings, None, case))
+        assert len(subject.random_sample(cfg, np.random.default_rng(0))) == 2
     with pytest.raises(ConfigError, match="model.unet is null; a U-Net is measured here"):
         config.load(subject.settings, None, ["model.unet=null", "model.dit={}"])
 
@@ -288,7 +289,7 @@ def test_the_network_of_pytorch_geometric_is_the_same(angles: str) -> None:
     ours: Any = subject.build(cfg, MESH, frozenset({"no triplets"})).double()
     for output in ours.output_blocks:
         torch.nn.init.zeros_(output.lin_up.bias)
-    form = subject.peers["pyg"].form(cfg, batch)
+    form = subject.peers["pyg"].build(cfg, batch)
     theirs: Any = form.model.double()
     theirs.net.load_state_dict({name: v for name, v in ours.state_dict().items() if not name.endswith("lin_up.bias")})
     wanted, found = ours(batch.graph), theirs(batch.graph)
@@ -300,10 +301,10 @@ def test_the_network_of_pytorch_geometric_is_the_same(angles: str) -> None:
 # ---- copies that share statistics
 
 
-class Unlike(deepcam.Trial):
+class Unlike(deepcam.Benchmark):
     """Each copy sees its own maps where numbers are compared."""
 
-    def alike(self, cfg: Any) -> int:
+    def duplicate_replicas(self, cfg: Any) -> int:
         return 1
 
 
@@ -314,9 +315,9 @@ def _group(mesh: Mesh) -> list[tuple[int, float, np.ndarray]]:
     found = []
     arrangements = ({"kernels"}, {"kernels", "group batch norm"}, {"group batch norm"}, {"kernels", "group batch norm"})
     for each, on in zip((subject, subject, subject, Unlike()), arrangements):
-        with each.trial(cfg, mesh, frozenset(on)) as training:
+        with each.training(cfg, mesh, frozenset(on)) as training:
             totals = sum(isinstance(module, AllReduce) for module in training.step.model.modules())
-            value, gradient = training.numerics()
+            value, gradient = training.loss_and_gradient()
             found.append((totals, value, gradient.numpy()))
     return found
 
@@ -328,7 +329,7 @@ def test_copies_share_statistics_where_that_is_on() -> None:
             assert other[1] == pytest.approx(own[1], rel=1e-5)
             assert np.linalg.norm(other[2] - own[2]) < TOLERANCE["deepcam"] * np.linalg.norm(own[2]), "copies see the same maps"
         assert abs(unlike[1] - own[1]) > 1e-4, "other maps, other statistics"
-    model = deepcam.Trial().build(made("deepcam")[1], MESH, frozenset({"kernels"}))
+    model = deepcam.Benchmark().build(made("deepcam")[1], MESH, frozenset({"kernels"}))
     assert {type(module) for module in model.modules()} >= {BatchNorm, Conv2d}
 
 
@@ -338,15 +339,15 @@ def test_copies_share_statistics_where_that_is_on() -> None:
 def _cut(mesh: Mesh) -> list[tuple[int, int, float, np.ndarray]]:
     torch.set_num_threads(1)
     subject, cfg = made("openfold", "data.batch=2", f"mesh.axial={mesh['axial'].size}")
-    whole = subject.whole(cfg, mesh)
+    whole = subject.available_switches(cfg, mesh)
     assert "cut chains" in whole
     found = []
     for on in (NONE, frozenset({"cut chains"}), whole - {"cut chains"}, whole | LOOP):
-        with subject.trial(cfg, mesh, on) as training:
+        with subject.training(cfg, mesh, on) as training:
             moves = sum(isinstance(module, AllToAll) for module in training.step.model.modules())
-            value, gradient = training.numerics()
+            value, gradient = training.loss_and_gradient()
             if on in (NONE, whole | LOOP):
-                with training.around():
+                with training.context():
                     training.run(1)
             found.append((moves, training.mesh["replicate"].size, value, gradient.numpy()))
     return found
@@ -363,9 +364,9 @@ def test_a_chain_is_cut_or_each_process_has_its_own_and_the_step_is_the_same() -
 
 def test_what_openfold_cannot_have_has_a_reason() -> None:
     subject, cfg = made("openfold")
-    why = {switch.name: switch.why_not for switch in subject.every_switch(cfg, MESH)}
+    why = {switch.name: switch.why_not for switch in subject.all_switches(cfg, MESH)}
     assert "torch's own" in str(why["layer norms"]) and "step.compile=blocks" in str(why["compile"]) and "cut chains" not in why
-    assert {"attention", "gates", "triangles", "outer product", "parts"} <= subject.whole(cfg, MESH)
+    assert {"attention", "gates", "triangles", "outer product", "parts"} <= subject.available_switches(cfg, MESH)
     cut = subject.switches(made("openfold", "data.batch=3")[1], Mesh({"axial": 2}, 2))[-1]
     assert (cut.name, cut.why_not) == ("cut chains", "data.batch is 3, no multiple of 2 copies")
 
@@ -373,20 +374,20 @@ def test_what_openfold_cannot_have_has_a_reason() -> None:
 def test_each_switch_of_openfold_changes_what_runs() -> None:
     subject, seen = Openfold(), {}
     for name in ("attention", "layer norms", "gates", "triangles", "outer product", "parts"):
-        with subject.around(frozenset({name})):
-            seen[name] = {place for place in PLACES if getattr(*place).__module__ != "apps.openfold.trial"
+        with subject.context(frozenset({name})):
+            seen[name] = {place for place in PLACES if getattr(*place).__module__ != "apps.openfold.benchmarks"
                           and not getattr(*place).__name__.startswith("reference")}  # fmt: skip
     assert all(seen.values()) and set().union(*seen.values()) == PLACES
     assert sum(map(len, seen.values())) == len(PLACES), "each place belongs to one switch"
-    with subject.around(frozenset(seen)):
+    with subject.context(frozenset(seen)):
         assert all(getattr(*place) is function for place, function in OURS.items())
 
 
 def test_each_switch_of_openfold_can_be_left_out_under_bfloat16() -> None:
     subject, cfg = made("openfold", "step.precision=bf16")
-    own, found = subject.whole(cfg, MESH), {}
+    own, found = subject.available_switches(cfg, MESH), {}
     for name in ("", *own):
-        with subject.trial(cfg, MESH, own - {name} | {"precision"}) as training:
-            found[name] = training.numerics()
+        with subject.training(cfg, MESH, own - {name} | {"precision"}) as training:
+            found[name] = training.loss_and_gradient()
     for value, gradient in found.values():
         assert value == pytest.approx(found[""][0], rel=1e-2) and (gradient - found[""][1]).norm() < 0.3 * found[""][1].norm()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from apps.unet3d.data import FIELDS, Volumes, rows_of
 from apps.unet3d.settings import Config, DataConfig
-from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
+from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, loss, parallelize, score
@@ -25,13 +25,13 @@ _GPU = torch.cuda.is_available()
 _SIDE = 128 if _GPU else 64
 
 
-_NODE = Figure(
+_NODE = PublishedRate(
     76.2, "H200", "8 GPUs, 7 crops each, loader included, volumes cached",
     "MLPerf Training v4.0, NVIDIA: median logged rate (github.com/mlcommons/training_results_v4.0)",
 )  # fmt: skip
 
 
-class TrialConfig(Config):
+class BenchmarkConfig(Config):
     """A 3D U-Net run of a size that is measured in minutes."""
 
     model: UNet3DConfig = UNet3DConfig(window=(_SIDE, _SIDE, _SIDE))
@@ -39,49 +39,49 @@ class TrialConfig(Config):
     step: StepConfig = Config().step.model_copy(update={"lr": 1e-3})
 
 
-class Trial(Subject):
-    settings, batch, fields = TrialConfig, Batch, tuple(FIELDS)
+class Benchmark(Workload):
+    settings, batch, fields = BenchmarkConfig, Batch, tuple(FIELDS)
     loss = staticmethod(loss)
-    unit, published, tiny = "crops", Config, ("model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.batch=2")
-    gpu = tuple(
-        Case(f"batch-{batch}", yaml, (f"data.batch={batch}",), figure=_NODE, asked=85.0)
+    unit, published_settings, tiny = "crops", Config, ("model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.batch=2")
+    gpu_cases = tuple(
+        Case(f"batch-{batch}", yaml, (f"data.batch={batch}",), published=_NODE, goal=85.0)
         for batch, yaml in ((2, "gpu1.yaml"), (7, "node.yaml"))
     )
 
     def metric(self, model: Any, batch: Any) -> dict[str, Any]:
         return score(model, [batch] if isinstance(batch, Batch) else batch)
 
-    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [
             Switch("kernels", "instance norm and rectifier in one pass, and the fastest convolution for each shape (on a CPU)"),
             Switch("channels-last", "weights and activations in channels-last memory"),
         ]
 
-    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         return [(f"model.window=[{_SIDE}, {_SIDE}, {_SIDE}]", f"data.batch={batch}") for batch in ((1, 2, 7) if on_gpu else (1,))]
 
-    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(UNet3D(cfg.model), mesh)
-        if "kernels" not in on:
-            exchange(model, {InstanceNorm: _Usual, Conv3d: _Plain, ConvTranspose3d: _PlainTransposed})
-        if "channels-last" not in on:
-            exchange(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
+        if "kernels" not in enabled:
+            swap_classes(model, {InstanceNorm: _Usual, Conv3d: _Plain, ConvTranspose3d: _PlainTransposed})
+        if "channels-last" not in enabled:
+            swap_classes(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
         return model
 
-    def forms(self, cfg: TrialConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Form]]:
+    def implementations(self, cfg: BenchmarkConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
         layouts = {"plain": frozenset[str](), "channels_last": frozenset({"channels-last"})}
-        return {name: lambda on=on: Form(self.build(cfg, mesh, on), _reference) for name, on in layouts.items()}  # type: ignore[misc]
+        return {name: lambda on=on: Implementation(self.build(cfg, mesh, on), _reference) for name, on in layouts.items()}  # type: ignore[misc]
 
-    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
         shape = cfg.model.window
         boxes = np.zeros((2, 2, 6), np.int32)
         return random.standard_normal(shape, np.float32), random.integers(0, len(cfg.model.classes), shape, np.uint8), boxes
 
-    def together(self, cfg: TrialConfig, samples: list[tuple[Any, ...]]) -> Any:
+    def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
         return Batch(*(torch.from_numpy(np.stack(column)) for column in list(zip(*samples))[:2]))
 
-    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
-        return make_loader(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return make_loader(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 class _Stacked(Volumes):
@@ -128,14 +128,15 @@ class _Contiguous(UNet3D):
         return self.output(x)
 
 
-def _monai(cfg: TrialConfig, batch: Batch) -> Form:
+def _monai(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
     """The network of nnU-Net in MONAI, whose blocks have leaky rectifiers."""
     from importlib import import_module
 
     widths = (*cfg.model.filters, cfg.model.filters[-1])
     down = [1] + [2] * (len(widths) - 1)
     words = {"kernel_size": [3] * len(widths), "strides": down, "upsample_kernel_size": down[1:], "filters": widths}
-    return Form(import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **words), _reference)
+    net = import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **words)
+    return Implementation(net, _reference)
 
 
-Trial.peers = {"monai": Peer("monai", _monai)}
+Benchmark.peers = {"monai": Peer("monai", _monai)}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from apps.llm.data import ABOUT, About, Texts, about_of, rows_of
 from apps.llm.settings import Config, DataConfig
-from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
+from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
@@ -31,31 +31,31 @@ _DOCUMENTS, _BYTES = 4, 4  # of a row, of a token
 _SMALL = LLMConfig(vocabulary=2048, width=256, layers=4, heads=4, inner=704, positions=256)
 _LARGE = LLMConfig(vocabulary=32_000, width=2048, layers=16, heads=16, inner=5632, positions=4096)
 
-_NEMO = Figure(
+_NEMO = PublishedRate(
     16_934 / 4096, "H100", "8 GPUs, 16 rows each, FP8",
     "NVIDIA NeMo 24.12, Llama 2 7B: tokens per second and GPU (docs.nvidia.com/nemo-framework, performance summary)",
 )  # fmt: skip
 
 
-class TrialConfig(Config):
+class BenchmarkConfig(Config):
     """A language model of a size that is measured in minutes."""
 
     model: LLMConfig = _LARGE if _GPU else _SMALL
     data: DataConfig = DataConfig(batch=_ROWS, evaluation_batch=_ROWS, workers=1, documents="joined", pictures=0)
 
 
-class Trial(Subject):
-    settings, batch, fields = TrialConfig, Batch, ("tokens", "bytes", "documents", "ends")
-    flat, metric = frozenset({"ends"}), staticmethod(score)
-    unit, published, compiled, compiles_long = "rows", Config, "blocks", True
+class Benchmark(Workload):
+    settings, batch, fields = BenchmarkConfig, Batch, ("tokens", "bytes", "documents", "ends")
+    ragged, metric = frozenset({"ends"}), staticmethod(score)
+    unit, published_settings, compile_scope, slow_compile = "rows", Config, "blocks", True
     tiny = (
         "model.width=64", "model.heads=4", "model.key_heads=2", "model.inner=128", "model.layers=2", "model.vocabulary=512",
         "model.positions=128", "data.batch=2", "step.accumulate=1",
     )  # fmt: skip
-    gpu = tuple(
+    gpu_cases = tuple(
         Case(
-            f"llama2-7b{name}", "llama2-7b.yaml", ("data.batch=8", "step.accumulate=8", "data.documents=joined"), figure=_NEMO,
-            asked=tokens / 4096, always=("step.precision=bf16-params", *words),
+            f"llama2-7b{name}", "llama2-7b.yaml", ("data.batch=8", "step.accumulate=8", "data.documents=joined"), published=_NEMO,
+            goal=tokens / 4096, base_overrides=("step.precision=bf16-params", *words),
         )
         for name, tokens, words in (("", 10_500, ()), ("-fp8", 16_900, ("step.products=fp8",)))
     )  # fmt: skip
@@ -69,33 +69,33 @@ class Trial(Subject):
         cut = "words are cut, and their entropy has one form" if mesh["tensor"].size > 1 else None
         return [Switch("logits", "cross entropy of some tokens at a time, not of all logits together", cut)]
 
-    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         return [(), ("data.documents=apart",)]
 
-    def build(self, cfg: Any, mesh: Mesh, on: On) -> nn.Module:
+    def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(LLM(cfg.model), mesh)
-        if "logits" not in on and mesh["tensor"].size == 1:
-            exchange(model, {LMHead: _AllLogits})
+        if "logits" not in enabled and mesh["tensor"].size == 1:
+            swap_classes(model, {LMHead: _AllLogits})
         return model if cfg.lora is None else adapt(model, cfg.lora)
 
-    def random(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
         about = _about(cfg)
         tokens = random.integers(0, about.vocabulary, about.sequence + 1).astype(about.type)
         ends = np.sort(random.choice(np.arange(2, about.sequence), _DOCUMENTS, replace=False)).astype(np.int32)
         return tokens, np.asarray(_BYTES * about.sequence, np.int32), np.asarray(_DOCUMENTS, np.int32), ends
 
-    def together(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
+    def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
         source = Texts(cast(Any, samples), _about(cfg), cfg.data.documents, "all")
         rows = [source.transform(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
         return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
 
-    def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
+    def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         about = about_of(cfg.data.directory)
         source = Texts(rows_of(cfg, split, mesh, about=about), about, cfg.data.documents, "all")
-        return make_loader(source, cfg.data.batch, cfg.data, mesh, **words)
+        return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
-    def in_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
-        cfg = super().in_files(cfg, rows, splits)
+    def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
+        cfg = super().write_files(cfg, rows, splits)
         (cfg.data.directory / ABOUT).write_text(json.dumps(_about(cfg).model_dump()))
         return cfg
 
@@ -118,7 +118,7 @@ class _AllLogits(LMHead):
         return found.view(targets.shape)
 
 
-def _transformers(cfg: Any, batch: Batch) -> Form:
+def _transformers(cfg: Any, batch: Batch) -> Implementation:
     package: Any = import_module("transformers")
     words, cached = hub_config(cfg.model, torch.float32), {"use_cache": False}  # with one it reads no positions for documents
     if words["model_type"] == "gpt2":  # which drops a tenth in three places
@@ -130,7 +130,7 @@ def _transformers(cfg: Any, batch: Batch) -> Form:
         logits, targets = model(batch.tokens[:, :-1], position_ids=places, **cached).logits, batch.targets
         return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)}
 
-    return Form(theirs.train().to(batch.tokens.device), mean)
+    return Implementation(theirs.train().to(batch.tokens.device), mean)
 
 
-Trial.peers = {"transformers": Peer("transformers", _transformers)}
+Benchmark.peers = {"transformers": Peer("transformers", _transformers)}

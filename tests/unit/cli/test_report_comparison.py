@@ -12,8 +12,8 @@ from matplotlib.image import imread
 
 from hpcai import cli
 from hpcai.cli import report
-from hpcai.cli.report import several, theme
-from hpcai.cli.report.several import Several
+from hpcai.cli.report import comparison, theme
+from hpcai.cli.report.comparison import Comparison
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
 from tests.pages import text, written
@@ -51,7 +51,7 @@ def blank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def compared(*runs: Path) -> str:
-    return text(report.compare(runs).read_text())
+    return text(report.compare_runs(runs).read_text())
 
 
 def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,10 +84,10 @@ def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_curves_lie_over_one_another_by_step_and_by_time(tmp_path: Path) -> None:
-    runs = [report.read(made(tmp_path / name, seed, lr)) for name, seed, lr in (("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0))]
-    together = Several(runs)
+    runs = [report.read_run(made(tmp_path / name, seed, lr)) for name, seed, lr in (("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0))]
+    together = Comparison(runs)
     assert together.metrics() == ["mae", "loss"], "the run's own metric first"
-    every = list(several.plots(together, together.metrics()))
+    every = list(comparison.plots(together, together.metrics()))
     assert [plot.title for plot in every] == ["Training loss", "Validation mae", "Validation loss"]
     by_step, by_time = every[1].draw(LIGHT).axes
     assert [line.get_label() for line in by_step.lines[:3]] == ["a", "b", "c"] and len(by_step.lines) == 4, "and the target"
@@ -95,8 +95,8 @@ def test_curves_lie_over_one_another_by_step_and_by_time(tmp_path: Path) -> None
     colors = [line.get_color() for line in by_step.lines[:3]]
     assert colors[0] == colors[1] != colors[2], "what differs in the seed alone has one colour"
     assert by_step.lines[0].get_linestyle() != by_step.lines[1].get_linestyle() and by_time.get_xlabel() == "seconds"
-    many = Several([report.read(made(tmp_path / f"{n}", n)) for n in range(16)])
-    assert len(set(many.looks(DARK).values())) == 16
+    many = Comparison([report.read_run(made(tmp_path / f"{n}", n)) for n in range(16)])
+    assert len(set(many.line_styles(DARK).values())) == 16
 
 
 def test_seeds_alone(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_seeds_alone(tmp_path: Path) -> None:
 
 def test_the_time_to_a_target_is_that_of_the_first_evaluation_that_is_good_enough(tmp_path: Path) -> None:
     for better, seconds in ("lower", 20.0), ("higher", 10.0):  # 0.3, 0.2, 0.1 and 0 after 10 s each
-        assert several._to_target(report.read(made(tmp_path / better, best=0.0, better=better))) == seconds
+        assert comparison._time_to_target(report.read_run(made(tmp_path / better, best=0.0, better=better))) == seconds
 
 
 def test_versions_processes_and_runs_that_are_not_far_yet(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_versions_processes_and_runs_that_are_not_far_yet(tmp_path: Path) -> Non
     young = made(tmp_path / "y/young", start={"versions": {"torch": "2.11"}, "world": 4}, joules=None, steps=5)
     lines = (young / "metrics.jsonl").read_text().splitlines(keepends=True)
     (young / "metrics.jsonl").write_text("".join(lines[:-1]))
-    page = report.compare([whole, young])
+    page = report.compare_runs([whole, young])
     assert page == tmp_path / "comparison.html"
     found = text(page.read_text())
     assert "What differs x/whole y/young processes 2 4 version of torch 2.13 2.11" in found
@@ -146,7 +146,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         cli.main(["report", str(run), "--output", "x.html"])
     with pytest.raises(DataError, match=r"no/page.html: No such file .* with --output"):
-        report.compare([run, other], tmp_path / "no/page.html")
+        report.compare_runs([run, other], tmp_path / "no/page.html")
     assert cli.main(["report", str(run), f"{run}/../a"]) == 0, "the same run is one run"
     assert (run / "report.html").exists()
     assert cli.main(["report", str(run), str(other), "--output", str(tmp_path / "page.html")]) == 0
@@ -158,4 +158,4 @@ def test_a_curve_of_numbers_that_are_not_finite_costs_nothing_else(tmp_path: Pat
     lines = (runs[1] / "metrics.jsonl").read_text().replace('"loss": 0.05}', '"loss": "NaN"}')
     (runs[1] / "metrics.jsonl").write_text(lines.replace('"mae": 0.1,', '"mae": "NaN",'))
     found = compared(*runs)
-    assert "b finished 40 0.2 0.075 nan" in found and np.isnan(report.read(runs[1]).series("train", "loss")[1][-1])
+    assert "b finished 40 0.2 0.075 nan" in found and np.isnan(report.read_run(runs[1]).series("train", "loss")[1][-1])

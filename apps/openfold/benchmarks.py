@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from apps.openfold.data import FIELDS, Chains, parts_of, rows_of
 from apps.openfold.settings import Config, DataConfig
 from apps.openfold.synthetic import alignment, chain
-from hpcai.cli.trial import Case, Figure, On, Subject, Switch, Training
+from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Training, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
@@ -45,14 +45,14 @@ _CUT = "cut chains"
 _WHOLE = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
 
 
-_EOS = Figure(
+_EOS = PublishedRate(
     0.553, "H100", "128 GPUs, 1 chain each, 1 to 4 passes alike, no cut along an axis, loader included",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: 1.81 s a step (github.com/mlcommons/hpc_results_v3.0)",
 )  # fmt: skip
 _PASSES = tuple((f"features.recycles={recycles}",) for recycles in range(4))  # a step draws one of them
 
 
-class TrialConfig(Config):
+class BenchmarkConfig(Config):
     """An OpenFold run of a size that is measured in minutes: full channel sizes, few blocks and residues."""
 
     model: OpenFoldConfig = OpenFoldConfig.preset("initial", template=None, blocks=4, extra={"blocks": 1})
@@ -60,12 +60,12 @@ class TrialConfig(Config):
     data: DataConfig = DataConfig(batch=read_rank_info().world or 1, workers=1)
 
 
-class Trial(Subject):
-    settings, fields, metric = TrialConfig, tuple(FIELDS), staticmethod(score)
-    flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
+class Benchmark(Workload):
+    settings, fields, metric = BenchmarkConfig, tuple(FIELDS), staticmethod(score)
+    ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
     variants = {"checkpoint": ("model.checkpoint=true",)}
-    unit, published = "chains", Config
-    compiled, compiles_long = "blocks", True
+    unit, published_settings = "chains", Config
+    compile_scope, slow_compile = "blocks", True
     tiny = (
         "model={msa: 32, pair: 16, single: 32, blocks: 1, rows: {head: 8, heads: 2, outer: 8, transition: 1}}",
         "model.pairs={triangle: 16, head: 8, heads: 2, transition: 1}",
@@ -75,15 +75,15 @@ class Trial(Subject):
         "model.structure={passes: 1, head: 8, heads: 2, query_points: 2, value_points: 2, angle: 16}", "model.heads.plddt=16",
         "features={crop: 16, clusters: 8, extra: 8, templates: 1}", "data={workers: 1, processes: false}",
     )  # fmt: skip
-    gpu = tuple(
-        Case(name, "batch128.yaml", ("data.batch=1", *words), _PASSES, figure=_EOS, asked=1 / 1.5)
+    gpu_cases = tuple(
+        Case(name, "batch128.yaml", ("data.batch=1", *words), _PASSES, published=_EOS, goal=1 / 1.5)
         for name, words in (("crop-256", ()), ("crop-256-all-kept", ("model.checkpoint=false",)))
     )
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:
         return loss(model, batch)
 
-    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size
         same = triton_support.MISSING if on_gpu else "on a CPU they are torch's own"
         every = [
@@ -100,23 +100,23 @@ class Trial(Subject):
         what = f"mesh.axial={ranks}: {ranks} processes share each chain, where otherwise each has chains of its own"
         return [*every, Switch(_CUT, what, uneven)]
 
-    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         if on_gpu:
             return [_WHOLE, (*_WHOLE, "model.checkpoint=true")]
         few = [("model.blocks=4", "features.crop=64", f"features.recycles={recycles}") for recycles in (0, 1)]
         return [*few, ("model.blocks=2", "features.crop=128")]
 
-    def around(self, on: On) -> AbstractContextManager[Any]:
-        return plainly(on)
+    def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
+        return plainly(enabled)
 
     @contextmanager
-    def trial(self, cfg: TrialConfig, mesh: Mesh, on: On) -> Iterator[Training]:
-        if any(switch.name == _CUT and switch.why_not is None for switch in self.switches(cfg, mesh)) and _CUT not in on:
+    def training(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> Iterator[Training]:
+        if any(switch.name == _CUT and switch.why_not is None for switch in self.switches(cfg, mesh)) and _CUT not in enabled:
             mesh = Mesh({"replicate": mesh.world}, mesh.world, mesh.rank, mesh.device)
-        with super().trial(cfg, mesh, on) as made:
+        with super().training(cfg, mesh, enabled) as made:
             yield made
 
-    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(OpenFold(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
         for parameter in model.parameters():
@@ -124,7 +124,7 @@ class Trial(Subject):
                 torch.nn.init.normal_(parameter, std=0.01)
         return model
 
-    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
         made = chain(cfg.features.crop, random)
         rows = alignment(made, cfg.features.clusters + cfg.features.extra, random)
         values = {
@@ -135,7 +135,7 @@ class Trial(Subject):
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 
-    def together(self, cfg: TrialConfig, samples: list[tuple[Any, ...]]) -> Any:
+    def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
         each = []
         for number, values in enumerate(samples):
             made, rows = parts_of(dict(zip(FIELDS, values)), "a synthetic chain")
@@ -143,15 +143,14 @@ class Trial(Subject):
             each.append(found | {"index": np.full(cfg.features.recycles + 1, number)})  # as those of a loader have it
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}
 
-    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         rows = rows_of(cfg, split, FIELDS, mesh)
         return make_loader(
-            Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **words
-        )
+            Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 @contextmanager
-def plainly(but: On = frozenset()) -> Iterator[None]:
+def plainly(but: Enabled = frozenset()) -> Iterator[None]:
     """Inside, the network and its loss are the same function of the same weights, in torch's operations on whole tensors, ``but``
     for what these switches bring."""
     def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

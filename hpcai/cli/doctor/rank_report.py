@@ -1,4 +1,4 @@
-"""One rank of a job: its place, cores and GPU, versions and limits. It asks no other rank."""
+"""One rank of a job: its node, cores and GPU, versions and limits, without communication."""
 
 import os
 import platform
@@ -22,12 +22,12 @@ from hpcai.errors import LaunchError
 
 PACKAGES = ("numpy", "h5py", "mpi4py", "pydantic", "safetensors")
 SHARED = re.compile(r"^(NCCL_|FI_|UCX_|OMP_|TORCH_|PYTORCH_|HPCAI_)(?!.*(DEVICE|IFNAME|HCA|TOKEN|TORCHELASTIC))")
-"""Variables that should be alike on all ranks: none that names a rank's own network card, and no secret."""
+"""Environment variables that should be equal on all ranks; excludes secrets and those that name a rank's own network card."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of a rank; ``node`` is the NUMA node beside it, where the kernel tells."""
+    """The GPU of a rank; ``node`` is its NUMA node, if the kernel exposes it."""
 
     index: int
     name: str
@@ -38,10 +38,10 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Member:
-    """One rank. ``machine`` tells computers apart where containers have host names of their own; ``cpus`` are those of ``online``
-    ones that it may use, as the launcher left them. ``files`` may be open at once; ``locked`` bytes of memory may be locked, None
-    is no limit; ``shm`` is the size of /dev/shm."""
+class RankReport:
+    """One rank. ``machine`` identifies the computer, even if containers have their own host names; ``cpus`` are the CPUs of its
+    affinity mask out of ``online`` ones. ``files`` is the limit of open files; ``locked`` the limit of locked memory in bytes, None
+    for no limit; ``shm`` is the size of /dev/shm."""
 
     rank: int
     node: str
@@ -61,22 +61,23 @@ class Member:
     shm: int = 1 << 40
 
 
-def look(here: RankInfo, root: Path = Path("/")) -> Member:
-    """Return this process; the kernel's files are read below ``root``."""
+def inspect_rank(rank_info: RankInfo, root: Path = Path("/")) -> RankReport:
+    """Return the report of this process; the kernel's files are read below ``root``."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     numa = {int(path.name[4:]): read_cpu_list(path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
-    gpu, problem = find_gpu(here, root)
+    gpu, problem = find_gpu(rank_info, root)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     machine, shm = socket.gethostname(), 0
-    with suppress(OSError):  # the kernel's mark of its start, the same for all containers of a computer
+    with suppress(OSError):  # the kernel's boot id, the same for all containers of a computer
         machine = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
     with suppress(OSError):
         shm = shutil.disk_usage(root / "dev/shm").total
-    return Member(
-        rank=here.rank, node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), machine=machine, launcher=here.launcher,
-        cpus=tuple(sorted(cpus)), online=len(read_cpu_list(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
-        numa=tuple(sorted(node for node, own in numa.items() if own & cpus)), threads=torch.get_num_threads(),
+    return RankReport(
+        rank=rank_info.rank, node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), machine=machine,
+        launcher=rank_info.launcher, cpus=tuple(sorted(cpus)),
+        online=len(read_cpu_list(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
+        numa=tuple(sorted(node for node, node_cpus in numa.items() if node_cpus & cpus)), threads=torch.get_num_threads(),
         gpu=gpu, gpu_problem=problem, versions=versions(gpu, root), shm=shm,
         variables={name: value for name, value in sorted(os.environ.items()) if SHARED.match(name)},
         files=files if files != resource.RLIM_INFINITY else 1 << 30, locked=None if locked == resource.RLIM_INFINITY else locked,
@@ -84,41 +85,41 @@ def look(here: RankInfo, root: Path = Path("/")) -> Member:
     )  # fmt: skip
 
 
-def find_gpu(here: RankInfo, root: Path) -> tuple[Gpu | None, str]:
-    """Return this rank's GPU, and what is wrong with it, if anything is."""
+def find_gpu(rank_info: RankInfo, root: Path) -> tuple[Gpu | None, str]:
+    """Return this rank's GPU, and an error message or ""."""
     if not torch.cuda.is_available():
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
         driver = (root / "proc/driver/nvidia/version").exists()
         return None, "the NVIDIA driver is there, but torch finds no GPU" if driver and not hidden else ""
     try:
-        where = select_device(here)
-        known = torch.cuda.get_device_properties(where)
-    except (LaunchError, RuntimeError) as problem:  # of a driver that does not start the GPU
-        return None, str(problem).splitlines()[0]
-    domain, bus, slot = (getattr(known, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
+        where = select_device(rank_info)
+        properties = torch.cuda.get_device_properties(where)
+    except (LaunchError, RuntimeError) as error:  # from a driver that fails to initialize the GPU
+        return None, str(error).splitlines()[0]
+    domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     pci = f"{domain:04x}:{bus:02x}:{slot:02x}.0" if slot >= 0 else ""
     node = -1
     with suppress(OSError, ValueError):
         node = int((root / "sys/bus/pci/devices" / (pci or "none") / "numa_node").read_text())
-    gib = known.total_memory / 2**30
-    return Gpu(where.index or 0, known.name, str(getattr(known, "uuid", "")), pci, gib, node if node >= 0 else None), ""
+    gib = properties.total_memory / 2**30
+    return Gpu(where.index or 0, properties.name, str(getattr(properties, "uuid", "")), pci, gib, node if node >= 0 else None), ""
 
 
 def versions(gpu: Gpu | None, root: Path = Path("/")) -> dict[str, str]:
-    """Return what has to be alike on all ranks, without what is not there."""
-    found = {"Python": platform.python_version(), "torch": torch.__version__, "hpcai": hpcai.__version__}
+    """Return the versions that must be equal on all ranks, without missing ones."""
+    result = {"Python": platform.python_version(), "torch": torch.__version__, "hpcai": hpcai.__version__}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
     if mpi_communicator() is not None:
         from mpi4py import MPI
 
-        found["MPI library"] = " ".join(MPI.Get_library_version().splitlines()[0].split()).strip("\0 ")
-    found["CUDA of torch"] = str(torch.version.cuda or torch.version.hip or "")
+        result["MPI library"] = " ".join(MPI.Get_library_version().splitlines()[0].split()).strip("\0 ")
+    result["CUDA of torch"] = str(torch.version.cuda or torch.version.hip or "")
     if gpu is not None and torch.distributed.is_nccl_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        result["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     with suppress(OSError):  # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  ...
         text = (root / "proc/driver/nvidia/version").read_text()
-        found["NVIDIA driver"] = "".join(re.findall(r"Module(?: for \S+)?\s+([\d.]+)", text)[:1])
-    found["C library"] = " ".join(platform.libc_ver())
-    return {name: value for name, value in found.items() if value}
+        result["NVIDIA driver"] = "".join(re.findall(r"Module(?: for \S+)?\s+([\d.]+)", text)[:1])
+    result["C library"] = " ".join(platform.libc_ver())
+    return {name: value for name, value in result.items() if value}

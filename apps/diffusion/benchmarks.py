@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from apps.diffusion.data import Fields, rows_of
 from apps.diffusion.latents import Encoded
 from apps.diffusion.settings import Config, DataConfig
-from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
+from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.config import Positive
 from hpcai.data.index import write_index
 from hpcai.data.splits import make_loader
@@ -50,8 +50,8 @@ _GPU = torch.cuda.is_available()
 _FACTOR = 4  # places of a field along one of the coarse one
 _MLPERF = "MLPerf Training v4.0, NVIDIA: images between logged steps (github.com/mlcommons/training_results_v4.0)"
 _CONDITIONS = "float16, moments and texts made before, loader included"
-_NODE = Figure(128.4, "H200", f"8 GPUs, 64 images each, {_CONDITIONS}", _MLPERF)
-_NODES = Figure(110.5, "H100", f"64 GPUs, 16 images each, {_CONDITIONS}", _MLPERF)
+_NODE = PublishedRate(128.4, "H200", f"8 GPUs, 64 images each, {_CONDITIONS}", _MLPERF)
+_NODES = PublishedRate(110.5, "H100", f"64 GPUs, 16 images each, {_CONDITIONS}", _MLPERF)
 
 
 class RandomConfig(Config):
@@ -69,7 +69,7 @@ class RandomConfig(Config):
         return self
 
 
-class TrialConfig(RandomConfig):
+class BenchmarkConfig(RandomConfig):
     """A run of a size that is measured in minutes."""
 
     side: Positive = 64 if _GPU else 32
@@ -79,20 +79,20 @@ class TrialConfig(RandomConfig):
     data: DataConfig = DataConfig(batch=16 if _GPU else 4, workers=4 if _GPU else 1)
 
 
-class Trial(Subject):
-    settings, batch = TrialConfig, Batch
+class Benchmark(Workload):
+    settings, batch = BenchmarkConfig, Batch
     loss, metric = staticmethod(loss), staticmethod(score)
-    unit, published, compiled, compiles_long = "images", RandomConfig, "blocks", True
+    unit, published_settings, compile_scope, slow_compile = "images", RandomConfig, "blocks", True
     tiny = (
         "model.unet.channels=[32, 64]", "model.unet.attention=[cross, none]", "model.unet.heads=[1, 2]", "model.unet.blocks=1",
         "model.unet.tokens=32", "side=8", "text=5", "data.batch=2",
     )  # fmt: skip
-    gpu = tuple(
-        Case(f"sd2-batch-{batch}", yaml, (f"data.batch={batch}",), figure=figure, asked=150.0)
+    gpu_cases = tuple(
+        Case(f"sd2-batch-{batch}", yaml, (f"data.batch={batch}",), published=figure, goal=150.0)
         for batch, yaml, figure in ((64, "sd2.yaml", _NODE), (16, "sd2-64gpus.yaml", _NODES))
     )
 
-    def known(self, cfg: Any) -> Any:
+    def complete_settings(self, cfg: Any) -> Any:
         """With the size of a sample, and random first weights throughout: of zeros all gradients before them would be zeros."""
         net = cfg.model.unet.model_copy(update={"zero": False})
         found = {"unet": net, "size": (net.inputs, *[cfg.side] * net.dims)}
@@ -109,47 +109,47 @@ class Trial(Subject):
             Switch("channels-last", f"weights and activations in channels-last memory from end to end{ends}"),
         ]
 
-    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         """Latents, and the fields of small.yaml, whose sides are 64."""
         found = yaml.safe_load((Path(__file__).parent / "configs/small.yaml").read_text())
         return [(), ("side=64", f"data.batch={found['data']['batch']}", f"model={json.dumps(found['model'])}")]
 
-    def around(self, on: On) -> AbstractContextManager[Any]:
-        return nullcontext() if "channels-last" in on else _contiguous()
+    def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
+        return nullcontext() if "channels-last" in enabled else _contiguous()
 
-    def build(self, cfg: Any, mesh: Mesh, on: On) -> nn.Module:
+    def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(Diffusion(cfg.model, cfg.train.seed), mesh)
-        if "kernels" not in on:
-            exchange(model, {GroupNorm: _Norm, LayerNorm: nn.LayerNorm, blocks.GEGLU: _GEGLU})
-        if "products" not in on:
-            exchange(model, {Conv2d: nn.Conv2d, Conv3d: nn.Conv3d})
+        if "kernels" not in enabled:
+            swap_classes(model, {GroupNorm: _Norm, LayerNorm: nn.LayerNorm, blocks.GEGLU: _GEGLU})
+        if "products" not in enabled:
+            swap_classes(model, {Conv2d: nn.Conv2d, Conv3d: nn.Conv3d})
         for part in model.modules():
             if isinstance(part, blocks.Upsample):
-                part.fused = "up" in on
-        return model if "channels-last" in on else model.to(memory_format=torch.contiguous_format)
+                part.fused = "up" in enabled
+        return model if "channels-last" in enabled else model.to(memory_format=torch.contiguous_format)
 
-    def datasets(self, cfg: Any) -> Sequence[str]:
+    def dataset_names(self, cfg: Any) -> Sequence[str]:
         net = cfg.model.unet
         if net.tokens:
             return "moments", "tokens"
         return "high", *(["low"] if net.field else []), *(["parameters"] if net.parameters else [])
 
-    def random(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
         net = cfg.model.unet
         sizes = {
             "moments": (2 * net.inputs, *[cfg.side] * net.dims), "tokens": (cfg.text, net.tokens),
             "high": cfg.model.size, "low": (net.field, *[cfg.side // _FACTOR] * net.dims), "parameters": (net.parameters,),
         }  # fmt: skip
         kind = np.float16 if net.tokens else np.float32
-        return tuple(random.standard_normal(sizes[name], np.float32).astype(kind) for name in self.datasets(cfg))
+        return tuple(random.standard_normal(sizes[name], np.float32).astype(kind) for name in self.dataset_names(cfg))
 
-    def together(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
+    def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
         source = _source(cfg, samples)
-        rows = [source.transform(dict(zip(self.datasets(cfg), values)), number, 0) for number, values in enumerate(samples)]
+        rows = [source.transform(dict(zip(self.dataset_names(cfg), values)), number, 0) for number, values in enumerate(samples)]
         return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
 
-    def in_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
-        cfg = super().in_files(cfg, rows, splits)
+    def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
+        cfg = super().write_files(cfg, rows, splits)
         net = cfg.model.unet
         about = {"kind": "latents", "latents": net.inputs, "size": [cfg.side] * net.dims, "tokens": [cfg.text, net.tokens]}
         for folder in (cfg.data.directory / split for split in splits if net.tokens):
@@ -157,8 +157,8 @@ class Trial(Subject):
             write_index(folder, {"files": files, **about})
         return cfg
 
-    def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
-        return make_loader(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
+    def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return make_loader(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 def _source(cfg: Any, rows: Any) -> Any:
@@ -233,11 +233,11 @@ class _Theirs(nn.Module):
         return unet.pixel_shuffle(self.net(unet.pixel_unshuffle(x, self.cfg.patch), time, **texts).sample, self.cfg.patch)
 
 
-def _diffusers(cfg: Any, batch: Batch) -> Form:
+def _diffusers(cfg: Any, batch: Batch) -> Implementation:
     least = UNetConfig(channels=(32,), attention=("none",), middle="none", heads=(1,), tokens=None, blocks=1)
     model: Any = Diffusion(cfg.model.model_copy(update={"unet": least}), cfg.train.seed)
     model.cfg, model.network = cfg.model, _Theirs(cfg.model.unet)
-    return Form(model.to(batch.sample.device), loss)
+    return Implementation(model.to(batch.sample.device), loss)
 
 
-Trial.peers = {"diffusers": Peer("diffusers", _diffusers)}
+Benchmark.peers = {"diffusers": Peer("diffusers", _diffusers)}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from apps.deepcam.data import Maps, batches, rows_of
 from apps.deepcam.settings import Config, DataConfig
-from hpcai.cli.trial import Case, Figure, On, Subject, Switch, exchange
+from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Workload, swap_classes
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
 from hpcai.models.deepcam import STRIDE, Batch, DeepCam, DeepCamConfig, loss, parallelize, score
@@ -34,7 +34,7 @@ _GROUP = "group batch norm"
 _RARE = 0.02  # share of the cells that are of some class other than the first
 
 
-_EOS = Figure(
+_EOS = PublishedRate(
     81.7, "H100", "16 GPUs, 8 maps each, loader included",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
 )  # fmt: skip
@@ -47,7 +47,7 @@ class MapConfig(Config):
     width: Cells = 1152
 
 
-class TrialConfig(MapConfig):
+class BenchmarkConfig(MapConfig):
     """A DeepCAM run of a size that is measured in minutes."""
 
     model: DeepCamConfig = DeepCamConfig(divide=1 if _GPU else 4)
@@ -57,14 +57,14 @@ class TrialConfig(MapConfig):
     width: Cells = 1152 if _GPU else 288
 
 
-class Trial(Subject):
-    settings, batch, fields = TrialConfig, Batch, Batch._fields
+class Benchmark(Workload):
+    settings, batch, fields = BenchmarkConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(score)
-    unit, published, compiles_long = "maps", MapConfig, True
+    unit, published_settings, slow_compile = "maps", MapConfig, True
     tiny = ("model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=2")
-    gpu = tuple(Case(f"batch-{batch}", "batch128.yaml", (f"data.batch={batch}",), figure=_EOS, asked=95.0) for batch in (8, 16))
+    gpu_cases = tuple(Case(f"batch-{n}", "batch128.yaml", (f"data.batch={n}",), published=_EOS, goal=95.0) for n in (8, 16))
 
-    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1
         why_not = "one process: statistics are shared among copies" if alone else "batchnorm_group is 1" if group == 1 else None
         return [
@@ -73,34 +73,34 @@ class Trial(Subject):
             Switch(_GROUP, f"batchnorm_group={group}, which costs messages (with kernels only)", why_not),
         ]
 
-    def known(self, cfg: TrialConfig) -> TrialConfig:
+    def complete_settings(self, cfg: BenchmarkConfig) -> BenchmarkConfig:
         classes, variables = len(cfg.model.classes), len(cfg.model.variables)
         given = cfg.model.model_dump(exclude_none=True) | {"low": (0.0,) * variables, "high": (1.0,) * variables}
         return cfg.model_copy(update={"model": cfg.model.model_copy(update={"frequencies": (1 / classes,) * classes} | given)})
 
-    def alike(self, cfg: TrialConfig) -> int:
+    def duplicate_replicas(self, cfg: BenchmarkConfig) -> int:
         """Copies of a group see the same maps, so that the statistics of one are those of all."""
         return cfg.batchnorm_group
 
-    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         cells = ("height=768", "width=1152") if on_gpu else ("height=384", "width=576")
         return [("model.divide=1", *cells, f"data.batch={batch}") for batch in ((1, 2, 8) if on_gpu else (1, 2))]
 
-    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
-        model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= on else 1)
-        if "kernels" not in on:
-            exchange(model, {BatchNorm: _Usual, Conv2d: _Plain, ConvTranspose2d: _PlainTransposed})
-        if "channels-last" not in on:
-            exchange(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
+    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+        model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= enabled else 1)
+        if "kernels" not in enabled:
+            swap_classes(model, {BatchNorm: _Usual, Conv2d: _Plain, ConvTranspose2d: _PlainTransposed})
+        if "channels-last" not in enabled:
+            swap_classes(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
         return model
 
-    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
         fields = random.random((cfg.height, cfg.width, len(cfg.model.variables)), np.float32)
         rare = random.random(fields.shape[:2]) < _RARE
         return fields, (rare * random.integers(1, len(cfg.model.classes), rare.shape)).astype(np.uint8)
 
-    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
-        return batches(Maps(rows_of(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **words)
+    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return batches(Maps(rows_of(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **kwargs)
 
 
 class _Usual(BatchNorm):
