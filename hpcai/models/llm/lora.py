@@ -141,21 +141,21 @@ def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
     adapters of another model or type, or damaged ones; the model is then unchanged."""
     folder = Path(folder)
     cfg = read_adapter_config(folder)
-    tensors = stored(folder / _FILE)
+    saved = stored(folder / _FILE)
     names = [name for name, x in model.named_modules() if isinstance(x, nn.Linear) and name.rpartition(".")[2] in cfg.targets]
     expected = {_peft_name(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}
-    if wrong := sorted(expected ^ set(tensors)) or ([] if expected else ["no adapter of a layer of this rank"]):
-        problem = "belongs to no layer of the model" if wrong[0] in tensors else "is missing"
+    if wrong := sorted(expected ^ set(saved)) or ([] if expected else ["no adapter of a layer of this rank"]):
+        problem = "belongs to no layer of the model" if wrong[0] in saved else "is missing"
         raise CheckpointError(f"{folder}: {wrong[0]} {problem}; is it an adapter of this model?")
     for name in names:
         outputs, inputs = place_of(model.get_parameter(f"{name}.weight")).size
         for half, size in (("lora_A", (cfg.rank, inputs)), ("lora_B", (outputs, cfg.rank))):
             key = _peft_name(f"{name}.adapter.{half}.weight")
-            if tensors[key].size != size:
-                raise CheckpointError(f"{folder}: {key} is {list(tensors[key].size)}, expected {list(size)}; it is of another model")
+            if saved[key].size != size:
+                raise CheckpointError(f"{folder}: {key} is {list(saved[key].size)}, expected {list(size)}; it is of another model")
     adapt(model, cfg)
     for name, parameter in _adapter_parameters(model).items():
-        source = tensors[_peft_name(name)]
+        source = saved[_peft_name(name)]
         with torch.no_grad():
             for offsets, box in place_of(parameter).boxes((0, 0), tuple(parameter.shape)):
                 sizes = parameter[box].shape
