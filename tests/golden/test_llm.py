@@ -112,8 +112,8 @@ def test_frequencies_of_published_models() -> None:
     for preset, name in (("llama2-7b", "llama2_7b"), ("llama3-8b", "llama3_8b"), ("llama3.1-8b", "llama31_8b"),
                          ("llama3.1-405b", "llama31_405b"), ("llama3.2-1b", "llama32_1b")):  # fmt: skip
         cfg = LLMConfig.preset(preset)
-        assert cfg.size == about[name]["head_dim"] and cfg.rotary is not None
-        np.testing.assert_allclose(rotary_frequencies(cfg.rotary, cfg.size), found[name], rtol=2e-7, atol=0)
+        assert cfg.head_dim == about[name]["head_dim"] and cfg.rotary is not None
+        np.testing.assert_allclose(rotary_frequencies(cfg.rotary, cfg.head_dim), found[name], rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS.items())
@@ -130,7 +130,8 @@ def test_what_is_saved_is_what_was_read(case: str, tmp_path: Path) -> None:
     model = LLM.load(home(case))
     llm.save_folder(model.state_dict(), model.cfg, tmp_path, shard=100_000)
     again = LLM.load(tmp_path)
-    assert again.cfg.model_dump(exclude={"head"}) == model.cfg.model_dump(exclude={"head"}) and again.cfg.size == model.cfg.size
+    assert again.cfg.model_dump(exclude={"head"}) == model.cfg.model_dump(exclude={"head"})
+    assert again.cfg.head_dim == model.cfg.head_dim
     assert all(torch.equal(own, other) for own, other in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     model.save(tmp_path / "ours.safetensors")
     assert torch.equal(LLM.load(tmp_path / "ours.safetensors").lm_head.weight, model.lm_head.weight)
@@ -266,7 +267,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 def test_a_text_ends_where_positions_do() -> None:
     model = LLM.load(home("gpt2_hub_tiny"))
     assert [len(text) for text in complete(model, [[1] * 23, [2] * 20])] == [1, 4]
-    with torch.no_grad(), pytest.raises(DataError, match="25 tokens for a model of 24 positions"):
+    with torch.no_grad(), pytest.raises(DataError, match="25 tokens, the model 24 positions"):
         model(torch.zeros(1, 25, dtype=torch.int64))
 
 
