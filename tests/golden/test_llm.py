@@ -112,8 +112,8 @@ def test_frequencies_of_published_models() -> None:
     for preset, name in (("llama2-7b", "llama2_7b"), ("llama3-8b", "llama3_8b"), ("llama3.1-8b", "llama31_8b"),
                          ("llama3.1-405b", "llama31_405b"), ("llama3.2-1b", "llama32_1b")):  # fmt: skip
         cfg = LLMConfig.preset(preset)
-        assert cfg.size == about[name]["head_dim"] and cfg.rotary is not None
-        np.testing.assert_allclose(rotary_frequencies(cfg.rotary, cfg.size), found[name], rtol=2e-7, atol=0)
+        assert cfg.head_dim == about[name]["head_dim"] and cfg.rotary is not None
+        np.testing.assert_allclose(rotary_frequencies(cfg.rotary, cfg.head_dim), found[name], rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS.items())
@@ -130,7 +130,8 @@ def test_what_is_saved_is_what_was_read(case: str, tmp_path: Path) -> None:
     model = LLM.load(home(case))
     llm.save_folder(model.state_dict(), model.cfg, tmp_path, shard=100_000)
     again = LLM.load(tmp_path)
-    assert again.cfg.model_dump(exclude={"head"}) == model.cfg.model_dump(exclude={"head"}) and again.cfg.size == model.cfg.size
+    assert again.cfg.model_dump(exclude={"head"}) == model.cfg.model_dump(exclude={"head"})
+    assert again.cfg.head_dim == model.cfg.head_dim
     assert all(torch.equal(own, other) for own, other in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     model.save(tmp_path / "ours.safetensors")
     assert torch.equal(LLM.load(tmp_path / "ours.safetensors").lm_head.weight, model.lm_head.weight)
@@ -175,25 +176,25 @@ def test_new_adapters_change_nothing_yet() -> None:
         assert torch.equal(llm.merge(model)(ids), before)
     with pytest.raises(ConfigError, match="has adapters; merge them"):
         llm.adapt(llm.adapt(model, LoRAConfig(rank=2)), LoRAConfig(rank=2))
-    with pytest.raises(ConfigError, match=r"no layer is called so; expected some of .*q_proj"):
+    with pytest.raises(ConfigError, match=r"no layer has this name; expected some of .*q_proj"):
         llm.adapt(LLM.load(home("llama31_tiny")), LoRAConfig(targets=("query",)))
 
 
 SAID = {
     "adapter_of_another_model": "layers.0.self_attn.q_proj.lora_A.weight is [2, 10], expected [2, 8]; it is of another model",
-    "adapter_for_absent_modules": "query_key_value.lora_A.weight is there for no layer of the model; is it an adapter",
+    "adapter_for_absent_modules": "query_key_value.lora_A.weight belongs to no layer of the model; is it an adapter",
     "adapter_of_unknown_kind": "adapter_config.json: an adapter of kind 'IA3'; expected a plain LORA",
     "missing_shard": "model-00002-of-00002.safetensors: does not exist; fetch or save the folder again",
     "truncated_shard": "model-00002-of-00002.safetensors: no safetensors file, or damaged",
     "index_names_absent_tensor": "layers.1.self_attn.v_proj.weight is not in model-00002-of-00002.safetensors, as the index says",
     "tensor_absent": "has no model.layers.1.mlp.up_proj.weight",
-    "extra_tensor": "has model.layers.1.self_attn.q_proj.bias, for which settings have no place",
+    "extra_tensor": "has model.layers.1.self_attn.q_proj.bias, which no module of the settings has",
     "heads_do_not_divide": "config.json: width 8 is not a multiple of 3 heads; give head, or other sizes",
     "wrong_vocabulary": "model.embed_tokens.weight is [16, 8], the settings make it [17, 8]",
     "unknown_model_type": "config.json: a model of type 'nosuchmodel'; expected one of llama, gpt2",
     "unknown_rope_type": "config.json: rope_type is 'spiral'; expected default, linear or llama3",
     "config_not_json": "config.json: no settings of a model: JSONDecodeError",
-    "nan_weight": "model.layers.0.mlp.down_proj.weight has numbers that are not finite",
+    "nan_weight": "model.layers.0.mlp.down_proj.weight has elements that are not finite",
 }
 
 
@@ -266,7 +267,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 def test_a_text_ends_where_positions_do() -> None:
     model = LLM.load(home("gpt2_hub_tiny"))
     assert [len(text) for text in complete(model, [[1] * 23, [2] * 20])] == [1, 4]
-    with torch.no_grad(), pytest.raises(DataError, match="25 tokens for a model of 24 positions"):
+    with torch.no_grad(), pytest.raises(DataError, match="25 tokens, the model 24 positions"):
         model(torch.zeros(1, 25, dtype=torch.int64))
 
 

@@ -1,4 +1,4 @@
-"""Diffusion and flow matching: networks that take noise away, and autoencoders of what they see."""
+"""Diffusion models and flow matching: denoising networks, samplers, scores, and autoencoders for latent diffusion."""
 
 from hpcai.lazy import attach
 from hpcai.models.diffusion.config import (

@@ -1,7 +1,7 @@
-"""What U-Nets and autoencoders are made of. Parameters bear the names that the files of diffusers have.
+"""Building blocks of U-Nets and autoencoders. Parameters have the names of diffusers' files.
 
-Maps and volumes are channels-last from end to end: their places are tokens, and tokens their places, without a copy.
-B samples, C channels, ... the places of a map (H, W) or a volume (D, H, W), N places in all or tokens, J channels of given tokens
+Maps and volumes are channels-last throughout: conversion to and from tokens needs no copy.
+B samples, C channels, ... the sides of a map (H, W) or a volume (D, H, W), N pixels (or tokens), J channels of context tokens
 """
 
 import math
@@ -21,14 +21,14 @@ from hpcai.nn.periodic import PeriodicConv2d, PeriodicConv3d
 from hpcai.nn.matmul import fused_linear
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
-# Places for each channel from which an ``Up`` gains more than sums of its weights take: 4 maps of 8 x 8 for 256 channels (25 ms
-# instead of 36); of 2 only where freed memory is kept.
+# Pixels per channel from which ``UpsampleConv`` gains more than its sums of weights cost: 4 maps of 8 x 8 for 256 channels (25 ms
+# instead of 36); 2 maps only if freed memory is kept.
 _FUSE_MIN_PIXELS = 1
-_TRANSFORMER_EPS = 1e-6  # of the group norm before a transformer, whatever that of residual blocks is
+_TRANSFORMER_EPS = 1e-6  # of the group norm before a transformer, independent of the eps of residual blocks
 
 
 class Space(NamedTuple):
-    """The dims of a map or a volume, and whether each comes back to its beginning (none: none does)."""
+    """The number of spatial dims, and whether each is periodic (empty: none is)."""
 
     dims: int = 2
     periodic: tuple[bool, ...] = ()
@@ -39,40 +39,40 @@ class Space(NamedTuple):
         return tuple(dim for dim, is_periodic in enumerate(self.periodic, 2) if is_periodic)
 
 
-# ---- places
+# ---- layouts
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """[B, C, ...] in channels-last memory, copied where it is not."""
+    """Return x [B, C, ...] in channels-last memory, copied if necessary."""
     return x.contiguous(memory_format=FORMATS[x.ndim - 2])
 
 
 def to_tokens(x: Tensor) -> Tensor:
-    """[B, C, ...] in channels-last memory -> [B, N, C], a view"""
+    """Return the pixels of a channels-last tensor as tokens, a view.   [B, C, ...] -> [B, N, C]"""
     return x.movedim(1, -1).flatten(1, -2)
 
 
 def from_tokens(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[B, N, C] -> [B, C, ...] of these sizes in channels-last memory, a view"""
+    """Return tokens as a channels-last tensor with sides ``sizes``, a view.   [B, N, C] -> [B, C, ...]"""
     return x.unflatten(1, tuple(sizes)).movedim(-1, 1)
 
 
 def resize(field: Tensor, sizes: Sequence[int], periodic_dims: Sequence[int] = (), box: Sequence[slice] = ()) -> Tensor:
-    """``field`` [B, C, ...] at the places of a finer grid over the same space, linear between its own, as ``F.interpolate`` with
-    ``align_corners=False``, but around the ends of the dims in ``wrapped``. ``box``: those places that are wanted, of each dim."""
+    """Resize ``field`` [B, C, ...] by linear interpolation, like ``F.interpolate`` with ``align_corners=False``, but circularly
+    along ``periodic_dims``. ``box``: compute only this slice of each dim of the result."""
     for dim, size in enumerate(sizes, 2):
-        have, (first, end, _) = field.shape[dim], (box[dim - 2] if box else slice(None)).indices(size)
-        if have == size:
+        old, (first, end, _) = field.shape[dim], (box[dim - 2] if box else slice(None)).indices(size)
+        if old == size:
             field = field.narrow(dim, first, end - first)
             continue
-        at = (torch.arange(first, end, device=field.device, dtype=torch.float64) + 0.5) * (have / size) - 0.5
+        at = (torch.arange(first, end, device=field.device, dtype=torch.float64) + 0.5) * (old / size) - 0.5
         if dim not in periodic_dims:
-            at = at.clamp(0, have - 1)
+            at = at.clamp(0, old - 1)
         low = at.floor()
-        share = (at - low).to(field.dtype).view(-1, *[1] * (field.ndim - dim - 1))
+        weight = (at - low).to(field.dtype).view(-1, *[1] * (field.ndim - dim - 1))
         low = low.long()
-        ends = (low % have, (low + 1) % have) if dim in periodic_dims else (low, (low + 1).clamp(max=have - 1))
-        field = torch.lerp(field.index_select(dim, ends[0]), field.index_select(dim, ends[1]), share)
+        ends = (low % old, (low + 1) % old) if dim in periodic_dims else (low, (low + 1).clamp(max=old - 1))
+        field = torch.lerp(field.index_select(dim, ends[0]), field.index_select(dim, ends[1]), weight)
     return field
 
 
@@ -80,21 +80,21 @@ def resize(field: Tensor, sizes: Sequence[int], periodic_dims: Sequence[int] = (
 
 
 def make_conv(space: Space, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Module:
-    """A convolution that keeps the sides of its input, or halves them (an odd one upwards).   [B, C, ...] -> [B, C', ...]"""
-    wrapped = space.periodic_dims if kernel > 1 else ()
-    padding = tuple(0 if dim in wrapped else kernel // 2 for dim in range(2, space.dims + 2))
-    kinds: Any = (PeriodicConv2d, PeriodicConv3d) if wrapped else (Conv2d, Conv3d)
-    found: Any = kinds[space.dims - 2](inputs, outputs, kernel, stride, padding)
-    if wrapped:
-        found.circular_dims = wrapped
-    return found
+    """Return a convolution with "same" padding; with stride 2, odd sides are rounded up.   [B, C, ...] -> [B, C', ...]"""
+    periodic = space.periodic_dims if kernel > 1 else ()
+    padding = tuple(0 if dim in periodic else kernel // 2 for dim in range(2, space.dims + 2))
+    classes: Any = (PeriodicConv2d, PeriodicConv3d) if periodic else (Conv2d, Conv3d)
+    conv: Any = classes[space.dims - 2](inputs, outputs, kernel, stride, padding)
+    if periodic:
+        conv.circular_dims = periodic
+    return conv
 
 
 class Downsample(nn.Module):
-    """Half as many places along each dim.   [B, C, ...] -> [B, C, .../2]
+    """Halve all sides by a convolution with stride 2.   [B, C, ...] -> [B, C, .../2]
 
-    ``centred``: the middle of a kernel lies on every other place, and an odd side is halved upwards; otherwise its beginning
-    does, as in autoencoders, and downwards.
+    ``centred``: Pad both ends of a side, so that odd sides are rounded up. Otherwise pad the upper end only, as autoencoders do, so
+    that odd sides are rounded down.
     """
 
     def __init__(self, space: Space, channels: int, centred: bool = True) -> None:
@@ -109,15 +109,15 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice as many places along each dim, or one less, each with the value of the nearest, and a convolution of them.
+    """Nearest-neighbour upsampling and a convolution.   [B, C, ...] -> [B, C, ...] of ``sizes``, by default doubled
 
-    [B, C, ...] -> [B, C, ...] of ``sizes``, or twice as large. Where all sides are doubled the two may be one (``Doubled``).
+    If all sides are doubled, the two may be fused (``hpcai.nn.upsample_conv``).
     """
 
     fused = True
-    """False: always one after the other"""
+    """False: never fuse"""
     is_sharded = False
-    """whether places lie on several processes, and all sides are doubled"""
+    """whether pixels are sharded; all sides are then doubled"""
 
     def __init__(self, space: Space, channels: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Upsample(nn.Module):
 class ResBlock(nn.Module):
     """x + conv(silu(norm(conv(silu(norm(x))) + time))) (He et al. 2016, Ho et al. 2020).
 
-    x [B, C, ...], time [B, T] after its activation (None for a block without) -> [B, C', ...]
+    Shape: x [B, C, ...], time [B, T] after its activation (None for a block without) -> [B, C', ...]
     """
 
     def __init__(self, space: Space, inputs: int, outputs: int, time: int | None, groups: int, eps: float, dropout: float = 0.0,
@@ -154,7 +154,7 @@ class ResBlock(nn.Module):
     def forward(self, x: Tensor, time: Tensor | None = None) -> Tensor:
         y = self.conv1(self.norm1(x))
         if self.time_emb_proj is not None and time is not None:
-            y += self.time_emb_proj(time)[(..., *[None] * (x.ndim - 2))]  # nothing keeps what a convolution returns
+            y += self.time_emb_proj(time)[(..., *[None] * (x.ndim - 2))]  # in place: outputs of convolutions are not saved
         y = self.conv2(self.dropout(self.norm2(y)))
         y += x if self.conv_shortcut is None else self.conv_shortcut(x)
         return y
@@ -164,7 +164,7 @@ class ResBlock(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Attention of so many heads of q [B, N, C] to k and v [B, N', C].   -> [B, N, C]"""
+    """Scaled dot-product attention in ``heads`` heads.   q [B, N, C], k and v [B, N', C] -> [B, N, C]"""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -176,16 +176,16 @@ class CoreAttention(nn.Module):
 
 
 class SpatialAttention(CoreAttention):
-    """The same of all places of a map or a volume of these ``sizes``; a seam: places may lie on several processes."""
+    """The same, over the pixels of a map or a volume with sides ``sizes``. A seam: pixels may be sharded."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:  # type: ignore[override]
         return super().forward(q, k, v)
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention of places to one another, or to given tokens.
+    """Self-attention of pixels, or cross-attention to context tokens.
 
-    x [B, N, C], places of ``sizes``, others [B, N', J] -> [B, N, C]
+    Shape: x [B, N, C] with N the product of ``sizes``, context [B, N', J] -> [B, N, C]
     """
 
     def __init__(self, channels: int, heads: int, context_channels: int | None = None, bias: bool = False) -> None:
@@ -203,7 +203,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class SelfAttention(MultiHeadAttention):
-    """x + attention of all places to each other, after a group norm (Ho et al. 2020).   [B, C, ...] -> the same"""
+    """x + self-attention of pixels after a group norm (Ho et al. 2020).   [B, C, ...] -> the same"""
 
     def __init__(self, channels: int, heads: int, groups: int, eps: float, zero: bool = False) -> None:
         super().__init__(channels, heads, bias=True)
@@ -218,7 +218,7 @@ class SelfAttention(MultiHeadAttention):
 
 
 class GEGLU(nn.Module):
-    """value(x) * gelu(gate(x)), two products in one (Shazeer 2020).   [B, N, C] -> [B, N, C']"""
+    """value(x) * gelu(gate(x)), with one matrix product (Shazeer 2020).   [B, N, C] -> [B, N, C']"""
 
     def __init__(self, channels: int, inner: int) -> None:
         super().__init__()
@@ -240,12 +240,12 @@ class FeedForward(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention of places to each other and to tokens, and a feed-forward part.
+    """Self-attention, cross-attention to tokens, and a feed-forward layer.
 
-    x [B, N, C], places of ``sizes``, tokens [B, N', J] -> [B, N, C]
+    Shape: x [B, N, C] with N the product of ``sizes``, tokens [B, N', J] -> [B, N, C]
     """
 
-    float8 = True  # its linear layers may multiply in FP8
+    float8 = True  # linear layers may use FP8
 
     def __init__(self, channels: int, heads: int, tokens: int) -> None:
         super().__init__()
@@ -260,9 +260,9 @@ class TransformerLayer(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """x + a layer of a transformer over its places, which also sees tokens (Rombach et al. 2022).
+    """x + a transformer layer over pixels, with cross-attention to tokens (Rombach et al. 2022).
 
-    x [B, C, ...], tokens [B, N', J] -> [B, C, ...]
+    Shape: x [B, C, ...], tokens [B, N', J] -> [B, C, ...]
     """
 
     def __init__(self, channels: int, heads: int, tokens: int, groups: int, zero: bool = False) -> None:
@@ -286,15 +286,15 @@ class CrossAttention(nn.Module):
 def sinusoidal_embedding(
     time: Tensor, channels: int, dtype: torch.dtype = torch.float32, last: int | None = None, scale: float = 1.0
 ) -> Tensor:
-    """[cos(t f), sin(t f)] with f_i = per 10000^(-i / last), half of ``channels`` of each (Vaswani et al. 2017).   [B] -> [B, C]
+    """Return [cos(t f), sin(t f)] with f_i = scale 10000^(-i / last), in float32 at least (Vaswani et al. 2017).   [B] -> [B, C]
 
-    In float32 at least. ``last``: half of the channels, by default. The last channel of an odd number is 0.
+    ``last``: by default half of the channels. The last one of an odd number of channels is 0.
     """
     wide, half = torch.promote_types(dtype, torch.float32), channels // 2
-    turns = torch.exp(torch.arange(half, dtype=wide, device=time.device) * (-math.log(10_000) / (last or half)))
-    angles = time.to(wide)[:, None] * scale * turns
-    found = torch.cat((angles.cos(), angles.sin()), -1)
-    return (F.pad(found, (0, 1)) if channels % 2 else found).to(dtype)
+    frequencies = torch.exp(torch.arange(half, dtype=wide, device=time.device) * (-math.log(10_000) / (last or half)))
+    angles = time.to(wide)[:, None] * scale * frequencies
+    embedding = torch.cat((angles.cos(), angles.sin()), -1)
+    return (F.pad(embedding, (0, 1)) if channels % 2 else embedding).to(dtype)
 
 
 class TimeEmbedding(nn.Module):
@@ -309,6 +309,6 @@ class TimeEmbedding(nn.Module):
 
 
 def zero_init(layer: Any) -> None:
-    """Let the weights of a layer start from zero."""
+    """Initialize weight and bias to zero."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)

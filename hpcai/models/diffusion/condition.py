@@ -1,4 +1,4 @@
-"""What samples are asked to be.   B samples"""
+"""Conditions of samples.   B samples, N tokens"""
 
 from typing import NamedTuple
 
@@ -6,21 +6,21 @@ from torch import Tensor
 
 
 class Condition(NamedTuple):
-    """None is what a network has no use for. Networks are called as ``network(x, time, condition)``, where ``x`` is [B, C, ...] and
-    ``time`` [B] in the network's own unit."""
+    """All conditions of a network, None for those that it does not take. Networks are called as ``network(x, time, condition)``
+    with x [B, C, ...] and time [B] in the unit of the network."""
 
     classes: Tensor | None = None
-    """numbers of classes [B]; as many as there are classes: none of them"""
+    """[B] class indices; the number of classes: no class"""
     parameters: Tensor | None = None
-    """physical parameters [B, P], of about unit size"""
+    """[B, P] physical parameters, normalized to about unit size"""
     tokens: Tensor | None = None
-    """[B, N, J]"""
+    """[B, N, J] text embeddings"""
     pooled: Tensor | None = None
-    """of a whole text [B, J']"""
+    """[B, J'] pooled text embedding"""
     field: Tensor | None = None
-    """on the places of ``x``, or on fewer of them [B, C', ...]"""
+    """[B, C', ...] on the grid of x, or a coarser one"""
     guidance: Tensor | None = None
-    """what a network that was distilled is told [B]"""
+    """[B] guidance strength, for guidance-distilled networks"""
 
 
 UNCONDITIONAL = Condition()

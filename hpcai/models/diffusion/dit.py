@@ -1,6 +1,6 @@
 """DiT: a transformer over patches of a sample (Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023).
 
-Parameters bear the names that the files of diffusers have. B samples, S places along each of their dims, T patches, C channels.
+Parameters have the names of diffusers' files. B samples of S x S pixels, T patches, C channels
 """
 
 import math
@@ -23,14 +23,14 @@ from hpcai.models.diffusion.transformer import (
     modulate,
     run_block,
     split_heads,
-)
+)  # fmt: skip
 from hpcai.nn.recompute import cheap
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.weights import PretrainedMixin
 
 
 class PatchEmbed(nn.Module):
-    """Patches as tokens, with their places.   x [B, C, S, S] -> [B, T, C']"""
+    """Patch embedding with position embedding.   x [B, C, S, S] -> [B, T, C']"""
 
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
@@ -40,23 +40,23 @@ class PatchEmbed(nn.Module):
         return self.proj(x).flatten(2).transpose(1, 2) + position_embedding(self.cfg, x.dtype, x.device)
 
 
-class ClassEmbedding(nn.Module):
-    """numbers of classes [B] -> [B, C]"""
+class ClassEmbed(nn.Module):
+    """class indices [B] -> [B, C]"""
 
     def __init__(self, classes: int, channels: int) -> None:
         super().__init__()
-        self.embedding_table = nn.Embedding(classes + 1, channels)  # the last: none of them
+        self.embedding_table = nn.Embedding(classes + 1, channels)  # the last: no class
 
     def forward(self, classes: Tensor) -> Tensor:
         return self.embedding_table(classes)
 
 
 class AdaLayerNorm(nn.Module):
-    """What a sample is asked to be.   waves of the time [B, 256], classes [B] -> [B, C]"""
+    """The conditioning embedding of adaptive layer norm: time and class.   sinusoidal time [B, 256], classes [B] -> [B, C]"""
 
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
-        self.timestep_embedder, self.class_embedder = TimeEmbedding(TIME_CHANNELS, cfg.width), ClassEmbedding(cfg.classes, cfg.width)
+        self.timestep_embedder, self.class_embedder = TimeEmbedding(TIME_CHANNELS, cfg.width), ClassEmbed(cfg.classes, cfg.width)
 
     def forward(self, time: Tensor, classes: Tensor) -> Tensor:
         return self.timestep_embedder(time) + self.class_embedder(classes)
@@ -76,9 +76,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x [B, T, C], waves of the time [B, 256], classes [B] -> the tokens, and what it was told [B, C]"""
+    """x [B, T, C], sinusoidal time [B, 256], classes [B] -> x, and the conditioning embedding [B, C]"""
 
-    float8 = True  # its linear layers may multiply in FP8
+    float8 = True  # linear layers may use FP8
 
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class Block(nn.Module):
 class DiT(PretrainedMixin):
     """x [B, inputs, S, S], time [B] in levels of a schedule, condition.classes [B] -> [B, outputs, S, S]
 
-    Without classes, and with as many as there are: none of them; in training ``cfg.dropout`` of the samples lose theirs (Ho and
-    Salimans 2022). Raises DataError for samples of another size and for conditions that it does not know.
+    Classes None, or the number of classes: unconditional. In training a fraction ``cfg.dropout`` of the samples is unconditional
+    (Ho and Salimans 2022). Raises DataError for samples of another size, and for conditions without use.
     """
 
     package = __package__
@@ -114,19 +114,19 @@ class DiT(PretrainedMixin):
         cfg = self.cfg
         if x.ndim != 4 or x.shape[1:] != (cfg.inputs, cfg.size, cfg.size):
             expected = f"expected [B, {cfg.inputs}, {cfg.size}, {cfg.size}]"
-            raise DataError(f"DiT: samples are {list(x.shape)}, {expected}; cut them, or set size")
+            raise DataError(f"DiT: samples are {list(x.shape)}, {expected}; crop them, or set size")
         if condition.classes is None:
             condition = condition._replace(classes=torch.full((len(x),), cfg.classes, device=x.device))
         check_inputs(self, x, time, condition, {"classes": ()})
         classes: Tensor = condition.classes  # type: ignore[assignment]
         if self.training and cfg.dropout:
             classes = classes.where(torch.rand(len(x), device=x.device) >= cfg.dropout, cfg.classes)
-        wave, y = sinusoidal_embedding(time, TIME_CHANNELS, x.dtype, TIME_CHANNELS // 2 - 1), self.pos_embed(x)
-        told: list[Tensor] = []
+        embedded, y = sinusoidal_embedding(time, TIME_CHANNELS, x.dtype, TIME_CHANNELS // 2 - 1), self.pos_embed(x)
+        conditions: list[Tensor] = []
         for block in self.transformer_blocks:
-            y, c = run_block(block, cfg.recompute, y, wave, classes)
-            told.append(c)
-        shift, scale = self.proj_out_1(F.silu(told[0])).chunk(2, -1)  # by the first block's
+            y, c = run_block(block, cfg.recompute, y, embedded, classes)
+            conditions.append(c)
+        shift, scale = self.proj_out_1(F.silu(conditions[0])).chunk(2, -1)  # the embedding of the first block
         return self._unpatchify(self.proj_out_2(modulate(y, shift, scale)))
 
     def _unpatchify(self, y: Tensor) -> Tensor:
@@ -136,9 +136,9 @@ class DiT(PretrainedMixin):
 
 
 def position_embedding(cfg: DiTConfig, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """Sines, then cosines, of each patch's column, then of its row, computed in float32 at least.   [T, C]"""
+    """Return sines and cosines of the column of each patch, then of its row, computed in float32 at least.   [T, C]"""
     wide, quarter = torch.promote_types(dtype, torch.float32), cfg.width // 4
-    slower = torch.exp(torch.arange(quarter, device=device, dtype=wide) * (-math.log(10_000) / quarter))
-    turned = torch.arange(cfg.size // cfg.patch, device=device, dtype=wide)[:, None] * slower
-    one, n = torch.cat((turned.sin(), turned.cos()), -1), len(turned)
-    return torch.cat((one[None].expand(n, -1, -1), one[:, None].expand(-1, n, -1)), -1).flatten(0, 1).to(dtype)
+    frequencies = torch.exp(torch.arange(quarter, device=device, dtype=wide) * (-math.log(10_000) / quarter))
+    angles = torch.arange(cfg.size // cfg.patch, device=device, dtype=wide)[:, None] * frequencies
+    axis, n = torch.cat((angles.sin(), angles.cos()), -1), len(angles)
+    return torch.cat((axis[None].expand(n, -1, -1), axis[:, None].expand(-1, n, -1)), -1).flatten(0, 1).to(dtype)

@@ -1,7 +1,6 @@
-"""Flux.1: a transformer over tokens of a text and of an image together (Black Forest Labs 2024, after Esser et al. 2024).
+"""Flux.1: a transformer over text and image tokens (Black Forest Labs 2024, after Esser et al. 2024).
 
-Parameters bear the names that the files of diffusers have. B samples, N tokens of a text, T those of an image, C channels, H heads,
-D channels of a head.
+Parameters have the names of diffusers' files. B samples, N text tokens, T image tokens, C channels, H heads, D channels of a head
 """
 
 import torch
@@ -24,7 +23,7 @@ from hpcai.models.diffusion.transformer import (
     modulate,
     run_block,
     split_heads,
-)
+)  # fmt: skip
 from hpcai.nn.recompute import cheap
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.rmsnorm import RMSNorm
@@ -35,7 +34,7 @@ _EPS, _TIME_SCALE = 1e-6, 1000.0
 
 
 class Attention(nn.Module):
-    """Queries and keys are normalised, then rotated by their places.   q, k, v [B, T, C] -> [B, T, C]"""
+    """Attention with RMS norm and rotary embedding of queries and keys.   q, k, v [B, T, C] -> [B, T, C]"""
 
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
@@ -43,8 +42,8 @@ class Attention(nn.Module):
         self.norm_q, self.norm_k = RMSNorm(cfg.head, _EPS), RMSNorm(cfg.head, _EPS)
         self.to_q, self.to_k, self.to_v = (nn.Linear(cfg.width, cfg.width) for _ in range(3))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: CosSin) -> Tensor:
-        q, k = cheap(self.normalize_rotate, *turn, q, k)  # q and k are kept for the norms anyway
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rotary: CosSin) -> Tensor:
+        q, k = cheap(self.normalize_rotate, *rotary, q, k)  # q and k are saved for the norms anyway
         return attend(q, k, split_heads(v, self.size))
 
     def normalize_rotate(self, cosines: Tensor, sines: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,35 +60,35 @@ class JointAttention(Attention):
         self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(cfg.width, cfg.width) for _ in range(3))
         self.to_out, self.to_add_out = nn.Sequential(nn.Linear(cfg.width, cfg.width)), nn.Linear(cfg.width, cfg.width)
 
-    def forward(self, x: Tensor, text: Tensor, turn: CosSin) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, text: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         q, k, v = fused_linear(x, self.to_q, self.to_k, self.to_v)
         text_q, text_k, text_v = fused_linear(text, self.add_q_proj, self.add_k_proj, self.add_v_proj)
-        q, k = cheap(self.normalize_rotate_joint, *turn, q, k, text_q, text_k)
+        q, k = cheap(self.normalize_rotate_joint, *rotary, q, k, text_q, text_k)
         y = attend(q, k, split_heads(torch.cat((text_v, v), 1), self.size))
         text, x = y.split((text.shape[1], x.shape[1]), 1)
         return self.to_out(x), self.to_add_out(text)
 
-    def normalize_rotate_joint(self, cosines: Tensor, sines: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, text_q, text_k = (x.unflatten(-1, (-1, self.size)) for x in given)
+    def normalize_rotate_joint(self, cosines: Tensor, sines: Tensor, *qk: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, text_q, text_k = (x.unflatten(-1, (-1, self.size)) for x in qk)
         q = torch.cat((self.norm_added_q(text_q), self.norm_q(q)), 1)
         k = torch.cat((self.norm_added_k(text_k), self.norm_k(k)), 1)
         return apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cosines, sines, interleaved=True)
 
 
 class DoubleStreamBlock(nn.Module):
-    """Text and image have weights of their own.   x [B, T, C], text [B, N, C], c [B, C] -> x and text"""
+    """A block with separate weights for image and text.   x [B, T, C], text [B, N, C], c [B, C] -> x and text"""
 
-    float8 = True  # its linear layers may multiply in FP8
+    float8 = True  # linear layers may use FP8
 
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
         self.norm1, self.norm1_context = Modulation(cfg.width, 6), Modulation(cfg.width, 6)
         self.attn, self.ff, self.ff_context = JointAttention(cfg), FeedForward(cfg.width), FeedForward(cfg.width)
 
-    def forward(self, x: Tensor, text: Tensor, c: Tensor, turn: CosSin) -> tuple[Tensor, Tensor]:
-        own, other = self.norm1(c), self.norm1_context(c)
-        y, text_y = self.attn(cheap(modulate, x, *own[:2]), cheap(modulate, text, *other[:2]), turn)
-        return _feed_forward(x, y, self.ff, *own[2:]), _feed_forward(text, text_y, self.ff_context, *other[2:])
+    def forward(self, x: Tensor, text: Tensor, c: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
+        mod, text_mod = self.norm1(c), self.norm1_context(c)
+        y, text_y = self.attn(cheap(modulate, x, *mod[:2]), cheap(modulate, text, *text_mod[:2]), rotary)
+        return _feed_forward(x, y, self.ff, *mod[2:]), _feed_forward(text, text_y, self.ff_context, *text_mod[2:])
 
 
 def _feed_forward(x: Tensor, y: Tensor, feed: nn.Module, gate: Tensor, shift: Tensor, scale: Tensor, feed_gate: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ def _feed_forward(x: Tensor, y: Tensor, feed: nn.Module, gate: Tensor, shift: Te
 
 
 class SingleStreamBlock(nn.Module):
-    """Text and image share weights, attention and the feed-forward part an input.   x [B, N + T, C], c [B, C] -> x"""
+    """A block with shared weights and parallel attention and feed-forward layers.   x [B, N + T, C], c [B, C] -> x"""
 
     float8 = True
 
@@ -107,19 +106,22 @@ class SingleStreamBlock(nn.Module):
         self.norm, self.attn = Modulation(cfg.width, 3), Attention(cfg)
         self.proj_mlp, self.proj_out = nn.Linear(cfg.width, 4 * cfg.width), nn.Linear(5 * cfg.width, cfg.width)
 
-    def forward(self, x: Tensor, c: Tensor, turn: CosSin) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, rotary: CosSin) -> Tensor:
         shift, scale, gate = self.norm(c)
         linears = self.attn.to_q, self.attn.to_k, self.attn.to_v, self.proj_mlp
         q, k, v, inner = fused_linear(cheap(modulate, x, shift, scale), *linears)
-        return x + gate[:, None] * self.proj_out(cheap(_concat_gelu, self.attn(q, k, v, turn), inner))
+        return x + gate[:, None] * self.proj_out(cheap(_concat_gelu, self.attn(q, k, v, rotary), inner))
 
 
-def _concat_gelu(attended: Tensor, inner: Tensor) -> Tensor:
-    return torch.cat((attended, gelu(inner)), -1)
+def _concat_gelu(attention: Tensor, inner: Tensor) -> Tensor:
+    return torch.cat((attention, gelu(inner)), -1)
 
 
 class AdaLayerNorm(nn.Module):
-    """What a sample is asked to be.   waves of the time [B, 256], a text [B, J'], waves of the guidance [B, 256] -> [B, C]"""
+    """The conditioning embedding of adaptive layer norm: time, pooled text and guidance.
+
+    Shape: sinusoidal time [B, 256], pooled text [B, J'], sinusoidal guidance [B, 256] -> [B, C]
+    """
 
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
@@ -132,10 +134,10 @@ class AdaLayerNorm(nn.Module):
 
 
 class Flux(PretrainedMixin):
-    """x [B, inputs / 4, H, W], time [B] from 0 (the sample) to 1 (noise), condition.tokens [B, N, J], condition.pooled [B, J'] and,
-    where it was distilled, condition.guidance [B] -> [B, inputs / 4, H, W]
+    """x [B, inputs / 4, H, W], time [B] from 0 (sample) to 1 (noise), condition.tokens [B, N, J], condition.pooled [B, J'] and, if
+    guidance-distilled, condition.guidance [B] -> [B, inputs / 4, H, W]
 
-    Raises DataError for samples of other channels or odd sides, and for conditions that are missing, of other sizes or unknown.
+    Raises DataError for other channels or odd sides, and for conditions that are missing, without use, or of other shapes.
     """
 
     package = __package__
@@ -154,45 +156,45 @@ class Flux(PretrainedMixin):
         cfg = self.cfg
         if x.ndim != 4 or x.shape[1] != cfg.inputs // 4 or x.shape[2] % 2 or x.shape[3] % 2:
             expected = f"expected [B, {cfg.inputs // 4}, H, W] with even H and W"
-            raise DataError(f"Flux: samples are {list(x.shape)}, {expected}; pad or cut them")
+            raise DataError(f"Flux: samples are {list(x.shape)}, {expected}; pad or crop them")
         guided = {"guidance": ()} if cfg.guidance else {}
         check_inputs(self, x, time, condition, {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,), **guided})
-        words: Tensor = condition.tokens  # type: ignore[assignment]
+        tokens: Tensor = condition.tokens  # type: ignore[assignment]
         pooled: Tensor = condition.pooled  # type: ignore[assignment]
-        (rows, columns), count = (n // 2 for n in x.shape[2:]), words.shape[1]
-        given = time, condition.guidance
-        wave, strength = (None if t is None else sinusoidal_embedding(t, TIME_CHANNELS, x.dtype, scale=_TIME_SCALE) for t in given)
-        c = self.time_text_embed(wave, pooled.to(x.dtype), strength)
-        turn = rotary_cos_sin(cfg, count, rows, columns, x.dtype, x.device)
-        y, text = self.x_embedder(pack_latents(x)), self.context_embedder(words.to(x.dtype))
+        (rows, columns), count = (n // 2 for n in x.shape[2:]), tokens.shape[1]
+        scalars = time, condition.guidance
+        t, g = (None if s is None else sinusoidal_embedding(s, TIME_CHANNELS, x.dtype, scale=_TIME_SCALE) for s in scalars)
+        c = self.time_text_embed(t, pooled.to(x.dtype), g)
+        rotary = rotary_cos_sin(cfg, count, rows, columns, x.dtype, x.device)
+        y, text = self.x_embedder(pack_latents(x)), self.context_embedder(tokens.to(x.dtype))
         for block in self.transformer_blocks:
-            y, text = run_block(block, cfg.recompute, y, text, c, turn)
+            y, text = run_block(block, cfg.recompute, y, text, c, rotary)
         y = torch.cat((text, y), 1)
         for block in self.single_transformer_blocks:
-            y = run_block(block, cfg.recompute, y, c, turn)
-        scale, shift = self.norm_out(c)  # in this order, unlike everywhere else
+            y = run_block(block, cfg.recompute, y, c, rotary)
+        scale, shift = self.norm_out(c)  # in this order here only
         return unpack_latents(self.proj_out(modulate(y[:, count:], shift, scale)), rows, columns)
 
 
 def pack_latents(x: Tensor) -> Tensor:
-    """Patches of 2 x 2 places, row by row, as tokens: channels, rows within, columns within.   [B, C, H, W] -> [B, H W / 4, 4 C]"""
+    """Return patches of 2 x 2 pixels as tokens; channels are ordered C, row, column.   [B, C, H, W] -> [B, H W / 4, 4 C]"""
     return x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def unpack_latents(y: Tensor, rows: int, columns: int) -> Tensor:
-    """What ``packed`` was given, of so many rows and columns of patches.   [B, T, 4 C] -> [B, C, 2 rows, 2 columns]"""
+    """Invert ``pack_latents``, for ``rows`` x ``columns`` patches.   [B, T, 4 C] -> [B, C, 2 rows, 2 columns]"""
     return y.unflatten(2, (-1, 2, 2)).unflatten(1, (rows, columns)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
 def rotary_cos_sin(
     cfg: FluxConfig, text: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> CosSin:
-    """Cosines and sines by which the pairs of channels of a head are turned, in float32 at least, twice beside one another. A token
-    of a text is at kind, row and column 0, one of an image at 0, its row and its column.   two of [1, N + T, D]"""
+    """Return cosines and sines of rotary embedding, in float32 at least, concatenated with themselves. The position of a text token
+    is (0, 0, 0), that of an image token (0, row, column).   two of [1, N + T, D]"""
     wide = torch.promote_types(dtype, torch.float32)
     image = torch.arange(rows * columns, device=device)
-    places = F.pad(torch.stack((torch.zeros_like(image), image // columns, image % columns), -1), (0, 0, text, 0)).to(wide)
-    slower = (cfg.theta ** (torch.arange(0, n, 2, device=device, dtype=wide) / -n) for n in cfg.turned)
-    turned = torch.cat([place[:, None] * slow for place, slow in zip(places.unbind(-1), slower)], -1)
-    turned = torch.cat((turned, turned), -1)[None]
-    return turned.cos(), turned.sin()
+    positions = F.pad(torch.stack((torch.zeros_like(image), image // columns, image % columns), -1), (0, 0, text, 0)).to(wide)
+    frequencies = (cfg.theta ** (torch.arange(0, n, 2, device=device, dtype=wide) / -n) for n in cfg.turned)
+    angles = torch.cat([position[:, None] * f for position, f in zip(positions.unbind(-1), frequencies)], -1)
+    angles = torch.cat((angles, angles), -1)[None]
+    return angles.cos(), angles.sin()

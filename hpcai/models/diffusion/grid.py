@@ -1,4 +1,4 @@
-"""Which places of a sample a process holds.   B samples, C channels, S places along each dim, of which a process holds S/n"""
+"""The pixels of a sample that a rank holds.   B samples, C channels, S pixels along each dim, S/n of them on this rank"""
 
 from collections.abc import Sequence
 
@@ -6,33 +6,33 @@ from torch import Tensor
 
 
 class Grid:
-    """All of them: a seam, for what is computed of all places together. ``hpcai.models.diffusion.parallel`` has those of a cut."""
+    """The layout of unsharded samples. A seam: ``hpcai.models.diffusion.parallel`` has the layout of sharded ones."""
 
     def expect(self, size: Sequence[int]) -> None:
-        """Samples of ``size`` will come."""
+        """Prepare for samples of ``size``."""
 
-    def full_size(self, held: Sequence[int]) -> tuple[int, ...]:
-        """Sizes of the sample of which this process holds so many places along each dim."""
-        return tuple(held)
+    def full_size(self, local: Sequence[int]) -> tuple[int, ...]:
+        """Return the size of the full sample for the size of the local shard."""
+        return tuple(local)
 
     def box(self, size: Sequence[int]) -> tuple[slice, ...]:
-        """Which places this process holds of a sample of ``size``."""
+        """Return the local slices of a sample of ``size``."""
         return tuple(slice(0, n) for n in size)
 
     def shard(self, x: Tensor) -> Tensor:
-        """Its part of samples.   [B, C, S...] -> [B, C, S/n...]"""
+        """Return the local shard of full samples.   [B, C, S...] -> [B, C, S/n...]"""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Samples of which each process of the copy holds a part.   [B, C, S/n...] -> [B, C, S...]"""
+        """All-gather shards to full samples.   [B, C, S/n...] -> [B, C, S...]"""
         return x
 
     def mean(self, x: Tensor) -> Tensor:
-        """Of each sample, over all its channels and places. What follows from it counts once.   [B, C, S/n...] -> [B]"""
+        """Return the mean of each full sample; in the backward pass it counts once.   [B, C, S/n...] -> [B]"""
         return x.mean(tuple(range(1, x.ndim)))
 
     def std(self, x: Tensor) -> Tensor:
-        """The standard deviation of each sample.   [B, C, S/n...] -> [B, 1, ...]"""
+        """Return the standard deviation of each full sample.   [B, C, S/n...] -> [B, 1, ...]"""
         return x.std(tuple(range(1, x.ndim)), keepdim=True)
 
 

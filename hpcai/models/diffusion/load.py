@@ -1,4 +1,4 @@
-"""Networks from folders as diffusers has them, and into such: config.json beside safetensors files."""
+"""Read and write networks as folders of diffusers: config.json and safetensors files."""
 
 import json
 import re
@@ -25,126 +25,123 @@ if TYPE_CHECKING:
 
 CONFIG, FILE = "config.json", "diffusion_pytorch_model.safetensors"
 _INDEX = f"{FILE}.index.json"
-_SHARD_BYTES = 10_000_000_000  # bytes of a file
-_RUN_SETTINGS = {"dropout", "recompute", "zero"}  # settings that a run may have otherwise than the weights that it begins with
-_VERSION = "0.42.1"  # of diffusers, whose words these are
+_SHARD_BYTES = 10_000_000_000
+_RUN_SETTINGS = {"dropout", "recompute", "zero"}  # settings of a run, which may differ from those of its initial weights
+_VERSION = "0.42.1"  # of diffusers
 _LEGACY_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # in older autoencoders
 _LEGACY_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _IGNORED = {"sample_size", "force_upcast", "upcast_attention", "addition_time_embed_dim", "addition_embed_type_num_heads"}
 
 State = dict[str, Tensor]
-SettingNames = dict[str, tuple[str, Any]]  # of settings by diffusers': ours, and what is meant where a file does not say (...: it must)
+NameMap = dict[str, tuple[str, Any]]  # name in diffusers -> our name, default (...: required)
 
 
 class DiffusersClass(NamedTuple):
-    """What a class of diffusers is here."""
+    """The conversion of a class of diffusers."""
 
     network: Callable[[Any], nn.Module]
-    """of its settings"""
+    """constructor of our network from its settings"""
     from_config: Callable[[Mapping[str, Any], Path], Settings]
-    """Settings from config.json, whose path errors name. Raises ConfigError for what the network does not do."""
+    """config.json -> settings; the path is for errors. Raises ConfigError for options that our network does not support."""
     to_config: Callable[[Any], dict[str, Any] | None]
-    """config.json from settings; None: they are not those of this class"""
+    """settings -> config.json, or None if they do not belong to this class"""
     from_names: Callable[[State], State]
-    """weights by our names, from those by the names of the files"""
+    """weights by names of diffusers -> by our names"""
     to_names: Callable[[Mapping[str, Tensor]], State] = dict
-    """and back"""
+    """the inverse"""
 
 
 def read_folder(path: str | Path) -> tuple[Settings, State]:
-    """Settings and weights, by the names that our networks have, from a folder of diffusers.
-
-    Raises CheckpointError for weights that are missing, superfluous, damaged, not finite, no floating numbers or of other sizes
-    than the settings say, ConfigError for a network of another kind or with settings that ours does not honour.
-    """
+    """Read settings and weights, by our names, from a folder of diffusers. Raises CheckpointError for weights that are missing,
+    unexpected, damaged, not finite, not floating point, or of other shapes; ConfigError for an unsupported class or setting."""
     path = Path(path)
     kind, cfg = _settings(path)
-    tensors = open_tensors(path / _INDEX if (path / _INDEX).exists() else path / FILE)
-    found: State = {}
-    for name, one in tensors.items():
-        tensor = one[tuple(slice(None) for _ in one.size)]
+    opened = open_tensors(path / _INDEX if (path / _INDEX).exists() else path / FILE)
+    tensors: State = {}
+    for name, lazy in opened.items():
+        tensor = lazy[tuple(slice(None) for _ in lazy.size)]
         if not tensor.is_floating_point():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{one.path}: {name} holds {dtype}; expected floating numbers: fetch or save it again")
+            raise CheckpointError(f"{lazy.path}: {name} holds {dtype}; expected floating-point numbers: fetch or save it again")
         if not tensor.isfinite().all():
-            raise CheckpointError(f"{one.path}: {name} has numbers that are not finite; fetch or save it again")
-        found[name] = tensor
-    state = kind.from_names(found)
+            raise CheckpointError(f"{lazy.path}: {name} has elements that are not finite; fetch or save it again")
+        tensors[name] = tensor
+    state = kind.from_names(tensors)
     with torch.device("meta"):
-        known = kind.network(cfg).state_dict()
-    _check_tensors(path, {name: list(x.shape) for name, x in state.items()}, {name: list(x.shape) for name, x in known.items()})
+        expected = kind.network(cfg).state_dict()
+    _check_tensors(path, {name: list(x.shape) for name, x in state.items()}, {name: list(x.shape) for name, x in expected.items()})
     return cfg, state
 
 
 def load_network(path: str | Path) -> Any:
-    """The network of a folder of diffusers, in evaluation mode, in the dtype and memory format that its weights have there and its
-    class here. Raises as ``read_folder``."""
+    """Load the network of a folder of diffusers in evaluation mode, in the dtype of the files and the memory format of our class.
+    Raises as ``read_folder``."""
     cfg, state = read_folder(path)
     kind, _ = _settings(Path(path))
     with torch.device("meta"):
         network = kind.network(cfg)
-    lying = {name: torch.empty_like(x, device="cpu", dtype=state[name].dtype) for name, x in network.state_dict().items()}
-    for name, tensor in lying.items():
+    copies = {name: torch.empty_like(x, device="cpu", dtype=state[name].dtype) for name, x in network.state_dict().items()}
+    for name, tensor in copies.items():
         tensor.copy_(state.pop(name))
-    network.load_state_dict(lying, assign=True)
+    network.load_state_dict(copies, assign=True)
     return network.eval()
 
 
-def load_deferred(model: "Diffusion", path: str | Path, cut: Callable[["Diffusion"], Any]) -> "Diffusion":
-    """``model``, which is built in ``nn.deferred_init``, cut by ``cut``, with weights that are read when they are made: those of
-    its network from a folder of diffusers, or all from a file of ours or the folder of a run. Of transformers each process reads
-    the part that it holds. Raises CheckpointError for weights that do not fit, before any is read."""
+def load_deferred(model: "Diffusion", path: str | Path, shard: Callable[["Diffusion"], Any]) -> "Diffusion":
+    """Shard ``model``, built in ``nn.deferred_init``, by ``shard``, and read its weights when they are materialized: those of the
+    network from a folder of diffusers, or all from a file of ours or the folder of a run. Each rank reads its shard of a
+    transformer only. Raises CheckpointError for weights that do not fit, before any is read."""
     path = Path(path)
-    of_others = (path / CONFIG).is_file()
-    known: Any = _settings(path)[1] if of_others else weights.read_settings(_resolve_run(path), "diffusion", DiffusionConfig)
-    if known is None:
+    is_diffusers = (path / CONFIG).is_file()
+    settings: Any = _settings(path)[1] if is_diffusers else weights.read_settings(_resolve_run(path), "diffusion", DiffusionConfig)
+    if settings is None:
         raise CheckpointError(f"{path}: weights without settings; expected a file that hpcai has written")
-    found = known if of_others else known.network
-    if type(found) is not type(model.cfg.network):
-        kinds = [type(one).__name__.removesuffix("Config") for one in (found, model.cfg.network)]
+    cfg = settings if is_diffusers else settings.network
+    if type(cfg) is not type(model.cfg.network):
+        kinds = [type(network).__name__.removesuffix("Config") for network in (cfg, model.cfg.network)]
         raise CheckpointError(f"{path}: the weights are of a {kinds[0]}, the settings of model name a {kinds[1]}; change either")
-    weights.check_sizes(path, found.model_dump(exclude=_RUN_SETTINGS), model.cfg.network.model_dump())
-    if not of_others:
-        cut(model)
+    weights.check_sizes(path, cfg.model_dump(exclude=_RUN_SETTINGS), model.cfg.network.model_dump())
+    if not is_diffusers:
+        shard(model)
         load_deferred(model, _resolve_run(path))
-    elif isinstance(model.network, UNet):  # some files have its products as convolutions
+    elif isinstance(model.network, UNet):  # some files have convolutions in place of its matrices
         model.network = load_network(path).train()
-        cut(model)
+        shard(model)
     else:
-        cut(model)
+        shard(model)
         load_deferred(model.network, path / _INDEX if (path / _INDEX).exists() else path / FILE)
     return model
 
 
 def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, shard: int = _SHARD_BYTES) -> None:
-    """Weights by name and settings as a folder that diffusers reads: config.json, and safetensors files of at most ``shard`` bytes,
-    with their index where they are several. Raises CheckpointError for a network that diffusers has no class for."""
-    kind, about = to_config(cfg)
+    """Write weights and settings as a folder of diffusers: config.json, and safetensors files of at most ``shard`` bytes, with an
+    index if there are several. Raises CheckpointError for settings without a class in diffusers."""
+    kind, config = to_config(cfg)
     if kind is None:
-        raise CheckpointError(f"{folder}: diffusers has no class for these settings of a {type(cfg).__name__}: {_unsupported_reason(cfg)}")
+        raise CheckpointError(f"{folder}: diffusers has no class for these settings of a {type(cfg).__name__}: {_reason(cfg)}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_sharded(kind.to_names(state), folder, FILE, shard)
-    (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _settings(folder: Path) -> tuple[DiffusersClass, Settings]:
     path = folder / CONFIG
     try:
-        found = json.loads(path.read_text())
-        found["_class_name"]
+        config = json.loads(path.read_text())
+        config["_class_name"]
     except (OSError, ValueError, LookupError, TypeError) as problem:
         raise CheckpointError(f"{path}: no settings of a network: {problem!r}; expected JSON with a _class_name") from problem
-    return from_config(found, path)
+    return from_config(config, path)
 
 
-def from_config(found: Mapping[str, Any], path: Path) -> tuple[DiffusersClass, Settings]:
-    """The class of a network and our settings of it from those of config.json at ``path``, which errors name."""
-    name = found["_class_name"]
+def from_config(config: Mapping[str, Any], path: Path) -> tuple[DiffusersClass, Settings]:
+    """Return the class and the settings of a config.json; ``path`` is for errors."""
+    name = config["_class_name"]
     if not isinstance(name, str) or name not in DIFFUSERS_CLASSES:
         raise ConfigError(f"{path}: _class_name is {name!r}; expected one of {', '.join(DIFFUSERS_CLASSES)}")
     try:
-        return DIFFUSERS_CLASSES[name], DIFFUSERS_CLASSES[name].from_config(found, path)
+        return DIFFUSERS_CLASSES[name], DIFFUSERS_CLASSES[name].from_config(config, path)
     except KeyError as problem:
         raise CheckpointError(f"{path}: has no {problem}") from problem
     except (ConfigError, CheckpointError):
@@ -154,63 +151,63 @@ def from_config(found: Mapping[str, Any], path: Path) -> tuple[DiffusersClass, S
 
 
 def to_config(cfg: Settings) -> tuple[DiffusersClass | None, dict[str, Any]]:
-    """And back; None where diffusers has no class for it."""
-    found = ((kind, about) for kind in DIFFUSERS_CLASSES.values() if (about := kind.to_config(cfg)) is not None)
-    return next(found, (None, {}))
+    """Return the class and config.json of settings, or (None, {}) if diffusers has no class for them."""
+    converted = ((kind, config) for kind in DIFFUSERS_CLASSES.values() if (config := kind.to_config(cfg)) is not None)
+    return next(converted, (None, {}))
 
 
-def _check_tensors(path: Path, found: Mapping[str, list[int]], known: Mapping[str, list[int]]) -> None:
-    where = path / (_INDEX if (path / _INDEX).exists() else FILE)
-    missing, unknown = [name for name in known if name not in found], [name for name in found if name not in known]
+def _check_tensors(path: Path, found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
+    file = path / (_INDEX if (path / _INDEX).exists() else FILE)
+    missing, unknown = [name for name in expected if name not in found], [name for name in found if name not in expected]
     if missing or unknown:
-        said = [f"has no {_summarize(missing)}"] if missing else []
-        said += [f"has {_summarize(unknown)}, for which the settings have no place"] if unknown else []
-        raise CheckpointError(f"{where}: {', and '.join(said)}; is {CONFIG} that of these weights?")
-    if other := next((name for name in known if found[name] != known[name]), None):
-        sizes = f"{other} is {found[other]}, the settings make it {known[other]}"
-        raise CheckpointError(f"{where}: {sizes}; is {CONFIG} that of these weights?")
+        errors = [f"has no {_summarize(missing)}"] if missing else []
+        errors += [f"has {_summarize(unknown)}, which no module of the settings has"] if unknown else []
+        raise CheckpointError(f"{file}: {', and '.join(errors)}; is {CONFIG} that of these weights?")
+    if other := next((name for name in expected if found[name] != expected[name]), None):
+        shapes = f"{other} is {found[other]}, the settings make it {expected[other]}"
+        raise CheckpointError(f"{file}: {shapes}; is {CONFIG} that of these weights?")
 
 
 def _summarize(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} others" if names[1:] else "")
 
 
-def reject_unsupported(found: Mapping[str, Any], path: Path, known: Mapping[str, Any], read: Sequence[str]) -> None:
-    """Raises ConfigError for settings of config.json at ``path`` that are neither ``read`` nor as ``known``, the only value that
-    the network honours; one that nobody knows must be off."""
-    for name, value in found.items():
-        if name.startswith("_") or name in read or name in _IGNORED or not (value or name in known):
+def reject_unsupported(config: Mapping[str, Any], path: Path, fixed: Mapping[str, Any], read: Sequence[str]) -> None:
+    """Raise ConfigError for settings of config.json that are not ``read`` and have another value than ``fixed``, the only one that
+    the network supports. Unknown settings must be off."""
+    for name, value in config.items():
+        if name.startswith("_") or name in read or name in _IGNORED or not (value or name in fixed):
             continue
-        only = known.get(name)
-        if value != only and not (isinstance(value, list) and value and all(one == only for one in value)):
-            raise ConfigError(f"{path}: {name} is {json.dumps(value)}; networks here know {json.dumps(only)} alone")
+        only = fixed.get(name)
+        if value != only and not (isinstance(value, list) and value and all(item == only for item in value)):
+            raise ConfigError(f"{path}: {name} is {json.dumps(value)}; networks here support {json.dumps(only)} only")
 
 
-def _from_diffusers(found: Mapping[str, Any], path: Path, names: SettingNames, known: Mapping[str, Any], *read: str) -> dict[str, Any]:
-    """Our settings from those of config.json by ``names``. Raises as ``honour``."""
-    reject_unsupported(found, path, known, (*names, *read))
-    words = {own: found[name] if default is ... else found.get(name, default) for name, (own, default) in names.items()}
-    return {own: tuple(x) if isinstance(x, list) else x for own, x in words.items()}
+def _from_diffusers(config: Mapping[str, Any], path: Path, names: NameMap, fixed: Mapping[str, Any], *read: str) -> dict[str, Any]:
+    """Return our settings of a config.json, renamed by ``names``. Raises as ``reject_unsupported``."""
+    reject_unsupported(config, path, fixed, (*names, *read))
+    values = {ours: config[name] if default is ... else config.get(name, default) for name, (ours, default) in names.items()}
+    return {ours: tuple(x) if isinstance(x, list) else x for ours, x in values.items()}
 
 
-def _to_diffusers(kind: str, cfg: Any, names: SettingNames, known: Mapping[str, Any]) -> dict[str, Any]:
-    """And back."""
-    found = {name: getattr(cfg, own) for name, (own, _) in names.items()}
-    found = {name: list(x) if isinstance(x, tuple) else x for name, x in found.items()}
-    return {"_class_name": kind, "_diffusers_version": _VERSION} | found | dict(known)
+def _to_diffusers(kind: str, cfg: Any, names: NameMap, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of settings, the inverse of ``_from_diffusers``."""
+    config = {name: getattr(cfg, ours) for name, (ours, _) in names.items()}
+    config = {name: list(x) if isinstance(x, tuple) else x for name, x in config.items()}
+    return {"_class_name": kind, "_diffusers_version": _VERSION} | config | dict(fixed)
 
 
-def _check_levels(found: Mapping[str, Any], path: Path, names: Sequence[str], levels: int) -> None:
+def _check_levels(config: Mapping[str, Any], path: Path, names: Sequence[str], levels: int) -> None:
     for name in names:
-        if isinstance(found.get(name), list) and len(found[name]) != levels:
-            said = f"{name} has {len(found[name])} values, block_out_channels {levels}"
-            raise ConfigError(f"{path}: {said}; expected one for each level")
+        if isinstance(config.get(name), list) and len(config[name]) != levels:
+            error = f"{name} has {len(config[name])} values, block_out_channels {levels}"
+            raise ConfigError(f"{path}: {error}; expected one for each level")
 
 
-def _check_divides(path: Path, channels: Sequence[int], name: str, parts: Sequence[Any]) -> None:
-    for width, part in zip(channels, parts):
-        if not isinstance(part, int) or part < 1 or width % part:
-            raise ConfigError(f"{path}: {name} is {part}, which does not divide {width}, of block_out_channels {list(channels)}")
+def _check_divides(path: Path, channels: Sequence[int], name: str, divisors: Sequence[Any]) -> None:
+    for width, divisor in zip(channels, divisors):
+        if not isinstance(divisor, int) or divisor < 1 or width % divisor:
+            raise ConfigError(f"{path}: {name} is {divisor}, which does not divide {width}, of block_out_channels {list(channels)}")
 
 
 # ---- U-Nets
@@ -234,64 +231,64 @@ _UNET_READ = (
 _BLOCKS = {"cross": "CrossAttn{}Block2D", "self": "Attn{}Block2D", "none": "{}Block2D"}
 
 
-def _read_unet(found: Mapping[str, Any], path: Path, kind: str) -> dict[str, Any]:
-    """What both classes of U-Nets say alike."""
-    channels = tuple(found["block_out_channels"])
-    down, up = found["down_block_types"], found["up_block_types"]
-    _check_levels(found, path, ("down_block_types", "up_block_types", "attention_head_dim", "layers_per_block"), len(channels))
-    words = {_BLOCKS[one].format("Down"): one for one in (kind, "none")}
-    if other := next((name for name in down if name not in words), None):
-        raise ConfigError(f"{path}: down_block_types has {other!r}; expected some of {', '.join(words)}")
+def _read_unet(config: Mapping[str, Any], path: Path, kind: str) -> dict[str, Any]:
+    """Return the settings that both classes of U-Nets have in common."""
+    channels = tuple(config["block_out_channels"])
+    down, up = config["down_block_types"], config["up_block_types"]
+    _check_levels(config, path, ("down_block_types", "up_block_types", "attention_head_dim", "layers_per_block"), len(channels))
+    kinds = {_BLOCKS[attention].format("Down"): attention for attention in (kind, "none")}
+    if other := next((name for name in down if name not in kinds), None):
+        raise ConfigError(f"{path}: down_block_types has {other!r}; expected some of {', '.join(kinds)}")
     if list(up) != [name.replace("Down", "Up") for name in reversed(down)]:
-        raise ConfigError(f"{path}: up_block_types is {up}; expected those of {down} the other way round")
-    groups = found.get("norm_num_groups", 32)
+        raise ConfigError(f"{path}: up_block_types is {up}; expected those of {down} in reverse order")
+    groups = config.get("norm_num_groups", 32)
     _check_divides(path, channels, "norm_num_groups", [groups] * len(channels))
-    blocks, field = found.get("layers_per_block", 2), found.get("field_channels", 0)
+    blocks, field = config.get("layers_per_block", 2), config.get("field_channels", 0)
     if isinstance(blocks, list):
         if len(set(blocks)) > 1:
             raise ConfigError(f"{path}: layers_per_block is {blocks}; expected one number for all levels")
         blocks = blocks[0]
     return {
-        "inputs": found["in_channels"] - field, "field": field, "outputs": found["out_channels"], "channels": channels,
-        "blocks": blocks, "attention": tuple(words[name] for name in down), "middle": kind,
-        "classes": found.get("num_class_embeds"), "groups": groups, "eps": found.get("norm_eps", 1e-5),
-        "dropout": found.get("dropout", 0.0),
+        "inputs": config["in_channels"] - field, "field": field, "outputs": config["out_channels"], "channels": channels,
+        "blocks": blocks, "attention": tuple(kinds[name] for name in down), "middle": kind,
+        "classes": config.get("num_class_embeds"), "groups": groups, "eps": config.get("norm_eps", 1e-5),
+        "dropout": config.get("dropout", 0.0),
     }  # fmt: skip
 
 
-def _from_unet_condition(found: Mapping[str, Any], path: Path) -> UNetConfig:
-    reject_unsupported(found, path, _UNET_CONDITION_FIXED, (*_UNET_READ, "cross_attention_dim", "use_linear_projection"))
-    same, tokens = _read_unet(found, path, "cross"), found.get("cross_attention_dim", 1280)
-    levels = len(same["channels"])
-    _check_levels(found, path, ("cross_attention_dim",), levels)
+def _from_unet_condition(config: Mapping[str, Any], path: Path) -> UNetConfig:
+    reject_unsupported(config, path, _UNET_CONDITION_FIXED, (*_UNET_READ, "cross_attention_dim", "use_linear_projection"))
+    common, tokens = _read_unet(config, path, "cross"), config.get("cross_attention_dim", 1280)
+    levels = len(common["channels"])
+    _check_levels(config, path, ("cross_attention_dim",), levels)
     if isinstance(tokens, list):
         if len(set(tokens)) > 1:
             raise ConfigError(f"{path}: cross_attention_dim is {tokens}; expected one number for all levels")
         tokens = tokens[0]
-    heads = found.get("attention_head_dim", 8)  # which is a number of heads in this class
+    heads = config.get("attention_head_dim", 8)  # the number of heads, in this class
     heads = tuple(heads) if isinstance(heads, list) else (heads,) * levels
-    _check_divides(path, same["channels"], "attention_head_dim", heads)
-    return UNetConfig(**same, heads=heads, tokens=tokens)
+    _check_divides(path, common["channels"], "attention_head_dim", heads)
+    return UNetConfig(**common, heads=heads, tokens=tokens)
 
 
-def _from_unet_2d(found: Mapping[str, Any], path: Path) -> UNetConfig:
-    reject_unsupported(found, path, _UNET_2D_FIXED | {"attn_norm_num_groups": None}, (*_UNET_READ, "add_attention"))
-    same, size = _read_unet(found, path, "self"), found.get("attention_head_dim", 8)
-    channels = same["channels"]
-    if not found.get("add_attention", True):
-        same["middle"] = "none"
-    kinds = (*same["attention"], same["middle"])
+def _from_unet_2d(config: Mapping[str, Any], path: Path) -> UNetConfig:
+    reject_unsupported(config, path, _UNET_2D_FIXED | {"attn_norm_num_groups": None}, (*_UNET_READ, "add_attention"))
+    common, size = _read_unet(config, path, "self"), config.get("attention_head_dim", 8)
+    channels = common["channels"]
+    if not config.get("add_attention", True):
+        common["middle"] = "none"
+    kinds = (*common["attention"], common["middle"])
     heads = [1] * len(channels)
     for level, kind in zip((*range(len(channels)), -1), kinds):
         if kind == "self" and size is not None:
             _check_divides(path, channels[level:][:1], "attention_head_dim", [size])
             heads[level] = channels[level] // size
-    return UNetConfig(**same, heads=tuple(heads), tokens=None)
+    return UNetConfig(**common, heads=tuple(heads), tokens=None)
 
 
 def _write_unet(cfg: UNetConfig) -> dict[str, Any]:
-    """What is written of both classes, and diffusers' words for all that is always so."""
-    blocks = [_BLOCKS[one].format("Down") for one in cfg.attention]
+    """Return the part of config.json that both classes have in common."""
+    blocks = [_BLOCKS[kind].format("Down") for kind in cfg.attention]
     return {
         "_diffusers_version": _VERSION, "sample_size": None, "in_channels": cfg.inputs + cfg.field, "out_channels": cfg.outputs,
         "block_out_channels": list(cfg.channels), "layers_per_block": cfg.blocks, "down_block_types": blocks,
@@ -301,14 +298,14 @@ def _write_unet(cfg: UNetConfig) -> dict[str, Any]:
 
 
 def _to_unet_condition(cfg: Any) -> dict[str, Any] | None:
-    if not isinstance(cfg, UNetConfig) or cfg.middle != "cross" or _unsupported_reason(cfg):
+    if not isinstance(cfg, UNetConfig) or cfg.middle != "cross" or _reason(cfg):
         return None
     own = {"_class_name": "UNet2DConditionModel", "attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens}
     return own | _write_unet(cfg) | _UNET_CONDITION_FIXED | {"use_linear_projection": True}
 
 
 def _to_unet_2d(cfg: Any) -> dict[str, Any] | None:
-    if not isinstance(cfg, UNetConfig) or cfg.middle == "cross" or _unsupported_reason(cfg):
+    if not isinstance(cfg, UNetConfig) or cfg.middle == "cross" or _reason(cfg):
         return None
     sizes = _head_sizes(cfg)
     own = {"_class_name": "UNet2DModel", "attention_head_dim": next(iter(sizes), 8)}
@@ -316,13 +313,13 @@ def _to_unet_2d(cfg: Any) -> dict[str, Any] | None:
 
 
 def _head_sizes(cfg: UNetConfig) -> set[int]:
-    """Channels of a head, where there is attention."""
-    each = zip((*cfg.channels, cfg.channels[-1]), (*cfg.heads, cfg.heads[-1]), (*cfg.attention, cfg.middle))
-    return {width // heads for width, heads, kind in each if kind != "none"}
+    """Return all numbers of channels of a head."""
+    levels = zip((*cfg.channels, cfg.channels[-1]), (*cfg.heads, cfg.heads[-1]), (*cfg.attention, cfg.middle))
+    return {width // heads for width, heads, kind in levels if kind != "none"}
 
 
-def _unsupported_reason(cfg: Any) -> str:
-    """Why diffusers has no class for a network."""
+def _reason(cfg: Any) -> str:
+    """Return the reason that diffusers has no class for a network, or an empty string."""
     if not isinstance(cfg, UNetConfig):
         return f"theta {cfg.theta:g}" if isinstance(cfg, FluxConfig) else "it is of another kind"
     kinds = {*cfg.attention, cfg.middle} - {"none"}
@@ -338,14 +335,14 @@ def _unsupported_reason(cfg: Any) -> str:
 
 
 def _flatten_projections(state: State) -> State:
-    """Layers before and after transformers as matrices: some files have them as convolutions of 1 x 1."""
+    """Convert projections before and after transformers to matrices: some files have 1 x 1 convolutions."""
     ends = (".proj_in.weight", ".proj_out.weight")
     return {name: x.flatten(1) if name.endswith(ends) and x.shape[2:].numel() == 1 else x for name, x in state.items()}
 
 
 # ---- autoencoders
 
-_VAE: SettingNames = {
+_VAE: NameMap = {
     "in_channels": ("inputs", ...), "out_channels": ("outputs", ...), "latent_channels": ("latents", ...),
     "block_out_channels": ("channels", ...), "layers_per_block": ("blocks", 1), "norm_num_groups": ("groups", 32),
     "use_quant_conv": ("quantised", True), "scaling_factor": ("scale", 0.18215), "mid_block_add_attention": ("attention", True),
@@ -354,39 +351,39 @@ _VAE: SettingNames = {
 _VAE_FIXED = {"act_fn": "silu", "down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
 
 
-def _from_vae(found: Mapping[str, Any], path: Path) -> VAEConfig:
-    words = _from_diffusers(found, path, _VAE, _VAE_FIXED, "use_post_quant_conv")
-    _check_levels(found, path, ("down_block_types", "up_block_types"), len(words["channels"]))
-    if found.get("use_post_quant_conv", True) != words["quantised"]:
-        raise ConfigError(f"{path}: use_post_quant_conv is {json.dumps(not words['quantised'])}; expected that of use_quant_conv")
-    _check_divides(path, words["channels"], "norm_num_groups", [words["groups"]] * len(words["channels"]))
-    return VAEConfig(**words | {"shift": words["shift"] or 0.0})
+def _from_vae(config: Mapping[str, Any], path: Path) -> VAEConfig:
+    cfg = _from_diffusers(config, path, _VAE, _VAE_FIXED, "use_post_quant_conv")
+    _check_levels(config, path, ("down_block_types", "up_block_types"), len(cfg["channels"]))
+    if config.get("use_post_quant_conv", True) != cfg["quantised"]:
+        raise ConfigError(f"{path}: use_post_quant_conv is {json.dumps(not cfg['quantised'])}; expected that of use_quant_conv")
+    _check_divides(path, cfg["channels"], "norm_num_groups", [cfg["groups"]] * len(cfg["channels"]))
+    return VAEConfig(**cfg | {"shift": cfg["shift"] or 0.0})
 
 
 def _to_vae(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, VAEConfig):
         return None
-    about = _to_diffusers("AutoencoderKL", cfg, _VAE, _VAE_FIXED)
+    config = _to_diffusers("AutoencoderKL", cfg, _VAE, _VAE_FIXED)
     blocks = {name: [_VAE_FIXED[name]] * len(cfg.channels) for name in ("down_block_types", "up_block_types")}
-    return about | blocks | {"shift_factor": cfg.shift or None, "use_post_quant_conv": cfg.quantised}
+    return config | blocks | {"shift_factor": cfg.shift or None, "use_post_quant_conv": cfg.quantised}
 
 
 def _update_names(state: State) -> State:
-    """Attention by its newer names, as matrices."""
-    found: State = {}
+    """Convert names and shapes of attention weights in older files."""
+    updated: State = {}
     for name, tensor in state.items():
-        if old := _LEGACY_ATTENTION.fullmatch(name):
-            before, part, kind = old.groups()
-            name = f"{before}.{_LEGACY_NAMES[part]}.{kind}"
+        if match := _LEGACY_ATTENTION.fullmatch(name):
+            prefix, old, kind = match.groups()
+            name = f"{prefix}.{_LEGACY_NAMES[old]}.{kind}"
         is_matrix = re.fullmatch(r".*\.attentions\.\d+\.to_(q|k|v|out\.0)\.weight", name) is not None
-        found[name] = tensor.flatten(1) if is_matrix else tensor
-    return found
+        updated[name] = tensor.flatten(1) if is_matrix else tensor
+    return updated
 
 
-# ---- networks of tokens
+# ---- transformers
 
 
-_DIT: SettingNames = {
+_DIT: NameMap = {
     "num_attention_heads": ("heads", 16), "attention_head_dim": ("head", 72), "in_channels": ("inputs", 4),
     "out_channels": ("outputs", None), "num_layers": ("layers", 28), "sample_size": ("size", 32), "patch_size": ("patch", 2),
     "num_embeds_ada_norm": ("classes", 1000),
@@ -395,30 +392,30 @@ _DIT_FIXED = {
     "dropout": 0.0, "attention_bias": True, "activation_fn": "gelu-approximate", "upcast_attention": False,
     "norm_type": "ada_norm_zero", "norm_elementwise_affine": False, "norm_eps": 1e-5,
 }  # fmt: skip
-_LEGACY_DEFAULTS = {  # what is meant in older files where they do not say: a network of another kind
+_LEGACY_DEFAULTS = {  # defaults of Transformer2DModel, which are not those of a DiT
     "attention_bias": False, "activation_fn": "geglu", "norm_type": "layer_norm", "norm_elementwise_affine": True,
     "sample_size": None, "patch_size": None, "num_embeds_ada_norm": None,
 }  # fmt: skip
-_FLUX: SettingNames = {
+_FLUX: NameMap = {
     "in_channels": ("inputs", 64), "num_layers": ("double", 19), "num_single_layers": ("single", 38),
     "attention_head_dim": ("head", 128), "num_attention_heads": ("heads", 24), "joint_attention_dim": ("tokens", 4096),
     "pooled_projection_dim": ("pooled", 768), "guidance_embeds": ("guidance", False), "axes_dims_rope": ("turned", (16, 56, 56)),
 }  # fmt: skip
 
 
-def _from_dit(found: Mapping[str, Any], path: Path) -> DiTConfig:
-    words = _from_diffusers(found, path, _DIT, _DIT_FIXED, "norm_num_groups")
-    return DiTConfig(**words | {"outputs": words["outputs"] or words["inputs"]})
+def _from_dit(config: Mapping[str, Any], path: Path) -> DiTConfig:
+    cfg = _from_diffusers(config, path, _DIT, _DIT_FIXED, "norm_num_groups")
+    return DiTConfig(**cfg | {"outputs": cfg["outputs"] or cfg["inputs"]})
 
 
-def _from_transformer_2d(found: Mapping[str, Any], path: Path) -> DiTConfig:
-    return _from_dit({**_LEGACY_DEFAULTS, **found}, path)
+def _from_transformer_2d(config: Mapping[str, Any], path: Path) -> DiTConfig:
+    return _from_dit({**_LEGACY_DEFAULTS, **config}, path)
 
 
-def _from_flux(found: Mapping[str, Any], path: Path) -> FluxConfig:
-    inputs = found.get("in_channels", 64)
-    outputs = inputs if found.get("out_channels") == inputs else None
-    return FluxConfig(**_from_diffusers(found, path, _FLUX, {"patch_size": 1, "out_channels": outputs}))
+def _from_flux(config: Mapping[str, Any], path: Path) -> FluxConfig:
+    inputs = config.get("in_channels", 64)
+    outputs = inputs if config.get("out_channels") == inputs else None
+    return FluxConfig(**_from_diffusers(config, path, _FLUX, {"patch_size": 1, "out_channels": outputs}))
 
 
 def _to_dit(cfg: Any) -> dict[str, Any] | None:
@@ -442,21 +439,21 @@ DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
 
 
 def load_weights(path: str | Path, cfg: DiffusionConfig | None = None) -> Any:
-    """A ``Diffusion`` in evaluation mode from a file of ours, or from the folder of a run, which holds one; ``cfg`` must agree with
-    the settings in it where it is given. Raises CheckpointError for weights that are damaged, not finite or without settings."""
+    """Load a ``Diffusion`` in evaluation mode from a file of ours, or the folder of a run with such a file. ``cfg``, if given, must
+    agree with its settings. Raises CheckpointError for weights that are damaged, not finite, or without settings."""
     from hpcai.models.diffusion.model import Diffusion
 
     path = _resolve_run(path)
-    state, found = weights.load_state(path, "diffusion", DiffusionConfig)
-    if found is None:
+    state, settings = weights.load_state(path, "diffusion", DiffusionConfig)
+    if settings is None:
         raise CheckpointError(f"{path}: weights without settings; expected a file that hpcai has written")
     if bad := next((name for name, tensor in state.items() if not tensor.isfinite().all()), None):
-        raise CheckpointError(f"{path}: {bad} has numbers that are not finite; fetch or save it again")
+        raise CheckpointError(f"{path}: {bad} has elements that are not finite; fetch or save it again")
     if cfg is not None:
-        weights.check_sizes(path, found.model_dump(exclude={"sampler", "unconditional", "objective"}), cfg.model_dump())
-    return weights.load_into(Diffusion(cfg or found), state, path)
+        weights.check_sizes(path, settings.model_dump(exclude={"sampler", "unconditional", "objective"}), cfg.model_dump())
+    return weights.load_into(Diffusion(cfg or settings), state, path)
 
 
 def _resolve_run(path: str | Path) -> Path:
-    """That of a run's folder, or the path itself."""
+    """Return the weights file of a folder, or ``path`` itself."""
     return Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)

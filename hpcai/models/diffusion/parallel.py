@@ -1,8 +1,8 @@
-"""A diffusion model over the mesh. Samples of a U-Net are cut along their places: maps over ``height``, volumes over ``depth`` and
-``height``. Heads of DiT and Flux, and channels of their feed-forward parts, are cut over ``tensor``.
+"""Parallel diffusion models. Samples of a U-Net are sharded along space: maps over ``height``, volumes over ``depth`` and
+``height``. Heads of DiT and Flux, and channels of their feed-forward layers, are sharded over ``tensor``.
 
-Of a cut sample each process has its own places, at every resolution, and the whole of what it is conditioned on. All ranks along
-``tensor`` have all tokens between layers, and modulations whole, which they compute alike.
+Each rank has its pixels of a sharded sample at every resolution, and the full condition. All ranks along ``tensor`` have all tokens
+between layers, and replicated modulations.
 """
 
 from collections.abc import Sequence
@@ -34,55 +34,52 @@ _INPUTS = ("to_out.0", "to_add_out", "net.2")
 
 
 def parallelize(model: Model, mesh: Mesh, size: Sequence[int] = ()) -> Model:
-    """``model``, or its network alone, in place, cut over the mesh. ``size``: the places of a sample, where the settings do not say
-    them. Raises MeshError for a mesh that does not fit."""
+    """Shard a model, or its network alone, over the mesh, in place. ``size``: sides of a sample, if the settings do not have them.
+    Raises MeshError if the mesh does not fit."""
     network: Any = model.network if isinstance(model, Diffusion) else model
     if isinstance(network, UNet):
-        _shard_pixels(network, mesh, size or getattr(model.cfg, "size", ())[1:])  # of a U-Net alone the settings say none
+        _shard_pixels(network, mesh, size or getattr(model.cfg, "size", ())[1:])  # the settings of a U-Net alone have none
     else:
         _shard_heads(network, mesh)
     return model
 
 
-# ---- places
+# ---- space
 
 
 class Slabs(Grid):
-    """The places of a U-Net's samples that a process holds: whole patches, as many as others have, or one more.
-
-    S/n of S places along each dim
-    """
+    """Slab decomposition of the samples of a U-Net, in whole patches; some ranks may have one patch more.   S/n of S pixels each"""
 
     def __init__(self, cfg: UNetConfig, mesh: Mesh) -> None:
         self._patch, self._divisor = cfg.patch, cfg.patch * 2 ** (len(cfg.channels) - 1)
         self.cut = SpatialPartition.from_axes({name: mesh[name] for name in ("depth", "height")}, cfg.dims)
-        self._sizes: dict[Sizes, Sizes] = {}  # of whole samples, by what this process holds of them
+        self._sizes: dict[Sizes, Sizes] = {}  # local size -> full size
         self._network: UNet | None = None
 
     def shard_network(self, network: UNet, size: Sequence[int]) -> None:
-        """Cut ``network``, whose samples have ``size`` places. Raises MeshError where that cannot be."""
+        """Shard ``network`` for samples with sides ``size``. Raises MeshError if they are not divisible."""
         patches = self._patches(size)
-        for part in network.modules():
-            if isinstance(part, Upsample):
-                part.is_sharded = True
+        for module in network.modules():
+            if isinstance(module, Upsample):
+                module.is_sharded = True
         axes = {axis.name: axis for axis in self.cut.axes.values()}
-        self.cut = parallelize_spatial(network, axes, patches, inputs=partial(_meta_inputs, network), kinds={SpatialAttention: _ShardedSpatialAttention})
+        self.cut = parallelize_spatial(network, axes, patches, inputs=partial(_example, network), kinds={SpatialAttention: _ShardedAttention})
         network.grid, self._network = self, network
         self._sizes[self._local_size(size)] = tuple(size)
 
     def expect(self, size: Sequence[int]) -> None:
         if self._local_size(size) not in self._sizes and self._network is not None:
-            plan_size(self._network, self.cut, self._patches(size), inputs=partial(_meta_inputs, self._network))
+            plan_size(self._network, self.cut, self._patches(size), inputs=partial(_example, self._network))
             self._sizes[self._local_size(size)] = tuple(size)
 
-    def full_size(self, held: Sequence[int]) -> tuple[int, ...]:
-        return self._sizes[tuple(held)] if self.cut.active else super().full_size(held)
+    def full_size(self, local: Sequence[int]) -> tuple[int, ...]:
+        return self._sizes[tuple(local)] if self.cut.active else super().full_size(local)
 
     def box(self, size: Sequence[int]) -> tuple[slice, ...]:
         if not self.cut.active:
             return super().box(size)
-        parts = self.cut.local_slices([n // self._patch for n in size])
-        return tuple(slice(self._patch * part.start, self._patch * part.stop) for part in parts)
+        ranges = self.cut.local_slices([n // self._patch for n in size])
+        return tuple(slice(self._patch * patches.start, self._patch * patches.stop) for patches in ranges)
 
     def shard(self, x: Tensor) -> Tensor:
         box: Any = (..., *self.box(x.shape[2:]))
@@ -93,45 +90,45 @@ class Slabs(Grid):
         return pixel_shuffle(self.cut.gather(pixel_unshuffle(x, self._patch), patches), self._patch) if self.cut.active else x
 
     def mean(self, x: Tensor) -> Tensor:
-        share = x.shape[2:].numel() / torch.Size(self.full_size(x.shape[2:])).numel()
-        own = super().mean(x) * share
-        return all_reduce(own, *self.cut.axes.values(), identity_backward=True) if self.cut.active else own
+        fraction = x.shape[2:].numel() / torch.Size(self.full_size(x.shape[2:])).numel()
+        local = super().mean(x) * fraction
+        return all_reduce(local, *self.cut.axes.values(), identity_backward=True) if self.cut.active else local
 
     def std(self, x: Tensor) -> Tensor:
-        count, each = x.shape[1] * torch.Size(self.full_size(x.shape[2:])).numel(), (-1, *(1,) * (x.ndim - 1))
-        around = x - self.mean(x).view(each)
-        return (self.mean(around.square()) * (count / (count - 1))).sqrt().view(each)
+        count, shape = x.shape[1] * torch.Size(self.full_size(x.shape[2:])).numel(), (-1, *(1,) * (x.ndim - 1))
+        centred = x - self.mean(x).view(shape)
+        return (self.mean(centred.square()) * (count / (count - 1))).sqrt().view(shape)
 
     def _local_size(self, size: Sequence[int]) -> Sizes:
-        return tuple(part.stop - part.start for part in self.box(size))
+        return tuple(dim.stop - dim.start for dim in self.box(size))
 
     def _patches(self, size: Sequence[int]) -> Sizes:
-        """Places of the first level. Raises MeshError for a size that the levels do not halve."""
+        """Return the number of patches along each dim. Raises MeshError for sides that not all levels can halve."""
         if any(n % self._divisor for n in size):
             sides, axis = " x ".join(map(str, size)), next(iter(self.cut.axes.values()))
             raise MeshError(
-                f"mesh.{axis.name} is {axis.size}, and samples have {sides} places; a cut needs multiples of {self._divisor}, which "
-                f"all levels of the network halve; take other samples, or set mesh.{axis.name} to 1"
+                f"mesh.{axis.name} is {axis.size}, and samples have {sides} pixels; sharding needs multiples of {self._divisor}, "
+                f"which all levels of the network halve; take other samples, or set mesh.{axis.name} to 1"
             )
         return tuple(n // self._patch for n in size)
 
 
-def _meta_inputs(network: UNet, size: Sequence[int]) -> tuple[Any, ...]:
-    """All that a network is called with, of one sample of ``size`` patches, without memory."""
+def _example(network: UNet, size: Sequence[int]) -> tuple[Any, ...]:
+    """Return example inputs of a network, one sample of ``size`` patches, on the meta device."""
     cfg, dtype = network.cfg, network.conv_in.weight.dtype
     empty = partial(torch.empty, device="meta", dtype=dtype)
-    places = [cfg.patch * n for n in size]
-    given: dict[str, Tensor | None] = {
+    sides = [cfg.patch * n for n in size]
+    condition: dict[str, Tensor | None] = {
         "classes": torch.empty(1, device="meta", dtype=torch.long) if cfg.classes else None,
         "parameters": empty(1, cfg.parameters) if cfg.parameters else None,
         "tokens": empty(1, 1, cfg.tokens) if cfg.tokens else None,
-        "field": empty(1, cfg.field, *places) if cfg.field else None,
+        "field": empty(1, cfg.field, *sides) if cfg.field else None,
     }
-    return empty(1, cfg.inputs, *places), empty(1), Condition(**given)
+    return empty(1, cfg.inputs, *sides), empty(1), Condition(**condition)
 
 
-class _ShardedSpatialAttention(SpatialLayer):
-    """Queries of this rank's places; keys and values of all, which are joined in one exchange."""
+class _ShardedAttention(SpatialLayer):
+    """Attention of local queries to all keys and values, which are gathered in one all-gather."""
 
     def spatial_shape(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
         sizes: Sequence[int] = args[2]
@@ -139,9 +136,9 @@ class _ShardedSpatialAttention(SpatialLayer):
 
     def forward_shard(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         k, v, sizes = args
-        both = to_tokens(self.partition.gather(from_tokens(torch.cat((k, v), -1), sizes), size))
-        found: Tensor = super(SpatialLayer, self).forward(x, *both.chunk(2, -1), size)
-        return found
+        kv = to_tokens(self.partition.gather(from_tokens(torch.cat((k, v), -1), sizes), size))
+        y: Tensor = super(SpatialLayer, self).forward(x, *kv.chunk(2, -1), size)
+        return y
 
 
 def _shard_pixels(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:
@@ -151,11 +148,11 @@ def _shard_pixels(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:
         return
     axis = next(iter(grid.cut.axes.values()))
     if not size:
-        raise MeshError(f"mesh.{axis.name} is {axis.size}: give the size of the samples that are cut")
+        raise MeshError(f"mesh.{axis.name} is {axis.size}: give the size of the samples to shard")
     if network.cfg.dropout:
         raise MeshError(
-            f"mesh.{axis.name} is {axis.size} and model.unet.dropout {network.cfg.dropout:g}, which would leave out the same "
-            f"places of each part; set dropout to 0, or mesh.{axis.name} to 1"
+            f"mesh.{axis.name} is {axis.size} and model.unet.dropout {network.cfg.dropout:g}, which would drop the same "
+            f"pixels of each shard; set dropout to 0, or mesh.{axis.name} to 1"
         )
     grid.shard_network(network, size)
 
@@ -168,12 +165,12 @@ def _shard_heads(network: Any, mesh: Mesh) -> None:
     tensor, cfg = mesh["tensor"], network.cfg
     if cfg.heads % tensor.size:
         raise MeshError(f"mesh.tensor is {tensor.size}, which does not divide {cfg.heads} heads; take a divisor of them")
-    for name, part in network.named_modules():
+    for name, module in network.named_modules():
         if name.endswith(_OUTPUTS):
-            column_parallel(part, tensor)
+            column_parallel(module, tensor)
         elif name.endswith(_INPUTS):
-            row_parallel(part, tensor)
-        elif isinstance(part, SingleStreamBlock):  # its last layer reads attention beside a feed-forward part
-            row_parallel(part.proj_out, tensor, sizes=(cfg.width, 4 * cfg.width))
-        elif isinstance(part, RMSNorm):  # of some of the heads
-            sum_gradients_over(part, tensor)
+            row_parallel(module, tensor)
+        elif isinstance(module, SingleStreamBlock):  # inputs of its last layer: attention and feed-forward layer, concatenated
+            row_parallel(module.proj_out, tensor, sizes=(cfg.width, 4 * cfg.width))
+        elif isinstance(module, RMSNorm):  # applied to the local heads
+            sum_gradients_over(module, tensor)

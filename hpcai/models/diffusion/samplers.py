@@ -1,10 +1,10 @@
-"""Samples from noise, step by step.   B samples, C channels, T levels of a schedule, n steps
+"""Samplers of diffusion models and flows.   B samples, C channels, T levels of a schedule, n steps
 
     for x in sample(network, objective, SamplerConfig(steps=25), noise, condition):
         show(x)                                                        # the last is the sample
-    x = drawn(network, objective, SamplerConfig(guidance=7.5), noise, condition, nothing)
+    x = draw_samples(network, objective, SamplerConfig(guidance=7.5), noise, condition, unconditional)
 
-Which levels of noise are visited is known before the first step, as numbers of the host (``plan``): no step reads the device.
+Noise levels are computed on the host before the first step (``plan_steps``): no step reads from the device.
 """
 
 import math
@@ -29,14 +29,14 @@ SPACINGS = {
     "euler": ("leading", "trailing", "linspace", "karras"), "heun": ("leading", "trailing", "linspace", "karras"),
     "edm": ("karras",), "flow": ("trailing", "linspace"),
 }  # fmt: skip
-"""Of methods along a schedule, and of objectives that have none."""
+"""Spacings of methods with a schedule, and of objectives without one."""
 
 
 class Step(NamedTuple):
-    """From one level of noise to the next, which is not always where the next step begins (ddim's)."""
+    """One step, from a noise level to the next. The next step may begin at another level (ddim)."""
 
     time: float
-    """what the network is told there"""
+    """input of the network"""
     alpha: float
     sigma: float
     next_alpha: float
@@ -47,57 +47,55 @@ def sample(
     network: Network, objective: Objective, cfg: SamplerConfig, noise: Tensor, condition: Condition = UNCONDITIONAL,
     unconditional: Condition | None = None, step_noise: StepNoise | None = None, grid: Grid = UNSHARDED,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """The state after each of n steps [B, C, ...], the last of which is the sample; no gradients are kept.
+    """Yield the state [B, C, ...] after each of n steps, without gradients; the last one is the sample.
 
-    ``noise``: of the normal distribution [B, C, ...]; states are in its dtype, float32 at least, whatever the network computes in.
-    ``condition``: [B, ...], or [1, ...] for all. ``nothing``: the same, where nothing is asked; guidance other than 1 needs it.
-    ``fresh``: the noise that step i = 0, 1, ... adds [B, C, ...]; ddpm, eta and churn need it. A sample depends on its own noise
-    and condition alone. States of euler and heun along a schedule are x / alpha, in which these methods work. ``grid``: which
-    places this process holds. ConfigError, at the call and before the first step: settings do not go together, or what they
-    need is not given.
-    """
+    A sample depends on its own noise and condition only. States have the dtype of ``noise`` (standard normal [B, C, ...]), float32
+    at least, whatever the network computes in; with euler and heun on a schedule they are x / alpha. ``condition``: [B, ...], or
+    [1, ...] for all samples. ``unconditional``: the condition without information, for guidance other than 1. ``step_noise(i)``:
+    Returns the noise [B, C, ...] of step i = 0, 1, ..., for ddpm, eta and churn. Raises ConfigError at the call, before the first
+    step, if settings are inconsistent or arguments are missing."""
     steps = plan_steps(objective, cfg)
     if cfg.guidance != 1 and unconditional is None:
-        raise ConfigError(f"guidance {cfg.guidance:g} compares with samples of no condition; give nothing, or set guidance to 1")
-    adds = cfg.method == "ddpm" or cfg.eta > 0 or cfg.churn > 0
-    if adds and step_noise is None:
-        raise ConfigError(f"method {cfg.method} with eta {cfg.eta:g} and churn {cfg.churn:g} adds noise on the way; give fresh")
+        raise ConfigError(f"guidance {cfg.guidance:g} compares with unconditional samples: give unconditional, or set guidance 1")
+    stochastic = cfg.method == "ddpm" or cfg.eta > 0 or cfg.churn > 0
+    if stochastic and step_noise is None:
+        raise ConfigError(f"method {cfg.method} with eta {cfg.eta:g} and churn {cfg.churn:g} adds noise in steps; give step_noise")
     x = noise.to(torch.promote_types(noise.dtype, torch.float32))
-    ask = _Denoiser(network, objective, cfg, condition, unconditional, len(x), grid)
-    return _METHODS[cfg.method](ask, steps, cfg, x, step_noise or _no_noise)
+    denoiser = _Denoiser(network, objective, cfg, condition, unconditional, len(x), grid)
+    return _METHODS[cfg.method](denoiser, steps, cfg, x, step_noise or _no_noise)
 
 
 def draw_samples(
     network: Network, objective: Objective, cfg: SamplerConfig, noise: Tensor, condition: Condition = UNCONDITIONAL,
     unconditional: Condition | None = None, step_noise: StepNoise | None = None,
 ) -> Tensor:  # fmt: skip
-    """The last state of ``sample``: the samples [B, C, ...]."""
+    """Return the last state of ``sample``: the samples [B, C, ...]."""
     return deque(sample(network, objective, cfg, noise, condition, unconditional, step_noise), maxlen=1).pop()
 
 
-def apply_guidance(conditional: Tensor, unconditional: Tensor, guidance: float, rescale: float = 0.0, grid: Grid = UNSHARDED) -> Tensor:
-    """What a network said with a condition [B, C, ...], taken ``guidance`` times as far from what it said without (Ho and Salimans
-    2022). ``rescale``: the share of that which gets the deviation of ``said``, each sample alone (Lin et al. 2024, eq. 15, 16)."""
-    far = torch.lerp(unconditional, conditional, guidance)
+def apply_guidance(cond: Tensor, uncond: Tensor, guidance: float, rescale: float = 0.0, grid: Grid = UNSHARDED) -> Tensor:
+    """Classifier-free guidance of predictions [B, C, ...] (Ho and Salimans 2022). ``rescale``: the fraction that is rescaled to the
+    standard deviation of ``cond``, for each sample (Lin et al. 2024, eq. 15, 16)."""
+    guided = torch.lerp(uncond, cond, guidance)
     if not rescale:
-        return far
-    own, wide = grid.std(conditional), grid.std(far)  # 0 of a fresh network, whose last layer is zero
-    return far * (rescale * own / wide.clamp(min=torch.finfo(far.dtype).tiny) + (1 - rescale))
+        return guided
+    std, guided_std = grid.std(cond), grid.std(guided)  # 0 for an untrained network, whose last layer is zero
+    return guided * (rescale * std / guided_std.clamp(min=torch.finfo(guided.dtype).tiny) + (1 - rescale))
 
 
 def karras_sigmas(low: float, high: float, rho: float, steps: int) -> np.ndarray:
-    """Sigmas from ``high`` down to ``low``, float64 [n] (Karras et al. 2022, eq. 5, without the 0 at the end)."""
-    there = np.linspace(0, 1, steps)
-    return (high ** (1 / rho) + there * (low ** (1 / rho) - high ** (1 / rho))) ** rho
+    """Return sigmas from ``high`` down to ``low``, float64 [n] (Karras et al. 2022, eq. 5, without the final 0)."""
+    ramp = np.linspace(0, 1, steps)
+    return (high ** (1 / rho) + ramp * (low ** (1 / rho) - high ** (1 / rho))) ** rho
 
 
 def shift_times(time: np.ndarray, shift: float) -> np.ndarray:
-    """Times of flow, more of them where there is much noise (Esser et al. 2024, eq. 23)."""
+    """Shift the times of a flow towards more noise (Esser et al. 2024, eq. 23)."""
     return shift * time / (1 + (shift - 1) * time)
 
 
 def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
-    """The n steps of a sampler. ConfigError names all settings that do not go together."""
+    """Return the n steps of a sampler. Raises ConfigError, which lists all inconsistent settings."""
     _check(objective, cfg)
     if objective.cfg.says == "edm":
         sigmas = karras_sigmas(cfg.low, cfg.high, cfg.rho, cfg.steps)
@@ -112,45 +110,45 @@ def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
     end = (1.0, 0.0) if cfg.clean else (float(objective.alphas[0]), float(objective.sigmas[0]))
     levels, alphas, sigmas = _select_levels(objective, cfg)
     steps = _link_steps(levels, alphas, sigmas, end)
-    if cfg.method == "ddim":  # the published way: not where the next step begins, if T is no multiple of n
-        ahead = levels - objective.cfg.levels // cfg.steps
-        ends = [(objective.alphas[int(t)], objective.sigmas[int(t)]) if t >= 0 else end for t in ahead]
+    if cfg.method == "ddim":  # as published: not the beginning of the next step, unless n divides T
+        following = levels - objective.cfg.levels // cfg.steps
+        ends = [(objective.alphas[int(t)], objective.sigmas[int(t)]) if t >= 0 else end for t in following]
         steps = [Step(*step[:3], float(alpha), float(sigma)) for step, (alpha, sigma) in zip(steps, ends)]
     return steps
 
 
 def _check(objective: Objective, cfg: SamplerConfig) -> None:
-    says, levels, wrong = objective.cfg.says, objective.cfg.levels, list[str]()
+    says, levels, errors = objective.cfg.says, objective.cfg.levels, list[str]()
     if not objective.has_schedule and cfg.method not in ("euler", "heun"):
-        wrong.append(f"method {cfg.method} goes along a schedule; a network that says {says} has none; set method to euler or heun")
+        errors.append(f"method {cfg.method} needs a schedule; objective.says {says} has none; set method to euler or heun")
     else:
-        where, known = (cfg.method, SPACINGS[cfg.method]) if objective.has_schedule else (says, SPACINGS[says])
-        if cfg.spacing not in known:
-            wrong.append(f"spacing {cfg.spacing}: {where} has {', '.join(known)}; set spacing to one of them")
+        name, spacings = (cfg.method, SPACINGS[cfg.method]) if objective.has_schedule else (says, SPACINGS[says])
+        if cfg.spacing not in spacings:
+            errors.append(f"spacing {cfg.spacing}: {name} has {', '.join(spacings)}; set spacing to one of them")
     needed = cfg.steps + (cfg.method == "dpm++" and cfg.spacing in ("leading", "linspace"))
     if objective.has_schedule and cfg.spacing != "karras" and needed > levels:
-        wrong.append(f"steps {cfg.steps}: {cfg.method} visits {needed} levels, and the schedule has {levels}; set fewer steps")
+        errors.append(f"steps {cfg.steps}: {cfg.method} visits {needed} levels, and the schedule has {levels}; set fewer steps")
     if cfg.eta and cfg.method != "ddim":
-        wrong.append(f"eta {cfg.eta:g} is of ddim; method is {cfg.method}; set eta to 0")
+        errors.append(f"eta {cfg.eta:g} is of ddim; method is {cfg.method}; set eta to 0")
     if cfg.eta > 1:
-        wrong.append(f"eta {cfg.eta:g} adds more noise than there is at the next level; expected 0 to 1")
+        errors.append(f"eta {cfg.eta:g} adds more noise than the next level has; expected 0 to 1")
     if cfg.churn and (says, cfg.method) != ("edm", "heun"):
-        wrong.append(f"churn {cfg.churn:g} is of edm with heun, not of {says} with {cfg.method}; set churn to 0")
+        errors.append(f"churn {cfg.churn:g} is of edm with heun, not of {says} with {cfg.method}; set churn to 0")
     if cfg.shift != 1 and says != "flow":
-        wrong.append(f"shift {cfg.shift:g} is of flow; the network says {says}; set shift to 1")
+        errors.append(f"shift {cfg.shift:g} is of flow; objective.says is {says}; set shift to 1")
     if cfg.offset and cfg.spacing != "leading":
-        wrong.append(f"offset {cfg.offset} is of spacing leading; spacing is {cfg.spacing}; set offset to 0")
+        errors.append(f"offset {cfg.offset} is of spacing leading; spacing is {cfg.spacing}; set offset to 0")
     if not cfg.clean and cfg.method not in ("ddim", "dpm++"):
-        wrong.append(f"clean false is of ddim and dpm++; method is {cfg.method}; set clean to true")
+        errors.append(f"clean false is of ddim and dpm++; method is {cfg.method}; set clean to true")
     low, high = _sigma_range(objective, cfg)
     if cfg.spacing == "karras" and low >= high:
-        wrong.append(f"low and high: the sigmas to visit begin at {high:g} and end at {low:g}; expected low below high")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+        errors.append(f"low and high: the sigmas to visit begin at {high:g} and end at {low:g}; expected low below high")
+    if errors:
+        raise ConfigError("\n".join(errors))
 
 
 def _sigma_range(objective: Objective, cfg: SamplerConfig) -> tuple[float, float]:
-    """The lowest and highest sigma / alpha of karras: no others than a schedule has, of which a network knows nothing."""
+    """Return the lowest and highest sigma / alpha of karras, within those of the schedule, on which the network was trained."""
     if not objective.has_schedule:
         return cfg.low, cfg.high
     ratios = _ratios(objective)
@@ -158,13 +156,13 @@ def _sigma_range(objective: Objective, cfg: SamplerConfig) -> tuple[float, float
 
 
 def _ratios(objective: Objective) -> np.ndarray:
-    """sigma / alpha of a schedule's levels; infinite where nothing of a sample is left."""
+    """Return sigma / alpha of the levels of a schedule, infinite if alpha is 0."""
     with np.errstate(divide="ignore"):
         return objective.sigmas / objective.alphas
 
 
 def _select_levels(objective: Objective, cfg: SamplerConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The levels where n steps along a schedule begin, and alpha and sigma there, float64 [n]."""
+    """Return the levels at which n steps with a schedule begin, and their alpha and sigma, float64 [n]."""
     count, total, multistep = cfg.steps, objective.cfg.levels, cfg.method == "dpm++"
     if cfg.spacing == "karras":
         ratios = karras_sigmas(*_sigma_range(objective, cfg), cfg.rho, count)
@@ -175,73 +173,73 @@ def _select_levels(objective: Objective, cfg: SamplerConfig) -> tuple[np.ndarray
         levels = (total - np.arange(count) * (total / count)).round() - 1
     elif cfg.spacing == "linspace":
         levels = np.linspace(total - 1, 0, count + 1)[:-1].round() if multistep else np.linspace(total - 1, 0, count)
-    else:  # one more is laid out for dpm++, and the lowest left out
+    else:  # dpm++: one level more, without the lowest
         levels = np.arange(count + multistep)[::-1][:count] * (total // (count + multistep)) + cfg.offset
     if levels[0] >= total:
         raise ConfigError(f"offset {cfg.offset}: steps begin at level {levels[0]}, and the schedule ends at {total - 1}; set less")
     if levels[0] == total - 1 and objective.alphas[-1] == 0:
-        place = f"zero_snr: {cfg.method} with spacing {cfg.spacing} begins at level {total - 1}, which is noise alone"
+        start = f"zero_snr: {cfg.method} with spacing {cfg.spacing} begins at level {total - 1}, which is noise alone"
         if objective.cfg.says == "epsilon":
-            raise ConfigError(f"{place}: a network that says epsilon tells nothing of a sample; set spacing to leading or train v")
+            raise ConfigError(f"{start}: a prediction of epsilon does not determine the sample; set spacing to leading or train v")
         if cfg.method in ("euler", "heun"):
-            raise ConfigError(f"{place}: sigma / alpha is infinite; set spacing to karras or leading, or method to ddim or dpm++")
+            raise ConfigError(f"{start}: sigma / alpha is infinite; set spacing to karras or leading, or method to ddim or dpm++")
     if cfg.spacing != "linspace" or multistep:
-        whole = levels.astype(int)
-        return levels, objective.alphas[whole], objective.sigmas[whole]
+        rows = levels.astype(int)
+        return levels, objective.alphas[rows], objective.sigmas[rows]
     ratios = np.interp(levels, np.arange(total), _ratios(objective))
     alphas = 1 / np.sqrt(1 + ratios**2)
     return levels, alphas, ratios * alphas
 
 
 def _link_steps(times: np.ndarray, alphas: np.ndarray, sigmas: np.ndarray, last: tuple[float, float]) -> list[Step]:
-    """Steps of which each ends where the next one begins."""
+    """Return steps, each of which ends at the beginning of the next."""
     starts = list(zip(alphas.tolist(), sigmas.tolist()))
     return [Step(time, *start, *end) for time, start, end in zip(times.tolist(), starts, [*starts[1:], last])]
 
 
 class _Denoiser:
-    """A network that is guided, and what its words mean."""
+    """A network with guidance, and the meaning of its predictions."""
 
     def __init__(self, network: Network, objective: Objective, cfg: SamplerConfig, condition: Condition,
-                 nothing: Condition | None, count: int, grid: Grid) -> None:  # fmt: skip
+                 unconditional: Condition | None, count: int, grid: Grid) -> None:  # fmt: skip
         self.network, self.objective, self.cfg, self.unconditional, self.grid = network, objective, cfg, None, grid
         self.condition = _expand(condition, "condition", count)
-        if cfg.guidance != 1 and nothing is not None:
-            self.unconditional = _expand(nothing, "nothing", count)
+        if cfg.guidance != 1 and unconditional is not None:
+            self.unconditional = _expand(unconditional, "unconditional", count)
             pairs = dict(zip(Condition._fields, zip(self.condition, self.unconditional)))
             for name, (a, b) in pairs.items():
                 if (a is None) != (b is None):
-                    lacks = "condition" if a is None else "nothing"
-                    raise ConfigError(f"guidance: {lacks} has no {name}, the other one has; give it to both or to neither")
+                    incomplete = "condition" if a is None else "unconditional"
+                    raise ConfigError(f"guidance: {incomplete} has no {name}, the other one has; give it to both or to neither")
             if cfg.together:
                 self.condition = Condition(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs.values()))
 
     def predict(self, x: Tensor, time: float, sigma: float) -> Tensor:
-        """Of the noisy samples x [B, C, ...], in their dtype."""
-        given = self.objective.scale_input(x, sigma)
+        """Return the prediction for noisy samples x [B, C, ...], in their dtype."""
+        y = self.objective.scale_input(x, sigma)
         if self.unconditional is None:
-            return self._call_network(given, time, self.condition)
+            return self._call_network(y, time, self.condition)
         if self.cfg.together:
-            said, without = self._call_network(torch.cat([given, given]), time, self.condition).chunk(2)
+            cond, uncond = self._call_network(torch.cat([y, y]), time, self.condition).chunk(2)
         else:
-            said, without = self._call_network(given, time, self.condition), self._call_network(given, time, self.unconditional)
-        return apply_guidance(said, without, self.cfg.guidance, self.cfg.rescale, self.grid)
+            cond, uncond = self._call_network(y, time, self.condition), self._call_network(y, time, self.unconditional)
+        return apply_guidance(cond, uncond, self.cfg.guidance, self.cfg.rescale, self.grid)
 
-    def to_x0(self, said: Tensor, x: Tensor, alpha: float, sigma: float) -> Tensor:
-        x0 = self.objective.to_x0(said, x, alpha, sigma)
+    def to_x0(self, output: Tensor, x: Tensor, alpha: float, sigma: float) -> Tensor:
+        x0 = self.objective.to_x0(output, x, alpha, sigma)
         return x0 if self.cfg.clip is None else x0.clamp(-self.cfg.clip, self.cfg.clip)
 
     def _call_network(self, x: Tensor, time: float, condition: Condition) -> Tensor:
-        said = self.network(x, torch.full((len(x),), time, dtype=x.dtype, device=x.device), condition)
-        return said[:, : x.shape[1]].to(x.dtype)  # without a variance that it may also say
+        output = self.network(x, torch.full((len(x),), time, dtype=x.dtype, device=x.device), condition)
+        return output[:, : x.shape[1]].to(x.dtype)  # without a predicted variance
 
 
-def _expand(condition: Condition, which: str, count: int) -> Condition:
-    """What one condition asks of all samples, asked of each."""
-    for name, part in zip(Condition._fields, condition):
-        if part is not None and len(part) not in (1, count):
-            raise ConfigError(f"{which} has {name} of {len(part)} samples, noise is of {count}; give one for each, or one for all")
-    return Condition(*(part if part is None else part.expand(count, *part.shape[1:]) for part in condition))
+def _expand(condition: Condition, argument: str, count: int) -> Condition:
+    """Expand a condition of one sample to ``count`` samples."""
+    for name, x in zip(Condition._fields, condition):
+        if x is not None and len(x) not in (1, count):
+            raise ConfigError(f"{argument} has {name} of {len(x)} samples, noise is of {count}; give one for each, or one for all")
+    return Condition(*(x if x is None else x.expand(count, *x.shape[1:]) for x in condition))
 
 
 def _no_noise(step: int) -> Tensor:
@@ -249,71 +247,71 @@ def _no_noise(step: int) -> Tensor:
 
 
 @torch.no_grad()
-def _ddim(ask: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, fresh: StepNoise) -> Iterator[Tensor]:
-    """Song et al. 2020, eq. 12 and 16. Where x0 is clipped, the noise is not."""
+def _ddim(model: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, step_noise: StepNoise) -> Iterator[Tensor]:
+    """Song et al. 2020, eq. 12 and 16. Clipping applies to x0, not to the noise."""
     for i, (time, alpha, sigma, next_alpha, next_sigma) in enumerate(steps):
-        said = ask.predict(x, time, sigma)
+        output = model.predict(x, time, sigma)
         added = cfg.eta * next_sigma / sigma * math.sqrt(1 - (alpha / next_alpha) ** 2)
-        x0, noise = ask.to_x0(said, x, alpha, sigma), ask.objective.to_noise(said, x, alpha, sigma)
+        x0, noise = model.to_x0(output, x, alpha, sigma), model.objective.to_noise(output, x, alpha, sigma)
         x = torch.add(next_alpha * x0, noise, alpha=math.sqrt(max(next_sigma**2 - added**2, 0.0)))
         if added:
-            x = torch.add(x, fresh(i).to(x.dtype), alpha=added)
+            x = torch.add(x, step_noise(i).to(x.dtype), alpha=added)
         yield x
 
 
 @torch.no_grad()
-def _ddpm(ask: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, fresh: StepNoise) -> Iterator[Tensor]:
-    """Ho et al. 2020, eq. 6 and 7, with the smaller variance of the two."""
+def _ddpm(model: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, step_noise: StepNoise) -> Iterator[Tensor]:
+    """Ho et al. 2020, eq. 6 and 7, with the smaller of the two variances."""
     for i, (time, alpha, sigma, next_alpha, next_sigma) in enumerate(steps):
-        x0 = ask.to_x0(ask.predict(x, time, sigma), x, alpha, sigma)
-        share, left = 1 - (alpha / next_alpha) ** 2, (next_sigma / sigma) ** 2
-        x = torch.add((next_alpha * share / sigma**2) * x0, x, alpha=alpha / next_alpha * left)
+        x0 = model.to_x0(model.predict(x, time, sigma), x, alpha, sigma)
+        beta, ratio = 1 - (alpha / next_alpha) ** 2, (next_sigma / sigma) ** 2
+        x = torch.add((next_alpha * beta / sigma**2) * x0, x, alpha=alpha / next_alpha * ratio)
         if next_sigma:
-            x = torch.add(x, fresh(i).to(x.dtype), alpha=math.sqrt(left * share))
+            x = torch.add(x, step_noise(i).to(x.dtype), alpha=math.sqrt(ratio * beta))
         yield x
 
 
 @torch.no_grad()
-def _dpm_solver(ask: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, fresh: StepNoise) -> Iterator[Tensor]:
-    """DPM-Solver++ 2M (Lu et al. 2022, algorithm 2). The first step is of first order, and so is the last where it leaves no noise
-    or is one of fewer than 15."""
-    before, way_before = x, 0.0
+def _dpm_solver(model: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, step_noise: StepNoise) -> Iterator[Tensor]:
+    """DPM-Solver++ 2M (Lu et al. 2022, algorithm 2). Steps of first order are the first one, and the last one if it leaves no noise
+    or there are fewer than 15."""
+    last_x0, last_h = x, 0.0
     for i, (time, alpha, sigma, next_alpha, next_sigma) in enumerate(steps):
-        x0 = ask.to_x0(ask.predict(x, time, sigma), x, alpha, sigma)
-        way = _log_ratio(next_alpha, next_sigma) - _log_ratio(alpha, sigma)
+        x0 = model.to_x0(model.predict(x, time, sigma), x, alpha, sigma)
+        h = _log_ratio(next_alpha, next_sigma) - _log_ratio(alpha, sigma)
         first_order = i == 0 or (i == len(steps) - 1 and (len(steps) < 15 or cfg.clean))
-        ahead = x0 if first_order else torch.lerp(x0, before, -way / (2 * way_before))
-        x = torch.add((next_sigma / sigma) * x, ahead, alpha=-next_alpha * math.expm1(-way))
-        before, way_before = x0, way
+        estimate = x0 if first_order else torch.lerp(x0, last_x0, -h / (2 * last_h))
+        x = torch.add((next_sigma / sigma) * x, estimate, alpha=-next_alpha * math.expm1(-h))
+        last_x0, last_h = x0, h
         yield x
 
 
 def _log_ratio(alpha: float, sigma: float) -> float:
-    """ln(alpha / sigma), where one of them may be 0."""
+    """Return ln(alpha / sigma); either may be 0."""
     return math.inf if sigma == 0 else -math.inf if alpha == 0 else math.log(alpha / sigma)
 
 
 @torch.no_grad()
-def _euler_heun(ask: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, fresh: StepNoise) -> Iterator[Tensor]:
-    """Euler's and Heun's way along dx/ds = (x - x0) / s (Karras et al. 2022, algorithms 1 and 2). s is sigma of edm; t of flow,
-    whose slope is noise - x0; sigma / alpha of a schedule, whose x is divided by alpha for it. Heun's last step is Euler's."""
-    scheduled = ask.objective.has_schedule
+def _euler_heun(model: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, step_noise: StepNoise) -> Iterator[Tensor]:
+    """Integrate dx/ds = (x - x0) / s by Euler's or Heun's method (Karras et al. 2022, algorithms 1 and 2). s is sigma for edm, t
+    for flow, whose slope is noise - x0, and sigma / alpha with a schedule, for x divided by alpha. The last step is Euler's."""
+    scheduled = model.objective.has_schedule
     x = x * (steps[0].sigma / (steps[0].alpha if scheduled else 1.0))
     for i, (time, alpha, sigma, next_alpha, next_sigma) in enumerate(steps):
         scale, next_scale = (alpha, next_alpha) if scheduled else (1.0, 1.0)
         if cfg.churn and cfg.churn_low <= sigma <= cfg.churn_high:
-            more = sigma * (1 + min(cfg.churn / len(steps), math.sqrt(2) - 1))
-            x = torch.add(x, fresh(i).to(x.dtype), alpha=cfg.churn_noise * math.sqrt(more**2 - sigma**2))
-            time, sigma = math.log(more) / 4, more
-        here, there = sigma / scale, next_sigma / next_scale
-        x0 = ask.to_x0(ask.predict(x * scale, time, sigma), x * scale, alpha, sigma)
-        ahead = torch.lerp(x0, x, there / here)
-        if cfg.method == "heun" and there:
-            inside = ahead * next_scale
-            other = ask.to_x0(ask.predict(inside, steps[i + 1].time, next_sigma), inside, next_alpha, next_sigma)
-            slope = torch.add((x - x0) / here, (ahead - other) / there)
-            ahead = torch.add(x, slope, alpha=(there - here) / 2)
-        x = ahead
+            sigma_hat = sigma * (1 + min(cfg.churn / len(steps), math.sqrt(2) - 1))
+            x = torch.add(x, step_noise(i).to(x.dtype), alpha=cfg.churn_noise * math.sqrt(sigma_hat**2 - sigma**2))
+            time, sigma = math.log(sigma_hat) / 4, sigma_hat
+        s, next_s = sigma / scale, next_sigma / next_scale
+        x0 = model.to_x0(model.predict(x * scale, time, sigma), x * scale, alpha, sigma)
+        next_x = torch.lerp(x0, x, next_s / s)
+        if cfg.method == "heun" and next_s:
+            noisy = next_x * next_scale
+            next_x0 = model.to_x0(model.predict(noisy, steps[i + 1].time, next_sigma), noisy, next_alpha, next_sigma)
+            slope = torch.add((x - x0) / s, (next_x - next_x0) / next_s)
+            next_x = torch.add(x, slope, alpha=(next_s - s) / 2)
+        x = next_x
         yield x
 
 

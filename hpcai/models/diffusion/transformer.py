@@ -1,6 +1,6 @@
-"""What transformers over the tokens of a sample are made of (Peebles and Xie 2023, Esser et al. 2024).
+"""Building blocks of diffusion transformers (Peebles and Xie 2023, Esser et al. 2024).
 
-Parameters bear the names that the files of diffusers have. B samples, T tokens of each, C channels, H heads, D channels of a head.
+Parameters have the names of diffusers' files. B samples, T tokens of each, C channels, H heads, D channels of a head
 """
 
 import math
@@ -18,18 +18,18 @@ from hpcai.kernels.layernorm import _autocast_dtype
 from hpcai.models.diffusion.condition import Condition
 from hpcai.nn.recompute import recompute_cheap, cheap
 
-TIME_CHANNELS = 256  # numbers that say a time
+TIME_CHANNELS = 256  # of the sinusoidal embedding of times
 _ZERO_INIT, _EMBEDDINGS = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
-    """(1 + scale) (x - mean) / sqrt(variance + eps) + shift (Perez et al. 2018), as products read it; of the tokens ``x`` alone is
-    kept.   x [B, T, C], shift and scale [B, C] -> [B, T, C]"""
+    """Return (1 + scale) (x - mean) / sqrt(variance + eps) + shift (Perez et al. 2018), in the dtype of autocast. Of the tensors
+    [B, T, C] only x is saved.   x [B, T, C], shift and scale [B, C] -> [B, T, C]"""
     shift, scale = shift[:, None], scale[:, None]
     if torch.compiler.is_compiling():
         return (F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift).to(_autocast_dtype(x))
-    found: Tensor = _Modulate.apply(x, shift, scale, eps, _autocast_dtype(x))
-    return found
+    y: Tensor = _Modulate.apply(x, shift, scale, eps, _autocast_dtype(x))
+    return y
 
 
 class _Modulate(torch.autograd.Function):
@@ -39,27 +39,27 @@ class _Modulate(torch.autograd.Function):
             y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
             ctx.save_for_backward(x, scale, mean, rstd)
             ctx.dtypes = shift.dtype, scale.dtype
-            # A small scale is not lost in a sum with 1.
+            # y + y scale, not y (1 + scale): a small scale would be rounded away in the sum with 1.
             return y.addcmul_(y, scale.to(y.dtype)).add_(shift).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         x, scale, mean, rstd = ctx.saved_tensors
-        grad = grad.to(x.dtype)
-        by_norm, none = torch.addcmul(grad, grad, scale.to(x.dtype)), [True, False, False]
-        dx, _, _ = torch.ops.aten.native_layer_norm_backward(by_norm, x, x.shape[-1:], mean, rstd, None, None, none)
-        hat = ((x - mean) * rstd).mul_(grad)
-        by_shift, by_scale = (g.sum(1, keepdim=True, dtype=rstd.dtype).to(d) for g, d in zip((grad, hat), ctx.dtypes))
-        return dx, by_shift, by_scale, None, None
+        grad_output = grad_output.to(x.dtype)
+        grad_norm, mask = torch.addcmul(grad_output, grad_output, scale.to(x.dtype)), [True, False, False]
+        grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(grad_norm, x, x.shape[-1:], mean, rstd, None, None, mask)
+        dscale = ((x - mean) * rstd).mul_(grad_output)
+        grad_shift, grad_scale = (g.sum(1, keepdim=True, dtype=rstd.dtype).to(d) for g, d in zip((grad_output, dscale), ctx.dtypes))
+        return grad_x, grad_shift, grad_scale, None, None
 
 
 class Modulation(nn.Module):
-    """``parts`` shifts, scales and gates of all tokens, by what a sample is asked to be.   c [B, C] -> parts of [B, C]
+    """Shifts, scales and gates of adaptive layer norm, from the conditioning embedding c.   c [B, C] -> ``parts`` of [B, C]
 
-    ``emb`` makes that, where a block makes it for itself.
+    ``emb``: the module that computes c, if a block has its own.
     """
 
-    float8 = False  # its products are too small to gain from it
+    float8 = False  # matrices too small to gain from FP8
 
     def __init__(self, channels: int, parts: int, emb: nn.Module | None = None) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class FeedForward(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of all tokens to each other.   three of [B, H, T, D] -> [B, T, H D]"""
+    """Self-attention without mask.   three of [B, H, T, D] -> [B, T, H D]"""
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -101,17 +101,17 @@ def split_heads(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-1, (-1, size)).transpose(1, 2)
 
 
-def run_block(block: nn.Module, recompute: str, *given: Any) -> Any:
-    """``block(*given)``, which keeps for the backward pass what ``recompute`` leaves."""
+def run_block(block: nn.Module, recompute: str, *args: Any) -> Any:
+    """Call ``block(*args)`` with activation recomputation."""
     if recompute == "layers" and torch.is_grad_enabled():
-        return checkpoint(block, *given, use_reentrant=False)
+        return checkpoint(block, *args, use_reentrant=False)
     with recompute_cheap(recompute == "selective"):
-        return block(*given)
+        return block(*args)
 
 
 def init_weights(model: nn.Module, zero: bool) -> None:
-    """First weights as published: uniform by the sums of inputs and outputs (Glorot and Bengio 2010), those that embed times,
-    classes and whole texts normal with 0.02, biases zero; and with ``zero`` modulations and the last layer too."""
+    """Initialize weights as published: Xavier uniform (Glorot and Bengio 2010), embeddings of times, classes and pooled texts
+    normal with standard deviation 0.02, biases zero; with ``zero``, modulations and the last layer zero too."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or (zero and _ZERO_INIT.match(name)):
             nn.init.zeros_(parameter)
@@ -121,21 +121,21 @@ def init_weights(model: nn.Module, zero: bool) -> None:
 
 
 def check_inputs(model: nn.Module, x: Tensor, time: Tensor, condition: Condition, needs: dict[str, tuple[int | str, ...]]) -> None:
-    """Raises DataError for a time or a condition of another size than ``needs`` says (words: any), for one that is missing, and for
-    one that a network has no use for."""
+    """Raise DataError for a time or a condition whose shape is not [B, *needs[name]] (strings: any size), for missing conditions,
+    and for conditions that the network does not use."""
     kind, sizes = type(model).__name__, {"time": (), **needs}
-    given = {"time": time} | {name: value for name, value in condition._asdict().items() if value is not None}
-    for name in given | sizes:
+    inputs = {"time": time} | {name: value for name, value in condition._asdict().items() if value is not None}
+    for name in inputs | sizes:
         if name not in sizes:
             raise DataError(f"a {kind} of these settings has no use for condition.{name}; leave it out, or change its settings")
         size = (len(x), *sizes[name])
-        if name not in given:
-            raise DataError(f"a {kind} of these settings needs condition.{name} {_format_shape(size)}; give it")
-        found = given[name].shape
+        if name not in inputs:
+            raise DataError(f"a {kind} of these settings needs condition.{name} {_format(size)}; give it")
+        found = inputs[name].shape
         if len(found) != len(size) or any(isinstance(n, int) and n != m for n, m in zip(size, found)):
-            what = "time" if name == "time" else f"condition.{name}"
-            raise DataError(f"{kind}: {what} is {_format_shape(found)}, expected {_format_shape(size)} for samples {_format_shape(x.shape)}")
+            argument = "time" if name == "time" else f"condition.{name}"
+            raise DataError(f"{kind}: {argument} is {_format(found)}, expected {_format(size)} for samples {_format(x.shape)}")
 
 
-def _format_shape(size: Any) -> str:
+def _format(size: Any) -> str:
     return f"[{', '.join(map(str, size))}]"

@@ -1,7 +1,7 @@
-"""A U-Net that takes noise away from maps and volumes (Ronneberger et al. 2015, Ho et al. 2020, Rombach et al. 2022).
+"""A denoising U-Net for maps and volumes (Ronneberger et al. 2015, Ho et al. 2020, Rombach et al. 2022).
 
-Parameters bear the names that the files of diffusers have: those of its UNet2DConditionModel where there is attention to tokens, of
-its UNet2DModel where there is none. Names follow ``hpcai.models.diffusion.blocks``; T channels of the embedded time
+Parameters have the names of diffusers' files: of UNet2DConditionModel with cross-attention, of UNet2DModel without.
+Shapes as in ``hpcai.models.diffusion.blocks``; T channels of the time embedding
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ from hpcai.nn.groupnorm import GroupNorm
 
 
 class _LayerFactory:
-    """The parts of a level, by what the settings say."""
+    """Constructs the blocks of a level from the settings."""
 
     def __init__(self, cfg: UNetConfig) -> None:
         self.cfg, self.time = cfg, 4 * cfg.channels[0]
@@ -53,10 +53,7 @@ class _LayerFactory:
 
 
 class Level(nn.Module):
-    """Residual blocks of one resolution, attention after each, and a change of the resolution.
-
-    ``inputs``: channels that each block gets.
-    """
+    """Residual blocks of one resolution, with attention after each.   ``inputs``: input channels of each block"""
 
     def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int) -> None:
         super().__init__()
@@ -65,48 +62,47 @@ class Level(nn.Module):
             self.attentions = nn.ModuleList(shapes.attention(kind, channels, heads) for _ in inputs)
 
     def parts(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-        """Blocks, each with the attention after it."""
+        """Yield each block with the attention after it."""
         yield from zip(self.resnets, getattr(self, "attentions", [None] * len(self.resnets)))
 
 
 class DownLevel(Level):
-    """x [B, C, ...] -> [B, C', .../2], and the outputs on the way"""
+    """x [B, C, ...] -> [B, C', .../2], and the outputs of all blocks, for skip connections"""
 
     def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
         super().__init__(shapes, inputs, channels, kind, heads)
         self.downsamplers = None if last else nn.ModuleList([Downsample(shapes.space, channels)])
 
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        found = []
+        outputs = []
         for block, attention in self.parts():
             x = block(x, time)
             x = x if attention is None else attention(x, tokens)
-            found.append(x)
+            outputs.append(x)
         for down in self.downsamplers or ():
             x = down(x)
-            found.append(x)
-        return x, found
+            outputs.append(x)
+        return x, outputs
 
 
 class UpLevel(Level):
-    """x [B, C, ...] and outputs of the way down, the last of which each block takes -> [B, C', ...], of the places of the next of
-    these outputs"""
+    """x [B, C, ...] and skip connections, of which each block takes the last -> [B, C', ...], of the size of the next one"""
 
     def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
         super().__init__(shapes, inputs, channels, kind, heads)
         self.upsamplers = None if last else nn.ModuleList([Upsample(shapes.space, channels)])
 
-    def forward(self, x: Tensor, before: list[Tensor], time: Tensor, tokens: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, skips: list[Tensor], time: Tensor, tokens: Tensor | None) -> Tensor:
         for block, attention in self.parts():
-            x = block(torch.cat((x, before.pop()), 1), time)
+            x = block(torch.cat((x, skips.pop()), 1), time)
             x = x if attention is None else attention(x, tokens)
         for up in self.upsamplers or ():
-            x = up(x, before[-1].shape[2:])
+            x = up(x, skips[-1].shape[2:])
         return x
 
 
 class Middle(Level):
-    """Two blocks, attention between them.   [B, C, ...] -> the same"""
+    """Two blocks with attention in between.   [B, C, ...] -> the same"""
 
     def __init__(self, shapes: _LayerFactory, channels: int, kind: str, heads: int) -> None:
         super().__init__(shapes, (channels, channels), channels, "none", heads)
@@ -121,11 +117,10 @@ class Middle(Level):
 
 
 class UNet(nn.Module):
-    """network(x [B, C, ...], time [B], condition) -> [B, C', ...] in channels-last memory.
+    """x [B, C, ...], time [B], condition -> [B, C', ...] in channels-last memory
 
-    Sides may be odd where a dim is not periodic; along a periodic one each level but the last halves them. A sample whose class is
-    the number of classes has none. Raises DataError for an input that does not fit, and for a condition that is missing or that
-    the settings do not name.
+    Sides may be odd, except along periodic dims, which each level but the last must halve. A class equal to the number of classes
+    means no class. Raises DataError for inputs of the wrong shape, and for conditions that are missing or not in the settings.
     """
 
     def __init__(self, cfg: UNetConfig | None = None) -> None:
@@ -133,22 +128,22 @@ class UNet(nn.Module):
         self.cfg = cfg = cfg or UNetConfig()
         shapes, levels = _LayerFactory(cfg), list(zip(cfg.channels, cfg.attention, cfg.heads))
         first, last = cfg.channels[0], cfg.channels[-1]
-        self.space, self.grid = shapes.space, Grid()  # a seam: places may lie on several processes
+        self.space, self.grid = shapes.space, Grid()  # a seam: pixels may be sharded
         cells = cfg.patch**cfg.dims
         self.conv_in = make_conv(self.space, cells * (cfg.inputs + cfg.field), first)
         self.time_embedding = TimeEmbedding(first, shapes.time)
         self.class_embedding = nn.Embedding(cfg.classes, shapes.time) if cfg.classes else None
         self.parameter_embedding = TimeEmbedding(cfg.parameters, shapes.time) if cfg.parameters else None
-        self.down_blocks, kept, channels = nn.ModuleList(), [first], first
+        self.down_blocks, skips, channels = nn.ModuleList(), [first], first
         for level, (width, kind, heads) in enumerate(levels, 1):
             inputs, is_last = [channels] + [width] * (cfg.blocks - 1), level == len(levels)
             self.down_blocks.append(DownLevel(shapes, inputs, width, kind, heads, is_last))
-            kept += [width] * (cfg.blocks + (not is_last))
+            skips += [width] * (cfg.blocks + (not is_last))
             channels = width
         self.mid_block = Middle(shapes, last, cfg.middle, cfg.heads[-1])
         self.up_blocks = nn.ModuleList()
         for level, (width, kind, heads) in enumerate(reversed(levels), 1):
-            inputs = [n + kept.pop() for n in (channels, *[width] * cfg.blocks)]
+            inputs = [n + skips.pop() for n in (channels, *[width] * cfg.blocks)]
             self.up_blocks.append(UpLevel(shapes, inputs, width, kind, heads, level == len(levels)))
             channels = width
         self.conv_norm_out = GroupNorm(cfg.groups, first, "silu", eps=cfg.eps)
@@ -165,57 +160,57 @@ class UNet(nn.Module):
             x = torch.cat((x, resize(condition.field.to(x.dtype), size, self.space.periodic_dims, self.grid.box(size))), 1)
         tokens = None if condition.tokens is None else condition.tokens.to(x.dtype)
         x = self.conv_in(channels_last(pixel_unshuffle(x, cfg.patch)))
-        kept = [x]
+        skips = [x]
         for level in self.down_blocks:
-            x, found = level(x, embedded, tokens)
-            kept += found
+            x, outputs = level(x, embedded, tokens)
+            skips += outputs
         x = self.mid_block(x, embedded, tokens)
         for level in self.up_blocks:
-            x = level(x, kept, embedded, tokens)
+            x = level(x, skips, embedded, tokens)
         return pixel_shuffle(self.conv_out(self.conv_norm_out(x)), cfg.patch)
 
     def embed(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        """What all blocks are told: the time, a class and physical parameters.   [B, T]"""
-        found = self.time_embedding(sinusoidal_embedding(time, self.cfg.channels[0], x.dtype))
+        """Return the sum of the embeddings of time, class and physical parameters.   [B, T]"""
+        embedding = self.time_embedding(sinusoidal_embedding(time, self.cfg.channels[0], x.dtype))
         if self.class_embedding is not None and condition.classes is not None:
             classes, count = condition.classes, self.class_embedding.num_embeddings
             row = self.class_embedding(classes.clamp(max=count - 1))
-            found = found + row.masked_fill((classes == count)[:, None], 0.0)
+            embedding = embedding + row.masked_fill((classes == count)[:, None], 0.0)
         if self.parameter_embedding is not None and condition.parameters is not None:
-            found = found + self.parameter_embedding(condition.parameters.to(x.dtype))
-        return found
+            embedding = embedding + self.parameter_embedding(condition.parameters.to(x.dtype))
+        return embedding
 
     def _check(self, x: Tensor, size: Sequence[int], time: Tensor, condition: Condition) -> None:
         cfg, sides = self.cfg, " x ".join(map(str, size))
         if x.ndim != cfg.dims + 2 or x.shape[1] != cfg.inputs:
-            raise DataError(f"the sample has shape {list(x.shape)}; expected [B, {cfg.inputs}" + ", places" * cfg.dims + "]")
-        halved = cfg.patch * 2 ** (len(cfg.channels) - 1)
+            raise DataError(f"the sample has shape {list(x.shape)}; expected [B, {cfg.inputs}" + ", size" * cfg.dims + "]")
+        divisor = cfg.patch * 2 ** (len(cfg.channels) - 1)
         if any(n % cfg.patch for n in size):
-            raise DataError(f"the sample has {sides} places; expected multiples of patch, {cfg.patch}")
-        if odd := [size[dim - 2] for dim in self.space.periodic_dims if size[dim - 2] % halved]:
-            raise DataError(f"the sample has {sides} places, {odd[0]} along a periodic dim; expected a multiple of {halved} there")
+            raise DataError(f"the sample has {sides} pixels; expected multiples of patch, {cfg.patch}")
+        if odd := [size[dim - 2] for dim in self.space.periodic_dims if size[dim - 2] % divisor]:
+            raise DataError(f"the sample has {sides} pixels, {odd[0]} along a periodic dim; expected a multiple of {divisor} there")
         sizes: dict[str, tuple[int | str, ...]] = {"classes": (), "parameters": (cfg.parameters,), "tokens": ("N", cfg.tokens or 0)}
         sizes["field"] = (cfg.field, *"DHW"[3 - cfg.dims :])
         check_inputs(self, x, time, condition, {name: size for name, size in sizes.items() if getattr(cfg, name)})
         field = condition.field
-        if field is not None and any(few > many for few, many in zip(field.shape[2:], size)):
-            raise DataError(f"condition.field has {list(field.shape[2:])} places, the sample {list(size)}; expected no more")
+        if field is not None and any(coarse > fine for coarse, fine in zip(field.shape[2:], size)):
+            raise DataError(f"condition.field has {list(field.shape[2:])} pixels, the sample {list(size)}; expected no more")
 
 
 def pixel_unshuffle(x: Tensor, patch: int) -> Tensor:
-    """Neighbouring places as channels of one.   [B, C, S...] -> [B, C P^D, S/P...]"""
+    """``F.pixel_unshuffle`` in D dims.   [B, C, S...] -> [B, C P^D, S/P...]"""
     if patch == 1:
         return x
     dims = x.ndim - 2
-    cut = x.reshape(*x.shape[:2], *(k for n in x.shape[2:] for k in (n // patch, patch)))
-    return cut.permute(0, 1, *range(3, 3 + 2 * dims, 2), *range(2, 2 + 2 * dims, 2)).flatten(1, 1 + dims)
+    split = x.reshape(*x.shape[:2], *(k for n in x.shape[2:] for k in (n // patch, patch)))
+    return split.permute(0, 1, *range(3, 3 + 2 * dims, 2), *range(2, 2 + 2 * dims, 2)).flatten(1, 1 + dims)
 
 
 def pixel_shuffle(x: Tensor, patch: int) -> Tensor:
-    """And back.   [B, C P^D, S/P...] -> [B, C, S...]"""
+    """``F.pixel_shuffle`` in D dims.   [B, C P^D, S/P...] -> [B, C, S...]"""
     if patch == 1:
         return x
-    dims, places = x.ndim - 2, x.shape[2:]
-    cut = x.unflatten(1, (-1, *(patch,) * dims))
-    turned = cut.permute(0, 1, *(k for dim in range(dims) for k in (2 + dims + dim, 2 + dim)))
-    return turned.reshape(*turned.shape[:2], *(patch * n for n in places))
+    dims, sizes = x.ndim - 2, x.shape[2:]
+    split = x.unflatten(1, (-1, *(patch,) * dims))
+    permuted = split.permute(0, 1, *(k for dim in range(dims) for k in (2 + dims + dim, 2 + dim)))
+    return permuted.reshape(*permuted.shape[:2], *(patch * n for n in sizes))

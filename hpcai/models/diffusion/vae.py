@@ -1,6 +1,6 @@
-"""An autoencoder of images whose latents follow a normal distribution (Kingma and Welling 2014, Rombach et al. 2022).
+"""A variational autoencoder of images (Kingma and Welling 2014, Rombach et al. 2022).
 
-Parameters bear the names that the files of diffusers' AutoencoderKL have. B images, L channels of a latent, h w its places
+Parameters have the names of diffusers' AutoencoderKL. B images, L channels of a latent, h x w its pixels
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Latents(NamedTuple):
     """The distribution of the latents of images."""
 
     moments: Tensor
-    """mean, and logarithm of the variance [B, 2L, h, w], as the encoder says it"""
+    """[B, 2L, h, w] mean and log variance, the output of the encoder"""
 
     @property
     def mean(self) -> Tensor:
@@ -35,7 +35,7 @@ class Latents(NamedTuple):
         return self.moments.chunk(2, 1)[1].clamp(-30.0, 20.0)
 
     def sample(self, noise: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """A draw, by standard normal ``noise`` [B, L, h, w] or numbers of ``generator``."""
+        """Sample latents, from standard normal ``noise`` [B, L, h, w] or ``generator``."""
         mean = self.mean
         if noise is None:
             noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
@@ -116,10 +116,10 @@ def _run_layers(coder: Encoder | Decoder, parts: Sequence[nn.Module], x: Tensor)
 
 
 class VAE(nn.Module):
-    """images [B, 3, H, W] in [-1, 1] -> images, from the means of their latents. All is in channels-last memory.
+    """images [B, 3, H, W] in [-1, 1] -> images, reconstructed from the means of their latents, in channels-last memory
 
-    A diffusion model sees ``vae.scale_latents(vae.encode(images).sample())``, and ``vae.decode(vae.unscale_latents(x))`` is what it draws.
-    Raises DataError for another number of channels, and for images that the encoder cannot halve.
+    Inputs of a diffusion model are ``vae.scale_latents(vae.encode(images).sample())``; its samples are decoded by
+    ``vae.decode(vae.unscale_latents(x))``. Raises DataError for other channels, and for images too small for the encoder.
     """
 
     def __init__(self, cfg: VAEConfig | None = None) -> None:
@@ -134,24 +134,24 @@ class VAE(nn.Module):
         return self.decode(self.encode(images).mean)
 
     def encode(self, images: Tensor) -> Latents:
-        """[B, 3, H, W] -> the distribution of latents, not scaled"""
+        """Encode images [B, 3, H, W] to the distribution of their latents, unscaled."""
         least = 2 ** (len(self.cfg.channels) - 1)
         if images.ndim != 4 or images.shape[1] != self.cfg.inputs or min(images.shape[2:]) < least:
-            wanted = f"[B, {self.cfg.inputs}, H, W] with sides of at least {least}"
-            raise DataError(f"images have shape {list(images.shape)}; expected {wanted}")
+            expected = f"[B, {self.cfg.inputs}, H, W] with sides of at least {least}"
+            raise DataError(f"images have shape {list(images.shape)}; expected {expected}")
         moments = self.encoder(images)
         return Latents(moments if self.quant_conv is None else self.quant_conv(moments))
 
     def decode(self, latents: Tensor) -> Tensor:
-        """[B, L, h, w], not scaled -> [B, 3, H, W]"""
+        """Decode unscaled latents.   [B, L, h, w] -> [B, 3, H, W]"""
         if latents.ndim != 4 or latents.shape[1] != self.cfg.latents:
             raise DataError(f"latents have shape {list(latents.shape)}; expected [B, {self.cfg.latents}, h, w]")
         return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(channels_last(latents)))
 
     def scale_latents(self, latents: Tensor) -> Tensor:
-        """(latents - shift) * scale, of about unit size: what a diffusion model sees.   [B, L, h, w] -> the same"""
+        """Return (latents - shift) * scale, of about unit variance, for diffusion models.   [B, L, h, w] -> the same"""
         return (latents - self.cfg.shift) * self.cfg.scale
 
     def unscale_latents(self, x: Tensor) -> Tensor:
-        """[B, L, h, w] -> the same"""
+        """Invert ``scale_latents``.   [B, L, h, w] -> the same"""
         return x / self.cfg.scale + self.cfg.shift

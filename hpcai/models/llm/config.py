@@ -1,4 +1,4 @@
-"""Shape of a decoder-only language model (Llama's and GPT's families), of its adapters, and how it speaks. No torch here."""
+"""Settings of decoder-only language models (Llama and GPT), of LoRA adapters and of sampling. This module does not import torch."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -10,59 +10,59 @@ from hpcai.errors import ConfigError
 
 
 class ScalingConfig(Settings):
-    """Rotary frequencies for more positions than a model was first trained with (Llama 3.1)."""
+    """Scaling of rotary frequencies for more positions than in pretraining (Llama 3.1)."""
 
     kind: Literal["llama3", "linear"] = "llama3"
     factor: Length = 8.0
-    """slow waves turn so many times slower"""
+    """divisor of low frequencies"""
     low: Length = 1.0
-    """waves that turn fewer times than this over ``original`` positions are slow"""
+    """low frequencies: fewer rotations than this over ``original`` positions"""
     high: Length = 4.0
-    """and those that turn more often stay as they are"""
+    """high frequencies, which are unchanged: more rotations than this; interpolated in between"""
     original: Positive = 8192
-    """positions of the first training"""
+    """positions of pretraining"""
 
 
 class RotaryConfig(Settings):
-    """Positions as rotations of queries and keys (Su et al. 2021)."""
+    """Rotary position embedding (Su et al. 2021)."""
 
     theta: Length = 10_000.0
     scaling: ScalingConfig | None = None
 
 
 class LLMConfig(Settings):
-    """A decoder: Llama 2 7B by default, 6,738,415,616 parameters."""
+    """A decoder; the default is Llama 2 7B with 6,738,415,616 parameters."""
 
     vocabulary: Positive = 32_000
     width: Positive = 4096
-    """channels of a token"""
+    """hidden size"""
     layers: Positive = 32
     heads: Positive = 32
-    """of queries"""
+    """query heads"""
     key_heads: Positive | None = None
-    """of keys and values, each for several of queries; null: as many"""
+    """key and value heads (grouped-query attention); null: as many as query heads"""
     head: Positive | None = None
     """channels of a head; null: width / heads"""
     inner: Positive = 11_008
-    """channels inside a feed-forward part"""
+    """channels of the feed-forward layer (intermediate size)"""
     positions: Positive = 4096
-    """tokens that a text may have"""
+    """maximum length of a text, in tokens"""
     rotary: RotaryConfig | None = RotaryConfig()
-    """null: learned positions, as GPT has them"""
+    """null: learned position embeddings, as in GPT"""
     norm: Literal["rms", "layer"] = "rms"
     eps: Length = 1e-5
     feed: Literal["swiglu", "gelu", "gelu_erf"] = "swiglu"
-    """gelu: by the tangent, as GPT has it; gelu_erf: by the error function, as some that follow it have"""
+    """gelu: tanh approximation, as in GPT; gelu_erf: exact GELU, as in some of its successors"""
     bias: bool = False
-    """whether linear layers add one"""
+    """whether linear layers have a bias"""
     tied: bool = False
-    """whether the last layer is the embedding"""
+    """whether the output layer shares the weights of the embedding"""
     deviation: Length = 0.02
-    """of the first weights"""
+    """standard deviation of initial weights"""
     dropout: Rate = 0.0
     recompute: Literal["none", "selective", "layers"] = "none"
-    """what is computed again for the backward pass instead of kept. selective: norms, rotations and activations; layers: all of
-    each, which keeps its input alone"""
+    """activation recomputation in the backward pass. selective: norms, rotary embeddings and activation functions; layers: whole
+    layers, of which only the inputs are saved"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -87,19 +87,19 @@ class LLMConfig(Settings):
 
     @property
     def num_parameters(self) -> int:
-        """How many there are, tied ones once."""
+        """Number of parameters; tied ones count once."""
         c, bias = self.width, int(self.bias)
         norm = c * (2 if self.norm == "layer" else 1)
         outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
         attention = c * outputs + bias * outputs + self.heads * self.head_dim * c + bias * c
         ups = 2 if self.feed == "swiglu" else 1
         feed = (ups + 1) * c * self.inner + bias * (ups * self.inner + c)
-        around = (1 if self.tied else 2) * self.vocabulary * c + norm + (0 if self.rotary else self.positions * c)
-        return self.layers * (attention + feed + 2 * norm) + around
+        embeddings = (1 if self.tied else 2) * self.vocabulary * c + norm + (0 if self.rotary else self.positions * c)
+        return self.layers * (attention + feed + 2 * norm) + embeddings
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """A published size with other values. Raises ConfigError, which lists them."""
+        """Return a published size, with ``changes``. Raises ConfigError, which lists the sizes, for an unknown name."""
         if name not in PRESETS:
             raise ConfigError(f"there is no language model {name!r}; expected one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name] | changes)
@@ -109,18 +109,18 @@ FrozenStorage = Literal["as they are", "bf16", "8bit"]
 
 
 class LoRAConfig(Settings):
-    """Adapters of the layers whose names end with one of ``targets``: by default MLPerf's for Llama 2 70B."""
+    """LoRA adapters of the linear layers whose names end with one of ``targets``; defaults of MLPerf for Llama 2 70B."""
 
     rank: Positive = 16
     alpha: Length = 32.0
     """the scale is alpha / rank"""
     stabilised: bool = False
-    """the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
+    """rank-stabilized LoRA: the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
     dropout: Rate = 0.0
-    """of what goes into A"""
+    """of the inputs of A"""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
     frozen: FrozenStorage = "as they are"
-    """in which bits the weights of all linear layers but the last lie in memory; computed with is what the step says"""
+    """storage format of the frozen weights of all linear layers but the output layer; the step sets the compute dtype"""
 
     @property
     def scale(self) -> float:
@@ -128,20 +128,20 @@ class LoRAConfig(Settings):
 
 
 class SamplingConfig(Settings):
-    """How the next token is chosen, in this order; the likeliest one where nothing is said."""
+    """Sampling of the next token; rules apply in this order. The default is greedy decoding."""
 
     most: Positive = 256
-    """tokens that are made at most"""
+    """maximum number of new tokens"""
     repetition: Length = 1.0
-    """by how much tokens that were there, also in the prompt, are less likely (Keskar et al. 2019)"""
+    """repetition penalty of tokens that occurred, also in the prompt (Keskar et al. 2019)"""
     temperature: Weight = 0.0
-    """0: the likeliest token"""
+    """0: greedy decoding"""
     top_k: Positive | None = None
-    """so many of the likeliest tokens, and those as likely as the last of them"""
+    """keep the k most probable tokens, and ties with the last of them"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """the likeliest tokens that together have this probability (Holtzman et al. 2020)"""
+    """nucleus sampling: keep the most probable tokens that together have this probability (Holtzman et al. 2020)"""
     min_p: Share = 0.0
-    """those that have at least this share of the likeliest one's"""
+    """keep tokens with at least this fraction of the largest probability"""
 
 
 _LLAMA31 = {

@@ -27,7 +27,7 @@ def log_likelihoods(
     batch is ``rows`` pairs of similar length. Collective over all ranks of a sharded model; ``pipeline`` as ``build_pipeline``
     returns it. Raises DataError for an empty list of tokens."""
     if not all(first and second for first, second in pairs):
-        raise DataError("a context or a choice is empty; expected a token at least, such as the one that begins a text")
+        raise DataError("a context or a choice is empty; expected at least one token, such as the one that begins a text")
     pipeline, device = active_pipeline(model, pipeline), next(model.parameters()).device
     overrides = gather_overrides(model, pipeline)
     order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))

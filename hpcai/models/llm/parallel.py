@@ -1,6 +1,7 @@
-"""A language model over the mesh: heads and channels cut over ``tensor``, tokens over ``context``, layers over ``pipeline``.
+"""Parallel language models: heads and channels sharded over ``tensor``, tokens over ``context``, layers over ``pipeline``.
 
-With ``tensor`` what lies between two cut layers has its tokens cut over the same processes, so that nothing is computed twice.
+With ``tensor``, activations between two sharded layers are sharded along tokens over the same ranks (sequence parallelism), so that
+nothing is computed twice.
 """
 
 from typing import Any
@@ -18,15 +19,15 @@ from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_
 
 
 def parallelize(model: LLM, mesh: Mesh) -> LLM:
-    """``model``, in place, cut over ``tensor`` and ``context``. Raises MeshError for a mesh that does not fit."""
+    """Shard ``model`` over ``tensor`` and ``context``, in place. Raises MeshError if the mesh does not fit."""
     mesh.check_axes("LLM", "replicate", "tensor", "context", "pipeline")
     tensor, context, cfg = mesh["tensor"], mesh["context"], model.cfg
     layers: Any = model.model.layers
     if cfg.heads % tensor.size:
         raise MeshError(f"mesh.tensor is {tensor.size}, which does not divide {cfg.heads} heads; take a divisor of them")
-    keys = mesh.split("tensor", tensor.size // cfg.kv_heads, "mesh.tensor") if tensor.size > cfg.kv_heads else None
-    if keys is None and cfg.kv_heads % tensor.size:
-        raise MeshError(f"mesh.tensor is {tensor.size}, which neither divides {cfg.kv_heads} heads of keys nor is a multiple of them")
+    groups = mesh.split("tensor", tensor.size // cfg.kv_heads, "mesh.tensor") if tensor.size > cfg.kv_heads else None
+    if groups is None and cfg.kv_heads % tensor.size:
+        raise MeshError(f"mesh.tensor is {tensor.size}, which neither divides {cfg.kv_heads} KV heads nor is a multiple of them")
     if tensor.size > 1:
         vocab_parallel_embedding(model.model.embed_tokens, tensor, sequence=1)
         if model.model.add_positions is not None:
@@ -37,7 +38,7 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
             for linear in outputs:
                 column_parallel(linear, tensor, sequence=1)
             for linear in (attention.k_proj, attention.v_proj):
-                column_parallel(linear, tensor, sequence=1, groups=keys)
+                column_parallel(linear, tensor, sequence=1, groups=groups)
             for linear in (attention.o_proj, feed.down_proj):
                 row_parallel(linear, tensor, sequence=1)
         vocab_parallel_head(model.lm_head, tensor, sequence=1)
@@ -51,8 +52,8 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
 
 
 def build_pipeline(model: LLM, mesh: Mesh, **kwargs: Any) -> Pipeline | None:
-    """What goes through the layers of ``model`` where they are cut over ``pipeline``, for ``Step(..., pipeline=)``; None elsewhere.
-    ``words``: schedule and sizes, as ``Pipeline`` has them."""
+    """Split the layers of ``model`` over ``pipeline``, and return the ``Pipeline`` for ``Step(..., pipeline=)``; None if its size is 1.
+    ``kwargs``: schedule and sizes of ``Pipeline``."""
     if mesh["pipeline"].size == 1:
         return None
     first = ["model.embed_tokens", *(["model.add_positions"] if model.cfg.rotary is None else [])]
@@ -60,7 +61,7 @@ def build_pipeline(model: LLM, mesh: Mesh, **kwargs: Any) -> Pipeline | None:
 
 
 class _LocalTokens(Seam):
-    """This rank's tokens of those that all ranks have.   [B, T, C] -> [B, T/n, C]"""
+    """Take the tokens of this rank from those of all ranks.   [B, T, C] -> [B, T/n, C]"""
 
     sequence: int | None = 1
 

@@ -95,7 +95,7 @@ def test_what_says_nothing_of_each_condition() -> None:
     found = made.unconditional(given)
     assert found.classes.tolist() == [5, 5] and not found.parameters.any() and not found.field.any()  # type: ignore[union-attr]
     assert found.tokens is None and torch.equal(found.guidance, torch.ones(2)), "the strength of guidance is no condition"  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"knows no empty text: its settings have no latents\.tokens; give nothing"):
+    with pytest.raises(ConfigError, match=r"no embedding of the empty text: the settings have no latents\.tokens"):
         made.unconditional(Condition(tokens=torch.zeros(2, 3, 6)))
 
 

@@ -100,7 +100,7 @@ def test_a_residual_is_what_a_sample_differs_by_from_its_coarse_field() -> None:
     torch.testing.assert_close(loss(made, whole)["loss"], again, rtol=1e-12, atol=0)
     found, given = (one.sample(whole.condition, 2, size=(1, 8, 8)) for one in (made, plain))
     torch.testing.assert_close(found[0], made.add_coarse(given[0], whole.condition), rtol=1e-10, atol=1e-10)
-    with pytest.raises(DataError, match="differences from a coarse field; give condition.field"):
+    with pytest.raises(DataError, match="the difference from a coarse field; give condition.field"):
         made.add_coarse(whole.sample, Condition())
 
 
@@ -116,9 +116,9 @@ def test_physical_units_and_sizes() -> None:
     assert made.sample(Condition(field=torch.zeros(1, 1, 4, 3)), 1).shape == (1, 1, 1, 16, 12), "a larger region"
     with pytest.raises(ConfigError, match="The settings have none; give size="):
         model().sample(Condition(field=torch.zeros(1, 1, 2, 2)))
-    with pytest.raises(ConfigError, match="does not know what its samples are in physical units"):
+    with pytest.raises(ConfigError, match="cannot convert samples to physical units"):
         model().to_physical(density)
-    with pytest.raises(DataError, match=r"conditions and their numbers are of \[2, 3\] samples"):
+    with pytest.raises(DataError, match=r"conditions and indices are of \[2, 3\] samples"):
         made.sample(Condition(field=torch.zeros(2, 1, 2, 2)), indices=torch.arange(3))
 
 
@@ -135,5 +135,5 @@ def test_parameters_by_name_and_what_does_not_fit(caplog: pytest.LogCaptureFixtu
     assert caplog.messages == ["sigma_8 is 0.5, outside of 0.6 to 1, the range that the model was trained on"]
     with pytest.raises(DataError, match="parameters Omega_m; the model was trained on Omega_m, sigma_8"):
         made.standardize_parameters({"Omega_m": 0.3})
-    with pytest.raises(DataError, match=r"condition.field has \[2, 3\] places and the sample \[8, 8\]; expected 4 times as many"):
+    with pytest.raises(DataError, match=r"condition.field has \[2, 3\] pixels and the sample \[8, 8\]; expected 4 times as many"):
         made.sample(Condition(field=torch.zeros(2, 1, 2, 3), parameters=asked), size=(1, 8, 8))

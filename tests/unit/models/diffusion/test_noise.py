@@ -84,7 +84,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
         ({"seed": -1}, "seed is -1"),
         ({"use": 2**19}, "use 524288 in epoch 0; expected uses below 2"),
         ({"epoch": 2**23}, "use 0 in epoch 8388608"),
-        ({"size": (2**23, 2**22)}, "has more than 2.44 numbers"),
+        ({"size": (2**23, 2**22)}, "has more than 2.44 elements"),
         ({"box": (slice(0, 4, 2),)}, "expected slices of step 1"),
     ):
         given: dict[str, Any] = {"seed": 0, "use": NOISE, "index": torch.tensor([1, 2]), "epoch": 0, "size": (8,)}

@@ -84,12 +84,12 @@ def test_steps_come_one_by_one_and_the_last_is_what_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("says, more, told", [
-    ("flow", {"method": "ddim"}, "method ddim goes along a schedule.*flow has none; set method to euler or heun"),
+    ("flow", {"method": "ddim"}, "method ddim needs a schedule.*flow has none; set method to euler or heun"),
     ("v", {"method": "heun", "clean": False}, r"clean false is of ddim and dpm\+\+; method is heun; set clean to true"),
     ("edm", {"method": "heun", "spacing": "karras", "low": 3.0, "high": 2.0}, "begin at 2 and end at 3; expected low below high"),
-    ("v", {"guidance": 2.0}, "guidance 2 compares.*give nothing, or set guidance to 1"),
-    ("v", {"method": "ddpm"}, "adds noise on the way; give fresh"),
-    ("edm", {"method": "heun", "spacing": "karras", "churn": 4.0}, "adds noise on the way; give fresh"),
+    ("v", {"guidance": 2.0}, "guidance 2 compares.*give unconditional, or set guidance 1"),
+    ("v", {"method": "ddpm"}, "adds noise in steps; give step_noise"),
+    ("edm", {"method": "heun", "spacing": "karras", "churn": 4.0}, "adds noise in steps; give step_noise"),
     ("v", {"method": "dpm++", "eta": 0.5, "shift": 2.0}, "(?s)eta 0.5.*\n.*shift 2"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused_before_the_first_step(says: str, more: dict[str, Any], told: str) -> None:
@@ -98,7 +98,7 @@ def test_settings_that_do_not_go_together_are_refused_before_the_first_step(says
 
 
 @pytest.mark.parametrize("says, more, told", [
-    ("epsilon", {"method": "ddim"}, "begins at level 999, which is noise alone: a network that says epsilon tells nothing"),
+    ("epsilon", {"method": "ddim"}, "begins at level 999, which is noise alone: a prediction of epsilon does not"),
     ("epsilon", {"spacing": "linspace"}, "set spacing to leading or train v"),
     ("v", {"method": "heun", "spacing": "linspace"}, "sigma / alpha is infinite; set spacing to karras or leading"),
 ])  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_level_of_noise_alone_is_refused_where_nothing_can_be_made_of_it(says:
 
 def test_a_condition_and_none_must_have_the_same_parts() -> None:
     parts = Condition(), Condition(classes=torch.zeros(3))
-    for pair, told in ((parts, "condition has no classes, the other one has"), (parts[::-1], "nothing has no classes")):
+    for pair, told in ((parts, "condition has no classes, the other one has"), (parts[::-1], "unconditional has no classes")):
         with pytest.raises(ConfigError, match=told):
             sample(never, objective(), SamplerConfig(guidance=2.0), some(*SHAPE), *pair)
     with pytest.raises(ConfigError, match="condition has parameters of 2 samples, noise is of 3; give one for each"):

@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused() -> None:
     at = scores.shells((4, 4))
     for call, text in (
         (lambda: scores.ensemble_sums(X[:1], Y), "2 members at least"),
-        (lambda: scores.spectrum(torch.zeros(2, 4, 5), at), r"but the shells were made for samples of \[4, 4\]"),
+        (lambda: scores.spectrum(torch.zeros(2, 4, 5), at), r"but the shells are of samples of \[4, 4\]"),
         (lambda: scores.fid_to_sums(torch.zeros(4, 3), torch.zeros(2), torch.eye(3)), r"mean is \[2\] and covariance \[3, 3\]"),
         (lambda: finished(scores.fid_to_sums(torch.zeros(1, 3), torch.zeros(3), torch.eye(3))), "FID: 1 rows"),
     ):

@@ -124,7 +124,7 @@ def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind:
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another class": ({"_class_name": "UNet3DModel"}, "_class_name is 'UNet3DModel'; expected one of UNet2DConditionModel, "),
-    "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4; networks here know null alone"),
+    "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4; networks here support null only"),
     "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to a head's 128"),
 }  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_several_texts_end_each_on_its_own(scripted: Any) -> None:
     assert new_model(Tokenizer.byte_level()).generate(["a", "b", "c"], stop=".") == ["one", "three", "four"]
     assert made.ended == [True, False, True] and made.asked == 7
     assert new_model(Tokenizer.byte_level()).generate([]) == []
-    with pytest.raises(ConfigError, match="stop: a text without letters"):
+    with pytest.raises(ConfigError, match="stop: an empty string"):
         new_model(Tokenizer.byte_level()).generate("a", stop=["x", ""])
 
 
@@ -136,7 +136,7 @@ def test_a_chat_is_told_by_the_template(scripted: Any) -> None:
     assert str(model.chat(messages, most=9)) == tokenizer.decode(ids, skip_special=True) == model.chat([messages], most=9)[0]
     scripted([*tokenizer.encode("Hi"), tokenizer.token_id("<|end|>"), *tokenizer.encode("!")])
     assert str(model.chat(messages)) == "Hi!"  # a special token is no text
-    with pytest.raises(DataError, match="has no template of chats"):
+    with pytest.raises(DataError, match="has no chat template"):
         new_model(Tokenizer.byte_level()).chat(messages)
 
 
@@ -170,5 +170,5 @@ def test_a_model_without_a_tokenizer_and_one_of_another_model_are_refused() -> N
     model = new_model(vocabulary=256)
     with pytest.raises(DataError, match="was not loaded from a folder, so the model has no tokenizer; set model.tokenizer"):
         model.generate("a")
-    with pytest.raises(DataError, match="bytes: has ids up to 256, but the model knows 256 words; it is of another model"):
+    with pytest.raises(DataError, match="bytes: has ids up to 256, the model's vocabulary 256 entries; it is of another model"):
         model.tokenizer = Tokenizer.byte_level()

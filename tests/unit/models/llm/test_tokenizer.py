@@ -147,7 +147,7 @@ def test_templates_may_be_several_or_a_file_of_their_own(tmp_path: Path) -> None
     assert one.decode(one.chat([])[0]) == "a file!" and one.has_generation_blocks
     one.save(tmp_path / "kept")
     assert Tokenizer.load(tmp_path / "kept").chat([]) == one.chat([])
-    with pytest.raises(DataError, match="bytes: has no template of chats"):
+    with pytest.raises(DataError, match="bytes: has no chat template"):
         Tokenizer.byte_level().chat([])
 
 
