@@ -25,15 +25,12 @@ ALLOWED = {
     "models/llm/likelihood.py: _rows": "takes the texts of a person",
     "models/llm/tokens.py: widths": "numpy",
     "models/openfold/folding.py: prepare_features": "takes the arrays of a person",
-    "models/openfold/geometry.py: _tables": "numpy",
-    "models/openfold/structures.py: _swap_arginine_atoms": "numpy",
     "models/openfold/device_cache.py: to_device": "keeps what it made",
     "models/unet3d/model.py: segment": "takes the arrays of a person",
     "models/unet3d/objective.py: slices": "pictures, which the host reads",
     "models/unet3d/volume.py: resample": "takes the arrays of a person",
     "nn/notes.py: _first": "where the numbers of a new weight begin",
     "nn/weights.py: read": "reads a file of weights",
-    "train/optim.py: _lines": "an optimizer is built once",
 }
 """These run once, or never on the device in a step."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,4 +1,4 @@
-"""CosmoFlow over the mesh: copies, each with its own universes, which may be cut along their depth and height."""
+"""Data parallelism of CosmoFlow, and spatial sharding of its cubes along depth and height."""
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.cosmoflow.model import CosmoFlow
@@ -6,13 +6,13 @@ from hpcai.parallel.spatial import Cut, Join, Once, spatial
 
 
 def spatial_cut(mesh: Mesh) -> Cut:
-    """How a universe lies on the processes of a copy."""
+    """Return how a cube is sharded over the ranks of a replica."""
     return Cut.over({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
 
 def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
-    """``model``, in place, whose convolutions are cut over ``depth`` and ``height``. Raises MeshError for a mesh that does not
-    fit."""
+    """Shard the convolutions of ``model`` over ``depth`` and ``height``, in place, and return it. Raises MeshError if the mesh does
+    not fit."""
     mesh.only("CosmoFlow", "replicate", "depth", "height")
     if mesh.copy.size > 1:
         model.gather_volume = Join()

@@ -1,4 +1,4 @@
-"""The loss that trains the 3D U-Net, and its scores.   B batch, K classes, D H W the volume."""
+"""Loss and scores of the 3D U-Net.   B batch, K classes, D H W the volume."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hpcai.models.unet3d.volume import CLIP_HU, MEAN_HU, STD_HU
 
-_SMOOTH = 1e-6  # in numerator and denominator of the dice: a class in neither counts as 1
+_SMOOTH = 1e-6  # in numerator and denominator of the dice: a class in neither gives 1
 
 
 class Batch(NamedTuple):
-    """Volumes and what each of their voxels is."""
+    """Volumes with the class of each voxel."""
 
     image: Tensor  # [B, D, H, W] normalised intensities, float32
     label: Tensor  # [B, D, H, W] class of each voxel, uint8
@@ -29,7 +29,7 @@ def _input(model: Any, image: Tensor) -> Tensor:
 
 
 def _dice_and_entropy(logits: Tensor, label: Tensor, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Soft dice of each class but the first, and mean cross entropy, of each whole volume.   [B, K-1] and [B]"""
+    """Return soft dice of each class except the first, and mean cross entropy, of each full volume.   [B, K-1] and [B]"""
     log = F.log_softmax(logits, 1)
     p = log[:, 1:].exp()
     one_hot = label[:, None] == torch.arange(1, logits.shape[1], device=label.device, dtype=label.dtype).view(1, -1, 1, 1, 1)
@@ -50,13 +50,14 @@ def _dice_ratio(intersection: Tensor, sizes: Tensor) -> Tensor:
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Mean of cross entropy over all classes and 1 - soft dice over all but the first (MLPerf; Milletari et al. 2016)."""
+    """Return the mean of cross entropy over all classes and 1 - soft dice over all but the first (MLPerf; Milletari et al. 2016).
+    """
     soft, entropy = _dice_and_entropy(_at_least_float32(model(_input(model, batch.image))), batch.label, model.spatial_sum)
     return {"loss": _combine(soft, entropy), "dice": soft.detach().mean(), "entropy": entropy.detach().mean()}
 
 
 def dice(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
-    """Dice of each class but the first in each volume; 1 where it is in neither.   [B, D, H, W] twice -> [B, K-1] float64"""
+    """Return dice of each class except the first per volume; 1 if it is in neither.   [B, D, H, W] twice -> [B, K-1] float64"""
     columns = []
     for k in range(1, classes):
         a, b = (predicted == k).flatten(1), (label == k).flatten(1)
@@ -65,10 +66,10 @@ def dice(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
 
 
 def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float]]:
-    """``mean_dice``, the metric of MLPerf (target 0.908): dice of kidney and tumour in each volume, seen in overlapping windows,
-    the mean over volumes, then over classes. Each class has its own, too (``dice_<class>``), and the loss is among them.
+    """Return sums and counts of ``mean_dice``, the metric of MLPerf (target 0.908): dice of each class in each volume, by
+    overlapping windows, averaged over volumes, then over classes. Also ``dice_<class>``, and the loss.
 
-    Where a volume does not divide into strides its rim is not scored, as in the reference (``place``).
+    If a volume is no multiple of the stride its border is not scored, as in the reference (``plan_windows``).
     """
     dices, losses = [], []
     for image, label in volumes:
@@ -83,9 +84,9 @@ def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float
 
 
 def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
-    """Rows for pictures: each volume's axial slice with most of the last class (of any class, where that one is absent), its truth
-    and what the model sees, framed around what is there.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S,
-    S] uint8"""
+    """Return rows for plots: the axial slice of each volume with most of the last class (of any class, if that one is absent), with
+    true and predicted classes, cropped around them.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S, S] uint8
+    """
     side = max(model.cfg.window[1:]) * 3 // 2
     columns: list[list[Tensor]] = []
     for image, label in volumes:
@@ -103,6 +104,6 @@ def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
 
 
 def _crop_plane(plane: Tensor, start: list[int], side: int, fill: float) -> Tensor:
-    """The square of ``side`` from ``first`` on, which may reach beyond the plane.   [H, W] -> [S, S]"""
+    """Return the square of ``side`` from ``start`` on, padded with ``fill`` beyond the plane.   [H, W] -> [S, S]"""
     padding = [n for begin, size in reversed(list(zip(start, plane.shape))) for n in (-begin, begin + side - size)]
     return F.pad(plane, padding, value=fill)

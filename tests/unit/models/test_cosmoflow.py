@@ -29,7 +29,7 @@ def test_whitened_input_is_a_setting_and_not_a_weight() -> None:
     torch.testing.assert_close(model(x), plain(mixed))
     with pytest.raises(ValueError, match="mean has 2 entries, but there are 4 channels"):
         CosmoFlowConfig(mean=(1.0, 2.0), mix=mix)
-    with pytest.raises(ValueError, match="given together"):
+    with pytest.raises(ValueError, match="must both be given"):
         CosmoFlowConfig(mix=mix)
 
 
@@ -56,7 +56,7 @@ def test_predictions_have_names_and_physical_units() -> None:
     "volume, text",
     [
         (np.zeros((16, 16, 16, 4)), r"shape \[16, 16, 16, 4\]; expected \[32, 32, 32, 4\]"),
-        (np.full((32, 32, 32, 4), np.nan), "holds nan, as one of 131,072 values"),
+        (np.full((32, 32, 32, 4), np.nan), "contains nan, one of 131,072 invalid values"),
         (np.zeros((32, 32, 32, 4), np.complex64), "dtype complex64; expected particle counts"),
     ],
 )

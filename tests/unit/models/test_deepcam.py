@@ -134,7 +134,7 @@ def test_units_are_converted() -> None:
     found = dict(zip(VARIABLES, stack_fields(ones, cfg, theirs).flatten().tolist()))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     for wrong, text in (({"PSL": "psi"}, "PSL is in 'psi'; expected Pa, or one of hPa, mbar"),
-                        ({"PLS": "hPa"}, "units names PLS, which the network does not take")):  # fmt: skip
+                        ({"PLS": "hPa"}, "units contains PLS; expected names of")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             new().segment(fields(), units=wrong)
 
@@ -146,7 +146,7 @@ def test_bad_fields_are_named() -> None:
     for wrong, text in (
         (renamed, r"fields lack TMQ \(is it 'TMQ1'\?\); expected TMQ"),
         (given | {"V850": given["V850"][:, 1:]}, r"V850 has shape \[32, 47\], TMQ \[32, 48\]"),
-        ({name: np.zeros((0, 48)) for name in given}, r"TMQ has shape .*with one cell at least"),
+        ({name: np.zeros((0, 48)) for name in given}, r"TMQ has shape .*the same for all and not empty"),
         (given | {"T500": given["T500"] * 1j}, "T500 is of dtype complex64; expected real numbers"),
         (given | {"T500": poles}, "T500: 96 values are not finite, in rows 30 to 31 of 32; fill them"),
         (given | {"TS": given["TS"] + 273.15}, r"TS goes from .* but from 11 to 32 in training; is it in another unit"),

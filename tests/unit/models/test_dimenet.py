@@ -173,7 +173,7 @@ def test_a_structure_is_relaxed_in_three_lines() -> None:
     "given, text",
     [
         ({"positions": [[0, 0, 0], [0, 0, 9.0]]}, "no atom has a neighbour within 4 angstrom"),
-        ({"numbers": [1, 97]}, "element 97; the model knows those up to 94"),
+        ({"numbers": [1, 97]}, "element 97; the model has embeddings up to 94"),
         ({"cutoff": 5.0}, "cutoff=4, most=None"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_mask_does_not_depend_on_mode_or_memory() -> None:
     ("words", "text"),
     [
         ({"window": (128, 100, 128)}, "multiples of 32"),
-        ({"window": (32, 32, 32)}, "the bottleneck has one voxel, and no statistics"),
+        ({"window": (32, 32, 32)}, "one voxel without statistics"),
     ],
 )
 def test_settings_that_do_not_fit(words: dict[str, Any], text: str) -> None:

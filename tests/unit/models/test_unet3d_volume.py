@@ -28,9 +28,9 @@ def test_every_dtype_stays_what_it_is(kind: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "four dims": ({"image": np.zeros((1, 4, 5, 6), np.float32)}, "shape (1, 4, 5, 6), expected (D, H, W), the slices first"),
+    "four dims": ({"image": np.zeros((1, 4, 5, 6), np.float32)}, "shape (1, 4, 5, 6), expected (D, H, W), slices first"),
     "NaN": ({"image": np.full((4, 5, 6), np.nan, np.float32)}, "120 of 120 voxels of the image are NaN"),
-    "another shape": ({"label": np.zeros((4, 5, 7), np.uint8)}, "label of shape (4, 5, 7) with an image of (4, 5, 6)"),
+    "another shape": ({"label": np.zeros((4, 5, 7), np.uint8)}, "label of shape (4, 5, 7) and an image of (4, 5, 6)"),
     "metres": ({"spacing_mm": (0.0025, 0.0007, 0.0007)}, "check the unit"),
 }
 

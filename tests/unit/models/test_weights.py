@@ -108,7 +108,7 @@ OTHER: dict[Any, tuple[dict[str, Any], str, str]] = {
     CosmoFlow: ({"filters": 8}, "the weights have filters 2, the settings 8", "conv_seq.0.conv.weight, dense1.weight"),
     DeepCam: ({"divide": 4}, "the weights have divide 8, the settings 4", "of the reference .xception_features.conv1"),
     DimeNet: ({"hidden": 64}, "the weights have hidden 12, the settings 64", "of the reference .rbf.freq"),
-    OpenFold: ({"pair": 24}, "of other shapes than the settings ask for", "aux_heads"),
+    OpenFold: ({"pair": 24}, "with other shapes than those of the settings", "aux_heads"),
     UNet3D: ({"filters": (8, 6)}, r"the weights have filters \(4, 6\), the settings \(8, 6\)", "input_block.conv1.0.weight"),
 }
 

@@ -62,7 +62,7 @@ def test_a_chain_too_long_for_the_memory_is_told_so(kind: str, monkeypatch: pyte
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
         torch.empty(1 << 60)  # what torch itself says
 
-    monkeypatch.setattr(model, "passes", passes)
+    monkeypatch.setattr(model, "run_passes", passes)
     text = "a chain of 10 residues with 4 clusters and 4 extra rows does not fit into the memory"
     with pytest.raises(DataError, match=text):
         model.fold(SEQUENCE, recycles=0, cfg=FEW)

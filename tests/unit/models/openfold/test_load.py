@@ -156,7 +156,7 @@ def changed(public: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
         ({"evoformer__linear__bias": None}, r"1 \(evoformer.linear.bias\) missing; none unexpected"),
         ({"evoformer__linear__bias": torch.ones(31)}, r"evoformer.linear.bias is \(31,\), expected \(32,\)"),
         ({"evoformer__blocks__1__msa_att_row__linear_z__weight": torch.ones(5, 16)}, r"msa_att_row.linear_z.weight is \(5, 16\)"),
-        ({"structure_module__ipa__head_weights": torch.ones(0)}, "in shapes of no OpenFold"),
+        ({"structure_module__ipa__head_weights": torch.ones(0)}, "with shapes of no OpenFold"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(changes: Any, text: str, public: dict[str, Tensor], tmp_path: Path) -> None:
@@ -171,5 +171,5 @@ def test_settings_that_are_not_the_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none missing; 2 \(auxiliary_heads.tm.linear.weight, "):
         load_weights(tmp_path / "w.pt", OpenFoldConfig.preset("tiny"))
     model.save(tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="holds its own settings"):
+    with pytest.raises(CheckpointError, match="contains settings that differ"):
         load_weights(tmp_path / "w.safetensors", ODD)

@@ -141,7 +141,7 @@ def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(
     for name in (coarse, "heads.plddt", "heads.distogram", *(f"structure_module.{part}" for part in exact)):
         part = model.get_submodule(name)
         part.register_forward_hook(lambda _, __, out, name=name: found.__setitem__(name, out.dtype))
-    monkeypatch.setattr(embedders, "bins", lambda x, *more: binned.append(x.dtype) or bins(x, *more))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(embedders, "distogram", lambda x, *more: binned.append(x.dtype) or bins(x, *more))  # type: ignore[func-returns-value]
     step = Step(model, partial(loss, cfg=ALL), StepConfig(precision=precision, optimizer="sgd", lr=1e-9), dist.alone())
     values = step(batch)
     assert found.pop(coarse) == torch.bfloat16

@@ -114,7 +114,7 @@ def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("text", "chain", "message"), [
-    (entry(SMALL)[:-3], None, r"not a whole mmCIF file: \d+:.*Wrong number of values in loop _atom_site"),
+    (entry(SMALL)[:-3], None, r"not a complete mmCIF file: \d+:.*Wrong number of values in loop _atom_site"),
     (entry(SMALL), "A", "chain 'A' is not there; the protein chains are H"),
     (entry(SMALL + "\nA H 1 GLY N . 1 2 3 1 1 1"), None, "residue 1 of chain 1abc_H is GLY in _atom_site and ALA in _ent"),
     (entry(SMALL + "\nA H 1 ALA N . 1 nan 3 1 1 1"), None, r"atom N of residue 1 of chain 1abc_H is at \['1', 'nan', '3'\]"),
@@ -155,12 +155,12 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     aatype, positions, mask, plddt = predicted()
     cases = [
         ("p.ent", {}, "ends in '.ent', expected .cif or .pdb"),
-        ("p.cif", {"aatype": aatype + 1}, "expected whole numbers .N. from 0 to 20"),
+        ("p.cif", {"aatype": aatype + 1}, "expected integers .N. from 0 to 20"),
         ("p.cif", {"positions": positions[:, :14]}, r"positions of shape \(21, 14, 3\), expected \(21, 37, 3\)"),
         ("p.cif", {"mask": 0 * mask}, "no atoms"),
         ("p.cif", {"positions": np.where(np.arange(21)[:, None, None] == 6, np.nan, positions)}, "an atom of residue 7 has"),
         ("p.cif", {"chain": "A B"}, "a chain named 'A B'"), ("p.pdb", {"chain": "AA"}, "chain 'AA', .*; write .cif"),
-        ("p.pdb", {"positions": positions * 1000}, "coordinates from -.*; PDB holds"),
+        ("p.pdb", {"positions": positions * 1000}, "coordinates from -.*; PDB has columns for"),
     ]  # fmt: skip
     for name, change, message in cases:
         with pytest.raises(DataError, match=f"^{tmp_path}/{name}: .*{message}"):

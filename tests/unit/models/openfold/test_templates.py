@@ -93,7 +93,7 @@ def test_a_chain_that_is_not_there_or_cannot_be_read_is_refused_and_letters_of_c
     def broken(name: str) -> None:
         raise DataError(f"{name}.cif: not whole\nat all")
 
-    assert reason(replace(HIT, name="9XYZ_A a")) == "no structure of it is there"
+    assert reason(replace(HIT, name="9XYZ_A a")) == "its structure is missing"
     assert reason(chains=broken) == "1abc_A.cif: not whole at all"
     assert "of 20 letters are those of its structure" in str(reason(replace(HIT, name="1ABC_a a")))
 
