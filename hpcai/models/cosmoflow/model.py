@@ -111,8 +111,7 @@ def _to_tensor(volume: Any) -> Tensor:
 
 
 def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return log(1 + counts), the input of the network.   [B, D, H, W, C] -> [B, C, D, H, W], a permuted view of channels-last
-    memory"""
+    """Return log(1 + counts), the input of the network.   [B, D, H, W, C] -> [B, C, D, H, W], a view of channels-last memory"""
     return counts.to(dtype, copy=True).log1p_().permute(0, 4, 1, 2, 3)
 
 

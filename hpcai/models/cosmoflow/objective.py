@@ -30,8 +30,7 @@ def loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def error(model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, Tensor | float]]:
-    """Return sums and counts of ``mae``, the metric of MLPerf HPC (target 0.124), mean absolute error over all elements; and of
-    ``mse``."""
+    """Return sums and counts of ``mae``, the metric of MLPerf HPC (target 0.124), over all elements, and of ``mse``."""
     guess, target = _predict(model, batch)
     return {"mae": ((guess - target).abs().sum(), guess.numel()), "mse": ((guess - target).square().sum(), guess.numel())}
 

@@ -11,8 +11,7 @@ def spatial_cut(mesh: Mesh) -> Cut:
 
 
 def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
-    """Shard the convolutions of ``model`` over ``depth`` and ``height``, in place, and return it. Raises MeshError if the mesh does
-    not fit."""
+    """Shard the convolutions of ``model`` over ``depth`` and ``height``, in place. Raises MeshError if the mesh does not fit."""
     mesh.only("CosmoFlow", "replicate", "depth", "height")
     if mesh.copy.size > 1:
         model.gather_volume = Join()

@@ -86,10 +86,10 @@ def _check_range(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: 
         return
     low, high = cfg.low[i], cfg.high[i]
     slack = high - low
-    least, most = float(values.min()), float(values.max())
-    if least < low - slack or most > high + slack:
+    minimum, maximum = float(values.min()), float(values.max())
+    if minimum < low - slack or maximum > high + slack:
         raise DataError(
-            f"{name} goes from {least:g} to {most:g} {cfg.units[i]}, but from {low:g} to {high:g} in training; "
+            f"{name} goes from {minimum:g} to {maximum:g} {cfg.units[i]}, but from {low:g} to {high:g} in training; "
             f"is it in another unit? pass units={{{name!r}: ...}}"
         )
 

@@ -30,9 +30,9 @@ def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
         sizes = _infer_sizes(state)
     if saved_cfg is None:
         saved_cfg = (cfg or _default_config(sizes)).model_copy(update={name: sizes[name] for name in ("divide", "middle")})
-    target = cfg or saved_cfg
-    wanted = {"variables": len(target.variables), "classes": len(target.classes), "divide": target.divide, "middle": target.middle}
-    weights.agree(path, sizes, wanted)
+    base = cfg or saved_cfg
+    expected = {"variables": len(base.variables), "classes": len(base.classes), "divide": base.divide, "middle": base.middle}
+    weights.agree(path, sizes, expected)
     with torch.device("meta"):
         names = list(DeepCam(saved_cfg).state_dict())
     if set(state) != set(names):

@@ -23,8 +23,7 @@ FusedReLU = nn.Identity  # in place of a ReLU of the reference, fused into Norm,
 
 
 def _init_kaiming(module: nn.Module) -> None:
-    """Initialise the convolutions at the end of a module's construction, as the reference does, so that a seed gives the same
-    weights."""
+    """Initialise convolutions after a module's construction, as the reference does: the same seed gives the same weights."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight)
@@ -54,8 +53,7 @@ class SeparableConv(nn.Module):
 
 
 class Block(nn.Module):
-    """Three separable convolutions, the last with a stride, and a 1 x 1 skip connection.   [B, C, H, W] -> [B, O, H/stride,
-    W/stride]"""
+    """Three separable convolutions, the last with a stride, and a skip connection.   [B, C, H, W] -> [B, O, H/stride, W/stride]"""
 
     def __init__(self, inputs: int, outputs: int, stride: int, relu: bool, grow_first: bool = True) -> None:
         super().__init__()

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 
 def _bessel(x: Any, orders: int, sin: Any, cos: Any) -> list[Any]:
-    """Return j_0(x) ... j_(orders-1)(x) by the upward recurrence, which in float64 is good to 1e-9 for x >= 0.5 and orders up to 7.
-    """
+    """Return j_0(x) ... j_(orders-1)(x) by the upward recurrence: in float64 good to 1e-9 for x >= 0.5 and orders up to 7."""
     values = [sin(x) / x]
     if orders > 1:
         values.append((values[0] - cos(x)) / x)
@@ -104,8 +103,7 @@ def radial_functions(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent
 
 
 class _RadialFunctions(torch.autograd.Function):
-    """``radial_functions`` with the next derivative as its gradient. Under torch.compile only autograd of the plain function is
-    right."""
+    """``radial_functions`` with the next derivative as its gradient. Under torch.compile, where that is wrong, it is not used."""
 
     forward = staticmethod(radial_functions)
 

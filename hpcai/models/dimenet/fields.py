@@ -38,7 +38,7 @@ class Fields(NamedTuple):
 
 
 def read_fields(source: Any, where: str = "atoms", labels: bool = True) -> list[Fields]:
-    """Return copies of the structures in ``source``: a PyTorch Geometric ``Data`` or ``Batch``, ASE's ``Atoms``, or a sequence of
+    """Return copies of the structures in ``source``: PyTorch Geometric's ``Data`` or ``Batch``, ASE's ``Atoms``, or a sequence of
     them.
 
     Without ``pbc`` a structure is periodic if it has a cell. ASE's labels are read if its calculator has already computed them, and

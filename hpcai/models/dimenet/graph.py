@@ -56,12 +56,10 @@ def build_structure(
 ) -> Structure:  # fmt: skip
     """Return a structure with the neighbours of its atoms, through periodic images. ``cutoff`` and ``most`` are those of the model.
 
-    Args:
-        numbers: Atomic numbers [N]; or ASE's ``Atoms`` or PyTorch Geometric's ``Data`` alone (for names see ``read_fields``).
-        positions, cell: [N, 3] and, as rows, lattice vectors [3, 3], angstrom. None: no cell.
-        pbc: Whether the structure is periodic along each lattice vector. None: along all of them, if there is a cell.
-
-    Raises DataError, with ``where``, for invalid atoms (see ``periodic.check_atoms``), or if no atom has a neighbour.
+    ``numbers`` [N] are atomic numbers, ``positions`` [N, 3] and ``cell`` [3, 3], lattice vectors as rows, in angstrom (None: no
+    cell); ``pbc`` [3]: whether the structure is periodic along each lattice vector (None: along all, if there is a cell). Or
+    ``numbers`` is ASE's ``Atoms`` or PyTorch Geometric's ``Data`` (for its names see ``read_fields``). Raises DataError, with
+    ``where``, for invalid atoms (see ``periodic.check_atoms``), or if no atom has a neighbour.
     """
     if not (cutoff > 0 and math.isfinite(cutoff)) or (most is not None and most < 1):
         raise DataError(f"{where}: cutoff {cutoff:g} and most {most}, expected a length above 0 (angstrom), and 1 or more, or None")
@@ -161,10 +159,7 @@ def collate(structures: Sequence[Structure], min_sizes: Sizes = Sizes()) -> Grap
 
 
 def build_table(rows: NDArray[np.integer], n: int, padded: int, min_width: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """List the elements 0 ... M - 1 by row, in order, and the slot of each. Empty slots hold ``padded`` - 1, the last element.
-
-    Shape: rows [M] -> table [n, K], slots [padded]
-    """
+    """List elements by row, in order, and the slot of each; empty slots hold ``padded`` - 1.   rows [M] -> [n, K], [padded]"""
     counts = np.bincount(rows, minlength=n)
     width = max(int(counts.max(initial=0)), min_width, 1)
     order = np.argsort(rows, kind="stable")

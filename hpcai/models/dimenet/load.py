@@ -50,20 +50,19 @@ def in_form(state: Mapping[str, Tensor], cfg: DimeNetConfig, form: str) -> dict[
 def pyg_kwargs(cfg: DimeNetConfig) -> dict[str, Any]:
     """Return the arguments of PyTorch Geometric's ``DimeNetPlusPlus`` for the same network. It has no periodic images, and its
     forces are those of conservative angles."""
-    kwargs = {theirs: getattr(cfg, ours) for ours, theirs in _PYG_KWARGS.items()}
+    kwargs = {argument: getattr(cfg, name) for name, argument in _PYG_KWARGS.items()}
     return kwargs | {"out_channels": 1, "max_num_neighbors": cfg.most or _UNLIMITED_NEIGHBOURS}
 
 
 def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:
     """Load a model in evaluation mode. The format is detected:
 
-    - safetensors: from ``hpcai``, with settings, or a plain state dict;
+    - safetensors: from hpcai, with settings, or a plain state dict;
     - a torch state dict (``.pt``) of hpcai, the MLPerf HPC reference or fairchem, alone or within a checkpoint; or of PyTorch
       Geometric, whose output blocks have no bias in ``lin_up``.
 
-    ``cfg`` gives the settings that such files lack (cutoff, neighbours, angles, units); widths are inferred from the weights and
-    must agree with it. Without it, a file without settings gets the benchmark's detached angles. Raises CheckpointError if the
-    format is unknown or the weights do not fit.
+    ``cfg`` gives the settings that such files lack (cutoff, neighbours, angles, units); widths are inferred and must agree with it.
+    Without it such a model has the benchmark's detached angles. Raises CheckpointError if format is unknown or weights do not fit.
     """
     path = Path(path)
     state, saved_cfg = weights.read(path, "dimenet", DimeNetConfig)

@@ -204,8 +204,8 @@ class DimeNet(Portable):
         return prediction.energy.double() * self.scale + self.offset(graph), prediction.forces * self.scale
 
     def energy_and_forces(self, structures: Structure | Sequence[Structure]) -> Any:
-        """Return the energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (see ``build_structure``), or a list of
-        such pairs.
+        """Return energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (``build_structure``), or a list of such
+        pairs.
 
         Raises DataError if the neighbours of a structure have another cutoff than the model, or an element has no embedding.
         """
@@ -225,8 +225,7 @@ class DimeNet(Portable):
         return results[0] if is_single else results
 
     def calculator(self) -> Any:
-        """Return an ASE calculator: ``slab.calc = model.calculator()``. Raises ConfigError if the forces are not the gradient of
-        the energy."""
+        """Return an ASE calculator: ``slab.calc = model.calculator()``. Raises ConfigError if forces are no gradient."""
         from hpcai.models.dimenet.calculator import DimeNetCalculator
 
         return DimeNetCalculator(self)

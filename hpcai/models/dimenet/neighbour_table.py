@@ -13,10 +13,7 @@ from torch import Tensor
 
 
 def scatter(x: Tensor, table: Tensor, slots: Tensor) -> Tensor:
-    """Copy the values of edges into their slots. ``table`` [N, K]: The edge of each slot. ``slots`` [E]: The slot of each edge.
-
-    Shape: x [E, C] -> [N, K, C]
-    """
+    """Copy the values of edges into their slots.   x [E, C], table [N, K] edge of a slot, slots [E] slot of an edge -> [N, K, C]"""
     rows = table.flatten()
     return (x[rows] if torch.compiler.is_compiling() else _Permute.apply(x, rows, slots)).unflatten(0, table.shape)
 
@@ -33,10 +30,7 @@ def reverse_edges(x: Tensor, reverse: Tensor) -> Tensor:
 
 
 def index_select(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """Copy the values of atoms to their edges: rows ``index`` of ``x``. ``table`` lists the edges of each atom.
-
-    Shape: x [N, C], index [E], table [N, K] -> [E, C]
-    """
+    """Copy the values of atoms to their edges, listed by ``table``.   x [N, C], index [E] atom, table [N, K] -> [E, C]"""
     return x[index] if torch.compiler.is_compiling() else _IndexSelect.apply(x, index, table)
 
 

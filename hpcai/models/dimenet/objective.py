@@ -65,8 +65,8 @@ def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, Any]]:
 
 
 def pairs(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Return rows for plots: true and predicted energies [B, 2] in eV; elements [A] of all free atoms and their forces [A, 2, 3] in
-    eV/angstrom."""
+    """Return rows for plots: true and predicted energies [B, 2], eV; elements [A] and forces [A, 2, 3] of free atoms, eV/angstrom.
+    """
     energy, forces = model.to_physical(batch.graph, model(batch.graph))
     free = batch.free > 0
     return {

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from hpcai.errors import DataError
 from hpcai.lazy import optional
 
-TIE_TOLERANCE = 1e-4  # between equal distances: float32 rounds distances by 1e-6, and different bonds differ by more
+TIE = 1e-4  # between equal distances: float32 rounds distances by 1e-6, and different bonds differ by more
 MIN_DISTANCE = 1e-3  # least distance of two atoms
 SEARCH_CUTOFF = 1.0  # cutoff of the search for atoms that are too close: at 1e-3 vesin takes seventy times as long
 MAX_COORDINATE = 1e4  # largest coordinate of an atom
@@ -51,9 +51,9 @@ def neighbour_list(
     # The cutoff is applied to the lengths of these vectors, so that rounding decides about a pair at the cutoff as in ASE.
     vector = r[j] - r[i] + offset @ np.where(periodic[:, None], box, 0.0)
     distance = np.sqrt((vector * vector).sum(1))
-    near = np.argsort(i * (2 * cutoff) + distance)  # one key for both, rounded by far less than a tie
+    ranked = np.argsort(i * (2 * cutoff) + distance)  # one key for both, rounded by far less than a tie
     level = np.empty(len(i), np.int64)
-    level[near] = np.cumsum((np.diff(distance[near], prepend=-1.0) > TIE_TOLERANCE) | (np.diff(i[near], prepend=-1) > 0))
+    level[ranked] = np.cumsum((np.diff(distance[ranked], prepend=-1.0) > TIE) | (np.diff(i[ranked], prepend=-1) > 0))
     order = np.lexsort((_encode_offsets(offset), j, level))
     order = order[distance[order] < cutoff]
     if most is not None:
@@ -110,10 +110,10 @@ def check_atoms(
         fault, advice = ("is left-handed", "swap two vectors") if volume < -FLAT else ("has no volume", "correct it, or unset pbc")
         raise DataError(f"{where}: cell {box.tolist()} {fault}, expected three independent, right-handed vectors; {advice}")
     _check_edge_count(r, _complete_cell(box, periodic), periodic, cutoff, where)
-    near = neighbour_list(r, box, periodic, SEARCH_CUTOFF, where=where)
-    for k in np.flatnonzero(near.distance < MIN_DISTANCE)[:1]:
-        pair = f"atoms {near.centre[k]} and {near.neighbour[k]} (offset {near.offset[k].tolist()})"
-        raise DataError(f"{where}: {pair} are {near.distance[k]:.1e} angstrom apart, expected {MIN_DISTANCE:g} or more; remove one")
+    pairs = neighbour_list(r, box, periodic, SEARCH_CUTOFF, where=where)
+    for k in np.flatnonzero(pairs.distance < MIN_DISTANCE)[:1]:
+        text = f"atoms {pairs.centre[k]} and {pairs.neighbour[k]} (offset {pairs.offset[k].tolist()})"
+        raise DataError(f"{where}: {text} are {pairs.distance[k]:.1e} angstrom apart, expected {MIN_DISTANCE:g} or more; drop one")
     return z.astype(np.int64), r, box, periodic
 
 
@@ -147,5 +147,5 @@ def _check_edge_count(r: Floats, cell: Floats, periodic: Bools, cutoff: float, w
     volume = abs(float(np.linalg.det(cell))) * float(np.prod(extents))
     edges = len(r) ** 2 / max(volume, 1e-300) * 4 / 3 * np.pi * cutoff**3
     if edges > MAX_EDGES:
-        found = f"{len(r)} atoms in {volume:.2g} cubic angstrom have about {edges:.1e} neighbours within {cutoff:g}"
-        raise DataError(f"{where}: {found}, expected {MAX_EDGES:.0e} at most; check the units of the cell, or lessen the cutoff")
+        fault = f"{len(r)} atoms in {volume:.2g} cubic angstrom have about {edges:.1e} neighbours within {cutoff:g}"
+        raise DataError(f"{where}: {fault}, expected {MAX_EDGES:.0e} at most; check the units of the cell, or lessen the cutoff")

@@ -196,11 +196,11 @@ def _deletions(rows: list[bytes], width: int) -> NDArray[np.int32]:
     deletions = np.zeros((len(rows), width), np.int32)
     longer = [index for index, row in enumerate(rows) if len(row) > width]
     step = max(1, 1_000_000 // width)                   # rows of a chunk: positions take 8 bytes each
-    for some in (longer[begin:begin + step] for begin in range(0, len(longer), step)):
-        letters = np.frombuffer(b"".join(rows[index] for index in some), np.uint8)
+    for chunk in (longer[begin:begin + step] for begin in range(0, len(longer), step)):
+        letters = np.frombuffer(b"".join(rows[index] for index in chunk), np.uint8)
         columns = np.flatnonzero(letters < ord("a")).reshape(-1, width)
-        before = np.cumsum([0, *(len(rows[index]) for index in some[:-1])]) - 1
-        deletions[some] = np.diff(columns, axis=1, prepend=before[:, None]) - 1
+        before = np.cumsum([0, *(len(rows[index]) for index in chunk[:-1])]) - 1
+        deletions[chunk] = np.diff(columns, axis=1, prepend=before[:, None]) - 1
     return deletions
 
 

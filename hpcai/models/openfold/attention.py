@@ -15,7 +15,7 @@ from hpcai.nn.seam import Seam
 class GatedAttention(nn.Module):
     """Gated attention along rows, or along columns; the four projections are one product.
 
-    x [B, I, N, C], mask [B, I, N], bias [B, H, N, N] -> [B, I, N, C]; with ``columns`` I and N are swapped in x and mask
+    x [B, I, N, C], mask [B, I, N], bias [B, H, N, N] -> [B, I, N, C]; with ``columns`` bias is [B, H, I, I]
     """
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
@@ -75,8 +75,7 @@ class ColumnAttention(nn.Module):
 
 
 class GlobalColumnAttention(nn.Module):
-    """Column attention with one query per column, and one key and value for all heads (Algorithm 19).   m [B, S, R/n, C], mask [B,
-    S, R/n]"""
+    """Attention with one query per column, one key and value for all heads (Algorithm 19).   m [B, S, R/n, C], mask [B, S, R/n]"""
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
         super().__init__()

@@ -97,8 +97,8 @@ class OpenFoldConfig(Settings):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """Return ``initial`` or ``finetuning`` (of training), AlphaFold's ``model_1`` to ``model_5`` (also with ``_ptm``), or
-        ``tiny``."""
+        """Return ``initial`` or ``finetuning`` (of training), ``model_1`` to ``model_5`` of AlphaFold (and ``_ptm``), or ``tiny``.
+        """
         if name not in _PRESETS:
             raise ConfigError(f"there is no preset {name!r} of OpenFold; expected one of {', '.join(_PRESETS)}")
         return cls.model_validate(_PRESETS[name] | changes)

@@ -40,8 +40,7 @@ class InputEmbedder(nn.Module):
 
 
 class RecyclingEmbedder(nn.Module):
-    """Embeds the previous pass (Algorithm 32): first sequence m [B, R, C], pairs z [B, R/n, R, C], atoms x [B, R, 3] in
-    angstrom."""
+    """Embeds the previous pass (Algorithm 32): first row m [B, R, C], pairs z [B, R/n, R, C], atoms x [B, R, 3], angstrom."""
 
     edges: Tensor
 
@@ -128,8 +127,7 @@ class TemplateEmbedder(nn.Module):
         return self.template_pointwise_att(t, z, mask) * (mask.sum(1) > 0)[:, None, None, None]
 
     def _pairs(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Return pair features [B, T, R/n, R, 88]: distances, their mask, types by column and by row, three unused zeros,
-        backbones."""
+        """Return [B, T, R/n, R, 88]: distances, their mask, types by column and by row, three unused zeros, backbone mask."""
         dtype = self.template_pair_embedder.weight.dtype
         atoms = features["template_all_atom_mask"][..., _BACKBONE].prod(-1).to(dtype)
         beta = features["template_pseudo_beta_mask"].to(dtype)

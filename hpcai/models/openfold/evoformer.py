@@ -30,7 +30,7 @@ class Masks(NamedTuple):
     rows: Tensor  # [B, S/n, R]
     columns: Tensor  # [B, S, R/n]
     pairs: Tensor  # [B, R/n, R]
-    both: Tensor  # [B, R/n, R] number of sequences with both residues
+    pair_counts: Tensor  # [B, R/n, R] number of sequences with both residues
     size: tuple[int, int]  # S, R
 
 
@@ -106,7 +106,7 @@ class OuterProductMean(nn.Module):
         pending = self.gather_residues.begin(b * mask, masks.size[1])
         a = self.linear_1(m) * mask
         b = self.gather_residues.finish(pending)
-        return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.both + _COUNT_EPS)
+        return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.pair_counts + _COUNT_EPS)
 
 
 class PairStack(nn.Module):

@@ -28,8 +28,8 @@ _UNUSED_TARGETS = {"torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "tors
 
 
 class FeatureConfig(Settings):
-    """Sizes of crops and alignments. The defaults are those of MLPerf HPC; the public OpenFold trains with 128 clusters and 5
-    deleted blocks."""
+    """Sizes of crops and alignments. Defaults are MLPerf HPC's; the public OpenFold trains with 128 clusters and 5 deleted blocks.
+    """
 
     crop: Positive | None = 256
     """residues of a crop, null for all; shorter chains are padded"""
@@ -167,8 +167,7 @@ def _sequence_features(aatype: Array, crop: slice, size: int) -> dict[str, Any]:
 def _msa_rows(
     alignment: Alignment, profile: Array, crop: slice, size: int, cfg: FeatureConfig, generator: np.random.Generator, training: bool
 ) -> dict[str, Array]:
-    """Return the alignment features of one pass. Clusters are assigned by full rows, as in the public code; all else is of the
-    crop."""
+    """Return the alignment features of one pass. Clusters are assigned by full rows, as in the public code; the rest is cropped."""
     rows = np.arange(len(alignment))
     if training and cfg.deleted_blocks:
         rows = sampling.delete_blocks(len(alignment), cfg.deleted_blocks, cfg.deleted_share, generator)

@@ -35,9 +35,10 @@ class FeaturizeArgs(NamedTuple):
 
 
 def parse_features(raw: Mapping[str, Any], name: str = "features") -> FeaturizeArgs:
-    """Parse the raw dictionary of one chain. Without ``all_atom_positions`` the chain is its sequence; without templates they are
-    None.
-    Raises DataError for a field that is missing or of a wrong shape, and for several chains in one."""
+    """Parse the raw dictionary of one chain, a sequence without ``all_atom_positions``, and its templates or None.
+
+    Raises DataError for a field that is missing or of a wrong shape, and for several chains in one.
+    """
     raw = {_ALIASES[key]: raw[key] for key in raw if key in _ALIASES} | dict(raw)
     required = ["aatype", "msa", "deletion_matrix_int", *(TEMPLATES if "template_aatype" in raw else ())]
     required += ["all_atom_mask"] if "all_atom_positions" in raw else []
@@ -74,8 +75,7 @@ def _reorder_letters(letters: Array, where: str) -> Array:
 
 
 def _check_shapes(arrays: Mapping[str, Array], required: list[str], name: str) -> None:
-    """Raise DataError if a required field is missing, or a letter stands for different sizes: the first field with it determines
-    its size."""
+    """Raise DataError if a required field is missing, or sizes of one letter differ from those of the first field with it."""
     missing = [key for key in required if key not in arrays]
     if missing:
         raise DataError(f"{name}: no {', '.join(missing)}; expected {', '.join(required)}, the names of AlphaFold and OpenFold")
@@ -85,7 +85,7 @@ def _check_shapes(arrays: Mapping[str, Array], required: list[str], name: str) -
         if len(shape) == len(dims):
             for letter, size in zip(dims, shape):
                 sizes.setdefault(letter, (size, key))
-        expected = [int(each) if each.isdigit() else sizes[each][0] if each in sizes else each for each in dims]
+        expected = [int(dim) if dim.isdigit() else sizes[dim][0] if dim in sizes else dim for dim in dims]
         if list(shape) != expected:
-            known_sizes = ", ".join(f"{each} {sizes[each][0]} of {sizes[each][1]}" for each in dims if each in sizes)
+            known_sizes = ", ".join(f"{dim} {sizes[dim][0]} of {sizes[dim][1]}" for dim in dims if dim in sizes)
             raise DataError(f"{name}: {key} has shape {list(shape)}, expected [{', '.join(dims)}]: {known_sizes}")

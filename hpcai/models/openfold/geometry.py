@@ -1,5 +1,4 @@
-"""Frames, rotations and translations: from quaternions, their composition, and the rigid groups of a residue by its torsion angles.
-"""
+"""Frames, rotations and translations: from quaternions, their composition, and rigid groups of a residue by torsion angles."""
 
 from typing import Any, NamedTuple
 
@@ -76,8 +75,8 @@ def _bilinear(left: Tensor, right: Tensor, table: np.ndarray) -> Tensor:
 def rotation_about_x(sin_cos: Tensor) -> Tensor:
     """Return rotations about the x axis from sine and cosine.   [..., 2] -> [..., 3, 3]"""
     sin, cos = sin_cos.unbind(-1)
-    one, zero = torch.ones_like(sin), torch.zeros_like(sin)
-    return torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], -1).unflatten(-1, (3, 3))
+    ones, zeros = torch.ones_like(sin), torch.zeros_like(sin)
+    return torch.stack([ones, zeros, zeros, zeros, cos, -sin, zeros, sin, cos], -1).unflatten(-1, (3, 3))
 
 
 def torsion_angles_to_frames(backbone: Frames, sin_cos: Tensor, default_frames: Tensor) -> Frames:

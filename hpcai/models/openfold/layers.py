@@ -14,8 +14,7 @@ _CUT = 0.87962566103423978  # standard deviation of a normal distribution trunca
 
 
 class Linear(nn.Linear):
-    """``init``: LeCun's truncated normal, He's (before ReLU), Glorot's uniform, or zeros ("final", for the last layer of a branch).
-    """
+    """``init``: LeCun's truncated normal, He's (before ReLU), Glorot's uniform, or zeros ("final", for the end of a branch)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, init: Init = "lecun") -> None:
         self.init = init

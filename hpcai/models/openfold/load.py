@@ -298,10 +298,9 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
       hpcai; alone or within a checkpoint of Lightning, DeepSpeed or the reference, with the moving average if there is one;
     - DeepMind's ``params_model_N.npz`` for single chains.
 
-    Without ``cfg`` the settings are inferred from the weights. These do not determine, and so the published values are used for:
-    dropout rates, the passes of the structure module (8; 2 in the sizes of ``tiny``), and, except in AlphaFold's, the heads of
-    attention over templates (as many as within a template). Raises CheckpointError if the format is unknown or the weights do not
-    fit.
+    Without ``cfg`` the settings are inferred from the weights, or as published if these do not determine them: dropout rates, the
+    passes of the structure module (8; 2 in the sizes of ``tiny``), and, except in AlphaFold's, the heads of attention over
+    templates (as many as within a template). Raises CheckpointError if the format is unknown or the weights do not fit.
     """
     path = Path(path)
     state, saved_cfg = files.read(path, _MODEL, OpenFoldConfig)
@@ -341,8 +340,8 @@ def _build_on_meta(cfg: OpenFoldConfig) -> OpenFold:
     return model
 
 
-def _check_names(found: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
-    missing, unexpected = ([name for name in left if name not in right] for left, right in ((expected, found), (found, expected)))
+def _check_names(names: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
+    missing, unexpected = ([name for name in left if name not in right] for left, right in ((expected, names), (names, expected)))
     if missing or unexpected:
         raise CheckpointError(
             f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {_shorten(unexpected)} "

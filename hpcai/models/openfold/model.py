@@ -1,7 +1,6 @@
 """OpenFold: protein structure from a sequence and an alignment of its homologs (Jumper et al. 2021, Algorithm 2 of the supplement).
 
-B batch, S clusters, E extra rows, T templates, R residues, C channels, P passes (recycles plus one); n size of the axial mesh axis,
-1 without sharding.
+B batch, S clusters, E extra rows, T templates, R residues, C channels, P passes (recycles plus one); n ranks of the axial axis.
 """
 
 from collections.abc import Mapping

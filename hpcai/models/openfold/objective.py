@@ -62,8 +62,8 @@ def predict(model: Any, batch: Any) -> tuple[dict[str, Tensor], Prediction]:
 
 
 def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str, Tensor]:
-    """Return the loss and its terms, as means over proteins, for features with passes (see ``OpenFold.forward``) in a mapping or
-    named tuple."""
+    """Return the loss and its terms, means over proteins, for features with passes (``OpenFold.forward``), a mapping or named
+    tuple."""
     cfg = cfg or ObjectiveConfig()
     last, prediction = predict(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
@@ -75,8 +75,7 @@ def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str
 
 
 def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
-    """Return the frame-aligned point error (Algorithm 28): backbones in all passes, and all atoms in the last, with the better
-    naming of symmetric atoms.   [B]"""
+    """Return the frame-aligned point error (Algorithm 28): backbones in all passes, and all atoms in the last, renamed.   [B]"""
     atoms = prediction.atoms
     frames = Frames(quat_to_rot(atoms.backbone[..., :4]), atoms.backbone[..., 4:])
     true, mask = _frames_from_matrix(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
@@ -89,10 +88,10 @@ def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
         pass_frames, Frames(rotation, translation), known, pass_frames.translation, translation, known, clamp_of_pass,
     ).view(passes, -1).mean(0)  # fmt: skip
     swapped = rename_symmetric_atoms(atoms.positions[-1].detach(), f)[..., None]
-    kept = 1 - swapped
-    true_groups = kept[..., None, None] * f["rigidgroups_gt_frames"] + swapped[..., None, None] * f["rigidgroups_alt_gt_frames"]
-    true_positions = kept[..., None] * f["atom14_gt_positions"] + swapped[..., None] * f["atom14_alt_gt_positions"]
-    known = kept * f["atom14_gt_exists"] + swapped * f["atom14_alt_gt_exists"]
+    original = 1 - swapped
+    true_groups = original[..., None, None] * f["rigidgroups_gt_frames"] + swapped[..., None, None] * f["rigidgroups_alt_gt_frames"]
+    true_positions = original[..., None] * f["atom14_gt_positions"] + swapped[..., None] * f["atom14_alt_gt_positions"]
+    known = original * f["atom14_gt_exists"] + swapped * f["atom14_alt_gt_exists"]
     predicted = Frames(atoms.rotation[-1].flatten(1, 2), atoms.translation[-1].flatten(1, 2))
     side_chains = frame_aligned_point_error(
         predicted, _frames_from_matrix(true_groups.flatten(1, 2)), f["rigidgroups_gt_exists"].flatten(1),
@@ -147,10 +146,10 @@ def rename_symmetric_atoms(positions: Tensor, f: Mapping[str, Tensor]) -> Tensor
         parts = []
         for first in range(0, positions.shape[1], step):
             chunk = slice(first, first + step)
-            near, far = (exists * ambiguous)[:, chunk], exists * (1 - ambiguous)
+            symmetric, others = (exists * ambiguous)[:, chunk], exists * (1 - ambiguous)
             predicted, true = (_distances(x[:, chunk], x) for x in (positions, f[name]))
-            error = (predicted - true).abs() @ far.flatten(1)[..., None]  # [B, r * 14, 1]
-            parts.append((error.view(near.shape) * near).sum(2))
+            error = (predicted - true).abs() @ others.flatten(1)[..., None]  # [B, r * 14, 1]
+            parts.append((error.view(symmetric.shape) * symmetric).sum(2))
         sums.append(torch.cat(parts, 1))
     return (sums[1] < sums[0]).to(positions.dtype)
 
@@ -161,8 +160,7 @@ def _distances(chunk: Tensor, positions: Tensor) -> Tensor:
 
 
 def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of side-chain torsion angles (Algorithm 27), with the nearer of two targets for angles periodic by 180
-    degrees.
+    """Return the loss of side-chain torsion angles (Algorithm 27), to the nearer of both targets of periodic angles.
 
     [L, B, R, 7, 2] twice -> [B]
     """
@@ -181,8 +179,8 @@ def distogram(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
     edges = distance_edges(logits) ** 2
     x, mask = f["pseudo_beta"], f["pseudo_beta_mask"]
     bin_ = torch.bucketize((x[:, :, None] - x[:, None]).square().sum(-1), edges)
-    both = mask[:, :, None] * mask[:, None]
-    return (_cross_entropy(logits, bin_) * both).sum((1, 2)) / (_EPS + both.sum((1, 2)))
+    pair_mask = mask[:, :, None] * mask[:, None]
+    return (_cross_entropy(logits, bin_) * pair_mask).sum((1, 2)) / (_EPS + pair_mask.sum((1, 2)))
 
 
 def _cross_entropy(logits: Tensor, true: Tensor) -> Tensor:
@@ -212,8 +210,7 @@ def resolved(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
 
 
 def aligned_error(logits: Tensor | None, backbone: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Return the cross entropy of residues' errors in all frames, 64 bins up to 31 A.   logits [B, R, R, 64], backbone [B, R, 7] ->
-    [B]"""
+    """Return the cross entropy of errors in all frames, 64 bins up to 31 A.   logits [B, R, R, 64], backbone [B, R, 7] -> [B]"""
     if logits is None:
         raise ConfigError("objective.aligned_error is above 0, but the network has no such head; set model.heads.tm=true")
     true, mask = _frames_from_matrix(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
@@ -223,13 +220,12 @@ def aligned_error(logits: Tensor | None, backbone: Tensor, f: Mapping[str, Tenso
         local = [x.at(slice(None), slice(None), None).invert_apply(x.translation[:, None]) for x in (predicted, true)]
         squares = (local[0] - local[1]).square().sum(-1)
         bin_ = torch.bucketize(squares, torch.linspace(0, 31, ERROR_BINS - 1, device=squares.device).to(squares.dtype) ** 2)
-    both = mask[:, :, None] * mask[:, None]
-    return (_cross_entropy(logits, bin_) * both).sum((1, 2)) / (2 * _EPS + both.sum((1, 2)))
+    pair_mask = mask[:, :, None] * mask[:, None]
+    return (_cross_entropy(logits, bin_) * pair_mask).sum((1, 2)) / (2 * _EPS + pair_mask.sum((1, 2)))
 
 
 def lddt(predicted: Tensor, true: Tensor, mask: Tensor, per_residue: bool = False, cutoff: float = 15.0) -> Tensor:
-    """Return the fraction of true distances below ``cutoff`` angstrom preserved within 0.5, 1, 2 and 4, 0 to 1 (Mariani et al.
-    2013).
+    """Return the fraction of true distances up to ``cutoff`` angstrom kept within 0.5, 1, 2 and 4, 0 to 1 (Mariani et al. 2013).
 
     guess and true [B, R, 3], mask [B, R] -> [B], or [B, R] per residue
     """

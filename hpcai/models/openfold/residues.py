@@ -235,8 +235,7 @@ class Bounds(NamedTuple):
 
 
 def _mean_distances() -> Iterator[dict[tuple[str, str], tuple[float, float]]]:
-    """Yield mean and standard deviation of the distance of the ends of each residue's bonds and angles, errors taken as
-    independent."""
+    """Yield mean and deviation of distances across each residue's bonds and angles, errors taken as independent."""
     figures: dict[str, dict[str, tuple[float, float]]] = {}
     for (residue,), cells in _parse_lines(_STEREO):
         figures[residue] = {name: (float(mean), float(deviation)) for *names, mean, deviation in cells for name in names}

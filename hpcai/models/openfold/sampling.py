@@ -49,10 +49,9 @@ def choose_clusters(rows: int, clusters: int, generator: np.random.Generator) ->
 
 
 def delete_blocks(rows: int, blocks: int, share: float, generator: np.random.Generator) -> Array:
-    """Return the rows that remain after deleting ``blocks`` of neighbours, each ``share`` of all rows; they may overlap. The query
-    is kept.
+    """Return the rows that remain after deleting ``blocks`` of neighbours, each ``share`` of all rows, but never the query.
 
-    Searches sort homologs by similarity, so that a block is often one branch of the family (Algorithm 1).
+    Blocks may overlap. Searches sort homologs by similarity, so that a block is often one branch of the family (Algorithm 1).
     """
     size = int(rows * share)
     if not size:
@@ -148,8 +147,7 @@ def has_deletion(deletions: Array) -> NDArray[np.float32]:
 
 
 def msa_feat(msa: Array, deletions: Array, cluster_profile: Array, deletion_mean: Array) -> NDArray[np.float32]:
-    """Concatenate 23 letters, two features of deletions, and letters and deletions of the cluster.   [C, N] ..., [C, N, 23] -> [C,
-    N, 49]"""
+    """Concatenate letters, deletions, and those of the cluster.   [C, N] ..., cluster_profile [C, N, 23] -> [C, N, 49]"""
     feat = np.empty((*msa.shape, 2 * NUM_LETTERS + 3), np.float32)
     feat[..., :NUM_LETTERS] = one_hot(msa, NUM_LETTERS)
     feat[..., NUM_LETTERS], feat[..., NUM_LETTERS + 1] = has_deletion(deletions), deletion_value(deletions)

@@ -72,9 +72,8 @@ def superpose(predicted: Tensor, true: Tensor, mask: Tensor) -> Tensor:
 
 
 def gdt(superposed: Tensor, true: Tensor, mask: Tensor, limits: Sequence[float] = _GDT_TS) -> Tensor:
-    """Return the global distance test (Zemla 2003): the fraction of atoms within each limit in angstrom, averaged. The default
-    limits are those of GDT-TS; half of them give GDT-HA. Based on one superposition of all atoms, it is a lower bound of a search
-    over many.
+    """Return the global distance test (Zemla 2003): the fraction of atoms within each limit in angstrom, averaged. The limits are
+    those of GDT-TS; half of them give GDT-HA. With one superposition of all atoms, it is a lower bound of a search over many.
 
     fitted and true [B, R, 3], mask [B, R] -> [B]
     """

@@ -81,8 +81,8 @@ class InvariantPointAttention(nn.Module):
 
     def pair_bias(self, z: Tensor, mask: Tensor) -> Tensor:
         """Return the bias of pairs in the logits, the same in every pass.   [B, R/n, R, Cz] and [B, R] -> [B, H, R/n, R]"""
-        both = (self.local_rows(mask)[:, :, None] * mask[:, None])[..., None]
-        return (self.linear_b(z) * (1 / 3) ** 0.5 + (both - 1) * 1e5).permute(0, 3, 1, 2).contiguous()
+        pair_mask = (self.local_rows(mask)[:, :, None] * mask[:, None])[..., None]
+        return (self.linear_b(z) * (1 / 3) ** 0.5 + (pair_mask - 1) * 1e5).permute(0, 3, 1, 2).contiguous()
 
 
 class AngleResnet(nn.Module):

@@ -84,8 +84,7 @@ def _gather_atoms(positions: Array, mask: Array, index: Array) -> tuple[Array, A
 
 
 def torsion_angles(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> tuple[Array, Array, Array]:
-    """Return sine and cosine of pre-omega, phi, psi and chi1 to chi4; the same with symmetric atoms renamed; and a mask of known
-    angles.
+    """Return sine and cosine of pre-omega, phi, psi and chi1 to chi4; the same with symmetric atoms renamed; and their mask.
 
     Pre-omega and phi need the previous residue. Unknown angles are 0. A gap, as in templates, counts as X.
     [..., N], [..., N, 37, 3], [..., N, 37] -> [..., N, 7, 2], [..., N, 7, 2], [..., N, 7]

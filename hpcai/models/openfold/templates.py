@@ -160,8 +160,7 @@ def _map_residues(hit: Hit, letters: str, length: int, sequence: str) -> Array |
 
 
 def _find_subsequence(part: Array, sequence: Array) -> int:
-    """Return the start of ``part`` in ``sequence``, with unknown letters as wildcards only if there is no exact one; -1 if there is
-    none."""
+    """Return the start of ``part`` in ``sequence``, or -1; unknown letters match all only if there is no exact match."""
     exact = bytes(sequence.astype(np.uint8)).find(bytes(part.astype(np.uint8)))
     if exact >= 0 or len(part) > len(sequence):
         return exact

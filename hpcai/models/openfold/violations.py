@@ -30,8 +30,8 @@ class Bonds(NamedTuple):
 
 
 def violation_loss(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
-    """Return the sum of all violations, clashes per atom.   positions [B, R, 14, 3], exists [B, R, 14], aatype and index [B, R] ->
-    [B]"""
+    """Return the sum of violations, clashes per atom.   positions [B, R, 14, 3], exists [B, R, 14], aatype and index [B, R] -> [B]
+    """
     atoms = exists.sum((1, 2)) + 1e-8
     bonds_found = bond_violations(positions, exists, aatype, index)
     clash = (clash_overlap(positions, exists, aatype, index) + within_residue_violations(positions, exists, aatype)) / atoms
@@ -76,8 +76,7 @@ def within_residue_violations(positions: Tensor, exists: Tensor, aatype: Tensor)
 
 
 def clash_overlap(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
-    """Return the overlap of atoms of different residues (equation 46) beyond the tolerance, angstrom, each pair counted twice.
-      [B]
+    """Return the overlap of atoms of different residues (equation 46) beyond the tolerance, angstrom, each pair twice.   [B]
 
     There are 196 R^2 pairs and few of them clash: they are processed in chunks of residues, together with their derivatives.
     """

@@ -34,11 +34,11 @@ def _dice_and_entropy(logits: Tensor, label: Tensor, total: Callable[[Tensor], T
     p = log[:, 1:].exp()
     one_hot = label[:, None] == torch.arange(1, logits.shape[1], device=label.device, dtype=label.dtype).view(1, -1, 1, 1, 1)
     entropy = F.nll_loss(log, label.long(), reduction="none").flatten(1)
-    both, guess, true = (v.flatten(2).sum(2) for v in (p * one_hot, p, one_hot.to(p.dtype)))
-    sums = torch.cat((both, guess, true, entropy.sum(1, keepdim=True), entropy.new_full((len(entropy), 1), entropy.shape[1])), 1)
+    overlap, guess, true = (v.flatten(2).sum(2) for v in (p * one_hot, p, one_hot.to(p.dtype)))
+    sums = torch.cat((overlap, guess, true, entropy.sum(1, keepdim=True), entropy.new_full((len(entropy), 1), entropy.shape[1])), 1)
     sums = total(sums)
-    both, guess, true = sums[:, :-2].chunk(3, 1)
-    return _dice_ratio(both, guess + true), sums[:, -2] / sums[:, -1]
+    overlap, guess, true = sums[:, :-2].chunk(3, 1)
+    return _dice_ratio(overlap, guess + true), sums[:, -2] / sums[:, -1]
 
 
 def _combine(soft: Tensor, entropy: Tensor) -> Tensor:
@@ -50,8 +50,7 @@ def _dice_ratio(intersection: Tensor, sizes: Tensor) -> Tensor:
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Return the mean of cross entropy over all classes and 1 - soft dice over all but the first (MLPerf; Milletari et al. 2016).
-    """
+    """Return the mean of cross entropy over all classes and 1 - soft dice without the first (MLPerf; Milletari et al. 2016)."""
     soft, entropy = _dice_and_entropy(_at_least_float32(model(_input(model, batch.image))), batch.label, model.spatial_sum)
     return {"loss": _combine(soft, entropy), "dice": soft.detach().mean(), "entropy": entropy.detach().mean()}
 
@@ -66,11 +65,9 @@ def dice(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
 
 
 def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float]]:
-    """Return sums and counts of ``mean_dice``, the metric of MLPerf (target 0.908): dice of each class in each volume, by
-    overlapping windows, averaged over volumes, then over classes. Also ``dice_<class>``, and the loss.
-
-    If a volume is no multiple of the stride its border is not scored, as in the reference (``plan_windows``).
-    """
+    """Return sums and counts of ``mean_dice``, the metric of MLPerf (target 0.908): dice of each class but the first in each
+    volume, by overlapping windows, averaged over volumes, then over classes; also ``dice_<class>``, and the loss. If a volume is no
+    multiple of the stride its border is not scored, as in the reference (``plan_windows``)."""
     dices, losses = [], []
     for image, label in volumes:
         logits, crops = model.sliding_window(model, _input(model, image))
@@ -84,20 +81,19 @@ def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float
 
 
 def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
-    """Return rows for plots: the axial slice of each volume with most of the last class (of any class, if that one is absent), with
-    true and predicted classes, cropped around them.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S, S] uint8
-    """
+    """Return rows for plots: the axial slice of each volume with most of the last class (of any class, if that one is absent), and
+    its true and predicted classes, cropped.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S, S] uint8"""
     side = max(model.cfg.window[1:]) * 3 // 2
     columns: list[list[Tensor]] = []
     for image, label in volumes:
         logits, crops = model.sliding_window(model, _input(model, image))
-        guess, true, seen = logits.argmax(1)[0], label[(0, *crops)].long(), image[(0, *crops)].float() * STD_HU + MEAN_HU
+        guess, true, hu = logits.argmax(1)[0], label[(0, *crops)].long(), image[(0, *crops)].float() * STD_HU + MEAN_HU
         last = (true == len(model.cfg.classes) - 1).flatten(1).sum(1)
         k = int(torch.where(last.any(), last, (true > 0).flatten(1).sum(1)).argmax())
         voxels = (true[k] > 0).nonzero()
         centre = voxels.double().mean(0) if len(voxels) else torch.tensor(true.shape[1:]).double() / 2
         start = [int(coordinate) - side // 2 for coordinate in centre]
-        columns.append([_crop_plane(plane[k], start, side, fill) for plane, fill in ((seen, CLIP_HU[0]), (true, 0), (guess, 0))])
+        columns.append([_crop_plane(plane[k], start, side, fill) for plane, fill in ((hu, CLIP_HU[0]), (true, 0), (guess, 0))])
     fields, true, guess = (torch.stack(planes) for planes in zip(*columns))
     count = len(fields) if model.sliding_window.group.is_first else 0
     return {"fields": fields[:count, ..., None], "true": true[:count].to(torch.uint8), "predicted": guess[:count].to(torch.uint8)}

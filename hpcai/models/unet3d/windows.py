@@ -40,8 +40,8 @@ def plan_windows(size: int, window: int, overlap: float, crop: bool) -> WindowPl
 
 
 def gaussian_weights(window: Sequence[int]) -> Tensor:
-    """Return the weights of the voxels of a window: the cube root of the product of three Gaussians with a standard deviation of
-    1/8 of each side, scaled to a maximum of 1.   [D, H, W] float64"""
+    """Return the weights of a window: the cube root of a product of three Gaussians with a standard deviation of 1/8 of each side,
+    scaled to a maximum of 1.   [D, H, W] float64"""
     weights = torch.ones((), dtype=torch.float64)
     for size in window:
         offset = torch.arange(size, dtype=torch.float64) - (size - 1) / 2

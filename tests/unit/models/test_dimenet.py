@@ -165,7 +165,7 @@ def test_a_structure_is_relaxed_in_three_lines() -> None:
     before = slab.get_potential_energy()
     BFGS(slab, logfile=None).run(fmax=1e-3, steps=8)
     assert slab.get_potential_energy() < before
-    with pytest.raises(ConfigError, match="no gradient of its energy.*conservative"):
+    with pytest.raises(ConfigError, match="not the gradient of its energy.*conservative"):
         network(DETACHED).calculator()
 
 

@@ -77,7 +77,7 @@ def test_labels_come_along(batched: Any) -> None:
     assert [frame.structure.pbc.tolist() for frame in found] == [[True] * 3, [True, False, True]]  # type: ignore[union-attr]
     for frame in found:
         assert np.array_equal(frame.forces, np.arange(12.0).reshape(4, 3)) and frame.free.tolist() == [0, 1, 1, 0]  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"2 structures, expected one; for several use hpcai.models.dimenet.read_frames"):
+    with pytest.raises(DataError, match=r"2 structures, expected one; or use hpcai.models.dimenet.read_frames"):
         build_structure(Geometric.from_data_list(given))
 
 
