@@ -103,7 +103,7 @@ def radial_functions(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent
 
 
 class _RadialFunctions(torch.autograd.Function):
-    """``radial_functions`` with the next derivative as its gradient. Under torch.compile, where that is wrong, it is not used."""
+    """``radial_functions`` with the next derivative as its gradient. It is wrong, and not used, under torch.compile."""
 
     forward = staticmethod(radial_functions)
 

@@ -31,7 +31,7 @@ class TripletGraph(NamedTuple):
 
 
 def build_triplets(graph: Graph) -> TripletGraph:
-    """List the triplets k -> j -> i, except where k is the atom i itself. An image of i counts as another atom."""
+    """List the triplets k -> j -> i with k other than the atom i itself. An image of i counts as another atom."""
     structures = len(graph.members) - 1
     real = graph.structure < structures
     n, e = int(real.sum()), int(real[graph.centre].sum())

@@ -21,7 +21,7 @@ from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
 
 _COUNT_EPS = 1e-3
-_CPU = 256 << 20  # bytes of edges at a time, where there are no gradients
+_CPU = 256 << 20  # bytes of edges in a chunk, without gradients
 
 
 class Masks(NamedTuple):

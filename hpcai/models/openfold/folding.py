@@ -40,9 +40,9 @@ def fold(
     model: Any, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
     templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
 ) -> Fold:  # fmt: skip
-    """Predict the structure of a sequence. ``alignments``: Those of the sequence, their folder or files, or None. ``templates`` are
-    those of ``featurize``. ``cfg`` sets the numbers of rows; the default is MLPerf HPC's evaluation. Raises DataError for a
-    sequence with invalid characters, an alignment of another sequence, and a chain that does not fit the memory."""
+    """Predict the structure of a sequence, from its ``alignments``, their folder or files, or None, and the ``templates`` of
+    ``featurize``. ``cfg`` sets the numbers of rows; the default is MLPerf HPC's evaluation. Raises DataError for a sequence with
+    invalid characters, an alignment of another sequence, and a chain that does not fit the memory."""
     return predict(model, sequence, prepare_features(model, sequence, alignments, templates, recycles=recycles, seed=seed, cfg=cfg))
 
 
@@ -78,8 +78,8 @@ def predict(model: Any, sequence: str, features: Mapping[str, Tensor]) -> Fold:
                 raise
             rows = f"{features['msa_feat'].shape[1]} clusters and {features['extra_msa'].shape[1]} extra rows"
             raise DataError(
-                f"a chain of {len(sequence)} residues with {rows} does not fit into the memory of {weight.device}: give a cfg with "
-                f"fewer rows, cut the chain into domains, or take a device with more memory ({str(problem).splitlines()[0]})"
+                f"a chain of {len(sequence)} residues with {rows} does not fit into the memory of {weight.device}: pass a cfg with "
+                f"fewer rows, split the chain into domains, or use a device with more memory ({str(problem).splitlines()[0]})"
             ) from problem
         finally:
             model.train(was_training)

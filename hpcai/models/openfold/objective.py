@@ -225,7 +225,7 @@ def aligned_error(logits: Tensor | None, backbone: Tensor, f: Mapping[str, Tenso
 
 
 def lddt(predicted: Tensor, true: Tensor, mask: Tensor, per_residue: bool = False, cutoff: float = 15.0) -> Tensor:
-    """Return the fraction of true distances up to ``cutoff`` angstrom kept within 0.5, 1, 2 and 4, 0 to 1 (Mariani et al. 2013).
+    """Return the fraction of true distances up to ``cutoff`` angstrom preserved within 0.5, 1, 2 and 4 (Mariani et al. 2013).
 
     guess and true [B, R, 3], mask [B, R] -> [B], or [B, R] per residue
     """

@@ -28,7 +28,7 @@ ATOM_ORDER = {name: place for place, name in enumerate(ATOM_TYPES)}
 VAN_DER_WAALS = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}  # radii, angstrom
 
 # From one residue to the next: mean and standard deviation.
-C_N_LENGTH = (1.329, 0.014), (1.341, 0.016)  # angstrom; the second where the next residue is proline
+C_N_LENGTH = (1.329, 0.014), (1.341, 0.016)  # angstrom; the second if the next residue is proline
 COS_CA_C_N = -0.4473, 0.0311
 COS_C_N_CA = -0.5203, 0.0353
 

@@ -61,7 +61,7 @@ def delete_blocks(rows: int, blocks: int, share: float, generator: np.random.Gen
 
 
 def mask_msa(msa: Array, profile: Array, cfg: MaskConfig, generator: np.random.Generator) -> tuple[Array, Array]:
-    """Return masked letters, and where they were selected, changed or not.   [C, N], profile [N, 22] -> [C, N], bool [C, N]"""
+    """Return masked letters, and the mask of those selected, changed or not.   [C, N], profile [N, 22] -> [C, N], bool [C, N]"""
     selected = generator.random(msa.shape) < cfg.fraction
     row, column = np.nonzero(selected)
     replacement = np.searchsorted(np.cumsum([cfg.uniform, cfg.profile, cfg.same]), generator.random(len(row)), side="right")

@@ -37,8 +37,8 @@ class Chain:
 
     name                    the file and the chain as the authors name it: "5zyh_A"
     sequence                one letter for each residue, modified ones by their parents, X for others
-    aatype     [N]          the same as numbers
-    positions  [N, 37, 3]   angstrom, 0 where the mask is
+    aatype     [N]          the same as integers
+    positions  [N, 37, 3]   angstrom, 0 for masked atoms
     mask       [N, 37]      1 for atoms in the file
     bfactors   [N, 37]      square angstrom; pLDDT of predictions
     resolution              angstrom, None if the method has none

@@ -152,7 +152,7 @@ def _map_residues(hit: Hit, letters: str, length: int, sequence: str) -> Array |
     same = int((residues_match(hit_types, chain_types[residues]) & (residues >= 0)).sum())
     shorter = min(len(hit_types), len(chain_types))
     if same * MIN_IDENTITY[1] < shorter * MIN_IDENTITY[0]:
-        return f"{same} of {shorter} letters are those of its structure, expected {MIN_IDENTITY[0] / MIN_IDENTITY[1]:.0%} at least"
+        return f"{same} of {shorter} letters match its structure, expected {MIN_IDENTITY[0] / MIN_IDENTITY[1]:.0%} at least"
     residue_map = np.full(length, -1, np.int16)
     aligned = (hit.query_indices >= 0) & (hit.hit_indices >= 0)
     residue_map[hit.query_indices[aligned]] = residues[(np.cumsum(hit.hit_indices >= 0) - 1)[aligned]]
@@ -221,7 +221,7 @@ def template_features(chains: Sequence[Any], residue_maps: Array, sum_probs: Any
     """
     residue_maps, probs = np.asarray(residue_maps), np.asarray(sum_probs, np.float32)
     if residue_maps.ndim != 2 or residue_maps.dtype.kind not in "iu" or not len(chains) == len(residue_maps) == probs.size:
-        text = f"places {residue_maps.dtype} {residue_maps.shape} and {probs.size} sum_probs"
+        text = f"residue maps {residue_maps.dtype} {residue_maps.shape} and {probs.size} sum_probs"
         raise DataError(f"templates: {text} of {len(chains)} chains, expected integers [{len(chains)}, N] and as many")
     shape = residue_maps.shape
     aatype, mask = np.full(shape, GAP, np.int64), np.zeros((*shape, 37), np.float32)

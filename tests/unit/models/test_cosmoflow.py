@@ -60,12 +60,12 @@ def test_predictions_have_names_and_physical_units() -> None:
         (np.zeros((32, 32, 32, 4), np.complex64), "dtype complex64; expected particle counts"),
     ],
 )
-def test_volumes_that_make_no_sense(volume: Any, text: str) -> None:
+def test_invalid_volumes_raise(volume: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         CosmoFlow(SMALL).predict(volume)
 
 
 @pytest.mark.parametrize("x", [torch.from_numpy(counts(1, 8, 8, 8, 4)), torch.rand(1, 8, 8, 8, 4)], ids=["int16", "float32"])
-def test_log_density_leaves_the_counts_alone(x: torch.Tensor) -> None:
+def test_log_density_does_not_modify_counts(x: torch.Tensor) -> None:
     before = x.clone()
     assert cosmoflow.log_density(x).is_contiguous(memory_format=torch.channels_last_3d) and torch.equal(x, before)

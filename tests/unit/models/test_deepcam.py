@@ -59,7 +59,7 @@ def vendors(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused", "group"])
-def test_weights_of_the_vendors_codes_load_and_see_the_skip_before_its_rectifier(tmp_path: Path, kind: str) -> None:
+def test_nvidia_weights_load_with_the_skip_before_relu(tmp_path: Path, kind: str) -> None:
     model = new()
     state = vendors(model.state_dict(), kind)
     assert set(state) != set(model.state_dict())
@@ -139,7 +139,7 @@ def test_units_are_converted() -> None:
             new().segment(fields(), units=wrong)
 
 
-def test_bad_fields_are_named() -> None:
+def test_invalid_fields_raise() -> None:
     model, given = new(), fields()
     poles, renamed = given["T500"].copy(), {name.replace("TMQ", "TMQ1"): values for name, values in given.items()}
     poles[-2:] = np.nan
@@ -165,7 +165,7 @@ def batch(height: int = 32, width: int = 48, count: int = 2) -> Batch:
     return Batch(torch.rand(count, height, width, 16) * 10, torch.randint(0, 3, (count, height, width), dtype=torch.uint8))
 
 
-def test_an_all_background_map_trains_and_scores() -> None:
+def test_background_map_trains_and_scores() -> None:
     model = new().train()
     given = Batch(batch().fields, torch.zeros(2, 32, 48, dtype=torch.uint8))
     value = deepcam.loss(model, given)["loss"]
