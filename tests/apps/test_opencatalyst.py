@@ -45,7 +45,7 @@ class TestPromises(Promises):
         ["eval_error"],  # 0.036 is not reached in six steps
     )]  # fmt: skip
     refused = [
-        ("element", (), "has an atom of element 97; the model knows those up to 94"),
+        ("element", (), "has an atom of element 97; the model has embeddings up to 94"),
         ("apart", (), "no atom has a neighbour within 4 angstrom"),
         ("counts", (), "'positions' holds"), ("statistics", (), "statistics.json"),
         ("", ("step.capture=whole",), "needs data.shapes few"),

@@ -78,7 +78,7 @@ def test_the_narrow_network_gives_the_references_outputs_loss_gradients_and_stat
     assert float(score) / count == pytest.approx(case["iou_train_logits"], abs=1e-3)
 
 
-def test_the_skip_of_the_vendors_network_is_taken_before_the_rectifier() -> None:
+def test_the_skip_of_nvidias_network_is_before_relu() -> None:
     stored = arrays(f"deepcam/{NARROW}")
     model = DeepCam(DeepCamConfig(divide=8, skip="before"))
     fill(model)

@@ -24,7 +24,7 @@ SAMPLED = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion
 
 
 @CHAINS
-def test_clusters_and_features_of_the_rows_that_the_reference_drew(name: str) -> None:
+def test_clusters_and_features_for_rows_drawn_by_the_reference(name: str) -> None:
     golden = arrays(f"openfold/features/{name}")
     sampled = {key.removeprefix("sampled."): array for key, array in golden.items() if key.startswith("sampled.")}
     msa, deletions = sampled["msa"], sampled["deletion_matrix"]
@@ -47,7 +47,7 @@ def test_clusters_and_features_of_the_rows_that_the_reference_drew(name: str) ->
     assert deletions.max() > 0
 
 
-def test_the_small_batch_of_the_whole_model() -> None:
+def test_the_small_batch_of_the_full_model() -> None:
     """All that is not drawn is the same. The templates are those that the reference drew; centred here, and not there."""
     raw, golden = (arrays(f"openfold/network/{name}") for name in ("raw_features", "batch"))
     cfg = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)

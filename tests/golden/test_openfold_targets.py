@@ -15,7 +15,7 @@ DEFINED = {
 
 
 @pytest.mark.parametrize("chain", ["5zyh_A", "2q2k_A"])
-def test_the_truth_of_a_chain(chain: str) -> None:
+def test_targets_of_a_chain(chain: str) -> None:
     """All else everywhere, frames of missing groups too. The reference computes in float32: its angles are off by up to 7e-6."""
     stored = arrays(f"openfold/features/{chain}")
     wanted = {name.removeprefix("det."): array for name, array in stored.items() if name.startswith("det.")}

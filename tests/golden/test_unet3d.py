@@ -88,7 +88,7 @@ def unlearnable(tag: str) -> Batch:
 
 
 @pytest.mark.parametrize("shape", ["64x64x64", "70x64x101", "100x96x79"])
-def test_windows_give_the_references_logits_on_the_same_part_of_the_volume(shape: str) -> None:
+def test_windows_give_the_references_logits_on_the_same_crop(shape: str) -> None:
     tag, model = f"sw_roi64_{shape}", narrow().eval()
     case, given = read("sliding_window")[tag], unlearnable(tag)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_windows_give_the_references_logits_on_the_same_part_of_the_volume(shape
     assert found == pytest.approx(case["dice"], abs=1e-4)
 
 
-def seen_by(mesh: Mesh, tag: str) -> None:
+def logits_on(mesh: Mesh, tag: str) -> None:
     model = unet3d.parallelize(narrow().eval(), mesh, mesh["replicate"].size)
     with torch.no_grad():
         logits, _ = model.sliding_window(model, unlearnable(tag).image[None, None])
@@ -109,9 +109,9 @@ def seen_by(mesh: Mesh, tag: str) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2, "depth": 2}, {"replicate": 3}], ids=str)
-def test_processes_that_share_the_windows_out_give_the_references_logits(axes: dict[str, int]) -> None:
+def test_ranks_that_divide_the_windows_give_the_references_logits(axes: dict[str, int]) -> None:
     """Two windows: with three or four processes some have none."""
-    on_ranks(axes, seen_by, "sw_roi64_70x64x101")
+    on_ranks(axes, logits_on, "sw_roi64_70x64x101")
 
 
 WARM_UPS = [("reference", 0.8, 200), ("nvidia_gbs56", 2.0, 1000), ("nvidia_gbs84", 1.5, 1500)]

@@ -52,7 +52,7 @@ def reported(mesh: Mesh, shares: list[int]) -> float:
     return fit(step, [mine], TrainConfig(steps=1, report_every=1)).reports[-1]["loss"]
 
 
-def test_copies_count_alike_in_what_is_reported() -> None:
+def test_replicas_have_equal_weight_in_the_report() -> None:
     expected = reported(dist.single_process(torch.device("cpu")), [7])
     assert on_ranks({"replicate": 2}, reported, [5, 2]) == pytest.approx([expected] * 2, rel=1e-12)
 
@@ -62,7 +62,7 @@ def both(model: Any, given: Batch, **words: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
-def test_uneven_copies_are_one_process(copies: int) -> None:
+def test_uneven_replicas_are_one_process(copies: int) -> None:
     expected = trained(dist.single_process(torch.device("cpu")), [7])
     found = on_ranks({"replicate": copies}, trained, SHARES[copies])
     mean = sum(torch.from_numpy(rank["loss"]) for rank in found) / copies  # type: ignore[arg-type]

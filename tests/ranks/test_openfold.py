@@ -53,7 +53,7 @@ def part(whole: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
     return whole.narrow(dim, rank * each, min(each, whole.shape[dim] - rank * each))
 
 
-def learnt(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dict[str, float], dict[str, np.ndarray], list[Tensor]]:
+def values_and_gradients(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dict[str, float], dict[str, np.ndarray], list[Tensor]]:
     """Values, gradients of all parameters and of the alignment, over the ranks of a copy, and some outputs; with dropout."""
     model = parallelize(network(checkpoint=checkpoint), mesh)
     batch = dict(protein(passes))
@@ -71,10 +71,10 @@ def learnt(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dict[str, float],
 
 @pytest.mark.parametrize("axes", [{"axial": 2}, {"axial": 4}, {"replicate": 2, "axial": 2}], ids=str)
 @pytest.mark.parametrize(("passes", "checkpoint"), [(1, False), (3, True)])
-def test_a_cut_protein_is_the_whole_one(axes: dict[str, int], passes: int, checkpoint: bool) -> None:
-    values, gradients, outputs = learnt(single_process(), passes, checkpoint)
+def test_a_sharded_protein_gives_the_unsharded_results(axes: dict[str, int], passes: int, checkpoint: bool) -> None:
+    values, gradients, outputs = values_and_gradients(single_process(), passes, checkpoint)
     largest = max(float(np.linalg.norm(g)) for g in gradients.values())
-    for rank, (found, cut, given) in enumerate(on_ranks(axes, learnt, passes, checkpoint)):
+    for rank, (found, cut, given) in enumerate(on_ranks(axes, values_and_gradients, passes, checkpoint)):
         assert found == pytest.approx(values, rel=1e-10, abs=1e-12)
         assert cut.keys() == gradients.keys() and len(cut) > 150
         for name, whole in gradients.items():
@@ -85,7 +85,7 @@ def test_a_cut_protein_is_the_whole_one(axes: dict[str, int], passes: int, check
             torch.testing.assert_close(here, expected, rtol=1e-10, atol=1e-10)
 
 
-def stepped(mesh: Mesh, shard: str) -> Any:
+def weights_after_a_step(mesh: Mesh, shard: str) -> Any:
     """Two steps of two copies, with dropout, clipping and an average."""
     cfg = StepConfig(optimizer="adam", lr=1e-2, precision="fp64", clip=0.1, average=0.9, shard=shard)
     torch.manual_seed(3)
@@ -96,9 +96,9 @@ def stepped(mesh: Mesh, shard: str) -> Any:
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
-def test_steps_of_cut_copies_are_those_of_whole_ones(shard: str) -> None:
-    whole = on_ranks({"replicate": 2}, stepped, shard)
-    cut = on_ranks({"replicate": 2, "axial": 2}, stepped, shard)
+def test_steps_of_sharded_replicas_are_those_of_full_ones(shard: str) -> None:
+    whole = on_ranks({"replicate": 2}, weights_after_a_step, shard)
+    cut = on_ranks({"replicate": 2, "axial": 2}, weights_after_a_step, shard)
     for rank, (values, _) in enumerate(cut):
         assert values == pytest.approx(whole[rank // 2][0], rel=1e-10)
     expected, found = (joined([ours for _, ours in every]) for every in (whole, cut))
@@ -140,7 +140,7 @@ def folded(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray, int]:
     return found.positions, found.plddt, live.most
 
 
-def test_a_chain_that_several_ranks_fold_is_the_same_with_their_share_of_the_memory() -> None:
+def test_a_chain_folded_by_several_ranks_is_the_same_with_a_share_of_the_memory() -> None:
     positions, plddt, most = folded(single_process(), 90)
     for ranks, share in ((2, 0.62), (4, 0.42)):  # 150 residues: less than 0.6 and 0.35
         for found, sure, bytes_ in on_ranks({"axial": ranks}, folded, 90):

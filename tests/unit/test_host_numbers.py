@@ -25,8 +25,6 @@ ALLOWED = {
     "models/diffusion/model.py: _per_channel": "gives a person what the network made",
     "models/llm/generation.py: sample_tokens": "tokens are given to the host one by one",
     "models/openfold/folding.py: prepare_features": "takes the arrays of a person",
-    "models/openfold/geometry.py: _tables": "numpy",
-    "models/openfold/structures.py: _swap_arginine_atoms": "numpy",
     "models/openfold/device_cache.py: to_device": "keeps what it made",
     "models/unet3d/model.py: segment": "takes the arrays of a person",
     "models/unet3d/objective.py: slices": "pictures, which the host reads",

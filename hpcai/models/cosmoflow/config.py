@@ -1,4 +1,4 @@
-"""Shape of CosmoFlow and the meaning of its outputs. No torch here: a mistake in a setting must be told at once."""
+"""Settings of CosmoFlow and of its outputs. Does not import torch: errors in settings are reported at once."""
 
 from typing import Self
 
@@ -15,23 +15,23 @@ class CosmoFlowConfig(Settings):
     size: Positive = 128
     """edge of the cube, cells"""
     filters: Positive = 32
-    """output channels of the first convolution; each further one doubles them"""
+    """output channels of the first convolution; doubled by each further one"""
     blocks: Positive = 5
-    """convolutions, each followed by a pooling that halves the cube"""
+    """convolutions, each followed by a pooling with stride 2"""
     dropout: Rate = 0.5
     """rate of dropout after each hidden dense layer"""
     parameters: tuple[str, ...] = ("Omega_m", "sigma_8", "n_s", "H_0")
-    """what is predicted, in the order of the outputs"""
+    """predicted parameters, in the order of the outputs"""
     units: tuple[str, ...] = ("", "", "", "km/s/Mpc")
     low: tuple[float, ...] | None = None
-    """physical value of each parameter at output -1; null: taken from the data"""
+    """physical value of each parameter at output -1; null: read from the data"""
     high: tuple[float, ...] | None = None
-    """physical value of each parameter at output +1; null: taken from the data"""
+    """physical value of each parameter at output +1; null: read from the data"""
 
     mean: tuple[float, ...] | None = None
-    """mean of log(1 + counts) of each redshift, taken from the input; null: nothing is taken (MLPerf HPC)"""
+    """mean of log(1 + counts) of each redshift, subtracted from the input; null: no subtraction (MLPerf HPC)"""
     mix: tuple[tuple[float, ...], ...] | None = None
-    """matrix that then mixes the redshifts, one row for each of them"""
+    """matrix applied to the redshifts after subtraction, one row for each of them"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -47,7 +47,7 @@ class CosmoFlowConfig(Settings):
                     raise ValueError(f"{name} has {len(values)} entries, but there are {self.channels} channels; give one for each")
         for pair in (("low", "high"), ("mean", "mix")):
             if len({getattr(self, name) is None for name in pair}) > 1:
-                raise ValueError(f"{pair[0]} and {pair[1]} are given together or not at all")
+                raise ValueError(f"{pair[0]} and {pair[1]} must both be given, or neither")
         return self
 
     @property

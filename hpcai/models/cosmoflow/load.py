@@ -1,4 +1,4 @@
-"""CosmoFlow weights from files of ours and of other codes."""
+"""Load CosmoFlow weights, also in the formats of other codes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ from hpcai.nn import weights
 
 
 def load_weights(path: str | Path, cfg: CosmoFlowConfig | None = None) -> CosmoFlow:
-    """A model in evaluation mode from a file of weights, told apart by what the file is:
+    """Load a model in evaluation mode. The format is detected:
 
-    - safetensors: ours (settings travel inside) or a plain state dict;
-    - a torch state dict (``.pt``): ours or the PyTorch submissions' to MLPerf HPC, alone or within a checkpoint;
+    - safetensors: from hpcai, with settings, or a plain state dict;
+    - a torch state dict (``.pt``) of hpcai or of the PyTorch submissions to MLPerf HPC, alone or within a checkpoint;
     - Keras weights (``.h5``) of the MLPerf HPC reference.
 
-    ``cfg`` gives what such files do not say (names and ranges of the parameters); the shape is read off the weights and must
-    agree with it. Raises CheckpointError for a file that is none of these or does not fit.
+    ``cfg`` gives the settings that such files lack (names and ranges of the parameters); sizes are inferred from the weights and
+    must agree with it. Raises CheckpointError if the format is unknown or the weights do not fit.
     """
     path = Path(path)
     state, saved_cfg = _read(path)
@@ -47,7 +47,7 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _default_config(outputs: int) -> CosmoFlowConfig:
-    """Settings for weights that come without: the benchmark's parameters where their number agrees."""
+    """Return settings for weights without any: the parameters of the benchmark if their number agrees."""
     default = CosmoFlowConfig()
     if outputs == len(default.parameters):
         return default
@@ -55,7 +55,7 @@ def _default_config(outputs: int) -> CosmoFlowConfig:
 
 
 def from_keras(weights: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """State dict from Keras weights in layer order: kernel, bias of each convolution, then of each dense layer.
+    """Convert Keras weights in layer order (kernel and bias of each convolution, then of each dense layer) to a state dict.
 
     Convolution kernels are [D, H, W, in, out] and become [out, in, D, H, W]; dense ones [in, out] become [out, in].
     """
@@ -77,12 +77,12 @@ def _read(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
         return from_keras(_keras_arrays(path)), None
     except CheckpointError:
         raise
-    except Exception as problem:  # h5py has errors of its own for a damaged file
+    except Exception as problem:  # h5py raises many types of errors for a damaged file
         raise CheckpointError(f"{path}: not Keras weights, or damaged: {problem}") from problem
 
 
 def _keras_arrays(path: Path) -> list[np.ndarray]:
-    """Arrays of ``conv3d``, ``conv3d_1``, ..., ``dense``, ... in order, from either layout of Keras's HDF5 files."""
+    """Return the arrays of ``conv3d``, ``conv3d_1``, ..., ``dense``, ... in order, from either layout of Keras's HDF5 files."""
     layers: dict[tuple[str, int], dict[str, np.ndarray]] = {}
 
     def visit(name: str, item: Any) -> None:

@@ -1,6 +1,6 @@
-"""CosmoFlow: cosmological parameters from the matter of a universe (Mathuriya et al., SC18, arXiv:1808.04728).
+"""CosmoFlow: cosmological parameters from the matter distribution of a universe (Mathuriya et al., SC18, arXiv:1808.04728).
 
-The network is that of MLPerf HPC v1.0 and later; names of weights are those of the public PyTorch submissions.
+The network is that of MLPerf HPC v1.0 and later; parameter names are those of the public PyTorch submissions.
 B batch, C redshifts, D H W the cube, P parameters, F filters of the last block.
 """
 
@@ -18,12 +18,12 @@ from hpcai.nn.conv import Conv3d
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin
 
-NEGATIVE_SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
-MAX_COUNT = 1e13  # counts in a cell; no simulation yet has as many particles in all
+NEGATIVE_SLOPE = 0.3  # Keras's default for leaky ReLU, not torch's 0.01
+MAX_COUNT = 1e13  # counts in a cell, more than the particles of any simulation so far
 
 
 class Block(nn.Module):
-    """Convolution, rectifier, halving.   [B, C, D, H, W] -> [B, O, D/2, H/2, W/2]"""
+    """Convolution, max-pooling, leaky ReLU.   [B, C, D, H, W] -> [B, O, D/2, H/2, W/2]"""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Block(nn.Module):
         self.pool = nn.MaxPool3d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The rectifier is monotonic, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
+        # Leaky ReLU is monotonic and so commutes with max-pooling: it is applied to an eighth of the cells.
         return F.leaky_relu(self.pool(self.conv(x)), NEGATIVE_SLOPE)
 
 
 class CosmoFlow(PretrainedMixin):
-    """[B, C, D, H, W] log(1 + counts) -> [B, P] parameters scaled to [-1, 1]. Weights and activations are channels-last."""
+    """Maps [B, C, D, H, W] log(1 + counts) to [B, P] parameters scaled to [-1, 1]. Weights and activations are channels-last."""
 
     package = __package__
     mean: Tensor | None  # [C]
@@ -47,16 +47,16 @@ class CosmoFlow(PretrainedMixin):
         self.cfg = cfg = cfg or CosmoFlowConfig()
         widths = [cfg.channels] + [cfg.filters << i for i in range(cfg.blocks)]
         self.conv_seq = nn.Sequential(*(Block(i, o) for i, o in pairwise(widths)))
-        self.gather_volume: nn.Module = nn.Identity()  # seam: the dense layers need all of a cube that is cut
+        self.gather_volume: nn.Module = nn.Identity()  # seam: the dense layers need the full cube
         self.dense1 = nn.Linear(widths[-1] * cfg.edge**3, 128)
         self.dense2 = nn.Linear(128, 64)
         self.output = nn.Linear(64, len(cfg.parameters))
-        self.replicated_output: nn.Module = nn.Identity()  # seam: a cube shared by processes has one output
+        self.replicated_output: nn.Module = nn.Identity()  # seam: the output of ranks that share a cube, counted once
         for layer in self.modules():
             if isinstance(layer, (nn.Conv3d, nn.Linear)):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
+        # Not persistent, since they follow from the settings: the keys of a checkpoint are those of the benchmark.
         for name, values in (("mean", cfg.mean), ("mix", cfg.mix)):
             self.register_buffer(name, None if values is None else torch.tensor(values), persistent=False)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
@@ -72,24 +72,24 @@ class CosmoFlow(PretrainedMixin):
         return self.replicated_output(torch.tanh(self.output(x)) * 1.2)
 
     def predict(self, volume: Any) -> dict[str, Any]:
-        """Cosmological parameters of one universe or of several, by name, in physical units (``model.cfg.units``).
+        """Return the cosmological parameters of one universe or several, by name, in physical units (``model.cfg.units``).
 
-        ``volume`` holds particle counts per cell, [D, H, W, C] or [N, D, H, W, C] (the layout of the public data), as an
-        array or a tensor. Returns floats for one universe, arrays [N] for several. Raises DataError for a wrong shape or
-        dtype and for what is no count, ConfigError for a model whose outputs have no physical range.
+        ``volume`` contains particle counts per cell, [D, H, W, C] or [N, D, H, W, C] (the layout of the public data), as an array
+        or a tensor. Returns floats for one universe, arrays [N] for several. Raises DataError for a wrong shape or dtype or invalid
+        counts, ConfigError if the outputs of the model have no physical range.
         """
         cfg, counts = self.cfg, _to_tensor(volume)
         is_single, shape = counts.ndim == 4, list(counts.shape)
         counts = counts[None] if is_single else counts
         expected = (cfg.size, cfg.size, cfg.size, cfg.channels)
         if counts.ndim != 5 or tuple(counts.shape[1:]) != expected:
-            raise DataError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them")
+            raise DataError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or a batch of them")
         if not bool(((counts >= 0) & (counts <= MAX_COUNT)).all()):
             bad = counts[~((counts >= 0) & (counts <= MAX_COUNT))]
-            fault = f"{bad[0].item():g}, as one of {len(bad):,} values that are no counts"
-            raise DataError(f"volume holds {fault}; expected particle counts per cell, 0 to {MAX_COUNT:g}")
+            fault = f"{bad[0].item():g}, one of {len(bad):,} invalid values"
+            raise DataError(f"volume contains {fault}; expected particle counts per cell, 0 to {MAX_COUNT:g}")
         if cfg.low is None or cfg.high is None:
-            raise ConfigError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
+            raise ConfigError("this model has no physical range of its parameters; construct it with cfg.low and cfg.high")
         weight = self.output.weight
         with inference_mode(self, weight) as dtype:
             scaled = self(log_density(counts.to(weight.device), dtype)).double().cpu()
@@ -98,26 +98,26 @@ class CosmoFlow(PretrainedMixin):
 
 
 def _to_tensor(volume: Any) -> Tensor:
-    """Any array as a tensor, in a dtype that torch counts with and the byte order of this machine."""
+    """Convert an array to a tensor, in a dtype of torch and native byte order."""
     try:
         counts = volume.detach() if isinstance(volume, Tensor) else np.asarray(volume)
-    except ValueError as problem:  # of lists that make no array
-        raise DataError(f"volume: {problem}; give an array of particle counts") from problem
+    except ValueError as problem:  # of ragged lists
+        raise DataError(f"volume: {problem}; expected an array of particle counts") from problem
     if isinstance(counts, np.ndarray) and counts.dtype.kind in "biuf" and counts.dtype.itemsize <= 8:
         counts = torch.from_numpy(np.ascontiguousarray(counts, np.promote_types(counts.dtype, np.int16)))
     if not isinstance(counts, Tensor) or counts.is_complex():
-        raise DataError(f"volume is of dtype {counts.dtype}; expected particle counts, as numbers of 64 bits at most")
+        raise DataError(f"volume is of dtype {counts.dtype}; expected particle counts in at most 64 bits")
     return counts
 
 
 def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """log(1 + counts), the input of the network.   [B, D, H, W, C] counts -> [B, C, D, H, W] in channels-last memory, no copy."""
+    """Return log(1 + counts), the input of the network.   [B, D, H, W, C] -> [B, C, D, H, W], a view of channels-last memory"""
     return counts.to(dtype, copy=True).log1p_().permute(0, 4, 1, 2, 3)
 
 
 def to_physical(scaled: Tensor, cfg: CosmoFlowConfig) -> Tensor:
-    """[..., P] in [-1, 1] -> [..., P] in physical units."""
+    """Convert outputs in [-1, 1] to physical units.   [..., P] -> [..., P]"""
     if cfg.low is None or cfg.high is None:
-        raise ConfigError("the settings name no physical range (low, high)")
+        raise ConfigError("the settings have no physical range; set low and high")
     low, high = torch.tensor(cfg.low, dtype=torch.float64), torch.tensor(cfg.high, dtype=torch.float64)
     return low + (scaled.double() + 1) / 2 * (high - low)

@@ -1,4 +1,4 @@
-"""CosmoFlow over the mesh: copies, each with its own universes, which may be cut along their depth and height."""
+"""Data parallelism of CosmoFlow, and spatial sharding of its cubes along depth and height."""
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.cosmoflow.model import CosmoFlow
@@ -6,13 +6,12 @@ from hpcai.parallel.spatial import GatherVolume, ReplicatedOnce, SpatialPartitio
 
 
 def spatial_cut(mesh: Mesh) -> SpatialPartition:
-    """How a universe lies on the processes of a copy."""
+    """Return how a cube is sharded over the ranks of a replica."""
     return SpatialPartition.from_axes({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
 
 def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
-    """``model``, in place, whose convolutions are cut over ``depth`` and ``height``. Raises MeshError for a mesh that does not
-    fit."""
+    """Shard the convolutions of ``model`` over ``depth`` and ``height``, in place. Raises MeshError if the mesh does not fit."""
     mesh.check_axes("CosmoFlow", "replicate", "depth", "height")
     if mesh.model_parallel.size > 1:
         model.gather_volume = GatherVolume()

@@ -1,4 +1,4 @@
-"""Named fields with units, as a person has them, in the order and the units that the network was trained with."""
+"""Stack named fields with units in the order and the units of the network's training."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hpcai.errors import DataError
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 
-# (their unit, ours): offset and factor; a value in ours is (value in theirs + offset) * factor
+# (unit of the data, unit of the model): offset and factor of (value + offset) * factor
 _CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
     ("hPa", "Pa"): (0.0, 100.0),
     ("mbar", "Pa"): (0.0, 100.0),
@@ -21,7 +21,7 @@ _CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
     ("mm/s", "m/s"): (0.0, 1e-3),
     ("knot", "m/s"): (0.0, 1852 / 3600),
     ("km", "m"): (0.0, 1000.0),
-    ("mm", "kg/m2"): (0.0, 1.0),  # a depth of water
+    ("mm", "kg/m2"): (0.0, 1.0),  # depth of water
 }
 _SPELLINGS = {
     "C": "degC", "°C": "degC", "celsius": "degC", "mb": "mbar", "knots": "knot", "kt": "knot", "gpm": "m", "1": "kg/kg",
@@ -31,11 +31,11 @@ _SPELLINGS = {
 
 
 def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, str] | None = None) -> NDArray[np.float32]:
-    """The variables of ``cfg`` one beside the other: {name: [H, W] or [N, H, W]} -> [N, H, W, V].
+    """Stack the variables of ``cfg`` along a last dim: {name: [H, W] or [N, H, W]} -> [N, H, W, V].
 
-    A field's unit is what ``units`` says, otherwise its own ``attrs["units"]`` (xarray), otherwise that of ``cfg``. Raises
-    DataError for missing variables, unknown units, shapes that differ or hold no cell, values that are no real numbers, not finite
-    or far outside what the network has seen.
+    The unit of a field is that of ``units``, otherwise ``attrs["units"]`` (xarray), otherwise that of ``cfg``. Raises DataError for
+    missing variables, unknown units, shapes that differ or are empty, dtypes that are not real, and values that are not finite or
+    far outside the range of training.
     """
     missing = [name for name in cfg.variables if name not in fields]
     if missing:
@@ -44,7 +44,7 @@ def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[s
         raise DataError(f"fields lack {', '.join(hints)}; expected {', '.join(cfg.variables)}, found {', '.join(fields) or 'none'}")
     unknown = sorted(set(units or {}) - set(cfg.variables))
     if unknown:
-        raise DataError(f"units names {', '.join(unknown)}, which the network does not take; it takes {', '.join(cfg.variables)}")
+        raise DataError(f"units contains {', '.join(unknown)}; expected names of {', '.join(cfg.variables)}")
     columns = []
     for name, model_unit in zip(cfg.variables, cfg.units):
         unit = (units or {}).get(name) or getattr(fields[name], "attrs", {}).get("units", model_unit)
@@ -53,7 +53,7 @@ def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[s
         if column.ndim not in (2, 3) or 0 in column.shape or column.shape != columns[0].shape:
             raise DataError(
                 f"{name} has shape {list(column.shape)}, {cfg.variables[0]} {list(columns[0].shape)}; "
-                "expected [H, W] or [N, H, W], the same for all, with one cell at least"
+                "expected [H, W] or [N, H, W], the same for all and not empty"
             )
     for i, (name, column) in enumerate(zip(cfg.variables, columns)):
         _check_range(name, column, cfg, i)
@@ -86,15 +86,15 @@ def _check_range(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: 
         return
     low, high = cfg.low[i], cfg.high[i]
     slack = high - low
-    least, most = float(values.min()), float(values.max())
-    if least < low - slack or most > high + slack:
+    minimum, maximum = float(values.min()), float(values.max())
+    if minimum < low - slack or maximum > high + slack:
         raise DataError(
-            f"{name} goes from {least:g} to {most:g} {cfg.units[i]}, but from {low:g} to {high:g} in training; "
-            f"is it in another unit? say units={{{name!r}: ...}}"
+            f"{name} goes from {minimum:g} to {maximum:g} {cfg.units[i]}, but from {low:g} to {high:g} in training; "
+            f"is it in another unit? pass units={{{name!r}: ...}}"
         )
 
 
 def pad_fields(fields: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The last rows and columns repeated until both are multiples of the output stride.   [N, H, W, V] -> [N, H', W', V]"""
+    """Replicate the last rows and columns up to multiples of the output stride.   [N, H, W, V] -> [N, H', W', V]"""
     padding = [(0, -n % STRIDE) for n in fields.shape[1:3]]
     return np.pad(fields, ((0, 0), *padding, (0, 0)), mode="edge")

@@ -1,4 +1,4 @@
-"""DeepCAM weights from files of ours and of other codes."""
+"""Load DeepCAM weights, also in the formats of other codes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +14,15 @@ from hpcai.nn import weights
 
 
 def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
-    """A model in evaluation mode from a file of weights, told apart by what the file is:
+    """Load a model in evaluation mode. The format is detected:
 
-    - safetensors: ours (settings travel inside) or a plain state dict;
-    - a torch state dict (``.pt``, ``.cpt``): ours or the MLPerf HPC reference's, or NVIDIA's submissions' (with or without fused
-      rectifiers and batch-norm groups), whose decoder sees the first block before its rectifier (``skip``: "before"); alone or
-      within a checkpoint.
+    - safetensors: from hpcai, with settings, or a plain state dict;
+    - a torch state dict (``.pt``, ``.cpt``) of hpcai, the MLPerf HPC reference or NVIDIA's submissions (with or without fused ReLU
+      and batch-norm groups), whose decoder reads the first block before its ReLU (``skip``: "before"); alone or within a
+      checkpoint.
 
-    ``cfg`` gives what such files do not say (names, units and ranges of the variables, which skip); the shape is read off the
-    weights and must agree with it. Raises CheckpointError for a file that is none of these or does not fit.
+    ``cfg`` gives the settings that such files lack (names, units and ranges of the variables, which skip); sizes are inferred from
+    the weights and must agree with it. Raises CheckpointError if the format is unknown or the weights do not fit.
     """
     path = Path(path)
     state, saved_cfg = weights.load_state(path, "deepcam", DeepCamConfig)
@@ -30,9 +30,9 @@ def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
         sizes = _infer_sizes(state)
     if saved_cfg is None:
         saved_cfg = (cfg or _default_config(sizes)).model_copy(update={name: sizes[name] for name in ("divide", "middle")})
-    target = cfg or saved_cfg
-    wanted = {"variables": len(target.variables), "classes": len(target.classes), "divide": target.divide, "middle": target.middle}
-    weights.check_sizes(path, sizes, wanted)
+    base = cfg or saved_cfg
+    expected = {"variables": len(base.variables), "classes": len(base.classes), "divide": base.divide, "middle": base.middle}
+    weights.check_sizes(path, sizes, expected)
     with torch.device("meta"):
         names = list(DeepCam(saved_cfg).state_dict())
     if set(state) != set(names):
@@ -43,13 +43,13 @@ def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
 
 
 def _rename_nvidia(state: Mapping[str, Tensor], names: list[str], path: Path) -> dict[str, Tensor]:
-    """NVIDIA's weights under our names. They have the same tensors in the same order; those of a batch-norm group twice."""
+    """Rename NVIDIA's weights. They are the same tensors in the same order; those of a batch-norm group occur twice."""
     tensors = [tensor for name, tensor in state.items() if ".run_handle." not in name]
     if len(tensors) != len(names):
         missing, unknown = sorted(set(names) - set(state)), sorted(set(state) - set(names))
         raise CheckpointError(
             f"{path}: {len(tensors)} tensors, expected {len(names)} in the order of the MLPerf HPC codes; "
-            f"without {', '.join(missing[:3]) or 'nothing'}, and with {', '.join(unknown[:3]) or 'nothing'} that is not known"
+            f"without {', '.join(missing[:3]) or 'nothing'}, and with {', '.join(unknown[:3]) or 'nothing'} unexpected"
         )
     return dict(zip(names, tensors))
 
@@ -63,7 +63,7 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _default_config(sizes: Mapping[str, int]) -> DeepCamConfig:
-    """Settings for weights that come without: the benchmark's names where their numbers agree."""
+    """Return settings for weights without any: the names of the benchmark if their numbers agree."""
     kwargs: dict[str, Any] = {}
     variables, classes = sizes["variables"], sizes["classes"]
     if variables != len(VARIABLES):

@@ -1,7 +1,7 @@
-"""DeepCAM: which cells of a weather map are a tropical cyclone or an atmospheric river (Kurth et al., SC18, arXiv:1810.01993).
+"""DeepCAM: segmentation of tropical cyclones and atmospheric rivers in weather maps (Kurth et al., SC18, arXiv:1810.01993).
 
 The network is that of MLPerf HPC: an Xception encoder (Chollet 2017, as in Chen et al. 2018, DeepLabv3+), atrous pooling and a
-decoder of transposed convolutions; names of weights are those of its reference. B batch, V variables, C channels, O output
+decoder of transposed convolutions; parameter names are those of its reference. B batch, V variables, C channels, O output
 channels, H W the map.
 """
 
@@ -19,18 +19,18 @@ from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, DivisibleShape
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin
 
-FusedReLU = nn.Identity  # stands where the reference has a rectifier, which Norm has taken in, so that keys keep their numbers
+FusedReLU = nn.Identity  # in place of a ReLU of the reference, fused into Norm, so that keys keep their numbers
 
 
 def _init_kaiming(module: nn.Module) -> None:
-    """Draw the convolutions' first weights at the end of a part's construction, as the reference does: a seed means the same."""
+    """Initialise convolutions after a module's construction, as the reference does: the same seed gives the same weights."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight)
 
 
 class Norm(nn.Module):
-    """Batch normalisation, a sum, a rectifier.   [B, C, H, W] -> the same"""
+    """Batch normalisation, optional addition of a residual, ReLU.   [B, C, H, W] -> the same"""
 
     def __init__(self, channels: int, relu: bool = True) -> None:
         super().__init__()
@@ -53,10 +53,7 @@ class SeparableConv(nn.Module):
 
 
 class Block(nn.Module):
-    """Two separable convolutions and a third that may halve the map, beside a 1 x 1 convolution.
-
-    [B, C, H, W] -> [B, O, H/stride, W/stride]
-    """
+    """Three separable convolutions, the last with a stride, and a skip connection.   [B, C, H, W] -> [B, O, H/stride, W/stride]"""
 
     def __init__(self, inputs: int, outputs: int, stride: int, relu: bool, grow_first: bool = True) -> None:
         super().__init__()
@@ -74,7 +71,7 @@ class Block(nn.Module):
 
 
 class MiddleBlock(nn.Module):
-    """Three separable convolutions around which the input goes unchanged.   [B, C, H, W] -> the same"""
+    """Three separable convolutions with an identity skip connection.   [B, C, H, W] -> the same"""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -93,7 +90,7 @@ class MiddleBlock(nn.Module):
 
 
 class Xception(nn.Module):
-    """[B, V, H, W] -> features [B, 2048, H/16, W/16] and those of the first block [B, 128, H/4, W/4]"""
+    """Maps [B, V, H, W] to features [B, 2048, H/16, W/16] and those of the first block [B, 128, H/4, W/4]."""
 
     def __init__(self, cfg: DeepCamConfig) -> None:
         super().__init__()
@@ -129,7 +126,7 @@ class Xception(nn.Module):
 
 
 class AtrousConv(nn.Module):
-    """A convolution with holes.   [B, C, H, W] -> [B, O, H, W]"""
+    """Dilated convolution.   [B, C, H, W] -> [B, O, H, W]"""
 
     def __init__(self, inputs: int, outputs: int, rate: int) -> None:
         super().__init__()
@@ -145,7 +142,7 @@ class AtrousConv(nn.Module):
 
 
 class Affine(nn.Module):
-    """A factor and a term for each channel.   [B, C, 1, 1] -> the same"""
+    """Scale and shift per channel.   [B, C, 1, 1] -> the same"""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -157,7 +154,7 @@ class Affine(nn.Module):
 
 
 class GlobalPool(nn.Module):
-    """The mean of the map.   [B, C, H, W] -> [B, O, 1, 1]"""
+    """Global average pooling with a projection.   [B, C, H, W] -> [B, O, 1, 1]"""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -170,7 +167,7 @@ class GlobalPool(nn.Module):
 
 
 class ASPP(nn.Module):
-    """Atrous spatial pyramid pooling: the features at four scales and their mean.   [B, C, H, W] -> [B, O, H, W]"""
+    """Atrous spatial pyramid pooling: features at four scales and their global mean.   [B, C, H, W] -> [B, O, H, W]"""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -191,7 +188,7 @@ def _upsample_conv(channels: int, outputs: int) -> ConvTranspose2d:
 
 
 class Decoder(nn.Module):
-    """[B, 256, H/16, W/16] and [B, 48, H/4, W/4] -> [B, classes, H, W]"""
+    """Maps [B, 256, H/16, W/16] and [B, 48, H/4, W/4] to [B, classes, H, W]."""
 
     def __init__(self, channels: int, low: int, classes: int) -> None:
         super().__init__()
@@ -213,14 +210,14 @@ class Decoder(nn.Module):
 
 
 class DeepCam(PretrainedMixin):
-    """[B, V, H, W] variables scaled to [0, 1] -> [B, classes, H, W] logits. Weights and activations are channels-last.
+    """Maps [B, V, H, W] variables scaled to [0, 1] to [B, classes, H, W] logits. Weights and activations are channels-last.
 
     H and W are any multiples of 16; raises ValueError for others.
     """
 
     package = __package__
     class_weights: Tensor  # [K] of the loss
-    low: Tensor  # [V] physical value that the network sees as 0
+    low: Tensor  # [V] physical value that is scaled to 0
     scale: Tensor  # [V]
 
     def __init__(self, cfg: DeepCamConfig | None = None) -> None:
@@ -231,10 +228,10 @@ class DeepCam(PretrainedMixin):
         self.conv2 = Conv2d(128 // cfg.divide, 48 // cfg.divide, 1, bias=False)
         self.bn2 = Norm(48 // cfg.divide)
         self.upsample = Decoder(256 // cfg.divide, 48 // cfg.divide, len(cfg.classes))
-        self.spatial_sum: nn.Module = nn.Identity()  # seam: sums over a map that is cut
-        self.gather_map: nn.Module = nn.Identity()  # seam: all of a map that is cut
+        self.spatial_sum: nn.Module = nn.Identity()  # seam: all-reduce of sums over a sharded map
+        self.gather_map: nn.Module = nn.Identity()  # seam: all-gather of a sharded map
         self.check_divisible: nn.Module = DivisibleShape(STRIDE, "cells")
-        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
+        # Not persistent, since they follow from the settings: the keys of a checkpoint are those of the benchmark.
         self.register_buffer("class_weights", torch.tensor(cfg.frequencies or [1.0] * len(cfg.classes)) ** -0.125, persistent=False)
         low, high = (torch.tensor(cfg.low or 0.0), torch.tensor(cfg.high or 1.0))
         self.register_buffer("low", low, persistent=False)
@@ -251,26 +248,26 @@ class DeepCam(PretrainedMixin):
         return self.upsample(self.bottleneck(features), self.bn2(self.conv2(low)))
 
     def scaled(self, fields: Tensor) -> Tensor:
-        """The input of the network: each variable between 0 and 1 (``cfg.low``, ``cfg.high``).
+        """Return the input of the network: each variable scaled to [0, 1] (``cfg.low``, ``cfg.high``).
 
-        [B, H, W, V] in physical units -> [B, V, H, W] in channels-last memory, not moved
+        [B, H, W, V] in physical units -> [B, V, H, W], a permuted view of channels-last memory
         """
         return ((fields.to(self.scale.dtype) - self.low) * self.scale).permute(0, 3, 1, 2)
 
     def segment(self, fields: Mapping[str, Any], units: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """What each cell of one map or of several is: class -> True where a cell is of that class, [H, W] or [N, H, W].
+        """Return the masks {class: bool [H, W] or [N, H, W]} of one map or several.
 
-        ``fields`` holds the variables of ``cfg`` by name, [H, W] or [N, H, W] arrays of any size; ``units`` those that are not in
-        ``cfg.units`` (an xarray's own are read). Raises DataError for what is missing, empty, not finite, or in a wrong
-        unit, ConfigError for a model that does not know the ranges of its variables.
+        ``fields`` contains the variables of ``cfg`` by name, [H, W] or [N, H, W] arrays of any size; ``units`` those that differ
+        from ``cfg.units`` (xarray's own are read). Raises DataError for fields that are missing, empty, not finite, or in a wrong
+        unit, and ConfigError if the model has no ranges of its variables.
         """
         if self.cfg.low is None:
-            raise ConfigError("this model has no ranges of its variables (cfg.low, cfg.high); give them when it is built")
+            raise ConfigError("this model has no ranges of its variables; set cfg.low and cfg.high when it is constructed")
         maps = stack_fields(fields, self.cfg, units)
         weight, (height, width) = self.conv2.weight, maps.shape[1:3]
         masks = []
         with inference_mode(self, weight) as dtype:
-            for field in pad_fields(maps):  # maps are large: one at a time
+            for field in pad_fields(maps):  # maps are large: no batch
                 values = torch.from_numpy(field[None]).to(weight.device, dtype)
                 masks.append(self(self.scaled(values)).argmax(1)[0, :height, :width].cpu().numpy())
         classes = np.stack(masks) if np.ndim(fields[self.cfg.variables[0]]) == 3 else masks[0]

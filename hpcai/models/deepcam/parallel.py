@@ -1,5 +1,4 @@
-"""DeepCAM over the mesh: copies, each with its own maps, which may be cut along their height, and whose batch norms may share their
-statistics."""
+"""Data parallelism of DeepCAM, spatial sharding of its maps along the height, and batch norms over groups of replicas."""
 
 from torch import nn
 
@@ -11,18 +10,18 @@ from hpcai.parallel.spatial import GatherFull, SpatialPartition, SpatialSum, par
 
 
 def spatial_cut(mesh: Mesh) -> SpatialPartition:
-    """How a map lies on the processes of a copy."""
+    """Return how a map is sharded over the ranks of a replica."""
     return SpatialPartition.from_axes({"height": mesh["height"]}, 2)
 
 
 def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tuple[int, int] | None = None) -> DeepCam:
-    """``model``, in place, with batch statistics of ``batchnorm_group`` neighbouring copies, its maps of ``size`` (H, W) cut over
-    ``height``. Raises MeshError where the mesh does not fit."""
+    """Group the batch norms of ``batchnorm_group`` neighbouring replicas and shard maps of ``size`` (H, W) over ``height``, in
+    place, and return ``model``. Raises MeshError if the mesh does not fit."""
     mesh.check_axes("DeepCAM", "replicate", "height")
     convert_sync_batchnorm(model, mesh, batchnorm_group)
     if mesh["height"].size > 1:
         if size is None:
-            raise MeshError(f"mesh.height is {mesh['height'].size}: give the size of the maps that are cut")
-        cut = parallelize_spatial(model, {"height": mesh["height"]}, size)  # checks that the whole fits: parts need not
+            raise MeshError(f"mesh.height is {mesh['height'].size}: size, of the maps to shard, is missing")
+        cut = parallelize_spatial(model, {"height": mesh["height"]}, size)  # checks the full map: shards need not be divisible
         model.spatial_sum, model.gather_map, model.check_divisible = SpatialSum(cut), GatherFull(cut, size), nn.Identity()
     return model

@@ -1,4 +1,4 @@
-"""Functions of distance and direction: spherical Bessel functions under an envelope, and real spherical harmonics.
+"""Basis functions of distance and direction: spherical Bessel functions with an envelope, and real spherical harmonics.
 
 Gasteiger, Gross and Guennemann, ICLR 2020, section 5.   E edges, L orders, R radial functions of each order.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def _bessel(x: Any, orders: int, sin: Any, cos: Any) -> list[Any]:
-    """j_0(x) ... j_(orders-1)(x), by the upward recurrence: in float64 good to 1e-9 from x = 0.5 on for orders up to 7."""
+    """Return j_0(x) ... j_(orders-1)(x) by the upward recurrence: in float64 good to 1e-9 for x >= 0.5 and orders up to 7."""
     values = [sin(x) / x]
     if orders > 1:
         values.append((values[0] - cos(x)) / x)
@@ -27,7 +27,7 @@ def _bessel(x: Any, orders: int, sin: Any, cos: Any) -> list[Any]:
 
 @lru_cache
 def spherical_bessel_zeros(orders: int, count: int) -> NDArray[np.float64]:
-    """The first ``count`` positive zeros of j_0 ... j_(orders-1).   [L, R]
+    """Return the first ``count`` positive zeros of j_0 ... j_(orders-1).   [L, R]
 
     Between two neighbouring zeros of one order lies one of the next, found by bisection.
     """
@@ -44,8 +44,8 @@ def spherical_bessel_zeros(orders: int, count: int) -> NDArray[np.float64]:
 
 
 def envelope(x: Tensor, exponent: int, order: int = 0) -> Tensor:
-    """1/x + a x^(p-1) + b x^p + c x^(p+1) with p = ``exponent`` + 1, or its derivative of ``order``: 0 at x = 1, as are its first
-    two derivatives; 0 beyond."""
+    """Return 1/x + a x^(p-1) + b x^p + c x^(p+1) with p = ``exponent`` + 1, or its derivative of ``order``. The function and its
+    first two derivatives are 0 at x = 1; beyond, it is 0."""
     p = exponent + 1
     a, b, c = -(p + 1) * (p + 2) / 2, p * (p + 2), -p * (p + 1) / 2
     y = (-1) ** order * math.factorial(order) / x ** (order + 1)
@@ -55,9 +55,9 @@ def envelope(x: Tensor, exponent: int, order: int = 0) -> Tensor:
 
 
 class SphericalBessel(nn.Module):
-    """j_l(z_ln d/c) under the envelope, normalised in the sphere of radius c.   d [E] -> [E, L * R]
+    """j_l(z_ln d/c) with the envelope, normalised in the sphere of radius c.   d [E] -> [E, L * R]
 
-    Computed in float64, with its derivatives in closed form: in float32 the recurrence for j_6 is off by 2e-4 at 1.1 angstrom.
+    Computed in float64, with derivatives in closed form: in float32 the recurrence for j_6 is off by 2e-4 at 1.1 angstrom.
     """
 
     z: Tensor  # [L, R]
@@ -73,7 +73,7 @@ class SphericalBessel(nn.Module):
             self.register_buffer(name, values, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SphericalBessel":
-        """The constants stay float64 in a model of narrower numbers, too."""
+        """Keep the constants in float64 when the model is cast to a lower precision."""
         super()._apply(fn, recurse)
         for name, values in self._float64_buffers.items():
             self._buffers[name] = values.to(getattr(self, name).device)
@@ -85,7 +85,7 @@ class SphericalBessel(nn.Module):
 
 
 def radial_functions(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent: int, order: int = 0) -> Tensor:
-    """The functions, or their derivatives of ``order`` by d.   [E] -> [E, L * R]"""
+    """Return the radial functions, or their derivatives of ``order`` with respect to d.   [E] -> [E, L * R]"""
     x = (d.double() / cutoff)[:, None]
     envelopes = [envelope(x, exponent, k) / cutoff**order * math.comb(order, k) for k in range(order + 1)]
     rows = []
@@ -103,7 +103,7 @@ def radial_functions(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent
 
 
 class _RadialFunctions(torch.autograd.Function):
-    """``radial_functions``, whose gradient is the next derivative; under torch.compile only the plain function's is right."""
+    """``radial_functions`` with the next derivative as its gradient. It is wrong, and not used, under torch.compile."""
 
     forward = staticmethod(radial_functions)
 
@@ -116,7 +116,7 @@ class _RadialFunctions(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         (d, z, norm), (cutoff, exponent, order) = ctx.saved_tensors, ctx.words
         if order == 2:
-            raise NotImplementedError("third derivatives of the radial functions are not built")
+            raise NotImplementedError("third derivatives of the radial functions are not implemented")
         return (grad_output * _RadialFunctions.apply(d, z, norm, cutoff, exponent, order + 1)).sum(1), None, None, None, None, None
 
 
@@ -124,10 +124,10 @@ class _RadialFunctions(torch.autograd.Function):
 
 
 def spherical_harmonics(u: Tensor, orders: int) -> Tensor:
-    """Real spherical harmonics of unit vectors, order after order, scaled so that the sum over m of Y_lm(u) Y_lm(v) is the Legendre
-    polynomial P_l(u.v) (addition theorem).   [E, 3] -> [E, L * L]
+    """Return real spherical harmonics of unit vectors, ordered by l.   [E, 3] -> [E, L * L]
 
-    Polynomials in x, y and z, by the recurrences of the associated Legendre functions: smooth also at the poles.
+    They are scaled so that the sum over m of Y_lm(u) Y_lm(v) is the Legendre polynomial P_l(u.v) (addition theorem), and computed
+    as polynomials in x, y and z by the recurrences of the associated Legendre functions: smooth also at the poles.
     """
     x, y, z = u.unbind(-1)
     ones = torch.ones_like(x)
@@ -152,5 +152,5 @@ def spherical_harmonics(u: Tensor, orders: int) -> Tensor:
 
 
 def angular_factor(order: Tensor) -> Tensor:
-    """Y_l0(angle) = factor * P_l(cos angle)."""
+    """Return the factor in Y_l0(angle) = factor * P_l(cos angle)."""
     return ((2 * order + 1) / (4 * math.pi)).sqrt()

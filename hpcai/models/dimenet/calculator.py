@@ -1,4 +1,4 @@
-"""A trained DimeNet++ where ASE wants energies and forces: relaxations, dynamics, vibrations."""
+"""An ASE calculator of a trained DimeNet++: relaxations, dynamics, vibrations."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ except ImportError as problem:
 
 
 class DimeNetCalculator(Calculator):
-    """Energy in eV and forces in eV/angstrom. Fixed atoms are ASE's business: their forces are given, too."""
+    """Energy in eV and forces in eV/angstrom. Forces on fixed atoms are given too; ASE applies the constraints."""
 
     implemented_properties = ["energy", "free_energy", "forces"]
 
     def __init__(self, model: Any, **kwargs: Any) -> None:
         if model.cfg.angles == "detached":
             raise ConfigError(
-                "this model's forces leave out how angles change (model.angles=detached, as MLPerf HPC has it): they are no "
-                "gradient of its energy, and nothing can be relaxed or moved by them; train one with model.angles=conservative"
+                "this model's forces ignore the change of angles (model.angles=detached, as in MLPerf HPC): they are not the "
+                "gradient of its energy, and cannot drive relaxations or dynamics; train a model with model.angles=conservative"
             )
         super().__init__(**kwargs)
         self.model = model.eval()

@@ -1,4 +1,4 @@
-"""Shape of DimeNet++ and the meaning of its energies. No torch here."""
+"""Settings of DimeNet++, its energy reference and its loss. Does not import torch."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,31 +8,31 @@ from hpcai.config import Length, Natural, Positive, Settings, Weight
 
 
 class ObjectiveConfig(Settings):
-    """Weights of the terms of the loss. The defaults are MLPerf HPC's: forces alone."""
+    """Weights of the terms of the loss. The defaults are those of MLPerf HPC: forces alone."""
 
     force: Weight = 50.0
     """weight of the sum of |dF| over the directions of an atom, in units of the network, averaged over free atoms"""
     energy: Weight = 0.0
-    """weight of |dE|, averaged over structures; 0: energies are those whose slopes are the forces, up to a constant"""
+    """weight of |dE|, averaged over structures; 0: energies are then determined by the forces up to a constant"""
 
     @model_validator(mode="after")
     def _something(self) -> Self:
         if not (self.force or self.energy):
-            raise ValueError("force and energy are both 0; give one of them a weight")
+            raise ValueError("force and energy are both 0; set one of them above 0")
         return self
 
 
 class DimeNetConfig(Settings):
-    """The network of MLPerf HPC's OpenCatalyst by default, but for its angles: 1,810,182 parameters."""
+    """The network of MLPerf HPC's OpenCatalyst by default, except for its angles: 1,810,182 parameters."""
 
     hidden: Positive = 192
     """channels of a message"""
     output: Positive = 192
-    """channels of an atom before the last layers"""
+    """channels of an atom in an output block"""
     interaction: Positive = 64
-    """channels of a message while it meets those that come to its sender"""
+    """channels of a message in the aggregation over neighbouring edges"""
     basis: Positive = 8
-    """channels between a basis and its filter"""
+    """channels of the bottleneck of a basis embedding"""
     blocks: Positive = 3
     """interaction blocks"""
     spherical: Positive = 7
@@ -40,11 +40,11 @@ class DimeNetConfig(Settings):
     radial: Positive = 6
     """radial functions of each order"""
     cutoff: Length = 6.0
-    """angstrom, beyond which an atom is no neighbour"""
+    """angstrom, the largest distance of neighbours"""
     most: Positive | None = 50
-    """nearest neighbours of an atom that are kept; null: all within the cutoff, without which an energy is not smooth"""
+    """nearest neighbours that are used; null: all within the cutoff, without which the energy is not smooth"""
     envelope: Positive = 5
-    """exponent of the polynomial that takes all functions smoothly to 0 at the cutoff"""
+    """exponent of the polynomial that brings all basis functions smoothly to 0 at the cutoff"""
     before_skip: Natural = 1
     """residual layers before the skip connection of a block"""
     after_skip: Natural = 2
@@ -54,10 +54,11 @@ class DimeNetConfig(Settings):
     elements: Positive = 95
     """rows of the embedding: atomic numbers 0 to elements - 1"""
     angles: Literal["conservative", "detached"] = "conservative"
-    """detached: forces leave out how angles change (MLPerf HPC, and both public codes); they are then no gradient of an energy"""
+    """detached: forces ignore the change of angles (MLPerf HPC, and both public codes); they are then not the gradient of an energy
+    """
     mean: float | None = 0.0
-    """eV that a structure's energy has more than the network says; null: taken from the data"""
+    """eV added to the energy of every structure; null: computed from the data"""
     scale: Annotated[float, Field(gt=0)] | None = 1.0
-    """eV per unit of the network's energy, and eV/angstrom of its forces; null: taken from the data"""
+    """eV per unit of the network's energy, and eV/angstrom of its forces; null: computed from the data"""
     references: dict[Annotated[int, Field(ge=1, le=118)], float] = {}
-    """eV that each atom of an element adds, by atomic number, as the source of the data counts them"""
+    """eV added for each atom of an element, by atomic number, in the convention of the data"""

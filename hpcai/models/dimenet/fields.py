@@ -1,6 +1,6 @@
-"""Arrays out of PyTorch Geometric's ``Data`` and ASE's ``Atoms``, whatever names and shapes these have.
+"""Read the arrays of PyTorch Geometric's ``Data`` and ASE's ``Atoms``, under all their usual names and shapes.
 
-B structures, N atoms. Neither package is imported: their objects are known by what they have.
+B structures, N atoms. Neither package is imported: objects are recognised by their attributes.
 """
 
 import math
@@ -14,35 +14,36 @@ from hpcai.errors import DataError
 
 Floats = NDArray[np.float64]
 
-# Ours, the names that fairchem, Open Catalyst and PyTorch Geometric have for it, and the shape; the first name is the one written.
+# Field -> names in fairchem, Open Catalyst and PyTorch Geometric (the first one is written), and shape.
 NAMES: dict[str, tuple[tuple[str, ...], tuple[int | str, ...]]] = {
     "numbers": (("atomic_numbers", "z"), ("N",)), "positions": (("pos",), ("N", 3)), "cell": (("cell",), ("B", 3, 3)),
     "pbc": (("pbc",), ("B", 3)), "fixed": (("fixed",), ("N",)), "energy": (("energy", "y"), ("B",)),
     "forces": (("forces", "force"), ("N", 3)),
 }  # fmt: skip
-_CHECK_FINITE = {"fixed", "energy", "forces"}  # whether they are finite; atoms and cells are checked with their neighbours
+_CHECK_FINITE = {"fixed", "energy", "forces"}  # atoms and cells are checked in ``periodic.check_atoms``
 _EXPECTED_TYPES = "PyTorch Geometric's Data with pos and atomic_numbers or z, ASE's Atoms, or a sequence of them"
 
 
 class Fields(NamedTuple):
-    """One structure as it was given: shapes and labels are checked, atoms and their cell are not yet."""
+    """The arrays of one structure. Shapes and labels are checked, atoms and cell are not yet."""
 
     where: str
     numbers: Floats  # [N]
     positions: Floats  # [N, 3] angstrom
-    cell: Floats  # [3, 3] angstrom, 0 where there is none
+    cell: Floats  # [3, 3] angstrom, 0 without a cell
     pbc: Floats  # [3]
-    fixed: Floats  # [N] 1: is held
+    fixed: Floats  # [N] 1: fixed
     energy: float | None  # eV
     forces: Floats | None  # [N, 3] eV/angstrom
 
 
 def read_fields(source: Any, where: str = "atoms", labels: bool = True) -> list[Fields]:
-    """Copies of the structures in ``source``: a PyTorch Geometric ``Data`` or ``Batch``, ASE's ``Atoms``, or a sequence of these.
+    """Return copies of the structures in ``source``: PyTorch Geometric's ``Data`` or ``Batch``, ASE's ``Atoms``, or a sequence of
+    them.
 
-    Without ``pbc`` a structure is periodic if it has a cell. ASE's labels are those that its calculator has computed already.
-    ``labels``: whether energies and forces are read. Raises DataError, with ``where`` and the name of a field that is missing, of
-    another shape than its structures have, or not a finite label.
+    Without ``pbc`` a structure is periodic if it has a cell. ASE's labels are read if its calculator has already computed them, and
+    only with ``labels``. Raises DataError, with ``where`` and the name of a field, if a field is missing, has a wrong shape, or a
+    label is not finite.
     """
     if isinstance(source, Sequence) and not isinstance(source, str):
         return [structure for k, item in enumerate(source) for structure in read_fields(item, f"{where}[{k}]", labels)]
@@ -78,7 +79,7 @@ def _read_pyg(data: Any, where: str, labels: bool) -> list[Fields]:
 
 
 def _atom_counts(data: Any, atoms: int, where: str) -> list[int]:
-    """Atoms of each structure."""
+    """Return the number of atoms of each structure."""
     natoms, batch = getattr(data, "natoms", None), getattr(data, "batch", None)
     if natoms is None and batch is not None:
         batch = _to_array(batch, "batch", where)
@@ -96,11 +97,11 @@ def _to_array(values: Any, name: str, where: str) -> Floats:
     try:
         return np.array(values, np.float64)
     except (TypeError, ValueError) as problem:
-        raise DataError(f"{where}: {name}: {problem}; give arrays of numbers") from problem
+        raise DataError(f"{where}: {name}: {problem}; expected numeric arrays") from problem
 
 
 def _split_structures(values: dict[str, Any], counts: list[int], where: str) -> list[Fields]:
-    """The arrays of all structures, divided into those of each."""
+    """Split the arrays of all structures into one ``Fields`` for each."""
     sizes = {"N": sum(counts), "B": len(counts)}
     arrays = {name: None if values[name] is None else _check_shape(values[name], name, sizes, where) for name in NAMES}
     defaults = {

@@ -1,4 +1,4 @@
-"""Structures and what is known of them, from and to PyTorch Geometric's ``Data`` and ASE's ``Atoms``.   N atoms, E edges"""
+"""Convert structures and labels from and to PyTorch Geometric's ``Data`` and ASE's ``Atoms``.   N atoms, E edges"""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,18 +16,18 @@ from hpcai.models.dimenet.objective import Batch
 
 
 class Frame(NamedTuple):
-    """A structure with its labels, if it has any."""
+    """A structure with its labels, if any."""
 
     structure: Structure
     energy: float | None  # eV
     forces: NDArray[np.floating] | None  # [N, 3] eV/angstrom
-    free: NDArray[np.floating]  # [N] 1: may move
+    free: NDArray[np.floating]  # [N] 1: free, 0: fixed
 
 
 def read_frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: str = "frames") -> list[Frame]:
-    """Structures with neighbours, energies, forces and which atoms are held, from PyTorch Geometric's ``Data`` or ``Batch``, ASE's
-    ``Atoms``, or a sequence of them. ``cutoff`` and ``most`` are those of the model. Raises DataError (see ``fields`` and
-    ``atoms``), which names the structure and the field."""
+    """Return structures with neighbours, labels and free atoms, from PyTorch Geometric's ``Data`` or ``Batch``, ASE's ``Atoms``, or
+    a sequence of them. ``cutoff`` and ``most`` are those of the model. Raises DataError, with structure and field, as
+    ``read_fields`` and ``build_structure`` do."""
     frames = []
     for raw in read_fields(source, where):
         structure = build_structure(raw.numbers, raw.positions, raw.cell, raw.pbc, cutoff=cutoff, most=most, where=raw.where)
@@ -36,11 +36,11 @@ def read_frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, wher
 
 
 def make_batch(frames: Sequence[Frame], min_sizes: Sizes = Sizes()) -> Batch:  # noqa: B008 immutable
-    """The frames as ``loss`` and ``score`` read them, padded to ``least``. Raises DataError for one without energy or forces."""
+    """Return a batch for ``loss`` and ``score``, padded to ``min_sizes``. Raises DataError if a frame has no energy or forces."""
     for k, frame in enumerate(frames):
         if frame.energy is None or frame.forces is None:
             missing = "energy" if frame.energy is None else "forces"
-            raise DataError(f"frame {k} has no {missing}; expected both: put them into {missing}, or into ASE's calculator")
+            raise DataError(f"frame {k} has no {missing}; expected both: set {missing}, or ASE's calculator")
     graph = collate([frame.structure for frame in frames], min_sizes)
     padding = len(graph.numbers) - sum(len(frame.free) for frame in frames)
     forces, free = np.concatenate([frame.forces for frame in frames]), np.concatenate([frame.free for frame in frames])
@@ -50,10 +50,10 @@ def make_batch(frames: Sequence[Frame], min_sizes: Sizes = Sizes()) -> Batch:  #
 
 
 def to_data(structures: Structure | Frame | Sequence[Structure | Frame], results: Any = None) -> Any:
-    """PyTorch Geometric's ``Data``, or a ``Batch`` of several, under the names of fairchem, and ``z`` that its own models read.
+    """Return PyTorch Geometric's ``Data``, or a ``Batch`` of several, under the names of fairchem, and ``z`` for PyG's own models.
 
-    ``found``: what ``energy_and_forces`` says of them; otherwise a frame's own labels. Edges lead from row 0 of ``edge_index``
-    [2, E] to row 1; ``cell_offsets`` [E, 3] are whole cells, ``distances`` [E] angstrom. Numbers keep their precision.
+    ``results``: The result of ``energy_and_forces``, instead of the labels of the frames. Edges lead from row 0 of ``edge_index``
+    [2, E] to row 1; ``cell_offsets`` [E, 3] are numbers of cells, ``distances`` [E] angstrom. Dtypes are kept.
     """
     geometric = import_optional("torch_geometric.data", "Data need", "peers")
     data = [geometric.Data(**_tensors(frame)) for frame in _to_frames(structures, results)]
@@ -61,8 +61,8 @@ def to_data(structures: Structure | Frame | Sequence[Structure | Frame], results
 
 
 def to_ase(structures: Structure | Frame | Sequence[Structure | Frame], results: Any = None) -> Any:
-    """ASE's ``Atoms``, or a list of several, whose calculator holds energy and forces, if they are known, and whose held atoms are
-    fixed; ``found`` as for ``to_data``."""
+    """Return ASE's ``Atoms``, or a list of several, with ``FixAtoms`` for fixed atoms and a calculator that holds the known labels;
+    ``results`` as for ``to_data``."""
     ase = import_optional("ase", "Atoms need", "opencatalyst")
     calculators, constraints = import_module("ase.calculators.singlepoint"), import_module("ase.constraints")
     converted = []
@@ -78,7 +78,7 @@ def to_ase(structures: Structure | Frame | Sequence[Structure | Frame], results:
 
 
 def _to_frames(structures: Any, results: Any) -> list[Frame]:
-    """Each structure with what is known of it."""
+    """Return frames with the labels of ``results``, or with their own."""
     if isinstance(structures, Structure | Frame):
         structures, results = [structures], None if results is None else [results]
     frames = [item if isinstance(item, Frame) else Frame(item, None, None, np.ones(len(item.numbers))) for item in structures]

@@ -1,4 +1,4 @@
-"""Atoms and their neighbours as a network sees them.   B structures, N atoms, E edges j -> i, K edges into an atom, L out of it."""
+"""Neighbour graphs of atoms.   B structures, N atoms, E edges j -> i, K edges into an atom, L edges out of one."""
 
 import math
 from collections.abc import Sequence
@@ -16,34 +16,34 @@ from hpcai.models.dimenet.periodic import check_atoms, find_reverse_edges, neigh
 
 
 class Graph(NamedTuple):
-    """Structures side by side. The last structure, atom and edge, at least, are none: empty places of the tables name them."""
+    """A batch of structures. The last structure, atom and edge are padding; empty slots of the tables point to them."""
 
-    members: Tensor  # [B + 1, M] atoms of each structure; the last structure is none, too
+    members: Tensor  # [B + 1, M] atoms of each structure
     positions: Tensor  # [N, 3] angstrom
     numbers: Tensor  # [N] of the elements
     structure: Tensor  # [N]
     centre: Tensor  # [E] i, ascending
     neighbour: Tensor  # [E] j
     shift: Tensor  # [E, 3] angstrom, from atom j to its image that is near i
-    incoming: Tensor  # [N, K] edges whose centre is this atom
+    incoming: Tensor  # [N, K] edges with this atom as their centre
     outgoing: Tensor  # [N, L] edges from this atom to others
-    incoming_slot: Tensor  # [E] place of an edge in `incoming`
-    outgoing_slot: Tensor  # [E] and in `outgoing`
-    reverse: Tensor  # [E] the edge i -> j over the same distance, or none
+    incoming_slot: Tensor  # [E] slot of an edge in `incoming`
+    outgoing_slot: Tensor  # [E] slot of an edge in `outgoing`
+    reverse: Tensor  # [E] the edge i -> j with the opposite vector, or padding
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Graph":
         return Graph(*(t.to(device, dtype if t.is_floating_point() else t.dtype) for t in self))
 
 
 class Structure(NamedTuple):
-    """One structure with its neighbours, as arrays."""
+    """The arrays of one structure with its neighbours."""
 
     positions: NDArray[np.floating]  # [N, 3] angstrom
     numbers: NDArray[np.integer]  # [N] of the elements
     centre: NDArray[np.integer]  # [E] i, ascending
     neighbour: NDArray[np.integer]  # [E] j
     shift: NDArray[np.floating]  # [E, 3] angstrom
-    reverse: NDArray[np.integer]  # [E] -1 where the edge i -> j is not kept
+    reverse: NDArray[np.integer]  # [E] -1 if the edge i -> j was cut off by `most`
     cutoff: float
     most: int | None
     cell: NDArray[np.float64] | None = None  # [3, 3] angstrom
@@ -54,12 +54,12 @@ def build_structure(
     numbers: Any, positions: Any = None, cell: Any = None, pbc: Any = None, *, cutoff: float = 6.0, most: int | None = 50,
     where: str = "atoms",
 ) -> Structure:  # fmt: skip
-    """A structure and the neighbours of its atoms, through periodic images.
+    """Return a structure with the neighbours of its atoms, through periodic images. ``cutoff`` and ``most`` are those of the model.
 
-    numbers [N] of the elements, positions [N, 3] and cell [3, 3] in angstrom (rows are lattice vectors; None: no cell), pbc: for
-    each lattice vector whether the structure repeats along it (None: along all of them, if there is a cell). Or ASE's ``Atoms`` or
-    PyTorch Geometric's ``Data`` alone (see ``fields`` for its names). ``cutoff`` and ``most`` are those of the model. Raises
-    DataError, with ``where``, for what cannot be (see ``periodic.check``) and for atoms none of which has a neighbour.
+    ``numbers`` [N] are atomic numbers, ``positions`` [N, 3] and ``cell`` [3, 3], lattice vectors as rows, in angstrom (None: no
+    cell); ``pbc`` [3]: whether the structure is periodic along each lattice vector (None: along all, if there is a cell). Or
+    ``numbers`` is ASE's ``Atoms`` or PyTorch Geometric's ``Data`` (for its names see ``read_fields``). Raises DataError, with
+    ``where``, for invalid atoms (see ``periodic.check_atoms``), or if no atom has a neighbour.
     """
     if not (cutoff > 0 and math.isfinite(cutoff)) or (most is not None and most < 1):
         raise DataError(f"{where}: cutoff {cutoff:g} and most {most}, expected a length above 0 (angstrom), and 1 or more, or None")
@@ -77,7 +77,7 @@ def build_structure(
 def build_structure_for_model(
     numbers: Any, positions: Any, cell: Any, pbc: Any, cfg: DimeNetConfig, where: str = "atoms",
 ) -> Structure:  # fmt: skip
-    """``atoms`` for a model, of arrays that were checked when they were stored: positions keep their precision."""
+    """Return the structure for a model, from arrays that were checked when they were stored; their precision is kept."""
     structure = _build_structure(numbers, positions, cell, np.asarray(pbc, bool), cfg.cutoff, cfg.most, where)
     check_structure(structure, cfg, where)
     return structure
@@ -86,7 +86,7 @@ def build_structure_for_model(
 def _build_structure(z: Any, r: Any, cell: Any, periodic: Any, cutoff: float, most: int | None, where: str) -> Structure:
     edges = neighbour_list(r, cell, periodic, cutoff, most, where)
     if not len(edges.centre):
-        raise DataError(f"{where}: no atom has a neighbour within {cutoff:g} angstrom; expected one at least; check the units")
+        raise DataError(f"{where}: no atom has a neighbour within {cutoff:g} angstrom; expected at least one; check the units")
     shift: NDArray[np.float64] = edges.offset.astype(np.float64) @ np.where(periodic[:, None], cell, 0.0)
     return Structure(
         r, z, edges.centre, edges.neighbour, shift, find_reverse_edges(edges, len(z)), cutoff, most, np.asarray(cell), periodic,
@@ -94,7 +94,7 @@ def _build_structure(z: Any, r: Any, cell: Any, periodic: Any, cutoff: float, mo
 
 
 def check_structure(structure: Structure, cfg: DimeNetConfig, where: str = "a structure") -> None:
-    """Raises DataError for a structure that is not for this network."""
+    """Raise DataError if a structure does not fit the settings of a network."""
     if not isinstance(structure, Structure):
         raise DataError(f"{where}: is {type(structure).__name__}, expected a Structure from hpcai.models.dimenet.build_structure")
     if (structure.cutoff, structure.most) != (cfg.cutoff, cfg.most):
@@ -104,11 +104,11 @@ def check_structure(structure: Structure, cfg: DimeNetConfig, where: str = "a st
         )
     largest = int(structure.numbers.max())
     if largest >= cfg.elements:
-        raise DataError(f"{where} has an atom of element {largest}; the model knows those up to {cfg.elements - 1}")
+        raise DataError(f"{where} has an atom of element {largest}; the model has embeddings up to {cfg.elements - 1}")
 
 
 class Sizes(NamedTuple):
-    """How many places a batch has at least, so that batches have few different shapes."""
+    """Minimum sizes of a padded batch, so that batches have few different shapes."""
 
     atoms: int = 0
     edges: int = 0
@@ -118,7 +118,7 @@ class Sizes(NamedTuple):
 
 
 def graph_sizes(structures: Sequence[Structure]) -> Sizes:
-    """The sizes of the graph that ``join`` makes of them without padding."""
+    """Return the sizes of the unpadded batch of these structures."""
     atoms = [len(structure.positions) for structure in structures]
     widths = [[np.bincount(row).max(initial=1) for row in (s.centre, s.neighbour)] for s in structures]
     incoming, outgoing = (int(max(column)) for column in zip(*widths))
@@ -126,7 +126,7 @@ def graph_sizes(structures: Sequence[Structure]) -> Sizes:
 
 
 def collate(structures: Sequence[Structure], min_sizes: Sizes = Sizes()) -> Graph:  # noqa: B008 immutable
-    """Structures as one graph, padded to ``least``. What is none lies beyond the cutoff, and all its functions are 0."""
+    """Concatenate structures into one graph, padded to ``min_sizes``. Padding edges are beyond the cutoff, so their basis is 0."""
     atom_counts, edge_counts = (np.array([len(getattr(s, name)) for s in structures]) for name in ("positions", "centre"))
     atom_start = np.concatenate([[0], np.cumsum(atom_counts)])
     edge_start = np.concatenate([[0], np.cumsum(edge_counts)])
@@ -159,10 +159,7 @@ def collate(structures: Sequence[Structure], min_sizes: Sizes = Sizes()) -> Grap
 
 
 def build_table(rows: NDArray[np.integer], n: int, padded: int, min_width: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers 0 ... M - 1 in the rows that ``row`` gives them, in order, and the place of each; the last of ``none`` is none.
-
-    row [M] -> [rows, K], [none]
-    """
+    """List elements by row, in order, and the slot of each; empty slots hold ``padded`` - 1.   rows [M] -> [n, K], [padded]"""
     counts = np.bincount(rows, minlength=n)
     width = max(int(counts.max(initial=0)), min_width, 1)
     order = np.argsort(rows, kind="stable")

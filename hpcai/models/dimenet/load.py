@@ -1,4 +1,4 @@
-"""DimeNet++ weights in and out of files of ours and of other codes."""
+"""Load and export DimeNet++ weights, also in the formats of other codes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,28 +12,28 @@ from hpcai.models.dimenet.model import DimeNet
 from hpcai.nn import weights
 
 FORMS = "fairchem", "pyg"
-# PyTorch Geometric's words for our settings; what is not here has no counterpart there.
+# Setting -> argument of PyTorch Geometric; other settings have no counterpart there.
 _PYG_KWARGS = {
     "hidden": "hidden_channels", "blocks": "num_blocks", "interaction": "int_emb_size", "basis": "basis_emb_size",
     "output": "out_emb_channels", "spherical": "num_spherical", "radial": "num_radial", "cutoff": "cutoff",
     "envelope": "envelope_exponent", "before_skip": "num_before_skip", "after_skip": "num_after_skip",
     "output_layers": "num_output_layers",
 }  # fmt: skip
-_PYG_ELEMENTS = 95  # rows of its embedding
-_UNLIMITED_NEIGHBOURS = 512  # neighbours, where all are kept: a metal has fewer within 10 angstrom
+_PYG_ELEMENTS = 95  # rows of PyTorch Geometric's embedding
+_UNLIMITED_NEIGHBOURS = 512  # instead of no limit: a metal has fewer neighbours within 10 angstrom
 
 
 def in_form(state: Mapping[str, Tensor], cfg: DimeNetConfig, form: str) -> dict[str, Any]:
-    """Weights as another code has them:
+    """Return the weights in the format of another code:
 
-    - ``fairchem``: a checkpoint as fairchem and the MLPerf HPC reference write them, under ``state_dict``, with ``module.module.``;
-    - ``pyg``: the state dict of PyTorch Geometric's ``DimeNetPlusPlus(**pyg_words(model.cfg))``. Its output blocks lack the bias of
-      ``lin_up``, which goes into that of the next layer: energies are the same.
+    - ``fairchem``: a checkpoint of fairchem and the MLPerf HPC reference: under ``state_dict``, with the prefix ``module.module.``;
+    - ``pyg``: the state dict of PyTorch Geometric's ``DimeNetPlusPlus(**pyg_kwargs(model.cfg))``. Its output blocks lack the bias
+      of ``lin_up``, which is folded into the bias of the next layer: energies are the same.
 
-    Energies of both are in units of the network: ``scale``, ``mean`` and ``references`` stay behind. Raises CheckpointError for a
-    network that PyTorch Geometric cannot have.
+    Energies of both are in units of the network: ``scale``, ``mean`` and ``references`` are dropped. Raises CheckpointError for a
+    network that PyTorch Geometric cannot represent.
     """
-    converted = {name: value.clone() for name, value in state.items()}  # of a view torch would write all that it looks at
+    converted = {name: value.clone() for name, value in state.items()}  # torch.save would write the whole storage of a view
     if form == "fairchem":
         return {"state_dict": {f"module.module.{name}": value for name, value in converted.items()}}
     if cfg.elements != _PYG_ELEMENTS:
@@ -48,22 +48,21 @@ def in_form(state: Mapping[str, Tensor], cfg: DimeNetConfig, form: str) -> dict[
 
 
 def pyg_kwargs(cfg: DimeNetConfig) -> dict[str, Any]:
-    """The arguments that make PyTorch Geometric's ``DimeNetPlusPlus`` this network; it sees atoms without periodic images, and its
+    """Return the arguments of PyTorch Geometric's ``DimeNetPlusPlus`` for the same network. It has no periodic images, and its
     forces are those of conservative angles."""
-    kwargs = {theirs: getattr(cfg, ours) for ours, theirs in _PYG_KWARGS.items()}
+    kwargs = {argument: getattr(cfg, name) for name, argument in _PYG_KWARGS.items()}
     return kwargs | {"out_channels": 1, "max_num_neighbors": cfg.most or _UNLIMITED_NEIGHBOURS}
 
 
 def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:
-    """A model in evaluation mode from a file of weights, told apart by what the file is:
+    """Load a model in evaluation mode. The format is detected:
 
-    - safetensors: ours (settings travel inside) or a plain state dict;
-    - a torch state dict (``.pt``): ours or that of the MLPerf HPC reference and of fairchem, alone or within a checkpoint; or
-      PyTorch Geometric's, whose output blocks have no bias in ``lin_up``.
+    - safetensors: from hpcai, with settings, or a plain state dict;
+    - a torch state dict (``.pt``) of hpcai, the MLPerf HPC reference or fairchem, alone or within a checkpoint; or of PyTorch
+      Geometric, whose output blocks have no bias in ``lin_up``.
 
-    ``cfg`` gives what such files do not say (cutoff, neighbours, angles, units); widths are read off the weights and must agree
-    with it. Without it such a model has the benchmark's detached angles. Raises CheckpointError for a file that is none of these or
-    does not fit.
+    ``cfg`` gives the settings that such files lack (cutoff, neighbours, angles, units); widths are inferred and must agree with it.
+    Without it such a model has the benchmark's detached angles. Raises CheckpointError if format is unknown or weights do not fit.
     """
     path = Path(path)
     state, saved_cfg = weights.load_state(path, "dimenet", DimeNetConfig)
@@ -74,7 +73,7 @@ def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:
             weights.check_sizes(path, sizes, {name: getattr(cfg, name) for name in sizes})
         saved_cfg = (cfg or DimeNetConfig(angles="detached")).model_copy(update=sizes)
     elif cfg is not None and cfg != saved_cfg:
-        raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
+        raise CheckpointError(f"{path}: contains settings that differ from cfg; load without cfg")
     model = DimeNet(saved_cfg)
     for name, value in model.state_dict().items():
         if name.endswith("lin_up.bias") and name not in state:

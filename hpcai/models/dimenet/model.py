@@ -1,9 +1,9 @@
 """DimeNet++: energies and forces of atoms from distances and angles (Gasteiger et al., arXiv:2011.14115).
 
-The network is that of MLPerf HPC's OpenCatalyst, and so are the names of its weights. Messages m of an edge j -> i gather what
-comes to j from its neighbours k, by the angle at j. No triplet k -> j -> i is ever made: the angular functions are Legendre
-polynomials of u_ji . u_kj, which are sums over m of Y_lm(u_ji) Y_lm(u_kj); so each atom gathers its moments once, and every message
-that leaves it reads them off. What came from the receiver itself, straight back, is taken out again.
+Network and parameter names are those of MLPerf HPC's OpenCatalyst. The message m of an edge j -> i aggregates the messages k -> j,
+weighted by the angle at j. Triplets k -> j -> i are never materialised: the angular functions are Legendre polynomials of
+u_ji . u_kj, which are sums over m of Y_lm(u_ji) Y_lm(u_kj). Each atom thus accumulates its moments once, and every outgoing message
+reads them. The backtracking term, from i itself, is subtracted.
 B structures, N atoms, E edges, K into an atom, L out of it, H hidden, I interaction, S orders, R radial functions.
 """
 
@@ -31,16 +31,16 @@ class Prediction(NamedTuple):
 
 
 class BasisFunctions(NamedTuple):
-    """Functions of all edges, made once and used by every block."""
+    """Basis functions of all edges, computed once and shared by all blocks."""
 
-    radial: Tensor  # [E, R] Bessel functions of order 0, with frequencies that are learnt
+    radial: Tensor  # [E, R] Bessel functions of order 0, with learned frequencies
     spherical: Tensor  # [E, S * R]
-    moments: Tensor  # [N, S * S * R, K] what a message that comes in adds to each moment
-    angular: Tensor  # [N, L, S * S] how a message that goes out reads them
+    moments: Tensor  # [N, S * S * R, K] weights of incoming messages in the moments
+    angular: Tensor  # [N, L, S * S] weights of the moments in outgoing messages
 
 
 class Bessel(nn.Module):
-    """sin(freq_n d/c) under the envelope.   d [E] -> [E, R]"""
+    """sin(freq_n d/c) with the envelope.   d [E] -> [E, R]"""
 
     wide = True  # a frequency in bfloat16 is off by half a percent
 
@@ -55,7 +55,7 @@ class Bessel(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Messages from the two elements and their distance.   numbers [N] -> [E, H]"""
+    """Initial messages from the two elements and their distance.   numbers [N] -> [E, H]"""
 
     def __init__(self, cfg: DimeNetConfig) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Embedding(nn.Module):
 
     def forward(self, graph: Graph, radial: Tensor) -> Tensor:
         h = self.emb(graph.numbers)
-        # One matrix times the three joined is three matrices; two of them act on atoms, which are fewer.
+        # A matrix times a concatenation is three matrices; two of them act on atoms, which are fewer than edges.
         centre_weight, neighbour_weight, distance_weight = self.lin.weight.chunk(3, 1)
         x = nn.functional.linear(silu(self.lin_rbf(radial)), distance_weight, self.lin.bias)
         x = x + index_select(nn.functional.linear(h, centre_weight), graph.centre, graph.incoming)
@@ -113,9 +113,9 @@ class Interaction(nn.Module):
 
 
 class AngularAggregation(nn.Module):
-    """The sum, for every message j -> i, over those that come to j from k, filtered by the angle at j and the distance of k.
+    """For each message j -> i, the sum over messages k -> j, filtered by the angle at j and the distance of k.
 
-    x [E, I], weight [I, S * R] -> [E, I]
+    Shape: x [E, I], weight [I, S * R] -> [E, I]
     """
 
     order: Tensor  # [S]
@@ -123,8 +123,8 @@ class AngularAggregation(nn.Module):
     def __init__(self, cfg: DimeNetConfig) -> None:
         super().__init__()
         self.orders, self.radial = cfg.spherical, cfg.radial
-        # On the device before the first step: a captured one takes nothing from the host. Whole numbers stay what they are in a
-        # model of any precision.
+        # A buffer, since a captured step copies nothing from the host. Integers are unaffected by casts of the
+        # model.
         self.register_buffer("order", torch.arange(cfg.spherical), persistent=False)
 
     def forward(self, x: Tensor, graph: Graph, functions: BasisFunctions, weight: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class AngularAggregation(nn.Module):
             weight = weight.to(x.dtype).unflatten(1, (self.orders, self.radial)) * angular_factor(order)  # [I, S, R]
             incoming = scatter(x, graph.incoming, graph.incoming_slot)  # [N, K, I]
             gathered = (functions.moments @ incoming).unflatten(1, (-1, self.radial))  # [N, S * S, R, I]
-            parts = weight.permute(1, 2, 0).split(1)  # an order n has 2 n + 1 moments; an index would add gradients in any order
+            parts = weight.permute(1, 2, 0).split(1)  # order n has 2 n + 1 moments; indexing would sum gradients in any order
             weights = torch.cat([part.expand(2 * n + 1, -1, -1) for n, part in enumerate(parts)])  # [S * S, R, I]
             moments = (gathered * weights).sum(2)
             out = gather(functions.angular @ moments, graph.outgoing_slot, graph.outgoing)
@@ -143,7 +143,7 @@ class AngularAggregation(nn.Module):
 
 
 class Output(nn.Module):
-    """An energy for each atom, from the messages that come to it.   [E, H] -> [N, 1]"""
+    """The energy of each atom, from its incoming messages.   [E, H] -> [N, 1]"""
 
     def __init__(self, cfg: DimeNetConfig) -> None:
         super().__init__()
@@ -153,16 +153,16 @@ class Output(nn.Module):
         self.lin = nn.Linear(cfg.output, 1, bias=False)
 
     def forward(self, m: Tensor, graph: Graph, functions: BasisFunctions) -> Tensor:
-        messages = (self.lin_rbf(functions.radial) * m).to(functions.radial.dtype)  # fifty of them are added
+        messages = (self.lin_rbf(functions.radial) * m).to(functions.radial.dtype)  # sums of fifty terms
         x = self.lin_up(segment_sum(messages, graph.centre, graph.incoming))
         for layer in self.lins:
             x = silu(layer(x))
-        with torch.autocast(x.device.type, enabled=False):  # energies of atoms add up to small differences
+        with torch.autocast(x.device.type, enabled=False):  # small differences of large sums
             return nn.functional.linear(x.to(messages.dtype), self.lin.weight.to(messages.dtype))
 
 
 class DimeNet(PretrainedMixin):
-    """A graph -> energies of its structures and forces on its atoms."""
+    """Maps a graph to the energies of its structures and the forces on its atoms."""
 
     package = __package__
     references: Tensor | None  # [elements, 1] eV
@@ -177,7 +177,7 @@ class DimeNet(PretrainedMixin):
         self.spherical = SphericalBessel(cfg.spherical, cfg.radial, cfg.cutoff, cfg.envelope)
         self.scale, self.mean = cfg.scale or 1.0, cfg.mean or 0.0
         references = torch.tensor([cfg.references.get(number, 0.0) for number in range(cfg.elements)], dtype=torch.float64)
-        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
+        # Not persistent, since it follows from the settings: the keys of a checkpoint are those of the benchmark.
         self.register_buffer("references", references[:, None] if cfg.references else None, persistent=False)
         _init_weights(self)
 
@@ -189,25 +189,25 @@ class DimeNet(PretrainedMixin):
             energies = self.energy(positions, graph)
             return energies.sum(), energies
 
-        # A pure function of the positions: what the parameters need of the second derivative is computed, and no more.
+        # A pure function of the positions, so that only the second derivatives that the parameters need are computed.
         gradient, energies = torch.func.grad(energy, has_aux=True)(graph.positions)
         return Prediction(energies, -gradient)
 
     def offset(self, graph: Graph) -> Tensor | float:
-        """Energy that is added to what the network says, eV.   [B]"""
+        """Return the energy that is added to the output of the network, eV.   [B]"""
         if self.references is None:
             return self.mean
         return self.mean + segment_sum(self.references[graph.numbers], graph.structure, graph.members)[:-1, 0]
 
     def to_physical(self, graph: Graph, prediction: Prediction) -> tuple[Tensor, Tensor]:
-        """Energies [B] in eV and forces [N, 3] in eV/angstrom."""
+        """Return energies [B] in eV and forces [N, 3] in eV/angstrom."""
         return prediction.energy.double() * self.scale + self.offset(graph), prediction.forces * self.scale
 
     def energy_and_forces(self, structures: Structure | Sequence[Structure]) -> Any:
-        """Energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (see ``atoms``), or a list of such pairs.
+        """Return energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (``build_structure``), or a list of such
+        pairs.
 
-        No structure gives an empty list. Raises DataError for a structure whose neighbours were sought otherwise than this model
-        needs, or with an element that it does not know.
+        Raises DataError if the neighbours of a structure have another cutoff than the model, or an element has no embedding.
         """
         is_single = isinstance(structures, Structure)
         batch = [structures] if isinstance(structures, Structure) else list(structures)
@@ -225,7 +225,7 @@ class DimeNet(PretrainedMixin):
         return results[0] if is_single else results
 
     def calculator(self) -> Any:
-        """A calculator for ASE: ``slab.calc = model.calculator()``. Raises ConfigError for a model whose forces are no gradient."""
+        """Return an ASE calculator: ``slab.calc = model.calculator()``. Raises ConfigError if forces are no gradient."""
         from hpcai.models.dimenet.calculator import DimeNetCalculator
 
         return DimeNetCalculator(self)
@@ -257,10 +257,10 @@ class DimeNet(PretrainedMixin):
 
 
 def _init_weights(model: nn.Module) -> None:
-    """Draw orthogonal matrices of the variance that Glorot asks for; the last layer of an output block begins with zeros."""
+    """Initialise with orthogonal matrices of Glorot's variance; the last layer of each output block is zero."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and not name.startswith("emb."):
-            init = nn.init.orthogonal_(torch.empty(layer.weight.shape))  # its own: the weight may have no memory yet
+            init = nn.init.orthogonal_(torch.empty(layer.weight.shape))  # a new tensor, since the weight may be on the meta device
             with torch.no_grad():
                 layer.weight.copy_(init * math.sqrt(2.0 / (sum(init.shape) * init.var())))
             if layer.bias is not None and not name.endswith("lin_up"):

@@ -1,10 +1,9 @@
-"""Values of edges at their atoms and back, without a sum whose order is left to chance.
+"""Deterministic maps between edges and atoms, differentiable any number of times.   N atoms, E edges, K slots of a row, C channels
 
-Every edge has a place in the row of its centre and one in the row of the atom it comes from, so that each of these maps and its
-adjoint is a copy by a table, or a sum over a row of one: the same bits in every run on a GPU, to any derivative. Empty places hold
-the number of an edge that is none, whose values are 0.   N atoms, E edges, K places of a row, C channels.
-
-Under torch.compile they are plain indexing: there the second derivative of such functions comes out wrong (torch 2.13).
+Each edge has a slot in the table row of its centre, and one in that of its neighbour. Every map and its adjoint is therefore a copy
+by index, or a sum over one row: the same bits in every run on a GPU, also in higher derivatives. Empty slots hold the index of a
+padding edge, whose values are 0. Under torch.compile the maps are plain indexing, since there the second derivative of such
+functions comes out wrong (torch 2.13).
 """
 
 from typing import Any
@@ -14,42 +13,36 @@ from torch import Tensor
 
 
 def scatter(x: Tensor, table: Tensor, slots: Tensor) -> Tensor:
-    """Rows in another order: ``there`` says which row of ``x`` stands at each place, ``back`` at which place each row stands.
-
-    x [E, C], there [N, K], back [E] -> [N, K, C]
-    """
+    """Copy the values of edges into their slots.   x [E, C], table [N, K] edge of a slot, slots [E] slot of an edge -> [N, K, C]"""
     rows = table.flatten()
     return (x[rows] if torch.compiler.is_compiling() else _Permute.apply(x, rows, slots)).unflatten(0, table.shape)
 
 
 def gather(x: Tensor, slots: Tensor, table: Tensor) -> Tensor:
-    """The inverse of ``place``.   x [N, K, C], back [E], there [N, K] -> [E, C]"""
+    """Copy the values of slots back to their edges, the inverse of ``scatter``.   x [N, K, C], slots [E], table [N, K] -> [E, C]"""
     rows = x.flatten(0, 1)
     return rows[slots] if torch.compiler.is_compiling() else _Permute.apply(rows, slots, table.flatten())
 
 
 def reverse_edges(x: Tensor, reverse: Tensor) -> Tensor:
-    """Values of the edges that lead back; done twice it changes nothing.   x [E, C], reverse [E] -> [E, C]"""
+    """Return, for each edge, the value of its reverse edge: an involution.   x [E, C], reverse [E] -> [E, C]"""
     return x[reverse] if torch.compiler.is_compiling() else _Permute.apply(x, reverse, reverse)
 
 
 def index_select(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """Values of atoms at their edges: row ``index`` of ``x``, where ``table`` lists the edges of each.
-
-    x [N, C], index [E], table [N, K] -> [E, C]
-    """
+    """Copy the values of atoms to their edges, listed by ``table``.   x [N, C], index [E] atom, table [N, K] -> [E, C]"""
     return x[index] if torch.compiler.is_compiling() else _IndexSelect.apply(x, index, table)
 
 
 def segment_sum(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """The sum over the edges of each atom.   x [E, C], index [E], table [N, K] -> [N, C]"""
+    """Sum over the edges of each atom.   x [E, C], index [E], table [N, K] -> [N, C]"""
     if torch.compiler.is_compiling():
         return x.new_zeros(len(table), x.shape[1]).index_add(0, index, x)
     return _SegmentSum.apply(x, index, table)
 
 
 class _TableFunction(torch.autograd.Function):
-    """A function of values and tables whose derivative needs the tables alone."""
+    """A linear function whose derivatives need only its index tensors."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -81,7 +74,7 @@ class _IndexSelect(_TableFunction):
 class _SegmentSum(_TableFunction):
     @staticmethod
     def forward(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
-        padding = len(x) - 1  # the last edge is none
+        padding = len(x) - 1  # the last edge is padding
         return torch.nn.functional.embedding_bag(table, x, mode="sum", padding_idx=padding)
 
     @staticmethod

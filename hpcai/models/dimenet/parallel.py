@@ -1,10 +1,10 @@
-"""DimeNet++ over the mesh: copies, whose batches differ in atoms and edges."""
+"""Data parallelism of DimeNet++: batches of replicas differ in atoms and edges."""
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.dimenet.model import DimeNet
 
 
 def parallelize(model: DimeNet, mesh: Mesh) -> DimeNet:
-    """``model`` itself: its copies share nothing but gradients. Raises MeshError for a mesh that cuts it."""
+    """Return ``model`` itself: replicas communicate only gradients. Raises MeshError if the mesh has any other axis."""
     mesh.check_axes("DimeNet", "replicate")
     return model

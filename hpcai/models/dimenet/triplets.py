@@ -1,4 +1,4 @@
-"""DimeNet++ in the form that the paper and all public codes have, with a list of all triplets: what ours is measured against.
+"""DimeNet++ with an explicit list of all triplets, as in the paper and all public codes: the reference for ``model``.
 
 B structures, N atoms, E edges j -> i, T triplets k -> j -> i, L orders, R radial functions.
 """
@@ -18,7 +18,7 @@ from hpcai.models.dimenet.model import Prediction
 
 
 class TripletGraph(NamedTuple):
-    """The real edges of a padded graph, and every two that follow one another."""
+    """The edges of a graph without its padding, and all pairs of consecutive edges."""
 
     numbers: Tensor  # [N]
     structure: Tensor  # [N]
@@ -31,7 +31,7 @@ class TripletGraph(NamedTuple):
 
 
 def build_triplets(graph: Graph) -> TripletGraph:
-    """Triplets k -> j -> i, but for those that return to the very atom that they came from: not to an image of it."""
+    """List the triplets k -> j -> i with k other than the atom i itself. An image of i counts as another atom."""
     structures = len(graph.members) - 1
     real = graph.structure < structures
     n, e = int(real.sum()), int(real[graph.centre].sum())
@@ -46,7 +46,7 @@ def build_triplets(graph: Graph) -> TripletGraph:
 
 
 def energy_and_forces(net: Any, positions: Tensor, edges: TripletGraph, detached: bool) -> tuple[Tensor, Tensor]:
-    """Energies and forces by ``WithTriplets``, or by PyTorch Geometric's modules.   positions [N, 3] -> [B], [N, 3]"""
+    """Return energies and forces by ``TripletDimeNet``, or by PyTorch Geometric's modules.   positions [N, 3] -> [B], [N, 3]"""
     i, j, kj, ji = edges.i, edges.j, edges.kj, edges.ji
     positions = positions.clone().requires_grad_()
     vector = positions[j] - positions[i] + edges.shift
@@ -65,7 +65,8 @@ def energy_and_forces(net: Any, positions: Tensor, edges: TripletGraph, detached
 
 
 class _Spherical(SphericalBessel):
-    """[E], [T] -> [T, L * R]; as polynomials of a sine and a cosine, of every edge and then of every triplet."""
+    """Spherical basis from polynomials in the cosine: radial functions per edge, angular ones per triplet.   [E], [T] -> [T, L * R]
+    """
 
     def forward(self, d: Tensor, angle: Tensor, kj: Tensor) -> Tensor:  # type: ignore[override]
         orders, cosine = len(self.z), torch.cos(angle)
@@ -113,7 +114,7 @@ class _Output(nn.Module):
 
 
 class TripletDimeNet(ours.DimeNet):
-    """Our weights under our names, in layers as anybody writes them down."""
+    """DimeNet with the same parameters under the same names, in a direct implementation of the layers."""
 
     def __init__(self, cfg: DimeNetConfig | None = None) -> None:
         super().__init__(cfg)

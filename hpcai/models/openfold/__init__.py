@@ -1,4 +1,4 @@
-"""OpenFold: the structure of a protein from its sequence and its relatives', as AlphaFold 2 has it."""
+"""OpenFold: protein structure prediction from a sequence and its multiple sequence alignment, as in AlphaFold 2."""
 
 from hpcai.lazy import attach
 from hpcai.models.openfold.config import ObjectiveConfig, OpenFoldConfig

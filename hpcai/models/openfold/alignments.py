@@ -1,12 +1,12 @@
-"""Aligned sequences and template hits from the files of search tools, as arrays.
+"""Read sequence alignments and template hits from the files of search tools, as arrays.
 
     *.a3m, *.a3m.gz     one row after each ">" line; a lower-case letter is an insertion: it has no column and counts as a deletion
-                        of the column after it
-    *.sto, *.sto.gz     Stockholm: rows in blocks, ended by "//"; a column where the query has a gap is an insertion
+                        of the next column
+    *.sto, *.sto.gz     Stockholm: rows in blocks, ended by "//"; columns with a gap in the query are insertions
     *.hhr, *.hhr.gz     HHsearch: pairwise alignments of the query and templates
 
-The first row is the query, without gaps and insertions. Time and memory grow with the file: 6 to 20 bytes for each of its
-letters, up to 50 where rows hold only a few.
+The first row is the query, without gaps and insertions. Time and memory are linear in the size of the file: 6 to 20 bytes for each
+letter, up to 50 if rows have only a few.
 """
 
 import re
@@ -33,7 +33,7 @@ _INVALID = -1
 _CODES = np.full(256, _INVALID, np.int8)
 for _letter, _code in [*zip(RESTYPES, range(20)), ("X", UNKNOWN), ("-", GAP)]:
     _CODES[ord(_letter)] = _code
-for _letter, _equivalent in zip("BZUJO", "DECXX"):                                  # as AlphaFold has them
+for _letter, _equivalent in zip("BZUJO", "DECXX"):                                  # as in AlphaFold
     _CODES[ord(_letter)] = _CODES[ord(_equivalent)]
 _AS_COLUMNS = bytes(b"-"[0] if code == b"."[0] else code for code in range(256)).upper()
 
@@ -42,9 +42,9 @@ _AS_COLUMNS = bytes(b"-"[0] if code == b"."[0] else code for code in range(256))
 class Alignment:
     """Rows aligned to the first, the query.
 
-    msa        [S, N]  residue types in the order of LETTERS, UNKNOWN, GAP
-    deletions  [S, N]  letters of the row between the column before and this one, which the query lacks
-    names      the rows' names, with all that stands beside them
+    msa        [S, N]  residue types in the order of RESTYPES, UNKNOWN, GAP
+    deletions  [S, N]  letters of the row between the previous column and this one, which the query lacks
+    names      full header lines of the rows
     """
 
     msa: NDArray[np.int8]
@@ -58,7 +58,7 @@ class Alignment:
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
     """One template of an HHsearch result. ``query`` and ``hit`` are aligned texts of C columns; the indices [C] count the letters
-    of the two whole sequences from 0, -1 at a gap. ``sum_probs`` is the sum of the posteriors of the aligned pairs."""
+    of the two full sequences from 0, -1 at a gap. ``sum_probs`` is the sum of the posteriors of the aligned pairs."""
 
     index: int
     name: str
@@ -71,33 +71,33 @@ class Hit:
 
 
 def encode(sequence: str) -> NDArray[np.int8]:
-    """Residue types of one-letter codes, of which lower-case ones count as upper-case.   [N]
+    """Convert one-letter codes, upper or lower case, to residue types.   [N]
 
-    Raises DataError for what is no letter: white space, a gap ("-"), the stop ("*") that ends some translated sequences.
+    Raises DataError for characters other than letters: white space, a gap ("-"), the stop ("*") at the end of translated sequences.
     """
     if not isinstance(sequence, str):
-        raise DataError(f"sequence: found {type(sequence).__name__}, expected text of one letter for each residue, such as 'MKVL'")
+        raise DataError(f"sequence: found {type(sequence).__name__}, expected a string with one letter per residue, such as 'MKVL'")
     if bad := re.search("[^A-Za-z]", sequence):
         raise DataError(
             f"sequence: character {bad.start() + 1} of {len(sequence):,} is {bad[0]!r}, expected a letter for each residue; leave "
-            "white space, gaps and a stop ('*') out, write X for an unknown residue, and fold chains one by one"
+            "out white space, gaps and a stop ('*'), write X for an unknown residue, and fold chains separately"
         )
     return _CODES[np.frombuffer(sequence.upper().encode("ascii"), np.uint8)]
 
 
 def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | None = None) -> Alignment:
-    """All rows of a folder's .a3m and .sto files, or of the files given, each aligned sequence once.
+    """Read all rows of a folder's .a3m and .sto files, or of the given files, without duplicates.
 
-    The files of a folder come as uniref90, mgnify, bfd and then the others by name; uniprot_hits and pairing, which pair the rows
-    of complexes, are left out. Raises DataError where a file's query is not ``sequence``, or, without one, not that of the first
-    file; an unknown residue on either side agrees with all.
+    The order of a folder is uniref90, mgnify, bfd and then the others by name; uniprot_hits and pairing, for complexes, are
+    skipped. Raises DataError if the query of a file differs from ``sequence``, or, without one, from that of the first file; an
+    unknown residue matches all.
     """
     if isinstance(source, str | Path):
         files = [Path(source)] if Path(source).is_file() else _files(Path(source))
     else:
         files = [Path(each) for each in source]
     if not files:
-        raise DataError(f"{source}: no alignments there, expected files such as uniref90_hits.a3m or mgnify_hits.sto")
+        raise DataError(f"{source}: contains no alignments, expected files such as uniref90_hits.a3m or mgnify_hits.sto")
     alignments = []
     query = None if sequence is None else encode(sequence)
     for path in files:
@@ -116,7 +116,7 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
 
 
 def read_alignment(path: Path) -> Alignment:
-    """All rows of one file."""
+    """Read all rows of one file."""
     parse = parse_stockholm if ".sto" in path.suffixes else parse_a3m
     return parse(_read_bytes(path), str(path))
 
@@ -134,12 +134,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 def residues_match(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where residue types are the same; an unknown one agrees with all."""
+    """Return whether residue types are equal; an unknown one matches all."""
     return np.asarray((a == b) | (a == UNKNOWN) | (b == UNKNOWN))
 
 
 def check_same_sequence(query: NDArray[Any], expected: NDArray[Any], label: str) -> None:
-    """Raises DataError, which names ``what``, where two rows of residue types are not alike."""
+    """Raise DataError, with ``label``, if two rows of residue types do not match."""
     if len(query) != len(expected):
         raise DataError(f"{label} has {len(query)} residues, expected {len(expected)}; is it of another chain?")
     mismatches = np.flatnonzero(~residues_match(query, expected))
@@ -155,7 +155,7 @@ def check_same_sequence(query: NDArray[Any], expected: NDArray[Any], label: str)
 
 
 def parse_a3m(data: bytes, where: str) -> Alignment:
-    """Rows of A3M; ``where`` names them in errors. Lines that begin with "#" are skipped."""
+    """Parse A3M; ``where`` is the prefix of errors. Lines that begin with "#" are skipped."""
     names: list[str] = []
     starts: list[int] = []
     parts: list[list[bytes]] = []
@@ -192,15 +192,15 @@ def parse_a3m(data: bytes, where: str) -> Alignment:
 
 
 def _deletions(rows: list[bytes], width: int) -> NDArray[np.int32]:
-    """[S, width]; most rows have none, and their zeros cost no memory until they are read."""
+    """Return deletions [S, width]; zero pages are allocated lazily, and most rows have none."""
     deletions = np.zeros((len(rows), width), np.int32)
     longer = [index for index, row in enumerate(rows) if len(row) > width]
-    step = max(1, 1_000_000 // width)                   # rows at a time: the positions take 8 bytes
-    for some in (longer[begin:begin + step] for begin in range(0, len(longer), step)):
-        letters = np.frombuffer(b"".join(rows[index] for index in some), np.uint8)
+    step = max(1, 1_000_000 // width)                   # rows of a chunk: positions take 8 bytes each
+    for chunk in (longer[begin:begin + step] for begin in range(0, len(longer), step)):
+        letters = np.frombuffer(b"".join(rows[index] for index in chunk), np.uint8)
         columns = np.flatnonzero(letters < ord("a")).reshape(-1, width)
-        before = np.cumsum([0, *(len(rows[index]) for index in some[:-1])]) - 1
-        deletions[some] = np.diff(columns, axis=1, prepend=before[:, None]) - 1
+        before = np.cumsum([0, *(len(rows[index]) for index in chunk[:-1])]) - 1
+        deletions[chunk] = np.diff(columns, axis=1, prepend=before[:, None]) - 1
     return deletions
 
 
@@ -208,7 +208,7 @@ def _deletions(rows: list[bytes], width: int) -> NDArray[np.int32]:
 
 
 def parse_stockholm(data: bytes, where: str) -> Alignment:
-    """Rows of Stockholm; ``where`` names them in errors. Case means nothing and "." is a gap."""
+    """Parse Stockholm; ``where`` is the prefix of errors. Case is ignored and "." is a gap."""
     lines = _split_lines(data, where)
     parts: dict[bytes, list[bytes]] = {}
     starts: list[int] = []
@@ -231,7 +231,7 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
                 starts.append(number)
             parts[fields[0]].append(fields[1])
     if end is None:
-        raise DataError(f"{where}: line {len(lines)}: the file ends without '//': it is cut off; {_ADVICE}")
+        raise DataError(f"{where}: line {len(lines)}: the file ends without '//', so it is truncated; {_ADVICE}")
     if not parts:
         raise DataError(f"{where}: line {end}: no rows before '//', expected the query at least; {_ADVICE}")
     names = [name.decode("utf-8", "replace") for name in parts]
@@ -249,7 +249,7 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
     if not column.all():
         next_column, first = np.unique(np.cumsum(column)[~column], return_index=True)
         counts = np.add.reduceat(codes[:, ~column] != GAP, first, axis=1, dtype=np.int32)
-        inside = next_column < deletions.shape[1]       # letters after the last column are no deletions
+        inside = next_column < deletions.shape[1]       # letters after the last column are not deletions
         deletions[:, next_column[inside]] = counts[:, inside]
     return Alignment(np.ascontiguousarray(codes[:, column]), deletions, names)
 
@@ -258,7 +258,7 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
 
 
 def read_hhr(path: Path) -> list[Hit]:
-    """The hits in the order of the file; none where the search found none."""
+    """Return the hits in the order of the file, possibly none."""
     return parse_hhr(_read_bytes(path), str(path))
 
 
@@ -271,7 +271,7 @@ def parse_hhr(data: bytes, where: str) -> list[Hit]:
 
 
 def _hit(lines: list[str], begin: int, where: str) -> Hit:
-    """The hit of one section, which begins at line ``begin`` of the file."""
+    """Parse one section, which begins at line ``begin`` of the file."""
     try:
         index = int(lines[0].split()[1])
         summary = dict(field.split("=") for field in lines[2].split())
@@ -303,7 +303,7 @@ def _hit(lines: list[str], begin: int, where: str) -> Hit:
         texts[line[0]].append(text)
         indices[line[0]].append(index_of_column)
     if not width["Q"] or width["Q"] != width["T"]:
-        text = f"hit {index} has {width['Q']} columns of the query and {width['T']} of the template: it is cut off"
+        text = f"hit {index} has {width['Q']} columns of the query and {width['T']} of the template, so it is truncated"
         raise DataError(f"{where}: line {begin}: {text}; {_ADVICE}")
     query, hit = ("".join(texts[side]) for side in "QT")
     query_indices, hit_indices = (np.concatenate(indices[side]) for side in "QT")
@@ -325,7 +325,7 @@ def _split_lines(data: bytes, where: str) -> list[bytes]:
         raise DataError(f"{where}: line 1: empty, expected an alignment; {_ADVICE}")
     if b"\0" in data:
         line = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise DataError(f"{where}: line {line}: a NUL byte, expected text; is it packed, or several files in one? {_ADVICE}")
+        raise DataError(f"{where}: line {line}: a NUL byte, expected text; is it compressed, or several files in one? {_ADVICE}")
     return data.splitlines()
 
 
@@ -334,7 +334,7 @@ def _quote(line: bytes) -> str:
 
 
 def _check_letters(row: bytes, line: bytes, number: int, where: str) -> None:
-    """Raise at the first character that no residue has, of a row that ends its line."""
+    """Raise DataError at the first character of a row that is no residue; the row ends its line."""
     invalid = row.translate(None, _ALLOWED)
     if invalid:
         column = len(line.rstrip()) - len(row) + row.index(invalid[:1]) + 1

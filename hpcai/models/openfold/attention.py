@@ -1,6 +1,6 @@
-"""Attention over the rows and columns of an alignment, and over pairs that share a residue (supplement 1.6.1 to 1.6.6, 1.7.2).
+"""Attention over rows and columns of an alignment, and over pairs that share a residue (supplement 1.6.1 to 1.6.6, 1.7.2).
 
-B batch, S sequences, R residues, C channels, H heads; n axial size, 1 outside a cluster.
+B batch, S sequences, R residues, C channels, H heads; n size of the axial mesh axis, 1 without sharding.
 """
 
 import torch
@@ -13,9 +13,9 @@ from hpcai.nn.seam import Seam
 
 
 class GatedAttention(nn.Module):
-    """Gated attention of every row over its entries, or of every column; the four projections are one product.
+    """Gated attention along rows, or along columns; the four projections are one product.
 
-    x [B, I, N, C], mask [B, I, N], bias [B, H, N, N] -> [B, I, N, C]; with ``columns`` I and N change places in the last one
+    x [B, I, N, C], mask [B, I, N], bias [B, H, N, N] -> [B, I, N, C]; with ``columns`` bias is [B, H, I, I]
     """
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
@@ -33,11 +33,11 @@ class GatedAttention(nn.Module):
         return self.attend(self.project(x), mask, bias, columns)
 
     def project(self, x: Tensor) -> Tensor:
-        """Queries, keys, values and gates.   [B, I, N, C] -> [B, I, N, 4, H, c]"""
+        """Return queries, keys, values and gates.   [B, I, N, C] -> [B, I, N, 4, H, c]"""
         return self.linear_qkvg(x).unflatten(-1, (4, self.heads, self.head))
 
     def attend(self, qkvg: Tensor, mask: Tensor, bias: Tensor | None, columns: bool = False) -> Tensor:
-        if columns:  # only strides are transposed; every product reads and writes as its input lies
+        if columns:  # only strides are transposed; every product keeps the layout of its input
             return self.linear_o(gated_attention(qkvg.transpose(1, 2), self.gate_bias, mask.transpose(1, 2), bias).transpose(1, 2))
         return self.linear_o(gated_attention(qkvg, self.gate_bias, mask, bias))
 
@@ -53,7 +53,7 @@ class RowAttention(nn.Module):
         self.layer_norm_m, self.layer_norm_z = LayerNorm(channels, autocast_output=True), LayerNorm(pair, autocast_output=True)
         self.linear_z = Linear(pair, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
-        self.gather_bias = Seam()  # a sequence meets every pair
+        self.gather_bias = Seam()  # each sequence needs the bias of all pairs
 
     def forward(self, m: Tensor, mask: Tensor, z: Tensor) -> Tensor:
         bias = channels_first(self.linear_z.weight, None, self.layer_norm_z(z))  # [B, H, R/n, R]
@@ -75,7 +75,7 @@ class ColumnAttention(nn.Module):
 
 
 class GlobalColumnAttention(nn.Module):
-    """One query for a whole column, one key and value for all heads (Algorithm 19).   m [B, S, R/n, C], mask [B, S, R/n]"""
+    """Attention with one query per column, one key and value for all heads (Algorithm 19).   m [B, S, R/n, C], mask [B, S, R/n]"""
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
         super().__init__()
@@ -103,9 +103,8 @@ class GlobalColumnAttention(nn.Module):
 
 
 class TriangleAttention(nn.Module):
-    """Attention of an edge to those that start from the same residue (Algorithm 13): z [B, R/n, R, C], mask [B, R/n, R]; or to
-    those that end at the same one (Algorithm 14): z [B, R, R/n, C], mask [B, R, R/n].
-    """
+    """Attention of an edge to the edges that start at the same residue (Algorithm 13): z [B, R/n, R, C], mask [B, R/n, R]; or to
+    those that end at the same one (Algorithm 14): z [B, R, R/n, C], mask [B, R, R/n]."""
 
     def __init__(self, channels: int, head: int, heads: int, starting: bool) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class TriangleAttention(nn.Module):
         self.layer_norm = LayerNorm(channels, autocast_output=True)
         self.linear = Linear(channels, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
-        self.gather_bias = Seam()  # a row meets every pair of its columns
+        self.gather_bias = Seam()  # each row needs the bias of all pairs
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm(z)

@@ -1,4 +1,4 @@
-"""Shape of OpenFold, the AlphaFold 2 network for single chains, and the settings it is known by. No torch here."""
+"""Settings of OpenFold, the AlphaFold 2 network for single chains, and its presets. Does not import torch."""
 
 from typing import Any, Self
 
@@ -7,7 +7,7 @@ from hpcai.errors import ConfigError
 
 
 class PairConfig(Settings):
-    """Sizes of what a block does to pairs."""
+    """Sizes of the pair stack of a block."""
 
     triangle: Positive = 128
     """channels of a triangle multiplication"""
@@ -15,12 +15,12 @@ class PairConfig(Settings):
     """channels of a head of triangle attention"""
     heads: Positive = 4
     transition: Positive = 4
-    """width of the transition over its channels"""
+    """hidden width of the transition over its channels"""
     dropout: Rate = 0.25
 
 
 class MsaConfig(Settings):
-    """Sizes of what a block does to the rows of an alignment."""
+    """Sizes of the alignment stack of a block."""
 
     head: Positive = 32
     heads: Positive = 8
@@ -28,11 +28,11 @@ class MsaConfig(Settings):
     """channels of the outer product's factors"""
     transition: Positive = 4
     dropout: Rate = 0.15
-    """rate after row attention, the only place that has any"""
+    """rate after row attention; nothing else has dropout"""
 
 
 class TemplateConfig(Settings):
-    """Sizes of what reads templates, which are structures of relatives."""
+    """Sizes of the template stack; templates are structures of homologs."""
 
     channels: Positive = 64
     blocks: Natural = 2
@@ -52,10 +52,10 @@ class ExtraConfig(Settings):
 
 
 class StructureConfig(Settings):
-    """Sizes of the structure module, which makes atoms of pairs."""
+    """Sizes of the structure module, which predicts atoms from pairs."""
 
     passes: Positive = 8
-    """how often the module runs, with the same weights"""
+    """iterations of the module, with shared weights"""
     head: Positive = 16
     """scalar channels of a head of invariant point attention"""
     heads: Positive = 12
@@ -69,10 +69,10 @@ class StructureConfig(Settings):
 
 
 class HeadsConfig(Settings):
-    """Sizes of what is predicted beside atoms."""
+    """Sizes of the auxiliary heads."""
 
     plddt: Positive = 128
-    """channels of the head for confidence"""
+    """hidden channels of the pLDDT head"""
     tm: bool = False
     """whether aligned errors of pairs are predicted, for pTM"""
 
@@ -93,11 +93,12 @@ class OpenFoldConfig(Settings):
     structure: StructureConfig = StructureConfig()
     heads: HeadsConfig = HeadsConfig()
     checkpoint: bool = False
-    """whether blocks keep only their inputs, and are computed again in the backward pass"""
+    """activation checkpointing of the blocks: only their inputs are saved"""
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """``initial`` and ``finetuning`` (of training), AlphaFold's ``model_1`` to ``model_5`` (also with ``_ptm``), ``tiny``."""
+        """Return ``initial`` or ``finetuning`` (of training), ``model_1`` to ``model_5`` of AlphaFold (and ``_ptm``), or ``tiny``.
+        """
         if name not in _PRESETS:
             raise ConfigError(f"there is no preset {name!r} of OpenFold; expected one of {', '.join(_PRESETS)}")
         return cls.model_validate(_PRESETS[name] | changes)
@@ -123,14 +124,14 @@ class ObjectiveConfig(Settings):
     """Weights of the terms of the loss. The defaults are those of initial training, in MLPerf HPC too."""
 
     fape: Weight = 1.0
-    """frame-aligned point error: one half is that of backbones in all passes, the other that of all atoms in the last"""
+    """frame-aligned point error: half for backbones in all passes, half for all atoms in the last"""
     chi: Weight = 1.0
-    """torsion angles of side chains in all passes, and their length"""
+    """torsion angles of side chains in all passes, and the norm of their vectors"""
     distogram: Weight = 0.3
     masked_msa: Weight = 2.0
     plddt: Weight = 0.01
     resolved: Weight = 0.0
-    """which atoms an experiment sees; 0.01 in fine-tuning"""
+    """experimentally resolved atoms; 0.01 in fine-tuning"""
     violation: Weight = 0.0
     """bonds, angles and clashes; 1 in fine-tuning"""
     aligned_error: Weight = 0.0

@@ -1,4 +1,4 @@
-"""Constants of residues as tensors of a device."""
+"""A cache of constant arrays on devices."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ _cache: dict[tuple[int, torch.device, torch.dtype], tuple[Any, Tensor]] = {}
 
 
 def to_device(array: np.ndarray, like: Tensor) -> Tensor:
-    """A constant of ``hpcai.models.openfold.residues`` on the device and in the dtype of ``like``.
+    """Return a constant of ``hpcai.models.openfold.residues`` on the device and in the dtype of ``like``.
 
-    It is copied there once: each such copy holds up the host, and none can be captured (a step is warmed up before that).
+    It is copied once: a copy blocks the host, and cannot be captured in a CUDA graph (a step is warmed up before capture).
     """
     key = id(array), like.device, like.dtype
     if key in _cache:
         return _cache[key][1]
-    with torch.inference_mode(False):  # training may want it too
+    with torch.inference_mode(False):  # also for training
         tensor = torch.tensor(array).to(like)
-    if type(tensor) is Tensor:  # one on paper (hpcai.plan) has no numbers
+    if type(tensor) is Tensor:  # not a fake tensor of hpcai.plan
         _cache[key] = array, tensor
     return tensor

@@ -1,6 +1,6 @@
-"""What the network starts from: sequence, alignment, the pass before, templates and extra rows (supplement 1.5 and 1.7).
+"""Input embedders: sequence, alignment, previous pass, templates and extra rows (supplement 1.5 and 1.7).
 
-B batch, S sequences, E extra rows, T templates, R residues, C channels; n axial size, 1 outside a cluster.
+B batch, S sequences, E extra rows, T templates, R residues, C channels; n size of the axial mesh axis, 1 without sharding.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from hpcai.nn.seam import Seam
 
 _NUM_LETTERS = MASKED + 1  # alignments have 20, unknown, gap, masked
 _NUM_TYPES = _NUM_LETTERS - 1
-_BACKBONE = slice(3)  # N, CA and C of the 37; a list of them would be copied to the device in every pass
-_MAX_OFFSET = 32  # residues of a chain beyond which a distance along it says no more
-_MAX_SQUARED_DISTANCE = 1e8  # square angstrom: the last bin of distances is open
+_BACKBONE = slice(3)  # N, CA and C of atom37; a list would be copied to the device in every pass
+_MAX_OFFSET = 32  # residues, the maximum of offsets along the chain
+_MAX_SQUARED_DISTANCE = 1e8  # square angstrom: the last bin is open
 
 
 class InputEmbedder(nn.Module):
@@ -40,8 +40,7 @@ class InputEmbedder(nn.Module):
 
 
 class RecyclingEmbedder(nn.Module):
-    """What a pass takes from the one before (Algorithm 32): first sequence m [B, R, C], pairs z [B, R/n, R, C], atoms x [B, R, 3]
-    in angstrom."""
+    """Embeds the previous pass (Algorithm 32): first row m [B, R, C], pairs z [B, R/n, R, C], atoms x [B, R, 3], angstrom."""
 
     edges: Tensor
 
@@ -57,7 +56,7 @@ class RecyclingEmbedder(nn.Module):
 
 
 class ExtraMSAEmbedder(nn.Module):
-    """Extra rows, each a letter and two numbers of deletions.   [B, E, R] each -> [B, E/n, R, C]"""
+    """Embeds extra rows, each a letter and two features of deletions.   [B, E, R] each -> [B, E/n, R, C]"""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class ExtraMSAEmbedder(nn.Module):
 
 
 class TemplateAngleEmbedder(nn.Module):
-    """Torsion angles of a template as a row of the alignment.   [B, T, R, 57] -> [B, T, R, C]"""
+    """Embeds torsion angles of a template as a row of the alignment.   [B, T, R, 57] -> [B, T, R, C]"""
 
     def __init__(self, msa: int) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class TemplateAngleEmbedder(nn.Module):
 
 
 class TemplatePointwiseAttention(nn.Module):
-    """Attention of a pair to the same pair in templates (Algorithm 17).   t [B, T, R/n, R, Ct], z [B, R/n, R, C] -> as z"""
+    """Attention of a pair to the same pair in templates (Algorithm 17).   t [B, T, R/n, R, Ct], z [B, R/n, R, C] -> same as z"""
 
     def __init__(self, template: int, pair: int, head: int, heads: int) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class TemplatePointwiseAttention(nn.Module):
 
 
 class TemplateEmbedder(nn.Module):
-    """What templates add to pairs.   z [B, R/n, R, C], pair_mask [B, R/n, R] -> [B, R/n, R, C]"""
+    """Update of pairs from templates.   z [B, R/n, R, C], pair_mask [B, R/n, R] -> [B, R/n, R, C]"""
 
     edges: Tensor
 
@@ -128,7 +127,7 @@ class TemplateEmbedder(nn.Module):
         return self.template_pointwise_att(t, z, mask) * (mask.sum(1) > 0)[:, None, None, None]
 
     def _pairs(self, features: Mapping[str, Tensor]) -> Tensor:
-        """[B, T, R/n, R, 88]: distances, which are known, types by column and by row, three unused zeros, backbones."""
+        """Return [B, T, R/n, R, 88]: distances, their mask, types by column and by row, three unused zeros, backbone mask."""
         dtype = self.template_pair_embedder.weight.dtype
         atoms = features["template_all_atom_mask"][..., _BACKBONE].prod(-1).to(dtype)
         beta = features["template_pseudo_beta_mask"].to(dtype)
@@ -142,12 +141,12 @@ class TemplateEmbedder(nn.Module):
 
 
 def squared_bin_edges(first: float, last: float, count: int) -> Tensor:
-    """Lower edges of bins of distances, squared, and the upper one of the last.   angstrom -> [count + 1] square angstrom"""
+    """Return lower edges of distance bins, squared, and the upper one of the last.   angstrom -> [count + 1] square angstrom"""
     return torch.cat([torch.linspace(first, last, count) ** 2, torch.tensor([_MAX_SQUARED_DISTANCE])])
 
 
 def distogram(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
-    """True in the bin that holds the distance of a pair, if any does.
+    """Return True for the bin of the distance of each pair, if any.
 
     x [..., I, 3], y [..., J, 3], edges [K + 1] -> [..., I, J, K]
     """

@@ -1,7 +1,7 @@
-"""Evoformer: an alignment and its pairs tell each other what they know (supplement 1.6); stacks for templates and extra rows.
+"""Evoformer: blocks that update an alignment and its pairs by each other (supplement 1.6); stacks for templates and extra rows.
 
-B batch, S sequences, R residues, C channels; n axial size, 1 outside a cluster (``parallel`` fills the seams). A cut runs over
-sequences or residues of the alignment, rows or columns of pairs; products of triangles are cut by channels.
+B batch, S sequences, R residues, C channels; n size of the axial mesh axis, 1 without sharding (``parallel`` fills the seams).
+Alignments are sharded by sequences or residues, pairs by rows or columns; products of triangles by channels.
 """
 
 from typing import Any, NamedTuple
@@ -21,21 +21,21 @@ from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
 
 _COUNT_EPS = 1e-3
-_CPU = 256 << 20  # bytes of edges at a time, where there are no gradients
+_CPU = 256 << 20  # bytes of edges in a chunk, without gradients
 
 
 class Masks(NamedTuple):
-    """1 where something is and 0 where padding is, as each part of a block holds it."""
+    """1 for elements and 0 for padding, in the sharding of each part of a block."""
 
     rows: Tensor  # [B, S/n, R]
     columns: Tensor  # [B, S, R/n]
     pairs: Tensor  # [B, R/n, R]
-    both: Tensor  # [B, R/n, R] how many sequences have both residues
+    pair_counts: Tensor  # [B, R/n, R] number of sequences with both residues
     size: tuple[int, int]  # S, R
 
 
 class TriangleMultiplication(nn.Module):
-    """An edge from products of the other two edges of its triangles: outgoing ones (Algorithm 11) or incoming (Algorithm 12).
+    """Update of an edge by products of the other two edges of its triangles: outgoing (Algorithm 11) or incoming (Algorithm 12).
 
     z [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]
     """
@@ -47,7 +47,7 @@ class TriangleMultiplication(nn.Module):
         self.linear_ab = Linear(channels, 4 * hidden)  # projections of a and b, then their gates
         self.linear_g = Linear(channels, channels, init="final")
         self.linear_z = Linear(hidden, channels, init="final")
-        self.to_channels, self.to_rows = Seam(), Seam()  # a process multiplies some channels of all edges
+        self.to_channels, self.to_rows = Seam(), Seam()  # a rank multiplies a shard of channels of all edges
         nn.init.ones_(self.linear_g.bias)
         with torch.no_grad():
             self.linear_ab.weight[2 * hidden :] = 0
@@ -56,7 +56,7 @@ class TriangleMultiplication(nn.Module):
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm_in(z)
         channel_bytes, hidden = z[..., 0].numel() * z.element_size(), self.linear_z.in_features
-        if torch.is_grad_enabled():  # all gates are kept then, and are made while factors are on their way
+        if torch.is_grad_enabled():  # the gates are saved then, and computed during communication
             pending = self.to_channels.begin(self._project(z, mask, slice(0, hidden)))
             gates = self.linear_g(z)
             return self._gate_output(self._contract(self.to_channels.finish(pending)), gates)
@@ -72,14 +72,14 @@ class TriangleMultiplication(nn.Module):
         return map_chunks(rows, x.shape[2], z, 5 * hidden * channel_bytes // x.shape[2], _CPU, 1)
 
     def _project(self, z: Tensor, mask: Tensor, channels: slice) -> Tensor:
-        """Some channels of a, then of b.   [B, 2 c, R/n, R]"""
+        """Return some channels of a, then of b.   [B, 2 c, R/n, R]"""
         weight, bias = self.linear_ab.weight, self.linear_ab.bias
         if channels != slice(0, self.linear_z.in_features):
             weight, bias = (parameter.unflatten(0, (4, -1))[:, channels].flatten(0, 1) for parameter in (weight, bias))
         return glu_halves(channels_first(weight, bias, z), mask[:, None])
 
     def _contract(self, ab: Tensor) -> Tensor:
-        """Over the third residues.   [B, 2 c/n, R, R] -> [B, c, R/n, R]"""
+        """Sum over the third residue.   [B, 2 c/n, R, R] -> [B, c, R/n, R]"""
         return self.to_rows(triangle_multiplication(ab, self.outgoing))
 
     def _gate_output(self, x: Tensor, g: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class TriangleMultiplication(nn.Module):
 
 
 class OuterProductMean(nn.Module):
-    """What an alignment tells pairs (Algorithm 10); a pair that no sequence has gets bias / 0.001, as published.
+    """Update of pairs from an alignment (Algorithm 10); a pair in no sequence gets bias / 0.001, as published.
 
     m [B, S, R/n, C], masks -> [B, R/n, R, C]
     """
@@ -97,20 +97,20 @@ class OuterProductMean(nn.Module):
         self.layer_norm = LayerNorm(channels, autocast_output=True)
         self.linear_1, self.linear_2 = Linear(channels, hidden), Linear(channels, hidden)
         self.linear_out = Linear(hidden**2, pair, init="final")
-        self.gather_residues = Seam()  # a residue meets every other
+        self.gather_residues = Seam()  # each residue needs all others
 
     def forward(self, m: Tensor, masks: Masks) -> Tensor:
         m = self.layer_norm(m)
         b = self.linear_2(m)
-        mask = masks.columns[..., None].to(b.dtype)  # or the products would be wider than both
+        mask = masks.columns[..., None].to(b.dtype)  # or the products would be promoted
         pending = self.gather_residues.begin(b * mask, masks.size[1])
         a = self.linear_1(m) * mask
         b = self.gather_residues.finish(pending)
-        return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.both + _COUNT_EPS)
+        return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.pair_counts + _COUNT_EPS)
 
 
 class PairStack(nn.Module):
-    """Pairs through the triangles that they are edges of.   z [B, R/n, R, C], mask [B, R/n, R] (symmetric) -> [B, R/n, R, C]"""
+    """Update of pairs by triangles.   z [B, R/n, R, C], mask [B, R/n, R] (symmetric) -> [B, R/n, R, C]"""
 
     def __init__(self, channels: int, cfg: PairConfig, attention_first: bool = False) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class PairStack(nn.Module):
         self.tri_att_end = TriangleAttention(channels, cfg.head, cfg.heads, starting=False)
         self.pair_transition = Transition(channels, cfg.transition)
         self.drop_columns, self.drop_rows = Dropout(cfg.dropout, shared_dim=1), Dropout(cfg.dropout, shared_dim=2)
-        self.to_columns, self.to_rows = Seam(), Seam()  # the cut of the pairs moves
+        self.to_columns, self.to_rows = Seam(), Seam()  # between sharding by rows and by columns
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         for part in (self._attend, self._multiply) if self.attention_first else (self._multiply, self._attend):
@@ -148,7 +148,7 @@ class EvoformerBlock(nn.Module):
         self.outer_product_mean = OuterProductMean(channels, pair, msa.outer)
         self.pair = PairStack(pair, pairs)
         self.drop_rows = Dropout(msa.dropout, shared_dim=1)
-        self.to_columns, self.to_rows = Seam(), Seam()  # the cut of the alignment moves
+        self.to_columns, self.to_rows = Seam(), Seam()  # between sharding by sequences and by residues
 
     def forward(self, m: Tensor, z: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
         m = self.to_columns(self.drop_rows(self.msa_att_row(m, masks.rows, z), m), *masks.size)
@@ -161,7 +161,7 @@ class EvoformerBlock(nn.Module):
 
 
 class ExtraMSABlock(EvoformerBlock):
-    """A block for the extra rows (Algorithm 18): an Evoformer block with one global query for a column."""
+    """An Evoformer block for the extra rows, with one global query per column (Algorithm 18)."""
 
     def __init__(self, channels: int, pair: int, msa: MsaConfig, pairs: PairConfig) -> None:
         super().__init__(channels, pair, msa, pairs)
@@ -169,7 +169,7 @@ class ExtraMSABlock(EvoformerBlock):
 
 
 class EvoformerStack(nn.Module):
-    """Blocks one after another. With ``save`` each keeps only its input until the backward pass.
+    """Consecutive blocks. With ``checkpoint_blocks`` each saves only its input for the backward pass.
 
     m [B, S/n, R, C], z [B, R/n, R, C], msa_mask [B, S, R], pair_mask [B, R/n, R] -> [B, S, R/n, C], [B, R/n, R, C]
     """
@@ -186,13 +186,13 @@ class EvoformerStack(nn.Module):
         return m, z
 
     def masks(self, msa_mask: Tensor, pair_mask: Tensor) -> Masks:
-        """Those of its blocks.   msa_mask [B, S, R], pair_mask [B, R/n, R]"""
+        """Return the masks of the blocks.   msa_mask [B, S, R], pair_mask [B, R/n, R]"""
         size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.local_columns(msa_mask)
         return Masks(self.local_sequences(msa_mask), columns, pair_mask, columns.transpose(1, 2) @ msa_mask, size)
 
 
 class TemplateStack(nn.Module):
-    """Blocks for the pairs of templates, each by itself (Algorithm 16).   t [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]"""
+    """Blocks for the pairs of each template (Algorithm 16).   t [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]"""
 
     def __init__(self, channels: int, blocks: int, cfg: PairConfig, checkpoint_blocks: bool = False) -> None:
         super().__init__()
@@ -207,5 +207,5 @@ class TemplateStack(nn.Module):
 
 
 def run_block(block: nn.Module, checkpoint_blocks: bool, *args: Any) -> Any:
-    # The re-entrant form breaks under data parallelism.
+    # Reentrant checkpointing breaks under data parallelism.
     return checkpoint(block, *args, use_reentrant=False) if checkpoint_blocks and torch.is_grad_enabled() else block(*args)

@@ -1,7 +1,7 @@
-"""The features that OpenFold reads, from a chain, its alignment and templates, under the names that AlphaFold gives them.
+"""Compute OpenFold's features from a chain, its alignment and templates, under AlphaFold's names.
 
-All is a function of (seed, epoch, index). Every pass sees the same residues and templates, and its own sample of the alignment.
-Arrays have the pass as their last dim; in memory one pass lies after another, so that ``array[..., k]`` is in one piece.
+They are a function of (seed, epoch, index). All passes have the same residues and templates, each its own sample of the alignment.
+Arrays have the pass as their last dim; in memory it is the first, so that ``array[..., k]`` is contiguous.
 R residues of a crop, C clusters, E extra rows, T templates, N residues of the chain, S rows of its alignment.
 """
 
@@ -24,36 +24,36 @@ from hpcai.models.openfold.targets import compute_targets, make_atom14_masks, ps
 Array = NDArray[Any]
 
 TEMPLATES = "template_aatype", "template_all_atom_positions", "template_all_atom_mask", "template_sum_probs"
-_UNUSED_TARGETS = {"torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"}  # only the chain's chi angles are
+_UNUSED_TARGETS = {"torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"}  # only chi angles are targets
 
 
 class FeatureConfig(Settings):
-    """How much of a chain the network sees. The defaults are those of MLPerf HPC; the public OpenFold trains with 128 clusters and
-    5 deleted blocks."""
+    """Sizes of crops and alignments. Defaults are MLPerf HPC's; the public OpenFold trains with 128 clusters and 5 deleted blocks.
+    """
 
     crop: Positive | None = 256
-    """residues that are seen, null for all; shorter chains are padded"""
+    """residues of a crop, null for all; shorter chains are padded"""
     clusters: Positive = 124
-    """rows of the alignment in the main stack; those of templates come on top"""
+    """rows of the alignment in the main stack, besides those of templates"""
     extra: Natural = 1024
     """further rows of the alignment"""
     templates: Natural = 4
-    """the most of them that are seen"""
+    """maximum number of templates"""
     torsions: bool = True
-    """whether torsion angles of templates are seen"""
+    """whether torsion angles of templates are features"""
     recycles: Natural = 3
-    """the most of them; passes are one more"""
+    """maximum number of recycles, one less than passes"""
     mask: MaskConfig = MaskConfig()
     clamped: Share = 0.9
-    """share of training samples whose backbone error is clamped"""
+    """fraction of training samples with a clamped backbone error"""
     deleted_blocks: Natural = 0
-    """blocks of neighbouring rows that the alignment loses in training"""
+    """blocks of neighbouring rows that are deleted from the alignment in training"""
     deleted_share: Rate = 0.3
-    """share of all rows that one such block holds"""
+    """fraction of all rows in one such block"""
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """Settings by name: ``initial`` or ``finetuning`` (of training), or ``evaluation`` of whole chains as MLPerf HPC has it."""
+        """Return settings by name: ``initial`` or ``finetuning`` (of training), or MLPerf HPC's ``evaluation`` of full chains."""
         presets: dict[str, dict[str, Any]] = {
             "initial": {},
             "finetuning": {"crop": 384, "clusters": 508, "extra": 5120},
@@ -66,7 +66,7 @@ class FeatureConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """``count`` templates, the best first, of which ``take`` reads those that are used: indices -> arrays as for ``featurize``."""
+    """``count`` templates, the best first. ``take`` reads only selected ones: indices -> arrays as for ``featurize``."""
 
     count: int
     take: Callable[[Array], Mapping[str, Array]]
@@ -79,20 +79,20 @@ def featurize(
     chain: Chain | str, alignment: Alignment, templates: TemplateSource = None, cfg: FeatureConfig | None = None, *,
     seed: int = 0, epoch: int = 0, index: int = 0, passes: int | None = None, training: bool = True,
 ) -> dict[str, Array]:  # fmt: skip
-    """Features of one chain, which may be a sequence alone, without a structure. Floats are float32, integers int64.
+    """Return the features of one chain, or of a sequence alone, without a structure. Floats are float32, integers int64.
 
     templates: ``template_aatype`` [K, N] with gaps, ``template_all_atom_positions`` [K, N, 37, 3] in angstrom and
-    ``template_all_atom_mask`` [K, N, 37], ``template_sum_probs`` [K, 1], the best first; see ``read_templates``. Training draws
-    how many of them are seen, and which, the residues of a crop and whether errors are clamped; otherwise the best templates and
-    the first residues are taken. ``passes`` is one more than ``cfg.recycles`` if it is not given; fewer are the first of them.
-    Raises DataError for parts that do not belong together.
+    ``template_all_atom_mask`` [K, N, 37], ``template_sum_probs`` [K, 1], the best first; see ``read_templates``. In training their
+    number, their choice, the crop and the clamping of errors are random; otherwise the best templates and the first residues are
+    used. ``passes`` defaults to ``cfg.recycles`` + 1; with fewer, they are the first of these. Raises DataError for arguments that
+    do not belong together.
     """
     cfg = cfg or FeatureConfig()
     passes = cfg.recycles + 1 if passes is None else passes
     where, aatype = ("sequence", encode(chain).astype(np.int64)) if isinstance(chain, str) else (chain.name, chain.aatype)
     _check_inputs(where, aatype, alignment)
     if passes < 1:
-        raise DataError(f"{where}: {passes} passes, expected one at least")
+        raise DataError(f"{where}: {passes} passes, expected at least one")
     generator = _generator(seed, epoch, index, 0)
     size, clamped = cfg.crop or len(aatype), generator.random() < cfg.clamped
     start = int(generator.integers(0, max(len(aatype) - size, 0), endpoint=True)) if training else 0
@@ -114,18 +114,18 @@ def featurize(
 
 
 def _generator(seed: int, epoch: int, index: int, stage: int) -> np.random.Generator:
-    """Stage 0 draws what all passes share, stage k for pass k - 1."""
+    """Return the generator of stage 0, for everything shared by passes, or of stage k, for pass k - 1."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, epoch, index), spawn_key=(stage,))))
 
 
 def _check_inputs(where: str, aatype: Array, alignment: Alignment) -> None:
     msa, deletions = alignment.msa, alignment.deletions
     if not len(aatype):
-        raise DataError(f"{where}: no residues, expected one at least; leave it out")
+        raise DataError(f"{where}: no residues, expected at least one; leave it out")
     if aatype.min() < 0 or aatype.max() > UNKNOWN:
         raise DataError(f"{where}: residue types from {aatype.min()} to {aatype.max()}, expected 0 to {UNKNOWN}, without gaps")
     if msa.ndim != 2 or not len(msa):
-        raise DataError(f"{where}: an alignment of shape {msa.shape}, expected rows [S, {len(aatype)}], the query at least")
+        raise DataError(f"{where}: an alignment of shape {msa.shape}, expected rows [S, {len(aatype)}], at least the query")
     if msa.shape[1] != len(aatype) or deletions.shape != msa.shape:
         raise DataError(
             f"{where}: an alignment of {msa.shape} with deletions of {deletions.shape} for {len(aatype)} residues, expected "
@@ -140,7 +140,7 @@ def _check_inputs(where: str, aatype: Array, alignment: Alignment) -> None:
 
 
 def pad_or_crop(array: Array, *sizes: int) -> Array:
-    """Cut, or padded with zeros, to ``sizes`` along the first dims."""
+    """Crop, or pad with zeros, to ``sizes`` along the first dims."""
     shape = (*sizes, *array.shape[len(sizes) :])[: array.ndim]
     out = np.zeros(shape, array.dtype)
     overlap = tuple(slice(min(pair)) for pair in zip(shape, array.shape))
@@ -149,7 +149,7 @@ def pad_or_crop(array: Array, *sizes: int) -> Array:
 
 
 def _sequence_features(aatype: Array, crop: slice, size: int) -> dict[str, Any]:
-    """The features that every sequence has."""
+    """Return the features of a sequence."""
     length = len(aatype)
     features = {
         "aatype": aatype,
@@ -167,7 +167,7 @@ def _sequence_features(aatype: Array, crop: slice, size: int) -> dict[str, Any]:
 def _msa_rows(
     alignment: Alignment, profile: Array, crop: slice, size: int, cfg: FeatureConfig, generator: np.random.Generator, training: bool
 ) -> dict[str, Array]:
-    """The alignment in one pass. Rows are compared whole, as in the public code; all else comes from the residues that are seen."""
+    """Return the alignment features of one pass. Clusters are assigned by full rows, as in the public code; the rest is cropped."""
     rows = np.arange(len(alignment))
     if training and cfg.deleted_blocks:
         rows = sampling.delete_blocks(len(alignment), cfg.deleted_blocks, cfg.deleted_share, generator)
@@ -201,14 +201,14 @@ def _msa_rows(
 
 
 def choose_templates(count: int, max_templates: int, generator: np.random.Generator) -> Array:
-    """The templates from a random start on, among ``most`` random ones. The start may be the end: often few are left, sometimes
-    none.   [0 to ``most``]"""
+    """Return the templates from a random start on, among ``max_templates`` random ones. The start may be the end: often few are
+    left, sometimes none.   [0 to ``max_templates``]"""
     selected = generator.permutation(count)[:max_templates]
     return selected[int(generator.integers(0, len(selected), endpoint=True)) :]
 
 
 def center(positions: Array, mask: Array) -> NDArray[np.float32]:
-    """Positions less the mean of a template's atoms: numbers of few bits are exact near 0.   [T, N, 37, 3], [T, N, 37]"""
+    """Subtract the mean of a template's atoms, since low precision is exact near 0.   [T, N, 37, 3], [T, N, 37]"""
     known = mask[..., None] > 0
     mean = positions.sum((1, 2), np.float64, where=known) / np.maximum(known.sum((1, 2)), 1)
     return np.where(known, positions - mean[:, None, None], 0).astype(np.float32)
@@ -222,12 +222,12 @@ def _template_features(
         arrays = dict(zip(TEMPLATES, _validate_templates(source, length, where)))
         aatype, positions, mask, _ = arrays.values()
         for number, template in enumerate(zip(aatype, positions, mask), 1):
-            pseudo_beta(*template, f"{where}: template {number}")  # refuses bad ones, whether they are drawn or not
+            pseudo_beta(*template, f"{where}: template {number}")  # rejects invalid ones, whether they are drawn or not
         source = Templates(len(aatype), lambda indices: {name: array[indices] for name, array in arrays.items()})
     most = cfg.templates
     chosen = choose_templates(source.count, most, generator) if generator is not None else np.arange(source.count)[:most]
     aatype, positions, mask, sum_probs = _validate_templates(source.take(chosen) if len(chosen) else None, length, where)
-    # The places of templates that are not there are without atoms, and all that follows from these is 0.
+    # Padding templates have no atoms, and so all their features are 0.
     aatype, mask = pad_or_crop(aatype.astype(np.int64), most), pad_or_crop(mask.astype(np.float32), most)
     positions = center(pad_or_crop(positions, most), mask)
     features = {"aatype": aatype, "all_atom_positions": positions, "all_atom_mask": mask}
@@ -241,7 +241,7 @@ def _template_features(
 
 
 def _validate_templates(templates: Mapping[str, Array] | None, length: int, where: str) -> list[Array]:
-    """The arrays that TEMPLATES names, with shapes that fit the chain."""
+    """Return the arrays named in TEMPLATES, with shapes that fit the chain."""
     shapes = (length,), (length, 37, 3), (length, 37), (1,)
     if templates is None:
         return [np.zeros((0, *shape), np.int64 if name == TEMPLATES[0] else np.float32) for name, shape in zip(TEMPLATES, shapes)]
@@ -262,9 +262,9 @@ def _validate_templates(templates: Mapping[str, Array] | None, length: int, wher
 
 
 def collate(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Samples side by side, a dim of them in front. Raises DataError, with the name, where one differs in shape or type."""
+    """Stack samples along a new first dim. Raises DataError, with the name, if shapes or dtypes differ."""
     if not samples:
-        raise DataError("a batch of no samples, expected one at least")
+        raise DataError("a batch of no samples, expected at least one")
     for number, sample in enumerate(samples):
         for name in sorted(samples[0].keys() ^ sample.keys()):
             has, lacks = (0, number) if name in samples[0] else (number, 0)

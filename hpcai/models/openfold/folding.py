@@ -1,4 +1,4 @@
-"""A structure with its confidence from a sequence and its relatives, in one call."""
+"""Predict a structure with its confidence from a sequence and an alignment, in one call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from hpcai.models.openfold.structures import write_structure
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Fold:
-    """What a network says of a chain of N residues."""
+    """The predicted structure of a chain of N residues."""
 
     sequence: str
     aatype: NDArray[np.int64]  # [N]
     positions: NDArray[np.float32]  # [N, 37, 3] angstrom
-    mask: NDArray[np.float32]  # [N, 37] 1 for the atoms that a residue has
+    mask: NDArray[np.float32]  # [N, 37] 1 for atoms of the residue type
     plddt: NDArray[np.float32]  # [N] expected lDDT-Calpha, 0 to 100
 
     def write(self, path: str | Path, name: str = "model") -> None:
-        """Write a .cif or .pdb file, with the confidence of a residue where the B-factors of its atoms stand."""
+        """Write a .cif or .pdb file, with the confidence of residues as B-factors."""
         write_structure(Path(path), self.aatype, self.positions, self.mask, self.plddt, name=name)
 
     def __repr__(self) -> str:
@@ -40,11 +40,9 @@ def fold(
     model: Any, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
     templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
 ) -> Fold:  # fmt: skip
-    """The structure of a sequence. ``alignments``: those of the sequence, the folder or the files where they are, or none.
-    ``templates`` are those that ``featurize`` takes. ``cfg`` says how many rows are seen, by default as many as in MLPerf HPC's
-    evaluation. Raises DataError for what is no letter of a sequence, for an alignment of another one, and for a chain that is too
-    long for the memory.
-    """
+    """Predict the structure of a sequence, from its ``alignments``, their folder or files, or None, and the ``templates`` of
+    ``featurize``. ``cfg`` sets the numbers of rows; the default is MLPerf HPC's evaluation. Raises DataError for a sequence with
+    invalid characters, an alignment of another sequence, and a chain that does not fit the memory."""
     return predict(model, sequence, prepare_features(model, sequence, alignments, templates, recycles=recycles, seed=seed, cfg=cfg))
 
 
@@ -52,7 +50,8 @@ def prepare_features(
     model: Any, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
     templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The first half of ``fold``: what the network reads, where it is. Each process of a cut network does it alone."""
+    """The first half of ``fold``: return the features on the device of the model. Each process of a sharded model calls it
+    independently."""
     aatype, cfg = encode(sequence), cfg or FeatureConfig.preset("evaluation")
     if model.cfg.template is None:
         cfg = cfg.model_copy(update={"templates": 0})
@@ -68,7 +67,7 @@ def prepare_features(
 
 
 def predict(model: Any, sequence: str, features: Mapping[str, Tensor]) -> Fold:
-    """The second half of ``fold``, which all processes of a cut network do together."""
+    """The second half of ``fold``, called by all processes of a sharded model together."""
     weight, was_training = model.to_single.weight, model.training
     with torch.no_grad():
         try:
@@ -79,8 +78,8 @@ def predict(model: Any, sequence: str, features: Mapping[str, Tensor]) -> Fold:
                 raise
             rows = f"{features['msa_feat'].shape[1]} clusters and {features['extra_msa'].shape[1]} extra rows"
             raise DataError(
-                f"a chain of {len(sequence)} residues with {rows} does not fit into the memory of {weight.device}: give a cfg with "
-                f"fewer rows, cut the chain into domains, or take a device with more memory ({str(problem).splitlines()[0]})"
+                f"a chain of {len(sequence)} residues with {rows} does not fit into the memory of {weight.device}: pass a cfg with "
+                f"fewer rows, split the chain into domains, or use a device with more memory ({str(problem).splitlines()[0]})"
             ) from problem
         finally:
             model.train(was_training)

@@ -1,6 +1,5 @@
-"""Feature dictionaries of AlphaFold and of the OpenFold package: what their data pipelines make of files (``features.pkl``) of a
-chain, its alignment and templates.   N residues, S rows of the alignment, K templates
-"""
+"""Feature dictionaries of the data pipelines of AlphaFold and OpenFold (``features.pkl``), of a chain, its alignment and
+templates.   N residues, S rows of the alignment, K templates"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ _RAW = {
 
 
 class FeaturizeArgs(NamedTuple):
-    """The arguments of ``featurize``: ``featurize(*parts)``."""
+    """The arguments of ``featurize``: ``featurize(*args)``."""
 
     chain: Chain | str
     alignment: Alignment
@@ -36,14 +35,16 @@ class FeaturizeArgs(NamedTuple):
 
 
 def parse_features(raw: Mapping[str, Any], name: str = "features") -> FeaturizeArgs:
-    """The parts of a raw dictionary of one chain. Without ``all_atom_positions`` the chain is its sequence; without templates there
-    are none. Raises DataError for a field that is missing or of another shape, and for several chains in one."""
+    """Parse the raw dictionary of one chain, a sequence without ``all_atom_positions``, and its templates or None.
+
+    Raises DataError for a field that is missing or of a wrong shape, and for several chains in one.
+    """
     raw = {_ALIASES[key]: raw[key] for key in raw if key in _ALIASES} | dict(raw)
     required = ["aatype", "msa", "deletion_matrix_int", *(TEMPLATES if "template_aatype" in raw else ())]
     required += ["all_atom_mask"] if "all_atom_positions" in raw else []
     arrays = {key: np.asarray(value) for key, value in raw.items() if key in _RAW}
     if (sum_probs := arrays.get("template_sum_probs")) is not None and sum_probs.ndim == 1:
-        arrays["template_sum_probs"] = sum_probs[:, None]  # AlphaFold has them without the last dim
+        arrays["template_sum_probs"] = sum_probs[:, None]  # AlphaFold omits the last dim
     _check_shapes(arrays, required, name)
     aatype, residues = arrays["aatype"].argmax(-1), arrays.get("residue_index", np.zeros(0))
     if (np.diff(residues) != 1).any() or arrays.get("between_segment_residues", residues[:0]).any():
@@ -74,18 +75,17 @@ def _reorder_letters(letters: Array, where: str) -> Array:
 
 
 def _check_shapes(arrays: Mapping[str, Array], required: list[str], name: str) -> None:
-    """Raises DataError unless every field that is needed is there and a letter stands for one size in all: that of the first field
-    which has it."""
+    """Raise DataError if a required field is missing, or sizes of one letter differ from those of the first field with it."""
     missing = [key for key in required if key not in arrays]
     if missing:
-        raise DataError(f"{name}: no {', '.join(missing)}; expected {', '.join(required)}, as AlphaFold and OpenFold name them")
+        raise DataError(f"{name}: no {', '.join(missing)}; expected {', '.join(required)}, the names of AlphaFold and OpenFold")
     sizes: dict[str, tuple[int, str]] = {}
     for key in (*required, *arrays):
         shape, dims = arrays[key].shape, _RAW[key].split()
         if len(shape) == len(dims):
             for letter, size in zip(dims, shape):
                 sizes.setdefault(letter, (size, key))
-        expected = [int(each) if each.isdigit() else sizes[each][0] if each in sizes else each for each in dims]
+        expected = [int(dim) if dim.isdigit() else sizes[dim][0] if dim in sizes else dim for dim in dims]
         if list(shape) != expected:
-            known_sizes = ", ".join(f"{each} {sizes[each][0]} of {sizes[each][1]}" for each in dims if each in sizes)
+            known_sizes = ", ".join(f"{dim} {sizes[dim][0]} of {sizes[dim][1]}" for dim in dims if dim in sizes)
             raise DataError(f"{name}: {key} has shape {list(shape)}, expected [{', '.join(dims)}]: {known_sizes}")

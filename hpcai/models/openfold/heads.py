@@ -1,4 +1,4 @@
-"""What is predicted beside atoms: confidence, distances, masked letters, atoms an experiment sees, aligned errors (supplement 1.9).
+"""Auxiliary heads: confidence, distances, masked letters, experimentally resolved atoms, aligned errors (supplement 1.9).
 
 B batch, S sequences, R residues, C channels.
 """
@@ -18,7 +18,7 @@ PLDDT_BINS, DISTANCE_BINS, ERROR_BINS = 50, 64, 64
 
 
 class Logits(NamedTuple):
-    """Always float32 at least: losses are made of them."""
+    """Always float32 at least, for the losses."""
 
     plddt: Tensor  # [B, R, 50]
     distogram: Tensor  # [B, R, R, 64]
@@ -28,7 +28,7 @@ class Logits(NamedTuple):
 
 
 class PLDDTHead(nn.Module):
-    """How sure the network is of each residue (Algorithm 29).   [B, R, C] -> [B, R, 50]"""
+    """Logits of lDDT of each residue (Algorithm 29).   [B, R, C] -> [B, R, 50]"""
 
     def __init__(self, single: int, hidden: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Heads(nn.Module):
         self.gather_rows, self.gather_columns = Seam(), Seam()
 
     def forward(self, m: Tensor, z: Tensor, s: Tensor, structure_states: Tensor) -> Logits:
-        """``structured`` is what the structure module made of ``s``.   [B, S, R/n, C], [B, R/n, R, C], [B, R, C], [B, R, C]"""
+        """``structure_states`` are those of the structure module.   [B, S, R/n, C], [B, R/n, R, C], [B, R, C], [B, R, C]"""
         with torch.autocast(m.device.type, enabled=False):
             wide = torch.promote_types(self.distogram.weight.dtype, torch.float32)
             m, z, s, structure_states = (x.to(wide) for x in (m, z, s, structure_states))
@@ -68,12 +68,12 @@ class Heads(nn.Module):
 
 
 def distance_edges(like: Tensor) -> Tensor:
-    """Edges between the bins of distances, angstrom, in the dtype and on the device of ``like``.   [63]"""
+    """Return the edges between distance bins, angstrom, in the dtype and on the device of ``like``.   [63]"""
     return torch.linspace(2.3125, 21.6875, DISTANCE_BINS - 1, device=like.device).to(like.dtype)
 
 
 def plddt(logits: Tensor) -> Tensor:
-    """Expected lDDT-Calpha of each residue, 0 to 100.   [..., 50] -> [...]"""
+    """Return the expected lDDT-Calpha of each residue, 0 to 100.   [..., 50] -> [...]"""
     bins = logits.shape[-1]
     centres = (torch.arange(bins, dtype=logits.dtype, device=logits.device) + 0.5) * (100 / bins)
     return logits.softmax(-1) @ centres

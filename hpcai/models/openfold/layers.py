@@ -1,4 +1,4 @@
-"""Linear layers with the initial weights of AlphaFold (supplement 1.11.4), transitions, and dropout that rows or columns share."""
+"""Linear layers with AlphaFold's initialisation (supplement 1.11.4), transitions, and dropout shared along rows or columns."""
 
 from typing import Any, Literal
 
@@ -9,12 +9,12 @@ from hpcai.kernels.chunking import map_chunks
 from hpcai.nn.layernorm import LayerNorm
 
 Init = Literal["lecun", "relu", "glorot", "final"]
-_CPU = 32 << 20  # bytes of widened rows at a time, where there are no gradients
-_CUT = 0.87962566103423978  # deviation of a normal distribution that is cut at two of its deviations
+_CPU = 32 << 20  # bytes of hidden rows in a chunk, without gradients
+_CUT = 0.87962566103423978  # standard deviation of a normal distribution truncated at two of its deviations
 
 
 class Linear(nn.Linear):
-    """``start``: LeCun's normal distribution, He's before a rectifier, Glorot's uniform one, or 0 for the last of a branch."""
+    """``init``: LeCun's truncated normal, He's (before ReLU), Glorot's uniform, or zeros ("final", for the end of a branch)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, init: Init = "lecun") -> None:
         self.init = init
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
 
 
 def init_weight_(weight: Tensor, init: Init) -> None:
-    """Draw the first values of a weight [outputs, inputs], in place."""
+    """Initialise a weight [outputs, inputs], in place."""
     if init == "final":
         nn.init.zeros_(weight)
     elif init == "glorot":
@@ -38,7 +38,7 @@ def init_weight_(weight: Tensor, init: Init) -> None:
 
 
 class Transition(nn.Module):
-    """Two linear layers on every entry, the inner one wider (Algorithms 9 and 15).   [..., C] -> [..., C]"""
+    """Two linear layers on the last dim, the hidden one wider (Algorithms 9 and 15).   [..., C] -> [..., C]"""
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ class Transition(nn.Module):
         return map_chunks(lambda chunk: self._apply_to_rows(rows[chunk]), len(rows), x, row_bytes, _CPU, 0).view(x.shape)
 
     def _apply_to_rows(self, x: Tensor) -> Tensor:
-        return self.linear_2(self.linear_1(self.layer_norm(x)).relu())  # in place would copy gradients: a linear layer gives a view
+        return self.linear_2(self.linear_1(self.layer_norm(x)).relu())  # in place would copy: linear returns a view
 
 
 class Dropout(nn.Module):
-    """``to`` + ``x``, of which the same entries are dropped all along dim ``shared``."""
+    """``residual`` + dropout of ``x``, with one mask for all elements along ``shared_dim``."""
 
     def __init__(self, rate: float, shared_dim: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Dropout(nn.Module):
 
 
 class _DropoutAdd(torch.autograd.Function):
-    """to + x * kept, in one operation each way."""
+    """residual + x * mask, in one operation each for forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, to: Tensor, x: Tensor, mask: Tensor) -> Tensor:
@@ -89,19 +89,19 @@ class _DropoutAdd(torch.autograd.Function):
 
 
 def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """A linear layer whose channels come out in front, for products over the other dims.   x [B, I, J, C] -> [B, C', I, J]"""
+    """Return a linear layer's output with channels in front, for products over the other dims.   x [B, I, J, C] -> [B, C', I, J]"""
     if torch.compiler.is_compiling():
         out = weight @ x.flatten(1, 2).transpose(1, 2)
         return (out if bias is None else out + bias[:, None]).unflatten(2, x.shape[1:3])
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    with torch.autocast(device, enabled=False):  # written in place, where autocast does not reach
+    with torch.autocast(device, enabled=False):  # autocast does not apply to out= operations
         args = weight.to(dtype), None if bias is None else bias.to(dtype), x.to(dtype)
         return _ChannelsFirst.apply(*args)
 
 
 class _ChannelsFirst(torch.autograd.Function):
-    """Products that read and write each tensor as it lies; torch's own transpose by copies."""
+    """Products that read and write each tensor in its own layout; torch's would copy to transpose."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""OpenFold weights in and out of files, under our names and those of every public lineage. Nothing is unpickled but tensors.
+"""Load and export OpenFold weights under the names of hpcai and of all public codes. Only tensors are unpickled.
 
-A lineage is a table of renamings, which is only read forwards: it says under which names the parts of one of our tensors are found
-or written. A name holds # for the number of a block, and begins with a dot while it is renamed.
+A form is a table of renamings, applied in order to the name of an hpcai tensor: the result is the names under which its parts are
+read or written. A name has # for the number of a block, and begins with a dot while it is renamed.
 """
 
 import itertools
@@ -31,14 +31,14 @@ def _rules(table: str) -> Rules:
 
 # ---- names
 
-# Ours -> parts of which it is made, one after another, under names of OpenFold 2.
+# hpcai -> the parts that are concatenated, under names of OpenFold 2.
 _PARTS: dict[str, tuple[str, ...]] = {
     ".attention.linear_qkvg.weight": tuple(f".mha.linear_{x}.weight" for x in "qkvg"),
     ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_k.", ".template_pointwise_att.mha.linear_v."),
     ".linear_ab.": (".linear_a_p.", ".linear_b_p.", ".linear_a_g.", ".linear_b_g."),
     ".msa_att_col.linear_kv.": (".msa_att_col.linear_k.", ".msa_att_col.linear_v."),
 }
-# NVIDIA's submissions keep these in one piece, as we do.
+# NVIDIA's submissions have these in one tensor too.
 _FUSED = {
     ".attention.linear_qkvg.weight": (".mha.linear_qkvg.weight",), ".attention.gate_bias": (".mha.linear_g_bias",),
     ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_kv.",),
@@ -62,7 +62,7 @@ _OPENFOLD = _rules("""
     .heads.tm.                              .heads.tm.linear.
     .heads.                                 .aux_heads.
 """)
-# OpenFold 2 -> others.
+# OpenFold 2 -> other codes.
 _V1 = _rules("""
     .template_embedder.template_single_embedder. .template_angle_embedder.
     .template_embedder.                     .
@@ -78,7 +78,7 @@ _MLPERF = _V1 + _rules("""
     .structure_module.transition.layers.0.  .structure_module.transition.
     .aux_heads.                             .auxiliary_heads.
 """)
-# AlphaFold's left factor of incoming edges is b: its code has the two the other way round than its paper.
+# AlphaFold's left factor of incoming edges is b: its code swaps the two of its paper.
 _ALPHAFOLD = _rules("""
     .input_embedder.linear_tf_m.            .evoformer.preprocess_1d.
     .input_embedder.linear_msa_m.           .evoformer.preprocess_msa.
@@ -185,7 +185,7 @@ FORMS = tuple(_RENAMINGS)
 
 
 def public_names(name: str, form: Form = "openfold") -> list[str]:
-    """A lineage's names of the tensors that make up one of ours, in their order."""
+    """Return a form's names of the tensors that make up one of hpcai's, in order."""
     return [part.name for part in _parts(name, form)]
 
 
@@ -225,12 +225,12 @@ def _haiku_path(name: str) -> str:
 
 
 def from_public(state_public: Mapping[str, Tensor], names: Iterable[str], form: Form = "openfold") -> dict[str, Tensor]:
-    """Weights for a model whose state dict has ``names``; copies."""
+    """Return weights for a model whose state dict has ``names``; copies."""
     return {name: torch.cat([_to_hpcai(state_public[part.name], part, form) for part in _parts(name, form)]) for name in names}
 
 
 def to_public(state: Mapping[str, Tensor], cfg: OpenFoldConfig, form: Form = "openfold") -> dict[str, Tensor]:
-    """A model's weights under the names and in the shapes of a lineage; views where they can be."""
+    """Return a model's weights under the names and in the shapes of a form; views where possible."""
     public: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
     for name, value in state.items():
@@ -265,7 +265,7 @@ def _splits_heads(name: str) -> bool:
 
 
 def _heads(name: str, cfg: OpenFoldConfig) -> int:
-    """The number that AlphaFold divides the channels of one of our tensors by: heads, or the outer product's factors."""
+    """Return the divisor of the channels of a tensor in AlphaFold: heads, or the width of the outer product."""
     if cfg.template is not None and name.startswith("template_embedder."):
         return cfg.template.pairs.heads if ".tri_att_" in name else cfg.template.heads
     msa, pairs = (cfg.extra.msa, cfg.extra.pairs) if name.startswith("extra_msa_stack.") else (cfg.rows, cfg.pairs)
@@ -276,43 +276,43 @@ def _heads(name: str, cfg: OpenFoldConfig) -> int:
 
 
 def in_form(state: Mapping[str, Tensor], cfg: OpenFoldConfig, form: Form) -> dict[str, Any]:
-    """What a file of a lineage holds:
+    """Return the content of a file of a form:
 
-    - ``openfold``, ``openfold_v1``: a torch state dict as the public OpenFold 2 reads it, and as its first version did;
+    - ``openfold``, ``openfold_v1``: a torch state dict of the public OpenFold 2, or of its first version;
     - ``mlperf``, ``mlperf_fused``: that of MLPerf HPC's reference and of NVIDIA's submissions, under ``alphafold_state_dict``;
     - ``alphafold``: DeepMind's arrays, in float32.
     """
     public = to_public(state, cfg, form)
     if form == "alphafold":
         return {name: value.float().numpy() for name, value in public.items()}
-    # Clones: of a view torch would write all that it looks at.
+    # Clones: torch.save would write the whole storage of a view.
     public = {name: value.clone(memory_format=torch.contiguous_format) for name, value in public.items()}
     return {"alphafold_state_dict": public} if form.startswith("mlperf") else public
 
 
 def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFold:
-    """A model in evaluation mode and float32 from a file of weights, told apart by what the file is:
+    """Load a model in evaluation mode and float32. The format is detected:
 
-    - safetensors: ours (settings travel inside), or plain weights under the names of any lineage;
+    - safetensors: from hpcai, with settings, or plain weights under the names of any form;
     - a torch state dict (``.pt``, ``.ckpt``) of the public OpenFold, 1 or 2, of MLPerf HPC's reference, of NVIDIA's submissions or
-      ours; alone or within a checkpoint of Lightning, DeepSpeed or the reference, whose moving average is taken if there is one;
+      hpcai; alone or within a checkpoint of Lightning, DeepSpeed or the reference, with the moving average if there is one;
     - DeepMind's ``params_model_N.npz`` for single chains.
 
-    Without ``cfg`` the settings are those that the weights have. Files do not say, and so are as published: rates of dropout, how
-    often the structure module runs (8; 2 in the sizes of ``tiny``), and, but for AlphaFold's, by how many heads a pair attends to
-    templates (as many as attend within a template). Raises CheckpointError for a file that is none of these or does not fit.
+    Without ``cfg`` the settings are inferred from the weights, or as published if these do not determine them: dropout rates, the
+    passes of the structure module (8; 2 in the sizes of ``tiny``), and, except in AlphaFold's, the heads of attention over
+    templates (as many as within a template). Raises CheckpointError if the format is unknown or the weights do not fit.
     """
     path = Path(path)
     state, saved_cfg = files.load_state(path, _MODEL, OpenFoldConfig)
     form: Form = "hpcai" if saved_cfg is not None else _detect_form(state, path)
     if saved_cfg is not None and cfg is not None and cfg != saved_cfg:
-        raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
+        raise CheckpointError(f"{path}: contains settings that differ from cfg; load without cfg")
     if saved_cfg is None:
         try:
             saved_cfg = cfg or _infer_settings(state, form)
         except (LookupError, RuntimeError, ValueError, ArithmeticError) as problem:
             _check_names(_merge_blocks(state), _merge_blocks(_expected_state(state, form)), path, form)
-            raise CheckpointError(f"{path}: weights by the names of {form!r} in shapes of no OpenFold: {problem}") from problem
+            raise CheckpointError(f"{path}: weights by the names of {form!r} with shapes of no OpenFold: {problem}") from problem
     model = _build_on_meta(saved_cfg)
     own_state = model.state_dict()
     expected = to_public(own_state, saved_cfg, form)
@@ -321,8 +321,8 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
     if mismatched:
         first = mismatched[0]
         raise CheckpointError(
-            f"{path}: {_shorten(mismatched)} of other shapes than the settings ask for: {first} is {tuple(state[first].shape)}, "
-            f"expected {tuple(expected[first].shape)}; give the settings that they are of, or none to take them from the file"
+            f"{path}: {_shorten(mismatched)} with other shapes than those of the settings: {first} is {tuple(state[first].shape)}, "
+            f"expected {tuple(expected[first].shape)}; pass the settings of these weights, or none to infer them"
         )
     weights = from_public(state, own_state, form)
     model.load_state_dict({name: value.float() for name, value in weights.items()}, assign=True)
@@ -330,7 +330,7 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
 
 
 def _build_on_meta(cfg: OpenFoldConfig) -> OpenFold:
-    """A network whose weights have no memory yet. Its tables, which files do not hold, are the same in all sizes."""
+    """Return a network with weights on the meta device. Its buffers, which files do not contain, are the same in all sizes."""
     with torch.device("meta"):
         model = OpenFold(cfg)
     buffers = dict(OpenFold(OpenFoldConfig.preset("tiny")).named_buffers())
@@ -340,17 +340,17 @@ def _build_on_meta(cfg: OpenFoldConfig) -> OpenFold:
     return model
 
 
-def _check_names(found: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
-    missing, unexpected = ([name for name in left if name not in right] for left, right in ((expected, found), (found, expected)))
+def _check_names(names: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
+    missing, unexpected = ([name for name in left if name not in right] for left, right in ((expected, names), (names, expected)))
     if missing or unexpected:
         raise CheckpointError(
             f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {_shorten(unexpected)} "
-            "unexpected; give the settings that they are of, or none, and a file of one lineage"
+            "unexpected; pass the settings of these weights, or none, and a file of one form"
         )
 
 
 def _expected_state(state: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
-    """The names of a network to which weights without a tensor or two would belong; one block stands for all."""
+    """Return the names of a network to which incomplete weights would belong; one block stands for all."""
     template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
     cfg = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
     return to_public(_build_on_meta(cfg).state_dict(), cfg, form)
@@ -364,7 +364,7 @@ def _shorten(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:_MAX_SHOWN])}{', ...' if len(names) > _MAX_SHOWN else ''})" if names else "none"
 
 
-# Tensors whose names tell a lineage.
+# Tensors that identify a form by their names.
 _MARKER_NAMES = (
     "heads.plddt.layer_norm.weight", "structure_module.ipa.linear_q_points.weight",
     "extra_msa_stack.blocks.0.msa_att_row.attention.gate_bias", "evoformer.blocks.0.msa_att_row.attention.gate_bias",
@@ -377,7 +377,7 @@ def _detect_form(state: Mapping[str, Tensor], path: Path) -> Form:
     best: Form = max(matches, key=lambda form: matches[form])
     if not matches[best]:
         raise CheckpointError(
-            f"{path}: names of no OpenFold that is known: {_shorten(list(state))}; expected {public_names(_MARKER_NAMES[0])[0]} of "
+            f"{path}: unknown names:  {_shorten(list(state))}; expected {public_names(_MARKER_NAMES[0])[0]} of "
             f"the public OpenFold, or its like of {', '.join(get_args(Form))}"
         )
     return best
@@ -390,7 +390,7 @@ def _has(state: Mapping[str, Tensor], name: str, form: Form) -> bool:
 
 
 class _StateSizes(NamedTuple):
-    """Sizes of a network, read off the weights of a lineage."""
+    """Sizes of a network, inferred from its weights."""
 
     state: Mapping[str, Tensor]
     form: Form
@@ -447,7 +447,7 @@ class _StateSizes(NamedTuple):
 
 
 def _infer_settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
-    """The settings that the shapes tell; heads are counted by the biases that pairs give them."""
+    """Return the settings for the shapes of weights; heads are counted by the biases from pairs."""
     shapes = _StateSizes(state, form)
     sizes: dict[str, Any] = {
         "msa": shapes.size("recycling_embedder.layer_norm_m.weight"), "pair": shapes.size("recycling_embedder.layer_norm_z.weight"),

@@ -1,7 +1,6 @@
-"""OpenFold: the structure of a protein from its sequence and its relatives' (Jumper et al. 2021, Algorithm 2 of the supplement).
+"""OpenFold: protein structure from a sequence and an alignment of its homologs (Jumper et al. 2021, Algorithm 2 of the supplement).
 
-B batch, S clusters, E extra rows, T templates, R residues, C channels, P passes (one more than recycles); n axial size, 1 outside a
-cluster.
+B batch, S clusters, E extra rows, T templates, R residues, C channels, P passes (recycles plus one); n ranks of the axial axis.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from hpcai.nn.seam import Seam
 from hpcai.nn.weights import PretrainedMixin
 
 _CA, _CB, _GLYCINE = ATOM_ORDER["CA"], ATOM_ORDER["CB"], RESTYPES.index("G")
-_PSI = 2  # its index among the seven torsion angles
+_PSI = 2  # index among the seven torsion angles
 
 
 class Prediction(NamedTuple):
@@ -34,7 +33,7 @@ class Prediction(NamedTuple):
 
 
 class Recycled(NamedTuple):
-    """A pass takes this over from the one before."""
+    """The outputs of a pass that the next one reads."""
 
     msa_first_row: Tensor  # [B, R, C]
     pair: Tensor  # [B, R/n, R, C]
@@ -42,7 +41,7 @@ class Recycled(NamedTuple):
 
 
 class OpenFold(PretrainedMixin):
-    """Features -> Prediction."""
+    """Maps features to a Prediction."""
 
     package = __package__
 
@@ -64,20 +63,20 @@ class OpenFold(PretrainedMixin):
         self.structure_module = StructureModule(cfg.single, cfg.pair, cfg.structure)
         self.heads = Heads(cfg.msa, cfg.pair, cfg.single, cfg.heads)
         self.local_rows, self.local_sequences, self.gather_rows = Seam(), Seam(), Seam()
-        self.replicated_output: nn.Module = Seam()  # processes that hold a protein together give one answer, which counts once
+        self.replicated_output: nn.Module = Seam()  # the output of ranks that share a protein, counted once
 
     def forward(self, features: Mapping[str, Tensor]) -> Prediction:
-        """``features`` as ``hpcai.models.openfold.featurize`` makes them, with a batch dim in front and a dim of passes at the end.
+        """``features`` are those of ``hpcai.models.openfold.featurize``, with a batch dim in front and a dim of passes at the end.
 
-        Only the last pass has gradients; the others give it where to begin.
+        Only the last pass has gradients.
         """
         m, z, s, atoms, positions = self.run_passes(features)
         m = m[:, : features["msa_feat"].shape[1]]
         return self.replicated_output(Prediction(m, z, s, atoms, positions, self.heads(m, z, s, atoms.states[-1])))
 
     def run_passes(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, StructureOutput, Tensor]:
-        """What the last pass ends with: alignment [B, S, R/n, C], pairs [B, R/n, R, C], residues [B, R, C], atoms, and their
-        positions in 37 places [B, R, 37, 3]."""
+        """Return the outputs of the last pass: alignment [B, S, R/n, C], pairs [B, R/n, R, C], residues [B, R, C], structures, and
+        the positions of 37 atoms [B, R, 37, 3]."""
         recycled, with_grad = None, torch.is_grad_enabled()
         passes = features["aatype"].shape[-1]
         for pass_index in range(passes):
@@ -85,20 +84,20 @@ class OpenFold(PretrainedMixin):
             inputs = {name: value[..., pass_index] for name, value in features.items()}
             with torch.set_grad_enabled(with_grad and last):
                 if torch.is_autocast_enabled(inputs["aatype"].device.type):
-                    torch.clear_autocast_cache()  # older torch gives out again what it cast without gradients
+                    torch.clear_autocast_cache()  # older torch reuses casts without gradients
                 first, *outputs = self._iteration(inputs, recycled)
             recycled = Recycled(first, outputs[1], outputs[4])
         m, z, s, atoms, positions = outputs
         return m, z, s, atoms, positions
 
     def fold(self, sequence: str, alignments: Any = None, **kwargs: Any) -> Any:
-        """The structure of a sequence, with confidence; see ``hpcai.models.openfold.folding.fold``."""
+        """Predict the structure of a sequence, with confidence; see ``hpcai.models.openfold.folding.fold``."""
         from hpcai.models.openfold.folding import fold
 
         return fold(self, sequence, alignments, **kwargs)
 
     def _iteration(self, features: Mapping[str, Tensor], previous: Recycled | None) -> tuple[Any, ...]:
-        """One pass: the first sequence of the alignment [B, R, C], and what ``passes`` returns."""
+        """Run one pass: return the first row of the alignment [B, R, C], and the results of ``run_passes``."""
         dtype = self.to_single.weight.dtype
         seq_mask, aatype = features["seq_mask"].to(dtype), features["aatype"]
         pair_mask = self.local_rows(seq_mask)[:, :, None] * seq_mask[:, None]
@@ -120,7 +119,7 @@ class OpenFold(PretrainedMixin):
         return msa_first_row, m, z, s, atoms, self._atom37_positions(atoms.positions[-1], features)
 
     def _recycled_inputs(self, previous: Recycled | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The first pass meets zeros, which the norms turn into their biases."""
+        """Return the inputs of the recycling embedder: in the first pass zeros, which its layer norms map to their biases."""
         if previous is None:
             wide = torch.promote_types(m.dtype, torch.float32)
             return torch.zeros_like(m[:, 0]), torch.zeros_like(z), torch.zeros(*aatype.shape, 3, dtype=wide, device=m.device)
@@ -129,6 +128,6 @@ class OpenFold(PretrainedMixin):
         return previous.msa_first_row.to(m.dtype), previous.pair.to(z.dtype), pseudo_beta
 
     def _atom37_positions(self, positions: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Positions of atoms in 37 places, from those in 14.   [B, R, 14, 3] -> [B, R, 37, 3]"""
+        """Gather atom37 positions from atom14 positions.   [B, R, 14, 3] -> [B, R, 37, 3]"""
         index = features["residx_atom37_to_atom14"][..., None].expand(-1, -1, -1, 3)
         return positions.gather(2, index) * features["atom37_atom_exists"][..., None].to(positions.dtype)

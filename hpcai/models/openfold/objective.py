@@ -1,6 +1,6 @@
-"""The loss that trains OpenFold, and lDDT (supplement 1.9), in float32 at least.
+"""Loss of OpenFold, and lDDT (supplement 1.9), in float32 at least.
 
-Every term is a mean over the residues of a protein, then over proteins, so that a batch is the mean of its proteins by themselves.
+Every term is a mean over the residues of a protein, then over proteins, so that a batch gives the mean over its proteins.
 B batch, S clusters, R residues, L passes of the structure module.
 """
 
@@ -24,13 +24,13 @@ from hpcai.models.openfold.violations import violation_loss
 
 _CLAMP = _UNIT = 10.0  # angstrom
 _FAPE_EPS, _EPS = 1e-4, 1e-8
-_RESOLUTION_RANGE = 0.1, 3.0  # angstrom: structures that confidence is learnt from
+_RESOLUTION_RANGE = 0.1, 3.0  # angstrom: structures used by the loss of confidence
 _CA = residues.ATOM_ORDER["CA"]
-_CPU = 32 << 20  # bytes of distances at a time
+_CPU = 32 << 20  # bytes of distances in a chunk
 
 
 def loss_terms(prediction: Prediction, features: Mapping[str, Tensor], cfg: ObjectiveConfig) -> dict[str, Tensor]:
-    """The terms that have a weight, each without it.   features of the last pass -> [B] each"""
+    """Return all terms with a weight, unweighted.   features of the last pass -> [B] each"""
     dtype = prediction.atoms.positions.dtype
     f = {name: value.to(dtype) if value.is_floating_point() else value for name, value in features.items()}
     logits, atoms = prediction.logits, prediction.atoms
@@ -49,20 +49,20 @@ def loss_terms(prediction: Prediction, features: Mapping[str, Tensor], cfg: Obje
 
 
 def weighted_total(values: Mapping[str, Tensor], features: Mapping[str, Tensor], cfg: ObjectiveConfig) -> Tensor:
-    """The weighted sum, times the square root of how many residues were there to learn from.   [B]"""
+    """Return the weighted sum, times the square root of the number of residues.   [B]"""
     weighted = torch.stack([getattr(cfg, name) * term for name, term in values.items()]).sum(0)
     length = features["seq_length"].to(weighted.dtype).clamp(max=features["aatype"].shape[1])
     return weighted * length.sqrt()
 
 
 def predict(model: Any, batch: Any) -> tuple[dict[str, Tensor], Prediction]:
-    """The features of the last pass, and what the model says after it."""
+    """Return the features of the last pass, and the prediction."""
     features = batch if isinstance(batch, Mapping) else batch._asdict()
     return {name: value[..., -1] for name, value in features.items()}, model(features)
 
 
 def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str, Tensor]:
-    """The loss and its terms, as means over proteins, for features with passes (see ``OpenFold.forward``) in a mapping or named
+    """Return the loss and its terms, means over proteins, for features with passes (``OpenFold.forward``), a mapping or named
     tuple."""
     cfg = cfg or ObjectiveConfig()
     last, prediction = predict(model, batch)
@@ -75,13 +75,12 @@ def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str
 
 
 def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
-    """Frame-aligned point error (Algorithm 28) of backbones in every pass, and of all atoms in the last under the naming of twins
-    that fits better.   [B]"""
+    """Return the frame-aligned point error (Algorithm 28): backbones in all passes, and all atoms in the last, renamed.   [B]"""
     atoms = prediction.atoms
     frames = Frames(quat_to_rot(atoms.backbone[..., :4]), atoms.backbone[..., 4:])
     true, mask = _frames_from_matrix(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
     clamp = torch.where(f["use_clamped_fape"] > 0, _CLAMP, math.inf)
-    passes = len(frames.translation)  # each is a protein of its own, with the same truth
+    passes = len(frames.translation)  # each is a separate protein, with the same targets
     pass_frames, (rotation, translation, known, clamp_of_pass) = Frames(*(x.flatten(0, 1) for x in frames)), (
         x.expand(passes, *x.shape).flatten(0, 1) for x in (*true, mask, clamp)
     )
@@ -89,10 +88,10 @@ def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
         pass_frames, Frames(rotation, translation), known, pass_frames.translation, translation, known, clamp_of_pass,
     ).view(passes, -1).mean(0)  # fmt: skip
     swapped = rename_symmetric_atoms(atoms.positions[-1].detach(), f)[..., None]
-    kept = 1 - swapped
-    true_groups = kept[..., None, None] * f["rigidgroups_gt_frames"] + swapped[..., None, None] * f["rigidgroups_alt_gt_frames"]
-    true_positions = kept[..., None] * f["atom14_gt_positions"] + swapped[..., None] * f["atom14_alt_gt_positions"]
-    known = kept * f["atom14_gt_exists"] + swapped * f["atom14_alt_gt_exists"]
+    original = 1 - swapped
+    true_groups = original[..., None, None] * f["rigidgroups_gt_frames"] + swapped[..., None, None] * f["rigidgroups_alt_gt_frames"]
+    true_positions = original[..., None] * f["atom14_gt_positions"] + swapped[..., None] * f["atom14_alt_gt_positions"]
+    known = original * f["atom14_gt_exists"] + swapped * f["atom14_alt_gt_exists"]
     predicted = Frames(atoms.rotation[-1].flatten(1, 2), atoms.translation[-1].flatten(1, 2))
     side_chains = frame_aligned_point_error(
         predicted, _frames_from_matrix(true_groups.flatten(1, 2)), f["rigidgroups_gt_exists"].flatten(1),
@@ -110,11 +109,11 @@ def frame_aligned_point_error(
     frames: Frames, true_frames: Frames, frames_mask: Tensor, points: Tensor, true_points: Tensor, points_mask: Tensor,
     clamp: Tensor,
 ) -> Tensor:
-    """Mean distance of points to where they should be, as each frame sees them, over 10 angstrom.
+    """Return the mean distance between predicted and true points in the coordinates of each frame, over 10 angstrom.
 
-    Several million distances are gone through a few frames at a time, and again in the backward pass.
-    frames [B, F], points [B, P, 3], clamp [B] the most that a distance counts, angstrom -> [B]
-    """  # fmt: skip
+    Distances are computed in chunks of frames, and recomputed in the backward pass.
+    frames [B, F], points [B, P, 3], clamp [B] the maximum of a distance, angstrom -> [B]
+    """
 
     def chunk_error(rotation: Tensor, translation: Tensor, rows: slice) -> Tensor:
         difference = _to_frames(Frames(rotation, translation), points) - _to_frames(true_frames.at(slice(None), rows), true_points)
@@ -132,14 +131,14 @@ def frame_aligned_point_error(
 
 
 def _to_frames(frames: Frames, points: Tensor) -> Tensor:
-    """Points in the coordinates of every frame.   [B, F] and [B, P, 3] -> [B, F, 3, P]"""
+    """Return points in the coordinates of every frame.   [B, F] and [B, P, 3] -> [B, F, 3, P]"""
     inverse = frames.rotation.transpose(-1, -2)
-    local = inverse.flatten(1, 2) @ points.transpose(1, 2)  # one product, of all frames at once
+    local = inverse.flatten(1, 2) @ points.transpose(1, 2)  # one product for all frames
     return local.unflatten(1, (-1, 3)) - inverse @ frames.translation[..., None]
 
 
 def rename_symmetric_atoms(positions: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """1 for residues whose true distances fit the prediction better when twin atoms swap names (Algorithm 26).   [B, R]"""
+    """Return 1 for residues whose true distances fit the prediction better with renamed symmetric atoms (Algorithm 26).   [B, R]"""
     sums = []
     exists, ambiguous = f["atom14_gt_exists"], f["atom14_atom_is_ambiguous"]
     step = chunk_size(positions, 14 * positions[..., 0].numel() * positions.element_size(), _CPU)
@@ -147,10 +146,10 @@ def rename_symmetric_atoms(positions: Tensor, f: Mapping[str, Tensor]) -> Tensor
         parts = []
         for first in range(0, positions.shape[1], step):
             chunk = slice(first, first + step)
-            near, far = (exists * ambiguous)[:, chunk], exists * (1 - ambiguous)
+            symmetric, others = (exists * ambiguous)[:, chunk], exists * (1 - ambiguous)
             predicted, true = (_distances(x[:, chunk], x) for x in (positions, f[name]))
-            error = (predicted - true).abs() @ far.flatten(1)[..., None]  # [B, r * 14, 1]
-            parts.append((error.view(near.shape) * near).sum(2))
+            error = (predicted - true).abs() @ others.flatten(1)[..., None]  # [B, r * 14, 1]
+            parts.append((error.view(symmetric.shape) * symmetric).sum(2))
         sums.append(torch.cat(parts, 1))
     return (sums[1] < sums[0]).to(positions.dtype)
 
@@ -161,7 +160,7 @@ def _distances(chunk: Tensor, positions: Tensor) -> Tensor:
 
 
 def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Side chains' angles (Algorithm 27), against the nearer of two truths where half a turn changes nothing.
+    """Return the loss of side-chain torsion angles (Algorithm 27), to the nearer of both targets of periodic angles.
 
     [L, B, R, 7, 2] twice -> [B]
     """
@@ -176,12 +175,12 @@ def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:
 
 
 def distogram(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of the distances of pseudo-beta atoms, in 64 bins up to 21.7 angstrom.   logits [B, R, R, 64] -> [B]"""
+    """Return the cross entropy of pseudo-beta distances, in 64 bins up to 21.7 angstrom.   logits [B, R, R, 64] -> [B]"""
     edges = distance_edges(logits) ** 2
     x, mask = f["pseudo_beta"], f["pseudo_beta_mask"]
     bin_ = torch.bucketize((x[:, :, None] - x[:, None]).square().sum(-1), edges)
-    both = mask[:, :, None] * mask[:, None]
-    return (_cross_entropy(logits, bin_) * both).sum((1, 2)) / (_EPS + both.sum((1, 2)))
+    pair_mask = mask[:, :, None] * mask[:, None]
+    return (_cross_entropy(logits, bin_) * pair_mask).sum((1, 2)) / (_EPS + pair_mask.sum((1, 2)))
 
 
 def _cross_entropy(logits: Tensor, true: Tensor) -> Tensor:
@@ -190,13 +189,13 @@ def _cross_entropy(logits: Tensor, true: Tensor) -> Tensor:
 
 
 def masked_msa(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of the letters that were hidden.   logits [B, S, R, 23] -> [B]"""
+    """Return the cross entropy of masked letters.   logits [B, S, R, 23] -> [B]"""
     mask = f["bert_mask"]
     return (_cross_entropy(logits, f["true_msa"]) * mask).sum((1, 2)) / (2 * _EPS + mask.sum((1, 2)))
 
 
 def confidence(logits: Tensor, positions: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of the 50 bins of a residue's lDDT-Calpha.   logits [B, R, 50], positions [B, R, 37, 3] -> [B]"""
+    """Return the cross entropy of lDDT-Calpha of residues in 50 bins.   logits [B, R, 50], positions [B, R, 37, 3] -> [B]"""
     mask = f["all_atom_mask"][:, :, _CA]
     score = lddt(positions.detach()[:, :, _CA], f["all_atom_positions"][:, :, _CA], mask, per_residue=True)
     bin_ = (score * PLDDT_BINS).floor().long().clamp(0, PLDDT_BINS - 1)
@@ -204,31 +203,31 @@ def confidence(logits: Tensor, positions: Tensor, f: Mapping[str, Tensor]) -> Te
 
 
 def resolved(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of which atoms the experiment saw.   logits [B, R, 37] -> [B]"""
+    """Return the cross entropy of experimentally resolved atoms.   logits [B, R, 37] -> [B]"""
     exists = f["atom37_atom_exists"]
     error = F.binary_cross_entropy_with_logits(logits, f["all_atom_mask"], reduction="none")
     return (error * exists).sum((1, 2)) / (_EPS + exists.sum((1, 2)))
 
 
 def aligned_error(logits: Tensor | None, backbone: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """How far each residue is off as each frame sees it, 64 bins up to 31 A.   logits [B, R, R, 64], backbone [B, R, 7] -> [B]"""
+    """Return the cross entropy of errors in all frames, 64 bins up to 31 A.   logits [B, R, R, 64], backbone [B, R, 7] -> [B]"""
     if logits is None:
-        raise ConfigError("objective.aligned_error has a weight, but the network has no such head; set model.heads.tm=true")
+        raise ConfigError("objective.aligned_error is above 0, but the network has no such head; set model.heads.tm=true")
     true, mask = _frames_from_matrix(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
     with torch.no_grad():
         predicted = Frames(quat_to_rot(backbone[..., :4]), backbone[..., 4:])
-        # A residue is where it sees itself to be, to the last bit: the first bin is that of no error at all.
+        # A residue in its own frame has exactly the same coordinates in both: the first bin is an error of 0.
         local = [x.at(slice(None), slice(None), None).invert_apply(x.translation[:, None]) for x in (predicted, true)]
         squares = (local[0] - local[1]).square().sum(-1)
         bin_ = torch.bucketize(squares, torch.linspace(0, 31, ERROR_BINS - 1, device=squares.device).to(squares.dtype) ** 2)
-    both = mask[:, :, None] * mask[:, None]
-    return (_cross_entropy(logits, bin_) * both).sum((1, 2)) / (2 * _EPS + both.sum((1, 2)))
+    pair_mask = mask[:, :, None] * mask[:, None]
+    return (_cross_entropy(logits, bin_) * pair_mask).sum((1, 2)) / (2 * _EPS + pair_mask.sum((1, 2)))
 
 
 def lddt(predicted: Tensor, true: Tensor, mask: Tensor, per_residue: bool = False, cutoff: float = 15.0) -> Tensor:
-    """Share of true distances below ``cutoff`` angstrom that are kept within 0.5, 1, 2 and 4, 0 to 1 (Mariani et al. 2013).
+    """Return the fraction of true distances up to ``cutoff`` angstrom preserved within 0.5, 1, 2 and 4 (Mariani et al. 2013).
 
-    guess and true [B, R, 3], mask [B, R] -> [B], or [B, R] of each residue
+    guess and true [B, R, 3], mask [B, R] -> [B], or [B, R] per residue
     """
     true_distances, distances = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (true, predicted))
     not_self = 1 - torch.eye(mask.shape[1], dtype=mask.dtype, device=mask.device)

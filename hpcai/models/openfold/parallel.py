@@ -1,8 +1,8 @@
-"""OpenFold over the mesh: copies, each with its own proteins, which may be cut over the axis ``axial``.
+"""Data parallelism of OpenFold, and sharding of a protein over the mesh axis ``axial``.
 
-Alignments are cut by sequences, then by residues; pairs by rows, by columns while columns attend, and the products of triangles by
-channels, so that no operand of a product is gathered. Pairs are never whole anywhere, from the embedders to the structure module,
-whose attention is cut by rows too. Everything of one residue, and the losses, run on all ranks.
+Alignments are sharded by sequences, then by residues; pairs by rows, by columns in column attention, and the products of triangles
+by channels, so that no operand of a product is gathered. Pairs are never gathered, from the embedders to the structure module,
+whose attention is sharded by rows too. Computations per residue, and the losses, are replicated on all ranks.
 """
 
 from hpcai.dist.mesh import Mesh
@@ -19,7 +19,7 @@ from hpcai.parallel.data_parallel import sum_gradients_over
 
 
 def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
-    """``model``, in place, cut over ``axial``. Raises MeshError for a mesh that does not fit."""
+    """Shard ``model`` over ``axial``, in place, and return it. Raises MeshError if the mesh does not fit."""
     mesh.check_axes("OpenFold", "replicate", "axial")
     axis = mesh["axial"]
     if axis.size == 1:
@@ -51,7 +51,7 @@ def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
         if isinstance(part, Heads):
             part.gather_columns = AllGather(axis, 2)
     for last in (model.extra_msa_stack.blocks[-1], model.evoformer.blocks[-1]):
-        last.to_rows = Seam()  # of sequences only the first is asked for, by residues
+        last.to_rows = Seam()  # only the first sequence is used, sharded by residues
     model.replicated_output = ReplicatedOnce(axis)
     sum_gradients_over(model, axis)
     return model

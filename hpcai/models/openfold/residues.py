@@ -1,9 +1,9 @@
 """The twenty amino acids: names, atoms, rigid groups, ideal geometry and stereochemistry, as tables by residue type.
 
-Residue types are numbered in the order of ``LETTERS``; 20 is X, an unknown one. In alignments 21 is a gap and 22 a masked letter.
-(HHblits numbers the twenty by letter instead, A C D E ...; no table here does.) Atoms are listed in two ways: 37 places with the
-same names for all residues, and 14 places that are filled differently for each. An X has no atoms and no geometry; it has the
-backbone and psi groups, so that its frames are known where its atoms are. All arrays are read-only.
+Residue types are numbered in the order of ``RESTYPES``; 20 is X, an unknown one. In alignments 21 is a gap and 22 a masked letter.
+(HHblits numbers the twenty by letter instead, A C D E ...; no table here does.) Atoms are indexed in two ways: atom37, the same
+names for all residues, and atom14, names per residue type. An X has no atoms and no geometry; it has the backbone and psi groups,
+so that its frames are known where its atoms are. All arrays are read-only.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-RESTYPES = "ARNDCQEGHILKMFPSTWYV"  # in the order of three-letter names
+RESTYPES = "ARNDCQEGHILKMFPSTWYV"  # sorted by three-letter name
 UNKNOWN, GAP, MASKED = 20, 21, 22
 RESNAMES = (
     "ALA", "ARG", "ASN", "ASP", "CYS", "GLN", "GLU", "GLY", "HIS", "ILE",
@@ -28,16 +28,16 @@ ATOM_ORDER = {name: place for place, name in enumerate(ATOM_TYPES)}
 VAN_DER_WAALS = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}  # radii, angstrom
 
 # From one residue to the next: mean and standard deviation.
-C_N_LENGTH = (1.329, 0.014), (1.341, 0.016)  # angstrom; the second where the next residue is proline
+C_N_LENGTH = (1.329, 0.014), (1.341, 0.016)  # angstrom; the second if the next residue is proline
 COS_CA_C_N = -0.4473, 0.0311
 COS_C_N_CA = -0.5203, 0.0353
 
-# ---- sources: a line for each residue; an indented line continues it
+# ---- sources: one line per residue, continued by indented lines
 
-# After the name come the atoms that end chi1, chi2 ...: these angles lie along N, CA, CB and them. Then all atoms in the order of
-# the 14 places: name, rigid group (0 backbone, 1 pre-omega, 2 phi, 3 psi, 4 to 7 chi1 to chi4; 1 and 2 would hold hydrogens only),
-# position in the group's frame, in angstrom. A group turns about x, the bond whose far end is its origin; the atom that ends its
-# angle has z = 0 and y > 0. Figures: AlphaFold 2, which opens the angle at proline's CD by 2 degrees.
+# The name is followed by the last atoms of chi1, chi2 ..., the angles along N, CA, CB and these. Then all atoms in the order of
+# atom14: name, rigid group (0 backbone, 1 pre-omega, 2 phi, 3 psi, 4 to 7 chi1 to chi4; 1 and 2 have hydrogens only),
+# position in the group's frame, in angstrom. A group rotates about x, the bond that ends at its origin; the last atom of its
+# angle has z = 0 and y > 0. Values: AlphaFold 2, which increases the angle at proline's CD by 2 degrees.
 _ATOMS = """
 ALA: N 0 -0.525 1.363 0, CA 0 0 0 0, C 0 1.526 0 0, O 3 0.627 1.062 0, CB 0 -0.529 -0.774 -1.205
 ARG CG CD NE CZ: N 0 -0.524 1.362 0, CA 0 0 0 0, C 0 1.525 0 0, O 3 0.626 1.062 0, CB 0 -0.524 -0.778 -1.209,
@@ -79,8 +79,8 @@ VAL CG1: N 0 -0.494 1.373 0, CA 0 0 0 0, C 0 1.527 0 0, O 3 0.627 1.062 0, CB 0 
     CG2 4 0.533 -0.776 1.203
 """
 
-# Bonds (angstrom) and angles (degrees): mean and standard deviation, for all the names before them. ANY's hold where a residue has
-# the atoms and no figure of its own. Figures: OpenStructure's stereo_chemical_props.txt, which AlphaFold 2 uses.
+# Bonds (angstrom) and angles (degrees): mean and standard deviation, for all the names before them. ANY is the default of residues
+# with these atoms and no values of their own. Values: OpenStructure's stereo_chemical_props.txt, which AlphaFold 2 uses.
 _STEREO = """
 ANY: N-CA 1.459 0.020, CA-C 1.525 0.026, C-O 1.229 0.019, CA-CB 1.535 0.022, N-CA-C 111.0 2.7, CA-C-O 120.1 2.1,
     N-CA-CB 110.6 1.8, CB-CA-C 110.4 2.0
@@ -128,12 +128,12 @@ VAL: CA-CB 1.543 0.021, CB-CG1 CB-CG2 1.524 0.021, N-CA-CB 111.5 2.2, CB-CA-C 11
     CG1-CB-CG2 110.9 1.6
 """
 
-# Atoms that change places when the last chi turns by 180 degrees, pair by pair.
+# Pairs of symmetric atoms, which a rotation of the last chi by 180 degrees exchanges.
 _AMBIGUOUS_ATOMS = {"ASP": "OD1 OD2", "GLU": "OE1 OE2", "PHE": "CD1 CD2 CE1 CE2", "TYR": "CD1 CD2 CE1 CE2"}
 
 
 class _Residue(NamedTuple):
-    chain: list[str]  # along which the chi angles lie, from N
+    chain: list[str]  # of the chi angles, from N
     group: dict[str, int]
     position: dict[str, NDArray[np.float64]]
 
@@ -160,10 +160,10 @@ def _constant(values: Any, dtype: Any = np.float32) -> NDArray[Any]:
 # ---- atoms
 
 _RESIDUES = tuple(_parse_residues())
-ATOM14_NAMES = tuple((*residue.group, *[""] * (14 - len(residue.group))) for residue in _RESIDUES)  # [21][14] "" where none is
+ATOM14_NAMES = tuple((*residue.group, *[""] * (14 - len(residue.group))) for residue in _RESIDUES)  # [21][14] "" for none
 ATOM14_EXISTS = _constant([[name != "" for name in row] for row in ATOM14_NAMES])  # [21, 14]
 ATOM37_EXISTS = _constant([[name in row for name in ATOM_TYPES] for row in ATOM14_NAMES])  # [21, 37] never OXT
-ATOM14_TO_37 = _constant([[ATOM_ORDER.get(name, 0) for name in row] for row in ATOM14_NAMES], np.int64)  # [21, 14] 0 where none is
+ATOM14_TO_37 = _constant([[ATOM_ORDER.get(name, 0) for name in row] for row in ATOM14_NAMES], np.int64)  # [21, 14] 0 for none
 ATOM37_TO_14 = _constant([[row.index(name) if name in row else 0 for name in ATOM_TYPES] for row in ATOM14_NAMES], np.int64)
 ATOM14_RADIUS = _constant([[VAN_DER_WAALS.get(name[:1], 0) for name in row] for row in ATOM14_NAMES])  # [21, 14] angstrom
 
@@ -175,7 +175,7 @@ def _atom_swaps() -> Iterator[list[int]]:
         yield [row.index(swapped[atom]) if atom in swapped else index for index, atom in enumerate(row)]
 
 
-ATOM14_SWAP = _constant([*_atom_swaps()], np.int64)  # [21, 14] the place of an atom under the other naming
+ATOM14_SWAP = _constant([*_atom_swaps()], np.int64)  # [21, 14] the index of an atom after renaming
 ATOM14_AMBIGUOUS = _constant(np.arange(14) != ATOM14_SWAP)  # [21, 14]
 
 # ---- angles and rigid groups
@@ -186,7 +186,7 @@ def _chi_atoms(chain: list[str], chi: int) -> list[int]:
 
 
 def _frame(origin: NDArray[np.float64], y: Any) -> NDArray[np.float64]:
-    """A frame with x from the parent's origin to this one, and y in the half-plane of ``y``.   [4, 4]"""
+    """Return a frame with x from the parent's origin to this one, and y in the half-plane of ``y``.   [4, 4]"""
     x = origin / np.linalg.norm(origin)
     y = y - x * (x @ y)
     y /= np.linalg.norm(y)
@@ -196,7 +196,8 @@ def _frame(origin: NDArray[np.float64], y: Any) -> NDArray[np.float64]:
 
 
 def _frames(residue: _Residue) -> NDArray[np.float64]:
-    """All parents begin at the atom that their children's bonds leave: the backbone at CA, chi1 at CB and so on.   [8, 4, 4]"""
+    """Return frames in their parents. All parents have their origin at the first atom of the bond to the child: the backbone at CA,
+    chi1 at CB and so on.   [8, 4, 4]"""
     frames, at = np.zeros((8, 4, 4)), residue.position
     if at:
         frames[:2] = np.eye(4)
@@ -206,17 +207,17 @@ def _frames(residue: _Residue) -> NDArray[np.float64]:
     return frames
 
 
-CHI_ATOMS = _constant([[_chi_atoms(r.chain, chi) for chi in range(4)] for r in _RESIDUES], np.int64)  # [21, 4, 4] places of the 37
-CHI_EXISTS = _constant(CHI_ATOMS[..., 3] > 0)  # [21, 4]; N is place 0 and ends none
+CHI_ATOMS = _constant([[_chi_atoms(r.chain, chi) for chi in range(4)] for r in _RESIDUES], np.int64)  # [21, 4, 4] atom37 indices
+CHI_EXISTS = _constant(CHI_ATOMS[..., 3] > 0)  # [21, 4]; N has index 0 and ends none
 _last = np.arange(4) == CHI_EXISTS.sum(1, keepdims=True) - 1
 CHI_PERIODIC = _constant(_last & ATOM14_AMBIGUOUS.any(1, keepdims=True))  # [21, 4] by 180 degrees
 _backbone = np.array([[ATOM_ORDER[name] for name in names.split()] for names in ("C CA N", "N N N", "N N N", "CA C O")])
-GROUP_BASE = _constant(  # [21, 8, 3] of the 37: on the negative x axis, the origin, in the half-plane of y; backbone flipped later
+GROUP_BASE = _constant(  # [21, 8, 3] atom37 indices: on the negative x axis, the origin, on the side of y; backbone flipped later
     np.concatenate([np.broadcast_to(_backbone, (21, 4, 3)), CHI_ATOMS[..., 1:]], 1), np.int64
 )
 GROUP_EXISTS = _constant(np.concatenate([np.tile([1, 0, 0, 1], (21, 1)), CHI_EXISTS], 1))  # [21, 8]
 GROUP_AMBIGUOUS = _constant(np.pad(CHI_PERIODIC, ((0, 0), (4, 0))))  # [21, 8]
-GROUP_FRAME = _constant([_frames(residue) for residue in _RESIDUES])  # [21, 8, 4, 4] in the parent's, angle 0; zeros where none is
+GROUP_FRAME = _constant([_frames(residue) for residue in _RESIDUES])  # [21, 8, 4, 4] in the parent's, angle 0; zeros for none
 ATOM14_GROUP = _constant([[residue.group.get(name, 0) for name in row] for residue, row in zip(_RESIDUES, ATOM14_NAMES)], np.int64)
 ATOM14_POSITION = _constant(  # [21, 14, 3] in the frame of the atom's group, angstrom
     [[residue.position.get(name, np.zeros(3)) for name in row] for residue, row in zip(_RESIDUES, ATOM14_NAMES)]
@@ -230,11 +231,11 @@ class Bounds(NamedTuple):
 
     lower: NDArray[np.float32]
     upper: NDArray[np.float32]
-    deviation: NDArray[np.float32]  # 0 where the two are not ends of a bond or an angle
+    deviation: NDArray[np.float32]  # 0 unless the two are ends of a bond or an angle
 
 
 def _mean_distances() -> Iterator[dict[tuple[str, str], tuple[float, float]]]:
-    """Mean distance and its deviation for the ends of each residue's bonds and angles, errors taken as independent."""
+    """Yield mean and deviation of distances across each residue's bonds and angles, errors taken as independent."""
     figures: dict[str, dict[str, tuple[float, float]]] = {}
     for (residue,), cells in _parse_lines(_STEREO):
         figures[residue] = {name: (float(mean), float(deviation)) for *names, mean, deviation in cells for name in names}
@@ -257,10 +258,10 @@ def _mean_distances() -> Iterator[dict[tuple[str, str], tuple[float, float]]]:
 
 @lru_cache
 def distance_bounds(tolerance: float, overlap: float) -> Bounds:
-    """The distances that two atoms of one residue may have.
+    """Return bounds on the distances between atoms of one residue.
 
-    Across a bond or an angle the mean and ``tolerance`` deviations either way; otherwise from the sum of the van der Waals radii
-    less ``overlap`` angstrom to 1e10. All 0 where there is no such pair.
+    Across a bond or an angle: the mean plus and minus ``tolerance`` standard deviations. Otherwise: from the sum of the van der
+    Waals radii less ``overlap`` angstrom to 1e10. All are 0 without such a pair.
     """
     pair = ATOM14_EXISTS[:, :, None] * ATOM14_EXISTS[:, None] * (1 - np.eye(14))
     lower, upper = pair * (ATOM14_RADIUS[:, :, None] + ATOM14_RADIUS[:, None] - overlap), pair * 1e10

@@ -1,7 +1,7 @@
-"""The sample of an alignment that one pass sees: rows that stand for clusters, hidden letters, what the other rows add.
+"""Sample an alignment for one pass: cluster centres, masked letters, and statistics of the other rows.
 
-Jumper et al., Nature 2021, supplement 1.2.5 to 1.2.9. S rows of an alignment, C clusters, M rows that are none, N residues.
-Letters as ``residues`` numbers them, 22 is a masked one. Rows and letters are drawn; all else is a function of what was drawn.
+Jumper et al., Nature 2021, supplement 1.2.5 to 1.2.9. S rows of an alignment, C clusters, M other rows, N residues.
+Letters are numbered as in ``residues``; 22 is a masked one. Rows and letters are drawn; everything else follows from them.
 """
 
 from typing import Any, Self
@@ -15,43 +15,43 @@ from hpcai.models.openfold.residues import MASKED, UNKNOWN
 
 Array = NDArray[Any]
 
-NUM_LETTERS = MASKED + 1  # kinds of letters
-_MAX_BYTE_PAIRS = 127  # the most pairs of residues that a byte can count
-_CHUNK = 32  # residues at a time: their counts fit a core's cache, and alignments of many rows need little memory
+NUM_LETTERS = MASKED + 1
+_MAX_BYTE_PAIRS = 127  # pairs of residues that a byte can count
+_CHUNK = 32  # residues of a chunk: their counts fit the cache of a core, and bound the memory of large alignments
 
 
 class MaskConfig(Settings):
-    """Letters that the network has to guess. What the three replacements leave is for the mask letter."""
+    """BERT-style masking. The remainder after the three replacements is replaced by the mask letter."""
 
     fraction: Share = 0.15
-    """share of all letters of the clusters that is hidden"""
+    """fraction of all letters of the clusters that is masked"""
     uniform: Share = 0.1
-    """share that becomes any of the twenty residues"""
+    """fraction replaced by any of the twenty residues"""
     profile: Share = 0.1
-    """share that becomes a letter of the same column"""
+    """fraction replaced by a letter drawn from the profile of the column"""
     same: Share = 0.1
-    """share that stays as it is"""
+    """fraction left unchanged"""
 
     @model_validator(mode="after")
     def _at_most_all(self) -> Self:
         if self.uniform + self.profile + self.same > 1 + 1e-9:
-            raise ValueError("uniform, profile and same are shares, expected 1 at most in all")
+            raise ValueError("uniform, profile and same are fractions, expected at most 1 in total")
         return self
 
 
-# ---- draws
+# ---- random choices
 
 
 def choose_clusters(rows: int, clusters: int, generator: np.random.Generator) -> tuple[Array, Array]:
-    """Rows that stand for clusters, the query first, and the others; both in random order.   [min(C, S)], [the rest]"""
+    """Return the rows of cluster centres, the query first, and the other rows; both in random order.   [min(C, S)], [the rest]"""
     order = np.concatenate([[0], 1 + generator.permutation(rows - 1)])
     return order[:clusters], order[clusters:]
 
 
 def delete_blocks(rows: int, blocks: int, share: float, generator: np.random.Generator) -> Array:
-    """Rows that are left when ``blocks`` of neighbours go, ``share`` of all rows each; they may overlap. The query stays.
+    """Return the rows that remain after deleting ``blocks`` of neighbours, each ``share`` of all rows, but never the query.
 
-    Searches list relatives by likeness, so that a block is often one branch of the family (Algorithm 1).
+    Blocks may overlap. Searches sort homologs by similarity, so that a block is often one branch of the family (Algorithm 1).
     """
     size = int(rows * share)
     if not size:
@@ -61,7 +61,7 @@ def delete_blocks(rows: int, blocks: int, share: float, generator: np.random.Gen
 
 
 def mask_msa(msa: Array, profile: Array, cfg: MaskConfig, generator: np.random.Generator) -> tuple[Array, Array]:
-    """Replaces letters, and says where it did, or chose to leave one as it was.   [C, N], profile [N, 22] -> [C, N], bool [C, N]"""
+    """Return masked letters, and the mask of those selected, changed or not.   [C, N], profile [N, 22] -> [C, N], bool [C, N]"""
     selected = generator.random(msa.shape) < cfg.fraction
     row, column = np.nonzero(selected)
     replacement = np.searchsorted(np.cumsum([cfg.uniform, cfg.profile, cfg.same]), generator.random(len(row)), side="right")
@@ -72,16 +72,16 @@ def mask_msa(msa: Array, profile: Array, cfg: MaskConfig, generator: np.random.G
     return masked, selected
 
 
-# ---- what follows from them
+# ---- statistics
 
 
 def msa_profile(msa: Array) -> NDArray[np.float32]:
-    """How often each letter, gaps too, stands in a column.   [S, N] -> [N, 22]"""
+    """Return the frequency of each letter, including gaps, in each column.   [S, N] -> [N, 22]"""
     return (count_letters(msa, np.zeros(len(msa), np.intp), 1)[0, :, :MASKED] / len(msa)).astype(np.float32)
 
 
 def count_letters(rows: Array, cluster: Array, clusters: int) -> NDArray[np.intp]:
-    """How many rows of a cluster have a letter at a residue.   [M, N], [M] -> [C, N, 23]"""
+    """Count the rows of each cluster with a letter at a residue.   [M, N], [M] -> [C, N, 23]"""
     counts = np.empty((clusters, rows.shape[1], NUM_LETTERS), np.intp)
     for start in range(0, rows.shape[1], _CHUNK):
         chunk = rows[:, start : start + _CHUNK]
@@ -94,10 +94,10 @@ def count_letters(rows: Array, cluster: Array, clusters: int) -> NDArray[np.intp
 
 
 def assign_clusters(clusters: Array, rows: Array) -> NDArray[np.intp]:
-    """The cluster with which a row has most letters in common, the first of equals; gaps and masked letters do not count.
+    """Return the cluster with most letters in common with each row, the first of equals; gaps and masked letters do not count.
 
-    [C, N] with masks, [M, N] -> [M]. Two residues are looked up at once, and sums kept in bytes: no products of one-hot rows,
-    which need six to ten times as long on a CPU.
+    [C, N] with masks, [M, N] -> [M]. Pairs of residues are looked up in tables, and summed in bytes: products of one-hot rows take
+    six to ten times as long on a CPU.
     """
     padding = clusters.shape[1] % 2
     letters_of_clusters = np.pad(np.where(clusters > UNKNOWN, -1, clusters), ((0, 0), (0, padding)), constant_values=-1).T
@@ -117,20 +117,20 @@ def assign_clusters(clusters: Array, rows: Array) -> NDArray[np.intp]:
 def summarize_clusters(
     clusters: Array, deletions: Array, rows: Array, row_deletions: Array, cluster: Array
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """How often each letter stands at a residue of a cluster, its own row included, and the mean of deletions.
+    """Return the frequency of each letter at a residue of a cluster, including its centre, and the mean of deletions.
 
-    [C, N] and [M, N] twice each, [M] the rows' clusters -> [C, N, 23], [C, N]
+    [C, N] and [M, N] twice each, [M] the clusters of the rows -> [C, N, 23], [C, N]
     """
     letters = count_letters(rows, cluster, len(clusters)) + (clusters[..., None] == np.arange(NUM_LETTERS))
     (count, width), nonzero = clusters.shape, np.flatnonzero(row_deletions)
     index = cluster[nonzero // width] * width + nonzero % width
     deletion_mean = np.bincount(index, row_deletions.ravel()[nonzero], count * width).reshape(count, width) + deletions
-    # The public code adds 1e-6, so that shares do not quite add up to 1.
+    # The public code adds 1e-6, so that frequencies do not quite sum to 1.
     size = np.float32(1e-6) + (1 + np.bincount(cluster, minlength=count)).astype(np.float32)[:, None]
     return letters.astype(np.float32) / size[..., None], deletion_mean.astype(np.float32) / size
 
 
-# ---- as the network reads it
+# ---- features
 
 
 def one_hot(letters: Array, kinds: int) -> NDArray[np.float32]:
@@ -138,7 +138,7 @@ def one_hot(letters: Array, kinds: int) -> NDArray[np.float32]:
 
 
 def deletion_value(deletions: Array) -> NDArray[np.float32]:
-    """A number of letters, or a mean of numbers, as 0 to 1."""
+    """Scale a deletion count, or a mean of counts, to 0 to 1."""
     return np.arctan(deletions.astype(np.float32) / np.float32(3)) * np.float32(2 / np.pi)
 
 
@@ -147,7 +147,7 @@ def has_deletion(deletions: Array) -> NDArray[np.float32]:
 
 
 def msa_feat(msa: Array, deletions: Array, cluster_profile: Array, deletion_mean: Array) -> NDArray[np.float32]:
-    """23 letters, two of deletions, the cluster's 23 letters and its deletions.   [C, N] ..., profile [C, N, 23] -> [C, N, 49]"""
+    """Concatenate letters, deletions, and those of the cluster.   [C, N] ..., cluster_profile [C, N, 23] -> [C, N, 49]"""
     feat = np.empty((*msa.shape, 2 * NUM_LETTERS + 3), np.float32)
     feat[..., :NUM_LETTERS] = one_hot(msa, NUM_LETTERS)
     feat[..., NUM_LETTERS], feat[..., NUM_LETTERS + 1] = has_deletion(deletions), deletion_value(deletions)
@@ -156,5 +156,5 @@ def msa_feat(msa: Array, deletions: Array, cluster_profile: Array, deletion_mean
 
 
 def target_feat(aatype: Array) -> NDArray[np.float32]:
-    """Whether the chain is broken before a residue, which those of single chains never are, and its type.   [N] -> [N, 22]"""
+    """Concatenate whether the chain is broken before a residue, always 0 for single chains, and its type.   [N] -> [N, 22]"""
     return np.pad(one_hot(aatype, UNKNOWN + 1), ((0, 0), (1, 0)))

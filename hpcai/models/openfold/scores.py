@@ -1,4 +1,4 @@
-"""How well chains are folded: lDDT, distances, superposed atoms, and what pictures are made of.   B batch, R residues"""
+"""Scores of predicted structures: lDDT, distances, superposed atoms; and rows for plots.   B batch, R residues"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from hpcai.models.openfold.residues import ATOM_ORDER
 
 _CA = ATOM_ORDER["CA"]
 _GDT_TS, _GDT_HA = (1.0, 2.0, 4.0, 8.0), (0.5, 1.0, 2.0, 4.0)  # angstrom
-_REPORTED = ObjectiveConfig(chi=0, plddt=0)  # the terms that are reported of held-out chains, without their weights
+_REPORTED = ObjectiveConfig(chi=0, plddt=0)  # the loss terms that are reported for held-out chains, unweighted
 
 
 def score(model: Any, batch: Any) -> dict[str, Tensor]:
-    """Means over chains. ``lddt``, the metric of MLPerf HPC (target 0.8): lDDT-Calpha, 0 to 1. ``drmsd`` in angstrom, ``gdt_ts``
-    and ``gdt_ha`` of CA atoms, 0 to 1. ``confidence``: pLDDT, 0 to 100. And three terms of the loss."""
+    """Return means over chains: ``lddt``, the metric of MLPerf HPC (target 0.8), lDDT-Calpha, 0 to 1; ``drmsd`` in angstrom;
+    ``gdt_ts`` and ``gdt_ha`` of CA atoms, 0 to 1; ``confidence``, pLDDT, 0 to 100; and three terms of the loss."""
     features, prediction = objective.predict(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
         guess, true, mask = _ca_atoms(prediction, features)
@@ -33,9 +33,9 @@ def score(model: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def predict_structures(model: Any, batch: Any) -> dict[str, Tensor]:
-    """Rows for pictures: the residues of all chains one after the other, and before them ``index`` and ``residues`` [B] of each
-    chain: types, true and predicted atoms [37, 3] angstrom, confidence and lDDT 0 to 100, NaN where there is no CA; at the end the
-    distances [R * R] that the distogram expects, angstrom."""
+    """Return rows for plots, residues of all chains concatenated: types, true and predicted atoms [37, 3] angstrom, confidence and
+    lDDT 0 to 100, NaN without a CA; ``index`` and ``residues`` [B] of each chain; and the expected distances [R * R] of the
+    distogram, angstrom."""
     features, prediction = objective.predict(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
         predicted, true, mask = _ca_atoms(prediction, features)
@@ -51,13 +51,13 @@ def predict_structures(model: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _ca_atoms(prediction: Any, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Predicted and true CA [B, R, 3], and which are known [B, R]."""
+    """Return predicted and true CA [B, R, 3], and their mask [B, R]."""
     predicted, true, mask = prediction.positions, features["all_atom_positions"], features["all_atom_mask"]
     return predicted[:, :, _CA], true[:, :, _CA].to(predicted.dtype), mask[:, :, _CA].to(predicted.dtype)
 
 
 def superpose(predicted: Tensor, true: Tensor, mask: Tensor) -> Tensor:
-    """``guess`` turned and moved so that the squares of its distances to ``true`` are least (Kabsch 1976).
+    """Rotate and translate ``guess`` to the least squared distances to ``true`` (Kabsch 1976).
 
     guess and true [B, R, 3], mask [B, R] -> [B, R, 3]
     """
@@ -67,13 +67,13 @@ def superpose(predicted: Tensor, true: Tensor, mask: Tensor) -> Tensor:
     centred = predicted.to(dtype) - centroids[0]
     u, _, v = torch.linalg.svd((centred * weight).transpose(1, 2) @ (true.to(dtype) - centroids[1]))
     mirrored = torch.linalg.det(u @ v).sign()
-    u = torch.cat([u[..., :2], u[..., 2:] * mirrored[:, None, None]], 2)  # a mirror image is no rotation
+    u = torch.cat([u[..., :2], u[..., 2:] * mirrored[:, None, None]], 2)  # no reflection
     return (centred @ (u @ v) + centroids[1]).to(predicted.dtype)
 
 
 def gdt(superposed: Tensor, true: Tensor, mask: Tensor, limits: Sequence[float] = _GDT_TS) -> Tensor:
-    """Global distance test (Zemla 2003): the share of atoms within each limit in angstrom, averaged. The limits are those of
-    GDT-TS; half of them give GDT-HA. Of one superposition, by all atoms, it is a lower bound of what a search over many finds.
+    """Return the global distance test (Zemla 2003): the fraction of atoms within each limit in angstrom, averaged. The limits are
+    those of GDT-TS; half of them give GDT-HA. With one superposition of all atoms, it is a lower bound of a search over many.
 
     fitted and true [B, R, 3], mask [B, R] -> [B]
     """
@@ -83,7 +83,7 @@ def gdt(superposed: Tensor, true: Tensor, mask: Tensor, limits: Sequence[float] 
 
 
 def drmsd(predicted: Tensor, true: Tensor, mask: Tensor) -> Tensor:
-    """Root of the mean square by which the distances of all pairs of atoms differ, angstrom.   [B, R, 3] twice, [B, R] -> [B]"""
+    """Return the root mean square difference of the distances of all pairs of atoms, angstrom.   [B, R, 3] twice, [B, R] -> [B]"""
     true_distances, distances = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (true, predicted))
     pair_mask = mask[:, :, None] * mask[:, None]
     count = mask.sum(1)
@@ -91,7 +91,7 @@ def drmsd(predicted: Tensor, true: Tensor, mask: Tensor) -> Tensor:
 
 
 def expected_distance(logits: Tensor) -> Tensor:
-    """The mean distance of a distogram, angstrom; what is further than 21.7 counts as 21.8.   [..., 64] -> [...]"""
+    """Return the mean distance of a distogram, angstrom; beyond 21.7 it counts as 21.8.   [..., 64] -> [...]"""
     edges = distance_edges(logits)
     width = edges[1] - edges[0]
     return logits.softmax(-1) @ (torch.cat([edges, edges[-1:] + width]) - width / 2)

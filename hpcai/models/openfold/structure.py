@@ -1,6 +1,6 @@
-"""Atoms from pairs (supplement 1.8): invariant point attention moves one frame per residue, torsion angles hang its atoms on it.
+"""Structure module (supplement 1.8): invariant point attention updates one frame per residue, torsion angles place its atoms.
 
-Coordinates inside are in units of 10 angstrom, those that come out in angstrom. All of it is float32 at least.
+Internal coordinates are in units of 10 angstrom, outputs in angstrom. Everything is computed in float32 at least.
 B batch, R residues, H heads, C channels, P points, L passes.
 """
 
@@ -21,19 +21,19 @@ _EPS = 1e-8
 
 
 class StructureOutput(NamedTuple):
-    """The results of all L passes, the last of which is the prediction."""
+    """The results of all L passes; the last one is the prediction."""
 
     backbone: Tensor  # [L, B, R, 7] quaternion (w, x, y, z) and translation, angstrom
     rotation: Tensor  # [L, B, R, 8, 3, 3] of the rigid groups
     translation: Tensor  # [L, B, R, 8, 3] angstrom
-    raw_angles: Tensor  # [L, B, R, 7, 2] sine and cosine before they are brought to length 1
+    raw_angles: Tensor  # [L, B, R, 7, 2] sine and cosine before normalisation
     angles: Tensor  # [L, B, R, 7, 2]
     positions: Tensor  # [L, B, R, 14, 3] angstrom
     states: Tensor  # [L, B, R, C]
 
 
 class InvariantPointAttention(nn.Module):
-    """Attention by features, pairs and distances between points that each residue sets in space (Algorithm 22).
+    """Attention by features, pairs and distances between points in the frames of residues (Algorithm 22).
 
     s [B, R, C], bias [B, H, R/n, R], z [B, R/n, R, Cz], frames [B, R] -> [B, R, C]
     """
@@ -42,7 +42,7 @@ class InvariantPointAttention(nn.Module):
         super().__init__()
         self.cfg = cfg
         width, points = cfg.heads * cfg.head, cfg.query_points + cfg.value_points
-        # Biases and LeCun's initial weights are those of the published code, and not of the supplement.
+        # Biases and LeCun's initialisation are those of the published code, not of the supplement.
         self.linear_q, self.linear_kv = Linear(single, width), Linear(single, 2 * width)
         self.linear_q_points = Linear(single, 3 * cfg.heads * cfg.query_points)
         self.linear_kv_points = Linear(single, 3 * cfg.heads * points)
@@ -58,7 +58,7 @@ class InvariantPointAttention(nn.Module):
         k, v = self.linear_kv(s).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(2, -1)
         q_points = self._global_points(self.linear_q_points(local_s), local_frames)  # [B, H, R/n, P, 3]
         k_points, v_points = self._global_points(self.linear_kv_points(s), frames).split([cfg.query_points, cfg.value_points], 3)
-        # -w/2 |q - k|^2 of points is one more product of features: what depends on q alone falls out of the softmax.
+        # -w/2 |q - k|^2 of points is one more product of features: terms of q alone cancel in the softmax.
         weight = (nn.functional.softplus(self.head_weights) * (1 / (3 * cfg.query_points * 9 / 2)) ** 0.5)[:, None, None]
         key_norms = k_points.square().sum((-1, -2))[..., None] * -0.5
         weights = weight.expand(len(local_s), -1, local_s.shape[1], 1)
@@ -74,20 +74,20 @@ class InvariantPointAttention(nn.Module):
         return self.gather_rows(self.linear_out(torch.cat([o, *points_local.unbind(-1), point_norms, pair_values], -1)), s.shape[1])
 
     def _global_points(self, x: Tensor, frames: Frames) -> Tensor:
-        """[B, R, 3 * H * P], all x before all y before all z -> [B, H, R, P, 3] in space"""
+        """Return points in global coordinates: [B, R, 3 * H * P], all x before all y before all z -> [B, H, R, P, 3]"""
         points = x.unflatten(-1, (3, -1))  # [B, R, 3, H * P]
         origin, *factors = (part.flatten(0, 1) for part in (frames.translation[..., None], frames.rotation, points))
         return torch.baddbmm(origin, *factors).view(*x.shape[:2], 3, self.cfg.heads, -1).permute(0, 3, 1, 4, 2)
 
     def pair_bias(self, z: Tensor, mask: Tensor) -> Tensor:
-        """What pairs add to logits, the same in every pass.   [B, R/n, R, Cz] and [B, R] -> [B, H, R/n, R]"""
-        both = (self.local_rows(mask)[:, :, None] * mask[:, None])[..., None]
-        return (self.linear_b(z) * (1 / 3) ** 0.5 + (both - 1) * 1e5).permute(0, 3, 1, 2).contiguous()
+        """Return the bias of pairs in the logits, the same in every pass.   [B, R/n, R, Cz] and [B, R] -> [B, H, R/n, R]"""
+        pair_mask = (self.local_rows(mask)[:, :, None] * mask[:, None])[..., None]
+        return (self.linear_b(z) * (1 / 3) ** 0.5 + (pair_mask - 1) * 1e5).permute(0, 3, 1, 2).contiguous()
 
 
 class AngleResnet(nn.Module):
-    """Torsion angles (Algorithm 20, lines 11 to 14).   s [L, B, R, C], initial [B, R, C] -> [L, B, R, 7, 2] as they come,
-    and of length 1"""
+    """Torsion angles (Algorithm 20, lines 11 to 14).   s [L, B, R, C], initial [B, R, C] -> [L, B, R, 7, 2] unnormalised, and
+    normalised"""
 
     def __init__(self, single: int, cfg: StructureConfig) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class AngleResnet(nn.Module):
 
 
 class StructureTransition(nn.Module):
-    """Layers on each residue (Algorithm 20, lines 8 and 9).   [B, R, C] -> [B, R, C]"""
+    """A residual network per residue (Algorithm 20, lines 8 and 9).   [B, R, C] -> [B, R, C]"""
 
     def __init__(self, single: int, cfg: StructureConfig) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class StructureTransition(nn.Module):
 class StructureModule(nn.Module):
     """Atoms from residues and pairs (Algorithm 20).
 
-    single [B, R, C], pair [B, R/n, R, Cz], aatype [B, R], mask [B, R] -> Atoms
+    single [B, R, C], pair [B, R/n, R, Cz], aatype [B, R], mask [B, R] -> StructureOutput
     """
 
     wide = True  # a coordinate of 50 angstrom in bfloat16 is off by 0.2
@@ -178,7 +178,7 @@ class StructureModule(nn.Module):
                 rotation_update, translation_update = self.bb_update(s).split(3, -1)
                 quaternion, translation = update_quaternion(quaternion, rotation_update), frames.apply(translation_update)
                 passes.append((quaternion, translation, s))
-                quaternion = quaternion.detach()  # a rotation learns from its own pass alone: otherwise training is less stable
+                quaternion = quaternion.detach()  # gradients of rotations stop between passes, which stabilises training
             quaternion, translation, states = (torch.stack(each) for each in zip(*passes))
             raw, angles = self.angle_resnet(states, initial)
             backbone = Frames(quat_to_rot(quaternion), translation * _ANGSTROM)
@@ -187,7 +187,7 @@ class StructureModule(nn.Module):
             return StructureOutput(backbone_7, *groups, raw, angles, self._atom14_positions(groups, aatype), states)
 
     def _atom14_positions(self, groups: Frames, aatype: Tensor) -> Tensor:
-        """The atoms of each residue where its groups put them, those that it has not at 0.   [L, B, R, 14, 3]"""
+        """Return the positions of atoms by their rigid groups, 0 for atoms that a residue lacks.   [L, B, R, 14, 3]"""
         group = self.atom_group[aatype].expand(len(groups.rotation), -1, -1, -1)  # [L, B, R, 14]
         rotation = groups.rotation.gather(3, group[..., None, None].expand(-1, -1, -1, -1, 3, 3))
         translation = groups.translation.gather(3, group[..., None].expand(-1, -1, -1, -1, 3))

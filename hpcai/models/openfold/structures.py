@@ -1,7 +1,7 @@
-"""Protein chains from mmCIF files of the Protein Data Bank, and predicted chains into mmCIF and PDB files.
+"""Read protein chains from mmCIF files of the Protein Data Bank, and write predicted chains to mmCIF and PDB files.
 
-A chain has all residues of its SEQRES record, those without coordinates too. gemmi reads here what the public OpenFold reads by
-Biopython, with the same result.
+A chain has all residues of its SEQRES record, including those without coordinates. Parsing is by gemmi, with the same result as the
+public OpenFold's by Biopython.
 """
 
 import math
@@ -25,10 +25,10 @@ from hpcai.gzip_file import gunzip
 _ADVICE = "fetch it again, or leave it out"
 RESTYPE_ORDER = {letter: number for number, letter in enumerate(RESTYPES)}
 RESTYPE_3TO1 = dict(zip(RESNAMES, RESTYPES))
-# The first of these that is a number counts; NMR has none of them.
+# The first of these that is a number is used; NMR has none.
 _RESOLUTION_TAGS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
 _SITE_TAGS = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
-PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # the most that the columns of the format hold; angstrom
+PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # limits of the format's columns; angstrom
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,12 +36,12 @@ class Chain:
     """One protein chain of N residues.
 
     name                    the file and the chain as the authors name it: "5zyh_A"
-    sequence                one letter for each residue, modified ones as their parents, X for others
-    aatype     [N]          the same as numbers
-    positions  [N, 37, 3]   angstrom, 0 where the mask is
-    mask       [N, 37]      1 where the file has the atom
+    sequence                one letter for each residue, modified ones by their parents, X for others
+    aatype     [N]          the same as integers
+    positions  [N, 37, 3]   angstrom, 0 for masked atoms
+    mask       [N, 37]      1 for atoms in the file
     bfactors   [N, 37]      square angstrom; pLDDT of predictions
-    resolution              angstrom, None where the method has none
+    resolution              angstrom, None if the method has none
     release                 day of the oldest revision
     method                  "x-ray diffraction"
     """
@@ -59,7 +59,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A file: its protein chains, by the names that the authors give them, and what holds for them all."""
+    """The protein chains of a file, by the authors' names, and its metadata."""
 
     chains: dict[str, Chain]
     resolution: float | None
@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(slots=True)
 class _Polymer:
-    """Residue names by number: more than one where the crystal has more. The first is that of the sequence."""
+    """Residue names by number, several for microheterogeneity; the first is that of the sequence."""
 
     residues: dict[int, list[str]]
     canonical: str
@@ -80,11 +80,11 @@ def _gemmi() -> Any:
 
 
 def read_mmcif(path: Path, chain: str | None = None) -> Entry:
-    """The protein chains of a .cif or .cif.gz, or only ``chain``, from the first of several models.
+    """Read the protein chains of a .cif or .cif.gz, or only ``chain``, from the first model.
 
-    The most occupied of an atom's alternate places is taken, and the first of equals. Selenium of MSE stands as SD, and NH1 of
-    arginine is the one nearer to CD. Raises DataError for a file that is cut off, a chain that is not there or no protein, atoms
-    beyond the sequence or not in it, and coordinates that are no numbers.
+    Of an atom's alternate locations the one with the highest occupancy is used, the first of equals. Selenium of MSE is stored as
+    SD, and NH1 of arginine is the one nearer to CD. Raises DataError for a truncated file, a chain that is missing or no protein,
+    atoms outside the sequence or different from it, and coordinates that are not numbers.
     """
     path = Path(path)
     try:
@@ -96,7 +96,7 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
         if isinstance(problem, DataError):
             raise
         text = str(problem).removeprefix(f"{path}:")
-        raise DataError(f"{path}: not a whole mmCIF file: {text}; {_ADVICE}") from problem
+        raise DataError(f"{path}: not a complete mmCIF file: {text}; {_ADVICE}") from problem
     if tables is None:
         raise DataError(f"{path}: empty, expected mmCIF; {_ADVICE}")
     metadata = _read_metadata(tables, path)
@@ -106,7 +106,7 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
         text = f"{len(polymers)} protein chains in _entity_poly_seq, none with atoms" if polymers else "no protein chain"
         raise DataError(f"{path}: {text}; expected at least one with coordinates")
     labels: dict[str, str] = {}
-    for label in rows:                  # Two polymers may share the authors' name, such as a peptide bound to its own chain.
+    for label in rows:                  # Polymers may share the authors' name, such as a peptide bound to its own chain.
         if names[label] not in labels or len(polymers[label].residues) > len(polymers[labels[names[label]]].residues):
             labels[names[label]] = label
     if chain is not None and chain not in labels:
@@ -121,7 +121,7 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
 
 
 def _read_categories(block: Any) -> dict[str, dict[str, list[Any]]]:
-    """The categories that are needed; a value that the file leaves open is None or False."""
+    """Return the required categories; missing values are None or False."""
     categories = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
               "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in _RESOLUTION_TAGS))  # fmt: skip
     return {name: block.get_mmcif_category(name) for name in categories}
@@ -152,7 +152,7 @@ def _read_metadata(tables: dict[str, dict[str, list[Any]]], path: Path) -> tuple
 
 
 def _polymers(tables: dict[str, dict[str, list[Any]]], path: Path) -> dict[str, _Polymer]:
-    """The proteins by the file's own chain names: polymers with at least one residue of peptides."""
+    """Return the proteins by label_asym_id: polymers with at least one peptide residue."""
     residues: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     entities, numbers, monomers = _columns(tables["_entity_poly_seq."], "_entity_poly_seq.", ("entity_id", "num", "mon_id"), path)
     for entity, number, monomer in zip(entities, numbers, monomers):
@@ -174,7 +174,7 @@ def _polymers(tables: dict[str, dict[str, list[Any]]], path: Path) -> dict[str, 
 def _atom_rows(
     site: dict[str, list[Any]], polymers: dict[str, _Polymer], path: Path
 ) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """The rows of _atom_site of each protein in the first model, and the authors' name of every chain."""
+    """Return the rows of _atom_site of each protein in the first model, and the authors' name of every chain."""
     labels, authors, *_ = _columns(site, "_atom_site.", _SITE_TAGS, path)
     models = site.get("pdbx_PDB_model_num") or [None] * len(labels)
     rows: dict[str, list[int]] = defaultdict(list)
@@ -196,7 +196,7 @@ def _build_chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows:
     as_number = _gemmi().cif.as_number
     best: dict[tuple[int, int], tuple[float, int]] = {}
     for row in rows:
-        if not number[row]:             # a ligand under the name of the chain
+        if not number[row]:             # a ligand with the name of the chain
             continue
         seq, monomer = _parse_int(number[row], "_atom_site.label_seq_id", path), monomers[row]
         names = polymer.residues.get(seq)
@@ -230,8 +230,8 @@ def _build_chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows:
 
 
 def _sequence(polymer: _Polymer) -> str:
-    """Modified residues have the letters that the PDB gives them, otherwise gemmi's. The PDB's text counts a chromophore as the
-    residues that it was made of, and then does not fit."""
+    """Return the sequence. Modified residues have the letters of the PDB, otherwise gemmi's. The PDB's text has several letters for
+    a chromophore, and then a wrong length."""
     letters = []
     canonical = polymer.canonical if len(polymer.canonical) == len(polymer.residues) else "X" * len(polymer.residues)
     for (_, names), letter_from_pdb in zip(sorted(polymer.residues.items()), canonical):
@@ -243,7 +243,7 @@ def _sequence(polymer: _Polymer) -> str:
 
 
 def _swap_arginine_atoms(arginines: list[int], *arrays: NDArray[np.float32]) -> None:
-    """Swap NH1 and NH2 where NH2 is the nearer to CD."""
+    """Swap NH1 and NH2 if NH2 is nearer to CD."""
     positions, mask, _ = arrays
     cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
     for index in arginines:
@@ -257,7 +257,7 @@ def _parse_int(value: Any, tag: str, path: Path) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise DataError(f"{path}: {tag} {value or '?'!r}, expected a whole number; {_ADVICE}") from None
+        raise DataError(f"{path}: {tag} {value or '?'!r}, expected an integer; {_ADVICE}") from None
 
 
 # ---- writing
@@ -265,10 +265,10 @@ def _parse_int(value: Any, tag: str, path: Path) -> int:
 
 def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: ArrayLike, bfactors: ArrayLike, *,
                     name: str = "model", chain: str = "A") -> None:  # fmt: skip
-    """One chain as mmCIF or PDB, by the suffix .cif or .pdb, its residues numbered from 1.
+    """Write one chain as mmCIF or PDB, by the suffix .cif or .pdb, with residues numbered from 1.
 
-    aatype [N], positions [N, 37, 3] in angstrom, mask [N, 37]; bfactors [N, 37], or [N] for all atoms of a residue, as pLDDT.
-    Raises DataError for shapes that do not fit, values that are not finite, and what the PDB format has no columns for.
+    aatype [N], positions [N, 37, 3] in angstrom, mask [N, 37]; bfactors [N, 37], or [N] for all atoms of a residue, such as pLDDT.
+    Raises DataError for wrong shapes, values that are not finite, and values outside the columns of the PDB format.
     """
     path = Path(path)
     types = np.asarray(aatype)
@@ -301,7 +301,7 @@ def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: A
         groups = module.MmcifOutputGroups(True)
         groups.cell = groups.symmetry = False               # a prediction is no crystal
         document = structure.make_mmcif_document(groups)
-        for row in document[0].find("_chem_comp.", ["id", "type"]):     # readers know proteins by these
+        for row in document[0].find("_chem_comp.", ["id", "type"]):     # readers recognise proteins by these
             row[1] = "'peptide linking'" if row[0] == "GLY" else "'L-peptide linking'"
         text = document.as_string()
     else:
@@ -318,7 +318,7 @@ def _check_writable(path: Path, types: NDArray[Any], xyz: NDArray[np.float64], p
     if not re.fullmatch("[A-Za-z0-9]+", chain):
         raise DataError(f"{path}: a chain named {chain!r}, expected letters and digits")
     if types.ndim != 1 or types.dtype.kind not in "iu" or not ((types >= 0) & (types <= UNKNOWN)).all():
-        raise DataError(f"{path}: aatype of {types.dtype} {types.shape}, expected whole numbers [N] from 0 to {UNKNOWN}")
+        raise DataError(f"{path}: aatype of {types.dtype} {types.shape}, expected integers [N] from 0 to {UNKNOWN}")
     for name, (array, shape) in shapes.items():
         if array.shape != shape:
             raise DataError(f"{path}: {name} of shape {array.shape}, expected {shape} for {length} residues")
@@ -331,4 +331,4 @@ def _check_writable(path: Path, types: NDArray[Any], xyz: NDArray[np.float64], p
         low, high = PDB_RANGE
         if length > PDB_RESIDUES or len(chain) != 1 or not ((xyz[present] >= low) & (xyz[present] <= high)).all():
             text = f"{length} residues of chain {chain!r}, coordinates from {xyz[present].min():.3f} to {xyz[present].max():.3f}"
-            raise DataError(f"{path}: {text}; PDB holds {PDB_RESIDUES}, one character, {low} to {high}; write .cif")
+            raise DataError(f"{path}: {text}; PDB has columns for {PDB_RESIDUES}, one character,  {low} to {high}; write .cif")

@@ -1,7 +1,7 @@
-"""A structure as training needs it: its atoms, frames and torsion angles, under the names that AlphaFold gives them.
+"""Targets of training from a structure: its atoms, frames and torsion angles, under AlphaFold's names.
 
-Jumper et al., Nature 2021, supplement 1.8. Reads and returns float32; frames and angles are computed in float64.
-N residues; leading dimensions, such as that of templates, are kept. Where atoms are missing all is 0 or masked, never NaN.
+Jumper et al., Nature 2021, supplement 1.8. Inputs and outputs are float32; frames and angles are computed in float64.
+N residues; leading dims, such as that of templates, are kept. Missing atoms give 0 or masked elements, never NaN.
 """
 
 from typing import Any
@@ -15,19 +15,19 @@ from hpcai.models.openfold.residues import ATOM_ORDER, GAP, UNKNOWN
 
 Array = NDArray[Any]
 
-EPSILON = 1e-8  # added to squared lengths, angstrom squared, as in the public code: points that coincide make columns of zeros
+EPSILON = 1e-8  # added to squared lengths, angstrom squared, as in the public code: coincident points give columns of zeros
 
-# The four atoms of each torsion angle: pre-omega, phi, psi, chi1 to chi4; those of the residue before have places from 37 on.
+# The four atoms of each torsion angle: pre-omega, phi, psi, chi1 to chi4; those of the previous residue have indices from 37 on.
 _BACKBONE = ("CA' C' N CA", "C' N CA C", "N CA C O")
 _TORSIONS = np.array([[ATOM_ORDER[name.rstrip("'")] + 37 * name.endswith("'") for name in row.split()] for row in _BACKBONE])
 _TORSIONS = np.concatenate([np.broadcast_to(_TORSIONS, (21, 3, 4)), residues.CHI_ATOMS], 1)  # [21, 7, 4]
 _TORSION_EXISTS = np.concatenate([np.ones((21, 3), np.float32), residues.CHI_EXISTS], 1)  # [21, 7]
 _TORSION_PERIODIC = np.pad(residues.CHI_PERIODIC, ((0, 0), (3, 0)))  # [21, 7]
-_SIGNS = np.array([1, 1, -1, 1, 1, 1, 1.0])  # psi is measured to O, half a turn from the next residue's N, and turned back
+_SIGNS = np.array([1, 1, -1, 1, 1, 1, 1.0])  # psi is measured to O, 180 degrees from N of the next residue, and rotated back
 
 
 def _check(aatype: Any, positions: Any, mask: Any, where: str, most: int) -> tuple[Array, Array, Array]:
-    """The arrays, with positions 0 where there is no atom."""
+    """Return the arrays, with positions 0 for missing atoms."""
     aatype, positions, mask = np.asarray(aatype), np.asarray(positions, np.float32), np.asarray(mask, np.float32)
     shape = aatype.shape
     if not shape or mask.shape != (*shape, 37) or positions.shape != (*shape, 37, 3):
@@ -37,7 +37,7 @@ def _check(aatype: Any, positions: Any, mask: Any, where: str, most: int) -> tup
         )
     _check_types(aatype, where, most)
     if not ((mask == 0) | (mask == 1)).all():
-        raise DataError(f"{where}: the mask of atoms has values other than 0 and 1; expected 1 where the position is known")
+        raise DataError(f"{where}: the mask of atoms has values other than 0 and 1; expected 1 for atoms with a position")
     positions = np.where(mask[..., None] > 0, positions, np.float32(0))
     if not np.isfinite(positions).all():
         *_, residue, atom, _ = np.argwhere(~np.isfinite(positions))[0]
@@ -55,9 +55,9 @@ def _check_types(aatype: Array, where: str, most: int) -> None:
 
 
 def frames_from_points(a: Array, b: Array, c: Array) -> Array:
-    """Frames with origin b, x from a to b, and y on the side of c (Algorithm 21).   3 x [..., 3] -> [..., 4, 4]
+    """Return frames with origin b, x from a to b, and y on the side of c (Algorithm 21).   3 x [..., 3] -> [..., 4, 4]
 
-    The rotation is short of orthogonal by EPSILON, and 0 where points coincide.
+    The rotation deviates from orthogonality by EPSILON, and is 0 if points coincide.
     """
     x = _normalize(b - a)
     y = c - b
@@ -74,7 +74,7 @@ def _normalize(vector: Array) -> Array:
 
 
 def _gather_atoms(positions: Array, mask: Array, index: Array) -> tuple[Array, Array]:
-    """Float64 positions of atoms in places of 37, or of 74, and whether all of them are there.
+    """Return float64 positions of atoms by index among 37, or 74, and whether all of them are known.
 
     [..., N, 37, 3], [..., N, 37], [..., N, G, K] -> [..., N, G, K, 3], [..., N, G]
     """
@@ -84,9 +84,9 @@ def _gather_atoms(positions: Array, mask: Array, index: Array) -> tuple[Array, A
 
 
 def torsion_angles(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> tuple[Array, Array, Array]:
-    """Sine and cosine of pre-omega, phi, psi and chi1 to chi4; the same under the other naming of atoms; and which are known.
+    """Return sine and cosine of pre-omega, phi, psi and chi1 to chi4; the same with symmetric atoms renamed; and their mask.
 
-    Pre-omega and phi need the residue before. What is not known is 0. A gap, as templates have them, counts as X.
+    Pre-omega and phi need the previous residue. Unknown angles are 0. A gap, as in templates, counts as X.
     [..., N], [..., N, 37, 3], [..., N, 37] -> [..., N, 7, 2], [..., N, 7, 2], [..., N, 7]
     """
     return _torsion_angles(*_check(aatype, positions, mask, where, GAP))
@@ -109,7 +109,7 @@ def _torsion_angles(aatype: Array, positions: Array, mask: Array) -> tuple[Array
 
 
 def pseudo_beta(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> tuple[Array, Array]:
-    """CB, or CA of glycine, and whether it is known.   [..., N], [..., N, 37, 3], [..., N, 37] -> [..., N, 3], [..., N]"""
+    """Return CB, or CA of glycine, and its mask.   [..., N], [..., N, 37, 3], [..., N, 37] -> [..., N, 3], [..., N]"""
     return _pseudo_beta(*_check(aatype, positions, mask, where, GAP))
 
 
@@ -121,7 +121,7 @@ def _pseudo_beta(aatype: Array, positions: Array, mask: Array) -> tuple[Array, A
 
 
 def make_atom14_masks(aatype: Any, where: str = "structure") -> dict[str, Array]:
-    """Which atoms residues have, in 14 and in 37 places, and the way from one to the other; absent atoms lead to place 0."""
+    """Return the masks of atoms in atom14 and atom37 form, and the indices from one to the other; absent atoms have index 0."""
     aatype = np.asarray(aatype)
     _check_types(aatype, where, UNKNOWN)
     return {
@@ -133,10 +133,10 @@ def make_atom14_masks(aatype: Any, where: str = "structure") -> dict[str, Array]
 
 
 def compute_targets(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> dict[str, Array]:
-    """Everything that losses compare with.   [..., N] types up to 20, [..., N, 37, 3] angstrom, [..., N, 37]
+    """Return the targets of all losses.   [..., N] types up to 20, [..., N, 37, 3] angstrom, [..., N, 37]
 
-    Names with ``alt`` are the structure under the other naming of atoms that a half turn exchanges. Atoms that a residue of its
-    type does not have, and OXT, are left out. Raises DataError, with ``where``, for what cannot be.
+    Names with ``alt`` are the structure with symmetric atoms renamed. Atoms that the residue type lacks, and OXT, are dropped.
+    Raises DataError, with ``where``, for invalid arrays.
     """
     aatype, positions, mask = _check(aatype, positions, mask, where, UNKNOWN)
     targets = make_atom14_masks(aatype, where) | _name_atoms(aatype, positions, mask) | _group_frames(aatype, positions, mask)
@@ -154,7 +154,7 @@ def compute_targets(aatype: Any, positions: Any, mask: Any, where: str = "struct
 
 
 def _name_atoms(aatype: Array, positions: Array, mask: Array) -> dict[str, Array]:
-    """The atoms in 14 places, under both namings."""
+    """Return the atoms in atom14 form, under both namings."""
     index, swap = residues.ATOM14_TO_37[aatype], residues.ATOM14_SWAP[aatype]
     exists = residues.ATOM14_EXISTS[aatype] * np.take_along_axis(mask, index, -1)
     atom14_positions = np.take_along_axis(positions, index[..., None], -2) * exists[..., None]
@@ -168,14 +168,14 @@ def _name_atoms(aatype: Array, positions: Array, mask: Array) -> dict[str, Array
 
 
 def _group_frames(aatype: Array, positions: Array, mask: Array) -> dict[str, Array]:
-    """The frames of the eight rigid groups.   [..., N, 8, 4, 4]"""
+    """Return the frames of the eight rigid groups.   [..., N, 8, 4, 4]"""
     points, exists = _gather_atoms(positions, mask, residues.GROUP_BASE[aatype])
     frames = frames_from_points(*np.moveaxis(points, -2, 0))
-    frames[..., 0, :3, 0::2] *= -1  # the backbone's x leads from CA to C: half a turn about y
+    frames[..., 0, :3, 0::2] *= -1  # x of the backbone is from CA to C: a rotation about y by 180 degrees
     ambiguous, group_exists = residues.GROUP_AMBIGUOUS[aatype], residues.GROUP_EXISTS[aatype]
     true_frames, exists = frames.astype(np.float32), exists * group_exists
     alternative = true_frames.copy()
-    alternative[..., :3, 1:3] *= 1 - 2 * ambiguous[..., None, None]  # half a turn about x
+    alternative[..., :3, 1:3] *= 1 - 2 * ambiguous[..., None, None]  # a rotation about x by 180 degrees
     return {
         "rigidgroups_gt_frames": true_frames,
         "rigidgroups_gt_exists": exists,

@@ -1,8 +1,8 @@
-"""Known structures that a network may look at: which hits of a search these are, and what it sees of them.
+"""Templates: known structures, selected from the hits of a search, and their features.
 
-The rules are those of MLPerf HPC's reference. A hit is refused where its chain is in no file, where it tells what is to be
-predicted (it is of the query's own entry, was released less than 60 days before it or on an unknown day, or is a copy of it), and
-where it tells little: a tenth of the query or less is aligned, it has fewer than 10 letters, or fewer than 5 atoms of it are known.
+The rules are those of MLPerf HPC's reference. A hit is rejected if its chain is in no file; if it reveals the target (it is of
+the query's own entry, was released less than 60 days before it or on an unknown day, or is a copy of it); or if it
+has little information: a tenth of the query or less is aligned, it has fewer than 10 letters, or fewer than 5 known atoms.
 K templates   N residues of the query   P of a template
 """
 
@@ -25,18 +25,18 @@ from hpcai.models.openfold.structures import Chain, read_mmcif
 
 Array = NDArray[Any]
 
-MIN_DAYS_BEFORE_QUERY = 60  # least time from the release of a template to that of the query
-MAX_UNALIGNED_RATIO = 10  # more than one in so many residues of the query are aligned
-COPY_FRACTION = 19, 20  # a part of the query that is longer than this share of it is a copy
+MIN_DAYS_BEFORE_QUERY = 60  # minimum time from the release of a template to that of the query
+MAX_UNALIGNED_RATIO = 10  # the query has less than so many residues for each aligned one
+COPY_FRACTION = 19, 20  # a subsequence longer than this fraction of the query is a copy
 MIN_LETTERS, MIN_ATOMS = 10, 5
-MIN_IDENTITY = 9, 10  # least share of their letters that hit and structure have in common, where they are aligned anew
-MAX_STEP = 150.0  # angstrom, the farthest from one CA to the next
-MAX_RESIDUES = np.iinfo(np.int16).max  # the most residues of a template
+MIN_IDENTITY = 9, 10  # minimum fraction of common letters of hit and structure, after realignment
+MAX_STEP = 150.0  # angstrom, maximum distance of consecutive CA
+MAX_RESIDUES = np.iinfo(np.int16).max  # maximum residues of a template
 _CA, _BACKBONE = ATOM_ORDER["CA"], [ATOM_ORDER[name] for name in ("N", "CA", "C")]
 
 
 class ChainInfo(Protocol):
-    """Sequence and release of a chain, which are asked for before its atoms are read; a Chain has them."""
+    """Sequence and release of a chain, needed before its atoms are read; a Chain has them."""
 
     @property
     def sequence(self) -> str: ...
@@ -47,8 +47,8 @@ class ChainInfo(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """A template. ``places`` [N] int16: the residue of its chain, counted from 0 over all of its sequence, that each residue of the
-    query is aligned to, -1 where none is. ``sum_probs`` is the sum of the posteriors of these pairs."""
+    """A selected template. ``residue_map`` [N] int16: The residue of its chain, counted from 0 over its full sequence, aligned to
+    each residue of the query, or -1. ``sum_probs`` is the sum of the posteriors of these pairs."""
 
     name: str
     sum_probs: float
@@ -59,11 +59,11 @@ def select_hits(
     hits: Iterable[Hit], sequence: str, chain_info: Callable[[str], ChainInfo | None], *, entry: str | None = None,
     before: date | None = None, most: int = 20, reject: Callable[[Match], str | None] | None = None,
 ) -> tuple[list[Match], dict[str, str]]:  # fmt: skip
-    """The hits that may be templates of ``sequence``, those of the highest ``sum_probs`` first, and why others may not.
+    """Return the hits that may be templates of ``sequence``, by descending ``sum_probs``, and the reasons against others.
 
-    ``known`` tells of a chain such as "4zey_A", None where there is no file of it; its DataError is a reason too. ``entry`` is the
-    query's own and ``before`` the day of its release; None sets no limit. ``refuse`` is asked last, and may give a reason. Raises
-    DataError for hits that are not of ``sequence``.
+    ``chain_info`` returns that of a chain such as "4zey_A", or None without a file of it; its DataError is a reason too. ``entry``
+    is the query's own and ``before`` the day of its release; None sets no limit. ``reject`` is called last, and may return a
+    reason. Raises DataError for hits of another sequence than ``sequence``.
     """
     query = encode(sequence)
     matches: list[Match] = []
@@ -85,7 +85,7 @@ def select_hits(
 
 
 def parse_chain_name(hit: Hit) -> str | None:
-    """The chain of a hit: 4zey_A for "4ZEY_A Some protein; 1.5A {Homo sapiens}", None for what is not named so."""
+    """Return the chain of a hit: 4zey_A for "4ZEY_A Some protein; 1.5A {Homo sapiens}", or None for other forms."""
     entry, _, chain = (hit.name.split() or [""])[0].rpartition("_")
     return f"{entry.lower()}_{chain}" if entry and re.fullmatch("[A-Za-z0-9.]+", chain) else None
 
@@ -95,7 +95,7 @@ def _check_hit(hit: Hit, query: Array) -> None:
     for text, indices in ((hit.query, hit.query_indices), (hit.hit, hit.hit_indices)):
         letters = np.array([letter != "-" for letter in text], bool)
         if len(text) != len(hit.query) or indices.shape != letters.shape or (letters != (indices >= 0)).any():
-            raise DataError(f"{where}: query, template and their places do not fit together; expected those of one alignment")
+            raise DataError(f"{where}: query, template and their indices do not fit together; expected one alignment")
     positions = hit.query_indices[hit.query_indices >= 0]
     if len(positions) and (positions[-1] >= len(query) or (np.diff(positions) <= 0).any()):
         text = f"the query's residues {positions.min() + 1} to {positions.max() + 1}, expected them in order, {len(query)} at most"
@@ -108,7 +108,7 @@ def _check_hit(hit: Hit, query: Array) -> None:
 def _match_or_reason(
     hit: Hit, name: str | None, sequence: str, chain_info: Callable[[str], ChainInfo | None], entry: str | None, before: date | None
 ) -> Match | str:
-    """The template, or why the hit is none."""
+    """Return the template, or the reason against it."""
     letters = hit.hit.replace("-", "")
     if name is None:
         return "not named as a chain of an entry, such as 4zey_A"
@@ -127,7 +127,7 @@ def _match_or_reason(
     except DataError as problem:
         return str(problem)
     if chain is None:
-        return "no structure of it is there"
+        return "its structure is missing"
     if before is not None and chain.release is None:
         return f"no day of release, expected {MIN_DAYS_BEFORE_QUERY} days before {before} at least"
     if before is not None and chain.release is not None and (before - chain.release).days < MIN_DAYS_BEFORE_QUERY:
@@ -138,7 +138,7 @@ def _match_or_reason(
     return residue_map if isinstance(residue_map, str) else Match(name, hit.sum_probs, residue_map)
 
 
-# ---- from the letters of a hit to residues of a chain
+# ---- mapping from letters of a hit to residues of a chain
 
 
 def _map_residues(hit: Hit, letters: str, length: int, sequence: str) -> Array | str:
@@ -152,7 +152,7 @@ def _map_residues(hit: Hit, letters: str, length: int, sequence: str) -> Array |
     same = int((residues_match(hit_types, chain_types[residues]) & (residues >= 0)).sum())
     shorter = min(len(hit_types), len(chain_types))
     if same * MIN_IDENTITY[1] < shorter * MIN_IDENTITY[0]:
-        return f"{same} of {shorter} letters are those of its structure, expected {MIN_IDENTITY[0] / MIN_IDENTITY[1]:.0%} at least"
+        return f"{same} of {shorter} letters match its structure, expected {MIN_IDENTITY[0] / MIN_IDENTITY[1]:.0%} at least"
     residue_map = np.full(length, -1, np.int16)
     aligned = (hit.query_indices >= 0) & (hit.hit_indices >= 0)
     residue_map[hit.query_indices[aligned]] = residues[(np.cumsum(hit.hit_indices >= 0) - 1)[aligned]]
@@ -160,7 +160,7 @@ def _map_residues(hit: Hit, letters: str, length: int, sequence: str) -> Array |
 
 
 def _find_subsequence(part: Array, sequence: Array) -> int:
-    """Where ``part`` begins in ``whole``, an unknown letter agreeing with all only if it is nowhere else; -1 where it is not."""
+    """Return the start of ``part`` in ``sequence``, or -1; unknown letters match all only if there is no exact match."""
     exact = bytes(sequence.astype(np.uint8)).find(bytes(part.astype(np.uint8)))
     if exact >= 0 or len(part) > len(sequence):
         return exact
@@ -171,7 +171,7 @@ def _find_subsequence(part: Array, sequence: Array) -> int:
 
 
 def _align(part: Array, sequence: Array) -> Array:
-    """The letter of ``whole`` that each letter of ``part`` is aligned to, -1 where there is none; long gaps cost little."""
+    """Return the letter of ``sequence`` aligned to each letter of ``part``, or -1; long gaps have a low penalty."""
     gemmi = import_optional("gemmi", "alignments of chains need", "openfold")
     alignment = gemmi.align_string_sequences([str(code) for code in part], [str(code) for code in sequence], [])
     residues = np.full(len(part), -1)
@@ -184,11 +184,11 @@ def _align(part: Array, sequence: Array) -> Array:
     return residues
 
 
-# ---- what is seen of them
+# ---- features of templates
 
 
 def _chain_arrays(chain: Any) -> tuple[Array, Array, Array]:
-    """aatype [P], positions [P, 37, 3] and mask [P, 37] of a Chain, or of a row that has these names."""
+    """Return aatype [P], positions [P, 37, 3] and mask [P, 37] of a Chain, or of a row with these names."""
     names = "aatype", "positions", "mask"
     aatype, positions, mask = (np.asarray(chain[name] if isinstance(chain, Mapping) else getattr(chain, name)) for name in names)
     if aatype.ndim != 1 or positions.shape != (len(aatype), 37, 3) or mask.shape != (len(aatype), 37):
@@ -198,7 +198,7 @@ def _chain_arrays(chain: Any) -> tuple[Array, Array, Array]:
 
 
 def rejection_reason(chain: Any) -> str | None:
-    """Why a chain, or a row with ``aatype``, ``positions`` and ``mask``, cannot be a template; None where it may be one."""
+    """Return why a chain, or a row with ``aatype``, ``positions`` and ``mask``, cannot be a template; None if it can."""
     _, positions, mask = _chain_arrays(chain)
     known = mask[:, _CA] > 0
     if not (mask[:, _BACKBONE] > 0).all(1).any():
@@ -209,19 +209,19 @@ def rejection_reason(chain: Any) -> str | None:
 
 
 def too_few_atoms(atoms: Array, residue_map: Array) -> str | None:
-    """Why residues at ``places`` tell too little, if they do, when so many ``atoms`` [P] of each residue are known."""
+    """Return a reason if the residues of ``residue_map`` have too few known atoms. ``atoms`` [P] are their numbers per residue."""
     known = int(atoms[residue_map[residue_map >= 0]].sum(dtype=np.int64))
     return f"{known} atoms of its aligned residues are known, expected {MIN_ATOMS} at least" if known < MIN_ATOMS else None
 
 
 def template_features(chains: Sequence[Any], residue_maps: Array, sum_probs: Any) -> dict[str, Array]:
-    """The templates that ``featurize`` takes, from K chains (or rows of a store), their places [K, N] and sum_probs [K].
+    """Return the ``templates`` of ``featurize`` from K chains (or rows of a store), their residue maps [K, N] and sum_probs [K].
 
-    Raises DataError for places that a chain does not have.
+    Raises DataError for residues that a chain does not have.
     """
     residue_maps, probs = np.asarray(residue_maps), np.asarray(sum_probs, np.float32)
     if residue_maps.ndim != 2 or residue_maps.dtype.kind not in "iu" or not len(chains) == len(residue_maps) == probs.size:
-        text = f"places {residue_maps.dtype} {residue_maps.shape} and {probs.size} sum_probs"
+        text = f"residue maps {residue_maps.dtype} {residue_maps.shape} and {probs.size} sum_probs"
         raise DataError(f"templates: {text} of {len(chains)} chains, expected integers [{len(chains)}, N] and as many")
     shape = residue_maps.shape
     aatype, mask = np.full(shape, GAP, np.int64), np.zeros((*shape, 37), np.float32)
@@ -241,12 +241,12 @@ def read_templates(
     hits: str | Path | Iterable[Hit], sequence: str, structures: str | Path, *, entry: str | None = None,
     before: date | None = None, most: int = 20,
 ) -> tuple[dict[str, Array], dict[str, str]]:  # fmt: skip
-    """The ``templates`` of ``featurize`` and ``OpenFold.fold``, and why other hits are none of them.
+    """Return the ``templates`` of ``featurize`` and ``OpenFold.fold``, and the reasons against other hits.
 
-    ``hits`` are those of ``sequence``, or the .hhr file that has them; ``structures`` is the folder with .cif and .cif.gz files, at
-    any depth: only those are read that hits name and that are needed. The query's own ``entry`` and ``before``, the day of its
-    release, keep out what tells the answer. Raises DataError for a file or folder that cannot be read and hits of another sequence;
-    a structure that cannot be read is only a reason.
+    ``hits`` are those of ``sequence``, or their .hhr file; ``structures`` is the folder with .cif and .cif.gz files, at any depth:
+    only required ones are read. The query's own ``entry`` and ``before``, the day of its release, exclude templates that reveal the
+    target. Raises DataError for a file or folder that cannot be read and hits of another sequence; a structure that cannot be read
+    is only a reason.
     """
     files, chains = _index_files(Path(structures)), dict[str, Chain]()
 
@@ -266,7 +266,7 @@ def read_templates(
 
 
 def _index_files(folder: Path) -> dict[str, Path]:
-    """The files by entry; the first, if two have one name."""
+    """Return the files by entry; the first, if two have one name."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected one of .cif and .cif.gz files")
     paths = sorted((path for path in folder.rglob("*.cif*") if re.search(r"\.cif(\.gz)?$", path.name)), reverse=True)

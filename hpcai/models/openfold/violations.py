@@ -1,6 +1,6 @@
-"""Violations of stereochemistry: bonds and angles between residues that are out of range, atoms that clash (supplement 1.9.11).
+"""Violations of stereochemistry: bonds and angles between residues, and clashes of atoms (supplement 1.9.11).
 
-Positions are those of 14 atoms a residue, angstrom.   B batch, R residues.
+Positions are in atom14 form, angstrom.   B batch, R residues.
 """
 
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ from torch.autograd.function import once_differentiable
 from hpcai.kernels.chunking import chunk_size
 from hpcai.models.openfold import device_cache, residues
 
-TOLERANCE = 12.0  # deviations
+TOLERANCE = 12.0  # standard deviations
 OVERLAP = 1.5  # angstrom
-_N, _CA, _C = 0, 1, 2  # places among the 14
+_N, _CA, _C = 0, 1, 2  # atom14 indices
 _SULPHUR = residues.ATOM14_NAMES[residues.RESNAMES.index("CYS")].index("SG")
 _PROLINE = residues.RESTYPES.index("P")
-_CPU = 16 << 20  # bytes of distances at a time
+_CPU = 16 << 20  # bytes of distances in a chunk
 
 
 class Bonds(NamedTuple):
@@ -30,7 +30,8 @@ class Bonds(NamedTuple):
 
 
 def violation_loss(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
-    """The sum of all, clashes per atom.   positions [B, R, 14, 3], exists [B, R, 14], aatype and index [B, R] -> [B]"""
+    """Return the sum of violations, clashes per atom.   positions [B, R, 14, 3], exists [B, R, 14], aatype and index [B, R] -> [B]
+    """
     atoms = exists.sum((1, 2)) + 1e-8
     bonds_found = bond_violations(positions, exists, aatype, index)
     clash = (clash_overlap(positions, exists, aatype, index) + within_residue_violations(positions, exists, aatype)) / atoms
@@ -38,7 +39,7 @@ def violation_loss(positions: Tensor, exists: Tensor, aatype: Tensor, index: Ten
 
 
 def bond_violations(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps: float = 1e-6) -> Bonds:
-    """Violations of the bonds and angles between residues (equations 44 and 45)."""
+    """Return violations of the bonds and angles between residues (equations 44 and 45)."""
     n, ca, c = (positions[:, :, atom] for atom in (_N, _CA, _C))
     masks = [exists[:, :, atom] for atom in (_N, _CA, _C)]
     consecutive = (index[:, 1:] - index[:, :-1] == 1).to(positions.dtype)
@@ -49,7 +50,7 @@ def bond_violations(positions: Tensor, exists: Tensor, aatype: Tensor, index: Te
     length, c_ca_length, n_ca_length = ((eps + x.square().sum(-1)).sqrt() for x in (c_n, c_ca, n_ca))
     at_c = (c_ca / c_ca_length[..., None] * c_n / length[..., None]).sum(-1)
     at_n = (-c_n / length[..., None] * n_ca / n_ca_length[..., None]).sum(-1)
-    # The deviation of the angle at C is that of the bond, as in the published code.
+    # The angle at C has the standard deviation of the bond, as in the published code.
     checks: tuple[tuple[Any, Any, Any, Tensor], ...] = (
         (length, target_length, deviation, masks[2][:, :-1] * masks[0][:, 1:]),
         (at_c, residues.COS_CA_C_N[0], residues.C_N_LENGTH[0][1], masks[1][:, :-1] * masks[2][:, :-1] * masks[0][:, 1:]),
@@ -66,7 +67,7 @@ def bond_violations(positions: Tensor, exists: Tensor, aatype: Tensor, index: Te
 
 
 def within_residue_violations(positions: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:
-    """How far atoms of one residue go beyond stereochemistry (equation 46), angstrom, each pair from both sides.   [B]"""
+    """Return how far distances within residues exceed their bounds (equation 46), angstrom, each pair counted twice.   [B]"""
     bounds = residues.distance_bounds(TOLERANCE, OVERLAP)
     lower, upper = (device_cache.to_device(bound, positions)[aatype] for bound in bounds[:2])
     distances = (1e-10 + (positions[..., :, None, :] - positions[..., None, :, :]).square().sum(-1)).sqrt()
@@ -75,9 +76,9 @@ def within_residue_violations(positions: Tensor, exists: Tensor, aatype: Tensor)
 
 
 def clash_overlap(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
-    """Overlap of atoms of different residues (equation 46) beyond what is tolerated, angstrom, each pair from both sides.   [B]
+    """Return the overlap of atoms of different residues (equation 46) beyond the tolerance, angstrom, each pair twice.   [B]
 
-    Pairs are R^2 of 196 and few of them clash: they are gone through a few residues at a time, each with its derivative.
+    There are 196 R^2 pairs and few of them clash: they are processed in chunks of residues, together with their derivatives.
     """
     radius = device_cache.to_device(residues.ATOM14_RADIUS, positions)[aatype] * exists
     return _ClashOverlap.apply(positions, radius, exists, index)
@@ -103,7 +104,7 @@ class _ClashOverlap(torch.autograd.Function):
                 distances = torch.cdist(x[rows], x, compute_mode="donot_use_mm_for_euclid_dist").clamp(min=1e-5)
                 overlap = (pair * (size[rows, None] + size - OVERLAP - distances)).relu()
                 total[b] += 2 * overlap.sum()
-                factor = (overlap > 0) / distances * -2  # times x_i - x_j: it acts on i this way, on j the other
+                factor = (overlap > 0) / distances * -2  # times x_i - x_j: the gradient of i, and minus that of j
                 gradient[b].view(-1, 3)[rows] += factor.sum(1)[:, None] * x[rows] - factor @ x
                 gradient[b].view(-1, 3).add_(factor.sum(0)[:, None] * x - factor.T @ x[rows])
         ctx.save_for_backward(gradient)

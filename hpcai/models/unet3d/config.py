@@ -1,4 +1,4 @@
-"""Shape of the 3D U-Net and the meaning of its input and output. No torch here."""
+"""Settings of the 3D U-Net, its input and its output. Does not import torch."""
 
 from typing import Self
 
@@ -13,30 +13,30 @@ class UNet3DConfig(Settings):
     channels: Positive = 1
     """channels of the input"""
     classes: tuple[str, ...] = ("background", "kidney", "tumour")
-    """what a voxel can be, in the order of the outputs; the first one has no part in the dice"""
+    """classes of a voxel, in the order of the outputs; dice ignores the first one"""
     filters: tuple[Positive, ...] = (32, 64, 128, 256, 320)
-    """width at each resolution, from that of the input on; one more halving, as wide as the last, is the bottleneck"""
+    """width at each resolution, from that of the input on; the bottleneck, at half the last resolution, has the last width"""
     window: tuple[Positive, Positive, Positive] = (128, 128, 128)
-    """voxels that the network sees at a time, in training and inference"""
+    """voxels of one forward pass, in training and inference"""
     overlap: Rate = 0.5
-    """share of a window that the next one covers, too, in inference"""
+    """fraction of a window that overlaps with the next one in inference"""
     spacing_mm: tuple[Length, Length, Length] = (1.6, 1.2, 1.2)
-    """sides of the voxels that the network sees"""
+    """voxel sizes of the network's input"""
 
     @property
     def stride(self) -> int:
-        """voxels of the input per voxel of the bottleneck"""
+        """Voxels of the input per voxel of the bottleneck."""
         return 1 << len(self.filters)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if len(self.classes) < 2:
-            raise ValueError(f"classes is {self.classes}; expected at least two, the first one being what is none of the others")
+            raise ValueError(f"classes is {self.classes}; expected at least two, the first of them background")
         if not self.filters:
             raise ValueError("filters is empty; give the width of at least one resolution")
         if any(size % self.stride for size in self.window):
             sizes = " x ".join(map(str, self.window))
             raise ValueError(f"window is {sizes}; {len(self.filters)} resolutions need multiples of {self.stride}")
         if self.window == (self.stride,) * 3:
-            raise ValueError(f"window is {self.stride}^3, of which the bottleneck has one voxel, and no statistics; double a side")
+            raise ValueError(f"window is {self.stride}^3, one voxel without statistics in the bottleneck; double a side")
         return self

@@ -1,4 +1,4 @@
-"""3D U-Net weights from files of ours and of other codes."""
+"""Load 3D U-Net weights, also in the formats of other codes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +12,13 @@ from hpcai.nn import weights
 
 
 def load_weights(path: str | Path, cfg: UNet3DConfig | None = None) -> UNet3D:
-    """A model in evaluation mode from a file of weights, told apart by what the file is:
+    """Load a model in evaluation mode. The format is detected:
 
-    - safetensors: ours (settings travel inside) or a plain state dict;
-    - a torch state dict (``.pt``): ours or that of the MLPerf reference, alone or within a checkpoint.
+    - safetensors: from hpcai, with settings, or a plain state dict;
+    - a torch state dict (``.pt``) of hpcai or the MLPerf reference, alone or within a checkpoint.
 
-    ``cfg`` gives what such files do not say (names of the classes, window, spacing); widths are read off the weights and must agree
-    with it. Raises CheckpointError for a file that is none of these or does not fit.
+    ``cfg`` gives the settings that such files lack (names of the classes, window, spacing); widths are inferred from the weights
+    and must agree with it. Raises CheckpointError if the format is unknown or the weights do not fit.
     """
     path = Path(path)
     state, saved_cfg = weights.load_state(path, "unet3d", UNet3DConfig)
@@ -37,7 +37,7 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _default_config(channels: int, filters: tuple[int, ...], outputs: int) -> UNet3DConfig:
-    """Settings for weights that come without: the benchmark's classes where their number agrees."""
+    """Return settings for weights without any: the classes of the benchmark if their number agrees."""
     default = UNet3DConfig().classes
     classes = default if outputs == len(default) else ("background", *(f"class_{k}" for k in range(1, outputs)))
     return UNet3DConfig(channels=channels, filters=filters, classes=classes)

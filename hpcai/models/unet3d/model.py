@@ -1,6 +1,6 @@
 """3D U-Net: segmentation of volumes (Cicek et al. 2016, arXiv:1606.06650, in the form of Isensee et al. 2019, nnU-Net).
 
-The network is that of MLPerf Training's KiTS19 benchmark; names of weights are those of its reference. B batch, C channels, O
+The network is that of MLPerf Training's KiTS19 benchmark; parameter names are those of its reference. B batch, C channels, O
 output channels, D H W the volume.
 """
 
@@ -21,14 +21,14 @@ from hpcai.nn.weights import PretrainedMixin
 
 
 class ConvNormReLU(nn.Sequential):
-    """Convolution, instance norm with a rectifier.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
+    """Convolution, instance norm, ReLU.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__(Conv3d(inputs, outputs, 3, stride, padding=1, bias=False), InstanceNorm(outputs, "relu"))
 
 
 class DoubleConv(nn.Module):
-    """Two layers, the first of which may halve the volume.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
+    """Two ``ConvNormReLU``, the first with ``stride``.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class DoubleConv(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """A transposed convolution, beside the features of that resolution, then two layers.
+    """Transposed convolution, concatenation with the skip connection, two ``ConvNormReLU``.
 
     [B, C, D, H, W] and [B, O, 2D, 2H, 2W] -> [B, O, 2D, 2H, 2W]
     """
@@ -56,7 +56,7 @@ class UpBlock(nn.Module):
 
 
 class Output(nn.Module):
-    """[B, C, D, H, W] -> logits [B, classes, D, H, W]"""
+    """Maps [B, C, D, H, W] to logits [B, classes, D, H, W]."""
 
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Output(nn.Module):
 
 
 class UNet3D(PretrainedMixin):
-    """[B, C, D, H, W] normalised intensities -> [B, classes, D, H, W] logits.
+    """Maps [B, C, D, H, W] normalised intensities to [B, classes, D, H, W] logits.
 
     D, H and W are any multiples of ``cfg.stride``; raises ValueError for others.
     """
@@ -83,13 +83,13 @@ class UNet3D(PretrainedMixin):
         self.bottleneck = DoubleConv(widths[-1], widths[-1], 2)
         self.upsample = nn.ModuleList(UpBlock(i, o) for i, o in pairwise((widths[-1], *reversed(widths))))
         self.output = Output(widths[0], len(cfg.classes))
-        self.spatial_sum: nn.Module = nn.Identity()  # seam: sums over a volume that is cut
+        self.spatial_sum: nn.Module = nn.Identity()  # seam: all-reduce of sums over a sharded volume
         self.check_divisible: nn.Module = DivisibleShape(cfg.stride, "voxels")
         self.sliding_window = SlidingWindow(cfg.window, cfg.overlap)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        # oneDNN and, in bf16, cuDNN reorder contiguous volumes before each convolution; norms go over rows of channels at once.
+        # oneDNN and, in bf16, cuDNN reorder contiguous volumes before each convolution; norms read channels contiguously.
         x = self.input_block(channels_last(self.check_divisible(x)))
         skips = [x]
         for down in self.downsample:
@@ -100,11 +100,11 @@ class UNet3D(PretrainedMixin):
         return self.output(x)
 
     def segment(self, volume: Any, spacing_mm: Any) -> dict[str, Any]:
-        """What each voxel of a CT volume is: class -> True where a voxel is of that class, [D, H, W] as ``volume``.
+        """Return the masks {class: bool [D, H, W]} of a CT volume.
 
-        ``volume`` [D, H, W] in Hounsfield units, D along the body; ``spacing_mm`` its voxels' lengths along D, H, W. The volume is
-        brought to ``cfg.spacing_mm``, seen in overlapping windows, and the logits brought back to its own voxels before the
-        largest one is taken. Raises DataError for a wrong shape, values that are not finite, and spacings that no scan has in mm.
+        ``volume`` [D, H, W] is in Hounsfield units, D along the body; ``spacing_mm`` are its voxel sizes along D, H, W. The volume
+        is resampled to ``cfg.spacing_mm``, segmented in overlapping windows, and the logits are resampled back before the argmax.
+        Raises DataError for a wrong shape, values that are not finite, and spacings outside the range of scanners in mm.
         """
         image = np.asarray(volume)
         validate(image, None, spacing_mm)
@@ -113,7 +113,7 @@ class UNet3D(PretrainedMixin):
         with inference_mode(self, weight) as dtype:
             logits, _ = self.sliding_window(self, values.to(weight.device, dtype), crop=False)
         best, mask = None, np.zeros(image.shape, np.uint8)
-        for k in range(len(self.cfg.classes)):  # one class at a time: the volume's own grid may be large
+        for k in range(len(self.cfg.classes)):  # one class at a time: the original grid may be large
             logit = resample(logits[0, k].float().cpu().numpy(), image.shape, "linear")
             mask = mask if best is None else np.where(logit > best, np.uint8(k), mask)
             best = logit if best is None else np.maximum(logit, best)

@@ -1,4 +1,4 @@
-"""The loss that trains the 3D U-Net, and its scores.   B batch, K classes, D H W the volume."""
+"""Loss and scores of the 3D U-Net.   B batch, K classes, D H W the volume."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hpcai.models.unet3d.volume import CLIP_HU, MEAN_HU, STD_HU
 
-_SMOOTH = 1e-6  # in numerator and denominator of the dice: a class in neither counts as 1
+_SMOOTH = 1e-6  # in numerator and denominator of the dice: a class in neither gives 1
 
 
 class Batch(NamedTuple):
-    """Volumes and what each of their voxels is."""
+    """Volumes with the class of each voxel."""
 
     image: Tensor  # [B, D, H, W] normalised intensities, float32
     label: Tensor  # [B, D, H, W] class of each voxel, uint8
@@ -29,16 +29,16 @@ def _input(model: Any, image: Tensor) -> Tensor:
 
 
 def _dice_and_entropy(logits: Tensor, label: Tensor, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Soft dice of each class but the first, and mean cross entropy, of each whole volume.   [B, K-1] and [B]"""
+    """Return soft dice of each class except the first, and mean cross entropy, of each full volume.   [B, K-1] and [B]"""
     log = F.log_softmax(logits, 1)
     p = log[:, 1:].exp()
     one_hot = label[:, None] == torch.arange(1, logits.shape[1], device=label.device, dtype=label.dtype).view(1, -1, 1, 1, 1)
     entropy = F.nll_loss(log, label.long(), reduction="none").flatten(1)
-    both, guess, true = (v.flatten(2).sum(2) for v in (p * one_hot, p, one_hot.to(p.dtype)))
-    sums = torch.cat((both, guess, true, entropy.sum(1, keepdim=True), entropy.new_full((len(entropy), 1), entropy.shape[1])), 1)
+    overlap, guess, true = (v.flatten(2).sum(2) for v in (p * one_hot, p, one_hot.to(p.dtype)))
+    sums = torch.cat((overlap, guess, true, entropy.sum(1, keepdim=True), entropy.new_full((len(entropy), 1), entropy.shape[1])), 1)
     sums = total(sums)
-    both, guess, true = sums[:, :-2].chunk(3, 1)
-    return _dice_ratio(both, guess + true), sums[:, -2] / sums[:, -1]
+    overlap, guess, true = sums[:, :-2].chunk(3, 1)
+    return _dice_ratio(overlap, guess + true), sums[:, -2] / sums[:, -1]
 
 
 def _combine(soft: Tensor, entropy: Tensor) -> Tensor:
@@ -50,13 +50,13 @@ def _dice_ratio(intersection: Tensor, sizes: Tensor) -> Tensor:
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Mean of cross entropy over all classes and 1 - soft dice over all but the first (MLPerf; Milletari et al. 2016)."""
+    """Return the mean of cross entropy over all classes and 1 - soft dice without the first (MLPerf; Milletari et al. 2016)."""
     soft, entropy = _dice_and_entropy(_at_least_float32(model(_input(model, batch.image))), batch.label, model.spatial_sum)
     return {"loss": _combine(soft, entropy), "dice": soft.detach().mean(), "entropy": entropy.detach().mean()}
 
 
 def dice(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
-    """Dice of each class but the first in each volume; 1 where it is in neither.   [B, D, H, W] twice -> [B, K-1] float64"""
+    """Return dice of each class except the first per volume; 1 if it is in neither.   [B, D, H, W] twice -> [B, K-1] float64"""
     columns = []
     for k in range(1, classes):
         a, b = (predicted == k).flatten(1), (label == k).flatten(1)
@@ -65,11 +65,9 @@ def dice(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
 
 
 def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float]]:
-    """``mean_dice``, the metric of MLPerf (target 0.908): dice of kidney and tumour in each volume, seen in overlapping windows,
-    the mean over volumes, then over classes. Each class has its own, too (``dice_<class>``), and the loss is among them.
-
-    Where a volume does not divide into strides its rim is not scored, as in the reference (``place``).
-    """
+    """Return sums and counts of ``mean_dice``, the metric of MLPerf (target 0.908): dice of each class but the first in each
+    volume, by overlapping windows, averaged over volumes, then over classes; also ``dice_<class>``, and the loss. If a volume is no
+    multiple of the stride its border is not scored, as in the reference (``plan_windows``)."""
     dices, losses = [], []
     for image, label in volumes:
         logits, crops = model.sliding_window(model, _input(model, image))
@@ -83,26 +81,25 @@ def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float
 
 
 def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
-    """Rows for pictures: each volume's axial slice with most of the last class (of any class, where that one is absent), its truth
-    and what the model sees, framed around what is there.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S,
-    S] uint8"""
+    """Return rows for plots: the axial slice of each volume with most of the last class (of any class, if that one is absent), and
+    its true and predicted classes, cropped.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S, S] uint8"""
     side = max(model.cfg.window[1:]) * 3 // 2
     columns: list[list[Tensor]] = []
     for image, label in volumes:
         logits, crops = model.sliding_window(model, _input(model, image))
-        guess, true, seen = logits.argmax(1)[0], label[(0, *crops)].long(), image[(0, *crops)].float() * STD_HU + MEAN_HU
+        guess, true, hu = logits.argmax(1)[0], label[(0, *crops)].long(), image[(0, *crops)].float() * STD_HU + MEAN_HU
         last = (true == len(model.cfg.classes) - 1).flatten(1).sum(1)
         k = int(torch.where(last.any(), last, (true > 0).flatten(1).sum(1)).argmax())
         voxels = (true[k] > 0).nonzero()
         centre = voxels.double().mean(0) if len(voxels) else torch.tensor(true.shape[1:]).double() / 2
         start = [int(coordinate) - side // 2 for coordinate in centre]
-        columns.append([_crop_plane(plane[k], start, side, fill) for plane, fill in ((seen, CLIP_HU[0]), (true, 0), (guess, 0))])
+        columns.append([_crop_plane(plane[k], start, side, fill) for plane, fill in ((hu, CLIP_HU[0]), (true, 0), (guess, 0))])
     fields, true, guess = (torch.stack(planes) for planes in zip(*columns))
     count = len(fields) if model.sliding_window.group.is_first else 0
     return {"fields": fields[:count, ..., None], "true": true[:count].to(torch.uint8), "predicted": guess[:count].to(torch.uint8)}
 
 
 def _crop_plane(plane: Tensor, start: list[int], side: int, fill: float) -> Tensor:
-    """The square of ``side`` from ``first`` on, which may reach beyond the plane.   [H, W] -> [S, S]"""
+    """Return the square of ``side`` from ``start`` on, padded with ``fill`` beyond the plane.   [H, W] -> [S, S]"""
     padding = [n for begin, size in reversed(list(zip(start, plane.shape))) for n in (-begin, begin + side - size)]
     return F.pad(plane, padding, value=fill)

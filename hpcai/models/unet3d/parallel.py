@@ -1,4 +1,4 @@
-"""The 3D U-Net over the mesh: copies, each of which may be cut along the depth and the height of its volume."""
+"""Data parallelism of the 3D U-Net, and spatial sharding of its volumes along depth and height."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -13,15 +13,15 @@ from hpcai.parallel.spatial import SpatialPartition, SpatialSum, parallelize_spa
 
 
 def spatial_cut(mesh: Mesh) -> SpatialPartition:
-    """How a volume lies on the processes of a copy."""
+    """Return how a volume is sharded over the ranks of a replica."""
     return SpatialPartition.from_axes({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
 
 def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
-    """``model``, in place, whose windows are cut over ``depth`` and ``height`` in training. In inference the processes of
-    ``window_group`` neighbouring copies share the windows of a volume out, and each sees whole ones: nothing travels but the sums.
+    """Shard the windows of training over ``depth`` and ``height``, in place, and return ``model``. In inference the ranks of
+    ``window_group`` neighbouring replicas divide the unsharded windows of a volume; only sums are communicated.
 
-    Raises MeshError for a mesh that does not fit.
+    Raises MeshError if the mesh does not fit.
     """
     mesh.check_axes("UNet3D", "replicate", "depth", "height")
     cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, model.cfg.window)
@@ -34,7 +34,7 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
 
 
 class DistributedWindowGroup(WindowGroup):
-    """The processes of a copy, and of the neighbouring copies of ``group``: each sees every n-th window, whole."""
+    """The ranks of ``copy`` and of ``group``, the neighbouring replicas: each computes every n-th window, unsharded."""
 
     def __init__(self, cut: SpatialPartition, copy: Axis, group: Axis) -> None:
         super().__init__()

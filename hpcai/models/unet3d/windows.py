@@ -1,4 +1,4 @@
-"""Inference in overlapping windows.   B batch, C channels, K classes, D H W the volume."""
+"""Sliding-window inference.   B batch, C channels, K classes, D H W the volume."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 Corner = tuple[int, int, int]
 
-PADDING_VALUE = -2.2  # air around a volume: the least normalised intensity, as the reference rounds it
+PADDING_VALUE = -2.2  # air: the minimum normalised intensity, as rounded by the reference
 
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """Along one dim of a volume: what is left of it, what is put around that, and where windows begin in the sum of both."""
+    """The windows along one dim of a volume: the range after cropping, the padding around it, and the starts of windows in both."""
 
     crop: slice
     before: int
@@ -24,10 +24,10 @@ class WindowPlan:
 
 
 def plan_windows(size: int, window: int, overlap: float, crop: bool) -> WindowPlan:
-    """Windows over ``size`` voxels, (1 - overlap)*window apart (MLPerf's KiTS19 reference).
+    """Plan windows over ``size`` voxels with stride (1 - overlap)*window (MLPerf's KiTS19 reference).
 
-    What is left over of a whole number of strides is cut off on both sides where it is less than half a stride and ``crop`` says
-    so; otherwise the volume is padded to the next stride, and to one window at least.
+    A remainder of less than half a stride is cropped on both sides if ``crop`` is set; otherwise the volume is padded to the next
+    stride, and to one window at least.
     """
     stride = int(window * (1 - overlap))
     remainder = (size - window) % stride if crop else 0
@@ -40,8 +40,8 @@ def plan_windows(size: int, window: int, overlap: float, crop: bool) -> WindowPl
 
 
 def gaussian_weights(window: Sequence[int]) -> Tensor:
-    """Weights of the voxels of a window, largest in its middle: the cube root of the product of three Gaussians whose standard
-    deviation is an eighth of each side, scaled to 1 at most.   [D, H, W] float64"""
+    """Return the weights of a window: the cube root of a product of three Gaussians with a standard deviation of 1/8 of each side,
+    scaled to a maximum of 1.   [D, H, W] float64"""
     weights = torch.ones((), dtype=torch.float64)
     for size in window:
         offset = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
@@ -53,9 +53,9 @@ def sliding_window_inference(
     network: Callable[[Tensor], Tensor], image: Tensor, window: Sequence[int], overlap: float = 0.5, *, crop: bool = True,
     fill: float = PADDING_VALUE, group: "WindowGroup | None" = None,
 ) -> tuple[Tensor, tuple[slice, slice, slice]]:  # fmt: skip
-    """Mean of the logits of all windows over a voxel, weighted by ``gaussian``, and the part of the volume that they are of.
+    """Return the mean of the logits of all windows, weighted by ``gaussian_weights``, and the range of the volume that it covers.
 
-    [1, C, D, H, W] -> [1, K, D', H', W']. ``team`` says which of the windows this process sees, and adds up what all have seen.
+    [1, C, D, H, W] -> [1, K, D', H', W']. ``group`` assigns windows to this process, and all-reduces the sums.
     """
     group = group or WindowGroup()
     if image.ndim != 5 or image.shape[0] != 1:
@@ -70,7 +70,7 @@ def sliding_window_inference(
     dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
     weights = gaussian_weights(window).to(image.device, dtype)
     sums: Tensor | None = None
-    for corner in assigned or corners[:1]:  # where windows are fewer than processes, some see the first again, at no weight
+    for corner in assigned or corners[:1]:  # with fewer windows than ranks, some compute the first, with weight 0
         box: Any = (..., *(slice(c, c + w) for c, w in zip(corner, window)))
         logits = network(padded[box].contiguous()).to(dtype)
         if sums is None:
@@ -79,14 +79,14 @@ def sliding_window_inference(
     assert sums is not None
     sums = group.all_reduce(sums)
     weight_sum = torch.ones((), dtype=dtype, device=image.device)
-    for p, w, n in zip(plans, window, padded.shape[2:]):  # the weights are a product over the dims, and so is their sum
+    for p, w, n in zip(plans, window, padded.shape[2:]):  # the weights factorise over the dims, and so does their sum
         weight_sum = weight_sum[..., None] * _weight_sum(p.starts, w, n).to(image.device, dtype)
     inner: Any = (..., *(slice(p.before, n - p.after) for p, n in zip(plans, padded.shape[2:])))
     return sums[inner] / weight_sum[inner], crops
 
 
 def _weight_sum(starts: range, window: int, size: int) -> Tensor:
-    """Sum of the weights of all windows along one dim.   [size] float64"""
+    """Return the sum of the weights of all windows along one dim.   [size] float64"""
     weights, total = gaussian_weights((window,)), torch.zeros(size, dtype=torch.float64)
     for start in starts:
         total[start : start + window] += weights
@@ -94,12 +94,12 @@ def _weight_sum(starts: range, window: int, size: int) -> Tensor:
 
 
 class WindowGroup(nn.Module):
-    """The seam for sharing the windows of a volume out: here one process sees all of them."""
+    """The seam for dividing the windows of a volume among processes; here one process computes all of them."""
 
     share = 1.0
-    """share of a volume's score that this process counts"""
+    """fraction of a volume's score that this process contributes"""
     is_first = True
-    """whether this process is the first of those that see a volume together"""
+    """whether this process is the first of its group"""
 
     def assign(self, windows: Sequence[Corner]) -> Sequence[Corner]:
         return windows
@@ -108,12 +108,12 @@ class WindowGroup(nn.Module):
         return sums
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """Inside, the network takes windows that are not cut."""
+        """Context manager: the network runs on unsharded windows."""
         return nullcontext()
 
 
 class SlidingWindow(nn.Module):
-    """``sliding_window`` of a model, whose ``team`` may be several processes."""
+    """``sliding_window_inference`` of a model, with a ``group`` of one or several processes."""
 
     def __init__(self, window: Sequence[int], overlap: float) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def test_whitened_input_is_a_setting_and_not_a_weight() -> None:
     torch.testing.assert_close(model(x), plain(mixed))
     with pytest.raises(ValueError, match="mean has 2 entries, but there are 4 channels"):
         CosmoFlowConfig(mean=(1.0, 2.0), mix=mix)
-    with pytest.raises(ValueError, match="given together"):
+    with pytest.raises(ValueError, match="must both be given"):
         CosmoFlowConfig(mix=mix)
 
 
@@ -56,16 +56,16 @@ def test_predictions_have_names_and_physical_units() -> None:
     "volume, text",
     [
         (np.zeros((16, 16, 16, 4)), r"shape \[16, 16, 16, 4\]; expected \[32, 32, 32, 4\]"),
-        (np.full((32, 32, 32, 4), np.nan), "holds nan, as one of 131,072 values"),
+        (np.full((32, 32, 32, 4), np.nan), "contains nan, one of 131,072 invalid values"),
         (np.zeros((32, 32, 32, 4), np.complex64), "dtype complex64; expected particle counts"),
     ],
 )
-def test_volumes_that_make_no_sense(volume: Any, text: str) -> None:
+def test_invalid_volumes_raise(volume: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         CosmoFlow(SMALL).predict(volume)
 
 
 @pytest.mark.parametrize("x", [torch.from_numpy(counts(1, 8, 8, 8, 4)), torch.rand(1, 8, 8, 8, 4)], ids=["int16", "float32"])
-def test_log_density_leaves_the_counts_alone(x: torch.Tensor) -> None:
+def test_log_density_does_not_modify_counts(x: torch.Tensor) -> None:
     before = x.clone()
     assert cosmoflow.log_density(x).is_contiguous(memory_format=torch.channels_last_3d) and torch.equal(x, before)

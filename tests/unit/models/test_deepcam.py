@@ -59,7 +59,7 @@ def vendors(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused", "group"])
-def test_weights_of_the_vendors_codes_load_and_see_the_skip_before_its_rectifier(tmp_path: Path, kind: str) -> None:
+def test_nvidia_weights_load_with_the_skip_before_relu(tmp_path: Path, kind: str) -> None:
     model = new()
     state = vendors(model.state_dict(), kind)
     assert set(state) != set(model.state_dict())
@@ -134,19 +134,19 @@ def test_units_are_converted() -> None:
     found = dict(zip(VARIABLES, stack_fields(ones, cfg, theirs).flatten().tolist()))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     for wrong, text in (({"PSL": "psi"}, "PSL is in 'psi'; expected Pa, or one of hPa, mbar"),
-                        ({"PLS": "hPa"}, "units names PLS, which the network does not take")):  # fmt: skip
+                        ({"PLS": "hPa"}, "units contains PLS; expected names of")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             new().segment(fields(), units=wrong)
 
 
-def test_bad_fields_are_named() -> None:
+def test_invalid_fields_raise() -> None:
     model, given = new(), fields()
     poles, renamed = given["T500"].copy(), {name.replace("TMQ", "TMQ1"): values for name, values in given.items()}
     poles[-2:] = np.nan
     for wrong, text in (
         (renamed, r"fields lack TMQ \(is it 'TMQ1'\?\); expected TMQ"),
         (given | {"V850": given["V850"][:, 1:]}, r"V850 has shape \[32, 47\], TMQ \[32, 48\]"),
-        ({name: np.zeros((0, 48)) for name in given}, r"TMQ has shape .*with one cell at least"),
+        ({name: np.zeros((0, 48)) for name in given}, r"TMQ has shape .*the same for all and not empty"),
         (given | {"T500": given["T500"] * 1j}, "T500 is of dtype complex64; expected real numbers"),
         (given | {"T500": poles}, "T500: 96 values are not finite, in rows 30 to 31 of 32; fill them"),
         (given | {"TS": given["TS"] + 273.15}, r"TS goes from .* but from 11 to 32 in training; is it in another unit"),
@@ -165,7 +165,7 @@ def batch(height: int = 32, width: int = 48, count: int = 2) -> Batch:
     return Batch(torch.rand(count, height, width, 16) * 10, torch.randint(0, 3, (count, height, width), dtype=torch.uint8))
 
 
-def test_an_all_background_map_trains_and_scores() -> None:
+def test_background_map_trains_and_scores() -> None:
     model = new().train()
     given = Batch(batch().fields, torch.zeros(2, 32, 48, dtype=torch.uint8))
     value = deepcam.loss(model, given)["loss"]

@@ -10,19 +10,8 @@ from ase.optimize import BFGS
 from scipy.spatial.transform import Rotation
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.dimenet import (
-    Batch,
-    DimeNet,
-    DimeNetConfig,
-    ObjectiveConfig,
-    Sizes,
-    build_structure,
-    collate,
-    graph_sizes,
-    loss,
-    pairs,
-    score,
-)
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, loss, pairs, score
+from hpcai.models.dimenet.graph import build_structure, collate, graph_sizes
 from hpcai.models.dimenet.triplets import TripletDimeNet
 from hpcai.train.auto_settings import cast_to_bf16
 from tests.atoms import SMALL, crystal, network, structure
@@ -67,7 +56,7 @@ def test_energies_do_not_change_and_forces_turn_with_the_atoms() -> None:
         assert other[0] == pytest.approx(energy, rel=1e-9) and np.abs(other[1] - expected).max() < 1e-9
 
 
-def test_padding_and_company_change_nothing() -> None:
+def test_padding_and_batching_change_nothing() -> None:
     model, parts = network(), [structure(seed, count=count) for seed, count in ((0, 3), (1, 1), (2, 5))]
     exact, found = collate(parts), []
     tables = exact.incoming, exact.outgoing, exact.members
@@ -84,14 +73,14 @@ def test_padding_and_company_change_nothing() -> None:
     assert (alone - found[0][0]).norm() <= 1e-12 * alone.norm()
 
 
-def test_nothing_is_added_in_an_order_left_to_chance() -> None:
+def test_no_nondeterministic_operations() -> None:
     model, graph = network(), collate([structure(0)])
     kinds = ("index_add", "scatter_add", "index_put", "_index_put_impl", "index_reduce", "scatter_reduce")
     with Without(*kinds, *(f"{name}_" for name in kinds), "lift_fresh"):
         model(graph).forces.sum().backward()
 
 
-def test_a_new_network_has_matrices_of_glorot_s_variance_and_says_nothing() -> None:
+def test_initialisation_has_glorot_variance_and_zero_output() -> None:
     model = DimeNet(DimeNetConfig(hidden=32, output=48, blocks=1))
     layer = model.interaction_blocks[0].lin_kj.weight
     assert layer.var().item() == pytest.approx(2 / 64, rel=1e-5)
@@ -99,7 +88,7 @@ def test_a_new_network_has_matrices_of_glorot_s_variance_and_says_nothing() -> N
     assert not model(collate([build_structure([1, 8], [[0, 0, 0], [0, 0, 1.0]])]).to("cpu", torch.float32)).energy.any()
 
 
-def test_under_bf16_the_sums_stay_wide() -> None:
+def test_sums_are_float32_under_bf16() -> None:
     model, graph = network(dtype=torch.float32), collate([structure(0), structure(1)]).to("cpu", torch.float32)
     expected = model(graph)
     cast_to_bf16(model)
@@ -143,7 +132,7 @@ def test_scores_are_in_physical_units_and_of_free_atoms() -> None:
     assert torch.equal(kept["forces"][:, 0], true) and kept["numbers"].tolist() == given.graph.numbers[free].tolist()
 
 
-def test_a_structure_is_within_when_its_energy_and_every_force_on_a_free_atom_are() -> None:
+def test_within_needs_energy_and_all_free_forces() -> None:
     model, given = network(), batch()
     energy, forces = model.to_physical(given.graph, model(given.graph))
     right = given._replace(energy=energy.detach() + 0.019, forces=forces.detach() + 0.02)
@@ -159,13 +148,13 @@ def test_a_structure_is_within_when_its_energy_and_every_force_on_a_free_atom_ar
 # ---- for people
 
 
-def test_a_structure_is_relaxed_in_three_lines() -> None:
+def test_relaxation_with_ase() -> None:
     slab = Atoms("H3", [[0, 0, 0], [0.9, 0, 0], [0.2, 1.1, 0.3]])
     slab.calc = network(SMALL).calculator()
     before = slab.get_potential_energy()
     BFGS(slab, logfile=None).run(fmax=1e-3, steps=8)
     assert slab.get_potential_energy() < before
-    with pytest.raises(ConfigError, match="no gradient of its energy.*conservative"):
+    with pytest.raises(ConfigError, match="not the gradient of its energy.*conservative"):
         network(DETACHED).calculator()
 
 
@@ -173,11 +162,11 @@ def test_a_structure_is_relaxed_in_three_lines() -> None:
     "given, text",
     [
         ({"positions": [[0, 0, 0], [0, 0, 9.0]]}, "no atom has a neighbour within 4 angstrom"),
-        ({"numbers": [1, 97]}, "element 97; the model knows those up to 94"),
+        ({"numbers": [1, 97]}, "element 97; the model has embeddings up to 94"),
         ({"cutoff": 5.0}, "cutoff=4, most=None"),
     ],
 )
-def test_what_cannot_be_is_refused(given: Any, text: str) -> None:
+def test_invalid_structures_raise(given: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         two = {"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None}
         network().energy_and_forces(build_structure(**{**two, **given}))

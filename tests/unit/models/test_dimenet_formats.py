@@ -69,7 +69,7 @@ def test_both_kinds_of_names_are_the_atoms_that_arrays_are() -> None:
 
 
 @pytest.mark.parametrize("batched", [list, Geometric.from_data_list])
-def test_labels_come_along(batched: Any) -> None:
+def test_labels_are_converted(batched: Any) -> None:
     given = [names_of_open_catalyst(), names_of_open_catalyst(y=2.0, natoms=None, pbc=torch.tensor([[True, False, True]]))]
     given[0].pbc, given[1].natoms = torch.ones(1, 3, dtype=torch.bool), 4
     found = read_frames(batched(given), **WORDS)
@@ -77,7 +77,7 @@ def test_labels_come_along(batched: Any) -> None:
     assert [frame.structure.pbc.tolist() for frame in found] == [[True] * 3, [True, False, True]]  # type: ignore[union-attr]
     for frame in found:
         assert np.array_equal(frame.forces, np.arange(12.0).reshape(4, 3)) and frame.free.tolist() == [0, 1, 1, 0]  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"2 structures, expected one; for several use hpcai.models.dimenet.read_frames"):
+    with pytest.raises(DataError, match=r"2 structures, expected one; or use hpcai.models.dimenet.read_frames"):
         build_structure(Geometric.from_data_list(given))
 
 
@@ -89,7 +89,7 @@ def test_labels_come_along(batched: Any) -> None:
         ({"fixed": torch.ones(3)}, r"fixed has shape \[3\], expected \[4\]"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_name(changes: Any, text: str) -> None:
+def test_invalid_fields_raise(changes: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         read_frames(names_of_open_catalyst(**changes), **WORDS)
 
@@ -109,7 +109,7 @@ def test_data_have_what_fairchem_reads() -> None:
     assert data.cell.shape == (1, 3, 3) and data.pbc.tolist() == [[True, True, False]]
 
 
-def test_there_and_back_is_every_bit() -> None:
+def test_round_trip_is_bitwise() -> None:
     first = read_frames([slab(), *map(molecule, ("H2O", "CH4"))], **WORDS)
     first[1:] = [frame._replace(energy=float(k), forces=np.full((len(frame.free), 3), k)) for k, frame in enumerate(first[1:])]
     for again in (read_frames(to_data(first), **WORDS), read_frames(to_ase(first), **WORDS)):
@@ -149,7 +149,7 @@ def geometric(tmp_path_factory: pytest.TempPathFactory) -> tuple[DimeNet, Any, P
     return model, net, path
 
 
-def test_their_forward_says_of_molecules_what_ours_says(geometric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pyg_forward_gives_the_same_energies(geometric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one, but for the two functions that need a compiled extension."""
     model, net, _ = geometric
     monkeypatch.setattr(theirs, "radius_graph", lambda pos, r, batch, max_num_neighbors: near(pos, batch, r))
@@ -172,7 +172,7 @@ def triplets(edges: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
     return i, j, i[ji], j[ji], j[kj], kj, ji
 
 
-def test_what_was_written_for_others_loads_again(geometric: Any, tmp_path: Path) -> None:
+def test_exported_weights_load_again(geometric: Any, tmp_path: Path) -> None:
     model, _, path = geometric
     structure, again = build_structure(slab(), **WORDS), DimeNet.load(path, TINY)
     assert again.double().energy_and_forces(structure)[0] == pytest.approx(model.energy_and_forces(structure)[0], rel=1e-6)

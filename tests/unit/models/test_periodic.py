@@ -61,7 +61,7 @@ def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -
 
 
 @pytest.mark.parametrize("most", [None, 15, 50])
-def test_ties_of_a_crystal_fall_the_same_way_turned_or_in_float32(most: int | None) -> None:
+def test_ties_do_not_depend_on_rotation_or_float32(most: int | None) -> None:
     """Shells of 12, 6, 24, 12 and 24 neighbours, of which 15 and 50 cut one. By index and offset, which a rotation leaves alone."""
     r, cell, pbc = fcc(2, 3.61495)
     found = neighbour_list(r, cell, pbc, 6.0, most)
@@ -84,6 +84,6 @@ GOOD: dict[str, Any] = {"numbers": [29, 29], "positions": [[0.0, 0, 0], [2, 0, 0
     ({"positions": [[0, 0, 0], [10, -10.0005, 0]]}, r"atoms 0 and 1 \(offset \[-1, 1, 0\]\) are 5.0e-04 angstrom apart"),
     ({"cell": np.eye(3) * 1e-3}, r"2 atoms in .* have about .* neighbours within 6, expected 2e\+08 at most; check the units"),
 ])  # fmt: skip
-def test_what_check_refuses(change: dict[str, Any], message: str) -> None:
+def test_invalid_atoms_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^slab_7: {message}"):
         check_atoms(**GOOD | change, where="slab_7", cutoff=6.0)

@@ -55,7 +55,7 @@ def test_a_mask_does_not_depend_on_mode_or_memory() -> None:
     ("words", "text"),
     [
         ({"window": (128, 100, 128)}, "multiples of 32"),
-        ({"window": (32, 32, 32)}, "the bottleneck has one voxel, and no statistics"),
+        ({"window": (32, 32, 32)}, "one voxel without statistics"),
     ],
 )
 def test_settings_that_do_not_fit(words: dict[str, Any], text: str) -> None:
@@ -63,7 +63,7 @@ def test_settings_that_do_not_fit(words: dict[str, Any], text: str) -> None:
         UNet3DConfig(**words)
 
 
-def test_windows_cover_every_voxel_and_weigh_it_once() -> None:
+def test_window_weights_sum_to_one_at_every_voxel() -> None:
     """A network that gives back its input must give back the volume."""
     random = np.random.default_rng(2)
     for _ in range(40):
@@ -77,7 +77,7 @@ def test_windows_cover_every_voxel_and_weigh_it_once() -> None:
                 assert n - (part.stop - part.start) < max(crop * int(w * (1 - overlap)) // 2, 1)
 
 
-def test_dice_of_a_class_that_is_nowhere_is_one() -> None:
+def test_dice_of_an_absent_class_is_one() -> None:
     label = torch.zeros(2, 2, 2, 2, dtype=torch.uint8)
     label[1, 0] = 1
     guess = label.long().clone()
@@ -97,7 +97,7 @@ def test_the_score_is_a_mean_over_volumes() -> None:
     assert float(both["mean_dice"][0]) == pytest.approx((float(both["dice_kidney"][0]) + float(both["dice_tumour"][0])) / 2)
 
 
-def test_slices_are_those_with_most_tumour_in_one_frame() -> None:
+def test_slices_have_most_tumour() -> None:
     net = model()
     label = torch.zeros(1, 12, 40, 30, dtype=torch.uint8)
     label[0, 5, 10:14, 4:9], label[0, 7, 11:13, 5:9] = 1, 2

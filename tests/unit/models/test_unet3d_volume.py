@@ -18,7 +18,7 @@ def ramp(shape: tuple[int, ...], kind: Any = np.float32) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["u1", "<i4", ">i2", "f4", ">f4", "?"])
-def test_every_dtype_stays_what_it_is(kind: str) -> None:
+def test_dtype_is_preserved(kind: str) -> None:
     values = (ramp((9, 8, 7)) > 90).astype(kind) if kind in "u1?" else ramp((9, 8, 7), kind)
     linear, nearest = (resample(values, (17, 5, 20), how) for how in ("linear", "nearest"))  # type: ignore[arg-type]
     assert linear.dtype == values.dtype.newbyteorder("=") and nearest.dtype == values.dtype
@@ -28,22 +28,22 @@ def test_every_dtype_stays_what_it_is(kind: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "four dims": ({"image": np.zeros((1, 4, 5, 6), np.float32)}, "shape (1, 4, 5, 6), expected (D, H, W), the slices first"),
+    "four dims": ({"image": np.zeros((1, 4, 5, 6), np.float32)}, "shape (1, 4, 5, 6), expected (D, H, W), slices first"),
     "NaN": ({"image": np.full((4, 5, 6), np.nan, np.float32)}, "120 of 120 voxels of the image are NaN"),
-    "another shape": ({"label": np.zeros((4, 5, 7), np.uint8)}, "label of shape (4, 5, 7) with an image of (4, 5, 6)"),
+    "another shape": ({"label": np.zeros((4, 5, 7), np.uint8)}, "label of shape (4, 5, 7) and an image of (4, 5, 6)"),
     "metres": ({"spacing_mm": (0.0025, 0.0007, 0.0007)}, "check the unit"),
 }
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_is_refused(fault: str) -> None:
+def test_invalid_volumes_raise(fault: str) -> None:
     what, text = REFUSED[fault]
     words: dict[str, Any] = {"image": np.zeros((4, 5, 6), np.float32), "label": None, "spacing_mm": (1, 1, 1), **what}
     with pytest.raises(DataError, match=re.escape(text)):
         preprocess(**words)
 
 
-def test_a_large_volume_takes_no_copy_of_itself() -> None:
+def test_no_copy_of_a_large_volume() -> None:
     """A float32 volume and its label cost only what they become."""
     import tracemalloc
 

@@ -56,7 +56,7 @@ def test_weights_and_settings_travel_in_one_file(kind: Any, tmp_path: Path) -> N
 
 
 @every
-def test_a_state_dict_alone_takes_what_it_does_not_say_from_settings(kind: Any, tmp_path: Path) -> None:
+def test_a_state_dict_needs_settings_for_the_rest(kind: Any, tmp_path: Path) -> None:
     model = network(kind)
     torch.save(model.state_dict(), tmp_path / "new.pt")
     torch.save(model.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -87,13 +87,13 @@ AROUND: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_weights_are_found_within_a_checkpoint_and_behind_what_is_before_their_names(around: str, tmp_path: Path) -> None:
+def test_weights_are_found_in_checkpoints_and_behind_prefixes(around: str, tmp_path: Path) -> None:
     model = network(UNet3D)
     torch.save(AROUND[around](model.state_dict()), tmp_path / "w.ckpt")
     assert same(UNet3D.load(tmp_path / "w.ckpt", VOLUMES), model)
 
 
-def test_what_holds_no_weights_or_some_twice_is_refused(tmp_path: Path) -> None:
+def test_files_without_weights_or_with_duplicates_raise(tmp_path: Path) -> None:
     state, path = network(UNet3D).state_dict(), tmp_path / "w.pt"
     name = next(iter(state))
     wrong = {"expected names with tensors": {name: "none"}, "several tensors of one name": {f"module.{name}": state[name]}}
@@ -108,13 +108,13 @@ OTHER: dict[Any, tuple[dict[str, Any], str, str]] = {
     CosmoFlow: ({"filters": 8}, "the weights have filters 2, the settings 8", "conv_seq.0.conv.weight, dense1.weight"),
     DeepCam: ({"divide": 4}, "the weights have divide 8, the settings 4", "of the reference .xception_features.conv1"),
     DimeNet: ({"hidden": 64}, "the weights have hidden 12, the settings 64", "of the reference .rbf.freq"),
-    OpenFold: ({"pair": 24}, "of other shapes than the settings ask for", "aux_heads"),
+    OpenFold: ({"pair": 24}, "with other shapes than those of the settings", "aux_heads"),
     UNet3D: ({"filters": (8, 6)}, r"the weights have filters \(4, 6\), the settings \(8, 6\)", "input_block.conv1.0.weight"),
 }
 
 
 @every
-def test_what_does_not_fit_is_refused(kind: Any, tmp_path: Path) -> None:
+def test_mismatched_weights_raise(kind: Any, tmp_path: Path) -> None:
     model, path = network(kind), tmp_path / "w.pt"
     torch.save(model.state_dict(), path)
     change, text, names = OTHER[kind]
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused(kind: Any, tmp_path: Path) -> None:
             kind.load(path)
 
 
-def test_a_dense_kernel_of_other_dims_is_told(tmp_path: Path) -> None:
+def test_a_dense_kernel_of_other_dims_raises(tmp_path: Path) -> None:
     layers = {"conv3d": (3, 3, 3, 4, 2), "dense": (8,), "dense_1": (128, 64), "dense_2": (64, 4)}
     with h5py.File(tmp_path / "w.h5", "w") as file:
         for name, shape in layers.items():
@@ -152,7 +152,7 @@ class Trap:
         return Path.touch, (self.sprung,)
 
 
-def test_no_code_in_a_file_is_run_and_nobody_is_advised_to_run_it(tmp_path: Path) -> None:
+def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
     sprung = tmp_path / "sprung"
     torch.save({"state_dict": {}, "hyper_parameters": Trap(sprung)}, tmp_path / "new.pt")
     torch.save({"a": Trap(sprung)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

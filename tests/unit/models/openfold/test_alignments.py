@@ -86,7 +86,7 @@ def test_columns_where_the_query_has_a_gap_are_insertions() -> None:
     assert found.deletions.tolist() == [[0, 0, 0, 0], [2, 0, 0, 1], [0, 0, 0, 3]]
 
 
-def test_every_letter_has_the_residue_that_alphafold_gives_it() -> None:
+def test_letters_have_the_residues_of_alphafold() -> None:
     like = dict(zip("BZUJO", "DECXX"))
     expected = [like.get(letter, letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
     assert text(parse_a3m(b">q\nABCDEFGHIJKLMNOPQRSTUVWXYZ", "x")) == ["".join(expected)]
@@ -95,10 +95,10 @@ def test_every_letter_has_the_residue_that_alphafold_gives_it() -> None:
 
 @pytest.mark.parametrize(("sequence", "says"), [
     ("MKVL\n", r"character 5 of 5 is '\\n'"), ("MK-L", "character 3 of 4 is '-'"), ("MKL*", r"character 4 of 4 is '\*'.*a stop"),
-    ("MK?", r"character 3 of 3 is '\?'.*X for an unknown"), ("Mß", "'ß'"), ("MK:VL", "character 3 of 5 is ':'.*one by one"),
+    ("MK?", r"character 3 of 3 is '\?'.*X for an unknown"), ("Mß", "'ß'"), ("MK:VL", "character 3 of 5 is ':'.*chains separately"),
     (b"MKVL", "found bytes"),
 ])  # fmt: skip
-def test_what_is_no_letter_of_a_sequence_is_refused(sequence: Any, says: str, tmp_path: Path) -> None:
+def test_invalid_characters_raise(sequence: Any, says: str, tmp_path: Path) -> None:
     (tmp_path / "rows.a3m").write_text(">q\nMKVL\n")
     for read in (encode, partial(read_alignments, tmp_path / "rows.a3m")):
         with pytest.raises(DataError, match=f"sequence: .*{says}"):
@@ -122,9 +122,9 @@ def test_a_hit_has_the_indices_of_both_sequences() -> None:
     (parse_stockholm, STO.replace(b"one   cG..EKK\n", b""), "line 5: row 'one', .* has 5 columns in all, expected 12"),
     (parse_stockholm, STO.replace(b"DFFFE--", b"DF7FE--"), "line 10, column 9: '7'"),
     (parse_hhr, A3M, "line 1: '#4.t1', expected 'Query'"),
-    (parse_hhr, HHR[:HHR.index(b"T 2DEF_B")], "line 22: hit 2 has 1 columns of the query and 0 of the template: it is cut off"),
+    (parse_hhr, HHR[:HHR.index(b"T 2DEF_B")], "line 22: hit 2 has 1 columns of the query and 0 of the template, so it is trunc"),
 ])  # fmt: skip
-def test_a_broken_file_is_refused_with_its_line(parse: Callable[[bytes, str], object], data: bytes, message: str) -> None:
+def test_a_broken_file_raises_with_its_line(parse: Callable[[bytes, str], object], data: bytes, message: str) -> None:
     with pytest.raises(DataError, match=f"^x: .*{message}"):
         parse(data, "x")
 

@@ -21,7 +21,7 @@ from tests import proteins
 SMALL = FeatureConfig(crop=16, clusters=5, extra=7, templates=3, recycles=2)
 
 
-def made(residues: int = 40, rows: int = 30, templates: int = 5, seed: int = 0) -> tuple[Chain, Alignment, dict[str, np.ndarray]]:
+def inputs(residues: int = 40, rows: int = 30, templates: int = 5, seed: int = 0) -> tuple[Chain, Alignment, dict[str, np.ndarray]]:
     rng, chain = np.random.default_rng(seed), replace(proteins.chain(residues, seed), name="1abc_A")
     there = (rng.random((templates, residues, 37)) < 0.5).astype(np.float32)
     return chain, proteins.alignment(chain, rows, seed), {
@@ -40,8 +40,8 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> set[str]:
 # ---- draws
 
 
-def test_a_sample_is_a_function_of_seed_epoch_and_index_and_its_passes_see_other_rows() -> None:
-    parts = made()
+def test_samples_are_deterministic_and_passes_have_different_rows() -> None:
+    parts = inputs()
     first = featurize(*parts, SMALL, seed=1, epoch=2, index=3)
     assert same(first, featurize(*parts, SMALL, seed=1, epoch=2, index=3)) == first.keys()
     for seed, epoch, index in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)):
@@ -54,8 +54,8 @@ def test_a_sample_is_a_function_of_seed_epoch_and_index_and_its_passes_see_other
     assert (first["true_msa"][0] == first["aatype"]).all()  # the query is first
 
 
-def test_crops_begin_anywhere_and_hold_what_the_whole_chain_has_there() -> None:
-    parts, starts, small = made(), set(), SMALL.model_copy(update={"clusters": 1, "extra": 0})
+def test_crops_are_slices_of_the_full_chain() -> None:
+    parts, starts, small = inputs(), set(), SMALL.model_copy(update={"clusters": 1, "extra": 0})
     whole = featurize(*parts, SMALL.model_copy(update={"crop": None}), training=False)
     for index in range(200):
         sample = featurize(*parts, small, index=index, passes=1)
@@ -66,7 +66,7 @@ def test_crops_begin_anywhere_and_hold_what_the_whole_chain_has_there() -> None:
     assert starts == set(range(25))
 
 
-def test_likeness_is_that_of_whole_rows_not_of_the_crop() -> None:
+def test_clusters_are_assigned_by_full_rows() -> None:
     """Inside the crop all rows agree; outside, the query differs from the others."""
     msa = np.zeros((3, 40), np.int8)
     msa[1:, 20:] = 5
@@ -76,7 +76,7 @@ def test_likeness_is_that_of_whole_rows_not_of_the_crop() -> None:
     assert not mean[0].any() and np.isclose(mean[1], 0.5, atol=1e-6).all()  # the mean of 0 and 6: atan(3 / 3)
 
 
-def test_masks_are_drawn_in_the_shares_that_were_asked_for() -> None:
+def test_masking_fractions() -> None:
     rng, msa = np.random.default_rng(0), np.full((400, 500), 3, np.int8)
     column = np.zeros((500, 22), np.float32)
     column[:, 7], column[:, GAP] = 0.75, 0.25
@@ -109,7 +109,7 @@ def test_rows_are_chosen_and_blocks_of_neighbours_deleted_but_the_query_never() 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_templates_that_are_not_used_are_not_read(training: bool) -> None:
-    chain, alignment, templates = made(templates=9)
+    chain, alignment, templates = inputs(templates=9)
     asked: list[list[int]] = []
 
     def take(chosen: np.ndarray) -> dict[str, np.ndarray]:
@@ -136,10 +136,10 @@ AXES |= dict.fromkeys(("seq_length", "resolution", "is_distillation", "use_clamp
     residues=st.integers(1, 40), rows=st.integers(1, 20), templates=st.integers(0, 5), crop=st.none() | st.integers(1, 50),
     clusters=st.integers(1, 22), extra=st.integers(0, 22), most=st.integers(0, 4), training=st.booleans(),
 )  # fmt: skip
-def test_shapes_depend_on_settings_alone_and_masks_tell_padding(
+def test_shapes_depend_on_settings_alone_and_masks_mark_padding(
     residues: int, rows: int, templates: int, crop: int | None, clusters: int, extra: int, most: int, training: bool
 ) -> None:
-    chain, alignment, found = made(residues, rows, templates)
+    chain, alignment, found = inputs(residues, rows, templates)
     cfg = FeatureConfig(crop=crop, clusters=clusters, extra=extra, templates=most, deleted_blocks=2)
     sample = featurize(chain, alignment, found, cfg, index=rows, passes=2, training=training)
     size, length = crop or residues, min(residues, crop or residues)
@@ -162,8 +162,8 @@ def test_shapes_depend_on_settings_alone_and_masks_tell_padding(
         assert not any(array[absent].any() for name, array in sample.items() if name.startswith("template_"))
 
 
-def test_the_best_templates_are_taken_in_evaluation_and_lie_about_zero() -> None:
-    chain, alignment, templates = made()
+def test_evaluation_uses_the_best_templates_centred_at_zero() -> None:
+    chain, alignment, templates = inputs()
     sample = featurize(chain, alignment, templates, FeatureConfig.preset("evaluation", templates=3), training=False)
     assert sample["template_sum_probs"][:, 0, 0].tolist() == [5, 4, 3]
     positions, mask = sample["template_all_atom_positions"][..., 0], sample["template_all_atom_mask"][..., 0]
@@ -192,8 +192,8 @@ def _put(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
         ("template_all_atom_positions", lambda a: a * np.nan, "1abc_A: template [1-5]: .* has no finite position"),
     ],
 )
-def test_parts_that_do_not_belong_together_are_refused(name: str, change: Any, text: str) -> None:
-    chain, alignment, templates = made()
+def test_mismatched_inputs_raise(name: str, change: Any, text: str) -> None:
+    chain, alignment, templates = inputs()
     if name in templates:
         templates = {each: array if each != name else change and change(array) for each, array in templates.items()}
         templates = {each: array for each, array in templates.items() if array is not None}
@@ -205,8 +205,8 @@ def test_parts_that_do_not_belong_together_are_refused(name: str, change: Any, t
         featurize(chain, alignment, templates, SMALL)
 
 
-def test_positions_of_atoms_that_are_not_there_may_be_anything() -> None:
-    chain, alignment, templates = made()
+def test_positions_of_missing_atoms_are_ignored() -> None:
+    chain, alignment, templates = inputs()
     lost = np.where(chain.mask[..., None] > 0, chain.positions, np.nan)
     there = templates["template_all_atom_mask"][..., None] > 0
     unknown = templates | {"template_all_atom_positions": np.where(there, templates["template_all_atom_positions"], np.inf)}
@@ -217,14 +217,14 @@ def test_positions_of_atoms_that_are_not_there_may_be_anything() -> None:
 # ---- batches
 
 
-def test_a_batch_holds_its_samples_side_by_side_and_refuses_what_does_not_fit() -> None:
-    samples = [featurize(*made(residues), SMALL, index=residues) for residues in (9, 40)]
+def test_collate_stacks_samples_and_raises_on_mismatch() -> None:
+    samples = [featurize(*inputs(residues), SMALL, index=residues) for residues in (9, 40)]
     for name, array in collate(samples).items():
         assert array.dtype == samples[0][name].dtype and array[..., 1].flags.c_contiguous, name
         assert all(np.array_equal(array[k], samples[k][name]) for k in range(2)), name
     sample = samples[1]
     for other, text in (
-        (featurize(*made(), SMALL, passes=1), r"msa_feat: float32 \(5, 16, 49, 1\) in sample 1 and float32 \(5, .* 3\)"),
+        (featurize(*inputs(), SMALL, passes=1), r"msa_feat: float32 \(5, 16, 49, 1\) in sample 1 and float32 \(5, .* 3\)"),
         ({**sample, "aatype": sample["aatype"].astype(np.int32)}, "aatype: int32"),
         ({name: array for name, array in sample.items() if name != "chi_mask"}, "chi_mask: sample 0 .* has it, sample 1 has not"),
     ):

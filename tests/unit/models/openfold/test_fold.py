@@ -37,14 +37,14 @@ def test_a_sequence_becomes_a_file_that_reads_again(tmp_path: Path) -> None:
     assert np.allclose(chain.bfactors[0, :2], found.plddt[0], atol=0.01)
 
 
-def test_a_fold_is_a_line() -> None:
+def test_repr_of_a_fold() -> None:
     plddt = np.linspace(20, 95, 300, dtype=np.float32)
     positions = np.random.default_rng(0).normal(size=(300, 37, 3)).astype(np.float32)
     one = folding.Fold("A" * 300, np.zeros(300, np.int64), positions, np.ones((300, 37), np.float32), plddt)
     assert len(repr(one)) < 80 and f"300 residues, mean pLDDT {plddt.mean():.1f}" in repr(one)
 
 
-def test_a_network_without_templates_needs_none_and_what_is_no_chain_or_another_is_refused() -> None:
+def test_no_templates_are_needed_and_invalid_chains_raise() -> None:
     model = OpenFold(OpenFoldConfig.preset("tiny", template=None))
     assert model.fold(SEQUENCE, recycles=0, cfg=FEW).positions.shape == (10, 37, 3)
     with pytest.raises(DataError, match="is it of another chain"):
@@ -54,15 +54,15 @@ def test_a_network_without_templates_needs_none_and_what_is_no_chain_or_another_
 
 
 @pytest.mark.parametrize("kind", ["device", "host"])
-def test_a_chain_too_long_for_the_memory_is_told_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_too_long_for_the_memory_raises(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = OpenFold(OpenFoldConfig.preset("tiny"))
 
-    def passes(_: Any) -> Any:
+    def out_of_memory(_: Any) -> Any:
         if kind == "device":
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
         torch.empty(1 << 60)  # what torch itself says
 
-    monkeypatch.setattr(model, "passes", passes)
+    monkeypatch.setattr(model, "run_passes", out_of_memory)
     text = "a chain of 10 residues with 4 clusters and 4 extra rows does not fit into the memory"
     with pytest.raises(DataError, match=text):
         model.fold(SEQUENCE, recycles=0, cfg=FEW)

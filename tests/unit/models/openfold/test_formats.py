@@ -59,7 +59,7 @@ def test_older_names_and_shapes_are_read_too() -> None:
         ({"msa": np.full((20, 21), 22)}, "msa: int64 from 0 to 22, expected integers from 0 to 21"),
     ],
 )
-def test_raw_features_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
+def test_mismatched_raw_features_raise(changes: dict[str, Any], text: str) -> None:
     raw = {name: value for name, value in (golden() | changes).items() if value is not None}
     with pytest.raises(DataError, match=text):
         parse_features(raw)

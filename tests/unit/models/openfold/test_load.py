@@ -63,7 +63,7 @@ def public() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", get_args(Form))
 @pytest.mark.parametrize("cfg", [TINY, OpenFoldConfig.preset("tiny", template=None), ODD])
-def test_a_file_of_any_lineage_gives_every_bit_and_all_settings_back(cfg: OpenFoldConfig, form: Form, tmp_path: Path) -> None:
+def test_round_trip_of_every_form_is_bitwise_with_all_settings(cfg: OpenFoldConfig, form: Form, tmp_path: Path) -> None:
     model = network(cfg)
     model.save(tmp_path / "weights", form=form)
     found = load_weights(tmp_path / "weights")
@@ -74,7 +74,7 @@ def test_a_file_of_any_lineage_gives_every_bit_and_all_settings_back(cfg: OpenFo
         load_weights(tmp_path / "weights")
 
 
-def test_alphafold_s_file_tells_the_heads_of_the_attention_over_templates(tmp_path: Path) -> None:
+def test_heads_of_template_attention_are_inferred_from_alphafold(tmp_path: Path) -> None:
     """They may be other heads than those within a template."""
     template = OpenFoldConfig.preset("tiny").template
     assert template is not None and template.pairs.heads == 2
@@ -90,7 +90,7 @@ def test_alphafold_s_file_tells_the_heads_of_the_attention_over_templates(tmp_pa
     ("initial", "openfold", 5044), ("initial", "mlperf_fused", 4419), ("model_1_ptm", "openfold", 5046),
     ("model_1_ptm", "alphafold", 338), ("model_3", "mlperf", 4915),
 ])  # fmt: skip
-def test_the_full_network_has_the_names_of_each_lineage(preset: str, form: Form, count: int) -> None:
+def test_the_full_network_has_the_names_of_each_form(preset: str, form: Form, count: int) -> None:
     cfg, ours = bare(preset)
     theirs = to_public(ours, cfg, form)
     assert len(theirs) == count and sum(value.numel() for value in theirs.values()) == sum(value.numel() for value in ours.values())
@@ -156,20 +156,20 @@ def changed(public: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
         ({"evoformer__linear__bias": None}, r"1 \(evoformer.linear.bias\) missing; none unexpected"),
         ({"evoformer__linear__bias": torch.ones(31)}, r"evoformer.linear.bias is \(31,\), expected \(32,\)"),
         ({"evoformer__blocks__1__msa_att_row__linear_z__weight": torch.ones(5, 16)}, r"msa_att_row.linear_z.weight is \(5, 16\)"),
-        ({"structure_module__ipa__head_weights": torch.ones(0)}, "in shapes of no OpenFold"),
+        ({"structure_module__ipa__head_weights": torch.ones(0)}, "with shapes of no OpenFold"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_by_name(changes: Any, text: str, public: dict[str, Tensor], tmp_path: Path) -> None:
+def test_mismatched_weights_raise(changes: Any, text: str, public: dict[str, Tensor], tmp_path: Path) -> None:
     torch.save(changed(public, **changes), tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=text):
         load_weights(tmp_path / "w.pt")
 
 
-def test_settings_that_are_not_the_weights_are_refused(tmp_path: Path) -> None:
+def test_mismatched_settings_raise(tmp_path: Path) -> None:
     model = network()
     model.save(tmp_path / "w.pt", form="mlperf")
     with pytest.raises(CheckpointError, match=r"none missing; 2 \(auxiliary_heads.tm.linear.weight, "):
         load_weights(tmp_path / "w.pt", OpenFoldConfig.preset("tiny"))
     model.save(tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="holds its own settings"):
+    with pytest.raises(CheckpointError, match="contains settings that differ"):
         load_weights(tmp_path / "w.safetensors", ODD)

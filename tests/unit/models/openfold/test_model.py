@@ -42,7 +42,7 @@ def still(model: OpenFold) -> OpenFold:
     return model
 
 
-def learnt(model: OpenFold, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def gradients(model: OpenFold, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model.zero_grad()
     values = loss(model, batch, ALL)
     values["loss"].backward()
@@ -53,8 +53,8 @@ def test_a_batch_is_the_mean_of_its_proteins() -> None:
     """The published code sums periodic torsions over the batch, and takes a mean of lengths."""
     model, whole = still(network()), proteins.batch([14, 14])
     whole["seq_length"][1] = 5  # a length of its own
-    values, grads = learnt(model, whole)
-    parts = [learnt(model, {name: value[i : i + 1] for name, value in whole.items()}) for i in range(2)]
+    values, grads = gradients(model, whole)
+    parts = [gradients(model, {name: value[i : i + 1] for name, value in whole.items()}) for i in range(2)]
     for name, value in values.items():
         assert value.item() == pytest.approx(np.mean([part[0][name].item() for part in parts]), rel=1e-9), name
     for name, grad in grads.items():
@@ -72,21 +72,21 @@ def test_padding_changes_nothing() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_blocks_that_keep_their_inputs_alone_learn_the_same() -> None:
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
     batch = proteins.batch([12])
-    values, grads = learnt(still(network()), batch)
+    values, grads = gradients(still(network()), batch)
     model, seen = still(network(checkpoint=True)), []
     for stack in ("evoformer", "extra_msa_stack", "template_embedder.template_pair_stack"):
         block = model.get_submodule(f"{stack}.blocks.0")
         block.register_forward_pre_hook(lambda layer, _: seen.append(layer))
-    again, same = learnt(model, batch)
+    again, same = gradients(model, batch)
     assert len(seen) == 3 * 3, "in the first pass, in the last one, and again on the way back"
     assert again["loss"].item() == pytest.approx(values["loss"].item(), rel=1e-12) and grads.keys() == same.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(same[name], grad, rtol=1e-9, atol=1e-12)
 
 
-def test_only_the_last_pass_learns() -> None:
+def test_only_the_last_pass_has_gradients() -> None:
     model, batch = still(network()), proteins.batch([12], passes=3)
     passes: list[bool] = []
     model.structure_module.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
@@ -105,7 +105,7 @@ def test_dropout_is_shared(shared: int) -> None:
     assert (Dropout(0.25, shared).eval()(torch.ones(3), torch.ones(3)) == 2).all()
 
 
-def test_dropout_adds_in_one_operation_what_it_would_in_many() -> None:
+def test_dropout_add_is_fused() -> None:
     def added(x: Tensor, to: Tensor) -> Tensor:
         torch.manual_seed(1)
         return Dropout(0.25, 1)(x, to)
@@ -120,19 +120,19 @@ def test_dropout_adds_in_one_operation_what_it_would_in_many() -> None:
     assert found.dtype == torch.float32 and narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
 
 
-def test_distances_seen_a_few_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distances_in_chunks_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = still(network()), proteins.batch([11])
     found = []
     for size in (1 << 30, 20_000):
         monkeypatch.setattr(objectives, "_CPU", size)
-        found.append(learnt(model, batch))
+        found.append(gradients(model, batch))
     assert found[1][0]["fape"].item() == pytest.approx(found[0][0]["fape"].item(), rel=1e-12)
     for name, grad in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], grad, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-params"])
-def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(
+def test_structures_heads_and_losses_are_float32(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = network(torch.float32), proteins.batch([12], dtype=torch.float32)
@@ -141,7 +141,7 @@ def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(
     for name in (coarse, "heads.plddt", "heads.distogram", *(f"structure_module.{part}" for part in exact)):
         part = model.get_submodule(name)
         part.register_forward_hook(lambda _, __, out, name=name: found.__setitem__(name, out.dtype))
-    monkeypatch.setattr(embedders, "bins", lambda x, *more: binned.append(x.dtype) or bins(x, *more))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(embedders, "distogram", lambda x, *more: binned.append(x.dtype) or bins(x, *more))  # type: ignore[func-returns-value]
     step = Step(model, partial(loss, cfg=ALL), StepConfig(precision=precision, optimizer="sgd", lr=1e-9), dist.single_process())
     values = step(batch)
     assert found.pop(coarse) == torch.bfloat16
@@ -152,7 +152,7 @@ def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(
 
 
 @torch.no_grad()
-def test_a_long_chain_goes_by_parts_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is as large as all pairs many times over is never there at once, where there are no gradients."""
     model, batch = network().eval(), proteins.batch([14, 14])
     whole, counts, part = model(batch), list[int](), chunking.chunk_size
@@ -163,7 +163,7 @@ def test_a_long_chain_goes_by_parts_and_is_the_same(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-11, atol=1e-11)
 
 
-def test_terms_without_weight_are_not_computed_and_the_loss_grows_with_the_root_of_the_length_seen() -> None:
+def test_terms_without_weight_are_skipped_and_the_loss_scales_with_the_root_of_the_length() -> None:
     model, batch, cfg = still(network()), proteins.batch([12]), ObjectiveConfig()
     last = {name: value[..., -1] for name, value in batch.items()}
     last["seq_length"] = torch.tensor([100])  # of which a crop of 12 is seen
@@ -188,7 +188,7 @@ def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -
     assert calls["evoformer.blocks.0"] == ["drop_rows"]
 
 
-def test_only_structures_of_known_resolution_teach_confidence() -> None:
+def test_confidence_is_learned_at_known_resolution_only() -> None:
     model, batch = still(network()), proteins.batch([12])
     for resolution, counts in ((0.0, False), (0.1, True), (3.0, True), (3.1, False)):
         batch["resolution"] = torch.full_like(batch["resolution"], resolution)

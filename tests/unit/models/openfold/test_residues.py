@@ -13,7 +13,7 @@ from tests import proteins
 RING = ("N", "CG"), ("N", "CD"), ("CA", "CD")  # of proline: closed at few angles only
 
 
-def test_exchanging_names_twice_changes_nothing() -> None:
+def test_atom_swap_is_an_involution() -> None:
     assert np.array_equal(np.take_along_axis(table.ATOM14_SWAP, table.ATOM14_SWAP, 1), np.tile(np.arange(14), (21, 1)))
     assert table.ATOM14_EXISTS.sum() == table.ATOM37_EXISTS.sum() == 167 and table.ATOM14_AMBIGUOUS.sum() == 12
 
@@ -42,7 +42,7 @@ def test_ideal_residues_have_the_lengths_and_angles_of_the_table() -> None:
     assert known.any() and not wrong.any(), np.argwhere(wrong)[:5]
 
 
-def test_what_is_missing_is_masked_and_never_nan() -> None:
+def test_missing_atoms_are_masked_and_never_nan() -> None:
     aatype, positions, mask = parts()
     aatype[7], aatype[8] = table.UNKNOWN, table.RESTYPES.index("G")
     mask[7:9, [table.ATOM_ORDER[name] for name in ("N", "CA", "C", "CB")]] = 1
@@ -61,7 +61,7 @@ def test_what_is_missing_is_masked_and_never_nan() -> None:
     ({"positions": np.where(np.arange(60 * 111).reshape(60, 37, 3) == 4 * 111 + 3, np.inf, 0), "mask": np.ones((60, 37))},
      "CA of residue 4 has no finite position"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(broken: dict[str, Any], says: str) -> None:
+def test_invalid_arrays_raise(broken: dict[str, Any], says: str) -> None:
     given = dict(zip(("aatype", "positions", "mask"), parts())) | broken
     with pytest.raises(DataError, match=says):
         compute_targets(**given, where="chain")

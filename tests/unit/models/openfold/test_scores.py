@@ -35,7 +35,7 @@ def test_a_moved_chain_is_superposed_and_a_mirrored_one_is_not(chain: tuple[torc
     assert gdt(superpose(mirrored, true, mask), true, mask).max() < 0.6
 
 
-def test_limits_and_shares() -> None:
+def test_limits_and_fractions() -> None:
     true = torch.zeros(1, 5, 3)
     fitted = true.clone()
     fitted[0, :, 0] = torch.tensor([0.4, 0.9, 3.0, 7.9, 99.0])
@@ -47,7 +47,7 @@ def test_limits_and_shares() -> None:
     assert drmsd(fitted, true, mask).item() == pytest.approx(off.item())
 
 
-def test_scores_and_pictures_of_a_network() -> None:
+def test_scores_and_rows_of_a_network() -> None:
     torch.manual_seed(0)
     model = OpenFold(OpenFoldConfig.preset("tiny")).double().eval()
     features = batch([7, 5], SMALL.model_copy(update={"crop": 8}))

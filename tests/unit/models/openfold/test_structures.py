@@ -84,14 +84,14 @@ def test_a_chain_has_the_residues_without_atoms_too(tmp_path: Path) -> None:
     assert read_mmcif(tmp_path / "2abc.cif.gz").chains["H"].name == "2abc_H"
 
 
-def test_of_alternate_places_the_most_occupied_then_the_first_is_taken(tmp_path: Path) -> None:
+def test_alternate_locations_are_selected_by_occupancy_then_order(tmp_path: Path) -> None:
     chain = read(tmp_path, entry("""
         A H 1 ALA N  A 1 0 0 0.3 1 1 / A H 1 ALA N  B 2 0 0 0.7 2 1
         A H 1 ALA CA A 3 0 0 0.5 3 1 / A H 1 ALA CA B 4 0 0 0.5 4 1"""))
     assert chain.positions[0, [N, CA], 0].tolist() == [2, 3] and chain.bfactors[0, [N, CA]].tolist() == [2, 3]
 
 
-def test_where_the_crystal_has_two_residues_the_first_of_the_sequence_counts(tmp_path: Path) -> None:
+def test_microheterogeneity_uses_the_first_residue(tmp_path: Path) -> None:
     chain = read(tmp_path, entry("""
         A H 1 SER CA A 1 0 0 0.4 1 1 / A H 1 THR CA B 2 0 0 0.6 1 1 / A H 2 GLY CA . 3 0 0 1 1 1""", "SER/THR GLY"))
     assert chain.sequence == "SG" and chain.positions[:, CA, 0].tolist() == [1, 3]
@@ -114,12 +114,12 @@ def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("text", "chain", "message"), [
-    (entry(SMALL)[:-3], None, r"not a whole mmCIF file: \d+:.*Wrong number of values in loop _atom_site"),
+    (entry(SMALL)[:-3], None, r"not a complete mmCIF file: \d+:.*Wrong number of values in loop _atom_site"),
     (entry(SMALL), "A", "chain 'A' is not there; the protein chains are H"),
     (entry(SMALL + "\nA H 1 GLY N . 1 2 3 1 1 1"), None, "residue 1 of chain 1abc_H is GLY in _atom_site and ALA in _ent"),
     (entry(SMALL + "\nA H 1 ALA N . 1 nan 3 1 1 1"), None, r"atom N of residue 1 of chain 1abc_H is at \['1', 'nan', '3'\]"),
 ])  # fmt: skip
-def test_a_broken_file_is_refused(tmp_path: Path, text: str, chain: str | None, message: str) -> None:
+def test_a_broken_file_raises(tmp_path: Path, text: str, chain: str | None, message: str) -> None:
     with pytest.raises(DataError, match=f"^{tmp_path}/1abc.cif: .*{message}"):
         read(tmp_path, text, chain)
 
@@ -151,16 +151,16 @@ def test_a_prediction_is_read_again_by_gemmi(tmp_path: Path, suffix: str) -> Non
         assert all(atom.element.name == atom.name[0] for atom in residue)
 
 
-def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_invalid_structures_are_not_written(tmp_path: Path) -> None:
     aatype, positions, mask, plddt = predicted()
     cases = [
         ("p.ent", {}, "ends in '.ent', expected .cif or .pdb"),
-        ("p.cif", {"aatype": aatype + 1}, "expected whole numbers .N. from 0 to 20"),
+        ("p.cif", {"aatype": aatype + 1}, "expected integers .N. from 0 to 20"),
         ("p.cif", {"positions": positions[:, :14]}, r"positions of shape \(21, 14, 3\), expected \(21, 37, 3\)"),
         ("p.cif", {"mask": 0 * mask}, "no atoms"),
         ("p.cif", {"positions": np.where(np.arange(21)[:, None, None] == 6, np.nan, positions)}, "an atom of residue 7 has"),
         ("p.cif", {"chain": "A B"}, "a chain named 'A B'"), ("p.pdb", {"chain": "AA"}, "chain 'AA', .*; write .cif"),
-        ("p.pdb", {"positions": positions * 1000}, "coordinates from -.*; PDB holds"),
+        ("p.pdb", {"positions": positions * 1000}, "coordinates from -.*; PDB has columns for"),
     ]  # fmt: skip
     for name, change, message in cases:
         with pytest.raises(DataError, match=f"^{tmp_path}/{name}: .*{message}"):

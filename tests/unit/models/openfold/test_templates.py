@@ -59,13 +59,13 @@ def reason(one: Hit = HIT, sequence: str = QUERY, chains: Any = None, **words: A
 # ---- the rules
 
 
-def test_a_template_of_the_same_entry_is_refused() -> None:
+def test_a_template_of_the_same_entry_is_rejected() -> None:
     assert reason() is None and reason(entry="5zyh") is None and reason(entry="11abc") is None
     assert "of the same entry as the query, 1abc" in str(reason(entry="1abc")) and reason(entry="1ABC") == reason(entry="1abc")
 
 
 @pytest.mark.parametrize("days, taken", [(-1, False), (59, False), (60, True)])
-def test_a_template_released_less_than_60_days_before_the_query_is_refused(days: int, taken: bool) -> None:
+def test_a_template_released_less_than_60_days_before_the_query_is_rejected(days: int, taken: bool) -> None:
     chains = known(release=DAY - timedelta(days))
     assert (reason(chains=chains, before=DAY) is None) == taken and reason(chains=chains) is None
     assert reason(chains=known(release=None)) is None
@@ -73,7 +73,7 @@ def test_a_template_released_less_than_60_days_before_the_query_is_refused(days:
 
 
 @pytest.mark.parametrize("length, taken", [(40, False), (39, False), (38, True)])
-def test_a_copy_of_more_than_95_of_100_residues_is_refused(length: int, taken: bool) -> None:
+def test_a_copy_of_more_than_95_of_100_residues_is_rejected(length: int, taken: bool) -> None:
     """38 of 40 residues are just 95 %; and only what is in the query letter by letter is a copy."""
     copy = QUERY[:length]
     assert (reason(hit(copy, copy), chains=known(copy)) is None) == taken
@@ -89,13 +89,13 @@ def test_more_than_a_tenth_of_the_query_and_ten_letters_are_aligned(letters: int
     assert (reason(one) is None) == taken
 
 
-def test_a_chain_that_is_not_there_or_cannot_be_read_is_refused_and_letters_of_chains_differ_in_case() -> None:
+def test_missing_and_unreadable_chains_are_rejected_and_names_are_case_sensitive() -> None:
     def broken(name: str) -> None:
         raise DataError(f"{name}.cif: not whole\nat all")
 
-    assert reason(replace(HIT, name="9XYZ_A a")) == "no structure of it is there"
+    assert reason(replace(HIT, name="9XYZ_A a")) == "its structure is missing"
     assert reason(chains=broken) == "1abc_A.cif: not whole at all"
-    assert "of 20 letters are those of its structure" in str(reason(replace(HIT, name="1ABC_a a")))
+    assert "of 20 letters match its structure" in str(reason(replace(HIT, name="1ABC_a a")))
 
 
 @pytest.mark.parametrize("name, chain", [
@@ -121,44 +121,44 @@ def test_the_best_come_first_and_equals_as_in_the_file() -> None:
 # ---- where the residues are
 
 
-def places_of(one: Hit, sequence: str = OTHER) -> list[int]:
+def residue_map_of(one: Hit, sequence: str = OTHER) -> list[int]:
     found, reasons = select_hits([one], QUERY, known(sequence))
     assert not reasons and found[0].residue_map.shape == (40,)
     return list(found[0].residue_map.tolist())
 
 
-def test_residues_are_where_the_hit_says() -> None:
-    assert places_of(HIT) == [-1] * 5 + [*range(30, 50)] + [-1] * 15
+def test_residues_are_at_the_indices_of_the_hit() -> None:
+    assert residue_map_of(HIT) == [-1] * 5 + [*range(30, 50)] + [-1] * 15
     repeated = OTHER[:20] * 3
-    assert places_of(hit(QUERY[:15], repeated[22:37], 0, 22), repeated)[:15] == [*range(22, 37)], "not where they are first"
+    assert residue_map_of(hit(QUERY[:15], repeated[22:37], 0, 22), repeated)[:15] == [*range(22, 37)], "not where they are first"
     gaps = hit(QUERY[:10] + "---" + QUERY[10:22], OTHER[4:8] + "--" + OTHER[8:27], 0, 4)
-    assert places_of(gaps)[:22] == [4, 5, 6, 7, -1, -1, 8, 9, 10, 11, *range(15, 27)]
+    assert residue_map_of(gaps)[:22] == [4, 5, 6, 7, -1, -1, 8, 9, 10, 11, *range(15, 27)]
 
 
-def test_residues_are_found_where_the_hit_counts_otherwise() -> None:
+def test_residues_are_found_if_the_hit_has_other_indices() -> None:
     moved = replace(HIT, hit_indices=HIT.hit_indices - 17)
-    assert places_of(moved) == places_of(HIT)
-    assert places_of(replace(HIT, hit_indices=HIT.hit_indices + 1000)) == places_of(HIT), "beyond the end"
+    assert residue_map_of(moved) == residue_map_of(HIT)
+    assert residue_map_of(replace(HIT, hit_indices=HIT.hit_indices + 1000)) == residue_map_of(HIT), "beyond the end"
     unknown = OTHER[:33] + "X" + OTHER[34:41] + "XX" + OTHER[43:]
-    assert places_of(HIT, unknown) == places_of(moved, unknown) == places_of(HIT)
+    assert residue_map_of(HIT, unknown) == residue_map_of(moved, unknown) == residue_map_of(HIT)
 
 
-def test_a_changed_chain_is_aligned_anew() -> None:
+def test_a_changed_chain_is_realigned() -> None:
     """2 of 20 letters may differ; a chain that has more residues within costs nothing."""
     def other(letter: str) -> str:
         return "A" if letter != "A" else "G"
 
     two = OTHER[:35] + other(OTHER[35]) + OTHER[36:44] + other(OTHER[44]) + OTHER[45:]
     three = two[:39] + other(two[39]) + two[40:]
-    assert places_of(HIT, two) == places_of(HIT) == places_of(replace(HIT, hit_indices=HIT.hit_indices - 9), two)
-    assert reason(chains=known(three)) == "17 of 20 letters are those of its structure, expected 90% at least"
+    assert residue_map_of(HIT, two) == residue_map_of(HIT) == residue_map_of(replace(HIT, hit_indices=HIT.hit_indices - 9), two)
+    assert reason(chains=known(three)) == "17 of 20 letters match its structure, expected 90% at least"
     longer = OTHER[:40] + "WWWW" + OTHER[40:]
-    assert places_of(HIT, longer)[5:25] == [*range(30, 40), *range(44, 54)]
+    assert residue_map_of(HIT, longer)[5:25] == [*range(30, 40), *range(44, 54)]
     shorter = OTHER[:40] + OTHER[41:]
-    assert places_of(HIT, shorter)[5:25] == [*range(30, 40), -1, *range(40, 49)]
+    assert residue_map_of(HIT, shorter)[5:25] == [*range(30, 40), -1, *range(40, 49)]
     for chain in ("", OTHER + "A" * 32708):
         assert reason(chains=known(chain)) == f"{len(chain)} residues, expected 1 to 32767"
-    assert places_of(HIT, OTHER + "A" * 32707) == places_of(HIT)
+    assert residue_map_of(HIT, OTHER + "A" * 32707) == residue_map_of(HIT)
 
 
 @pytest.mark.parametrize("change", [
@@ -228,7 +228,7 @@ def made() -> Chain:
     return replace(chain, aatype=aatype, sequence=OTHER, mask=mask, positions=(chain.positions + 1) * mask[..., None])
 
 
-def test_templates_are_read_from_files_and_the_damaged_are_told(library: Path) -> None:
+def test_templates_are_read_from_files_and_damaged_ones_are_listed(library: Path) -> None:
     found, reasons = read_templates(library / "hits.hhr", QUERY, library / "mmcif", before=DAY)
     assert found["template_sum_probs"].tolist() == [[4], [1]] and set(reasons) == {"1abc_B", "2abc_A", "9xyz_A", "4abc_A"}
     assert "chain 'B' is not there" in reasons["1abc_B"] and "2abc.cif: " in reasons["2abc_A"]

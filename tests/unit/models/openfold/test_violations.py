@@ -22,7 +22,7 @@ def atoms(length: int, seed: int = 0, spread: float = 4.0) -> tuple[Tensor, Tens
     return positions, torch.tensor(residues.ATOM14_EXISTS, dtype=torch.float64)[aatype], aatype, index
 
 
-def test_clashes_are_the_same_of_all_pairs_at_once_and_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clashes_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     positions, *rest = atoms(6)
     found = []
     for size in (1, 1 << 24):
@@ -35,7 +35,7 @@ def test_clashes_are_the_same_of_all_pairs_at_once_and_a_few_at_a_time(monkeypat
         torch.testing.assert_close(few, whole, rtol=1e-6, atol=1e-6)
 
 
-def test_a_stretched_bond_is_told_and_a_gap_is_none() -> None:
+def test_a_stretched_bond_is_a_violation_and_a_gap_is_none() -> None:
     """N, CA and C along a line of ideal bonds; angles are wrong all over, lengths where they are stretched."""
     count = 6
     positions = torch.zeros(1, count, 14, 3, dtype=torch.float64)
