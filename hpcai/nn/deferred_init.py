@@ -261,7 +261,7 @@ def _shard_ranges(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
     return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if place is None else (tuple(place.global_shape), place.ranges)
 
 
-def load_deferred(model: nn.Module, source: str | Path, file_key: Callable[[str], str] = str) -> None:
+def read_on_materialize(model: nn.Module, source: str | Path, file_key: Callable[[str], str] = str) -> None:
     """Let ``materialize`` read the meta parameters from safetensors files, each the shard of this rank. Parameters and buffers with
     memory are read now.
 

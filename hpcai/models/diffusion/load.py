@@ -17,7 +17,7 @@ from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
-from hpcai.nn.deferred_init import load_deferred
+from hpcai.nn.deferred_init import read_on_materialize
 from hpcai.nn.safetensors_files import save_sharded, open_tensors
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ def load_deferred(model: "Diffusion", path: str | Path, shard: Callable[["Diffus
     weights.check_sizes(path, cfg.model_dump(exclude=_RUN_SETTINGS), model.cfg.network.model_dump())
     if not is_diffusers:
         shard(model)
-        load_deferred(model, _resolve_run(path))
+        read_on_materialize(model, _resolve_run(path))
     elif isinstance(model.network, UNet):  # some files have convolutions in place of its matrices
         model.network = load_network(path).train()
         shard(model)
     else:
         shard(model)
-        load_deferred(model.network, path / _INDEX if (path / _INDEX).exists() else path / FILE)
+        read_on_materialize(model.network, path / _INDEX if (path / _INDEX).exists() else path / FILE)
     return model
 
 

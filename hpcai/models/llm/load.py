@@ -15,7 +15,7 @@ from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn import weights
-from hpcai.nn.deferred_init import load_deferred
+from hpcai.nn.deferred_init import read_on_materialize
 from hpcai.nn.safetensors_files import LazyTensor, save_sharded, open_tensors
 
 _INDEX, _FILE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -77,7 +77,7 @@ def load_deferred(model: LLM, folder: str | Path) -> LLM:
     tensors = _open_weights(folder, model.cfg) if folder.is_dir() else open_tensors(folder)
     source = folder if (folder / _INDEX).exists() or not folder.is_dir() else folder / _FILE
     model.folder = folder if folder.is_dir() else folder.parent
-    load_deferred(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
+    read_on_materialize(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
     for name, parameter in model.named_parameters():
         parameter.origin = str(tensors[name].path.resolve())  # type: ignore[attr-defined]
     return model

@@ -24,7 +24,7 @@ from hpcai.dist.mesh import Axis
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models import cosmoflow, deepcam, dimenet, openfold, unet3d
 from hpcai.nn import init_trace
-from hpcai.nn.deferred_init import deferred, load_deferred, materialize, record_names
+from hpcai.nn.deferred_init import deferred, read_on_materialize, materialize, record_names
 from hpcai.parallel.sharding import shard_
 
 
@@ -329,7 +329,7 @@ def test_weights_that_are_read_later_are_those_of_the_files_cut_or_whole(tmp_pat
     state, model, r = kept(tmp_path, parts), built(), random.Random(1)
     source = tmp_path / "model.safetensors" if parts == 1 else tmp_path
     stretches = {name: some(p.shape, r) for name, p in model.named_parameters()}
-    load_deferred(model, source, "net.{}".format)
+    read_on_materialize(model, source, "net.{}".format)
     whole = materialize(model, "cpu").state_dict()
     assert torch.equal(whole.pop("tied.weight"), state["net.uniform.weight"])
     for name, x in whole.items():
@@ -337,7 +337,7 @@ def test_weights_that_are_read_later_are_those_of_the_files_cut_or_whole(tmp_pat
     model = built()
     for name, parameter in model.named_parameters():
         placed(parameter, stretches[name])
-    load_deferred(model, source, "net.{}".format)
+    read_on_materialize(model, source, "net.{}".format)
     assert all(p.is_meta for p in model.parameters())
     for name, x in materialize(model, "cpu").named_parameters():
         assert torch.equal(x, box(state[f"net.{name}"], stretches[name])), name
@@ -347,10 +347,10 @@ def test_files_that_do_not_fit_are_refused_before_anything_is_read(tmp_path: Pat
     state, model = kept(tmp_path), built()
     file, before = tmp_path / "model.safetensors", model.batch.running_mean.clone()
     with pytest.raises(CheckpointError, match=r"weights of this Everything: normal is missing; .* and \d+ more$") as problem:
-        load_deferred(model, file)
+        read_on_materialize(model, file)
     assert str(problem.value).count("is missing") == 10
     state["net.wide"] = state["net.wide"].T.contiguous()
     save_file({key: x.contiguous() for key, x in state.items()}, file)
     with pytest.raises(CheckpointError, match=r"net.wide is \[9, 31\], expected \[31, 9\]$"):
-        load_deferred(model, file, "net.{}".format)
+        read_on_materialize(model, file, "net.{}".format)
     assert torch.equal(model.batch.running_mean, before)
