@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import pydantic
 import yaml
@@ -51,8 +51,11 @@ class Settings(pydantic.BaseModel):
     """
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
-    )
+        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants",
+        json_schema_extra=lambda schema, kind: schema.update(renamed=kind.renamed),
+    )  # fmt: skip
+    renamed: ClassVar[dict[str, str]] = {}
+    """Earlier names of fields, which files and overrides of the previous version have, and today's."""
 
     def notes(self) -> list[str]:
         """Return lines that ``--show`` prints as comments below the settings: derived quantities, such as memory."""
@@ -313,6 +316,9 @@ class _Input:
 
     def validate(self) -> pydantic.BaseModel:
         suggested: set[Key] = set()
+        for old, new in self.schema.apply_renames(self.tree):
+            self.origins[new] = origin = self.origin(old)
+            sys.stderr.write(f"{origin.text}: {format_key(old)} is now {format_key(new)}; the next version does not read the old name\n")
         for key in list(self.schema.unknown_keys(self.tree)):
             near, parent = self.schema.suggest(key), _lookup(self.tree, key[:-1])
             suggested |= set(near)

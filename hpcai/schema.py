@@ -74,6 +74,17 @@ class Schema:
             elif isinstance(value, dict) and any("properties" in option for option in options):
                 yield from self.unknown_keys(value, (*key, name))
 
+    def apply_renames(self, values: dict[str, Any], key: Key = ()) -> Iterator[tuple[Key, Key]]:
+        """Move the values of earlier names of settings (``Settings.renamed``) to today's, in place. Yield each earlier key and
+        today's."""
+        renamed = {name: new for option in self.at(key) for name, new in option.get("renamed", {}).items() if new not in values}
+        for name, value in list(values.items()):
+            if name in renamed:
+                values[renamed[name]] = values.pop(name)
+                yield (*key, name), (*key, renamed[name])
+            elif isinstance(value, dict):
+                yield from self.apply_renames(value, (*key, name))
+
     def fill_defaults(self, values: Any, node: Node | None = None, section_default: Any = _MISSING) -> Any:
         """Return the tree ``values``, with missing keys from ``section_default`` and the defaults of classes.
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpcai.config import Settings, format_first_error
 from hpcai.errors import CheckpointError, ConfigError
+from hpcai.schema import Schema
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -146,6 +147,7 @@ def _embedded_settings(path: Path, metadata: Mapping[str, str] | None, kind: str
     if content.get("model") != kind:
         raise CheckpointError(f"{path}: holds a model of kind {content.get('model')!r}; expected {kind!r}")
     try:
+        list(Schema(settings).apply_renames(content["settings"]))
         return settings.model_validate_json(json.dumps(content["settings"]))
     except ValidationError as error:
         raise ConfigError(f"{path}: settings inside the file: {format_first_error(error)}") from error

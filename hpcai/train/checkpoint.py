@@ -89,14 +89,15 @@ class _StagingBuffer:
 class Checkpoints:
     """The checkpoints of one run, below ``directory``. All ranks call each method together. Each checkpoint stores the run's
     ``settings``. A run is refused if its ``frozen`` sections (the model) differ from them; other differences are reported in
-    ``messages``. ``data`` identifies the data set: a run on another one is refused, unless ``checkpoint.other_data``."""
+    ``messages``. ``data`` identifies the data set: a run on another one is refused, unless ``checkpoint.other_data``. ``schema``
+    is the class of the settings, for checkpoints with earlier names of them."""
 
     def __init__(
         self, directory: str | Path, cfg: CheckpointConfig, mesh: Mesh, settings: dict[str, Any] | None = None,
-        frozen: tuple[str, ...] = ("model",),
+        frozen: tuple[str, ...] = ("model",), schema: type[Settings] | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.cfg, self.mesh = Path(directory), cfg, mesh
-        self.settings, self.frozen = settings or {}, frozen
+        self.settings, self.frozen, self.schema = settings or {}, frozen, schema
         self.data = ""
         self.messages: list[str] = []
         self._damaged: list[Path] = []
@@ -321,6 +322,8 @@ class Checkpoints:
 
     def _check_run(self, path: Path, run: RunFile) -> None:
         """Raise CheckpointError for forbidden differences between the run and the checkpoint, and report the others."""
+        if self.schema is not None:
+            list(Schema(self.schema).apply_renames(run.settings))
         for section in self.frozen:
             if changes := _changes(run.settings.get(section), self.settings.get(section), section):
                 raise CheckpointError(

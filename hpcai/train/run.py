@@ -73,7 +73,7 @@ class Run:
         self._cfg = cfg
         self._owner: IO[str] | None = None
         if self.directory is not None:
-            self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings)
+            self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings, schema=type(cfg))
             self.reports.sinks += (self.flight_recorder,)
             logging.getLogger().addHandler(self.flight_recorder)
 
