@@ -120,7 +120,7 @@ def _activation_precision(setting: Lookup) -> str:
 
 
 def _linear_precision(setting: Lookup) -> str:
-    return "fp8" if setting("step.products") == "fp8" else _activation_precision(setting)
+    return "fp8" if setting("step.matmul") == "fp8" else _activation_precision(setting)
 
 
 def _communication_precision(setting: Lookup) -> str:

@@ -103,6 +103,8 @@ class Tensor(Settings):
 class LoaderConfig(Settings):
     """Loading of samples, the base of the `data` settings of every app."""
 
+    renamed = {"once": "scatter"}
+
     reader: Literal["auto", "direct", "buffered", "memory", "hdf5", "dali", "gds"] = "auto"
     """auto: buffered if all samples fit into the page cache, otherwise direct; direct: without the page cache (O_DIRECT);
     memory: cached in memory after the first read; hdf5: the HDF5 library (also compressed files); dali: batches of NVIDIA DALI;
@@ -117,7 +119,7 @@ class LoaderConfig(Settings):
     """strict: the same batches in every run; ready: a slow sample moves to a later batch of its epoch"""
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """skip: an unreadable or non-finite sample is replaced by another one, logged and counted"""
-    once: bool | Literal["auto"] = "auto"
+    scatter: bool | Literal["auto"] = "auto"
     """each sample of a model-parallel replica is prepared by one rank and sent to the others; auto: if all ranks would prepare the
     same sample, not if each reads only its own shard (sharded volumes and maps)"""
     patience: Annotated[float, Field(gt=0)] = 600.0
@@ -132,15 +134,15 @@ class LoaderConfig(Settings):
         return {
             "workers": self.workers, "processes": self.processes, "prefetch": int(self.prefetch * 1e9), "order": self.order,
             "on_bad_sample": self.on_bad_sample, "patience": self.patience,
-            "once": False if self.reader == "gds" else self.once,
+            "scatter": False if self.reader == "gds" else self.scatter,
         }  # fmt: skip
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         if self.reader == "gds" and self.processes:
             raise ValueError("reader gds reads to the GPU of this process; set processes to false")
-        if self.reader in ("gds", "dali") and self.once is True:
-            raise ValueError(f"reader {self.reader} gives samples on the GPU of each process; set once to auto or false")
+        if self.reader in ("gds", "dali") and self.scatter is True:
+            raise ValueError(f"reader {self.reader} gives samples on the GPU of each process; set scatter to auto or false")
         if self.reader == "dali" and (self.order == "ready" or self.on_bad_sample == "skip"):
             raise ValueError("reader dali has a strict order and stops at a bad sample; set order strict and on_bad_sample stop")
         if self.shards > 1 and self.stage is None:
@@ -196,10 +198,12 @@ class ScheduleConfig(Settings):
 class StepConfig(Settings):
     """One optimizer step: precision, gradients, optimizer, learning rate."""
 
+    renamed = {"products": "matmul", "average": "ema_decay"}
+
     precision: Literal["auto", "fp32", "bf16", "bf16-params", "fp64"] = "fp32"
     """bf16: autocast, with weights and optimizer in fp32; bf16-params: bfloat16 weights and gradients, with fp32 master weights in
     the optimizer; auto: bf16 if it is faster on the device, otherwise fp32"""
-    products: Literal["precision", "fp8"] = "precision"
+    matmul: Literal["precision", "fp8"] = "precision"
     """fp8: FP8 matrix products in the linear layers that a model selects, with one scale per matrix; on GPUs from Ada and Hopper on
     twice as fast as bf16"""
     tf32: Literal["auto"] | bool = "auto"
@@ -239,7 +243,7 @@ class StepConfig(Settings):
     """sgd, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb: decoupled"""
     decay_names: tuple[str, ...] = ("*.weight",)
     """parameters with weight decay, as shell patterns of their names"""
-    average: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """decay of an exponential moving average of the weights, which is then evaluated and exported"""
     capture: Literal["none", "auto", "forward", "whole"] = "none"
     """CUDA graphs, captured once for each shape of the batch: forward and backward with gradient reductions, or the whole step with
@@ -277,6 +281,8 @@ class StepConfig(Settings):
 class TrainConfig(Settings):
     """Length of the training, frequency of evaluations and reports, target."""
 
+    renamed = {"agree_every": "replica_check_every"}
+
     steps: Positive | None = None
     """total number of optimizer steps"""
     epochs: Positive | None = None
@@ -291,7 +297,7 @@ class TrainConfig(Settings):
     """cache the validation samples on the device"""
     report_every: Positive = 10
     """steps between reports of the loss"""
-    agree_every: Positive | None = 100
+    replica_check_every: Positive | None = 100
     """steps between checks that replicas of the weights are equal; if they differ, the run ends; null: no checks"""
     metric: str | None = None
     """name of the evaluated metric that is compared with `target`"""

@@ -66,7 +66,7 @@ class Config(RunConfig):
     mesh: AxesConfig = AxesConfig()
     start: StartConfig = StartConfig()
     step: StepConfig = StepConfig(
-        optimizer="adamw", lr=1e-3, betas=(0.9, 0.99), clip=1.0, average=0.999,
+        optimizer="adamw", lr=1e-3, betas=(0.9, 0.99), clip=1.0, ema_decay=0.999,
         schedule=ScheduleConfig(unit="steps", warmup=100, decay="cosine", floor=0.02),
     )  # fmt: skip
     train: TrainConfig = TrainConfig(steps=100_000, metric="loss")

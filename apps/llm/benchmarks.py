@@ -57,7 +57,7 @@ class Benchmark(Workload):
             f"llama2-7b{name}", "llama2-7b.yaml", ("data.batch=8", "step.accumulate=8", "data.documents=joined"), published=_NEMO,
             goal=tokens / 4096, base_overrides=("step.precision=bf16-params", *words),
         )
-        for name, tokens, words in (("", 10_500, ()), ("-fp8", 16_900, ("step.products=fp8",)))
+        for name, tokens, words in (("", 10_500, ()), ("-fp8", 16_900, ("step.matmul=fp8",)))
     )  # fmt: skip
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _of(cfg: Config, sizes: Sizes, rank: int) -> dict[str, float]:
     if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
         stages = cfg.stages.per_rank
         found["messages"] = entered * (step.accumulate * (2.0 * stages - first - last) + flying * (stages - last))
-    cast = hidden != product and step.products != "fp8"
+    cast = hidden != product and step.matmul != "fp8"
     found["copies"] = product * own * layer * cast if m.recompute != "layers" else 0.0
     again = _kept(cfg, sizes, tokens, "none") + product * layer * cast if m.recompute == "layers" else 0.0
     found["layer or head"] = max(_backward(cfg, sizes, tokens) + again, _head(cfg, sizes, tokens) if last else 0.0)
@@ -197,7 +197,7 @@ def _held(cfg: Config, sizes: Sizes, count: float, trained: bool) -> dict[str, f
         "weights": weight * count * (share if cut == "weights" else 1),
         "gradients": sums * count * trained * {"none": 1.0, "optimizer": 1 + share, "weights": share}[cut],
         "optimizer": updated * (every + (wide if weight == 2 else 0)),  # with the master weights
-        "average": updated * wide if step.average is not None else 0.0,
+        "average": updated * wide if step.ema_decay is not None else 0.0,
     }
 
 

@@ -18,13 +18,13 @@ from hpcai.parallel.pipeline import Pipeline
 
 _LLAMA31 = "width: 4096, layers: 32, heads: 32, key_heads: 8, inner: 14336, vocabulary: 128256"
 _ADAPTED = (f"model={{{_LLAMA31}, positions: 4096}}", "lora.dropout=0.0")
-_FLOAT8 = ("step.products=fp8",)
+_FLOAT8 = ("step.matmul=fp8",)
 _TRAINED = (f"model={{{_LLAMA31}, positions: 8192}}", "lora=null", "step.shard=optimizer")
 
 
 class Plan(PlannedTraining):
     workload, yaml, split_axis, depth = Benchmark(), "llama2-70b-lora.yaml", "tensor", "model.layers"
-    fixed_settings = ("step.shard", "step.products", "start.weights")  # adapters are of some weights, which are not read
+    fixed_settings = ("step.shard", "step.matmul", "start.weights")  # adapters are of some weights, which are not read
     memory_savings = tuple(("step.accumulate=1", f"model.recompute={what}") for what in ("none", "selective", "layers"))
     samples = {8: 3264, 128: 11_100}
     source = "reference convergence of MLPerf: 3,072 to 3,456 rows at a batch of 8, about 11,100 at 128"

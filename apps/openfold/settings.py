@@ -92,7 +92,7 @@ class Config(RunConfig):
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     start: StartConfig = StartConfig()
-    step: StepConfig = StepConfig(optimizer="adam", lr=1e-3, eps=1e-6, clip=0.1, average=0.9)
+    step: StepConfig = StepConfig(optimizer="adam", lr=1e-3, eps=1e-6, clip=0.1, ema_decay=0.9)
     train: TrainConfig = TrainConfig(steps=2000, metric="lddt", target=0.8, better="higher")
     report: ReportConfig = ReportConfig(directory=Path("runs/openfold"))
 

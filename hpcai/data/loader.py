@@ -73,7 +73,7 @@ class Loader:
             ``last_batch="keep"`` a bad sample always raises: a metric must cover all samples.
         batch_transform: ``batch_transform(batch, step)`` is applied to each batch on the device; ``step`` counts batches over all
             epochs, from 0.
-        once: Prepare each sample on one rank of a replica and scatter it to the others; ``auto``: if the source is ``replicated``.
+        scatter: Prepare each sample on one rank of a replica and scatter it to the others; ``auto``: if the source is ``replicated``.
 
     Raises DataError if the batch size is no multiple of replicas and micro-batches.
     """
@@ -83,7 +83,7 @@ class Loader:
         shuffle: bool = True, last_batch: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
         processes: bool = False, prefetch: int = 1 << 30, order: Literal["strict", "ready"] = "strict",
         on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0,
-        batch_transform: Callable[[Any, int], Any] | None = None, once: bool | Literal["auto"] = False,
+        batch_transform: Callable[[Any, int], Any] | None = None, scatter: bool | Literal["auto"] = False,
     ) -> None:  # fmt: skip
         self.source, self.batch_size, self.name, self.device = source, batch, name, mesh.device
         self.replicas, self.order, self.last_batch = mesh["replicate"], order, last_batch
@@ -95,11 +95,11 @@ class Loader:
             "stop" if last_batch == "keep" else on_bad_sample, patience, batch_transform,
         )  # fmt: skip
         replicated = getattr(source, "replicated", False)
-        self._scatters = mesh.model_parallel.size > 1 and (replicated if once == "auto" else once)
+        self._scatters = mesh.model_parallel.size > 1 and (replicated if scatter == "auto" else scatter)
         if self._scatters and not replicated:
             raise DataError(
-                f"{name}: data.once, but a {type(source).__name__} is not declared as replicated: each of {mesh.model_parallel.size} ranks "
-                "of a model replica may prepare its own shard of a sample; set data.once to false"
+                f"{name}: data.scatter, but a {type(source).__name__} is not declared as replicated: each of {mesh.model_parallel.size} ranks "
+                "of a model replica may prepare its own shard of a sample; set data.scatter to false"
             )
         self._validate(batch, accumulate, mesh)
         self._epoch_order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
@@ -135,7 +135,7 @@ class Loader:
             raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
         if self._on_bad_sample == "skip" and mesh.model_parallel.size > 1 and not self._scatters:
             raise DataError(
-                f"{name}: on_bad_sample=skip, but each of {mesh.model_parallel.size} ranks of a model replica prepares the sample; set it to stop, or data.once to true if the source is replicated"
+                f"{name}: on_bad_sample=skip, but each of {mesh.model_parallel.size} ranks of a model replica prepares the sample; set it to stop, or data.scatter to true if the source is replicated"
             )
         if self._scatters:
             logger.info("%s: each sample is prepared by one of %d ranks of a model replica, and scattered on", name, mesh.model_parallel.size)

@@ -99,7 +99,7 @@ class ScatteredLoader:
             stream, buffers = flatten(sample)
         except Exception as problem:
             reason = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
-            raise DataError(f"a sample cannot be sent ({reason}); set data.once to false") from problem
+            raise DataError(f"a sample cannot be sent ({reason}); set data.scatter to false") from problem
         header = pickle.dumps((stream, [len(buffer) for buffer in buffers]))
         parts: list[bytes | memoryview] = [header, *buffers]
         offsets = buffer_offsets([len(part) for part in parts])

@@ -171,7 +171,7 @@ class FSDP:
         self.replicate_axis, self.shard_axis = axes or (ALONE, mesh["replicate"])
         named = dict(model.named_parameters())
         if quantized := next((name for name, part in model.named_modules() if isinstance(part, QuantizedLinear)), None):
-            why = f"step.shard is weights, but {quantized} holds weights that are not trained in fewer bits (lora.frozen)"
+            why = f"step.shard is weights, but {quantized} holds weights that are not trained in fewer bits (lora.base_dtype)"
             raise ConfigError(f"{why}; set step.shard=optimizer or none")
         broadcast_parameters(model, mesh)
         for tensor in (*model.parameters(), *model.buffers()):

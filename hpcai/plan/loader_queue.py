@@ -17,7 +17,7 @@ def simulate_waits(
     batch is taken from the moment on when the one before was handed out: in strict order once its own samples are ready, in ready
     order once any ``batch`` samples of the epoch are, the lowest first. ``epoch`` counts batches, None for all: a sample comes in
     its epoch in ready order too, and those of the next one are prepared meanwhile. ``makers`` processes hold a copy of the model
-    together and make its samples in turn (``data.once``), each with its own workers.
+    together and make its samples in turn (``data.scatter``), each with its own workers.
 
     With a row for each copy of the model a step begins when all copies have their samples: the seconds that all wait.
     [copies, N] -> [N / batch]

@@ -37,23 +37,23 @@ def resolve_auto(cfg: StepConfig, mesh: Mesh, custom_graph: bool = False) -> tup
 
 
 def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> list[str]:
-    """Enable FP8 products, if ``cfg.products`` is fp8, in linear layers whose ``float8`` attribute is true, or else that of their
+    """Enable FP8 products, if ``cfg.matmul`` is fp8, in linear layers whose ``float8`` attribute is true, or else that of their
     nearest ancestor with one. Return a message. Raises ConfigError if there is no such layer, or the GPU has no FP8 tensor cores.
     """
-    if cfg.products == "precision":
+    if cfg.matmul == "precision":
         return []
     if device.type == "cuda" and not float8.is_supported(device):
         raise ConfigError(
-            f"step.products is fp8, but {torch.cuda.get_device_name(device)} has no FP8 tensor cores "
+            f"step.matmul is fp8, but {torch.cuda.get_device_name(device)} has no FP8 tensor cores "
             "(compute capability 8.9 or higher); set it to precision"
         )
     linears = [(name, part) for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, nn.Linear)]
     if not linears:
-        raise ConfigError(f"step.products is fp8, but {type(model).__name__} has no layers for it; set it to precision")
+        raise ConfigError(f"step.matmul is fp8, but {type(model).__name__} has no layers for it; set it to precision")
     for name, linear in linears:
         convert_to_float8(linear, name)
     remark = "" if device.type == "cuda" else f"; {device.type} emulates its rounding, without a speedup"
-    return [f"step.products: {len(linears)} linear layers use FP8{remark}"]
+    return [f"step.matmul: {len(linears)} linear layers use FP8{remark}"]
 
 
 def _tagged_modules(model: nn.Module, tag: str, name: str = "", tagged: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:

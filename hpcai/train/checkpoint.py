@@ -25,9 +25,11 @@ from hpcai.dist.collectives import broadcast_object, broadcast_from_first, gathe
 from hpcai.dist.host import gc_disabled
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import fsync
+from hpcai.config import Settings
 from hpcai.errors import CheckpointError
 from hpcai.nn.weights import PretrainedMixin
 from hpcai.parallel.sharding import FlatShard, replica_axes, shard_spec
+from hpcai.schema import Schema
 from hpcai.settings import CheckpointConfig
 from hpcai.train import checkpoint_reader, shard_file
 from hpcai.train.background import submit

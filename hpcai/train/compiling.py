@@ -262,7 +262,7 @@ class CompiledModel:
 
     def __init__(self, model: nn.Module, cfg: StepConfig, mesh: Mesh) -> None:
         self._folder, self._first = cfg.compile_cache, mesh.is_first
-        relevant = {name: getattr(cfg, name) for name in ("precision", "products", "compile", "accumulate", "shard")}
+        relevant = {name: getattr(cfg, name) for name in ("precision", "matmul", "compile", "accumulate", "shard")}
         self._key = cache_key({"model": repr(model), **relevant})
         restored = self._folder is not None and restore_cache(self._folder, self._key)
         count = compile_model(model, cfg.compile)

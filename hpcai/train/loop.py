@@ -222,7 +222,7 @@ class _Training:
         self.profile.after_step(self.progress.step)
         report = self.progress.step % self.cfg.report_every == 0
         next_reading = self.progress.step + (self.cfg.report_every if report else 1)
-        check_replicas = self.cfg.agree_every is not None and next_reading - self._replicas_checked > self.cfg.agree_every
+        check_replicas = self.cfg.replica_check_every is not None and next_reading - self._replicas_checked > self.cfg.replica_check_every
         self._start_reading(report, check_replicas)
         if not self.reports_lag:
             self._log_reading()
@@ -250,7 +250,7 @@ class _Training:
     def _flush_reports(self) -> None:
         """Report everything up to the last step. Raises DivergedError before a non-finite value is reported or saved."""
         self._log_reading()
-        self._start_reading(report=True, check_replicas=self.cfg.agree_every is not None)
+        self._start_reading(report=True, check_replicas=self.cfg.replica_check_every is not None)
         self._log_reading()
 
     @property

@@ -33,7 +33,7 @@ class _State:
         dtype = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
         names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
         self.moments = {name: torch.zeros_like(self.weights, dtype=dtype) for name in names}
-        self.average = self.weights.clone() if cfg.average is not None else None
+        self.average = self.weights.clone() if cfg.ema_decay is not None else None
         self.decay = cfg.weight_decay if flat_param.decays else 0.0
 
     @property
@@ -61,7 +61,7 @@ class Optimizer:
         self.states = [_State(row, cfg) for row in rows]
         first = self.states[0].weights
         self.lr = torch.zeros((), dtype=first.dtype, device=first.device)
-        self.take = torch.full_like(self.lr, 1.0 - (cfg.average or 0.0))
+        self.take = torch.full_like(self.lr, 1.0 - (cfg.ema_decay or 0.0))
         self.count = torch.zeros((), device=first.device)  # number of updates
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
         if cfg.optimizer in ("lamb", "lars"):  # one row per parameter in a table that all ranks share

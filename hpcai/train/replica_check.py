@@ -71,7 +71,7 @@ class ReplicaCheck:
         raise DivergedError(
             f"step {step}: the weights of {rank_names} differ from their replicas, first in {name}; a processor or a "
             "memory is faulty there, or types of processors are mixed; resume from the last checkpoint without these nodes, or set "
-            "train.agree_every=null"
+            "train.replica_check_every=null"
         )
 
     def _divergent_ranks(self, index: int) -> set[int]:

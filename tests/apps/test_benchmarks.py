@@ -135,7 +135,7 @@ def test_plain_is_plain_and_all_is_ours(app: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam"])
 def test_torch_s_optimizer_makes_the_same_steps(optimizer: str) -> None:
-    words = [f"step.optimizer={optimizer}", "step.average=0.9", "step.clip=0.05", "step.weight_decay=0.1", "model.dropout=0"]
+    words = [f"step.optimizer={optimizer}", "step.ema_decay=0.9", "step.clip=0.05", "step.weight_decay=0.1", "model.dropout=0"]
     subject, cfg = made("cosmoflow", *words)
     found = []
     for on in (NONE, {"fused optimizer"}):
@@ -187,7 +187,7 @@ def test_why_deepcam_cannot_have_some_of_them(capsys: pytest.CaptureFixture[str]
 
 FIELDS = [
     "model.unet={inputs: 2, outputs: 2, field: 1, tokens: null, channels: [8, 16], blocks: 1, attention: [none, none]}",
-    "model.unet={middle: self, heads: [1, 2], groups: 4, patch: 2, periodic: [true, true]}", "model.objective.says=flow",
+    "model.unet={middle: self, heads: [1, 2], groups: 4, patch: 2, periodic: [true, true]}", "model.objective.prediction_type=flow",
     "model.sampler.method=heun", "side=16", "data.batch=2", "data.workers=1",
 ]  # fmt: skip
 VOLUMES = [*FIELDS, "model.unet={dims: 3, periodic: [true, false, true]}", "side=8"]

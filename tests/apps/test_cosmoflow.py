@@ -175,14 +175,14 @@ def test_four_ranks_give_the_loss_curve_of_one_which_takes_up_their_run(data: Pa
 FAST = [
     "1 step.precision=bf16-params step.moments=bf16 train.evaluate=background train.keep_validation=true",
     "1 step.optimizer=lamb step.precision=auto step.capture=auto train.collect_every=2 train.profile=[2,3]",
-    "2 step.shard=weights step.average=0.9", "3 mesh.evaluate=1 step.shard=optimizer",
+    "2 step.shard=weights step.ema_decay=0.9", "3 mesh.evaluate=1 step.shard=optimizer",
 ]
 
 
 @pytest.mark.parametrize("case", FAST)
 def test_every_fast_setting_trains_as_the_plain_one(data: Path, tmp_path: Path, case: str) -> None:
     ranks, *settings = case.split()
-    plain, run = APP.once(data, *(w for w in settings if w.startswith(("step.optimizer", "step.average")))), tmp_path / "run"
+    plain, run = APP.once(data, *(w for w in settings if w.startswith(("step.optimizer", "step.ema_decay")))), tmp_path / "run"
     APP.on_ranks(int(ranks), data, run, *settings)
     expected, found = told(plain), told(run)
     narrow = "step.precision" in case  # auto is bf16 on some processors

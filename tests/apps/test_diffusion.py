@@ -50,7 +50,7 @@ class TestPromises(Promises):
 
     def check(self, name: str, cfg: Any) -> None:
         if name.startswith(("sd2", "flux")):  # a constant rate and no average, in MLPerf and here
-            assert cfg.step.schedule.decay == "none" and cfg.step.average is None
+            assert cfg.step.schedule.decay == "none" and cfg.step.ema_decay is None
             rate = {"sd2": 8e-6, "sd2-node": 6.4e-5, "sd2-64gpus": 1.2288e-4, "flux": 2.5e-4}[name]
             assert cfg.step.lr == rate and cfg.benchmark == {"sd2": None, "flux": "flux1"}.get(name, "stable_diffusion")
 
@@ -105,7 +105,7 @@ def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
 
 def test_held_out_samples_are_measured_where_the_settings_say(data: Path) -> None:
     """At the beginning of each eighth of the times, as MLPerf's Flux.1 is, and not in its middle."""
-    run = APP.once(data, "data.evaluation_place=0", "step.average=null", "step.lr=0.03", "step.precision=fp32")
+    run = APP.once(data, "data.evaluation_place=0", "step.ema_decay=null", "step.lr=0.03", "step.precision=fp32")
     held: dict[str, list[np.ndarray]] = {"high": [], "low": []}
     for path in sorted((data / "validation").glob("*.h5")):
         with h5py.File(path) as file:

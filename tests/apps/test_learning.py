@@ -245,38 +245,38 @@ SHORT = {
     "cosmoflow": (
         lambda folder: universes.make(folder, size=16, train=96, validation=24, rows=1),
         ["model.size=16", "model.blocks=4", "model.filters=4", "data.batch=8", "step.lr=5e-3", "train.epochs=6",
-         "step.average=null"],
+         "step.ema_decay=null"],
         cosmology, {"Omega_m": (">", 1.6)},
     ),
     "deepcam": (
         planted,
         ["model.middle=1", "model.divide=8", "model.frequencies=[0.4,0.3,0.3]", "data.batch=4", "data.evaluation_batch=6",
-         "step.lr=4e-3", "train.epochs=10", "train.evaluate_every=10", "step.average=null"],
+         "step.lr=4e-3", "train.epochs=10", "train.evaluate_every=10", "step.ema_decay=null"],
         last_scores, {"iou": (">", 0.5)},
     ),
     "unet3d": (
         smallest.prepared("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"),
         ["model.filters=[6,8,12]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "step.lr=1e-2", "train.epochs=7",
-         "train.evaluate_every=7", "step.average=0.9", "train.seed=5"],  # most seeds begin to learn later
+         "train.evaluate_every=7", "step.ema_decay=0.9", "train.seed=5"],  # most seeds begin to learn later
         last_scores, {"dice_kidney": (">", 0.12)},
     ),
     "opencatalyst": (
         smallest.prepared("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
         ["model.hidden=16", "model.output=16", "model.interaction=8", "model.basis=4", "model.blocks=1", "model.cutoff=4.0",
-         "data.batch=4", "step.lr=5e-3", "step.average=0.9", "train.seed=2"],
+         "data.batch=4", "step.lr=5e-3", "step.ema_decay=0.9", "train.seed=2"],
         last_scores, {"force_cosine": (">", 0.1)},
     ),
     "openfold": (
         one_fold,
         ["model.blocks=1", "features.crop=24", "features.clusters=4", "features.extra=5", "features.recycles=0",
-         "features.clamped=0", "data.batch=1", "data.epoch=40", "train.steps=40", "step.lr=1e-2", "step.average=null", *STILL],
+         "features.clamped=0", "data.batch=1", "data.epoch=40", "train.steps=40", "step.lr=1e-2", "step.ema_decay=null", *STILL],
         last_scores, {"masked_msa": ("<", 2.6), "distogram": ("<", 3.6), "lddt": (">", 0.1)},
     ),
     "diffusion": (
         smallest.prepared("fields", "--kind matter --samples 240 --size 16 --slabs 1 --thickness 4 --voxel 2 --validation 0.1"
                           " --particles-per-cell 2"),
         ["model.unet.channels=[16,24]", "data.batch=16", "data.drawn=12", "data.members=8", "model.sampler.steps=6",
-         "train.epochs=null", "train.steps=120", "step.lr=5e-3", "step.average=0.97"],
+         "train.epochs=null", "train.steps=120", "step.lr=5e-3", "step.ema_decay=0.97"],
         ensembles, {"crps": ("<", 0.85), "spread": (">", 0.6)},
     ),
     "llm": (

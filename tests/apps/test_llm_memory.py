@@ -39,12 +39,12 @@ MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers
          "data.directory=nowhere")  # fmt: skip
 LORA = ("lora={rank: 16}", "start.weights=there")
 GPT = ("model={rotary: null, norm: layer, feed: gelu, bias: true, tied: true, inner: 8192}", "step.precision=fp32")
-AGAIN, SELECTIVE, FLOAT8 = "model.recompute=layers", "model.recompute=selective", "step.products=fp8"
+AGAIN, SELECTIVE, FLOAT8 = "model.recompute=layers", "model.recompute=selective", "step.matmul=fp8"
 PIPELINE = ("mesh.pipeline=2", "step.accumulate=4")
 CASES: dict[str, tuple[int, Sequence[str]]] = {
     "whole": (1, ()),
     "float32, again": (1, ("step.precision=fp32", AGAIN)),
-    "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.average=0.9")),
+    "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.ema_decay=0.9")),
     "selective": (1, (SELECTIVE,)),
     "fp8": (1, (FLOAT8,)),
     "documents over context": (2, ("data.documents=apart", "mesh.context=2")),

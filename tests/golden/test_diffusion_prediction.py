@@ -44,7 +44,7 @@ def test_schedules(name: str) -> None:
 @pytest.mark.parametrize("gamma", [1, 5])
 @pytest.mark.parametrize("name", ["sd2", "sd2_zero_snr"])
 def test_min_snr_weights_of_all_levels(name: str, gamma: int, says: Says) -> None:
-    found = loss_weights(schedule(name, says=says, min_snr=float(gamma)))
+    found = loss_weights(schedule(name, prediction_type=says, min_snr=float(gamma)))
     check_thinned(found, arrays(f"{FOLDER}/schedules"), f"{name}_min_snr_{gamma}_{says}", 1e-11)
 
 
@@ -53,7 +53,7 @@ def test_min_snr_weights_of_all_levels(name: str, gamma: int, says: Says) -> Non
 def test_on_a_schedule_input_target_weight_and_loss(says: Says, dtype: torch.dtype) -> None:
     known, tolerance = numbers("vp"), 1e-11 if dtype == torch.float64 else 1e-6
     for gamma in (None, told(f"{FOLDER}/settings")["vp"]["min_snr_gamma"]):
-        objective = Objective(schedule("sd2", says=says, min_snr=gamma))
+        objective = Objective(schedule("sd2", prediction_type=says, min_snr=gamma))
         noised = objective.add_noise(known["x0"].to(dtype), known["noise"].to(dtype), known["timesteps"].float())
         wanted = NoisySample(
             known["x_t"], known["timesteps"], known["alpha"], known["sigma"],
@@ -69,7 +69,7 @@ def test_on_a_schedule_input_target_weight_and_loss(says: Says, dtype: torch.dty
 @pytest.mark.parametrize("each", [True, False], ids=["of_each_sample", "host_numbers"])
 @pytest.mark.parametrize("says", SAYS)
 def test_what_is_said_as_sample_as_noise_and_as_v(says: Says, each: bool) -> None:
-    known, objective = numbers("vp"), Objective(schedule("sd2", says=says))
+    known, objective = numbers("vp"), Objective(schedule("sd2", prediction_type=says))
     alpha, sigma = objective.alpha_sigma(known["timesteps"])
     some = [slice(None)] if each else [slice(i, i + 1) for i in range(len(alpha))]
     for at in some:
@@ -78,12 +78,12 @@ def test_what_is_said_as_sample_as_noise_and_as_v(says: Says, each: bool) -> Non
         x0, noise = objective.to_x0(said, x, a, s), objective.to_noise(said, x, a, s)
         close(x0, said if says == "x0" else known[f"x0_from_{says}"][at])
         close(noise, said if says == "epsilon" else known[f"epsilon_from_{says}"][at])
-        close(Objective(schedule("sd2", says="v")).target(x0, noise, a, s), said if says == "v" else known[f"v_from_{says}"][at])
+        close(Objective(schedule("sd2", prediction_type="v")).target(x0, noise, a, s), said if says == "v" else known[f"v_from_{says}"][at])
 
 
 def test_edm() -> None:
     known, cfg = numbers("edm"), told(f"{FOLDER}/settings")["edm"]
-    objective = Objective(ObjectiveConfig(says="edm", sigma_data=cfg["sigma_data"], mean=cfg["P_mean"], deviation=cfg["P_std"]))
+    objective = Objective(ObjectiveConfig(prediction_type="edm", sigma_data=cfg["sigma_data"], mean=cfg["P_mean"], deviation=cfg["P_std"]))
     noised = objective.add_noise(known["x0"], known["noise"], known["sigma"])
     close(noised.input, known["network_input"])
     close(noised.time, known["c_noise"])
@@ -100,7 +100,7 @@ def test_edm() -> None:
 
 
 def test_flow() -> None:
-    known, objective = numbers("flow"), Objective(ObjectiveConfig(says="flow"))
+    known, objective = numbers("flow"), Objective(ObjectiveConfig(prediction_type="flow"))
     noised = objective.add_noise(known["x0"], known["noise"], known["t"])
     close(noised.input, known["x_t"])
     close(noised.time, known["t"])
@@ -113,7 +113,7 @@ def test_flow() -> None:
 def test_logit_normal_times() -> None:
     known = numbers("flow")
     for i, (mean, deviation) in enumerate(told(f"{FOLDER}/settings")["flow"]["logit_normal"]):
-        objective = Objective(ObjectiveConfig(says="flow", times="logit_normal", mean=mean, deviation=deviation))
+        objective = Objective(ObjectiveConfig(prediction_type="flow", times="logit_normal", mean=mean, deviation=deviation))
         close(objective.sample_times(known["normal"], known["normal"]), known[f"logit_normal_sample_{i}"])
 
 

@@ -32,14 +32,14 @@ class Mixture:
         call, told_time = self.asked // self.calls, float(time[0])
         self.asked += 1
         if "timesteps" in self.data:
-            scale = cfg.levels if cfg.says == "flow" else 1
+            scale = cfg.levels if cfg.prediction_type == "flow" else 1
             assert told_time * scale == pytest.approx(self.data["timesteps"][call], rel=1e-6, abs=1e-6)
-        if cfg.says == "edm":
+        if cfg.prediction_type == "edm":
             alpha, sigma = 1.0, math.exp(4 * told_time) if dtype == torch.float64 else float(self.data["call_sigma"][call])
             x = x * math.hypot(sigma, cfg.sigma_data)
         else:
             alpha, sigma = float(self.data["call_alpha"][call]), float(self.data["call_sigma"][call])
-            if cfg.says != "flow":  # Heun's calls are stored for x / alpha
+            if cfg.prediction_type != "flow":  # Heun's calls are stored for x / alpha
                 alpha, sigma = alpha / math.hypot(alpha, sigma), sigma / math.hypot(alpha, sigma)
         weight, mean, deviation = self.mixtures[condition.classes].unbind(1)  # [B, J]
         x = x[..., None]
@@ -48,11 +48,11 @@ class Mixture:
         share = (weight.log() - variance.log() / 2 - off**2 / (2 * variance)).softmax(-1)
         x0 = (share * (mean + alpha * deviation**2 * off / variance)).sum(-1)
         noise = (share * sigma * off / variance).sum(-1)
-        if cfg.says == "edm":  # by its definition
+        if cfg.prediction_type == "edm":  # by its definition
             total = sigma**2 + cfg.sigma_data**2
             said = (x0 - cfg.sigma_data**2 / total * x[..., 0]) * math.sqrt(total) / (sigma * cfg.sigma_data)
         else:
-            said = {"epsilon": noise, "v": alpha * noise - sigma * x0, "flow": noise - x0}[cfg.says]
+            said = {"epsilon": noise, "v": alpha * noise - sigma * x0, "flow": noise - x0}[cfg.prediction_type]
         return said.to(dtype)
 
 
@@ -68,19 +68,19 @@ def settings(case: dict[str, Any], **more: Any) -> tuple[Objective, SamplerConfi
     if kind.startswith("EDM"):
         churn = {"churn": given["S_churn"], "churn_low": given["S_min"], "churn_high": given["S_max"],
                  "churn_noise": given["S_noise"]} if kind == "EDMHeun" else {}  # fmt: skip
-        objective = ObjectiveConfig(says="edm", sigma_data=given.get("sigma_data", 0.5))
+        objective = ObjectiveConfig(prediction_type="edm", sigma_data=given.get("sigma_data", 0.5))
         return Objective(objective), SamplerConfig(
             method="heun" if kind == "EDMHeun" else "euler", steps=steps, spacing="karras", low=given["sigma_min"],
             high=given["sigma_max"], rho=given["rho"], **churn, **more,
         )  # fmt: skip
     if kind.startswith("FlowMatch"):
         shift = math.exp(case["set_timesteps"]["mu"]) if given.get("use_dynamic_shifting") else given["shift"]
-        return Objective(ObjectiveConfig(says="flow", levels=given["num_train_timesteps"])), SamplerConfig(
+        return Objective(ObjectiveConfig(prediction_type="flow", levels=given["num_train_timesteps"])), SamplerConfig(
             method="heun" if kind == "FlowMatchHeun" else "euler", steps=steps, shift=shift,
             spacing="trailing" if "set_timesteps" in case else "linspace", **more,
         )  # fmt: skip
     objective = ObjectiveConfig(
-        says={"epsilon": "epsilon", "v_prediction": "v"}[case["prediction"]], schedule=given["beta_schedule"],
+        prediction_type={"epsilon": "epsilon", "v_prediction": "v"}[case["prediction"]], schedule=given["beta_schedule"],
         levels=given["num_train_timesteps"], first=given["beta_start"], last=given["beta_end"],
         zero_snr=given.get("rescale_betas_zero_snr", False),
     )  # fmt: skip
@@ -110,7 +110,7 @@ def states(name: str, stored: dict[str, np.ndarray], dtype: torch.dtype, **more:
     data = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
     np.testing.assert_allclose(begin(objective, cfg) * stored["noise"], data["traj"][0], rtol=1e-6)
     noise = torch.from_numpy(data["traj"][0] / begin(objective, cfg)).to(dtype)
-    network = Mixture(objective, data, calls=1 if cfg.together or cfg.guidance == 1 else 2)
+    network = Mixture(objective, data, calls=1 if cfg.batch_guidance or cfg.guidance == 1 else 2)
     cond, uncond = (Condition(classes=torch.full((len(noise),), i)) for i in range(2))
     fresh = (lambda i: torch.from_numpy(data["noise"][i]).to(dtype)) if "noise" in data else None
     found = list(sample(network, objective, cfg, noise, cond, uncond, fresh))
@@ -132,5 +132,5 @@ def test_every_state_is_that_of_diffusers(name: str, trajectories: dict[str, np.
 
 @pytest.mark.parametrize("name", ["ddim_guided_eps", "ddim_guided_rescaled_v"])
 def test_guidance_with_one_batch_after_the_other(name: str, trajectories: dict[str, np.ndarray]) -> None:
-    found, known = states(name, trajectories, torch.float64, together=False)
+    found, known = states(name, trajectories, torch.float64, batch_guidance=False)
     np.testing.assert_allclose(found, known, rtol=0, atol=1e-11 * max(1, abs(known).max()))

@@ -32,7 +32,7 @@ def losses(step: train.Step, device: str, steps: int = 6) -> list[float]:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_gpu_trains_as_the_cpu_does(optimizer: str) -> None:
     precisely()
-    words = {"optimizer": optimizer, "average": 0.9, "clip": 1.0}
+    words = {"optimizer": optimizer, "ema_decay": 0.9, "clip": 1.0}
     assert losses(new_step(GPU, **words), GPU) == pytest.approx(losses(new_step("cpu", **words), "cpu"), rel=2e-4)
 
 
@@ -40,7 +40,7 @@ def test_bf16_is_close_to_fp32() -> None:
     assert losses(new_step(GPU, precision="bf16"), GPU) == pytest.approx(losses(new_step(GPU), GPU), rel=3e-2)
 
 
-@pytest.mark.parametrize("words", [{"optimizer": "sgd", "clip": 1.0, "average": 0.9}, {"precision": "bf16", "accumulate": 2}])
+@pytest.mark.parametrize("words", [{"optimizer": "sgd", "clip": 1.0, "ema_decay": 0.9}, {"precision": "bf16", "accumulate": 2}])
 def test_a_step_reads_nothing_from_the_gpu(words: dict) -> None:
     step, sums = new_step(GPU, **words), MetricSums()
     data = [batch(GPU, seed=i) for i in range(4)]

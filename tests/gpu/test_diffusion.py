@@ -29,7 +29,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "latents": {"tokens": (5, 16)}, "unconditional": 0.3,
     },
 }  # fmt: skip
-FLOW = {"objective": {"says": "flow", "times": "logit_normal"}, "sampler": {"method": "heun", "steps": 3}}
+FLOW = {"objective": {"prediction_type": "flow", "times": "logit_normal"}, "sampler": {"method": "heun", "steps": 3}}
 
 
 def model(network: str) -> Diffusion:
@@ -61,7 +61,7 @@ def new_step(network: str, **words: Any) -> Step:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_captured_is_eager(network: str, precision: str) -> None:
     precisely()
-    steps = [new_step(network, precision=precision, capture=how, average=0.9) for how in ("none", "whole")]
+    steps = [new_step(network, precision=precision, capture=how, ema_decay=0.9) for how in ("none", "whole")]
     for number in range(5):
         one, other = (float(step(batch(network, number))["loss"]) for step in steps)
         assert other == pytest.approx(one, rel=1e-4 if precision == "fp32" else 2e-2)

@@ -103,11 +103,11 @@ def test_documents_make_no_mask() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_in_fp8_a_captured_step_is_that_of_the_twins(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     precisely()
-    steps = [new_step(model, precision=precision, products="fp8", capture=how) for how in ("none", "whole")]
+    steps = [new_step(model, precision=precision, matmul="fp8", capture=how) for how in ("none", "whole")]
     found = [[mean(step(batch(i))) for step in steps] for i in range(5)]
     monkeypatch.setattr(float8, "is_supported", lambda device: False)
-    twin, wide = new_step(model, precision=precision, products="precision"), new_step(model, precision=precision)
-    enable_float8(twin.model, twin.cfg.model_copy(update={"products": "fp8"}), torch.device("cpu"))
+    twin, wide = new_step(model, precision=precision, matmul="precision"), new_step(model, precision=precision)
+    enable_float8(twin.model, twin.cfg.model_copy(update={"matmul": "fp8"}), torch.device("cpu"))
     for i, losses in enumerate(found):
         assert losses[1] == pytest.approx(losses[0], rel=1e-4 if precision == "fp32" else 1e-2)
         assert losses[0] == pytest.approx(mean(twin(batch(i))), rel=1e-3 if precision == "fp32" else 1e-2)

@@ -36,7 +36,7 @@ def copies(mesh: Mesh, words: dict[str, Any]) -> Trained:
     precisely()
     assert mesh.world == 1 or get_backend(mesh.device, mesh.peers) == ("nccl" if ON_GPU else "gloo")
     torch.manual_seed(mesh["replicate"].rank)  # the copies start equal, whatever they were
-    step = new_step(mesh, Network(), loss, {"weight_decay": 0.1, "clip": 0.5, "average": 0.9} | words)
+    step = new_step(mesh, Network(), loss, {"weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9} | words)
     axis, losses = mesh["replicate"], []
     kind = torch.float64 if words["precision"] == "fp64" else torch.float32
     for number in range(STEPS):

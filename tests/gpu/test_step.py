@@ -39,11 +39,11 @@ def new_step(dropout: float = 0.0, loss: Any = cosmoflow.loss, **words: Any) -> 
 
 
 CASES = [
-    {"optimizer": "sgd", "clip": 1.0, "average": 0.9},
+    {"optimizer": "sgd", "clip": 1.0, "ema_decay": 0.9},
     {"optimizer": "adamw", "precision": "bf16", "accumulate": 2},
-    {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "average": 0.9},
-    {"optimizer": "lamb", "average": 0.9},
-    {"optimizer": "adamw", "average": 0.9},
+    {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "ema_decay": 0.9},
+    {"optimizer": "lamb", "ema_decay": 0.9},
+    {"optimizer": "adamw", "ema_decay": 0.9},
     {"optimizer": "lars", "precision": "bf16-params"},
 ]
 
@@ -63,7 +63,7 @@ def test_captured_is_eager(how: str, words: dict[str, Any]) -> None:
 
 
 def test_dropout_differs_between_replays_and_recording_leaves_no_trace() -> None:
-    step = new_step(dropout=0.5, capture="whole", average=0.9)
+    step = new_step(dropout=0.5, capture="whole", ema_decay=0.9)
     part, capture = batch(0), step._capture
     for _ in range(WARM):
         step(part, 0.0)
@@ -137,7 +137,7 @@ def test_a_captured_step_of_small_operations_is_faster_and_leaves_no_gaps() -> N
     x = torch.randn(1, 64, 64, device=DEVICE)
     for capture in ("none", "whole"):
         layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
-        cfg = StepConfig.model_validate({"precision": "bf16-params", "capture": capture, "average": 0.999})
+        cfg = StepConfig.model_validate({"precision": "bf16-params", "capture": capture, "ema_decay": 0.999})
         step = Step(nn.TransformerEncoder(layer, 24, enable_nested_tensor=False), mean_square, cfg, dist.single_process(DEVICE))
 
         def run(i: int, step: Step = step) -> None:

@@ -81,7 +81,7 @@ def new_step(**words: Any) -> Step:
     torch.backends.cudnn.deterministic = True
     precisely()
     torch.manual_seed(0)
-    return Step(Network(), loss, StepConfig(average=0.9, clip=1.0, **words), dist.single_process(DEVICE), graph=GRAPH)
+    return Step(Network(), loss, StepConfig(ema_decay=0.9, clip=1.0, **words), dist.single_process(DEVICE), graph=GRAPH)
 
 
 def ready(files: list[Path], batches: int = 6, size: int = 4) -> list[dict[str, torch.Tensor]]:
@@ -99,7 +99,7 @@ def test_fit_never_waits_for_the_gpu(files: list[Path], capture: str, compare: i
     step, data = new_step(capture=capture), ready(files)
     for _ in range(3):  # libraries choose their algorithms, and graphs are recorded
         step(data[0])
-    cfg = TrainConfig(steps=14, report_every=3, agree_every=compare)
+    cfg = TrainConfig(steps=14, report_every=3, replica_check_every=compare)
     with nothing_waits():
         found = fit(step, data, cfg)
     assert found.reason == "finished" and [report.step for report in found.reports] == [3, 6, 9, 12, 14]

@@ -33,10 +33,10 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
         sizes = MODELS[case["model"]] | {name: case[name] for name in ("layers",) if name in case}
         model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
         if case.get("adapted"):
-            llm.adapt(model, LoRAConfig(rank=3, targets=TARGETS, frozen=case.get("frozen", "as they are")))
+            llm.adapt(model, LoRAConfig(rank=3, targets=TARGETS, base_dtype=case.get("frozen", "as they are")))
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
-    words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}
+    words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9}
     words |= {"eps": 1e-5, "capture": "none"}  # biases of keys have no gradient but rounding, which a smaller one would show
     words |= {name: case[name] for name in ("optimizer", "shard") if name in case}
     micros = 4 // mesh["replicate"].size if mesh["pipeline"].size > 1 else 2

@@ -73,7 +73,7 @@ def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any
     assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)), "none is a copy"
     assert model.second[1].training and not model.flat.training, "what is not trained stays so"
     sum_gradients_over(model, mesh["depth"])
-    words: dict[str, Any] = {"optimizer": "sgd", "precision": "fp64", "lr": 0.1, "clip": 1.0, "average": 0.5 if folder else None}
+    words: dict[str, Any] = {"optimizer": "sgd", "precision": "fp64", "lr": 0.1, "clip": 1.0, "ema_decay": 0.5 if folder else None}
     step = Step(model, loss, StepConfig(**words, accumulate=group if alone else 1), mesh)
     step._weight /= mesh["depth"].size
     copies = mesh["replicate"]
@@ -104,7 +104,7 @@ def test_a_group_is_one_process_with_all_its_samples(axes: dict[str, int], group
 
 
 def resumed(mesh: Mesh, folder: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    cfg = StepConfig(optimizer="sgd", precision="fp64", average=0.5)
+    cfg = StepConfig(optimizer="sgd", precision="fp64", ema_decay=0.5)
     step = Step(convert_sync_batchnorm(new_model(), mesh, mesh["replicate"].size), loss, cfg, mesh)
     Checkpoints(Path(folder), CheckpointConfig(), mesh, {}).resume(step)
     live = {n: t.detach().clone().numpy() for n, t in step.model.state_dict().items()}

@@ -99,7 +99,7 @@ def test_a_network_whose_samples_are_cut_is_the_network(cfg: UNetConfig, axes: d
 def model_of(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
     size = (cfg.inputs, *SIZES[cfg])
     shape = DiffusionConfig(
-        unet=cfg, size=size, objective={"says": "flow"}, sampler={"method": "heun", "steps": 2, "guidance": 2.0, "rescale": 0.7},
+        unet=cfg, size=size, objective={"prediction_type": "flow"}, sampler={"method": "heun", "steps": 2, "guidance": 2.0, "rescale": 0.7},
         residual=0.5 if cfg.field else None, unconditional=0.3 if cfg.field else 0.0,
     )  # fmt: skip
     model = Diffusion(shape, seed=3)
@@ -118,7 +118,7 @@ def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
 
 def trained(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
     model = model_of(cfg, mesh)
-    words: dict[str, Any] = {"precision": "fp64", "lr": 0.01, "clip": 1.0, "average": 0.9, "shard": "none", "eps": 1e-3}
+    words: dict[str, Any] = {"precision": "fp64", "lr": 0.01, "clip": 1.0, "ema_decay": 0.9, "shard": "none", "eps": 1e-3}
     step = Step(model, diffusion.loss, StepConfig(**words), mesh)
     losses = [step(batch(mesh, cfg, model, number))["loss"].item() for number in range(2)]
     held = batch(mesh, cfg, model, 9)

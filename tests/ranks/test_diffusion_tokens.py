@@ -70,7 +70,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
         model = parallelize(new_model(case["model"]), mesh)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.2)
-    words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}
+    words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9}
     return Step(model, loss, StepConfig(**words, eps=1e-3, capture="none", shard=case.get("shard", "none")), mesh)
 
 

@@ -68,7 +68,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     torch.manual_seed(seed + mesh["replicate"].rank)  # the copies start equal, whatever they were
     model = Network()
     sum_gradients_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample: halves add up to the whole
-    words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "average": 0.9, "bucket_mb": 2e-3} | case
+    words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9, "bucket_mb": 2e-3} | case
     step = Step(model, loss, StepConfig(**words), mesh)
     step._weight /= mesh["depth"].size
     return step
@@ -83,7 +83,7 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Any]:
 EVERY: list[Case] = [{"optimizer": optimizer, "shard": shard} for optimizer in ("adamw", "sgd", "lamb", "lars") for shard in SHARDS]
 FURTHER: list[Case] = [
     {**words, "shard": shard} for shard in SHARDS
-    for words in ({"accumulate": 2}, {"clip": None, "average": None})
+    for words in ({"accumulate": 2}, {"clip": None, "ema_decay": None})
 ]  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def from_folder(mesh: Mesh, frozen: Any, seed: int = 0, **more: Any) -> Step:
     torch.manual_seed(seed)
     with deferred(seed):
         model = llm.parallelize(LLM(read_config(HOME)), mesh)
-    llm.adapt(llm.load_deferred(model, HOME), LoRAConfig(rank=2, frozen=frozen))
+    llm.adapt(llm.load_deferred(model, HOME), LoRAConfig(rank=2, base_dtype=frozen))
     return Step(model, llm.loss, StepConfig(lr=0.1, capture="none", **more), mesh)
 
 

@@ -35,7 +35,7 @@ def delivered(
                 time.sleep(0.05)
             return np.array(index)
 
-    with Loader(Slow(48), 8, mesh, name="t", order=order, seed=4, once=once) as loader:  # type: ignore[arg-type]
+    with Loader(Slow(48), 8, mesh, name="t", order=order, seed=4, scatter=once) as loader:  # type: ignore[arg-type]
         row, epoch = [], loader.epoch(0, first, late)
         for _ in range(stop):
             row.append(next(epoch).tolist())
@@ -163,7 +163,7 @@ def same(found: Any, right: Any) -> bool:
 def made_once(mesh: Mesh, order: str) -> tuple[bool, list[int], list[int]]:
     """Whether samples are what this rank would make of them; what it made, and what was delivered to it."""
     source, right = Mixed(24), Mixed(24)
-    with Loader(source, 4, mesh, name="t", seed=3, once="auto", order=order) as loader:  # type: ignore[arg-type]
+    with Loader(source, 4, mesh, name="t", seed=3, scatter="auto", order=order) as loader:  # type: ignore[arg-type]
         alike, seen = True, []
         for epoch in range(2):
             for number, batch in enumerate(loader.epoch(epoch, more=epoch == 0)):
@@ -191,7 +191,7 @@ def test_each_sample_is_made_by_one_rank_of_its_copy_and_comes_to_all_as_it_is(a
 
 
 def skipping(mesh: Mesh) -> tuple[list[list[int]], list[str], list[str]]:
-    words: dict[str, Any] = {"shuffle": False, "on_bad_sample": "skip", "once": True}
+    words: dict[str, Any] = {"shuffle": False, "on_bad_sample": "skip", "scatter": True}
     with Loader(Mixed(12, broken=(3, 6)), 4, mesh, name="t", **words) as loader:
         batches = [[sample["pair"][0].y for sample in batch] for batch in loader.epoch(0)]
         return batches, loader.news(), loader.news()
@@ -207,7 +207,7 @@ def test_a_bad_sample_is_skipped_by_all_ranks_of_a_copy_and_told_by_all() -> Non
 
 def stopping(mesh: Mesh, broken: int, order: str) -> tuple[str, float]:
     began = time.monotonic()
-    with Loader(Mixed(16, broken=(broken,)), 4, mesh, name="t", shuffle=False, order=order, once=True) as loader:  # type: ignore[arg-type]
+    with Loader(Mixed(16, broken=(broken,)), 4, mesh, name="t", shuffle=False, order=order, scatter=True) as loader:  # type: ignore[arg-type]
         try:
             for _ in loader.epoch(0):
                 pass
@@ -233,7 +233,7 @@ def leaving(mesh: Mesh) -> list[int]:
             time.sleep(0.02 * (mesh.rank + index % 3))
             return super().sample(index, epoch)
 
-    with Loader(Late(16), 2, mesh, name="t", shuffle=False, once=True) as loader:
+    with Loader(Late(16), 2, mesh, name="t", shuffle=False, scatter=True) as loader:
         for _ in loader.epoch(0):
             break
         return [sample["pair"][0].y for batch in loader.epoch(1) for sample in batch]

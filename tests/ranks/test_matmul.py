@@ -52,7 +52,7 @@ def fed(mesh: Mesh, sequence: bool) -> Pieces:
     row_parallel(model.down, axis, dim)
     if sequence:
         tensor.sum_gradients_over(model, axis)
-    words: dict[str, Any] = {"precision": "fp64", "products": "fp8", "lr": 0.01, "capture": "none"}
+    words: dict[str, Any] = {"precision": "fp64", "matmul": "fp8", "lr": 0.01, "capture": "none"}
     step = Step(model, squares, StepConfig(**words, accumulate=2 // mesh["replicate"].size), mesh)
     for number in range(2):
         x = 0.5 + torch.rand(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
@@ -85,7 +85,7 @@ def read(mesh: Mesh, products: str, shard: str = "none") -> tuple[Pieces, list[f
     with deferred(0):
         sizes: dict[str, Any] = {"vocabulary": 61, "width": 64, "layers": 2, "heads": 4, "inner": 128, "positions": 32}
         model = llm.parallelize(LLM(LLMConfig(**sizes, recompute="selective")), mesh)
-    words: dict[str, Any] = {"precision": "fp64", "products": products, "optimizer": "sgd", "lr": 0.1, "capture": "none"}
+    words: dict[str, Any] = {"precision": "fp64", "matmul": products, "optimizer": "sgd", "lr": 0.1, "capture": "none"}
     words["shard"] = shard
     step = Step(model, llm.loss, StepConfig(**words, accumulate=2), mesh, pipeline=llm.build_pipeline(model, mesh))
     rows = torch.randint(0, 61, (4, 33), generator=torch.Generator().manual_seed(0))
@@ -149,7 +149,7 @@ def test_layers_of_one_input_send_once() -> None:
     back = ["gather", "gather", "sum"]  # the gradient, the input again, and its gradient
     for found in on_ranks({"tensor": 2}, messages, None):
         assert found == [*around, *around, "back", *back, *back]
-    frozen = LoRAConfig(rank=2, targets=("q_proj", "v_proj"), frozen="8bit")
+    frozen = LoRAConfig(rank=2, targets=("q_proj", "v_proj"), base_dtype="8bit")
     for found in on_ranks({"tensor": 2}, messages, frozen):
         small = ["gather"] * 2  # adapters' middles
         assert found[: found.index("back")] == ["gather", *small, "sum", *around]

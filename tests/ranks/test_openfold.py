@@ -87,7 +87,7 @@ def test_a_sharded_protein_gives_the_unsharded_results(axes: dict[str, int], pas
 
 def weights_after_a_step(mesh: Mesh, shard: str) -> Any:
     """Two steps of two copies, with dropout, clipping and an average."""
-    cfg = StepConfig(optimizer="adam", lr=1e-2, precision="fp64", clip=0.1, average=0.9, shard=shard)
+    cfg = StepConfig(optimizer="adam", lr=1e-2, precision="fp64", clip=0.1, ema_decay=0.9, shard=shard)
     torch.manual_seed(3)
     step = Step(parallelize(network(), mesh), objective, cfg, mesh)
     copy = mesh["replicate"].rank

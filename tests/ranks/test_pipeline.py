@@ -105,7 +105,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Ste
     model = MODELS[case["model"]]()
     act = Pipeline(model, mesh, **case.get("how", {})) if mesh["pipeline"].size > 1 else None
     function = function or (odd_loss if isinstance(model, Odd) else loss)
-    words = {"precision": "fp64", "clip": 0.5, "average": 0.9, "weight_decay": 0.1, "bucket_mb": 1e-3}
+    words = {"precision": "fp64", "clip": 0.5, "ema_decay": 0.9, "weight_decay": 0.1, "bucket_mb": 1e-3}
     words |= {name: value for name, value in case.items() if name not in ("model", "how")}
     words["accumulate"] = case.get("accumulate", 4) // mesh["replicate"].size
     return Step(model, function, StepConfig(**words), mesh, pipeline=act)

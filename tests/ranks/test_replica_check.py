@@ -50,7 +50,7 @@ def trained(mesh: Mesh, struck: dict[int, str], words: dict[str, Any], settings:
     step.struck = struck
     axis = mesh["replicate"]
     training, validation = ([b.chunk(axis.size)[axis.rank] for b in batches(n, 8, n)] for n in (8, 2))
-    cfg = TrainConfig(**{"steps": 16, "report_every": 2, "agree_every": EVERY} | settings)
+    cfg = TrainConfig(**{"steps": 16, "report_every": 2, "replica_check_every": EVERY} | settings)
     try:
         fit(step, training, cfg, validation=validation, evaluate=metric)
     except DivergedError as error:
@@ -80,14 +80,14 @@ def test_a_flipped_bit_is_named_with_its_ranks_and_its_parameter(axes: Any, stru
 
 
 SOUND = [
-    {}, {"precision": "bf16-params", "moments": "bf16", "average": 0.9}, {"shard": "optimizer", "average": 0.9},
-    {"shard": "optimizer", "precision": "bf16-params", "optimizer": "lamb"}, {"shard": "weights", "average": 0.9},
-    {"capture": "whole", "average": 0.9}, {"capture": "forward", "shard": "optimizer"}, {"clip": 0.1, "accumulate": 2},
+    {}, {"precision": "bf16-params", "moments": "bf16", "ema_decay": 0.9}, {"shard": "optimizer", "ema_decay": 0.9},
+    {"shard": "optimizer", "precision": "bf16-params", "optimizer": "lamb"}, {"shard": "weights", "ema_decay": 0.9},
+    {"capture": "whole", "ema_decay": 0.9}, {"capture": "forward", "shard": "optimizer"}, {"clip": 0.1, "accumulate": 2},
 ]  # fmt: skip
 
 
 def each(mesh: Mesh, struck: dict[int, str], cases: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    return [trained(mesh, struck, words, {"agree_every": 1, "steps": 9}) for words in cases]
+    return [trained(mesh, struck, words, {"replica_check_every": 1, "steps": 9}) for words in cases]
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 2, "depth": 2}], ids=str)

@@ -57,7 +57,7 @@ def run(mesh: Mesh, evaluate: str = "wait", score: Any = metric, cfg: dict[str, 
     torch.manual_seed(0)
     model = Network()
     sum_gradients_over(model, mesh["depth"])
-    step = Step(model, loss, StepConfig(average=0.8, lr=0.01, **words), mesh)
+    step = Step(model, loss, StepConfig(ema_decay=0.8, lr=0.01, **words), mesh)
     axis = mesh["replicate"]
     training = [b.chunk(axis.size)[axis.rank] for b in batches(EVERY, 8, 1)]
     validation = [b.chunk(axis.size)[axis.rank] for b in batches(2, 8, 2)]

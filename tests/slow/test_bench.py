@@ -131,7 +131,7 @@ def layers(millions: float = 10.0) -> nn.ParameterList:
 
 @pytest.mark.usefixtures("one_thread")
 def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other() -> None:
-    step = Step(layers(), lambda model, batch: {}, StepConfig(average=0.999, optimizer="adam"), dist.single_process())
+    step = Step(layers(), lambda model, batch: {}, StepConfig(ema_decay=0.999, optimizer="adam"), dist.single_process())
     plain = layers()
     step.reducer.zero_grad()
     for parameter in (*step.model.parameters(), *plain):

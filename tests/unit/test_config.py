@@ -139,6 +139,27 @@ def test_a_section_or_a_file_without_lines_keeps_its_defaults(file):
 # ---- What a value is ----------------------------------------------------------------------------------------------------------
 
 
+class Renamed(Settings):
+    renamed = {"average": "ema_decay"}
+    ema_decay: float = 0.0
+
+
+class Run(Settings):
+    step: Renamed = Renamed()
+    steps: int = 0
+
+
+def test_earlier_names_are_read_and_reported(file, capsys):
+    for path, overrides, origin in ((file("step:\n  average: 0.9"), [], ":2: "), (None, ["step={average: 0.9}"], "command line: ")):
+        assert load(Run, path, overrides) == Run(step=Renamed(ema_decay=0.9))
+        message = capsys.readouterr().err
+        assert origin in message and message.endswith("step.average is now step.ema_decay; the next version does not read the old name\n")
+    with pytest.raises(ConfigError, match=r"command line: step.ema_decay is 'x', expected a number"):
+        load(Run, None, ["step.average=x"])
+    with pytest.raises(ConfigError, match=r"step.average: no such key"):
+        load(Run, file("step: {average: 0.9, ema_decay: 0.8}"))
+
+
 @pytest.mark.parametrize(("text", "value"), [
     ("1e-3", 1e-3), ("1E5", 1e5), (".5", 0.5), ("5.", 5.0), ("3", 3.0), ("-1.5e+2", -150.0), (".inf", math.inf),
     ("-.INF", -math.inf),

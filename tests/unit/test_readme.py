@@ -67,7 +67,7 @@ def test_the_cell_of_the_diffusion_page_runs(runs: Path) -> None:
     about = {"names": ("density",), "units": ("mean",), "mean": (-0.3,), "deviation": (1.2,), "floor": 0.05, "factor": 4}
     cfg = DiffusionConfig.model_validate({
         "unet": {**network, "middle": "none", "heads": (1,), "groups": 4}, "size": (1, 64, 64), "fields": about,
-        "objective": {"says": "flow"}, "sampler": {"method": "euler", "steps": 2},
+        "objective": {"prediction_type": "flow"}, "sampler": {"method": "euler", "steps": 2},
     })  # fmt: skip
     (runs / "diffusion-small").mkdir()
     Diffusion(cfg).save(runs / "diffusion-small/model.safetensors")

@@ -150,7 +150,7 @@ def torch_training_step(implementation: Implementation, cfg: Any, batch: Any, de
     except ConfigError:  # a peer has other parameter names
         decays = set()
     optimizer = torch_optimizer(model, cfg.step, decays)
-    averages = [p.detach().clone() for p in model.parameters()] if cfg.step.average is not None else []
+    averages = [p.detach().clone() for p in model.parameters()] if cfg.step.ema_decay is not None else []
 
     def run() -> Tensor:
         optimizer.zero_grad()
@@ -163,7 +163,7 @@ def torch_training_step(implementation: Implementation, cfg: Any, batch: Any, de
         optimizer.step()
         with torch.no_grad():
             for average, parameter in zip(averages, model.parameters()):
-                average.lerp_(parameter, 1 - (cfg.step.average or 0.999))
+                average.lerp_(parameter, 1 - (cfg.step.ema_decay or 0.999))
         return value.detach()
 
     return run

@@ -164,9 +164,11 @@ class VAEConfig(Settings):
 
 
 class ObjectiveConfig(Settings):
-    """What a network is trained to say of a noisy sample x_t = alpha x0 + sigma eps."""
+    """The target of a network, given a noisy sample x_t = alpha x0 + sigma eps."""
 
-    says: Literal["epsilon", "v", "x0", "edm", "flow"] = "v"
+    renamed = {"says": "prediction_type"}
+
+    prediction_type: Literal["epsilon", "v", "x0", "edm", "flow"] = "v"
     """epsilon: the noise (Ho et al. 2020); v: alpha eps - sigma x0 (Salimans and Ho 2022); x0: the sample; edm: what Karras et al.
     2022 leave for it to say; flow: eps - x0, on a straight way (Liu et al. 2022)"""
     schedule: Literal["linear", "scaled_linear", "cosine"] = "scaled_linear"
@@ -191,15 +193,17 @@ class ObjectiveConfig(Settings):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if self.min_snr is not None and self.says in ("edm", "flow"):
-            raise ValueError(f"min_snr is for epsilon, v and x0; says is {self.says}")
-        if self.times == "logit_normal" and self.says != "flow":
-            raise ValueError(f"times logit_normal is for flow; says is {self.says}")
+        if self.min_snr is not None and self.prediction_type in ("edm", "flow"):
+            raise ValueError(f"min_snr is for epsilon, v and x0; prediction_type is {self.prediction_type}")
+        if self.times == "logit_normal" and self.prediction_type != "flow":
+            raise ValueError(f"times logit_normal is for flow; prediction_type is {self.prediction_type}")
         return self
 
 
 class SamplerConfig(Settings):
-    """How a sample is drawn."""
+    """The sampler and its steps."""
+
+    renamed = {"together": "batch_guidance"}
 
     method: Literal["ddim", "ddpm", "dpm++", "euler", "heun"] = "dpm++"
     """ddim: Song et al. 2020; ddpm: Ho et al. 2020; dpm++: second order, Lu et al. 2022; euler and heun: Karras et al. 2022, and
@@ -220,7 +224,7 @@ class SamplerConfig(Settings):
     """what a condition changes counts so many times (Ho and Salimans 2022)"""
     rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of the guided prediction that has the deviation of the one with the condition (Lin et al. 2024)"""
-    together: bool = True
+    batch_guidance: bool = True
     """whether samples with and without the condition are one batch of twice the size; false: one after the other, in less memory"""
     clip: Length | None = None
     """the greatest absolute value of x0 on the way"""

@@ -4,7 +4,7 @@ A noisy sample is x = alpha x0 + sigma noise. On a schedule (epsilon, v, x0) alp
 edm has alpha 1 and any sigma above 0; flow has alpha 1 - t and sigma t, with t from 0 to 1. Random numbers are arguments: training
 computes them by a counter-based generator (``hpcai.kernels.philox``).
 
-    objective = Objective(ObjectiveConfig(says="v"))
+    objective = Objective(ObjectiveConfig(prediction_type="v"))
     noisy = objective.add_noise(x0, noise, objective.sample_times(uniform, normal))
     loss = objective.loss(network(noisy.input, noisy.time, condition), noisy).mean()
 """
@@ -61,9 +61,9 @@ def loss_weights(cfg: ObjectiveConfig) -> np.ndarray:
         return np.ones_like(alpha2)
     ratio = alpha2 / (1 - alpha2)
     clipped = np.minimum(ratio, cfg.min_snr)
-    if cfg.says == "epsilon":
+    if cfg.prediction_type == "epsilon":
         return np.divide(clipped, ratio, out=np.ones_like(ratio), where=ratio > 0)
-    return clipped / (ratio + 1) if cfg.says == "v" else clipped
+    return clipped / (ratio + 1) if cfg.prediction_type == "v" else clipped
 
 
 class Objective:
@@ -71,7 +71,7 @@ class Objective:
 
     def __init__(self, cfg: ObjectiveConfig) -> None:
         self.cfg = cfg
-        self.has_schedule = cfg.says in ("epsilon", "v", "x0")
+        self.has_schedule = cfg.prediction_type in ("epsilon", "v", "x0")
         self.alphas = self.sigmas = np.empty(0)
         if self.has_schedule:
             alpha2 = snr(cfg)
@@ -85,10 +85,10 @@ class Objective:
         sigmoid(mean + deviation normal) (Esser et al. 2024, eq. 19)."""
         if self.has_schedule:  # clamped: in low precision a uniform number may be rounded to 1
             return (uniform * self.cfg.levels).floor().clamp(max=self.cfg.levels - 1)
-        if self.cfg.says == "flow" and self.cfg.times == "uniform":
+        if self.cfg.prediction_type == "flow" and self.cfg.times == "uniform":
             return uniform
         scaled = self.cfg.mean + self.cfg.deviation * normal
-        return scaled.exp() if self.cfg.says == "edm" else scaled.sigmoid()
+        return scaled.exp() if self.cfg.prediction_type == "edm" else scaled.sigmoid()
 
     def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """Return alpha and sigma at times of ``sample_times`` [B], in float64. Levels are truncated to integers."""
@@ -96,7 +96,7 @@ class Objective:
             alpha, sigma, _ = self._lookup(time)
             return alpha, sigma
         time = time.double()
-        return (torch.ones_like(time) if self.cfg.says == "edm" else 1 - time), time
+        return (torch.ones_like(time) if self.cfg.prediction_type == "edm" else 1 - time), time
 
     def add_noise(self, x0: Tensor, noise: Tensor, time: Tensor) -> NoisySample:
         """Add noise to samples [B, C, ...] at times of ``sample_times`` [B].
@@ -109,7 +109,7 @@ class Objective:
         x0, noise = x0.to(dtype), noise.to(dtype)
         x = _per_sample(alpha, x0) * x0 + _per_sample(sigma, x0) * noise
         weight = self._lookup(time)[2].to(dtype) if self.has_schedule else torch.ones_like(sigma)
-        t = (time.double().log() / 4 if self.cfg.says == "edm" else time).to(dtype)
+        t = (time.double().log() / 4 if self.cfg.prediction_type == "edm" else time).to(dtype)
         return NoisySample(self.scale_input(x, sigma), t, alpha, sigma, self.target(x0, noise, alpha, sigma), weight)
 
     def loss(self, output: Tensor, noisy: NoisySample, grid: Grid = UNSHARDED) -> Tensor:
@@ -119,12 +119,12 @@ class Objective:
 
     def scale_input(self, x: Tensor, sigma: Number) -> Tensor:
         """Return the input of the network for a noisy sample x [B, C, ...]."""
-        return x / _per_sample((sigma**2 + self.cfg.sigma_data**2) ** 0.5, x) if self.cfg.says == "edm" else x
+        return x / _per_sample((sigma**2 + self.cfg.sigma_data**2) ** 0.5, x) if self.cfg.prediction_type == "edm" else x
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Number, sigma: Number) -> Tensor:
         """Return the target of the network for samples and noise [B, C, ...]."""
         alpha, sigma, data = _per_sample(alpha, x0), _per_sample(sigma, x0), self.cfg.sigma_data
-        match self.cfg.says:
+        match self.cfg.prediction_type:
             case "epsilon":
                 return noise
             case "v":
@@ -140,7 +140,7 @@ class Objective:
         """Return the x0 that ``output`` predicts for the noisy sample x, before ``scale_input`` [B, C, ...]. For epsilon it is
         undefined if alpha is 0."""
         alpha, sigma, data, output = _per_sample(alpha, x), _per_sample(sigma, x), self.cfg.sigma_data, output.to(x.dtype)
-        match self.cfg.says:
+        match self.cfg.prediction_type:
             case "epsilon":
                 return (x - sigma * output) / alpha
             case "v":
@@ -156,7 +156,7 @@ class Objective:
     def to_noise(self, output: Tensor, x: Tensor, alpha: Number, sigma: Number) -> Tensor:
         """Return the predicted noise, like ``to_x0``. For x0 it is undefined if sigma is 0."""
         alpha, sigma, data, output = _per_sample(alpha, x), _per_sample(sigma, x), self.cfg.sigma_data, output.to(x.dtype)
-        match self.cfg.says:
+        match self.cfg.prediction_type:
             case "epsilon":
                 return output
             case "v":

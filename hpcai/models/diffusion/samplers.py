@@ -97,10 +97,10 @@ def shift_times(time: np.ndarray, shift: float) -> np.ndarray:
 def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
     """Return the n steps of a sampler. Raises ConfigError, which lists all inconsistent settings."""
     _check(objective, cfg)
-    if objective.cfg.says == "edm":
+    if objective.cfg.prediction_type == "edm":
         sigmas = karras_sigmas(cfg.low, cfg.high, cfg.rho, cfg.steps)
         return _link_steps(np.log(sigmas) / 4, np.ones(cfg.steps), sigmas, (1.0, 0.0))
-    if objective.cfg.says == "flow":
+    if objective.cfg.prediction_type == "flow":
         if cfg.spacing == "trailing":
             times = shift_times(np.linspace(1, 1 / cfg.steps, cfg.steps), cfg.shift)
         else:
@@ -118,9 +118,9 @@ def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
 
 
 def _check(objective: Objective, cfg: SamplerConfig) -> None:
-    says, levels, errors = objective.cfg.says, objective.cfg.levels, list[str]()
+    says, levels, errors = objective.cfg.prediction_type, objective.cfg.levels, list[str]()
     if not objective.has_schedule and cfg.method not in ("euler", "heun"):
-        errors.append(f"method {cfg.method} needs a schedule; objective.says {says} has none; set method to euler or heun")
+        errors.append(f"method {cfg.method} needs a schedule; objective.prediction_type {says} has none; set method to euler or heun")
     else:
         name, spacings = (cfg.method, SPACINGS[cfg.method]) if objective.has_schedule else (says, SPACINGS[says])
         if cfg.spacing not in spacings:
@@ -135,7 +135,7 @@ def _check(objective: Objective, cfg: SamplerConfig) -> None:
     if cfg.churn and (says, cfg.method) != ("edm", "heun"):
         errors.append(f"churn {cfg.churn:g} is of edm with heun, not of {says} with {cfg.method}; set churn to 0")
     if cfg.shift != 1 and says != "flow":
-        errors.append(f"shift {cfg.shift:g} is of flow; objective.says is {says}; set shift to 1")
+        errors.append(f"shift {cfg.shift:g} is of flow; objective.prediction_type is {says}; set shift to 1")
     if cfg.offset and cfg.spacing != "leading":
         errors.append(f"offset {cfg.offset} is of spacing leading; spacing is {cfg.spacing}; set offset to 0")
     if not cfg.clean and cfg.method not in ("ddim", "dpm++"):
@@ -179,7 +179,7 @@ def _select_levels(objective: Objective, cfg: SamplerConfig) -> tuple[np.ndarray
         raise ConfigError(f"offset {cfg.offset}: steps begin at level {levels[0]}, and the schedule ends at {total - 1}; set less")
     if levels[0] == total - 1 and objective.alphas[-1] == 0:
         start = f"zero_snr: {cfg.method} with spacing {cfg.spacing} begins at level {total - 1}, which is noise alone"
-        if objective.cfg.says == "epsilon":
+        if objective.cfg.prediction_type == "epsilon":
             raise ConfigError(f"{start}: a prediction of epsilon does not determine the sample; set spacing to leading or train v")
         if cfg.method in ("euler", "heun"):
             raise ConfigError(f"{start}: sigma / alpha is infinite; set spacing to karras or leading, or method to ddim or dpm++")
@@ -211,7 +211,7 @@ class _Denoiser:
                 if (a is None) != (b is None):
                     incomplete = "condition" if a is None else "unconditional"
                     raise ConfigError(f"guidance: {incomplete} has no {name}, the other one has; give it to both or to neither")
-            if cfg.together:
+            if cfg.batch_guidance:
                 self.condition = Condition(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs.values()))
 
     def predict(self, x: Tensor, time: float, sigma: float) -> Tensor:
@@ -219,7 +219,7 @@ class _Denoiser:
         y = self.objective.scale_input(x, sigma)
         if self.unconditional is None:
             return self._call_network(y, time, self.condition)
-        if self.cfg.together:
+        if self.cfg.batch_guidance:
             cond, uncond = self._call_network(torch.cat([y, y]), time, self.condition).chunk(2)
         else:
             cond, uncond = self._call_network(y, time, self.condition), self._call_network(y, time, self.unconditional)

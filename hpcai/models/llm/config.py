@@ -111,6 +111,8 @@ FrozenStorage = Literal["as they are", "bf16", "8bit"]
 class LoRAConfig(Settings):
     """LoRA adapters of the linear layers whose names end with one of ``targets``; defaults of MLPerf for Llama 2 70B."""
 
+    renamed = {"frozen": "base_dtype"}
+
     rank: Positive = 16
     alpha: Length = 32.0
     """the scale is alpha / rank"""
@@ -119,7 +121,7 @@ class LoRAConfig(Settings):
     dropout: Rate = 0.0
     """of the inputs of A"""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    frozen: FrozenStorage = "as they are"
+    base_dtype: FrozenStorage = "as they are"
     """storage format of the frozen weights of all linear layers but the output layer; the step sets the compute dtype"""
 
     @property

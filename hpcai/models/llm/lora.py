@@ -63,7 +63,7 @@ class Adapter(nn.Module):
 
 
 def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
-    """Add adapters to the layers named in ``cfg.targets``, in place, and freeze all other weights, in the format ``cfg.frozen``.
+    """Add adapters to the layers named in ``cfg.targets``, in place, and freeze all other weights, in the format ``cfg.base_dtype``.
     Collective over all ranks of a sharded model. Raises ConfigError for a target that names no layer, and if the model already has
     adapters."""
     if any(True for _ in _adapted_layers(model)):
@@ -78,8 +78,8 @@ def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
         if name.rpartition(".")[2] in cfg.targets:
             linear.adapter = Adapter(linear, cfg).train(model.training)
             linear.register_forward_hook(_add_adapter)
-        if cfg.frozen != "as they are":
-            quantize(linear, cfg.frozen)
+        if cfg.base_dtype != "as they are":
+            quantize(linear, cfg.base_dtype)
     model.adapters = cfg
     return model
 

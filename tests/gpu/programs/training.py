@@ -48,7 +48,7 @@ TRAININGS = {
     "llm-small": Training(
         ("data_prep.text", "python"),
         ("apps.llm", "apps/llm/configs/small.yaml", "train.steps=400", "train.report_every=10"),
-        forms=((), ("step.precision=bf16",), ("step.precision=bf16", "step.products=fp8")),
+        forms=((), ("step.precision=bf16",), ("step.precision=bf16", "step.matmul=fp8")),
         tiny=("model.width=64", "model.layers=2", "model.heads=2", "model.inner=128", "train.steps=16", "train.report_every=1"),
     ),
 }  # fmt: skip

@@ -63,7 +63,7 @@ def main(folder: Path, what: str, axis: str = "replicate") -> None:
     global steps
     with dist.start({axis: -1}) as mesh:
         source = Volumes(folder, what)
-        words: dict[str, Any] = {"shuffle": False, "prefetch": 1 << 10, "processes": what == "killed", "once": "auto"}
+        words: dict[str, Any] = {"shuffle": False, "prefetch": 1 << 10, "processes": what == "killed", "scatter": "auto"}
         with Loader(source, 4, mesh, name="train", **words) as loader:
             for batch in loader.epoch(0):
                 torch_dist.all_reduce(torch.full((1,), float(batch["counts"].sum())))

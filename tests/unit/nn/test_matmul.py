@@ -76,7 +76,7 @@ def step(products: str, lora: LoRAConfig | None = None, compiled: str = "none", 
     model = LLM(LLMConfig(**SIZES | words))
     if lora is not None:
         llm.adapt(model, lora)
-    cfg = StepConfig(products=products, lr=0.003, capture="none", compile=compiled)  # type: ignore[arg-type]
+    cfg = StepConfig(matmul=products, lr=0.003, capture="none", compile=compiled)  # type: ignore[arg-type]
     return Step(model, llm.loss, cfg, dist.single_process())
 
 
@@ -91,7 +91,7 @@ def test_a_model_learns_in_eighths_as_without() -> None:
     one, other = losses(wide, 40), losses(narrow, 40)
     assert one != other and abs(other[0] / one[0] - 1) < 0.002
     assert one[0] - one[-1] > 1 and abs((other[0] - other[-1]) / (one[0] - one[-1]) - 1) < 0.02, (one[-1], other[-1])
-    (note,) = [note for note in narrow.messages if note.startswith("step.products")]
+    (note,) = [note for note in narrow.messages if note.startswith("step.matmul")]
     assert "14 linear layers use FP8; cpu emulates its rounding" in note
     assert {name for name, part in narrow.model.named_modules() if isinstance(part, FusedLinear)} == {
         f"model.layers.{n}.{part}_proj" for n in range(2)

@@ -87,14 +87,14 @@ def frozen_model(**words: Any) -> LLM:
 
 
 def test_little_more_than_a_byte_of_each_weight_stays() -> None:
-    parts = [part for part in materialize(frozen_model(frozen="8bit"), "cpu").modules() if isinstance(part, QuantizedLinear)]
+    parts = [part for part in materialize(frozen_model(base_dtype="8bit"), "cpu").modules() if isinstance(part, QuantizedLinear)]
     held = sum(parameter.nbytes for part in parts for parameter in part.parameters(recurse=False))
     assert len(parts) == 7 * 3 and 1 < held / sum(part.weight.numel() for part in parts) <= 1.1
 
 
 @pytest.mark.parametrize("bits", ["8bit", "bf16"])
 def test_what_is_merged_is_what_was_trained(bits: Any) -> None:
-    model = materialize(frozen_model(frozen=bits, targets=("q_proj", "down_proj")), "cpu").double()
+    model = materialize(frozen_model(base_dtype=bits, targets=("q_proj", "down_proj")), "cpu").double()
     for name, parameter in model.named_parameters():
         if "lora" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -111,7 +111,7 @@ def trained(bits: Any) -> tuple[float, float]:
     """The loss in bfloat16 before and after adapters were trained for 30 steps."""
     model = llm.load_weights(DATA / "llm" / "llama31_tiny" / "hf").train()
     with deferred(0):
-        llm.adapt(model, LoRAConfig(rank=4, frozen=bits, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
+        llm.adapt(model, LoRAConfig(rank=4, base_dtype=bits, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
     step = Step(model, llm.loss, StepConfig(precision="bf16", lr=0.005, optimizer="adamw", capture="none"), dist.single_process())
     rows = llm.Batch(torch.from_numpy(arrays("llm/llama31_tiny/io")["ids"]))
     losses = [float(total) / float(count) for total, count in (step(rows)["loss"] for _ in range(30))]
@@ -125,7 +125,7 @@ def test_adapters_learn_beside_8_bits_as_beside_16() -> None:
 
 
 def test_narrow_parameters_leave_8_bits_and_scales_as_they_are() -> None:
-    model: Any = materialize(frozen_model(frozen="8bit"), "cpu")
+    model: Any = materialize(frozen_model(base_dtype="8bit"), "cpu")
     layer = model.model.layers[0].self_attn.q_proj
     weight, scale = layer.weight.clone(), layer.scale.clone()
     cast_to_bf16(model)

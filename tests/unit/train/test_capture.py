@@ -80,14 +80,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 OPTIMIZERS = [
-    {"optimizer": "sgd", "clip": 0.5, "average": 0.9},
+    {"optimizer": "sgd", "clip": 0.5, "ema_decay": 0.9},
     {"optimizer": "sgd", "lr_in_momentum": False, "momentum": 0.0},
-    {"optimizer": "adamw", "accumulate": 2, "average": 0.9},
+    {"optimizer": "adamw", "accumulate": 2, "ema_decay": 0.9},
     {"optimizer": "adam", "precision": "bf16"},
-    {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "average": 0.9},
+    {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "ema_decay": 0.9},
     {"optimizer": "lamb", "clip": 1.0},
-    {"optimizer": "lars", "average": 0.5},
-    {"optimizer": "lamb", "average": 0.9},
+    {"optimizer": "lars", "ema_decay": 0.5},
+    {"optimizer": "lamb", "ema_decay": 0.9},
 ]
 
 
@@ -118,7 +118,7 @@ def test_dropout_differs_from_replay_to_replay(how: str) -> None:
 
 
 def test_recording_leaves_no_trace_bit_for_bit() -> None:
-    step = new_step("whole", dropout=0.5, average=0.9)
+    step = new_step("whole", dropout=0.5, ema_decay=0.9)
     for i in range(WARM):
         step(batch(i))
     before, random, capture = contents(step), torch.get_rng_state(), step._capture
@@ -133,7 +133,7 @@ def test_recording_leaves_no_trace_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("how", ["forward", "whole"])
 def test_a_nan_under_capture_leaves_the_weights_and_names_its_step(how: str) -> None:
-    step = new_step(how, optimizer="adamw", average=0.9)
+    step = new_step(how, optimizer="adamw", ema_decay=0.9)
     steps(step, WARM + 1)
     good = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     bad = batch(2)
@@ -231,7 +231,7 @@ def failing(where: str) -> type[Failing]:
 
 def of_graph(graph: Any, capture: str, **words: Any) -> Step:
     torch.manual_seed(0)
-    cfg = StepConfig(capture=capture, **{"optimizer": "adamw", "average": 0.9} | words)
+    cfg = StepConfig(capture=capture, **{"optimizer": "adamw", "ema_decay": 0.9} | words)
     return Step(Network(0.5), words.pop("loss", loss), cfg, dist.single_process(torch.device("cpu")), graph=graph)
 
 

@@ -39,7 +39,7 @@ def new_step(mesh: Mesh | None = None, seed: int = 0, **words: Any) -> Step:
     mesh = mesh or dist.single_process()
     torch.manual_seed(77 + mesh["replicate"].rank)
     sum_gradients_over(model, mesh["depth"])  # every rank holds the whole model
-    return Step(model, loss, StepConfig(average=0.9, **words), mesh)
+    return Step(model, loss, StepConfig(ema_decay=0.9, **words), mesh)
 
 
 def train(step: Step, count: int) -> None:

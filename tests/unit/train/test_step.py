@@ -84,7 +84,7 @@ class NoHostRead(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("cfg", [StepConfig(), StepConfig(optimizer="sgd", clip=1.0, accumulate=2, average=0.9)])
+@pytest.mark.parametrize("cfg", [StepConfig(), StepConfig(optimizer="sgd", clip=1.0, accumulate=2, ema_decay=0.9)])
 def test_nothing_is_read_from_the_device_inside_a_step(cfg: StepConfig) -> None:
     step, sums = Step(network(), loss, cfg, dist.single_process()), MetricSums()
     step(batch())
@@ -130,7 +130,7 @@ def test_an_infinite_loss_with_a_finite_gradient_is_reported_as_such() -> None:
 def test_weights_and_statistics_are_averaged_and_restored() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    step = Step(model, loss, StepConfig(average=0.5, optimizer="sgd", lr=0.1), dist.single_process())
+    step = Step(model, loss, StepConfig(ema_decay=0.5, optimizer="sgd", lr=0.1), dist.single_process())
 
     def state() -> dict[str, torch.Tensor]:
         return {name: t.clone() for name, t in model.state_dict().items() if t.is_floating_point()}
@@ -272,11 +272,11 @@ def test_bf16_params_leaves_running_statistics_and_their_layers_in_fp32() -> Non
 
 @pytest.mark.parametrize("words", [{"precision": "fp32"}, {"precision": "bf16-params", "moments": "bf16"}, {"optimizer": "lamb"}])
 def test_a_checkpoint_goes_from_one_precision_to_another(tmp_path, words: dict) -> None:  # type: ignore[no-untyped-def]
-    step = Step(network(), loss, StepConfig(average=0.9, precision="bf16-params"), dist.single_process())
+    step = Step(network(), loss, StepConfig(ema_decay=0.9, precision="bf16-params"), dist.single_process())
     for seed in range(3):
         step(batch(seed))
     Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=3))
-    other = Step(network(), loss, StepConfig(average=0.9, **words), dist.single_process())
+    other = Step(network(), loss, StepConfig(ema_decay=0.9, **words), dist.single_process())
     Checkpoints(tmp_path, CheckpointConfig(), other.mesh).resume(other)
     for kind in ("weights", "averages"):
         for name, value in getattr(step.optimizer, kind)().items():
@@ -298,7 +298,7 @@ def test_auto_precision_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
 def test_parameters_that_were_moved_are_trained(precision: str) -> None:
-    steps = [Step(network(), loss, StepConfig(precision=precision, average=0.9), dist.single_process()) for _ in range(2)]
+    steps = [Step(network(), loss, StepConfig(precision=precision, ema_decay=0.9), dist.single_process()) for _ in range(2)]
     for seed in range(3):
         for step in steps:
             step(batch(seed))

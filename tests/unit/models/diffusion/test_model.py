@@ -14,14 +14,14 @@ UNET: dict[str, Any] = {
     "middle": "self", "heads": (1, 2), "groups": 4, "patch": 2, "zero": False,
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
-    "epsilon": {"objective": {"says": "epsilon"}, "sampler": {"method": "ddim", "steps": 3}},
-    "v": {"objective": {"says": "v", "min_snr": 5.0}, "sampler": {"method": "dpm++", "steps": 3}},
-    "x0": {"objective": {"says": "x0", "schedule": "cosine"}, "sampler": {"method": "ddpm", "steps": 3}},
+    "epsilon": {"objective": {"prediction_type": "epsilon"}, "sampler": {"method": "ddim", "steps": 3}},
+    "v": {"objective": {"prediction_type": "v", "min_snr": 5.0}, "sampler": {"method": "dpm++", "steps": 3}},
+    "x0": {"objective": {"prediction_type": "x0", "schedule": "cosine"}, "sampler": {"method": "ddpm", "steps": 3}},
     "edm": {
-        "objective": {"says": "edm", "mean": -1.2, "deviation": 1.2},
+        "objective": {"prediction_type": "edm", "mean": -1.2, "deviation": 1.2},
         "sampler": {"method": "heun", "steps": 3, "spacing": "karras", "churn": 2.0},
     },
-    "flow": {"objective": {"says": "flow", "times": "logit_normal"}, "sampler": {"method": "euler", "steps": 3}},
+    "flow": {"objective": {"prediction_type": "flow", "times": "logit_normal"}, "sampler": {"method": "euler", "steps": 3}},
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ SAYS = ["epsilon", "v", "x0", "edm", "flow"]
 
 
 def objective(says: Any, **more: Any) -> Objective:
-    return Objective(ObjectiveConfig(says=says, **more))
+    return Objective(ObjectiveConfig(prediction_type=says, **more))
 
 
 def some(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -58,8 +58,8 @@ def test_nothing_in_a_step_reads_the_device(says: str) -> None:
 
 
 @pytest.mark.parametrize("words, told", [
-    (["says=edm", "min_snr=5"], "min_snr is for epsilon, v and x0; says is edm"),
-    (["says=v", "times=logit_normal"], "times logit_normal is for flow; says is v"),
+    (["prediction_type=edm", "min_snr=5"], "min_snr is for epsilon, v and x0; prediction_type is edm"),
+    (["prediction_type=v", "times=logit_normal"], "times logit_normal is for flow; prediction_type is v"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):

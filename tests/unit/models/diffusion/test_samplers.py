@@ -30,7 +30,7 @@ def fresh(i: int) -> Tensor:
 
 
 def objective(says: Any = "v", **more: Any) -> Objective:
-    return Objective(ObjectiveConfig(says=says, **more))
+    return Objective(ObjectiveConfig(prediction_type=says, **more))
 
 
 def cfg(way: Way, **more: Any) -> SamplerConfig:

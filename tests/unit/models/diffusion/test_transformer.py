@@ -109,7 +109,7 @@ def test_gradients_are_the_same_to_the_bit(kind: str, autocast: dict[str, Any]) 
 def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind: str) -> None:
     model, (x, time) = network(kind), samples()
     before = model(x, time, asked(kind))
-    enable_float8(model, StepConfig(products="fp8"), torch.device("cpu"))
+    enable_float8(model, StepConfig(matmul="fp8"), torch.device("cpu"))
     names = {name for name, part in model.named_modules() if isinstance(part, FusedLinear)}
     assert not [name for name in names if "embed" in name or "norm" in name or name.startswith("proj")]
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and "transformer_blocks" in name]
