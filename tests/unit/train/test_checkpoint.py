@@ -19,7 +19,7 @@ from hpcai import __version__, dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DivergedError
 from hpcai.parallel.data_parallel import sum_gradients_over
-from hpcai.settings import CheckpointConfig, StepConfig
+from hpcai.settings import CheckpointConfig, RunConfig, StepConfig
 from hpcai.train import checkpoint, checkpoint_reader, rng
 from hpcai.train.checkpoint import VERSIONS, Checkpoints
 from hpcai.train.checkpoint_reader import Progress, read_tensors
@@ -359,6 +359,15 @@ def test_a_resume_reports_every_other_difference_and_refuses_another_data_set(tm
     meant = new_checkpoints(tmp_path, settings=settings, other_data=True)
     meant.data = again.data
     assert meant.resume(step).step == 1 and len(meant.messages) == 2
+
+
+def test_a_resume_knows_earlier_names_of_settings(tmp_path: Path) -> None:
+    step, mesh = new_step(), dist.single_process()
+    new_checkpoints(tmp_path, settings={"step": {"average": 0.9, "lr": 0.1}}).save(step, Progress(step=1))
+    for schema, messages in ((RunConfig, []), (None, ["step.average: 0.9 then, None now", "step.ema_decay: None then, 0.9 now"])):
+        changed = {"step": {"ema_decay": 0.9, "lr": 0.1}}
+        resumed = Checkpoints(tmp_path, CheckpointConfig(), mesh, changed, schema=schema)
+        assert resumed.resume(step).step == 1 and sorted(resumed.messages) == messages
 
 
 def writes_and_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[int, int]]], int, int]:
