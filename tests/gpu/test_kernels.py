@@ -14,7 +14,7 @@ from hpcai.models.diffusion import noise
 from hpcai.nn import BatchNorm
 from hpcai.nn.deferred_init import materialize
 from tests.gpu.machine import DEVICE, GPU, ON_GPU, cuda_alone, precisely
-from tests.unit.nn.test_deferred_init import built, made, values
+from tests.unit.nn.test_deferred_init import build, build_and_materialize, values
 
 MISSING = triton_support.MISSING
 pytestmark = pytest.mark.skipif(ON_GPU and MISSING is not None, reason=f"kernels cannot be compiled: {MISSING}")
@@ -169,8 +169,8 @@ def test_noise_of_samples_is_that_of_the_cpu_also_by_a_graph_whose_samples_chang
 
 
 def test_weights_drawn_on_the_gpu_are_those_of_the_cpu() -> None:
-    whole = values(made())
-    for name, x in materialize(built(), GPU).named_parameters():
+    whole = values(build_and_materialize())
+    for name, x in materialize(build(), GPU).named_parameters():
         torch.testing.assert_close(x.detach().cpu(), whole[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
 
 

@@ -18,7 +18,7 @@ STEPS = 4 * WARM + 2
 
 class Refusing(Tape):
     def capture(self, function: Any) -> Any:
-        super().record(function)
+        super().capture(function)
         raise RuntimeError("out of memory")
 
 

@@ -19,7 +19,7 @@ def bomb(tmp_path: Path) -> bytes:
     return gzip.compress(b"ATOM 1 C CA . ALA A 1\n" * (80_000_000 // 22), 9)
 
 
-def test_a_bomb_is_refused(tmp_path: Path, bomb: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_raises(tmp_path: Path, bomb: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nifti, "LARGEST", 1 << 20)
     folder = tmp_path / "case"
     folder.mkdir()
@@ -33,13 +33,13 @@ def test_a_bomb_is_refused(tmp_path: Path, bomb: bytes, monkeypatch: pytest.Monk
             read(path)
 
 
-def test_what_is_whole_is_unpacked_and_what_is_damaged_is_told(tmp_path: Path) -> None:
+def test_complete_files_are_unpacked_and_damaged_ones_raise(tmp_path: Path) -> None:
     path = tmp_path / "a.gz"
     path.write_bytes(gzip.compress(b"abc" * 1000) + gzip.compress(b"next"))
     assert gunzip(path) == b"abc" * 1000 + b"next"
     with pytest.raises(DataError, match="more than 3,003 bytes"):
         gunzip(path, 3003)
-    for wrong in (path.read_bytes()[:-6], path.read_bytes()[:20] + b"xxxx" + path.read_bytes()[24:]):
-        path.write_bytes(wrong)
+    for damaged in (path.read_bytes()[:-6], path.read_bytes()[:20] + b"xxxx" + path.read_bytes()[24:]):
+        path.write_bytes(damaged)
         with pytest.raises((EOFError, OSError, zlib.error)):
             gunzip(path)

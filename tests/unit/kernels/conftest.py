@@ -1,4 +1,4 @@
-"""Kernels that are stood in for, as if every tensor lay on a GPU."""
+"""Substitutes of the Triton kernels, as if every tensor were on a GPU."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -9,26 +9,26 @@ import pytest
 from hpcai import kernels
 from hpcai.kernels import triton_support
 
-Asked = list[tuple[str, Any]]
+Calls = list[tuple[str, Any]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
-    """``asked(module, name=twin, ...)``: functions of ``hpcai.kernels.<module>_triton`` are these twins; what was asked of them, as
-    (name, dtype of the first argument)."""
-    found: Asked = []
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
+    """``kernel_calls(module, name=reference, ...)`` replaces functions of ``hpcai.kernels.<module>_triton``, and returns the list
+    of their calls: (name, dtype of the first argument)."""
+    calls: Calls = []
     monkeypatch.setattr(triton_support, "is_supported", lambda x: True)
 
-    def replace(module: str, **twins: Callable[..., Any]) -> Asked:
-        double = ModuleType(module)
-        for name, twin in twins.items():
+    def replace(module: str, **references: Callable[..., Any]) -> Calls:
+        substitute = ModuleType(module)
+        for name, reference in references.items():
 
-            def noted(x: Any, *words: Any, name: str = name, twin: Callable[..., Any] = twin) -> Any:
-                found.append((name, x.dtype))
-                return twin(x, *words)
+            def call(x: Any, *args: Any, name: str = name, reference: Callable[..., Any] = reference) -> Any:
+                calls.append((name, x.dtype))
+                return reference(x, *args)
 
-            setattr(double, name, noted)
-        monkeypatch.setattr(kernels, f"{module}_triton", double, raising=False)
-        return found
+            setattr(substitute, name, call)
+        monkeypatch.setattr(kernels, f"{module}_triton", substitute, raising=False)
+        return calls
 
     return replace

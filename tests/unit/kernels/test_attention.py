@@ -1,4 +1,4 @@
-"""Attention, gates and outer products that keep little: as their plain twins in value and gradient, however they are cut."""
+"""Attention, gates and outer products equal their references in values and gradients, with chunks of any size."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,44 +11,44 @@ from hpcai.kernels import attention, gates, outer_product, triangle_multiplicati
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def both(fused: Callable[..., Tensor], plain: Callable[..., Tensor], given: Sequence[Tensor | None], learn: Sequence[int]) -> None:
-    found = []
-    for function in (fused, plain):
-        inputs = [x.detach().requires_grad_(i in learn) if x is not None else None for i, x in enumerate(given)]
-        out = function(*inputs)
+def compare(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], args: Sequence[Tensor | None], trained: list[int]) -> None:
+    results = []
+    for function in (ours, theirs):
+        leaves = [x.detach().requires_grad_(i in trained) if x is not None else None for i, x in enumerate(args)]
+        out = function(*leaves)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-        grads = torch.autograd.grad((out * weight).sum(), [x for i, x in enumerate(inputs) if x is not None and i in learn])
-        found.append([out, *grads])
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        grads = torch.autograd.grad((out * weight).sum(), [x for i, x in enumerate(leaves) if x is not None and i in trained])
+        results.append([out, *grads])
+    for result, expected in zip(*results):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("bytes_", [1, 3000, 1 << 20])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("turned", [True, False])
-def test_attention(bytes_: int, biased: bool, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transposed", [True, False])
+def test_attention(bytes_: int, biased: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_CPU", bytes_)
     torch.manual_seed(0)
     batch, rows, entries, heads, channels = 2, 5, 6, 3, 4
-    shape = (batch, entries, rows, 4, heads, channels) if turned else (batch, rows, entries, 4, heads, channels)
+    shape = (batch, entries, rows, 4, heads, channels) if transposed else (batch, rows, entries, 4, heads, channels)
     qkvg = torch.randn(shape, dtype=torch.float64)
-    qkvg = qkvg.transpose(1, 2) if turned else qkvg
+    qkvg = qkvg.transpose(1, 2) if transposed else qkvg
     mask = (torch.rand(batch, rows, entries) > 0.3).double()
     bias = torch.randn(batch, heads, entries, entries, dtype=torch.float64) if biased else None
-    given = [qkvg, torch.randn(heads * channels, dtype=torch.float64), mask, bias]
-    both(attention.gated_attention, attention.reference, given, [0, 1, *([3] if biased else [])])
+    inputs = [qkvg, torch.randn(heads * channels, dtype=torch.float64), mask, bias]
+    compare(attention.gated_attention, attention.reference, inputs, [0, 1, *([3] if biased else [])])
 
 
-def test_logits_of_half_precision_are_not_rounded_to_it() -> None:
+def test_logits_of_half_precision_are_float32() -> None:
     torch.manual_seed(0)
     qkvg, mask = torch.randn(1, 3, 16, 4, 2, 8, dtype=torch.bfloat16), torch.ones(1, 3, 16)
     none, high = (torch.full((1, 2, 16, 16), value, dtype=torch.bfloat16) for value in (0.0, 64.0))
     out = [attention.gated_attention(qkvg, torch.zeros(16), mask, bias).float() for bias in (none, high)]
-    assert (out[0] - out[1]).norm() <= 0.01 * out[0].norm(), "what is added to a whole row changes nothing"
+    assert (out[0] - out[1]).norm() <= 0.01 * out[0].norm(), "a constant added to a row changes nothing"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_row_with_nothing_in_it_is_a_mean(dtype: torch.dtype) -> None:
+def test_a_fully_masked_row_is_the_mean_of_the_values(dtype: torch.dtype) -> None:
     qkvg = torch.randn(1, 1, 5, 4, 1, 8, dtype=dtype)
     qkvg[..., 0, :, :] = 0
     out = attention.gated_attention(qkvg, torch.full((8,), 50.0).to(dtype), torch.zeros(1, 1, 5))
@@ -60,34 +60,34 @@ def test_outer_products(bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outer_product, "_CPU", bytes_)
     torch.manual_seed(0)
     shapes = (2, 3, 5, 4), (2, 3, 6, 4), (7, 16), (7,)
-    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    both(outer_product.outer_product, outer_product.reference, [*given, torch.rand(2, 5, 6, dtype=torch.float64) + 1], [0, 1, 2, 3])
+    inputs = [*(torch.randn(shape, dtype=torch.float64) for shape in shapes), torch.rand(2, 5, 6, dtype=torch.float64) + 1]
+    compare(outer_product.outer_product, outer_product.reference, inputs, [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_gates(masked: bool) -> None:
     torch.manual_seed(0)
     x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind()
-    both(gates.gate, gates.reference, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
+    compare(gates.gate, gates.reference, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_gates_of_halves(masked: bool) -> None:
+def test_glu_halves(masked: bool) -> None:
     torch.manual_seed(0)
     mask = torch.rand(2, 1, 4, 5, dtype=torch.float64) if masked else None
-    both(gates.glu_halves, gates.reference_glu_halves, [torch.randn(2, 6, 4, 5, dtype=torch.float64), mask], [0])
+    compare(gates.glu_halves, gates.reference_glu_halves, [torch.randn(2, 6, 4, 5, dtype=torch.float64), mask], [0])
 
 
 @pytest.mark.parametrize("outgoing", [True, False])
-def test_products_of_triangles(outgoing: bool) -> None:
+def test_triangle_multiplication(outgoing: bool) -> None:
     torch.manual_seed(0)
     ab = torch.randn(2, 6, 4, 5, dtype=torch.float64)
     ours, reference = triangle_multiplication.triangle_multiplication, triangle_multiplication.reference
-    both(lambda ab: ours(ab, outgoing), lambda ab: reference(ab, outgoing), [ab], [0])
+    compare(lambda ab: ours(ab, outgoing), lambda ab: reference(ab, outgoing), [ab], [0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_half_precision_keeps_its_types(dtype: torch.dtype) -> None:
+def test_outputs_and_gradients_of_half_precision_keep_their_dtypes(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     qkvg, bias = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((1, 3, 4, 4, 2, 8), (1, 2, 4, 4)))
     gate_bias = torch.zeros(16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What a decoder of text is made of: the twins are the formulas, which form runs where, and what is kept."""
+"""Functions of a language model: they equal their references, which implementation runs where, and the saved tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...
     "root norm": (rmsnorm.rms_norm, rmsnorm.reference, (draw(3, 4, 7).transpose(0, 1), draw(7))),
     "swiglu": (activations.swiglu, activations.reference_swiglu, (draw(5, 9), draw(5, 9) + 1)),
     "swiglu, small": (activations.swiglu, activations.reference_swiglu, (draw(3, 9), draw(3, 9) + 1)),
-    "swiglu of others' strides": (activations.swiglu, activations.reference_swiglu, (30 * draw(9, 5).T, draw(5, 9) + 1)),
+    "swiglu, transposed": (activations.swiglu, activations.reference_swiglu, (30 * draw(9, 5).T, draw(5, 9) + 1)),
     "gelu": (activations.gelu, tanh, (3 * draw(4, 11).T,)),
     "queries": (
         lambda q, k: rotary.apply_rotary(q, k, ANGLE.cos(), ANGLE.sin()),
@@ -37,51 +37,51 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...
     ),
     "neighbours": (
         lambda q, k: rotary.apply_rotary(q, k, ANGLE.cos(), ANGLE.sin(), True),
-        lambda q, k: tuple(by_complex_numbers(x) for x in (q, k)),
+        lambda q, k: tuple(rotate_complex(x) for x in (q, k)),
         (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
     ),
 }  # fmt: skip
 
 
-def by_complex_numbers(x: Tensor) -> Tensor:
-    """Neighbours are the real and the imaginary part."""
+def rotate_complex(x: Tensor) -> Tensor:
+    """Neighbouring channels are the real and the imaginary part."""
     turn = torch.polar(torch.ones_like(ANGLE), ANGLE)[:, None, :, :3]
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous()) * turn).flatten(-2)
 
 
-def every(found: Any) -> list[Tensor]:
+def as_list(found: Any) -> list[Tensor]:
     return list(found) if isinstance(found, tuple) else [found]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_twin_is_the_formula_in_value_and_gradient(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_equal_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (activations, rmsnorm):
-        monkeypatch.setattr(module, "_CPU", 64)  # several parts, of which the last is shorter
+        monkeypatch.setattr(module, "_CPU", 64)  # several chunks, the last one shorter
     ours, theirs, given = CASES[case]
     leaves = [x.detach().requires_grad_() for x in given]
-    for found, expected in zip(every(ours(*leaves)), every(theirs(*leaves)), strict=True):
+    for found, expected in zip(as_list(ours(*leaves)), as_list(theirs(*leaves)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     assert torch.autograd.gradcheck(ours, leaves)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_half_precision_keeps_its_type_and_little_else(case: str) -> None:
+def test_half_precision_keeps_its_dtype_and_saves_few_tensors(case: str) -> None:
     ours, theirs, given = CASES[case]
-    leaves, kept = [x.bfloat16().requires_grad_() for x in given], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
-        found = every(ours(*leaves))
+    leaves, saved = [x.bfloat16().requires_grad_() for x in given], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        found = as_list(ours(*leaves))
     gradients = torch.autograd.grad(sum(x.float().square().sum() for x in found), leaves)  # type: ignore[arg-type]
-    for one, expected in zip(found, every(theirs(*(x.detach().double() for x in leaves))), strict=True):
+    for one, expected in zip(found, as_list(theirs(*(x.detach().double() for x in leaves))), strict=True):
         assert one.dtype == torch.bfloat16
         torch.testing.assert_close(one.double(), expected, rtol=1.6e-2, atol=2e-2)
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
-    given_it = {x.untyped_storage().data_ptr() for x in leaves}
+    input_storages = {x.untyped_storage().data_ptr() for x in leaves}
     angles = 2 * 8 * 2 * ANGLE.numel()  # cosines and sines
-    new = {"root norm": 4 * 4 * 3, "queries": angles, "neighbours": angles}.get(case, 0)  # of a norm one number of each row
-    assert sum(x.numel() * x.element_size() for x in kept if x.untyped_storage().data_ptr() not in given_it) <= new
+    new = {"root norm": 4 * 4 * 3, "queries": angles, "neighbours": angles}.get(case, 0)  # of a norm one element for each row
+    assert sum(x.numel() * x.element_size() for x in saved if x.untyped_storage().data_ptr() not in input_storages) <= new
 
 
-def test_norms_for_products_have_the_dtype_of_autocast() -> None:
+def test_norms_for_matmuls_have_the_dtype_of_autocast() -> None:
     x, weight = torch.ones(2, 6), torch.ones(6)
     with torch.autocast("cpu", torch.bfloat16):
         assert rmsnorm.rms_norm(x, weight).dtype == torch.float32
@@ -91,14 +91,14 @@ def test_norms_for_products_have_the_dtype_of_autocast() -> None:
 
 
 @pytest.fixture
-def given(asked: Any) -> list[tuple[str, torch.dtype]]:
-    asked("rmsnorm", rms_norm=lambda x, weight, eps, dtype: rmsnorm.reference(x, weight, eps).to(dtype))
-    asked("activations", swiglu=lambda gate, up: gate)
-    found: list[tuple[str, torch.dtype]] = asked("rotary", apply_rotary=lambda q, k, *_: (q, k))
+def given(kernel_calls: Any) -> list[tuple[str, torch.dtype]]:
+    kernel_calls("rmsnorm", rms_norm=lambda x, weight, eps, dtype: rmsnorm.reference(x, weight, eps).to(dtype))
+    kernel_calls("activations", swiglu=lambda gate, up: gate)
+    found: list[tuple[str, torch.dtype]] = kernel_calls("rotary", apply_rotary=lambda q, k, *_: (q, k))
     return found
 
 
-def test_kernels_get_what_they_have(given: list[tuple[str, torch.dtype]]) -> None:
+def test_kernels_run_for_their_dtypes_only(given: list[tuple[str, torch.dtype]]) -> None:
     def all_of(dtype: torch.dtype) -> None:
         x = torch.ones(1, 1, 2, 6, dtype=dtype)
         rmsnorm.rms_norm(x, x[0, 0, 0]), activations.swiglu(x, x), rotary.apply_rotary(x, x, x[0], x[0])
@@ -107,7 +107,7 @@ def test_kernels_get_what_they_have(given: list[tuple[str, torch.dtype]]) -> Non
     rmsnorm.rms_norm(torch.ones(2, 8193), torch.ones(8193))
     one = torch.ones(1, 1, 2, 6)
     activations.swiglu(one, one.bfloat16()), rotary.apply_rotary(one, one.bfloat16(), one[0], one[0])
-    assert not given, "the twin's"
+    assert not given, "the reference"
     all_of(torch.float32), all_of(torch.bfloat16)
     assert given == [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in ("rms_norm", "swiglu", "apply_rotary")]
 
@@ -116,10 +116,10 @@ ROWS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 3, 3], [
 
 
 @pytest.mark.parametrize("keys", [4, 2])
-@pytest.mark.parametrize("beside", [True, False])
-def test_documents_one_by_one_are_those_of_a_mask(keys: int, beside: bool) -> None:
+@pytest.mark.parametrize("strided", [True, False])
+def test_attention_per_document_equals_masked_attention(keys: int, strided: bool) -> None:
     q, k, v = (draw(3, 9, heads, 8).transpose(1, 2) + n for n, heads in enumerate((4, keys, keys)))
-    leaves = [(x if beside else x.contiguous()).detach().requires_grad_() for x in (q, k, v)]
+    leaves = [(x if strided else x.contiguous()).detach().requires_grad_() for x in (q, k, v)]
     found, expected = varlen_attention.varlen_attention(*leaves, ROWS), varlen_attention.reference(*leaves, ROWS)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weight = draw(*found.shape)
@@ -127,45 +127,45 @@ def test_documents_one_by_one_are_those_of_a_mask(keys: int, beside: bool) -> No
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("knows_groups", [True, False])
-def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(knows_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a double of torch's attention of sequences, which CUDA alone has."""
+@pytest.mark.parametrize("supports_gqa", [True, False])
+def test_varlen_sequences_are_the_documents_and_too_many_give_nan(supports_gqa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a substitute of torch's varlen_attn, which requires CUDA."""
     ends, fits = varlen_attention._cu_seqlens(ROWS, 9)
     assert ends.tolist() == [0, 3, 5, 9, 10, 18, 27, 27, 27, 27] and ends.dtype == torch.int32 and fits
     ends, fits = varlen_attention._cu_seqlens(ROWS, 6)
     assert ends.tolist() == [0, 3, 5, 9, 10, 18, 27] and fits
     assert not varlen_attention._cu_seqlens(ROWS, 5)[1] and not varlen_attention._cu_seqlens(ROWS, 3)[1]
 
-    def sequences(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, same: Tensor, most: int, also: int, enable_gqa: bool = False,
-                  **words: Any) -> Tensor:  # fmt: skip
-        assert begin is same and most == also == 9 and words == {"window_size": (-1, 0)}
-        assert enable_gqa == knows_groups
+    def sequences(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, same: Tensor, max_q: int, max_k: int, enable_gqa: bool = False,
+                  **kwargs: Any) -> Tensor:  # fmt: skip
+        assert begin is same and max_q == max_k == 9 and kwargs == {"window_size": (-1, 0)}
+        assert enable_gqa == supports_gqa
         lengths = [*begin.diff().tolist(), len(q) - int(begin[-1])]
         parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)))
         outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa) for part in parts if part[0].numel()]
         return torch.cat(outs, 2)[0].transpose(0, 1)
 
-    known = {"window_size", "enable_gqa"} if knows_groups else {"window_size"}
-    monkeypatch.setattr(varlen_attention, "_varlen_attn", lambda: (sequences, known))
+    parameters = {"window_size", "enable_gqa"} if supports_gqa else {"window_size"}
+    monkeypatch.setattr(varlen_attention, "_varlen_attn", lambda: (sequences, parameters))
     monkeypatch.setattr(triton_support, "PLANNED", True)
     q, k, v = (draw(3, 9, heads, 8).transpose(1, 2).bfloat16() + n for n, heads in enumerate((4, 2, 2)))
     expected = varlen_attention.reference(*(x.double() for x in (q, k, v)), ROWS)
     torch.testing.assert_close(varlen_attention.varlen_attention(q, k, v, ROWS).double(), expected, rtol=2e-2, atol=2e-2)
     monkeypatch.setattr(varlen_attention, "max_documents", lambda tokens: 1)
     assert varlen_attention.varlen_attention(q, k, v, ROWS).isnan().all()
-    assert torch.equal(varlen_attention.varlen_attention(q.double(), k.double(), v.double(), ROWS), expected), "16 bits alone"
+    assert torch.equal(varlen_attention.varlen_attention(q.double(), k.double(), v.double(), ROWS), expected), "in 16 bits only"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_gradients_a_few_tokens_are_the_same(case: str) -> None:
+def test_a_few_tokens_without_gradients_have_equal_values(case: str) -> None:
     ours, theirs, given = CASES[case]
     with torch.no_grad():
-        for found, expected in zip(every(ours(*given)), every(theirs(*given)), strict=True):
+        for found, expected in zip(as_list(ours(*given)), as_list(theirs(*given)), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     leaves = [x.detach().requires_grad_() for x in given]
     with torch.no_grad():
-        again = every(ours(*leaves))
-    assert all(map(torch.equal, again, every(ours(*leaves)))), "layers that are made again depend on it"
+        with_leaves = as_list(ours(*leaves))
+    assert all(map(torch.equal, with_leaves, as_list(ours(*leaves)))), "recomputation depends on it"
 
 
 CAUSAL, NUMBERS = causal_lower_right(5, 5), torch.ones(5, 5, dtype=torch.bool).tril()
@@ -175,17 +175,17 @@ CAUSAL, NUMBERS = causal_lower_right(5, 5), torch.ones(5, 5, dtype=torch.bool).t
     (torch.bfloat16, None, False), (torch.bfloat16, CAUSAL, False), (torch.bfloat16, NUMBERS, True), (torch.float32, None, True),
     (torch.float32, NUMBERS, True),
 ])  # fmt: skip
-def test_keys_of_several_heads_are_repeated_where_a_gpu_would_make_all_logits(
+def test_keys_of_grouped_heads_are_repeated_where_a_gpu_would_materialize_all_logits(
     kind: torch.dtype, mask: Any, repeated: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     q, k, v = (draw(2, heads, 5, 8).to(kind) + n for n, heads in enumerate((4, 2, 2)))
-    expected, torchs, asked = grouped_query_attention(q, k, v, mask, mask is None), F.scaled_dot_product_attention, []
+    expected, torch_attention, calls = grouped_query_attention(q, k, v, mask, mask is None), F.scaled_dot_product_attention, []
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **words: Any) -> Tensor:
-        asked.append((k.shape[1], words["enable_gqa"]))
-        return torchs(q, k, v, NUMBERS if mask is CAUSAL else mask, **words)
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Tensor:
+        calls.append((k.shape[1], kwargs["enable_gqa"]))
+        return torch_attention(q, k, v, NUMBERS if mask is CAUSAL else mask, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(triton_support, "PLANNED", True)
     torch.testing.assert_close(grouped_query_attention(q, k, v, mask, mask is None), expected)
-    assert asked == [(4, False) if repeated else (2, True)]
+    assert calls == [(4, False) if repeated else (2, True)]

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits: one scale, rounding that does not depend on it, numbers that are not finite, and their products."""
+"""FP8 matrices: one scale, rounding that does not depend on it, non-finite elements, and their products."""
 
 import math
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def values(dtype: torch.dtype) -> Tensor:
-    """Every finite number of a format, in order."""
+    """Return all finite numbers of a format, in order."""
     found = torch.arange(256, dtype=torch.uint8).view(dtype).double()
     return found[found.isfinite()].unique()
 
@@ -34,7 +34,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
 
 
-def whole(x: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(x: Tensor, dtype: torch.dtype) -> Tensor:
     found = quantize(x, dtype)
     assert found.rows is not None
     return found.rows.double() * found.scale
@@ -43,18 +43,18 @@ def whole(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- the scale
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(E4, 448.0), (E5, 57344.0)])
-@pytest.mark.parametrize("greatest", [1.0, 448.0, 448.0001, 447.9, 57344.0, 57345.0, 3e38, 1e-20, 2.0**-100])
-def test_the_scale_is_the_smallest_power_of_two_that_is_enough(greatest: float, dtype: torch.dtype, most: float) -> None:
+@pytest.mark.parametrize(("dtype", "max_value"), [(E4, 448.0), (E5, 57344.0)])
+@pytest.mark.parametrize("amax", [1.0, 448.0, 448.0001, 447.9, 57344.0, 57345.0, 3e38, 1e-20, 2.0**-100])
+def test_the_scale_is_the_smallest_sufficient_power_of_two(amax: float, dtype: torch.dtype, max_value: float) -> None:
     x = torch.zeros(3, 5)
-    x[1, 2], x[2, 3] = -greatest, greatest / 3
+    x[1, 2], x[2, 3] = -amax, amax / 3
     found, given = quantize(x, dtype).scale, float(x.abs().max())
     assert found.shape == () and found.dtype == torch.float32 and math.frexp(float(found))[0] == 0.5
-    assert given <= most * float(found) and given > most * float(found) / 2
+    assert given <= max_value * float(found) and given > max_value * float(found) / 2
 
 
 @pytest.mark.parametrize("dtype", [E4, E5])
-def test_nothing_and_next_to_nothing_have_a_scale(dtype: torch.dtype) -> None:
+def test_zeros_and_subnormal_numbers_have_a_scale(dtype: torch.dtype) -> None:
     for x in (torch.zeros(3, 5), -torch.zeros(3, 5), torch.zeros(0, 5), torch.zeros(3, 0)):
         found = quantize(x, dtype, columns=True)
         assert float(found.scale) == 1 and found.rows is not None and found.columns is not None
@@ -67,7 +67,7 @@ def test_nothing_and_next_to_nothing_have_a_scale(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_shows_in_the_product(bad: float, kind: torch.dtype) -> None:
+def test_non_finite_elements_give_nan_in_the_product(bad: float, kind: torch.dtype) -> None:
     x, w = draw(16, 32).to(kind), quantize(draw(16, 32))
     x[3, 4] = bad
     for dtype in (E4, E5):
@@ -76,7 +76,7 @@ def test_what_is_not_finite_shows_in_the_product(bad: float, kind: torch.dtype) 
         assert scaled_mm(found.rows, w.rows, found.scale, w.scale, torch.float32).isnan().all()
 
 
-def test_a_scale_that_is_given_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_scale_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(5, 7).float()
     expected = quantize(x, columns=True)
     monkeypatch.setattr(float8, "_amax", None)
@@ -89,24 +89,24 @@ def test_a_scale_that_is_given_is_not_looked_for(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [E4, E5])
-def test_every_number_becomes_the_nearest_of_the_format(dtype: torch.dtype, kind: torch.dtype) -> None:
+def test_elements_are_rounded_to_nearest(dtype: torch.dtype, kind: torch.dtype) -> None:
     table, x = values(dtype), (draw(64, 48) * (3 * draw(64, 48, seed=1)).exp()).to(kind)
     scale = quantize(x, dtype).scale.double()
     near = (x.double().flatten() / scale)[:, None].sub(table).abs().amin(1).view_as(x)
-    assert torch.equal((whole(x, dtype) - x.double()).abs() / scale, near)
+    assert torch.equal((dequantize(x, dtype) - x.double()).abs() / scale, near)
 
 
 @pytest.mark.parametrize("power", [-90, -1, 0, 1, 40])
 @pytest.mark.parametrize(("dtype", "small"), [(E4, 2.0**-4), (E5, 2.0**-3)])
-def test_rounding_is_that_of_the_format_alone(dtype: torch.dtype, small: float, power: int) -> None:
+def test_rounding_does_not_depend_on_the_scale(dtype: torch.dtype, small: float, power: int) -> None:
     x = draw(40, 48).float()
-    x = torch.where(x.abs() < 0.01, 0.01, x)  # 2^-9 of the greatest: far from what vanishes
-    found = whole(x, dtype)
+    x = torch.where(x.abs() < 0.01, 0.01, x)  # 2^-9 of the largest: far from underflow
+    found = dequantize(x, dtype)
     assert ((found - x).abs() <= small * x.abs()).all() and ((found - x).abs() > small / 2 * x.abs()).any()
-    assert torch.equal(whole(x * 2.0**power, dtype), found * 2.0**power)
+    assert torch.equal(dequantize(x * 2.0**power, dtype), found * 2.0**power)
     for dim in (0, 1):
-        parts = [whole(part, dtype) for part in x.mul(torch.arange(1.0, 49)).split(8, dim)]
-        assert torch.equal(torch.cat(parts, dim), whole(x.mul(torch.arange(1.0, 49)), dtype)), "cut is whole"
+        parts = [dequantize(part, dtype) for part in x.mul(torch.arange(1.0, 49)).split(8, dim)]
+        assert torch.equal(torch.cat(parts, dim), dequantize(x.mul(torch.arange(1.0, 49)), dtype)), "shards are rounded alike"
 
 
 # ---- rows and columns
@@ -114,7 +114,7 @@ def test_rounding_is_that_of_the_format_alone(dtype: torch.dtype, small: float, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("T", "C"), [(32, 16), (37, 24), (1, 5), (16, 1)])
-def test_columns_are_the_rows_transposed_with_zeros_behind(T: int, C: int, kind: torch.dtype) -> None:
+def test_columns_are_the_rows_transposed_and_padded_with_zeros(T: int, C: int, kind: torch.dtype) -> None:
     x = draw(C, T).to(kind).t()
     assert T == 1 or C == 1 or not x.is_contiguous()
     found = quantize(x.requires_grad_(), columns=True)
@@ -134,9 +134,9 @@ def matrices(M: int = 5, N: int = 32, K: int = 48, first: torch.dtype = E4, seco
     return a.rows, b.rows, a.scale, b.scale
 
 
-@pytest.mark.parametrize("kinds", [(E4, E4), (E5, E4), (E4, E5)])
-def test_a_product_is_that_of_torch(kinds: tuple[torch.dtype, torch.dtype]) -> None:
-    a, b, *scales = matrices(first=kinds[0], second=kinds[1])
+@pytest.mark.parametrize("dtypes", [(E4, E4), (E5, E4), (E4, E5)])
+def test_scaled_mm_equals_torch(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    a, b, *scales = matrices(first=dtypes[0], second=dtypes[1])
     exact = (a.double() * scales[0]) @ (b.double() * scales[1]).t()
     torch.testing.assert_close(scaled_mm(a, b, *scales, torch.float64), exact, rtol=1e-14, atol=1e-14)
     for dtype, rough in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)):
@@ -148,52 +148,52 @@ def test_a_product_is_that_of_torch(kinds: tuple[torch.dtype, torch.dtype]) -> N
     torch.testing.assert_close(scaled_mm(a, b, *scales, torch.bfloat16), theirs, rtol=2.0**-7, atol=1e-5)
 
 
-def test_scales_far_apart_do_not_vanish_on_the_way() -> None:
+def test_very_different_scales_do_not_underflow() -> None:
     a, b, *_ = matrices()
     far = torch.full((), 2.0**-126), torch.full((), 2.0**119)
     found, expected = scaled_mm(a, b, *far, torch.float32), scaled_mm(a, b, *(torch.ones(()) for _ in far), torch.float32)
     assert torch.equal(found, expected * 2.0**-7)
 
 
-# ---- which form runs where
+# ---- which implementation runs where
 
 
-def test_kernels_get_what_they_have(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, gpu = asked("float8", quantize=float8.reference), SimpleNamespace(major=8, minor=9)
+def test_kernels_run_for_their_dtypes_and_gpus_only(kernel_calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, gpu = kernel_calls("float8", quantize=float8.reference), SimpleNamespace(major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     for shape, dtype in (((2, 3), torch.float16), ((2, 3), torch.float64), ((0, 3), torch.float32)):
         quantize(torch.ones(shape, dtype=dtype))
-    assert not given, "the twin's"
+    assert not given, "the reference"
     quantize(torch.ones(2, 3)), quantize(torch.ones(2, 3).bfloat16())
     gpu.minor = 6
     quantize(torch.ones(2, 3))
-    assert given == [("quantize", torch.float32), ("quantize", torch.bfloat16)], "an older GPU has no such numbers"
+    assert given == [("quantize", torch.float32), ("quantize", torch.bfloat16)], "an older GPU has no FP8"
 
 
-def test_a_gpu_multiplies_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, torchs, asked = matrices(), torch._scaled_mm, []
+def test_a_gpu_runs_torchs_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, torch_scaled_mm, calls = matrices(), torch._scaled_mm, []
 
-    def multiply(*args: Any, **words: Any) -> Tensor:
-        asked.append(words)
-        return torchs(*args, **words)
+    def multiply(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(kwargs)
+        return torch_scaled_mm(*args, **kwargs)
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     expected = scaled_mm(*given, torch.float32)
     monkeypatch.setattr(triton_support, "PLANNED", True)
     torch.testing.assert_close(scaled_mm(*given, torch.float32), expected)
     scaled_mm(*given, torch.bfloat16, exact=False)
-    assert asked == [{"out_dtype": torch.float32, "use_fast_accum": False}, {"out_dtype": torch.bfloat16, "use_fast_accum": True}]
+    assert calls == [{"out_dtype": torch.float32, "use_fast_accum": False}, {"out_dtype": torch.bfloat16, "use_fast_accum": True}]
     scaled_mm(*given, torch.float64)
     monkeypatch.setattr(triton_support, "PLANNED", False)
     scaled_mm(*given, torch.bfloat16)
-    assert len(asked) == 2, "float64, and a CPU, have the twin"
+    assert len(calls) == 2, "the reference runs for float64 and on a CPU"
 
 
 # ---- on paper
 
 
 @pytest.mark.skipif(triton_support.MISSING is not None, reason=f"kernels cannot be made: {triton_support.MISSING}")
-def test_a_plan_counts_what_a_gpu_would_do() -> None:
+def test_a_plan_counts_the_work_of_a_gpu() -> None:
     T, C, N = 1000, 64, 32
     with traced_job(1) as made, made.fake_tensors():
         x, w = torch.empty(T, C, dtype=torch.bfloat16), torch.empty(N, C, dtype=E4)
@@ -205,7 +205,7 @@ def test_a_plan_counts_what_a_gpu_would_do() -> None:
         with made.record() as beside:
             torch.mm(torch.empty(T, C, dtype=torch.bfloat16), torch.empty(C, N, dtype=torch.bfloat16))
     first, second, third = record.events
-    assert isinstance(first, Kernel) and (first.name, first.bytes) == ("_amax", T * C * 2 + 8 * 4), "8 programs, a number each"
+    assert isinstance(first, Kernel) and (first.name, first.bytes) == ("_amax", T * C * 2 + 8 * 4), "8 programs, one element each"
     assert isinstance(second, Kernel) and (second.name, second.bytes) == ("_cast", T * C * 3 + C * 1008 + 8 * 4 + 4)
     assert third == Kernel("_scaled_mm", 2 * T * C * N, T * C + N * C + T * N * 2 + 8, 1)
     for gpu, faster in (("h100", 2.0), ("b200", 2.0), ("a100", 1.0)):

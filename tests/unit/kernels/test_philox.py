@@ -1,4 +1,4 @@
-"""Philox: the known answers of its authors, one number whatever is asked for with it, and the distributions."""
+"""Philox: the known answers of its authors, elements that do not depend on the call, and the distributions."""
 
 import math
 from collections.abc import Callable
@@ -20,62 +20,62 @@ STREAMS: list[tuple[Callable[..., Tensor], dict[str, Any]]] = [
     *((make, {"dtype": dtype}) for make in (philox.uniform, philox.normal) for dtype in (torch.float32, torch.float64)),
 ]
 streams = pytest.mark.parametrize(
-    ("make", "words"), STREAMS, ids=lambda x: str(x.get("dtype", "")) if isinstance(x, dict) else x.__name__
+    ("make", "kwargs"), STREAMS, ids=lambda x: str(x.get("dtype", "")) if isinstance(x, dict) else x.__name__
 )
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(philox, "_BLOCK", 1 << 9)
 
 
-@pytest.mark.parametrize(("given", "answer"), KNOWN.items(), ids=["zeros", "ones", "pi"])
-def test_the_words_are_those_of_the_authors(given: tuple[tuple[int, ...], int], answer: str) -> None:
-    counter, key = given
+@pytest.mark.parametrize(("counter_and_key", "answer"), KNOWN.items(), ids=["zeros", "ones", "pi"])
+def test_known_answers_of_the_authors(counter_and_key: tuple[tuple[int, ...], int], answer: str) -> None:
+    counter, key = counter_and_key
     found = philox.words([torch.tensor([one, 0]) for one in counter], key)
     assert " ".join(f"{int(word[0]):08x}" for word in found) == answer
     if not any(counter):
-        assert [f"{int(word):08x}" for word in philox.bits(key, 0, 4)] == answer.split(), "counter 0 gives numbers 0 to 3"
+        assert [f"{int(word):08x}" for word in philox.bits(key, 0, 4)] == answer.split(), "counter 0 gives elements 0 to 3"
 
 
-def test_a_counter_and_a_key_of_more_than_32_bits_count() -> None:
+def test_counters_and_keys_have_more_than_32_bits() -> None:
     expected = philox.words([torch.tensor([5]), torch.tensor([3]), 0, 0], (7 << 32) + 9)
     assert philox.bits((7 << 32) + 9, 4 * ((3 << 32) + 5), 4).tolist() == [int(word) for word in expected]
     assert torch.equal(philox.bits(-1, 0, 9), philox.bits(2**64 - 1, 0, 9)), "a key is 64 bits, signed or not"
 
 
 @streams
-def test_a_number_is_the_same_wherever_and_with_whatever_it_is_asked_for(make: Any, words: dict[str, Any]) -> None:
-    whole = make(7, 0, 40_003, **words)
+def test_an_element_does_not_depend_on_the_call_that_draws_it(make: Any, kwargs: dict[str, Any]) -> None:
+    full = make(7, 0, 40_003, **kwargs)
     for first, count in ((0, 1), (1, 3), (2, 40_001), (8191, 17), (12_345, 20_000), (40_002, 1)):
-        assert torch.equal(make(7, first, count, **words), whole[first : first + count]), (first, count)
-    places = torch.randint(0, 40_003, (37, 41))
-    assert torch.equal(make(7, places, **words), whole[places])
+        assert torch.equal(make(7, first, count, **kwargs), full[first : first + count]), (first, count)
+    indices = torch.randint(0, 40_003, (37, 41))
+    assert torch.equal(make(7, indices, **kwargs), full[indices])
     starts = torch.randint(0, 30_000, (5, 3))
     for count in (1, 2, 9, 10_000):
-        assert torch.equal(make(7, starts, count, **words), whole[starts[..., None] + torch.arange(count)]), count
-    out = torch.empty(40_003, dtype=whole.dtype)
-    assert make(torch.tensor(7), 0, 40_003, out=out, **words) is out and torch.equal(out, whole)
+        assert torch.equal(make(7, starts, count, **kwargs), full[starts[..., None] + torch.arange(count)]), count
+    out = torch.empty(40_003, dtype=full.dtype)
+    assert make(torch.tensor(7), 0, 40_003, out=out, **kwargs) is out and torch.equal(out, full)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(make(7, 0, 40_003, **words), whole)
+        assert torch.equal(make(7, 0, 40_003, **kwargs), full)
     finally:
         torch.set_num_threads(threads)
 
 
 @streams
-def test_each_place_may_have_a_key_of_its_own(make: Any, words: dict[str, Any]) -> None:
+def test_each_element_may_have_its_own_key(make: Any, kwargs: dict[str, Any]) -> None:
     keys, starts = torch.randint(-(2**63), 2**63 - 1, (6, 1)), torch.randint(0, 2**40, (6, 4))
-    found, rows = make(keys, starts, **words), make(keys, starts, 11, **words)
+    found, rows = make(keys, starts, **kwargs), make(keys, starts, 11, **kwargs)
     for i, j in ((0, 0), (3, 2), (5, 3)):
-        expected = make(int(keys[i]), int(starts[i, j]), 11, **words)
+        expected = make(int(keys[i]), int(starts[i, j]), 11, **kwargs)
         assert torch.equal(rows[i, j], expected) and found[i, j] == expected[0]
 
 
 @streams
-def test_keys_and_neighbours_have_nothing_to_do_with_each_other(make: Any, words: dict[str, Any]) -> None:
-    one, other = (make(key, 0, 100_000, **words).double() for key in (1, 2))
+def test_keys_and_neighbours_are_uncorrelated(make: Any, kwargs: dict[str, Any]) -> None:
+    one, other = (make(key, 0, 100_000, **kwargs).double() for key in (1, 2))
     pairs = [(one, other), *((one[:-lag], one[lag:]) for lag in (1, 2, 3, 4, 64))]
     for x, y in pairs:
         assert abs(torch.corrcoef(torch.stack((x, y)))[0, 1]) < 0.015

@@ -1,4 +1,4 @@
-"""What Triton needs of a machine is found out before anything is launched; without it the plain twins run."""
+"""The requirements of Triton are checked before anything is launched; without them the references run."""
 
 import sysconfig
 from pathlib import Path
@@ -18,7 +18,7 @@ def with_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "triton, found, named, headers, says",
+    "triton, compiler, cc, headers, message",
     [
         (False, "gcc", None, True, "Triton is not installed"),
         (True, "", None, True, "no gcc and no clang, and Triton needs a C compiler"),
@@ -26,18 +26,18 @@ def with_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         (True, "clang", None, False, "Python.h, which Triton compiles against"),
     ],
 )
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, triton: bool, found: str, named: str | None,
-                                  headers: bool, says: str) -> None:  # fmt: skip
+def test_a_missing_requirement_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, triton: bool, compiler: str,
+                                        cc: str | None, headers: bool, message: str) -> None:  # fmt: skip
     with_headers(monkeypatch, tmp_path)
     if not headers:
         (tmp_path / "Python.h").unlink()
-    monkeypatch.setattr(triton_support.shutil, "which", lambda name: name if name == found else None)
+    monkeypatch.setattr(triton_support.shutil, "which", lambda name: name if name == compiler else None)
     monkeypatch.setattr(triton_support, "find_spec", lambda name: triton or None)
-    monkeypatch.setenv("CC", named) if named else monkeypatch.delenv("CC", raising=False)
-    assert says in (triton_support.missing_requirement() or "")
+    monkeypatch.setenv("CC", cc) if cc else monkeypatch.delenv("CC", raising=False)
+    assert message in (triton_support.missing_requirement() or "")
 
 
-def test_without_it_a_gpu_takes_the_twins_and_a_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_a_gpu_runs_the_references_and_a_run_logs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
     monkeypatch.setattr(triton_support, "MISSING", None)
     assert triton_support.is_supported(on_gpu) and not triton_support.is_supported(on_cpu)

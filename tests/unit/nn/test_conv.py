@@ -1,4 +1,4 @@
-"""Our convolutions are those of torch, in value, gradient and names, whichever way they go."""
+"""Convolutions equal those of torch in values, gradients and keys, with every implementation."""
 
 import itertools
 from functools import partial
@@ -23,7 +23,7 @@ def gradients(function: Any, leaves: list[torch.Tensor], dy: torch.Tensor) -> li
 
 
 def compare(ours: Any, theirs: Any, leaves: list[torch.Tensor], small: float) -> None:
-    """Values and gradients, to ``small`` of the largest, against torch's in float64 and contiguous memory."""
+    """Compare values and gradients with torch's in float64 and contiguous memory, to ``small`` of the largest."""
     wide = [t.double().contiguous() for t in leaves]
     dy = torch.randn(theirs(*wide).shape)
     for found, expected in zip(gradients(ours, leaves, dy), gradients(theirs, wide, dy.double()), strict=True):
@@ -31,7 +31,7 @@ def compare(ours: Any, theirs: Any, leaves: list[torch.Tensor], small: float) ->
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=small * max(1e-3, float(expected.abs().max())))
 
 
-def called(function: Any, bias: Any, how: tuple[Any, ...], *leaves: torch.Tensor) -> torch.Tensor:
+def call(function: Any, bias: Any, how: tuple[Any, ...], *leaves: torch.Tensor) -> torch.Tensor:
     return function(*leaves, *(bias or []), *how)
 
 
@@ -56,16 +56,16 @@ SHAPES = [
 ]
 
 
-def three(value: int | tuple[int, ...]) -> tuple[int, ...]:
+def triple(value: int | tuple[int, ...]) -> tuple[int, ...]:
     return (value,) * 3 if isinstance(value, int) else value
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_a_convolution_of_a_volume_is_torchs(case: tuple[Any, ...], layout: torch.memory_format) -> None:
+def test_conv3d_equals_torch(case: tuple[Any, ...], layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     inputs, outputs, volume, *how = case
-    kernel, stride, padding, dilation = map(three, how)
+    kernel, stride, padding, dilation = map(triple, how)
     for batch, groups, bias, dtype in itertools.product((1, 2), (1, 2), (False, True), (torch.float64, torch.float32)):
         if inputs % groups or outputs % groups:
             continue
@@ -74,7 +74,7 @@ def test_a_convolution_of_a_volume_is_torchs(case: tuple[Any, ...], layout: torc
         leaves = [x, weight, *([torch.randn(outputs, dtype=dtype)] if bias else [])]
 
         how = None if bias else [None], (stride, padding, dilation, groups)
-        compare(partial(called, conv3d, *how), partial(called, F.conv3d, *how), leaves, 1e-12 if dtype == torch.float64 else 1e-5)
+        compare(partial(call, conv3d, *how), partial(call, F.conv3d, *how), leaves, 1e-12 if dtype == torch.float64 else 1e-5)
 
 
 @pytest.mark.parametrize("channels", [1, 4])
@@ -86,22 +86,22 @@ def test_no_convolution_of_a_small_volume_is_unrolled(channels: int, padding: tu
     names = kernels(lambda: layer(x.requires_grad_()).sum().backward())
     assert "aten::mkldnn_convolution" in names and not any("slow_conv3d" in name for name in names)
     y = layer(x)
-    assert y.stride(1) == 1, "channels-last memory, even of one channel: no copy is needed behind it"
+    assert y.stride(1) == 1, "channels-last memory, even with one channel: the next layer needs no copy"
     assert not any("slow" in name for name in kernels(lambda: Conv3d(channels, 5, 1, 1, 0)(channels_last(x))))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kernel, words", [
+@pytest.mark.parametrize("kernel, kwargs", [
     (2, {"stride": 2}), ((1, 2, 3), {"stride": (1, 2, 3)}), (3, {"stride": 2, "padding": 1, "output_padding": 1}),
     (2, {"stride": 2, "output_padding": 1}), (3, {"stride": 1, "dilation": 2}), (2, {"stride": 2, "groups": 2}), (1, {}),
 ], ids=str)  # fmt: skip
-def test_a_transposed_convolution_is_torchs(kernel: Any, words: dict[str, Any], layout: torch.memory_format) -> None:
+def test_conv_transpose3d_equals_torch(kernel: Any, kwargs: dict[str, Any], layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     for inputs, batch, bias, dtype in itertools.product((1, 6), (1, 2), (False, True), (torch.float64, torch.float32)):
-        if inputs % words.get("groups", 1):
+        if inputs % kwargs.get("groups", 1):
             continue
-        plain = nn.ConvTranspose3d(inputs, 4, kernel, bias=bias, **words)
-        ours = ConvTranspose3d(inputs, 4, kernel, bias=bias, **words).to(dtype, memory_format=layout)  # type: ignore[call-overload]
+        plain = nn.ConvTranspose3d(inputs, 4, kernel, bias=bias, **kwargs)
+        ours = ConvTranspose3d(inputs, 4, kernel, bias=bias, **kwargs).to(dtype, memory_format=layout)  # type: ignore[call-overload]
         ours.load_state_dict(plain.state_dict())
         assert list(plain.state_dict()) == list(ours.state_dict())
 
@@ -112,21 +112,21 @@ def test_a_transposed_convolution_is_torchs(kernel: Any, words: dict[str, Any], 
         )
 
 
-def test_a_transposed_convolution_without_overlap_is_a_product_in_channels_last_memory() -> None:
+def test_a_transposed_convolution_without_overlap_is_a_matmul_in_channels_last_memory() -> None:
     layer, x = ConvTranspose3d(6, 4, 2, 2), channels_last(torch.randn(1, 6, 3, 4, 5))
     names = kernels(lambda: layer(x))
     assert "aten::addmm" in names and not any("conv" in name for name in names)
     assert layer(x).is_contiguous(memory_format=LAST)
     size = [7, 8, 9]
-    assert layer(x[..., :4], size).shape[2:] == torch.Size(size), "torch's own way, for a size that is asked for"
+    assert layer(x[..., :4], size).shape[2:] == torch.Size(size), "torch's implementation, for a given output size"
 
 
-@pytest.mark.parametrize("shape, words", [
+@pytest.mark.parametrize("shape, kwargs", [
     ((1, 4, 8, 8, 8), {"padding": "same"}), ((1, 4, 8, 8, 8), {"padding": 1, "padding_mode": "circular"}),
     ((4, 6, 6, 6), {"padding": 1}),
 ], ids=str)  # fmt: skip
-def test_other_paddings_and_one_unbatched_volume_are_torchs(shape: tuple[int, ...], words: dict[str, Any]) -> None:
-    conv, x = Conv3d(4, 5, 3, **words), torch.randn(shape)
+def test_other_paddings_and_an_unbatched_volume_equal_torch(shape: tuple[int, ...], kwargs: dict[str, Any]) -> None:
+    conv, x = Conv3d(4, 5, 3, **kwargs), torch.randn(shape)
     torch.testing.assert_close(conv(x), nn.Conv3d.forward(conv, x))
 
 
@@ -140,15 +140,15 @@ def kernels(function: Any) -> set[str]:
     return {event.key for event in trace.key_averages()}
 
 
-def spoil_memory() -> None:
-    """Leave NaN in what torch will allocate next."""
+def fill_free_memory_with_nan() -> None:
+    """Fill the memory that torch will allocate next with NaN."""
     kept = [torch.full((2**k,), torch.nan, dtype=dtype) for k in range(6, 22) for dtype in (torch.float32, torch.bfloat16)]
     del kept
 
 
 @pytest.mark.parametrize("how", ["autocast", "bf16 weights"])
 @pytest.mark.parametrize("depth, kernel", [(2, 3), (1, 3), (4, 5), (3, 5)])
-def test_gradients_of_a_shallow_volume_in_bf16_hold_nothing_that_nobody_wrote(how: str, depth: int, kernel: int) -> None:
+def test_gradients_of_a_shallow_volume_in_bf16_are_fully_written(how: str, depth: int, kernel: int) -> None:
     torch.manual_seed(0)
     layer = Conv3d(16, 32, kernel, padding=kernel // 2)
     x = torch.randn(2, 16, depth, 8, 8).to(memory_format=torch.channels_last_3d)
@@ -158,7 +158,7 @@ def test_gradients_of_a_shallow_volume_in_bf16_hold_nothing_that_nobody_wrote(ho
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             y = narrow(x if how == "autocast" else x.bfloat16())
         assert y.dtype == torch.bfloat16
-        spoil_memory()
+        fill_free_memory_with_nan()
         for found, right in zip(torch.autograd.grad(y.float().square().mean(), narrow.parameters()), expected):
             assert (found.float() - right).norm() < 2e-2 * right.norm()
 
@@ -166,7 +166,7 @@ def test_gradients_of_a_shallow_volume_in_bf16_hold_nothing_that_nobody_wrote(ho
 @pytest.mark.parametrize("stride", [1, 2, (1, 3)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_1x1_convolution_is_a_matrix_product(stride: int, bias: bool, dtype: torch.dtype) -> None:
+def test_a_1x1_convolution_is_a_matmul(stride: int, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain, ours = nn.Conv2d(6, 10, 1, stride, bias=bias).double(), Conv2d(6, 10, 1, stride, bias=bias).to(dtype)
     assert list(plain.state_dict()) == list(ours.state_dict())
@@ -178,12 +178,12 @@ def test_a_1x1_convolution_is_a_matrix_product(stride: int, bias: bool, dtype: t
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["holes", "transposed"])
-def test_gradients_in_two_memory_formats_are_those_of_one(kind: str, bias: bool) -> None:
+@pytest.mark.parametrize("kind", ["dilated", "transposed"])
+def test_gradients_in_mixed_memory_formats_equal_torch(kind: str, bias: bool) -> None:
     torch.manual_seed(0)
-    words = {"padding": 2, "dilation": 2} if kind == "holes" else {"stride": 2, "padding": 1, "output_padding": 1}
-    classes = (nn.Conv2d, Conv2d) if kind == "holes" else (nn.ConvTranspose2d, ConvTranspose2d)
-    plain, ours = (made(5, 16, 3, bias=bias, **words) for made in classes)  # type: ignore[operator]
+    kwargs = {"padding": 2, "dilation": 2} if kind == "dilated" else {"stride": 2, "padding": 1, "output_padding": 1}
+    classes = (nn.Conv2d, Conv2d) if kind == "dilated" else (nn.ConvTranspose2d, ConvTranspose2d)
+    plain, ours = (made(5, 16, 3, bias=bias, **kwargs) for made in classes)  # type: ignore[operator]
     ours.to(memory_format=torch.channels_last)
     x = torch.randn(2, 5, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = ours(x)
@@ -196,8 +196,8 @@ def test_gradients_in_two_memory_formats_are_those_of_one(kind: str, bias: bool)
 
 
 @pytest.mark.parametrize("how", ["autocast", "bf16"])
-def test_gradients_of_dilated_depthwise_convolutions_in_bf16_hold_nothing_that_nobody_wrote(how: str) -> None:
-    """Of 16 maps of 48 x 72, oneDNN's gradient of the weights in channels-last memory is infinite or not a number."""
+def test_gradients_of_dilated_depthwise_convolutions_in_bf16_are_fully_written(how: str) -> None:
+    """For 16 maps of 48 x 72, oneDNN's gradient of the weights in channels-last memory is infinite or NaN."""
     torch.manual_seed(0)
     conv, x = Conv2d(16, 16, 3, 1, 2, 2, groups=16, bias=False), torch.randn(2, 16, 48, 72)
     wide = nn.Conv2d(16, 16, 3, 1, 2, 2, groups=16, bias=False)

@@ -1,4 +1,4 @@
-"""Models that are built without memory: their numbers are of an ordinary model's kind, and the same for every part."""
+"""Models built without memory: elements have the distribution of an ordinary model, and are the same for any shard."""
 
 import copy
 import ctypes
@@ -29,7 +29,7 @@ from hpcai.parallel.sharding import shard_
 
 
 class Everything(nn.Module):
-    """Parameters that begin in every way."""
+    """Parameters with every kind of initialisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Everything(nn.Module):
         self.norm, self.batch, self.table = nn.LayerNorm(11), nn.BatchNorm2d(6), nn.Embedding(30, 10, padding_idx=3)
         self.scalar, self.none = nn.Parameter(torch.tensor(2.5)), nn.Parameter(torch.empty(0, 4))
         self.frozen = nn.Parameter(torch.zeros(3, 5), requires_grad=False)
-        self.given, self.standard, self.again = nn.Linear(4, 3), nn.Linear(20, 30), nn.Linear(12, 12)
+        self.given, self.standard, self.reset = nn.Linear(4, 3), nn.Linear(20, 30), nn.Linear(12, 12)
         self.shifted = nn.Linear(20, 7)
         self.later, self.attention, self.memory = nn.Linear(8, 8), nn.MultiheadAttention(12, 3), nn.LSTM(5, 6)
         self.several = nn.ParameterList([torch.ones(2, 2), nn.Parameter(torch.empty(4).fill_(3))])
@@ -62,7 +62,7 @@ class Everything(nn.Module):
         nn.init.uniform_(self.wide, -2, 3)
         nn.init.normal_(self.narrow)
         nn.init.constant_(self.batch.bias, 0.25)
-        self.again.reset_parameters()
+        self.reset.reset_parameters()
         self.given.load_state_dict({"weight": torch.arange(12.0).view(3, 4), "bias": torch.ones(3)})
         with torch.no_grad():
             self.decay.exponential_(2.0).clamp_(max=1.5)
@@ -72,52 +72,52 @@ class Everything(nn.Module):
             nn.init.xavier_uniform_(self.later.weight.chunk(2)[0])
 
 
-DRAWN = {"uniform.weight", "normal", "short.weight", "glorot.weight", "volume.weight", "he.weight", "sparse.weight", "wide",
-         "narrow", "decay", "table.weight", "standard.weight", "again.weight", "later.weight", "attention.in_proj_weight",
+RANDOM = {"uniform.weight", "normal", "short.weight", "glorot.weight", "volume.weight", "he.weight", "sparse.weight", "wide",
+         "narrow", "decay", "table.weight", "standard.weight", "reset.weight", "later.weight", "attention.in_proj_weight",
          "memory.weight_ih_l0"}  # fmt: skip
 
 
-def built(kind: Callable[[], nn.Module] = Everything, seed: int = 1) -> Any:
-    torch.manual_seed(0)  # of what is not drawn by counting
+def build(kind: Callable[[], nn.Module] = Everything, seed: int = 1) -> Any:
+    torch.manual_seed(0)  # for operations that draw from torch's generator
     with deferred(seed):
         return kind()
 
 
-def made(kind: Callable[[], nn.Module] = Everything, seed: int = 1) -> Any:
-    return materialize(built(kind, seed), "cpu")
+def build_and_materialize(kind: Callable[[], nn.Module] = Everything, seed: int = 1) -> Any:
+    return materialize(build(kind, seed), "cpu")
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def some(size: Sequence[int], r: random.Random) -> list[list[tuple[int, int]]]:
-    """One to three stretches of each dim, and all of some dims."""
+def random_ranges(size: Sequence[int], r: random.Random) -> list[list[tuple[int, int]]]:
+    """Return one to three index ranges of each dim, and all of some dims."""
     return [[(0, n)] if r.random() < 0.3 or n == 0 else
             [tuple(sorted(r.choices(range(n + 1), k=2))) for _ in range(r.randint(1, 3))] for n in size]  # type: ignore[misc] # fmt: skip
 
 
-def box(x: Tensor, stretches: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-    for d, dim in enumerate(stretches):
+def take_ranges(x: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    for d, dim in enumerate(ranges):
         x = x.index_select(d, torch.cat([torch.arange(a, b) for a, b in dim]))
     return x
 
 
-def placed(parameter: Any, stretches: Sequence[Sequence[tuple[int, int]]]) -> None:
-    parameter.shard_spec = SimpleNamespace(global_shape=tuple(parameter.shape), ranges=stretches)
-    size = [sum(b - a for a, b in dim) for dim in stretches]
+def set_shard(parameter: Any, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
+    parameter.shard_spec = SimpleNamespace(global_shape=tuple(parameter.shape), ranges=ranges)
+    size = [sum(b - a for a, b in dim) for dim in ranges]
     parameter.data = torch.empty(size, dtype=parameter.dtype, device="meta")
 
 
-def cosmo() -> nn.Module:
+def make_cosmoflow() -> nn.Module:
     return cosmoflow.parallelize(cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3, filters=8)), single_process())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "everything": Everything,
-    "cosmoflow": cosmo,
+    "cosmoflow": make_cosmoflow,
     "deepcam": lambda: deepcam.DeepCam(deepcam.DeepCamConfig(divide=4)),
-    "deepcam, as the vendor begins": lambda: deepcam.DeepCam(deepcam.DeepCamConfig(divide=4, init="vendor")),
+    "deepcam, initialised as by the vendor": lambda: deepcam.DeepCam(deepcam.DeepCamConfig(divide=4, init="vendor")),
     "dimenet": lambda: dimenet.DimeNet(dimenet.DimeNetConfig(hidden=64)),
     "openfold": lambda: openfold.OpenFold(openfold.OpenFoldConfig.preset("tiny")),
     "unet3d": lambda: unet3d.UNet3D(unet3d.UNet3DConfig(filters=(4, 8, 16))),
@@ -125,7 +125,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_numbers_are_of_the_kind_of_an_ordinary_models(name: str) -> None:
+def test_elements_have_the_distribution_of_an_ordinary_model(name: str) -> None:
     torch.manual_seed(0)
     ordinary = MODELS[name]()
     with train.seeds(1):
@@ -144,45 +144,45 @@ def test_numbers_are_of_the_kind_of_an_ordinary_models(name: str) -> None:
             heavy = (p - p.mean()).pow(4).mean().item() / spread**4
             assert abs(p.mean() - q.mean()) < 7 * spread * math.sqrt(2 / n), key
             assert abs(q.std().item() / spread - 1) < 7 * math.sqrt(max(heavy - 1, 0.1) / 2 / n) + 1e-6, key
-            zeros = 0 if key == "narrow" else (p == 0).sum()  # in bfloat16 torch 2.11 draws some
+            zeros = 0 if key == "narrow" else (p == 0).sum()  # in bfloat16 torch 2.11 draws zeros
             assert (q == 0).sum() == zeros, key
             reach = (p - p.mean()).abs().max()
             assert 0.5 * reach < (q - q.mean()).abs().max() < 2 * reach or heavy > 5, key
 
 
-def test_any_part_has_the_numbers_of_the_whole_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, r = values(made()), random.Random(5)
-    for length in (init_trace._CHUNK, 50):  # blocks that begin everywhere
+def test_any_shard_has_the_elements_of_the_full_tensor_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, r = values(build_and_materialize()), random.Random(5)
+    for length in (init_trace._CHUNK, 50):  # chunks with any start
         monkeypatch.setattr(init_trace, "_CHUNK", length)
         for _ in range(4):
-            model = built()
-            stretches = {name: some(p.shape, r) for name, p in model.named_parameters()}
+            model = build()
+            ranges = {name: random_ranges(p.shape, r) for name, p in model.named_parameters()}
             for name, parameter in model.named_parameters():
-                placed(parameter, stretches[name])
+                set_shard(parameter, ranges[name])
             for name, parameter in materialize(model, "cpu").named_parameters():
-                assert torch.equal(parameter, box(whole[name], stretches[name])), (name, stretches[name])
+                assert torch.equal(parameter, take_ranges(full[name], ranges[name])), (name, ranges[name])
 
 
-def test_every_parameter_is_drawn_by_its_name_its_seed_and_its_index_alone() -> None:
-    whole, other, again = values(made()), values(made(seed=2)), built()
+def test_random_elements_depend_on_name_seed_and_index_alone() -> None:
+    full, other, reset = values(build_and_materialize()), values(build_and_materialize(seed=2)), build()
     state = torch.get_rng_state()
-    again = materialize(again, "cpu", seed=2)
+    reset = materialize(reset, "cpu", seed=2)
     assert torch.equal(torch.get_rng_state(), state), "no global generator is used"
-    for name, x in again.named_parameters():
+    for name, x in reset.named_parameters():
         assert torch.equal(x, other[name]), name
-    inner = made(lambda: nn.ModuleDict({"a": Everything()}))
-    kept = built()
-    record_names(kept)
-    outer = materialize(nn.ModuleDict({"a": kept}), "cpu")
-    for name in DRAWN:
-        assert not torch.equal(other[name], whole[name]), f"{name} does not depend on the seed"
-        assert not torch.equal(inner.get_parameter(f"a.{name}"), whole[name]), f"{name} does not depend on its name"
-        assert torch.equal(outer.get_parameter(f"a.{name}"), whole[name]), f"{name} forgets the name that it was told"
-    assert not torch.equal(whole["attention.in_proj_weight"][:12], whole["attention.in_proj_weight"][12:24])
+    inner = build_and_materialize(lambda: nn.ModuleDict({"a": Everything()}))
+    save_tensors = build()
+    record_names(save_tensors)
+    outer = materialize(nn.ModuleDict({"a": save_tensors}), "cpu")
+    for name in RANDOM:
+        assert not torch.equal(other[name], full[name]), f"{name} does not depend on the seed"
+        assert not torch.equal(inner.get_parameter(f"a.{name}"), full[name]), f"{name} does not depend on its name"
+        assert torch.equal(outer.get_parameter(f"a.{name}"), full[name]), f"{name} forgets its recorded name"
+    assert not torch.equal(full["attention.in_proj_weight"][:12], full["attention.in_proj_weight"][12:24])
 
 
-def test_a_parameter_of_several_modules_stays_one_and_keeps_what_was_said_of_it() -> None:
-    model = built()
+def test_shared_parameters_stay_shared_and_attributes_stay() -> None:
+    model = build()
     shared = nn.Parameter(torch.empty(3))
     with deferred(1):
         model.first, model.second = nn.ParameterList([shared]), nn.ParameterList([shared])
@@ -197,7 +197,7 @@ def test_a_parameter_of_several_modules_stays_one_and_keeps_what_was_said_of_it(
 
 
 class Twins(nn.Module):
-    """The second network begins as the first."""
+    """The second network is initialised as the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,8 +211,8 @@ class Twins(nn.Module):
         given.zero_()
 
 
-def test_a_parameter_that_was_copied_from_another_is_as_that_one_was() -> None:
-    model = made(Twins)
+def test_a_copied_parameter_has_the_elements_of_its_source_at_that_time() -> None:
+    model = build_and_materialize(Twins)
     assert torch.equal(model.target.weight * 2, model.online.weight) and torch.equal(model.copied.weight, model.target.weight)
     assert model.copied.bias.eq(1).all() and model.target.bias.std() > 0 and not model.online.bias.any()
 
@@ -220,66 +220,66 @@ def test_a_parameter_that_was_copied_from_another_is_as_that_one_was() -> None:
 # ---- memory
 
 
-def spent(work: Callable[[], Any], most: int, told: Any) -> None:
-    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what a tensor leaves goes back, and is not split into small pieces
+def run_limited(work: Callable[[], Any], max_bytes: int, pipe: Any) -> None:
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: freed tensors return to the system, and are not split
     data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
-    resource.setrlimit(resource.RLIMIT_DATA, (data + most, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (data + max_bytes, resource.RLIM_INFINITY))
     try:
         work()
-        told.send("enough")
-    except BaseException as problem:
-        told.send(repr(problem))
+        pipe.send("enough")
+    except BaseException as error:
+        pipe.send(repr(error))
 
 
-def within(work: Callable[[], Any], most: int) -> str:
-    """What becomes of ``work`` in a forked child that may take ``most`` bytes of memory."""
+def outcome(work: Callable[[], Any], max_bytes: int) -> str:
+    """Return the outcome of ``work`` in a forked child with at most ``max_bytes`` of memory."""
     fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe(duplex=False)
-    child = fork.Process(target=spent, args=(work, most, there))
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=run_limited, args=(work, max_bytes, sender))
     child.start()
-    there.close()
-    found = here.recv()
+    sender.close()
+    result = receiver.recv()
     child.join()
-    return str(found)
+    return str(result)
 
 
-def measured() -> list[str]:
+def measure_memory() -> list[str]:
     def deep(layers: int = 384) -> nn.Module:
         return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)))  # 384 MiB
 
-    def share(layers: int = 384) -> None:
-        model = built(lambda: deep(layers))
+    def shard(layers: int = 384) -> None:
+        model = build(lambda: deep(layers))
         for k, layer in enumerate(model):
             shard_(layer.weight, k % 2, Axis("tensor", 4, 1))
         materialize(model, "cpu")
 
-    def values_of_its_own() -> None:
-        made(lambda: nn.ParameterList(torch.ones(1 << 18) for _ in range(96)))
+    def initial_values() -> None:
+        build_and_materialize(lambda: nn.ParameterList(torch.ones(1 << 18) for _ in range(96)))
 
     torch.set_num_threads(1)
-    share(4)  # what is imported and made at the first time
-    most = int(1.1 * (96 << 20))
-    return [within(lambda: built(deep), 16 << 20), within(share, most), within(values_of_its_own, most), within(deep, most)]
+    shard(4)  # imports and allocations of a first call
+    max_bytes = int(1.1 * (96 << 20))
+    return [outcome(lambda: build(deep), 16 << 20), *(outcome(work, max_bytes) for work in (shard, initial_values, deep))]
 
 
-def test_a_model_larger_than_memory_is_built_cut_and_made_in_its_share() -> None:
-    """Measured in a new interpreter: forks of a large one find room in what it has left."""
+def test_a_model_larger_than_memory_is_built_sharded_and_materialized() -> None:
+    """Measured in a new interpreter: forks of a large one have free memory left."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new:
-        built_, shared, own, whole = new.submit(measured).result(timeout=120)
+        built_, shared, own, full = new.submit(measure_memory).result(timeout=120)
     assert built_ == "enough", "while it is built"
     assert shared == "enough"
-    assert own == "enough", "what is made is not held twice"
-    assert "memory" in whole, "what is too little is seen to be too little"
+    assert own == "enough", "elements are not held twice"
+    assert "memory" in full, "too little memory is detected"
 
 
-# ---- what is refused
+# ---- errors
 
 
 class Reading(nn.Module):
     def __init__(self, read: Callable[[nn.Linear], Any]) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.found = read(self.linear)
+        self.result = read(self.linear)
 
 
 READS: dict[str, Callable[[nn.Linear], Any]] = {
@@ -290,27 +290,27 @@ READS: dict[str, Callable[[nn.Linear], Any]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_an_operation_that_needs_numbers_is_refused_with_its_line(name: str) -> None:
+def test_reading_the_elements_raises_with_the_line_of_the_caller(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"aten.{name} at \S*test_deferred_init.py:\d+ \(.*\) reads the elements of a parameter"):
-        built(lambda: Reading(READS[name]))
+        build(lambda: Reading(READS[name]))
 
 
-def test_what_cannot_be_made_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match="buffer found is on the meta device"):
-        made(lambda: Reading(lambda layer: nn.Buffer(layer.weight.detach().clone())))
-    model = built(lambda: nn.Linear(3, 3))
+def test_tensors_that_cannot_be_materialized_raise_with_their_name() -> None:
+    with pytest.raises(ConfigError, match="buffer result is on the meta device"):
+        build_and_materialize(lambda: Reading(lambda layer: nn.Buffer(layer.weight.detach().clone())))
+    model = build(lambda: nn.Linear(3, 3))
     nn.init.zeros_(model.bias)
     with pytest.raises(ConfigError, match="parameter bias was written between deferred and materialize"):
         materialize(model, "cpu")
     with pytest.raises(ConfigError, match=r"parameter 0.weight is on the meta device, but not of deferred \(a deepcopy is not\)"):
-        materialize(nn.Sequential(copy.deepcopy(built(lambda: nn.Linear(3, 3)))), "cpu")
+        materialize(nn.Sequential(copy.deepcopy(build(lambda: nn.Linear(3, 3)))), "cpu")
 
 
 # ---- from files
 
 
-def kept(folder: Path, parts: int = 1) -> dict[str, Tensor]:
-    """Other numbers, in one file or several."""
+def save_tensors(folder: Path, parts: int = 1) -> dict[str, Tensor]:
+    """Save other elements, in one file or several."""
     torch.manual_seed(3)
     state = {f"net.{n}": torch.randn_like(x) if x.is_floating_point() else x + 7 for n, x in Everything().state_dict().items()}
     state.pop("net.tied.weight")
@@ -319,36 +319,36 @@ def kept(folder: Path, parts: int = 1) -> dict[str, Tensor]:
     for name, tensors in zip(names, each):
         save_file({key: x.contiguous() for key, x in tensors.items()}, folder / name)
     if parts > 1:
-        where = {key: name for name, tensors in zip(names, each) for key in tensors}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        weight_map = {key: name for name, tensors in zip(names, each) for key in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return state
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_weights_that_are_read_later_are_those_of_the_files_cut_or_whole(tmp_path: Path, parts: int) -> None:
-    state, model, r = kept(tmp_path, parts), built(), random.Random(1)
+def test_deferred_weights_are_those_of_the_files_sharded_or_full(tmp_path: Path, parts: int) -> None:
+    state, model, r = save_tensors(tmp_path, parts), build(), random.Random(1)
     source = tmp_path / "model.safetensors" if parts == 1 else tmp_path
-    stretches = {name: some(p.shape, r) for name, p in model.named_parameters()}
+    ranges = {name: random_ranges(p.shape, r) for name, p in model.named_parameters()}
     read_on_materialize(model, source, "net.{}".format)
-    whole = materialize(model, "cpu").state_dict()
-    assert torch.equal(whole.pop("tied.weight"), state["net.uniform.weight"])
-    for name, x in whole.items():
+    full = materialize(model, "cpu").state_dict()
+    assert torch.equal(full.pop("tied.weight"), state["net.uniform.weight"])
+    for name, x in full.items():
         assert torch.equal(x, state[f"net.{name}"]), name
-    model = built()
+    model = build()
     for name, parameter in model.named_parameters():
-        placed(parameter, stretches[name])
+        set_shard(parameter, ranges[name])
     read_on_materialize(model, source, "net.{}".format)
     assert all(p.is_meta for p in model.parameters())
     for name, x in materialize(model, "cpu").named_parameters():
-        assert torch.equal(x, box(state[f"net.{name}"], stretches[name])), name
+        assert torch.equal(x, take_ranges(state[f"net.{name}"], ranges[name])), name
 
 
-def test_files_that_do_not_fit_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    state, model = kept(tmp_path), built()
+def test_files_that_do_not_fit_raise_before_anything_is_read(tmp_path: Path) -> None:
+    state, model = save_tensors(tmp_path), build()
     file, before = tmp_path / "model.safetensors", model.batch.running_mean.clone()
-    with pytest.raises(CheckpointError, match=r"weights of this Everything: normal is missing; .* and \d+ more$") as problem:
+    with pytest.raises(CheckpointError, match=r"weights of this Everything: normal is missing; .* and \d+ more$") as error:
         read_on_materialize(model, file)
-    assert str(problem.value).count("is missing") == 10
+    assert str(error.value).count("is missing") == 10
     state["net.wide"] = state["net.wide"].T.contiguous()
     save_file({key: x.contiguous() for key, x in state.items()}, file)
     with pytest.raises(CheckpointError, match=r"net.wide is \[9, 31\], expected \[31, 9\]$"):

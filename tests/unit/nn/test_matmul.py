@@ -1,4 +1,4 @@
-"""Layers that read one input compute together, and in 8 bits of floating point where they are asked to."""
+"""Layers with one input are computed together, and in FP8 if the settings say so."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from hpcai.train.step import Step
 SIZES: dict[str, Any] = {"vocabulary": 61, "width": 32, "layers": 2, "heads": 2, "inner": 48, "positions": 32}
 
 
-def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+def round_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     found = quantize(x.reshape(-1, x.shape[-1]), dtype)
     assert found.rows is not None
     return (found.rows.to(x.dtype) * found.scale.to(x.dtype)).view(x.shape)
@@ -34,23 +34,23 @@ def layers(count: int = 3, bias: bool = True) -> list[nn.Linear]:
     return found
 
 
-def test_in_eighths_the_product_and_both_gradients_are_those_of_rounded_factors() -> None:
+def test_fp8_outputs_and_gradients_equal_those_of_rounded_factors() -> None:
     made, x = layers(), torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
     ys = fused_linear(x, *made)
-    slopes = [torch.randn_like(y) for y in ys]
-    found = torch.autograd.grad(ys, [x, *(linear.weight for linear in made), *(linear.bias for linear in made)], slopes)
-    by_x = torch.zeros_like(x)
-    for number, (linear, y, slope) in enumerate(zip(made, ys, slopes)):
-        torch.testing.assert_close(y, F.linear(rounded(x), rounded(linear.weight), linear.bias), rtol=1e-13, atol=1e-13)
-        narrow = rounded(slope, torch.float8_e5m2)
-        by_x += narrow @ rounded(linear.weight)
-        by_weight = narrow.flatten(0, 1).T @ rounded(x).flatten(0, 1)
-        torch.testing.assert_close(found[1 + number], by_weight, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(found[1 + len(made) + number], slope.sum((0, 1)))
-    torch.testing.assert_close(found[0], by_x, rtol=1e-13, atol=1e-13)
+    grads = [torch.randn_like(y) for y in ys]
+    found = torch.autograd.grad(ys, [x, *(linear.weight for linear in made), *(linear.bias for linear in made)], grads)
+    grad_input = torch.zeros_like(x)
+    for number, (linear, y, grad) in enumerate(zip(made, ys, grads)):
+        torch.testing.assert_close(y, F.linear(round_fp8(x), round_fp8(linear.weight), linear.bias), rtol=1e-13, atol=1e-13)
+        narrow = round_fp8(grad, torch.float8_e5m2)
+        grad_input += narrow @ round_fp8(linear.weight)
+        grad_weight = narrow.flatten(0, 1).T @ round_fp8(x).flatten(0, 1)
+        torch.testing.assert_close(found[1 + number], grad_weight, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(found[1 + len(made) + number], grad.sum((0, 1)))
+    torch.testing.assert_close(found[0], grad_input, rtol=1e-13, atol=1e-13)
 
 
-def test_together_is_each_by_itself() -> None:
+def test_fused_layers_equal_separate_ones() -> None:
     made, x = layers(), torch.randn(7, 32, dtype=torch.float64, requires_grad=True)
     linears = [*made, nn.Linear(32, 16, dtype=torch.float64)]
     for some in (made, linears):
@@ -60,20 +60,20 @@ def test_together_is_each_by_itself() -> None:
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
-def test_of_weights_that_are_not_trained_no_input_is_kept() -> None:
+def test_no_input_is_saved_for_frozen_weights() -> None:
     (linear,), x = layers(1), torch.randn(64, 32, dtype=torch.float64, requires_grad=True)
     linear.requires_grad_(False)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = linear(x)
-    assert sum(tensor.numel() for tensor in kept) <= linear.weight.numel() + 2
+    assert sum(tensor.numel() for tensor in saved) <= linear.weight.numel() + 2
     y.sum().backward()
     assert x.grad is not None and linear.weight.grad is None
 
 
-def step(products: str, lora: LoRAConfig | None = None, compiled: str = "none", **words: Any) -> Step:
+def step(products: str, lora: LoRAConfig | None = None, compiled: str = "none", **kwargs: Any) -> Step:
     torch.manual_seed(0)
-    model = LLM(LLMConfig(**SIZES | words))
+    model = LLM(LLMConfig(**SIZES | kwargs))
     if lora is not None:
         llm.adapt(model, lora)
     cfg = StepConfig(matmul=products, lr=0.003, capture="none", compile=compiled)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def losses(made: Step, steps: int) -> list[float]:
     return [float(total) / float(count) for total, count in (made(llm.Batch(rows))["loss"] for _ in range(steps))]
 
 
-def test_a_model_learns_in_eighths_as_without() -> None:
+def test_a_model_trains_in_fp8_as_without() -> None:
     wide, narrow = step("precision"), step("fp8")
     one, other = losses(wide, 40), losses(narrow, 40)
     assert one != other and abs(other[0] / one[0] - 1) < 0.002
@@ -100,11 +100,11 @@ def test_a_model_learns_in_eighths_as_without() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "layers"])
-def test_what_is_computed_again_changes_nothing(recompute: str) -> None:
+def test_recomputation_does_not_change_the_losses(recompute: str) -> None:
     assert losses(step("fp8", recompute=recompute), 3) == losses(step("fp8"), 3)
 
 
-def test_compiled_layers_are_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_have_no_graph_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "compile_model", partial(compiling.compile_model, backend="aot_eager"))
     torch._dynamo.reset()
     made = step("fp8", compiled="blocks")

@@ -1,4 +1,4 @@
-"""Our norms are torch's norms, then a sum and an activation, also where several processes share their statistics."""
+"""Norms equal those of torch, followed by a residual sum and an activation, with local and synchronised statistics."""
 
 import itertools
 from typing import Any
@@ -18,26 +18,26 @@ INSTANCE = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
 class Seam(nn.Module):
-    """Adds nothing, as over an axis of one process, or what the other processes of several say: ``heard``."""
+    """An all-reduce over one rank, or over several that send ``received``."""
 
-    def __init__(self, heard: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, received: list[torch.Tensor] | None = None) -> None:
         super().__init__()
-        self.heard, self.said = iter(heard or []), []  # type: ignore[var-annotated]
+        self.received, self.sent = iter(received or []), []  # type: ignore[var-annotated]
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.said.append(value.clone())
-        return value.add_(next(self.heard, 0))
+        self.sent.append(value.clone())
+        return value.add_(next(self.received, 0))
 
 
-def pair(kind: type, ndim: int, act: str | None, dtype: torch.dtype, seam: bool = False, channels: int = 6, **words: Any) -> Any:
-    """torch's norm and ours, with the same weights."""
+def pair(kind: type, ndim: int, act: str | None, dtype: torch.dtype, seam: bool = False, channels: int = 6, **kwargs: Any) -> Any:
+    """Return torch's norm and ours, with the same weights."""
     theirs: nn.Module
     if kind is BatchNorm:
-        theirs, ours = BATCH[ndim](channels, **words), BatchNorm(channels, act == "relu", **words)
+        theirs, ours = BATCH[ndim](channels, **kwargs), BatchNorm(channels, act == "relu", **kwargs)
     elif kind is InstanceNorm:
         theirs, ours = INSTANCE[ndim](channels, affine=True), InstanceNorm(channels, act)
     else:
-        theirs, ours = nn.GroupNorm(2, channels, **words), GroupNorm(2, channels, act, **words)
+        theirs, ours = nn.GroupNorm(2, channels, **kwargs), GroupNorm(2, channels, act, **kwargs)
     for parameter in theirs.to(dtype).parameters():
         nn.init.normal_(parameter)
     assert list(theirs.state_dict()) == list(ours.to(dtype).state_dict())
@@ -46,25 +46,24 @@ def pair(kind: type, ndim: int, act: str | None, dtype: torch.dtype, seam: bool 
     return theirs, ours
 
 
-def run(norm: Any, dy: torch.Tensor, x: torch.Tensor, plus: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """The output, its gradients by input, sum and weights, and the running statistics."""
-    leaves = [t.detach().clone().requires_grad_() for t in (x, plus) if t is not None]
+def run(norm: Any, dy: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Return the output, the gradients of input, residual and weights, and the running statistics."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, residual) if t is not None]
     y = norm(*leaves)
-    dy = dy.contiguous() if isinstance(norm, Plain) else dy
+    dy = dy.contiguous() if isinstance(norm, Reference) else dy
     return [t.detach().clone() for t in (y, *torch.autograd.grad(y, [*leaves, *norm.parameters()], dy), *norm.buffers())]
 
 
-class Plain(nn.Module):
-    """torch's norm, then the sum and the activation, in contiguous memory: torch 2.13's gradient of an instance norm of one
-    channels-last sample is wrong on a CPU."""
+class Reference(nn.Module):
+    """torch's norm, sum and activation in contiguous memory: with one channels-last sample torch 2.13 is wrong on a CPU."""
 
     def __init__(self, norm: nn.Module, act: str | None) -> None:
         super().__init__()
         self.norm, self.act = norm, act
 
-    def forward(self, x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         y = self.norm(x.contiguous())
-        return batchnorm.apply_activation(y if plus is None else y + plus, self.act, 0.01)
+        return batchnorm.apply_activation(y if residual is None else y + residual, self.act, 0.01)
 
 
 CASES = [
@@ -78,36 +77,36 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "shape"), CASES, ids=str)
 @pytest.mark.parametrize("seam", [False, True])
-def test_values_gradients_and_statistics_are_torchs(kind: Any, shape: tuple[int, ...], seam: bool) -> None:
+def test_values_gradients_and_statistics_equal_torch(kind: Any, shape: tuple[int, ...], seam: bool) -> None:
     torch.manual_seed(0)
     sums = [False, True] if kind is BatchNorm else [False]
-    for act, plus, last, dtype in itertools.product(ACTS[kind], sums, [False, True], [torch.float64, torch.float32]):
+    for act, residual, last, dtype in itertools.product(ACTS[kind], sums, [False, True], [torch.float64, torch.float32]):
         form = FORMATS.get(len(shape), torch.contiguous_format) if last else torch.contiguous_format
         x, added, dy = ((c + torch.randn(shape, dtype=dtype)).contiguous(memory_format=form) for c in (3, 0, 0))
         theirs, ours = pair(kind, len(shape), act, dtype, seam)
-        given = (x, added) if plus else (x,)
+        inputs = (x, added) if residual else (x,)
         small = 1e-12 if dtype == torch.float64 else 3e-5
         for training in (True, True, False) if kind is BatchNorm else (True,):
             ours.train(training)
-            expected, found = run(Plain(theirs.train(training), act), dy, *given), run(ours, dy, *given)
+            expected, found = run(Reference(theirs.train(training), act), dy, *inputs), run(ours, dy, *inputs)
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=small, atol=small)
-            assert found[0].stride() == found[1].stride() == x.stride(), "memory format is kept"
-        for a, b in zip(run(ours, dy.contiguous(), *given), found, strict=True):
+            assert found[0].stride() == found[1].stride() == x.stride(), "the memory format is that of the input"
+        for a, b in zip(run(ours, dy.contiguous(), *inputs), found, strict=True):
             torch.testing.assert_close(a, b, rtol=small, atol=small)
 
 
-@pytest.mark.parametrize(("kind", "words"), [
-    *((BatchNorm, words) for words in ({"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.5})),
+@pytest.mark.parametrize(("kind", "kwargs"), [
+    *((BatchNorm, kwargs) for kwargs in ({"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.5})),
     (GroupNorm, {"affine": False}), (GroupNorm, {"eps": 0.5}),
 ], ids=str)  # fmt: skip
-def test_options_of_torch(kind: Any, words: dict[str, Any]) -> None:
+def test_options_of_torch(kind: Any, kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    theirs, ours = pair(kind, 4, "relu", torch.float64, **words)
+    theirs, ours = pair(kind, 4, "relu", torch.float64, **kwargs)
     for training in (True, True, False):
         ours.train(training)
         x, dy = (t.contiguous(memory_format=torch.channels_last) for t in torch.randn(2, 3, 6, 4, 4, dtype=torch.float64))
-        for a, b in zip(run(ours, dy, x), run(Plain(theirs.train(training), "relu"), dy, x), strict=True):
+        for a, b in zip(run(ours, dy, x), run(Reference(theirs.train(training), "relu"), dy, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
@@ -116,36 +115,36 @@ def test_options_of_torch(kind: Any, words: dict[str, Any]) -> None:
     (BatchNorm, (2, 6, 40, 50)), (InstanceNorm, (1, 6, 10, 20, 10)), (InstanceNorm, (2, 6, 10, 20, 10)),
     (GroupNorm, (2, 6, 10, 20, 10)),
 ], ids=str)  # fmt: skip
-def test_bfloat16_input_has_float32_statistics_and_gradients_of_weights(kind: Any, shape: tuple[int, ...], seam: bool) -> None:
+def test_bf16_input_has_float32_statistics_and_gradients_of_weights(kind: Any, shape: tuple[int, ...], seam: bool) -> None:
     for act, form in itertools.product(ACTS[kind], (FORMATS[len(shape)], torch.contiguous_format)):
         torch.manual_seed(0)
         x, dy = ((c + torch.randn(shape)).bfloat16().contiguous(memory_format=form) for c in (100, 0))
         theirs, ours = pair(kind, len(shape), act, torch.float64, seam)
-        expected, found = run(Plain(theirs, act), dy.double(), x.double()), run(ours.float(), dy, x)
+        expected, found = run(Reference(theirs, act), dy.double(), x.double()), run(ours.float(), dy, x)
         assert [t.dtype for t in found[:4]] == [torch.bfloat16] * 2 + [torch.float32] * 2
         for a, b in zip(found, expected, strict=True):
             small = (2e-2, 3e-2) if a.dtype == torch.bfloat16 else (1e-3, 2e-3)
             if a.ndim == 1 and act in ("leaky_relu", "silu"):
-                small = 1e-2, 0.2  # these act on 4,000 or 8,000 gradients in bfloat16, which are then added
+                small = 1e-2, 0.2  # sums of 4,000 or 8,000 gradients in bfloat16
             torch.testing.assert_close(a.double(), b.double(), rtol=small[0], atol=small[1])
 
 
-ALONE_AND_SHARED = list(itertools.product((BatchNorm, InstanceNorm, GroupNorm), (False, True)))
+LOCAL_AND_SYNCHRONISED = list(itertools.product((BatchNorm, InstanceNorm, GroupNorm), (False, True)))
 
 
-def with_a_sum(kind: Any, *shape: int, **words: Any) -> list[torch.Tensor]:
-    """An input, and for a batch norm what is added to it."""
-    return [t.contiguous(memory_format=FORMATS[len(shape)]) for t in torch.randn(2 if kind is BatchNorm else 1, *shape, **words)]
+def make_inputs(kind: Any, *shape: int, **kwargs: Any) -> list[torch.Tensor]:
+    """Return an input, and for a batch norm a residual."""
+    return [t.contiguous(memory_format=FORMATS[len(shape)]) for t in torch.randn(2 if kind is BatchNorm else 1, *shape, **kwargs)]
 
 
-@pytest.mark.parametrize("kind, seam", ALONE_AND_SHARED)
+@pytest.mark.parametrize("kind, seam", LOCAL_AND_SYNCHRONISED)
 def test_compiled_is_eager(kind: Any, seam: bool) -> None:
-    """Statistics of several processes are left out of what is compiled."""
+    """Synchronised statistics have a graph break."""
     torch.manual_seed(0)
     for act in ACTS[kind] if kind is GroupNorm and not seam else ACTS[kind][-1:]:
         torch._dynamo.reset()
         (_, norm), dy = pair(kind, 5, act, torch.float32, seam), torch.randn(2, 6, 4, 5, 5)
-        inputs = with_a_sum(kind, 2, 6, 4, 5, 5)
+        inputs = make_inputs(kind, 2, 6, 4, 5, 5)
         start = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
         expected = run(norm, dy, *inputs)
         norm.load_state_dict(start)
@@ -161,49 +160,49 @@ def test_compiled_is_eager(kind: Any, seam: bool) -> None:
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("kind", [InstanceNorm, GroupNorm])
 @pytest.mark.parametrize("act", ["leaky_relu", "silu"])
-def test_the_norm_of_a_cut_volume_is_the_whole_one_with_two_small_messages(kind: Any, act: str, batch: int, last: bool) -> None:
+def test_a_sharded_volume_has_the_norm_of_the_full_one_by_two_all_reduces(kind: Any, act: str, batch: int, last: bool) -> None:
     torch.manual_seed(0)
     theirs, ours = pair(kind, 5, act, torch.float64)
     x, dy = ((c + torch.randn(batch, 6, 5, 3, 2, dtype=torch.float64)) for c in (2, 0))
     cuts, form = (slice(0, 4), slice(4, 5)), torch.channels_last_3d if last else torch.contiguous_format
-    said: list[list[torch.Tensor]] = [[], []]
-    for _ in range(3):  # each round one message more is right, first that of the forward pass
+    sent: list[list[torch.Tensor]] = [[], []]
+    for _ in range(3):  # each round makes one more message correct, first that of the forward pass
         found, now = [], []
         for rank, cut in enumerate(cuts):
-            ours.all_reduce = seam = Seam(said[1 - rank])
+            ours.all_reduce = seam = Seam(sent[1 - rank])
             found.append(run(ours, *(t[:, :, cut].contiguous(memory_format=form) for t in (dy, x))))
-            now.append(seam.said)
-        said = now
+            now.append(seam.sent)
+        sent = now
     values = 2 * batch * (6 if kind is InstanceNorm else 2)
-    assert [[message.numel() for message in messages] for messages in said] == [[values + 1, values]] * 2
-    for i, expected in enumerate(run(Plain(theirs, act), dy, x)):
+    assert [[message.numel() for message in messages] for messages in sent] == [[values + 1, values]] * 2
+    for i, expected in enumerate(run(Reference(theirs, act), dy, x)):
         parts = [f[i] for f in found]
         torch.testing.assert_close(torch.cat(parts, 2) if i < 2 else sum(parts), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_wrong_shapes_and_one_voxel_in_the_whole_volume_are_refused() -> None:
+def test_wrong_shapes_and_a_volume_of_one_voxel_raise() -> None:
     for norm in (BatchNorm(5), InstanceNorm(5), GroupNorm(5, 5)):
         with pytest.raises(ValueError, match=r"shape \[2, 4, 3, 3\]; expected \[B, 5"):
             norm(torch.zeros(2, 4, 3, 3))
     one = torch.randn(2, 5, 1, 1, 1)
     for norm in (InstanceNorm(5), GroupNorm(5, 5)):
-        for total in (norm.all_reduce, Seam()):
-            norm.all_reduce = total  # type: ignore[assignment]
+        for all_reduce in (norm.all_reduce, Seam()):
+            norm.all_reduce = all_reduce  # type: ignore[assignment]
             with pytest.raises(ValueError, match="one value per channel"):
                 norm(one)
         norm.all_reduce = Seam([torch.ones(2 * 2 * 5 + 1, dtype=torch.float64)])  # type: ignore[assignment]
-        assert norm(one).isfinite().all(), "another process has one more"
-    assert GroupNorm(1, 5)(one).isfinite().all(), "five channels are five values"
+        assert norm(one).isfinite().all(), "another rank has one more element"
+    assert GroupNorm(1, 5)(one).isfinite().all(), "five channels are five elements"
 
 
-@pytest.mark.parametrize(("make", "why"), [
+@pytest.mark.parametrize(("make", "message"), [
     (lambda: GroupNorm(4, 6), "6 channels cannot make 4 groups; give a number that divides 6"),
     (lambda: GroupNorm(0, 6), "cannot make 0 groups"),
     (lambda: GroupNorm(2, 6, "gelu"), "activation is 'gelu'; expected None or one of relu, leaky_relu, silu"),
     (lambda: InstanceNorm(6, "leaky_relu", slope=0.0), "slope is 0.0; expected a number above 0"),
 ])  # fmt: skip
-def test_settings_that_no_norm_has_are_refused(make: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+def test_invalid_arguments_raise(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -223,10 +222,10 @@ def test_a_nan_stays_in_its_sample(kind: Any, last: bool) -> None:
 
 
 @pytest.mark.parametrize("act", ["silu", "leaky_relu"])
-def test_only_the_input_is_kept_for_silu_and_the_output_for_a_rectifier(act: str) -> None:
+def test_only_the_input_is_saved_for_silu_and_the_output_for_a_rectifier(act: str) -> None:
     norm, x = InstanceNorm(6, act), torch.randn(2, 6, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d).requires_grad_()
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         y = norm(x)
-    large = [t.data_ptr() for t in kept if t.numel() == x.numel()]
+    large = [t.data_ptr() for t in saved if t.numel() == x.numel()]
     assert large == [x.data_ptr()] if act == "silu" else sorted(large) == sorted((x.data_ptr(), y.data_ptr()))

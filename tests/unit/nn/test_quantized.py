@@ -1,4 +1,4 @@
-"""Weights that are not trained, in 8 or 16 bits."""
+"""Frozen weights in int8 or bfloat16."""
 
 from typing import Any
 
@@ -28,33 +28,33 @@ def linear(bits: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 
 @pytest.mark.parametrize("bits", ["8bit", "bf16"])
-def test_the_product_and_its_gradient_are_those_of_the_wide_weight(bits: str) -> None:
+def test_output_and_gradient_equal_those_of_the_dequantized_weight(bits: str) -> None:
     made, x = linear(bits), torch.randn(2, 5, 96, dtype=torch.float64, requires_grad=True)
-    wide = nn.Linear(96, 40, dtype=torch.float64)
+    reference = nn.Linear(96, 40, dtype=torch.float64)
     with torch.no_grad():
-        wide.weight.copy_(made.weight.double() if bits == "bf16" else made.weight.double() * made.scale[:, None])
-        wide.bias.copy_(made.bias)
-    found, right = made(x), wide(x)
-    torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
-    slope = torch.randn_like(found)
-    torch.testing.assert_close(*(torch.autograd.grad(y, x, slope)[0] for y in (found, right)), rtol=0, atol=1e-13)
+        reference.weight.copy_(made.weight.double() if bits == "bf16" else made.weight.double() * made.scale[:, None])
+        reference.bias.copy_(made.bias)
+    result, expected = made(x), reference(x)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-13)
+    grad = torch.randn_like(result)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (result, expected)), rtol=0, atol=1e-13)
     assert made.weight.dtype == {"8bit": torch.int8, "bf16": torch.bfloat16}[bits]
     dequantize(made, torch.float64)
-    assert type(made) is nn.Linear and torch.equal(made.weight, wide.weight) and [*made.state_dict()] == ["weight", "bias"]
+    assert type(made) is nn.Linear and torch.equal(made.weight, reference.weight) and [*made.state_dict()] == ["weight", "bias"]
 
 
-def test_weights_are_off_by_half_a_scale_at_most() -> None:
+def test_the_quantization_error_is_at_most_half_a_scale() -> None:
     weight = torch.randn(50, 300) * torch.logspace(-6, 3, 50)[:, None]
     weight[7] = 0
     scale = int8_scales(weight.abs().amax(1))
-    found = quantize_int8(weight, scale)
-    assert torch.equal(scale, scale.bfloat16().float()) and found.abs().amax() <= 127 and not found[7].any()
-    assert ((found * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
+    result = quantize_int8(weight, scale)
+    assert torch.equal(scale, scale.bfloat16().float()) and result.abs().amax() <= 127 and not result[7].any()
+    assert ((result * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
     few = torch.arange(50) != 7
     assert (scale[few] * 127 >= weight.abs().amax(1)[few]).all() and (scale[few] * 125.5 <= weight.abs().amax(1)[few]).all()
 
 
-def test_a_weight_that_is_not_finite_shows() -> None:
+def test_non_finite_weights_give_non_finite_outputs() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         made = nn.Linear(8, 3)
         made.weight.data[1, 2] = bad
@@ -63,7 +63,7 @@ def test_a_weight_that_is_not_finite_shows() -> None:
 
 
 @pytest.mark.parametrize("bits", ["8bit", "bf16"])
-def test_under_autocast_it_computes_as_others_do(bits: str) -> None:
+def test_under_autocast_outputs_are_bf16_and_gradients_keep_their_dtype(bits: str) -> None:
     made, x = linear(bits, torch.float32), torch.randn(4, 96, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = made(x)
@@ -73,28 +73,28 @@ def test_under_autocast_it_computes_as_others_do(bits: str) -> None:
     assert x.grad is not None and x.grad.dtype == torch.float32
 
 
-def test_no_wide_weight_is_kept_for_the_backward_pass() -> None:
-    made, x, kept = linear("8bit", torch.float32), torch.randn(4, 96, requires_grad=True), list[Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+def test_no_dequantized_weight_is_saved_for_the_backward_pass() -> None:
+    made, x, saved = linear("8bit", torch.float32), torch.randn(4, 96, requires_grad=True), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         made(x)
-    assert {t.data_ptr() for t in kept} <= {made.weight.data_ptr(), made.scale.data_ptr()} and kept
+    assert {t.data_ptr() for t in saved} <= {made.weight.data_ptr(), made.scale.data_ptr()} and saved
 
 
-def frozen_model(**words: Any) -> LLM:
+def quantized_model(**kwargs: Any) -> LLM:
     with deferred(0):
         model = LLM(LLMConfig(**SIZES))
-    return llm.adapt(model, LoRAConfig(rank=2, **words))
+    return llm.adapt(model, LoRAConfig(rank=2, **kwargs))
 
 
-def test_little_more_than_a_byte_of_each_weight_stays() -> None:
-    parts = [part for part in materialize(frozen_model(base_dtype="8bit"), "cpu").modules() if isinstance(part, QuantizedLinear)]
+def test_weights_take_at_most_1_1_bytes_per_element() -> None:
+    parts = [part for part in materialize(quantized_model(base_dtype="8bit"), "cpu").modules() if isinstance(part, QuantizedLinear)]
     held = sum(parameter.nbytes for part in parts for parameter in part.parameters(recurse=False))
     assert len(parts) == 7 * 3 and 1 < held / sum(part.weight.numel() for part in parts) <= 1.1
 
 
 @pytest.mark.parametrize("bits", ["8bit", "bf16"])
-def test_what_is_merged_is_what_was_trained(bits: Any) -> None:
-    model = materialize(frozen_model(base_dtype=bits, targets=("q_proj", "down_proj")), "cpu").double()
+def test_merging_adapters_keeps_the_outputs(bits: Any) -> None:
+    model = materialize(quantized_model(base_dtype=bits, targets=("q_proj", "down_proj")), "cpu").double()
     for name, parameter in model.named_parameters():
         if "lora" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -118,14 +118,14 @@ def trained(bits: Any) -> tuple[float, float]:
     return losses[0], losses[-1]
 
 
-def test_adapters_learn_beside_8_bits_as_beside_16() -> None:
+def test_adapters_train_equally_with_int8_and_bf16_weights() -> None:
     (first, last), (first16, last16) = trained("8bit"), trained("bf16")
     assert abs(first - first16) < 0.002 * first16, (first, first16)
     assert first16 - last16 > 5 and abs((first - last) / (first16 - last16) - 1) < 0.01, (first, first16, last, last16)
 
 
-def test_narrow_parameters_leave_8_bits_and_scales_as_they_are() -> None:
-    model: Any = materialize(frozen_model(base_dtype="8bit"), "cpu")
+def test_conversion_to_bf16_keeps_int8_weights_and_their_scales() -> None:
+    model: Any = materialize(quantized_model(base_dtype="8bit"), "cpu")
     layer = model.model.layers[0].self_attn.q_proj
     weight, scale = layer.weight.clone(), layer.scale.clone()
     cast_to_bf16(model)

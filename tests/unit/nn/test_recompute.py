@@ -1,4 +1,4 @@
-"""Results that are made again: the same gradients to the bit, from less that is kept."""
+"""Recomputed results: bitwise equal gradients with fewer saved tensors."""
 
 import weakref
 from typing import Any
@@ -12,12 +12,12 @@ from hpcai.nn.recompute import cheap, recompute_cheap
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def squashed(x: Tensor) -> Tensor:
-    squashed.calls += 1  # type: ignore[attr-defined]
+def silu(x: Tensor) -> Tensor:
+    silu.calls += 1  # type: ignore[attr-defined]
     return x * x.sigmoid()
 
 
-def turned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def sum_and_difference(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x + y, x - y
 
 
@@ -30,48 +30,48 @@ class Net(nn.Module):
         self.up, self.parts = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = cheap(squashed, self.up(x))
+        y = cheap(silu, self.up(x))
         a, b, c = (part(y) for part in self.parts)
-        a, b = cheap(turned, a, b)
+        a, b = cheap(sum_and_difference, a, b)
         return (a * b).tanh() @ c.T
 
 
-squashed.calls = 0  # type: ignore[attr-defined]
+silu.calls = 0  # type: ignore[attr-defined]
 
 
-def learnt(wanted: bool, **autocast: Any) -> tuple[list[Tensor], int]:
-    squashed.calls = 0  # type: ignore[attr-defined]
+def train(enabled: bool, **autocast: Any) -> tuple[list[Tensor], int]:
+    silu.calls = 0  # type: ignore[attr-defined]
     net, x = Net(), torch.arange(20.0).view(5, 4) / 10
-    with torch.autocast("cpu", **{"enabled": False, **autocast}), recompute_cheap(wanted):
+    with torch.autocast("cpu", **{"enabled": False, **autocast}), recompute_cheap(enabled):
         y = net(x)
     y.float().square().sum().backward()
-    return [y.detach(), *(p.grad for p in net.parameters() if p.grad is not None)], squashed.calls  # type: ignore[attr-defined]
+    return [y.detach(), *(p.grad for p in net.parameters() if p.grad is not None)], silu.calls  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
-def test_gradients_are_the_same_to_the_bit_and_each_result_is_made_again_once(autocast: dict[str, Any]) -> None:
-    (found, calls), (expected, once) = learnt(True, **autocast), learnt(False, **autocast)
+def test_gradients_are_bitwise_equal_and_each_result_is_recomputed_once(autocast: dict[str, Any]) -> None:
+    (found, calls), (expected, calls_without) = train(True, **autocast), train(False, **autocast)
     assert len(found) == 9 and all(map(torch.equal, found, expected))
-    assert calls == 2 and once == 1, "three layers read it"
+    assert calls == 2 and calls_without == 1, "three layers read it"
 
 
-def test_a_result_is_neither_held_after_the_forward_pass_nor_after_the_backward_pass() -> None:
-    net, made = nn.Linear(4, 4), []
+def test_results_are_freed_after_the_forward_pass_and_after_the_backward_pass() -> None:
+    net, storages = nn.Linear(4, 4), []
 
-    def noted(x: Tensor) -> Tensor:
+    def recorded(x: Tensor) -> Tensor:
         y = x * 2
-        made.append(weakref.ref(y.untyped_storage()))
+        storages.append(weakref.ref(y.untyped_storage()))
         return y
 
     up = nn.Linear(4, 4)
     with recompute_cheap():
-        y = net(cheap(noted, up(torch.ones(3, 4))))
-    assert made[0]() is None, "after the forward pass"
+        y = net(cheap(recorded, up(torch.ones(3, 4))))
+    assert storages[0]() is None, "after the forward pass"
     y.sum().backward()
-    assert len(made) == 2 and made[1]() is None, "after the backward pass"
+    assert len(storages) == 2 and storages[1]() is None, "after the backward pass"
 
 
-def test_a_compiler_decides_by_itself() -> None:
+def test_it_has_no_effect_under_torch_compile() -> None:
     net, x = Net(), torch.ones(5, 4)
 
     def run(x: Tensor) -> Tensor:

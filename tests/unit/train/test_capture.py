@@ -216,7 +216,7 @@ class Failing(Tape):
             raise RuntimeError(f"no {where} today\nCUDA kernel errors might be asynchronous")
 
     def capture(self, function: Any) -> Any:
-        found = super().record(function)
+        found = super().capture(function)
         self.fail("capture")
         return found
 
