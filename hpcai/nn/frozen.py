@@ -63,11 +63,9 @@ class Frozen(Joint):
         if self.bits == "8bit":
             scale = scales(self._greatest(self.weight.abs().amax(1)))
             self.scale = _like(self.weight, scale)
-            if (place := getattr(self.weight, "shard_spec", None)) is not None:
-                axes = place.axes if place.ranges[1] == ((0, place.global_shape[1]),) else ()  # equal where inputs are sharded
-                self.scale.shard_spec = replace(  # type: ignore[attr-defined]
-                    place, global_shape=place.global_shape[:1], ranges=place.ranges[:1], axes=axes
-                )
+            if (spec := getattr(self.weight, "shard_spec", None)) is not None:
+                axes = spec.axes if spec.ranges[1] == ((0, spec.global_shape[1]),) else ()  # equal where inputs are sharded
+                self.scale.shard_spec = replace(spec, global_shape=spec.global_shape[:1], ranges=spec.ranges[:1], axes=axes)  # type: ignore[attr-defined]
         self.weight = _like(self.weight, rounded(self.weight, scale))
 
     def _greatest(self, top: Tensor) -> Tensor:

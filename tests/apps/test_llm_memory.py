@@ -110,7 +110,7 @@ def job(cfg: Config, world: int) -> Iterator[Paper]:
     with ExitStack() as held:
         for place, function in {
             "hpcai.train.choices.GradientReducer": fixed,
-            "hpcai.parallel.pipeline.Pipeline._find_output_specs": learned,
+            "hpcai.parallel.pipeline.Pipeline._trace_specs": learned,
             "hpcai.parallel.pipeline.Pipeline._broadcast_values": lambda *_: [{}],
             "hpcai.parallel.pipeline._Stage.forward": lambda stage, *x, number: stage._run_microbatch(0, x[0] if x else None),
             "hpcai.train.step._mean": lambda every: {},

@@ -224,9 +224,9 @@ def twice(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, int], Case, Any, str]] = [
     ({"pipeline": 2}, {}, twice, "calls the model more than once"),
-    ({"pipeline": 2}, {"accumulate": 1}, None, "step.accumulate is 1, which Schedule1F1B cannot do with 2 stages on 2 ranks"),
-    ({"pipeline": 2}, {"model": "odd", "how": SCHEDULES[2]}, None, "gives the model other arguments than the"),
-    ({"pipeline": 2}, {"how": {"sizes": [4, 1]}}, None, "4 blocks cannot be divided among 2 stages as [4, 1]"),
+    ({"pipeline": 2}, {"accumulate": 1}, None, "is 1, which Schedule1F1B does not support with 2 stages on 2 ranks"),
+    ({"pipeline": 2}, {"model": "odd", "how": SCHEDULES[2]}, None, "calls the model with an argument other than the"),
+    ({"pipeline": 2}, {"how": {"sizes": [4, 1]}}, None, "4 blocks cannot be split into 2 stages of [4, 1]"),
     ({"pipeline": 2}, {"capture": "whole"}, None, "step.capture is whole"),
     ({"pipeline": 2}, {"decay_names": ("head.*", "nothing.*")}, None, "'nothing.*' matches no parameter"),
     ({"replicate": 2, "pipeline": 2}, {"how": SCHEDULES[2], "shard": "weights"}, None, "shard is weights, but zero-bubble needs"),

@@ -270,12 +270,12 @@ def test_what_cannot_be_cut_is_told_before_anything_is_computed() -> None:
     first, second = on_ranks({"depth": 2}, why_not)
     assert first == second, "all ranks refuse the same"
     expected = [
-        "spatial: 1 has padding_mode reflect; only zeros and circular can be cut", "ceil_mode", "is a LayerNorm, and how to cut",
+        "spatial: 1 has padding_mode reflect; only zeros and circular can be sharded", "ceil_mode", "is a LayerNorm, which cannot",
         "after conv the model calls max_pool3d", "calls mean itself", "calls flip itself",
-        "conv got a part of 8 x 8 x 8 places; this rank holds 4 x 8 x 8 there of the volumes whose sizes were told",
-        "mesh.depth is 2, but 2 places along depth are fewer than 2 per rank; set mesh.depth to 1 or less",
-        "mesh.depth is 2, but there is only height and width to cut; set it to 1",
-        "conv sees volumes of (9, 8, 8) and of (8, 8, 8), of which a rank holds parts of one size",
+        "conv got a shard of 8 x 8 x 8 voxels; the planned volumes have 4 x 8 x 8 there on this rank",
+        "mesh.depth is 2, but 2 voxels along depth are fewer than 2 per rank; set mesh.depth to 1 or less",
+        "mesh.depth is 2, but there is only height and width to shard; set it to 1",
+        "conv has inputs of (9, 8, 8) and of (8, 8, 8), whose shards on a rank have the same size",
     ]  # fmt: skip
     assert len(first) == len(expected)
     for text, part in zip(first, expected):
