@@ -96,9 +96,9 @@ class AllToAll(_Collective):
     """Reshard from ``concat_dim``, which becomes full, to ``split_dim``. ``sizes`` are the full sizes from dim 1 on; square tensors
     need none."""
 
-    def __init__(self, axis: Axis, give: int, take: int) -> None:
+    def __init__(self, axis: Axis, split_dim: int, concat_dim: int) -> None:
         super().__init__(axis)
-        self.split_dim, self.concat_dim = give, take
+        self.split_dim, self.concat_dim = split_dim, concat_dim
 
     def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
         size = sizes[self.concat_dim - 1] if sizes else x.shape[self.split_dim]

@@ -373,7 +373,7 @@ def _split_interior(plan: HaloPlan, conv: ConvArgs, weight: Tensor) -> tuple[tup
     start = plan.needed[0] - plan.pad_before
     size = plan.needed[1] + plan.pad_after - start
     count = (size - span) // stride + 1
-    low, high = (place - start for place in intersect(plan.held, plan.needed))
+    low, high = (index - start for index in intersect(plan.held, plan.needed))
     first, end = -(-low // stride), (high - span) // stride + 1
     if conv.output_padding is not None or end - first < _MIN_INTERIOR:
         return _UNSPLIT

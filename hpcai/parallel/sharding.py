@@ -44,10 +44,10 @@ class ShardSpec:
         return {axis.of or axis.name for axis in (*self.axes, *self.exclusive_axes)}
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Split a box of the shard into boxes of the full tensor: yield the offsets there and the slices of the given box."""
-        dims = [list(_intersect(stretches, o, o + n)) for stretches, o, n in zip(self.ranges, offsets, sizes)]
+        """Split a box of the shard into boxes of the full tensor: yield its offsets there and slices of the given box."""
+        dims = [list(_intersect(ranges, o, o + n)) for ranges, o, n in zip(self.ranges, offsets, sizes)]
         for pieces in product(*dims):
-            yield tuple(at for at, _, _ in pieces), tuple(slice(a - o, b - o) for (_, a, b), o in zip(pieces, offsets))
+            yield tuple(start for start, _, _ in pieces), tuple(slice(a - o, b - o) for (_, a, b), o in zip(pieces, offsets))
 
 
 def _intersect(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -62,7 +62,7 @@ def _intersect(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int,
 
 def subrange(ranges: Ranges, begin: int, end: int) -> Ranges:
     """Return elements ``begin`` to ``end`` of the concatenated ranges, as ranges of the full tensor."""
-    return tuple((at, at + b - a) for at, a, b in _intersect(ranges, begin, end))
+    return tuple((start, start + b - a) for start, a, b in _intersect(ranges, begin, end))
 
 
 def shard_spec(tensor: Tensor) -> ShardSpec:

@@ -174,12 +174,10 @@ def parallelize_spatial(
     instance, group and batch norms reduce their moments. Parameters and their names are kept; their ``sum_axes`` are the axes over
     which gradients are summed. Ranks of a sample need the same random state where a level is replicated.
 
-    ``axes``: The mesh axis of each dim: depth, height, width. ``channels``: Input channels, if the first convolution has a
-    different number. ``inputs``: ``inputs(size)`` returns all arguments of the model on the meta device, if there are more than a
-    volume.
-    ``kinds``: The model's own layer classes, and the ``SpatialLayer`` that shards each. ``min_size``, ``overlap``: See
-    ``SpatialPartition``. Raises MeshError for a size that cannot be sharded, unknown layers, and operations outside layers that mix
-    voxels.
+    ``axes``: The mesh axis of each dim: depth, height, width. ``channels``: Input channels, if the first convolution has others.
+    ``inputs``: ``inputs(size)`` returns all arguments of the model on the meta device, if there are more than a volume.
+    ``kinds``: The model's own layer classes, and the ``SpatialLayer`` that shards each. ``min_size``, ``overlap``: See the partition.
+    Raises MeshError for a size that cannot be sharded, unknown layers, and operations outside layers that mix voxels.
     """
     partition = SpatialPartition.from_axes(axes, len(size), min_size=min_size, overlap=overlap)
     partition.check_size(size)

@@ -88,7 +88,7 @@ def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any
 
 
 @pytest.mark.parametrize(("axes", "group"), CASES, ids=str)
-def test_a_group_is_one_process_with_all_its_samples(axes: dict[str, int], group: int) -> None:
+def test_a_group_equals_one_process_with_all_its_samples(axes: dict[str, int], group: int) -> None:
     groups = axes["replicate"] // group
     weights, ranks = training(Mesh({}), groups)["state"], on_ranks(axes, training, group)
     for found in ranks:
@@ -112,7 +112,7 @@ def resumed(mesh: Mesh, folder: str) -> tuple[dict[str, np.ndarray], dict[str, n
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_a_checkpoint_holds_the_statistics_of_all_copies_once(tmp_path: Path, copies: int) -> None:
+def test_a_checkpoint_holds_the_statistics_of_all_replicas_once(tmp_path: Path, copies: int) -> None:
     found = on_ranks({"replicate": 4}, training, 2, str(tmp_path))
     for live, averaged in on_ranks({"replicate": copies}, resumed, str(tmp_path)):
         for name in live:
@@ -144,7 +144,7 @@ def uneven(mesh: Mesh, rows: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rows", [[3, 1], [1, 1, 4, 2]], ids=str)
-def test_copies_may_have_different_numbers_of_samples(rows: list[int]) -> None:
+def test_replicas_may_have_different_numbers_of_samples(rows: list[int]) -> None:
     found = on_ranks({"replicate": len(rows)}, uneven, rows)
     for name in ("weight", "bias"):
         total = sum(part[name] for part in found)

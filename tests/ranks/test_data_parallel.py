@@ -28,14 +28,14 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
     return {"loss": (model(part[0]) - part[1]).square().mean()}
 
 
-def whole() -> tuple[nn.Module, list[torch.Tensor]]:
+def reference() -> tuple[nn.Module, list[torch.Tensor]]:
     model = network()
     loss(model, batch())["loss"].backward()
     return model, [p.grad for p in model.parameters()]
 
 
-def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
-    expected_model, expected = whole()
+def compare(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
+    expected_model, expected = reference()
     model = network()
     if mesh["replicate"].rank or mesh["depth"].rank:  # the copies start equal, whatever they were
         with torch.no_grad():
@@ -72,11 +72,11 @@ def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("bucket_mb, accumulate", [(25.0, 1), (1e-4, 1), (1e-3, 2)])
-def test_cut_equals_whole(axes: dict[str, int], bucket_mb: float, accumulate: int) -> None:
-    on_ranks(axes, cut, bucket_mb, accumulate)
+def test_replicas_equal_one_process(axes: dict[str, int], bucket_mb: float, accumulate: int) -> None:
+    on_ranks(axes, compare, bucket_mb, accumulate)
 
 
-def overlapped(mesh: Mesh) -> list[str]:
+def events_of_a_step(mesh: Mesh) -> list[str]:
     """Order of the events of a backward pass: gradients made (by layer) and sums started."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     sums = GradientReducer(model, mesh, bucket_mb=1e-4)
@@ -93,8 +93,8 @@ def overlapped(mesh: Mesh) -> list[str]:
     return events
 
 
-def test_sums_start_while_the_backward_pass_goes_on() -> None:
-    events = on_ranks({"replicate": 2}, overlapped)[0]
+def test_all_reduces_start_during_the_backward_pass() -> None:
+    events = on_ranks({"replicate": 2}, events_of_a_step)[0]
     before = events[: events.index("backward is over")]
     assert before.count("sum") >= 3
     assert before.index("sum") < len(before) - 1 - before[::-1].index("gradient")
@@ -124,12 +124,12 @@ def unused(mesh: Mesh) -> float:
     return seen[2]
 
 
-def test_a_parameter_that_one_rank_does_not_use_counts_as_zero_and_nobody_hangs() -> None:
+def test_the_gradient_of_a_parameter_that_one_rank_does_not_use_is_zero_and_no_rank_hangs() -> None:
     first, second = on_ranks({"replicate": 2}, unused)
     assert first == second != 0.0
 
 
-def ill(mesh: Mesh, bad: float) -> tuple[str, bool]:
+def step_with(mesh: Mesh, bad: float) -> tuple[str, bool]:
     """What is told when rank 1 meets a NaN, or an infinite loss with finite gradients, in its second step, and whether the weights
     stayed those of the first."""
 
@@ -148,13 +148,13 @@ def ill(mesh: Mesh, bad: float) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -1.0], ids=["a NaN", "an infinite loss"])
-def test_what_is_not_finite_on_one_rank_is_told_on_all_and_no_nan_reaches_anybodys_weights(bad: float) -> None:
-    for told, unharmed in on_ranks({"replicate": 2}, ill, bad):
+def test_a_loss_that_is_not_finite_on_one_rank_is_reported_on_all_and_changes_no_weights(bad: float) -> None:
+    for told, unharmed in on_ranks({"replicate": 2}, step_with, bad):
         assert told.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)"), told
         assert unharmed or bad == -1.0
 
 
-def summed(mesh: Mesh) -> float:
+def reduced(mesh: Mesh) -> float:
     bucket = Bucket({"w": nn.Parameter(torch.zeros(3))}, (mesh["replicate"], mesh["depth"]), False, torch.float32)
     bucket.gradients.fill_(10.0**mesh.rank)
     bucket.launch()
@@ -162,6 +162,6 @@ def summed(mesh: Mesh) -> float:
     return float(bucket.gradients[0])
 
 
-def test_a_bucket_is_summed_over_each_of_its_axes() -> None:
+def test_a_bucket_is_reduced_over_each_of_its_axes() -> None:
     """One message over all of them is sent where there is a group for that; with three axes in use there may be none."""
-    assert on_ranks({"replicate": 2, "depth": 2}, summed) == [1111.0] * 4
+    assert on_ranks({"replicate": 2, "depth": 2}, reduced) == [1111.0] * 4

@@ -91,23 +91,23 @@ FURTHER: list[Case] = [
     ({"replicate": 1}, EVERY[:2]), ({"replicate": 2}, EVERY), ({"replicate": 4}, EVERY + FURTHER),
     ({"replicate": 2, "depth": 2}, EVERY + FURTHER[-2:]),
 ], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
-def test_cut_equals_whole(axes: dict[str, int], cases: list[Case]) -> None:
+def test_sharded_equals_unsharded(axes: dict[str, int], cases: list[Case]) -> None:
     cut_equals_whole(axes, cases, new_step, batches)
 
 
-def within(mesh: Mesh, shard: str) -> Trained:
+def train_hybrid(mesh: Mesh, shard: str) -> Trained:
     words = {"shard": shard, **({"shard_within": 2} if mesh.world > 1 else {})}
     return train(new_step(mesh, words), batches(mesh, {}, 0, 2))
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_groups_within_nodes_change_nothing(shard: str) -> None:
-    right = joined([within(Mesh({}), shard).held])
-    same(joined([rank.held for rank in on_ranks({"replicate": 4}, within, shard)]), right)
+def test_hybrid_sharding_changes_nothing(shard: str) -> None:
+    right = joined([train_hybrid(Mesh({}), shard).held])
+    same(joined([rank.held for rank in on_ranks({"replicate": 4}, train_hybrid, shard)]), right)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
-def test_two_ranks_with_a_divided_adam_are_two_ranks_without_bit_for_bit(precision: str) -> None:
+def test_two_ranks_with_a_sharded_adam_equal_two_without_bit_for_bit(precision: str) -> None:
     words = {"precision": precision, "clip": None, "moments": "bf16" if precision == "bf16-params" else "fp32"}
     ranks = on_ranks({"replicate": 2}, trained, new_step, batches, [words, words | {"shard": "optimizer"}])
     plain, divided = (joined([rank[case].held for rank in ranks]) for case in (0, 1))
@@ -124,7 +124,7 @@ def state_size(mesh: Mesh, shard: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_each_rank_holds_its_part_of_the_state(shard: str) -> None:
+def test_each_rank_holds_its_shard_of_the_state(shard: str) -> None:
     for state, local, numel in on_ranks({"replicate": 4}, state_size, shard):
         assert state <= 1.2 * 3 * 8 * numel / 4, "two moments and an average, in float64"
         assert local <= 1.2 * 8 * numel / 4
@@ -141,13 +141,13 @@ def dtypes(mesh: Mesh) -> set[tuple[bool, torch.dtype]]:
     return {(p.requires_grad, p.dtype) for p in step.model.parameters()}
 
 
-def test_frozen_weights_that_are_divided_are_narrow() -> None:
+def test_sharded_frozen_weights_are_bfloat16() -> None:
     for found in on_ranks({"replicate": 2}, dtypes):
         assert found == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_checkpoint_goes_from_each_division_to_the_next(tmp_path: Path, optimizer: str) -> None:
+def test_a_checkpoint_loads_with_every_sharding(tmp_path: Path, optimizer: str) -> None:
     places: list[tuple[dict[str, int], Case]] = [
         ({"replicate": 1}, {}), ({"replicate": 2}, {"shard": "optimizer"}),
         ({"replicate": 4}, {"shard": "optimizer", "shard_within": 2, "bucket_mb": 1e-3}), ({"replicate": 2}, {"shard": "weights"}),
@@ -213,7 +213,7 @@ def events(mesh: Mesh) -> list[str]:
     return seen
 
 
-def test_sums_hide_behind_the_backward_pass_and_gathers_behind_the_next_forward_pass() -> None:
+def test_reductions_overlap_with_the_backward_pass_and_gathers_with_the_next_forward_pass() -> None:
     seen = on_ranks({"replicate": 2}, events)[0]
     over = seen.index("step is over")
     first = seen[:over]
@@ -225,14 +225,14 @@ def test_sums_hide_behind_the_backward_pass_and_gathers_behind_the_next_forward_
     assert second.index("layer 0") < len(second) - 1 - second[::-1].index("arrive"), "later weights come after layer 0"
 
 
-class Late:
+class SlowGather:
     """A gather that has not begun before it is waited for."""
 
-    def __init__(self, whole: torch.Tensor, own: torch.Tensor, axis: Axis) -> None:
-        self.wait = lambda: gather_shares(whole, own.clone(), axis).wait()
+    def __init__(self, full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+        self.wait = lambda: gather_shares(full, shard.clone(), axis).wait()
 
 
-class Asking(nn.Module):
+class DirectAccess(nn.Module):
     """Computes with weights of its parts, without their forward pass, and with those that nn.LSTM holds in a second place."""
 
     def __init__(self) -> None:
@@ -246,13 +246,13 @@ class Asking(nn.Module):
         return x
 
 
-def asked(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
+def access_weights(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
     """The weights right after each of some steps, asked for in several ways."""
     torch.manual_seed(0)
     ways: list[Any] = [nn.Module.state_dict, lambda m: dict(m.named_parameters()), lambda m: deepcopy(m).state_dict()]
-    with patch.object(fsdp, "gather_shares", Late):
+    with patch.object(fsdp, "gather_shares", SlowGather):
         words: dict[str, Any] = {"precision": "fp64", "shard": scheme, "bucket_mb": 1e-4}
-        step = Step(Asking(), lambda m, x: {"loss": m(x).square().mean()}, StepConfig(**words), mesh)
+        step = Step(DirectAccess(), lambda m, x: {"loss": m(x).square().mean()}, StepConfig(**words), mesh)
         found = []
         for number, ask in enumerate(ways):
             step(torch.ones(2, 4, 6).double() / (1 + number + mesh.rank), 0.1)
@@ -260,8 +260,8 @@ def asked(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
         return found
 
 
-def test_who_asks_for_a_weight_waits_until_it_has_come() -> None:
-    right = on_ranks({"replicate": 2}, asked, "none")[0]
-    for found in on_ranks({"replicate": 2}, asked, "optimizer"):
+def test_access_to_a_weight_waits_for_its_all_gather() -> None:
+    right = on_ranks({"replicate": 2}, access_weights, "none")[0]
+    for found in on_ranks({"replicate": 2}, access_weights, "optimizer"):
         for early, expected in zip(found, right):
             same(early, expected)

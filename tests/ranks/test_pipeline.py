@@ -155,7 +155,7 @@ def test_stages_train_as_one_process_does(axes: dict[str, int], cases: list[Case
 
 
 @pytest.mark.parametrize("model", ["tied", "odd"])
-def test_a_checkpoint_goes_from_each_number_of_stages_to_the_next(tmp_path: Path, model: str) -> None:
+def test_a_checkpoint_loads_with_every_number_of_stages(tmp_path: Path, model: str) -> None:
     places: list[tuple[dict[str, int], Case]] = [({"pipeline": 2}, {}), ({}, {}), ({"pipeline": 4}, {})]
     if model == "tied":
         both = {"replicate": 2, "pipeline": 2}
@@ -173,7 +173,7 @@ def broken_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
     return {"loss": loss(model, part)["loss"] + factor * model.head.weight.sum()}
 
 
-def held_back(mesh: Mesh) -> tuple[bool, str]:
+def step_with_broken_loss(mesh: Mesh) -> tuple[bool, str]:
     """Whether weights stay where they were, and what is said."""
     step, good = new_step(mesh, {"model": "untied"}, function=broken_loss), batch(0)
     good["tokens"][:, 0] = 1
@@ -188,8 +188,8 @@ def held_back(mesh: Mesh) -> tuple[bool, str]:
     return all(map(torch.equal, step.model.parameters(), before)), str(error.value)
 
 
-def test_a_loss_that_is_not_finite_on_the_last_stage_holds_the_weights_of_all_stages() -> None:
-    for still, text in on_ranks({"pipeline": 2}, held_back):
+def test_a_loss_that_is_not_finite_on_the_last_stage_changes_no_weights_on_any_stage() -> None:
+    for still, text in on_ranks({"pipeline": 2}, step_with_broken_loss):
         assert still and text.startswith("step 2: the loss is not finite on rank 0 and rank 1;")
 
 
@@ -240,7 +240,7 @@ def refused(mesh: Mesh, case: Case, function: Any) -> str:
 
 
 @pytest.mark.parametrize(("axes", "case", "function", "text"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_a_pipeline_cannot_do_is_refused_on_all_stages_alike(
+def test_unsupported_settings_are_refused_on_all_stages(
     axes: dict[str, int], case: Case, function: Any, text: str
 ) -> None:
     assert all(text in told for told in on_ranks(axes, refused, case, function))
@@ -266,7 +266,7 @@ def evaluated(mesh: Mesh, how: dict[str, Any]) -> tuple[dict[str, float], list[f
 
 
 @pytest.mark.parametrize(("ranks", "how"), [(2, SCHEDULES[1]), (4, SCHEDULES[0]), (2, SCHEDULES[6])], ids=str)
-def test_metrics_are_known_to_all_stages_and_predictions_to_the_first_process(ranks: int, how: dict[str, Any]) -> None:
+def test_all_stages_have_the_metrics_and_the_first_process_has_the_predictions(ranks: int, how: dict[str, Any]) -> None:
     right, mean = evaluated(Mesh({}), {})
     assert len(mean) == 13
     for rank, (found, values) in enumerate(on_ranks({"pipeline": ranks}, evaluated, how)):
@@ -295,14 +295,14 @@ def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
     return held, ran, drawn, [names[block] for block in blocks(step.model)]
 
 
-def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
+def test_a_rank_holds_and_runs_only_its_own_blocks() -> None:
     (first, ran, *one), (last, went, *others) = on_ranks({"pipeline": 2}, remains)
     assert first == {"blocks.0", "embedding.weight"} and ran == ["blocks.0"] * 4 and one == [4, ["blocks.0"]]
     assert last == {"blocks.1", "blocks.2", "blocks.3", "norm.weight", "norm.bias", "head.weight"}
     assert went == ["blocks.1", "blocks.2", "blocks.3"] * 4 and others == [12, ["blocks.1", "blocks.2", "blocks.3"]]
 
 
-def test_a_pipeline_of_one_rank_is_the_whole_model() -> None:
+def test_a_pipeline_of_one_rank_is_the_full_model() -> None:
     model = Network()
     names = [name for name, _ in model.named_parameters()]
     step = Step(model, loss, StepConfig(), Mesh({}), act=Pipeline(model, Mesh({})))

@@ -87,7 +87,7 @@ class Unet(nn.Module):
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_a_network_that_is_cut_is_the_network(axes: dict[str, int]) -> None:
+def test_a_sharded_network_equals_the_full_one(axes: dict[str, int]) -> None:
     for overlap in (False, True):
         on_ranks(axes, compare, Unet, (16, 12, 8), 2, {"overlap": overlap})
 
@@ -124,7 +124,7 @@ class Single(nn.Module):
         return self.layer(self.factor(x))
 
 
-class Made:
+class MakeLayer:
     """Makes a network of a layer's class and words, or of a layer; can be sent to another process."""
 
     def __init__(self, kind: Any, words: dict[str, Any]) -> None:
@@ -135,9 +135,9 @@ class Made:
         return Single(layer)
 
 
-def every(mesh: Mesh, size: tuple[int, ...]) -> None:
-    cases = [Made(nn.Conv3d, words) for words in CONVOLUTIONS] + [Made(nn.ConvTranspose3d, words) for words in TRANSPOSED]
-    for case in cases + [Made(layer, {}) for layer in OTHERS]:
+def compare_layers(mesh: Mesh, size: tuple[int, ...]) -> None:
+    cases = [MakeLayer(nn.Conv3d, words) for words in CONVOLUTIONS] + [MakeLayer(nn.ConvTranspose3d, words) for words in TRANSPOSED]
+    for case in cases + [MakeLayer(layer, {}) for layer in OTHERS]:
         for words in ({"overlap": True}, {"min_size": 1})[: 2 if size[0] < 12 else 1]:  # ``min_size`` is about short slabs
             try:
                 compare(mesh, case, size, 4, words, passes=1)
@@ -154,7 +154,7 @@ SLABS: list[tuple[dict[str, int], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize("axes, size", SLABS, ids=str)
 def test_every_layer_on_slabs_of_any_size(axes: dict[str, int], size: tuple[int, ...]) -> None:
-    on_ranks(axes, every, size)
+    on_ranks(axes, compare_layers, size)
 
 
 class Flat(nn.Module):
@@ -172,7 +172,7 @@ class Flat(nn.Module):
 
 
 @pytest.mark.parametrize("axes", [{"height": 2}, {"height": 4}, {"replicate": 2, "height": 2}], ids=str)
-def test_a_map_is_cut_along_its_height(axes: dict[str, int]) -> None:
+def test_a_map_is_sharded_along_its_height(axes: dict[str, int]) -> None:
     on_ranks(axes, compare, Flat, (22, 6), 3, {})
 
 
@@ -220,14 +220,14 @@ def losses(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
-def test_what_ranks_compute_alike_counts_once(axes: dict[str, int]) -> None:
+def test_replicated_results_count_once(axes: dict[str, int]) -> None:
     on_ranks(axes, losses)
 
 
 # ---- what cannot be cut
 
 
-def answer(call: Any, *words: Any) -> str:
+def error_text(call: Any, *words: Any) -> str:
     try:
         call(*words)
     except MeshError as problem:
@@ -235,7 +235,7 @@ def answer(call: Any, *words: Any) -> str:
     return "done"
 
 
-def why_not(mesh: Mesh) -> list[str]:
+def refusals(mesh: Mesh) -> list[str]:
     class Itself(nn.Module):
         def __init__(self, act: Any) -> None:
             super().__init__()
@@ -253,21 +253,21 @@ def why_not(mesh: Mesh) -> list[str]:
     ]  # fmt: skip
     models: list[nn.Module] = [nn.Sequential(nn.Conv3d(2, 2, 1), layer) for layer in layers]
     models += [Itself(function) for function in itself]
-    texts = [answer(parallelize_spatial, model, axes, (8, 8, 8)) for model in models]
+    texts = [error_text(parallelize_spatial, model, axes, (8, 8, 8)) for model in models]
     parallelize_spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # of channels, place by place
     model = Itself(nn.ReLU())
     cut = parallelize_spatial(model, axes, (8, 8, 8))
-    texts.append(answer(model, torch.zeros(1, 2, 8, 8, 8)))
-    texts += [answer(parallelize_spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
-    texts.append(answer(plan_size, model, cut, (9, 8, 8)))
+    texts.append(error_text(model, torch.zeros(1, 2, 8, 8, 8)))
+    texts += [error_text(parallelize_spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
+    texts.append(error_text(plan_size, model, cut, (9, 8, 8)))
     plan_size(model, cut, (12, 8, 6))
     for size in ((8, 8, 8), (12, 8, 6)):
         model(cut.shard(torch.zeros(1, 2, *size)))
     return texts
 
 
-def test_what_cannot_be_cut_is_told_before_anything_is_computed() -> None:
-    first, second = on_ranks({"depth": 2}, why_not)
+def test_unsupported_models_are_refused_before_any_computation() -> None:
+    first, second = on_ranks({"depth": 2}, refusals)
     assert first == second, "all ranks refuse the same"
     expected = [
         "spatial: 1 has padding_mode reflect; only zeros and circular can be sharded", "ceil_mode", "is a LayerNorm, which cannot",

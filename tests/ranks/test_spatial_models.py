@@ -102,7 +102,7 @@ def trained(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], 
 
 
 @cache
-def whole(kind: Any) -> tuple[list[float], dict[str, Any], dict[str, float]]:
+def reference(kind: Any) -> tuple[list[float], dict[str, Any], dict[str, float]]:
     return trained(alone(), kind)
 
 
@@ -114,8 +114,8 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("kind", "axes"), MESHES, ids=str)
-def test_a_model_that_is_cut_trains_as_one_process_does(kind: Any, axes: dict[str, int]) -> None:
-    losses, weights, scores = whole(kind)
+def test_a_sharded_model_trains_as_one_process_does(kind: Any, axes: dict[str, int]) -> None:
+    losses, weights, scores = reference(kind)
     ranks = on_ranks(axes, trained, kind)
     copies = axes.get("replicate", 1)
     for found, state, held in ranks:
@@ -131,8 +131,8 @@ def test_a_model_that_is_cut_trains_as_one_process_does(kind: Any, axes: dict[st
         assert means == pytest.approx(losses, rel=1e-9)
 
 
-def test_an_optimizer_shared_out_over_the_copies_of_a_cut_model() -> None:
-    expected = whole(Unet)[1]
+def test_an_optimizer_sharded_over_the_replicas_of_a_sharded_model() -> None:
+    expected = reference(Unet)[1]
     cfg = CFG.model_copy(update={"shard": "optimizer"})
     for _, state, _ in on_ranks({"replicate": 2, "depth": 2}, trained, Unet, cfg):
         for name, values in expected.items():
@@ -155,7 +155,7 @@ def first_gradients(mesh: Mesh, seed: int, axes: dict[str, int]) -> list[tuple[f
 
 
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 2, "height": 2}, {"replicate": 2, "depth": 2}], ids=str)
-def test_dropout_of_a_model_that_is_cut_is_that_of_one_process_per_copy(axes: dict[str, int]) -> None:
+def test_dropout_of_a_sharded_model_is_that_of_one_process_per_replica(axes: dict[str, int]) -> None:
     assert Cosmo.cfg.dropout > 0
     copies, ranks = first_gradients(alone(), 7, axes), on_ranks(axes, first_gradients, 7, axes)
     for rank, ((value, gradients),) in enumerate(ranks):

@@ -408,8 +408,10 @@ def _update(paper: Paper, step: Step) -> None:
 def _once(paper: Paper, step: Step) -> None:
     """Sums of gradients, and what is before and after them, belong to a step and not to each of its micro-batches."""
     sums: Any = step.sums
-    for obj, name in ((sums, "all_gather_parameters"), (sums, "zero_grad"), (sums, "reduce"), *((b, "launch") for b in sums.buckets)):
-        setattr(obj, name, paper.once(getattr(obj, name)))
+    for owner, name in (
+        (sums, "all_gather_parameters"), (sums, "zero_grad"), (sums, "reduce"), *((bucket, "launch") for bucket in sums.buckets),
+    ):  # fmt: skip
+        setattr(owner, name, paper.once(getattr(owner, name)))
 
 
 def _spread(events: Sequence[Event], ways: int, few: int, copies: int) -> list[Event]:

@@ -39,7 +39,7 @@ def error(ranks: int, monkeypatch: pytest.MonkeyPatch, **words: Any) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def test_the_error_of_narrow_gradients_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_bfloat16_gradients_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [error(ranks, monkeypatch) for ranks in (2, 4, 8, 128)]
     assert errors[0] < errors[1] < 0.004 and max(errors[2:]) < 1e-5
     monkeypatch.setattr(data_parallel, "MAX_BF16_RANKS", 1000)
@@ -47,7 +47,7 @@ def test_the_error_of_narrow_gradients_does_not_grow_with_the_ranks(monkeypatch:
     assert error(128, monkeypatch, float32_sums=True) < 1e-5
 
 
-def test_shares_are_summed_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_summed_in_the_same_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_parallel.torch_dist, "broadcast", lambda *_, **words: None)
     monkeypatch.setattr(Axis, "group", None)
     kinds = []
