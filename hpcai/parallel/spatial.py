@@ -176,7 +176,7 @@ def parallelize_spatial(
 
     ``axes``: The mesh axis of each dim: depth, height, width. ``channels``: Input channels, if the first convolution has others.
     ``inputs``: ``inputs(size)`` returns all arguments of the model on the meta device, if there are more than a volume.
-    ``kinds``: The model's own layer classes, and the ``SpatialLayer`` that shards each. ``min_size``, ``overlap``: See the partition.
+    ``kinds``: The model's layer classes, and the ``SpatialLayer`` that shards each. ``min_size``, ``overlap``: See the partition.
     Raises MeshError for a size that cannot be sharded, unknown layers, and operations outside layers that mix voxels.
     """
     partition = SpatialPartition.from_axes(axes, len(size), min_size=min_size, overlap=overlap)

@@ -1,4 +1,4 @@
-"""Where a weight that is cut lies, and what its parts are together."""
+"""Where a weight that is cut lies, and what sizes are together."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_a_shared_weight_is_sharded_once_and_contradictions_are_refused() -> Non
     assert weight.shape == (2, 6)
     with pytest.raises(ConfigError, match="sharded over tensor in another dim than 1"):
         shard_(weight, 1, axis)
-    with pytest.raises(ConfigError, match=r"its parts are \[4, 1\], expected a sum of 6"):
+    with pytest.raises(ConfigError, match=r"sizes are \[4, 1\], expected a sum of 6"):
         shard_(weight, 1, Axis("height", 2, 0), (4, 1))
     with pytest.raises(ConfigError, match="at least one element for each of 8 ranks"):
         shard_(weight, 1, Axis("height", 8, 0))
