@@ -1,4 +1,4 @@
-"""Batch norm over a group of copies is batch norm of one process with all samples of the group."""
+"""Batch norm over a group of replicas equals that of one process with all samples of the group."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 class Network(nn.Module):
-    """Has torch's batch norms and ours, with a rectifier and a sum, one without weights and one that keeps no statistics."""
+    """A network with batch norms of torch and of hpcai, with ReLU and sum, without weights, and without running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
 
 
 def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any]:
-    """Weights and statistics of this rank, and those that are evaluated; one process has the groups as micro-batches."""
+    """Return weights and statistics of this rank, and those for evaluation; one process has the groups as microbatches."""
     model, alone = new_model(), mesh.world == 1
     model.flat.eval()
     names, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     if not alone:
         convert_sync_batchnorm(model, mesh, group)
     assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)), "none is a copy"
-    assert model.second[1].training and not model.flat.training, "what is not trained stays so"
+    assert model.second[1].training and not model.flat.training, "evaluation mode is kept"
     sum_gradients_over(model, mesh["depth"])
     words: dict[str, Any] = {"optimizer": "sgd", "precision": "fp64", "lr": 0.1, "clip": 1.0, "average": 0.5 if folder else None}
     step = Step(model, loss, StepConfig(**words, accumulate=group if alone else 1), mesh)
@@ -80,7 +80,7 @@ def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any
     for i in range(STEPS):
         x, y = batch(i)
         step((x.chunk(copies.size)[copies.rank], y.chunk(copies.size)[copies.rank]))
-    assert list(model.state_dict()) == names, "a performance switch never changes keys"
+    assert list(model.state_dict()) == names, "state-dict keys are kept"
     if folder:
         Checkpoints(Path(folder), CheckpointConfig(), mesh, {}).save(step, Progress(STEPS))
     state = {n: t.detach().clone().numpy() for n, t in model.state_dict().items()}
@@ -94,9 +94,9 @@ def test_a_group_equals_one_process_with_all_its_samples(axes: dict[str, int], g
     for found in ranks:
         assert list(found["state"]) == list(weights)
         for name, value in found["state"].items():
-            if groups == 1 or not re.search("running|num_batches", name):  # on one process all groups change the same statistics
+            if groups == 1 or not re.search("running|num_batches", name):  # on one process all groups update the same statistics
                 np.testing.assert_allclose(value, weights[name], rtol=1e-9, atol=1e-11, err_msg=name)
-        for name, value in found["level"].items():  # what is evaluated: the mean of all copies
+        for name, value in found["level"].items():  # for evaluation: the mean of all replicas
             mean = np.mean([each["state"][name] for each in ranks], axis=0)
             np.testing.assert_allclose(value, mean, rtol=1e-9, atol=1e-11, err_msg=name)
     statistics = {str(found["state"]["first.running_mean"]) for found in ranks}

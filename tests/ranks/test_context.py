@@ -1,4 +1,4 @@
-"""The tokens of a sample cut over processes: the same loss, gradients, updates and checkpoints as on one process."""
+"""With tokens sharded over ranks, losses, gradients, updates and checkpoints equal those of one process."""
 
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,14 @@ def numbers(tensor: Tensor) -> np.ndarray:
 
 
 def example() -> tuple[Tensor, ...]:
-    """q, k, v of 4 heads and 2 heads, the gradient of the output, and documents that begin anywhere.   T is 24"""
+    """Return q, k, v of 4 and 2 heads, the gradient of the output, and documents of any length.   T is 24"""
     generator = torch.Generator().manual_seed(0)
     heads = (4, 2, 2, 4)
     return *(torch.randn(2, h, 24, 8, generator=generator).double() for h in heads), torch.arange(48).reshape(2, 24) // 7
 
 
 def attend(mesh: Mesh, regather: bool, packed: bool) -> tuple[list[np.ndarray], int, bool]:
-    """This rank's output and gradients of q, k, v; how often keys and values were gathered; whether all were kept meanwhile."""
+    """Return the output and gradients of q, k, v on this rank, the number of all-gathers, and whether full tensors were saved."""
     *tensors, documents = example()
     own = LocalChunk(mesh["context"], 2)
     q, k, v, gradient = (own(tensor).clone().requires_grad_() for tensor in tensors)
@@ -62,7 +62,7 @@ def attend(mesh: Mesh, regather: bool, packed: bool) -> tuple[list[np.ndarray], 
         out = ContextParallelAttention(mesh["context"], regather)(q, k, v, documents if packed else None)
         kept = any(not whole.expired() for whole in gathered)
         gradients = torch.autograd.grad(out, (q, k, v), gradient)
-    assert not any(not whole.expired() for whole in gathered), "they are forgotten after the backward pass"
+    assert not any(not whole.expired() for whole in gathered), "they are freed after the backward pass"
     return [numbers(tensor) for tensor in (out, *gradients)], len(gathered), kept
 
 
@@ -82,14 +82,14 @@ def test_grouped_queries_and_packed_documents_are_sharded_too(ranks: int, packed
         found = on_ranks({"context": ranks}, attend, again, packed)
         for rank, (mine, count, kept) in enumerate(found):
             assert count == (0 if ranks == 1 else 1 + again)
-            assert kept == (ranks > 1 and not again), "the backward pass keeps this rank's keys and values only"
+            assert kept == (ranks > 1 and not again), "only local keys and values are saved"
             blocks = (np.split(value, 2 * ranks, 2) for value in reference(packed))
             for value, right in zip(mine, blocks):
                 np.testing.assert_allclose(value, np.concatenate((right[rank], right[2 * ranks - 1 - rank]), 2), rtol=0, atol=1e-12)
 
 
 def attend_bf16(mesh: Mesh) -> tuple[Any, np.ndarray]:
-    """The kind of what travels under autocast, and this rank's output."""
+    """Return the dtype of the all-gather under autocast, and the output on this rank."""
     own = LocalChunk(mesh["context"], 2)
     q, k, v = (own(tensor).float() for tensor in example()[:3])
     spied = patch.object(_GatheredKV, "gather", autospec=True, side_effect=_GatheredKV.gather)

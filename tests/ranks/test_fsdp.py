@@ -1,5 +1,5 @@
-"""The optimizer, or the weights too, divided among the copies of a model: the same training as with none divided, the same
-checkpoints, 1/G of the state, 2 (G-1)/G of the parameters on the wire."""
+"""Sharded optimizers and FSDP: training and checkpoints equal those without, with 1/G of the state and communication of
+2 (G-1)/G of the parameters."""
 
 import os
 import socket
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Has a channels-last weight, repeated blocks, and sizes that do not divide by 2 or 4."""
+    """A network with a channels-last weight, repeated blocks, and sizes that do not divide by 2 or 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
-    torch.manual_seed(seed + mesh["replicate"].rank)  # the copies start equal, whatever they were
+    torch.manual_seed(seed + mesh["replicate"].rank)  # replicas start equal, whatever their initialization
     model = Network()
-    sum_gradients_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample: halves add up to the whole
+    sum_gradients_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample
     words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "average": 0.9, "bucket_mb": 2e-3} | case
     step = Step(model, loss, StepConfig(**words), mesh)
     step._share /= mesh["depth"].size
@@ -115,7 +115,7 @@ def test_two_ranks_with_a_sharded_adam_equal_two_without_bit_for_bit(precision: 
 
 
 def state_size(mesh: Mesh, shard: str) -> tuple[int, int, int]:
-    """Bytes of optimizer state and of weights that this rank holds, and the count of its parameters' numbers."""
+    """Return the bytes of optimizer state and of weights on this rank, and the number of parameter elements."""
     step = new_step(mesh, {"shard": shard, "bucket_mb": 25.0})
     train(step, batches(mesh, {}, 0, 1))
     state = sum(t.nbytes for s in step.optimizer.states for t in (*s.moments.values(), s.average))
@@ -131,7 +131,7 @@ def test_each_rank_holds_its_shard_of_the_state(shard: str) -> None:
 
 
 def dtypes(mesh: Mesh) -> set[tuple[bool, torch.dtype]]:
-    """Whether a parameter is trained, and in which type its share is, after a step."""
+    """Return pairs (is trained, dtype of the shard) of the parameters after a step."""
     model = Network()
     for parameter in (*model.conv.parameters(), *model.blocks[0].parameters(), model.blocks[1].linear.weight):
         parameter.requires_grad_(False)
@@ -156,7 +156,7 @@ def test_a_checkpoint_loads_with_every_sharding(tmp_path: Path, optimizer: str) 
 
 
 def bytes_sent() -> int:
-    """Bytes that this process's TCP sockets have sent and had acknowledged."""
+    """Return the acknowledged bytes that this process sent on TCP sockets."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -171,7 +171,7 @@ def bytes_sent() -> int:
 
 
 def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
-    """Bytes that this process's sockets have sent and had acknowledged during ``steps`` steps, and bytes of the weights."""
+    """Return the acknowledged bytes that this process sent in ``steps`` steps, and the bytes of the weights."""
     big = nn.Linear(1000, 1000)
     step = Step(big, lambda m, b: {"loss": m(b).square().mean()}, StepConfig(shard=shard), mesh)
     part = torch.randn(2, 1000)
@@ -194,7 +194,7 @@ def test_a_step_sends_no_more_than_2_g_minus_1_over_g_of_the_parameters(ranks: i
 
 
 def events(mesh: Mesh) -> list[str]:
-    """Sums started, gradients made, gathers started and waited for, layers run: in order, of two steps."""
+    """Return the events of two steps in order: reductions, gradients, starts and waits of all-gathers, layers."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     step = Step(model, lambda m, b: {"loss": m(b).sum()}, StepConfig(shard="optimizer", bucket_mb=1e-4), mesh)
     seen: list[str] = []
@@ -219,21 +219,21 @@ def test_reductions_overlap_with_the_backward_pass_and_gathers_with_the_next_for
     first = seen[:over]
     assert first.index("sum") < len(first) - 1 - first[::-1].index("gradient")
     gathers = [event.split()[1] for event in first if event.startswith("gather")]
-    assert gathers == sorted(gathers) and len(gathers) >= 3, "what the next forward pass needs first comes first"
+    assert gathers == sorted(gathers) and len(gathers) >= 3, "in the order of the next forward pass"
     second = seen[over + 1 :]
     assert "arrive" not in first and second.count("arrive") == 4
     assert second.index("layer 0") < len(second) - 1 - second[::-1].index("arrive"), "later weights come after layer 0"
 
 
 class SlowGather:
-    """A gather that has not begun before it is waited for."""
+    """An all-gather that does not begin before it is waited for."""
 
     def __init__(self, full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
         self.wait = lambda: gather_shares(full, shard.clone(), axis).wait()
 
 
 class DirectAccess(nn.Module):
-    """Computes with weights of its parts, without their forward pass, and with those that nn.LSTM holds in a second place."""
+    """A network that reads weights of submodules without their forward pass, and those that nn.LSTM references twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class DirectAccess(nn.Module):
 
 
 def access_weights(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
-    """The weights right after each of some steps, asked for in several ways."""
+    """Return the weights immediately after each of some steps, by several ways of access."""
     torch.manual_seed(0)
     ways: list[Any] = [nn.Module.state_dict, lambda m: dict(m.named_parameters()), lambda m: deepcopy(m).state_dict()]
     with patch.object(fsdp, "gather_shares", SlowGather):

@@ -1,4 +1,4 @@
-"""A model as stages along the axis pipeline: the same training, evaluation and checkpoints as on one process, for each schedule."""
+"""Pipeline parallelism: training, evaluation and checkpoints equal those of one process, with each schedule."""
 
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,14 @@ class Block(nn.Module):
 
 
 class Turned(Block):
-    """Gives a view whose numbers lie in another order."""
+    """A block that returns a view with another memory order."""
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
         return super().forward(x, shift).mT.contiguous().mT
 
 
 class Network(nn.Module):
-    """Blocks that look at a token and its place.   B batch, T tokens"""
+    """A network of blocks that use a token and its position.   B batch, T tokens"""
 
     def __init__(self, tied: bool = False, count: int = 4, kind: type[Block] = Block) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Network(nn.Module):
 
 
 class Odd(nn.Module):
-    """Has running statistics, a weight in two blocks, and weights and a buffer that are in no stage."""
+    """A network with running statistics, a weight shared by two blocks, and weights and a buffer outside the stages."""
 
     def __init__(self, fixed: bool = False) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def odd_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
-    """Uses weights that are in no stage before and after the model's call."""
+    """A loss that uses weights outside the stages before and after the model call."""
     out = model(part["tokens"][:, 0], shift=model.shift * model.offset) * model.scale
     error = (out - part["targets"][:, :3]).square().mean()
     return {"loss": error, "greatest": out.abs().amax(), "pair": (out.sum(), float(len(out)))}
@@ -100,8 +100,8 @@ MODELS: dict[str, Any] = {
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Step:
-    """``case``: the model, the arguments of Pipeline ("how"), and settings of the step."""
-    torch.manual_seed(seed + mesh["replicate"].rank)  # the copies start equal, whatever they were
+    """``case``: The model, the arguments of Pipeline ("how"), and settings of the step."""
+    torch.manual_seed(seed + mesh["replicate"].rank)  # replicas start equal, whatever their initialization
     model = MODELS[case["model"]]()
     act = Pipeline(model, mesh, **case.get("how", {})) if mesh["pipeline"].size > 1 else None
     function = function or (odd_loss if isinstance(model, Odd) else loss)
@@ -112,7 +112,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Ste
 
 
 def batch(step: int, samples: int = 8) -> dict[str, Tensor]:
-    """Longer and shorter samples in turn."""
+    """Return batches of alternating sample lengths."""
     words = torch.randint(0, WORDS, (samples, 9 - 2 * (step % 2)), generator=torch.Generator().manual_seed(step))
     return {"tokens": words[:, :-1], "targets": words[:, 1:]}
 
@@ -164,17 +164,17 @@ def test_a_checkpoint_loads_with_every_number_of_stages(tmp_path: Path, model: s
     checkpoints_go_round(places, tmp_path, new_step, batches)
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def broken_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
-    """Not finite in one micro-batch, as is the gradient of the head alone."""
+    """A loss that is not finite in one microbatch, where only the gradient of the head is not finite."""
     factor = torch.where(part["tokens"][0, 0] == WORDS - 1, torch.nan, 0.0)
     return {"loss": loss(model, part)["loss"] + factor * model.head.weight.sum()}
 
 
 def step_with_broken_loss(mesh: Mesh) -> tuple[bool, str]:
-    """Whether weights stay where they were, and what is said."""
+    """Return whether the weights are unchanged, and the message."""
     step, good = new_step(mesh, {"model": "untied"}, function=broken_loss), batch(0)
     good["tokens"][:, 0] = 1
     step(good)
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_on_the_last_stage_changes_no_weights_on_any_s
 
 
 def flipped(mesh: Mesh, name: str, model: str, rank: int) -> list[str]:
-    """What is said of a bit that flips in a weight on one rank."""
+    """Return the messages about a bit flip in a weight on one rank."""
     step, told = new_step(mesh, {"model": model}), []
     for struck in (False, True):
         step(batches(mesh, {}, 0, 1)[0])
@@ -246,7 +246,7 @@ def test_unsupported_settings_are_refused_on_all_stages(
     assert all(text in told for told in on_ranks(axes, refused, case, function))
 
 
-# ---- evaluation, and what a rank has of the model
+# ---- evaluation, and the modules of a rank
 
 
 def rows(model: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -255,7 +255,7 @@ def rows(model: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def evaluated(mesh: Mesh, how: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """Metrics over batches of several sizes before and after a step, and a row for each sample."""
+    """Return metrics over batches of several sizes before and after a step, and a row for each sample."""
     step, parts = new_step(mesh, tied(how)), [batch(samples, samples) for samples in (8, 3, 2)]
     before = evaluate(step, loss, parts)
     step(batch(0))
@@ -278,8 +278,8 @@ def drawing(*_: Any) -> None:
 
 
 def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
-    """What this rank holds, which of its blocks ran in a step, how many random numbers were drawn in the first step, of which each
-    block draws one, and which blocks may be compiled one by one."""
+    """Return the parameters of this rank, its blocks that ran in a step, the count of random draws in the first step (one per
+    block), and the blocks that may be compiled separately."""
     step, ran = new_step(mesh, {"model": "untied", "how": {"sizes": [1, 3]}}), list[str]()
     names = {module: name for name, module in step.model.named_modules()}
     for block in blocks(step.model):
@@ -289,7 +289,7 @@ def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
     following = torch.rand(()).item()
     rng.seed_step(step._seed, 0, 0)
     drawn = torch.rand(100).tolist().index(following)
-    ran.clear()  # of the first step, which also finds out what stages send
+    ran.clear()  # of the first step, which also traces the outputs of stages
     step(batch(2))
     held = {".".join(name.split(".")[:2]) for name, _ in step.model.named_parameters()}
     return held, ran, drawn, [names[block] for block in blocks(step.model)]

@@ -1,4 +1,4 @@
-"""A network whose volume is cut is the network of one process: in value, gradient and keys."""
+"""A network on a sharded volume equals that of one process in values, gradients and state-dict keys."""
 
 from copy import deepcopy
 from typing import Any
@@ -29,7 +29,7 @@ def filled(model: nn.Module) -> nn.Module:
 
 def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: dict[str, Any], passes: int = 2,
             small: float = 1e-10) -> None:  # fmt: skip
-    """Compare cut and whole, forward and backward, on every rank, with as many samples as passes."""
+    """Compare a sharded network with the full one, forward and backward, on every rank, over several passes."""
     whole = filled(make())
     model = deepcopy(whole)
     keys = list(model.state_dict())
@@ -39,14 +39,14 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
     x = torch.randn(passes, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
     own = cut.shard(x).clone().requires_grad_()
     x.requires_grad_()
-    for _ in range(passes):  # what belongs to one pass must not stay for the next
+    for _ in range(passes):  # no state may remain for the next pass
         y_whole, y = whole(x), model(own)
         where = cut.local_slices(y_whole.shape[2:])
         assert y.shape == y_whole[(..., *where)].shape
         torch.testing.assert_close(y, y_whole[(..., *where)], rtol=small, atol=small)
         weights = torch.randn(y_whole.shape, generator=torch.Generator().manual_seed(3)).double()
         share = 1.0
-        for dim, axis in cut.axes.items():  # where the output is whole on every rank, each counts a part of it
+        for dim, axis in cut.axes.items():  # a replicated output counts once over all ranks
             share /= axis.size if not cut.is_sharded(dim, y_whole.shape[dim]) else 1
         for model_, x_ in ((whole, x), (model, own)):
             model_.zero_grad()
@@ -66,7 +66,7 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
 
 
 class Unet(nn.Module):
-    """Two halvings, a deep level that few ranks can cut, skips, every kind of norm."""
+    """A network with two downsamplings, a deep level too small for many ranks, skips, and every kind of norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ OTHERS = [
 
 
 class Single(nn.Module):
-    """A layer between two that can be told apart."""
+    """A layer between two distinguishable ones."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Single(nn.Module):
 
 
 class MakeLayer:
-    """Makes a network of a layer's class and words, or of a layer; can be sent to another process."""
+    """Constructs a network from a layer, or from its class and arguments; it can be pickled."""
 
     def __init__(self, kind: Any, words: dict[str, Any]) -> None:
         self.kind, self.words = kind, words
@@ -158,7 +158,7 @@ def test_every_layer_on_slabs_of_any_size(axes: dict[str, int], size: tuple[int,
 
 
 class Flat(nn.Module):
-    """A map, with pooling over all of it that goes on beside the map."""
+    """A network on a map, with a global pooling branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_map_is_sharded_along_its_height(axes: dict[str, int]) -> None:
 
 
 class Regressor(nn.Module):
-    """Dense layers after the volume, and a loss that is made of sums over it."""
+    """A network with dense layers after the volume, and a loss of sums over it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def losses(mesh: Mesh) -> None:
         torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
     slab, other = cut.shard(x).clone().requires_grad_(), x.clone().requires_grad_()
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(6)).double()
-    ((cut.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # one gradient for two: it is not written into
+    ((cut.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # both share one gradient, which must not be modified
     assert slab.grad is not None and other.grad is not None
     torch.testing.assert_close(other.grad, weights, rtol=0, atol=0)
     torch.testing.assert_close(slab.grad, cut.shard(weights) * mesh.copy.size, rtol=1e-12, atol=0)
@@ -224,7 +224,7 @@ def test_replicated_results_count_once(axes: dict[str, int]) -> None:
     on_ranks(axes, losses)
 
 
-# ---- what cannot be cut
+# ---- unsupported models
 
 
 def error_text(call: Any, *words: Any) -> str:
@@ -254,7 +254,7 @@ def refusals(mesh: Mesh) -> list[str]:
     models: list[nn.Module] = [nn.Sequential(nn.Conv3d(2, 2, 1), layer) for layer in layers]
     models += [Itself(function) for function in itself]
     texts = [error_text(parallelize_spatial, model, axes, (8, 8, 8)) for model in models]
-    parallelize_spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # of channels, place by place
+    parallelize_spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # over channels, for each voxel
     model = Itself(nn.ReLU())
     cut = parallelize_spatial(model, axes, (8, 8, 8))
     texts.append(error_text(model, torch.zeros(1, 2, 8, 8, 8)))

@@ -1,4 +1,4 @@
-"""Linear layers, embeddings and heads that are cut over ``tensor``: the same training as with whole ones, the same checkpoints."""
+"""Linear layers, embeddings and heads sharded over ``tensor`` train, and are checkpointed, as unsharded ones."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}], ids=str)
 def test_sharded_equals_unsharded(axes: dict[str, int]) -> None:
-    """Tokens between the layers are cut too; layers by themselves, without that, are in test_diffusion_tokens.py."""
+    """With sequence parallelism; test_diffusion_tokens.py tests tensor parallelism without it."""
     more = [*sharded(CASES[0], "optimizer", "weights"), *sharded(CASES[3], "optimizer", "weights")] if "replicate" in axes else []
     cut_equals_whole(axes, CASES + more)
 
@@ -35,7 +35,7 @@ def test_a_checkpoint_loads_on_every_mesh(tmp_path: Path) -> None:
 
 
 def compare_layers(mesh: Mesh) -> None:
-    """Layers by themselves, each beside one that is whole; what follows is the same on all ranks."""
+    """Compare single layers with full ones; the computation after them is replicated."""
     axis = mesh["tensor"]
     n, rank = axis.size, axis.rank
 
@@ -57,7 +57,7 @@ def compare_layers(mesh: Mesh) -> None:
         for name in ("weight", "bias"):
             gradients = getattr(linear, name).grad, shard(getattr(whole, name).grad, parts, 0)
             torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-    assert torch.equal(mesh.beside(linear)(x), linear(x)), "a copy that is evaluated beside the training"
+    assert torch.equal(mesh.beside(linear)(x), linear(x)), "a copy that is evaluated during the training"
     with torch.device("meta"):
         far = nn.Linear(8, 3)
     row_parallel(far, axis)
@@ -83,7 +83,7 @@ def test_sharded_layers_equal_full_layers(n: int) -> None:
 
 
 class OpRecorder(TorchDispatchMode):
-    """What torch does, in order; reads of the device are refused."""
+    """Records the operations of torch in order, and refuses reads of the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 def order(mesh: Mesh, sequence: bool) -> tuple[list[str], list[int]]:
-    """What the backward pass of a layer does, and the sizes of the tensors that its forward pass kept."""
+    """Return the operations of the backward pass of a layer, and the sizes of its saved tensors."""
     linear, kept, watch = nn.Linear(6, 4), list[int](), OpRecorder()
     column_parallel(linear, mesh["tensor"], sequence=1 if sequence else None)
     started, waited = tensor._AsyncReduce.__init__, tensor._AsyncReduce.wait
@@ -117,11 +117,11 @@ def order(mesh: Mesh, sequence: bool) -> tuple[list[str], list[int]]:
 def test_grad_input_is_reduced_during_grad_weight_and_only_local_tokens_are_saved(sequence: bool) -> None:
     for done, kept in on_ranks({"tensor": 2}, order, sequence):
         assert done == ["mm", "start", "mm", "wait"]
-        assert max(kept) == 2 * 5 * 6, "the input as it came"
+        assert max(kept) == 2 * 5 * 6, "the local input"
 
 
 def compiled(mesh: Mesh) -> tuple[int, float]:
-    """Graphs of a compiled layer, and the greatest difference that compiling makes."""
+    """Return the number of graphs of a compiled layer, and the largest difference to the eager one."""
     layer, graphs = new_step(mesh, {"model": "llama"}).model.model.layers[0], list[Any]()  # type: ignore[union-attr, index]
     inputs = torch.randn(2, 4, 16).double(), (torch.ones(1, 8, 4).double(), torch.zeros(1, 8, 4).double())
     torch._dynamo.reset()
@@ -131,5 +131,5 @@ def compiled(mesh: Mesh) -> tuple[int, float]:
 
 def test_a_compiled_layer_has_one_graph_break_per_collective() -> None:
     for graphs, difference in on_ranks({"tensor": 2}, compiled):
-        assert graphs == 5, "what is before, between and after four places"
+        assert graphs == 5, "before, between and after four collectives"
         assert difference < 1e-12

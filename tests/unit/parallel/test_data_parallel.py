@@ -1,4 +1,4 @@
-"""Gradients of bfloat16 parameters, added over ranks that are stood in for: a sum in the dtype of the message, rank by rank."""
+"""Gradients of bfloat16 parameters over simulated ranks: an all-reduce sums in the dtype of its buffer, rank by rank."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from hpcai.parallel.fsdp import ShardedReducer
 
 
 def gradients(ranks: int) -> torch.Tensor:
-    """What each rank finds, in bfloat16: they agree in part.   [R, N]"""
+    """Return correlated gradients of each rank in bfloat16.   [R, N]"""
     return (torch.randn(ranks, 4096, generator=torch.Generator().manual_seed(0)) + 1).bfloat16()
 
 
 def error(ranks: int, monkeypatch: pytest.MonkeyPatch, **words: Any) -> float:
-    """How far the sum is from the exact one, relative to its norm."""
+    """Return the error of the sum relative to the norm of the exact one."""
     every = gradients(ranks)
 
     def all_reduce(total: torch.Tensor, **_: Any) -> None:

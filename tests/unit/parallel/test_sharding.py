@@ -1,4 +1,4 @@
-"""Where a weight that is cut lies, and what sizes are together."""
+"""Shard specs of weights, and sums over shards."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ PARTS = (6, 3, 3)
 
 
 def sharded_twice(tensor: int, height: int) -> nn.Parameter:
-    """A weight of three parts that is cut along dim 0 by two axes and along dim 1 by a third."""
+    """Return a shard of a weight of three concatenated parts, sharded along dim 0 and along dim 1."""
     weight = nn.Parameter(torch.arange(12 * 10.0).view(12, 10))
     shard_(weight, 0, Axis("tensor", 3, tensor), PARTS)
     shard_(weight, 1, Axis("height", 2, height))
