@@ -157,10 +157,9 @@ def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
             for state in step.optimizer.states:
                 rest = (state._master, state.average, getattr(state, "direction", None), *state.moments.values())
                 found += sum(x.nbytes for x in (state.row.weights, state.row.gradient(), *rest) if x is not None)
-            for bucket in step.sums.buckets:
-                if hasattr(bucket, "gradient_shard"):  # of weights and gradients all is there, and the row has a share
-                    local = bucket.gradient_shard.numel() * bucket.weights.element_size()
-                    found += bucket.weights.nbytes - local + bucket.gradients.nbytes
+            for b in step.sums.buckets:
+                if hasattr(b, "gradient_shard"):  # of weights and gradients all is there, and the row has a share
+                    found += b.weights.nbytes - b.gradient_shard.numel() * b.weights.element_size() + b.gradients.nbytes
     return found, between, record.peak
 
 

@@ -1,5 +1,4 @@
-"""Sharded optimizers and FSDP: training and checkpoints equal those without, with 1/G of the state and communication of
-2 (G-1)/G of the parameters."""
+"""Sharded optimizers and FSDP train and save as unsharded ones, with 1/G of the state, and send 2 (G-1)/G of the parameters."""
 
 import os
 import socket

@@ -278,8 +278,7 @@ def drawing(*_: Any) -> None:
 
 
 def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
-    """Return the parameters of this rank, its blocks that ran in a step, the count of random draws in the first step (one per
-    block), and the blocks that may be compiled separately."""
+    """Return parameters and executed blocks of this rank, random draws in its first step (one per block), and blocks to compile."""
     step, ran = new_step(mesh, {"model": "untied", "how": {"sizes": [1, 3]}}), list[str]()
     names = {module: name for name, module in step.model.named_modules()}
     for block in blocks(step.model):
