@@ -1,0 +1,92 @@
+"""One language, the field's: names that were replaced do not come back, docstrings open with a verb or a noun, pages and output use its terms."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("docs/*.md"), *ROOT.glob("apps/*/README.md")]
+
+DEFINED = {
+    "hpcai/kernels": "eighths Eighth eighth multiplies room several in_parts documents attend outer grouped triangle update compiler halves plain",
+    "hpcai/nn": "again doubled Doubled frozen Frozen Rounded rounded graph head Head Words asked notes Record Note products Products Eighths Joint together "
+    "Tokens Here slopes by_input by_weights stored Stored store Portable around Multiples swish",
+    "hpcai/parallel": "rows Place place_of placed cut Row Part Share held loose cut_outputs cut_inputs cut_words cut_head parts_with_tokens CutOutputs CutInputs "
+    "CutWords Entropy freeze CausalContext Own Route Flight Traffic depart bring_back How Once SumOverCut Whole Join Move Crossing Passing Message "
+    "replicate GradientSums spread settle show shard FullySharded ShardedSums stages Passed evenly calls Call call_of after",
+    "hpcai/train": "aside later agreement Agreement first_unlike average choices chosen narrow_products tune Here Beside Elsewhere Kept failure Failures tell leave "
+    "arm Measured set_rate saved Held Stretch opened damage tensorfile dealt listed wrong put Act Whole",
+    "hpcai/dist": "collect sum_in_place sum_with_adjoint gather_shares swap_shares least to_first by_first once boundary watch shout say_doing heard Place Line",
+    "hpcai/data": "ahead Ahead dealt Dealt opened OpenFiles assemble Made processes carry Circle lanes deal Together",
+    "hpcai/cli": "trial Subject remedies tally forks several",
+    "hpcai/models": "Memory speech go_on reply Saying speak undivided others Told Double Single Noised kept drawn seen says honour AttendPlaces unplace WithTriplets "
+    "truth hide spare Known",
+}
+"""Modules, classes and functions that were renamed, by package."""
+
+VARIABLES = {"told", "made", "found", "said", "whole", "one"}
+"""No variable or parameter: each is named after its content."""
+
+OPENINGS = re.compile(r"(What|Who|Whose|Which|Of|That which|Those|Where)\b")
+
+TERMS = {
+    r"eighths?": "FP8",
+    r"cop(y|ies) of (the|a) model": "replica",
+    r"cut (over|along|into) (processes|ranks|GPUs)": "sharded over",
+    r"(is|are) told": "is logged, is reported",
+}
+"""Words that were ours alone, for pages, docstrings and messages, and the field's."""
+
+
+@cache
+def sources() -> list[tuple[str, ast.Module]]:
+    paths = sorted(path for folder in ("hpcai", "apps", "data_prep") for path in (ROOT / folder).rglob("*.py"))
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), text
+
+
+@pytest.mark.parametrize("package", DEFINED)
+def test_replaced_names_do_not_come_back(package: str) -> None:
+    gone, back = set(DEFINED[package].split()), []
+    for path, tree in sources():
+        if path.startswith(package + "/"):
+            back += [path] * (Path(path).stem in gone)
+            definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            back += [f"{path}:{n.lineno} {n.name}" for n in ast.walk(tree) if isinstance(n, definitions) and n.name in gone]
+    assert not back, f"{back}: these names were replaced; docs/glossary.md and CONTRIBUTING.md have today's"
+
+
+def test_variables_are_named_after_their_content() -> None:
+    back = []
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            name = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else getattr(node, "arg", None)
+            if name in VARIABLES and not isinstance(node, ast.keyword):
+                back.append(f"{path}:{node.lineno} {name}")
+    assert not back, f"{len(back)} variables say no content: {back[:20]}"
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    back = [f"{path}:{line} {text[:40]!r}" for path, tree in sources() for line, text in docstrings(tree) if OPENINGS.match(text)]
+    assert not back, f"{len(back)} docstrings open with a relative clause: {back[:20]}"
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_pages_docstrings_and_messages_use_the_terms_of_the_field(term: str) -> None:
+    pattern, back = re.compile(rf"\b{term}\b"), []
+    for page in PAGES:
+        text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.S)
+        back += [f"{page.relative_to(ROOT)}: {match[0]!r}" for match in pattern.finditer(text)]
+    for path, tree in sources():
+        strings = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        back += [f"{path}:{n.lineno} {match[0]!r}" for n in strings for match in pattern.finditer(n.value)]
+    assert not back, f"write {TERMS[term]}: {back[:20]}"
