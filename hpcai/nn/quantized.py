@@ -62,11 +62,9 @@ class QuantizedLinear(FusedLinear):
         if self.bits == "8bit":
             scale = int8_scales(self._amax(self.weight.abs().amax(1)))
             self.scale = _parameter_like(self.weight, scale)
-            if (place := getattr(self.weight, "shard_spec", None)) is not None:
-                axes = place.axes if place.ranges[1] == ((0, place.global_shape[1]),) else ()  # shards of the inputs have equal scales
-                self.scale.shard_spec = replace(  # type: ignore[attr-defined]
-                    place, global_shape=place.global_shape[:1], ranges=place.ranges[:1], axes=axes
-                )
+            if (spec := getattr(self.weight, "shard_spec", None)) is not None:
+                axes = spec.axes if spec.ranges[1] == ((0, spec.global_shape[1]),) else ()  # shards of the inputs have equal scales
+                self.scale.shard_spec = replace(spec, global_shape=spec.global_shape[:1], ranges=spec.ranges[:1], axes=axes)  # type: ignore[attr-defined]
         self.weight = _parameter_like(self.weight, quantize_int8(self.weight, scale))
 
     def _amax(self, local: Tensor) -> Tensor:

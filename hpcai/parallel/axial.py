@@ -7,8 +7,8 @@
 
 Shards are equal: a dim that does not divide is padded with zeros at its end, and has its true size where it is not sharded. The
 losses of the ranks add up to the loss, which determines every adjoint: that of a slice is padding with zeros, that of an all-gather
-is a reduce-scatter, and replicated results count 1/n on each rank (``ReplicatedOnce``). Nothing is approximate.
-n the size of the axis.
+is a reduce-scatter, and replicated results count 1/n on each rank (``ReplicatedOnce``). Nothing is approximate. n the size of the
+axis.
 
 A collective that starts early overlaps with the computation between ``begin`` and ``finish``, in the backward pass too:
 
@@ -60,10 +60,7 @@ class LocalSlice(_Seam):
 
 
 class _Collective(_Seam):
-    """A seam that communicates: at once, or in two halves with computation between them.
-
-    ``_collectives`` returns functions that start the forward collective and its adjoint.
-    """
+    """A seam that communicates. ``_collectives`` returns functions that start its forward collective and the adjoint."""
 
     def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
         raise NotImplementedError
@@ -99,9 +96,9 @@ class AllToAll(_Collective):
     """Reshard from ``concat_dim``, which becomes full, to ``split_dim``. ``sizes`` are the full sizes from dim 1 on; square tensors
     need none."""
 
-    def __init__(self, axis: Axis, give: int, take: int) -> None:
+    def __init__(self, axis: Axis, split_dim: int, concat_dim: int) -> None:
         super().__init__(axis)
-        self.split_dim, self.concat_dim = give, take
+        self.split_dim, self.concat_dim = split_dim, concat_dim
 
     def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
         size = sizes[self.concat_dim - 1] if sizes else x.shape[self.split_dim]
@@ -186,8 +183,8 @@ class AsyncCollective:
 
 
 class PendingCollective(NamedTuple):
-    """A collective between ``begin`` and ``finish``. ``token`` [0] has no elements: it orders the backward pass, and no gradient can
-    be accumulated into it before the collective is complete."""
+    """A collective between ``begin`` and ``finish``. ``token`` [0] has no elements: it orders the backward pass, and nothing can be
+    added to its gradient before the collective is complete."""
 
     token: Tensor
     collective: AsyncCollective
@@ -243,7 +240,7 @@ def _all_to_all(axis: Axis, split_dim: int, concat_dim: int, size: int, x: Tenso
 
 
 def _split(x: Tensor, dim: int, count: int, local_size: int) -> Tensor:
-    """Split ``dim`` into equal slices, zero-padded, along a new first dim, contiguous; no copy if the memory layout allows it."""
+    """Split ``dim`` into equal slices, zero-padded, along a new first dim, contiguous; no copy if memory allows."""
     return _pad(x, dim, count * local_size).unflatten(dim, (count, local_size)).movedim(dim, 0).contiguous()
 
 

@@ -34,8 +34,8 @@ def convert_sync_batchnorm(model: Model, mesh: Mesh, group: int, setting: str = 
     ``group`` neighbouring replicas along ``replicate``; with 1 nothing changes.
 
     Forward and backward take one all-reduce each per layer. Values, gradients and running statistics equal those of one process
-    with all samples of the group. Parameters, buffers and their names are kept. Every rank of the job must call it. Raises MeshError
-    if ``group`` does not divide the number of replicas; the message names ``setting``.
+    with all samples of the group. Parameters, buffers and their names are kept. Every rank must call it. Raises MeshError if
+    ``group`` does not divide the number of replicas; the message names ``setting``.
     """
     _, axis = mesh.split("replicate", group, setting)
     if axis.size == 1:

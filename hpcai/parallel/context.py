@@ -40,8 +40,8 @@ class LocalChunk(nn.Module):
             return x
         if tokens % (2 * n):
             raise DataError(
-                f"a sample of {tokens} tokens does not divide into 2 x {n} chunks (mesh.{self.axis.name}); pad samples to a multiple "
-                f"of {2 * n} tokens, or set mesh.{self.axis.name} to another size"
+                f"a sample of {tokens} tokens does not divide into 2 x {n} chunks (mesh.{self.axis.name}); pad samples to a "
+                f"multiple of {2 * n} tokens, or set mesh.{self.axis.name} to another size"
             )
         blocks = x.chunk(2 * n, self.dim)
         return torch.cat((blocks[self.axis.rank], blocks[2 * n - 1 - self.axis.rank]), self.dim)
@@ -61,7 +61,7 @@ class ContextSum(nn.Module):
 class ContextParallelAttention(nn.Module):
     """Causal attention of local queries to the keys and values of all ranks.
 
-    Keys and values take one all-gather, and their gradients one reduce-scatter. With ``regather`` only the local keys and values are
+    Keys and values take one all-gather, and their gradients one reduce-scatter. With ``regather`` only local keys and values are
     saved, and the backward pass gathers all of them again, since saving them takes n times the memory in every layer. Set it to
     False for layers under activation checkpointing, which gathers them anyway.
 
@@ -118,7 +118,7 @@ class _GatheredKV:
         return torch.cat((local[0], local[1]), 3)
 
     def drop_saved(self, full: Tensor) -> AbstractContextManager[Any]:
-        """Context manager: views of ``full`` are not saved for the backward pass; the first one that it unpacks gathers all again."""
+        """Context manager: views of ``full`` are not saved for the backward pass; the first one unpacked gathers all again."""
         storage = full.untyped_storage()._cdata  # not the tensor: autograd holds the functions below
 
         def pack(tensor: Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""Sums of gradients over the copies of a model, in buckets, while the backward pass goes on.
+"""Data parallelism: gradients are all-reduced over replicas in buckets, overlapped with the backward pass.
 
 Li et al., "PyTorch Distributed", VLDB 2020, section 3.2: buckets in the reverse order of the parameters, one asynchronous
-sum per full bucket, and gradients that are views of their bucket, so that nothing is copied twice.
+all-reduce per full bucket, and gradients that are views of their bucket, so that nothing is copied twice.
 """
 
 import math
@@ -20,25 +20,25 @@ from hpcai.dist.mesh import Axis, Mesh
 from hpcai.kernels import triton_support
 from hpcai.parallel.sharding import FlatParameter, FlatShard, FlatView, check_dense, replica_axes, shard_spec, sum_axes, unflatten
 
-MAX_BF16_RANKS = 4  # ranks whose gradients are added up in bfloat16: sums of 8 are off by 0.3 %, of 2,048 by a quarter
-_ALIGN = 32  # elements: every gradient starts on a cache line and on a vector register
-_BROADCAST_BYTES = 25_000_000  # bytes that are sent at a time
+MAX_BF16_RANKS = 4  # whose gradients are summed in bfloat16: sums of 8 are off by 0.3 %, of 2,048 by a quarter
+_ALIGN = 32  # elements: every gradient starts at a cache line and a vector register
+_BROADCAST_BYTES = 25_000_000  # bytes of one broadcast
 
 
 def sum_gradients_over(module: nn.Module, axis: Axis) -> None:
-    """Record that the gradients of ``module`` are added over ``axis`` too, because each of its ranks sees a part of one sample.
-    They are added once, however often it is said: modules share parameters, and lie within others."""
+    """Record that gradients of ``module`` are also summed over ``axis``, whose ranks see parts of one sample. Repeated calls have
+    no effect, since modules share parameters and are nested."""
     for parameter in module.parameters() if axis.size > 1 else ():
         axes = getattr(parameter, "sum_axes", ())
         parameter.sum_axes = axes if axis in axes else (*axes, axis)  # type: ignore[attr-defined]
 
 
 class Bucket:
-    """Neighbouring parameters of one dtype whose gradients are summed over the same ``axes`` in one message, and which are the
-    same along the same axes (``copies``).
+    """Neighbouring parameters of one dtype, whose gradients are reduced together over ``axes``, and that are equal along the same
+    ``replica_axes``.
 
-    ``weights`` and ``flat`` (the gradients) are rows; the parameters become views of the first. ``pieces``: the number of equal
-    shares that the rows can be cut into.
+    ``weights`` and ``gradients`` are flat; the parameters become views of the weights. ``shards``: The size is padded to a multiple
+    of so many equal shards.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Bucket:
 
     @torch.no_grad()
     def bind_parameters(self) -> None:
-        """Make the parameters views of ``weights``, with their values, also where they were given other memory since."""
+        """Make the parameters views of ``weights`` with their current values, also after their memory was replaced."""
         for parameter, view in zip(self.parameters, self._weight_views):
             if _address(parameter) != _address(view):
                 view.copy_(parameter)
@@ -86,7 +86,7 @@ class Bucket:
 
     @torch.no_grad()
     def accumulate(self, index: int) -> None:
-        """Add the gradient that autograd left at a parameter to its place in the bucket."""
+        """Move the gradient that autograd left at a parameter into the bucket, and accumulate it there."""
         parameter, view = self.parameters[index], self.gradient_views[index]
         if parameter.grad is None:
             return
@@ -98,20 +98,20 @@ class Bucket:
         parameter.grad = None
 
     def assign_gradients(self) -> None:
-        """Leave the finished gradients at the parameters, as views."""
+        """Set the gradients of the parameters to views of the reduced bucket."""
         for parameter, view in zip(self.parameters, self.gradient_views):
             if view.dtype == parameter.dtype:
                 parameter.grad = view
 
 
 class GradientReducer:
-    """Adds the gradients of ``model`` over ``replicate`` and over the axes that ``sum_over`` recorded.
+    """Sums the gradients of ``model`` over ``replicate`` and over the axes of ``sum_gradients_over``.
 
-    ``zero()`` comes before the backward passes of a step, ``last = True`` before its last one and ``finish()`` after it; then the
-    ``rows`` are updated, and ``spread()`` follows. The first process along those axes gives the others its parameters, so that the
-    copies start equal. ``decays`` names the parameters with weight decay; ``wide``: gradients are added up in float32, whatever the
-    parameters are, as they are over more than a few ranks. On one CPU process gradients are left where autograd puts them, and each
-    parameter is a row of its own, unless they must lie in the same memory in every step (``fixed``).
+    A step calls ``zero_grad()``, sets ``is_last_backward`` before its last backward pass, calls ``reduce()``, updates the
+    ``flat_parameters``, and calls ``all_gather_parameters()``. Parameters are broadcast at construction, so that replicas start
+    equal. ``decays``: Names of parameters with weight decay. ``float32_sums``: Sum 16-bit gradients in float32, as over more than
+    ``MAX_BF16_RANKS`` ranks. On one CPU process gradients stay where autograd puts them, and each parameter is its own flat
+    parameter, unless they need the same memory in every step (``fixed``).
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class GradientReducer:
         axes = {p: _reduce_axes(p, mesh) for p in named.values()}
         broadcast_parameters(model, mesh)
         local = {n: p for n, p in named.items() if triton_support.on_cpu(p) and not (axes[p] or fixed)}
-        in_place = {n for n, p in local.items() if self._reduce_dtype(p, ()) == p.dtype}
+        in_place = {n for n, p in local.items() if self._sum_dtype(p, ()) == p.dtype}
         bucketed = {name: p for name, p in named.items() if name not in in_place}
         groups = _assign_buckets(bucketed, axes, bucket_mb * 1e6, decays)
         self.buckets = [self._bucket({n: named[n] for n in group}, axes[named[group[0]]], group[0] in decays) for group in groups]
@@ -137,22 +137,22 @@ class GradientReducer:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(number, index))
 
-    def _reduce_dtype(self, parameter: nn.Parameter, axes: tuple[Axis, ...]) -> torch.dtype:
+    def _sum_dtype(self, parameter: nn.Parameter, axes: tuple[Axis, ...]) -> torch.dtype:
         is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)
         use_float32 = self.float32_sums or math.prod(axis.size for axis in axes) > MAX_BF16_RANKS
         return torch.float32 if use_float32 and is_narrow else parameter.dtype
 
     def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
         first = next(iter(parameters.values()))
-        return Bucket(parameters, self._merge_axes(axes), decays, self._reduce_dtype(first, axes), replica_axes(first, self.mesh))
+        return Bucket(parameters, self._merge_axes(axes), decays, self._sum_dtype(first, axes), replica_axes(first, self.mesh))
 
     def _merge_axes(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """``axes`` as few, so that there are few messages."""
+        """Merge ``axes`` into as few as possible, for few collectives."""
         merged = self.mesh.flatten(*(axis.name for axis in axes if not axis.parent))
         return (*((merged,) if merged.size > 1 else ()), *(axis for axis in axes if axis.parent))
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear all gradients."""
         self._launched = 0
         for bucket in self.buckets:
             bucket.bind_parameters()
@@ -164,7 +164,7 @@ class GradientReducer:
             parameter.grad = None
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        ref = weakref.ref(self)  # Python's garbage collector does not see the cycle from a parameter to its hook and back
+        ref = weakref.ref(self)  # Python's garbage collector does not see the cycle of a parameter and its hook
 
         def ready(parameter: Tensor) -> None:
             if (reducer := ref()) is None:
@@ -177,16 +177,16 @@ class GradientReducer:
         return ready
 
     def _launch_in_order(self) -> None:
-        # In the order of the buckets on every process, whatever the order in which autograd fills them: sums are matched by order.
+        # In the order of the buckets, whatever the order in which autograd fills them: ranks match collectives by order.
         while self._launched < len(self.buckets) and self.buckets[self._launched].pending == 0:
             self.buckets[self._launched].launch()
             self._launched += 1
 
     def reduce(self) -> None:
-        """Wait until every gradient holds its sum; a parameter that the loss did not use counts as zero."""
+        """Reduce the remaining buckets, and wait for all; the gradient of an unused parameter is zero."""
         for bucket in self.buckets[self._launched :]:
             for index, view in enumerate(bucket.gradient_views):
-                bucket.accumulate(index)  # what a schedule has left there: backward passes for weights alone call no hook
+                bucket.accumulate(index)  # left by a pipeline schedule: backward passes for weights alone call no hook
                 if index not in bucket.filled:
                     view.zero_()
             bucket.launch()
@@ -196,36 +196,36 @@ class GradientReducer:
             bucket.assign_gradients()
 
     def all_gather_parameters(self) -> None:
-        """Give every process the updated weights of the others' shares. Here there are none."""
+        """Start to all-gather the updated weights. Without shards this does nothing."""
 
     def wait(self) -> None:
-        """Wait until the weights that ``spread()`` sends have come."""
+        """Wait for the weights of ``all_gather_parameters``."""
 
     def frozen_shards(self) -> dict[str, FlatShard]:
-        """What this process has of divided weights that are not trained. Here none are divided."""
+        """Return this rank's shards of weights that are not trained. Without shards there are none."""
         return {}
 
     def replicated_tensors(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
-        """The parameters that the model computes with: name, numbers, and the axes along which all processes hold the same."""
+        """Return (name, tensor, axes along which all ranks hold the same) of each parameter that the model computes with."""
         self.wait()
         return [(name, p.detach(), replica_axes(p, self.mesh)) for name, p in self.model.named_parameters()]
 
 
 def _reduce_axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes over which its gradients are added: not those along which each rank has a gradient of its own."""
+    """Return the axes over which gradients are summed: none along which ranks hold different elements."""
     differing = shard_spec(parameter).axis_names
     return tuple(axis for axis in (mesh["replicate"], *sum_axes(parameter)) if axis.size > 1 and axis.name not in differing)
 
 
 def _address(tensor: Tensor) -> tuple[Any, Any]:
-    """Where it begins; tensors on paper have no address."""
+    """Return storage and offset, since fake tensors have no address."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _assign_buckets(
     parameters: dict[str, nn.Parameter], axes: dict[nn.Parameter, tuple[Axis, ...]], size: float, decays: Collection[str],
 ) -> list[list[str]]:  # fmt: skip
-    """Buckets of about ``size`` bytes in the order of the backward pass, of one dtype, one set of axes and one decay each."""
+    """Group parameters of one dtype, set of axes and decay into buckets of about ``size`` bytes, in backward order."""
     open_groups: dict[tuple, list[str]] = {}
     filled: Counter[tuple] = Counter()
     closed: list[list[str]] = []
@@ -241,8 +241,8 @@ def _assign_buckets(
 
 
 def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Give each parameter and buffer that has memory, on all ranks that hold the same of it, the values of the first: those of the
-    same kind together, in messages of some size, for a message costs more than a small tensor."""
+    """Broadcast each parameter and buffer that has memory from the first of the ranks that hold the same elements, concatenated by
+    axes and dtype, since many small broadcasts are slow."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and (axes := replica_axes(tensor, mesh)):
@@ -257,7 +257,7 @@ def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _batch_by_bytes(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors one behind another, in lists of at most ``_BLOCK`` bytes or of a single one."""
+    """Split ``tensors`` into lists of at most ``_BROADCAST_BYTES``, or of a single larger one."""
     ends, first = [0, *accumulate(tensor.nbytes for tensor in tensors)], 0
     while first < len(tensors):
         last = max(first + 1, bisect_right(ends, ends[first] + _BROADCAST_BYTES) - 1)

@@ -1,9 +1,9 @@
-"""The optimizer and its state cut over the copies of a model: each rank updates its share of the weights.
+"""Fully sharded data parallelism, and optimizers sharded over replicas: each rank updates its shard of the weights.
 
-Rajbhandari et al., "ZeRO", SC20 (stage 1 and 2); the blocks of NVIDIA apex's distributed optimizers. Per bucket: the gradients are
-scattered as sums while the backward pass goes on, each rank updates its share, and the new weights are gathered while the next
-forward pass begins. On the wire: 2 (G-1)/G of the parameters per step and rank, as an all-reduce alone would need.
-With ``within`` (the ranks of one node) shares are held within that group and summed between the groups.
+Rajbhandari et al., "ZeRO", SC20 (stages 1 and 2); the blocks of NVIDIA apex's distributed optimizers. Each bucket is
+reduce-scattered during the backward pass, each rank updates its shard, and the new weights are all-gathered while the next forward
+pass begins: 2 (G-1)/G of the parameters per step and rank, as in an all-reduce. In hybrid sharding weights are sharded within a
+group (the ranks of one node) and replicated between groups.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,21 +20,11 @@ from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.quantized import QuantizedLinear
 from hpcai.parallel.data_parallel import Bucket, GradientReducer, broadcast_parameters
-from hpcai.parallel.sharding import (
-    ALONE,
-    FlatParameter,
-    FlatShard,
-    FlatView,
-    flatten_like,
-    replica_axes,
-    shard_spec,
-    subrange,
-    sum_axes,
-)
+from hpcai.parallel.sharding import ALONE, FlatParameter, FlatShard, FlatView, flatten, replica_axes, shard_spec, subrange, sum_axes
 
 
 class _ShardedBucket(Bucket):
-    """A bucket that is cut into one share for each rank of ``cut``; each rank updates its own."""
+    """A bucket that is sharded over ``shard_axis``; each rank updates its shard."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype,
@@ -60,14 +50,14 @@ class _ShardedBucket(Bucket):
 
     def wait(self) -> None:
         if self.work is None:
-            raise RuntimeError("a gradient bucket was waited for before its sum was started")
+            raise RuntimeError("a gradient bucket was waited for before its reduce-scatter was started")
         self.work.wait()
         self.work = None
         for axis in self.axes:
             torch_dist.all_reduce(self.gradient_shard, group=axis.group)
 
     def assign_gradients(self) -> None:
-        """No rank has the sum of whole gradients."""
+        """Do nothing: no rank has full gradients."""
 
     def all_gather(self) -> None:
         local = self.weights[self.first : self.last]
@@ -80,11 +70,10 @@ class _ShardedBucket(Bucket):
 
 
 class ShardedReducer(GradientReducer):
-    """``GradientSums`` whose rows are this rank's shares; ``spread()`` gathers the new weights.
+    """A ``GradientReducer`` whose flat parameters are this rank's shards; ``all_gather_parameters()`` gathers the new weights.
 
-    ``axes``: replicate as two axes, (between, within); the ranks of the second hold the shares (``Mesh.split``). None: all copies
-    hold them. ``overlap``: who asks a module for a weight waits until it has come; otherwise ``spread()`` returns when all are
-    there.
+    ``axes``: Hybrid sharding, replicate split into (between, within) by ``Mesh.split``: weights are sharded over the second. None:
+    over all replicas. ``overlap``: Access to a parameter waits for its all-gather; otherwise ``all_gather_parameters()`` waits.
     """
 
     def __init__(
@@ -92,10 +81,10 @@ class ShardedReducer(GradientReducer):
         axes: tuple[Axis, Axis] | None = None, overlap: bool = True,
     ) -> None:  # fmt: skip
         self.replicate_axis, self.shard_axis = axes or (ALONE, mesh["replicate"])
-        self.overlap, self._sharded_buckets = overlap, list[_ShardedBucket]()
+        self.overlap, self._sharded = overlap, list[_ShardedBucket]()
         super().__init__(model, mesh, bucket_mb, decays, float32_sums)
         if overlap:
-            bucket_of = {p: bucket for bucket in self._sharded_buckets for p in bucket.parameters}
+            bucket_of = {p: bucket for bucket in self._sharded for p in bucket.parameters}
             for module in model.modules():
                 parameters = module.named_parameters(recurse=False, remove_duplicate=False)
                 if buckets := {name: bucket_of[p] for name, p in parameters if p in bucket_of}:
@@ -103,29 +92,27 @@ class ShardedReducer(GradientReducer):
 
     def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
         first = next(iter(parameters.values()))
-        if self.mesh["replicate"] not in axes:  # each copy has its own, such as its experts: there are no shares
+        if self.mesh["replicate"] not in axes:  # replicas hold different elements, such as experts: not sharded
             return super()._bucket(parameters, axes, decays)
-        other_axes = self._merge_axes(tuple(axis for axis in axes if axis.name != "replicate"))
-        other_axes = (self.replicate_axis, *other_axes) if self.replicate_axis.size > 1 else other_axes
+        others = self._merge_axes(tuple(axis for axis in axes if axis.name != "replicate"))
+        others = (self.replicate_axis, *others) if self.replicate_axis.size > 1 else others
         replicas = replica_axes(first, self.mesh, self.shard_axis, self.replicate_axis)
-        self._sharded_buckets.insert(
-            0, _ShardedBucket(parameters, other_axes, decays, self._reduce_dtype(first, axes), replicas, self.shard_axis)
-        )
-        return self._sharded_buckets[0]
+        self._sharded.insert(0, _ShardedBucket(parameters, others, decays, self._sum_dtype(first, axes), replicas, self.shard_axis))
+        return self._sharded[0]
 
     def all_gather_parameters(self) -> None:
-        for bucket in self._sharded_buckets:  # in the order of the forward pass
+        for bucket in self._sharded:  # in the order of the forward pass
             bucket.all_gather()
         if not self.overlap:
             self.wait()
 
     def wait(self) -> None:
-        for bucket in self._sharded_buckets:
+        for bucket in self._sharded:
             bucket.wait_gather()
 
 
 class _LazyParameters(dict[str, Any]):
-    """A module's parameters, by name: who asks for one waits until its numbers have come. ``module.weight`` asks here."""
+    """The parameters of a module by name. Access, which ``module.weight`` takes too, waits for the all-gather."""
 
     def __init__(self, parameters: dict[str, Any], buckets: dict[str, _ShardedBucket]) -> None:
         super().__init__(parameters)
@@ -145,20 +132,20 @@ class _LazyParameters(dict[str, Any]):
     def _gathered(self) -> dict[str, Any]:
         return {name: self[name] for name in self}
 
-    def __reduce__(self) -> Any:  # a copy has numbers of its own, which do not come from elsewhere
+    def __reduce__(self) -> Any:  # a copied module has its own weights, which are not gathered
         return dict, (self._gathered(),)
 
 
 class FSDP:
-    """torch's ``fully_shard`` behind the interface of ``GradientSums``: weights, gradients and optimizer state are all cut, and a
-    block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
+    """torch's ``fully_shard`` with the interface of ``GradientReducer``: weights, gradients and optimizer state are sharded, and
+    the weights of a block are gathered when it runs. For models whose weights do not fit; ``ShardedReducer`` is faster if they do.
 
-    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, and frozen weights are
-    held so, except for modules that say they are ``wide``; sums are float32. Of parameters without memory (``deferred_init``) each
-    process draws its share alone.
+    ``blocks`` are gathered one at a time, the rest of the model together. ``bf16``: Compute in bfloat16, and hold frozen weights in
+    it, except in modules with the attribute ``wide``; gradients are summed in float32. Each rank initializes only its shard of
+    deferred parameters (``deferred_init``).
     """
 
-    is_last_backward = True  # gradients are summed after each backward pass, since there is no room for whole ones
+    is_last_backward = True  # every backward pass reduces: there is no memory for full gradients
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, decays: Collection[str] = (), blocks: Sequence[nn.Module] = (),
@@ -171,32 +158,32 @@ class FSDP:
         self.replicate_axis, self.shard_axis = axes or (ALONE, mesh["replicate"])
         named = dict(model.named_parameters())
         if quantized := next((name for name, part in model.named_modules() if isinstance(part, QuantizedLinear)), None):
-            why = f"step.shard is weights, but {quantized} holds weights that are not trained in fewer bits (lora.base_dtype)"
+            why = f"step.shard is weights, but {quantized} holds quantized weights (lora.base_dtype)"
             raise ConfigError(f"{why}; set step.shard=optimizer or none")
         broadcast_parameters(model, mesh)
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = tensor.data.contiguous()  # fully_shard takes no other order
+            tensor.data = tensor.data.contiguous()  # as fully_shard requires
         if exclusive := [name for name, p in named.items() if "replicate" in shard_spec(p).axis_names]:
             raise ConfigError(f"step.shard is weights, but replicas differ in {exclusive[0]}; set step.shard=optimizer or none")
         float32 = {p for part in _wide_modules(model) for p in part.parameters()}
         for parameter in model.parameters():
-            if bf16 and not parameter.requires_grad and parameter not in float32:  # there is no update that would need more
+            if bf16 and not parameter.requires_grad and parameter not in float32:  # it is never updated
                 parameter.data = parameter.data.bfloat16()
         device_mesh = mesh.device_mesh(*(axis for axis in (self.replicate_axis, self.shard_axis) if axis.size > 1))
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
         policies = {each: MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False) for each in blocks}
         policies |= {each: MixedPrecisionPolicy(cast_forward_inputs=False) for each in _wide_modules(model)} if bf16 else {}
         policies[model] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-        # What was recorded of a parameter is gone with it.
+        # fully_shard replaces parameters, and their attributes are lost.
         self._specs = {name: shard_spec(p) for name, p in named.items()}
-        self._replica_axes = {name: replica_axes(p, mesh, self.shard_axis, self.replicate_axis) for name, p in named.items()}
+        self._replicas = {name: replica_axes(p, mesh, self.shard_axis, self.replicate_axis) for name, p in named.items()}
         traces = {name: p.init_trace for name, p in named.items() if p.is_meta}  # type: ignore[attr-defined]
         extra_sums = {name: tuple(a for a in sum_axes(p) if a.name not in shard_spec(p).axis_names) for name, p in named.items()}
-        self._modules = list(policies)  # from within outwards
+        self._fsdp_modules = list(policies)  # inner first
         for module, policy in policies.items():
             fully_shard(module, mesh=device_mesh, mp_policy=policy)
-            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # gradients are sums, as everywhere here
-            if hasattr(module, "set_force_sum_reduction_for_comms"):  # the sum uses no operation that only NCCL has
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # gradients are sums, not means
+            if hasattr(module, "set_force_sum_reduction_for_comms"):  # without operations that only NCCL has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         if traces:
             model._apply(lambda x: torch.empty_like(x, device=mesh.device) if x.is_meta else x.to(mesh.device))
@@ -209,7 +196,7 @@ class FSDP:
         self.flat_parameters = [self._flat_parameter(name, p, name in decays) for name, p in self._trainable.items()]
 
     def _local_range(self, parameter: Tensor) -> tuple[int, int]:
-        """The first and last + 1 of what this process has of a parameter, along dim 0."""
+        """Return the range of dim 0 of a parameter that this rank holds."""
         length, shard_size = parameter.shape[0], -(-parameter.shape[0] // self.shard_axis.size)
         return min(self.shard_axis.rank * shard_size, length), min((self.shard_axis.rank + 1) * shard_size, length)
 
@@ -222,19 +209,17 @@ class FSDP:
             if parameter.grad is None:
                 return None
             local = parameter.grad.to_local()
-            return flatten_like(local, local.contiguous())
+            return flatten(local, local.contiguous())
 
         local = parameter.to_local().detach()
-        return FlatParameter(
-            [view], flatten_like(local, local), gradient, decays, self._replica_axes[name], self.shard_axis, begin * inner
-        )
+        return FlatParameter([view], flatten(local, local), gradient, decays, self._replicas[name], self.shard_axis, begin * inner)
 
     def zero_grad(self) -> None:
         for parameter in self._trainable.values():
             parameter.grad = None
 
     def reduce(self) -> None:
-        if not self.is_last_backward:  # a pipeline's schedule is over, in which no backward pass was known to be the last
+        if not self.is_last_backward:  # after a pipeline schedule, where no backward pass was marked as the last
             _reduce_pending(self.model)
         for parameter, axes in self._extra_sums:
             for axis in axes:
@@ -242,26 +227,26 @@ class FSDP:
                     torch_dist.all_reduce(parameter.grad.to_local(), group=axis.group)  # type: ignore[attr-defined]
 
     def all_gather_parameters(self) -> None:
-        """Forget gathered weights that a forward pass without a backward one left: a block gathers its weights when it runs."""
-        for module in self._modules:
+        """Free gathered weights of a forward pass without a backward pass: a block gathers its weights when it runs."""
+        for module in self._fsdp_modules:
             module.reshard()  # type: ignore[operator]
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no collective is running."""
 
     def frozen_shards(self) -> dict[str, FlatShard]:
-        """What this process has of weights that are not trained."""
+        """Return this rank's shards of weights that are not trained."""
         flat_parameters = [self._flat_parameter(name, p, False) for name, p in self.model.named_parameters() if not p.requires_grad]
         return {row.views[0].name: FlatShard(row.views[0], row.weights, row.replica_axes) for row in flat_parameters}
 
     def replicated_tensors(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
-        """``GradientSums.alike`` of this process's shares: the groups that divide the weights hold the same."""
+        """``GradientReducer.replicated_tensors`` of this rank's shards, which all groups hold."""
         named: Any = self.model.named_parameters()
-        return [(name, p.detach().to_local(), self._replica_axes[name]) for name, p in named]
+        return [(name, p.detach().to_local(), self._replicas[name]) for name, p in named]
 
 
 def _reduce_pending(module: nn.Module) -> None:
-    """Add the gradients of backward passes without sums, as torch's own pipeline schedules do at their end."""
+    """Reduce the gradients of backward passes without reduction, as torch's pipeline schedules do at their end."""
     from torch.distributed.pipelining import PipelineStage
 
     stage: Any = SimpleNamespace(submod=module)
@@ -269,5 +254,5 @@ def _reduce_pending(module: nn.Module) -> None:
 
 
 def _wide_modules(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that say they are ``wide``."""
+    """Return the outermost modules with the attribute ``wide``, which compute in float32."""
     return [module] if getattr(module, "wide", False) else [found for child in module.children() for found in _wide_modules(child)]

@@ -1,9 +1,9 @@
-"""Exchange of slices between the parts of a cut dim, with the adjoint, and convolutions over them.
+"""Halo exchange along a sharded dim with its adjoint, and convolutions of sharded volumes.
 
-A dim of S places is cut into the ranges that the ranks of an axis hold. Each rank says which range it needs; what it lacks comes
-from the ranks that hold it: a slice from a neighbour, slabs of several ranks where they are thinner than the halo, or all slabs.
-Gradients go back the same way and are added on the rank that holds the places. What a rank needs of a dim that comes back to its
-beginning may go beyond the ends: place -1 is the last one.
+A dim of S indices is sharded into the ranges that the ranks of an axis hold. Each rank needs a range, and receives the missing
+indices from the ranks that hold them: a slice of a neighbour, slabs of several ranks if they are thinner than the halo, or all
+slabs. Gradients are sent back the same way and summed on the rank that holds the indices. In a periodic dim the needed range may
+exceed the ends: index -1 is the last one.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ Range = tuple[int, int]
 
 
 def intersect(a: Range, b: Range) -> Range:
-    """The places that are in both, or a range of length 0."""
+    """Return the indices that are in both, or a range of length 0."""
     first = max(a[0], b[0])
     return first, max(first, min(a[1], b[1]))
 
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """What each rank of ``axis`` holds and needs of ``dim``, in places of the whole. ``before`` and ``after``: how many places of
-    fill this rank puts around what it needs, beyond the ends of the whole. ``period``: how many places the whole has, where it
-    comes back to its beginning, otherwise 0; a rank then needs at most as many beyond either end."""
+    """The ranges of ``dim`` that each rank of ``axis`` holds and needs, in indices of the full dim. ``pad_before``, ``pad_after``:
+    Padding of this rank beyond the ends of the full dim. ``period``: The size of a periodic dim, otherwise 0; a rank then needs at
+    most so many indices beyond either end."""
 
     dim: int
     axis: Axis
@@ -53,7 +53,7 @@ class HaloPlan:
 
     @cached_property
     def receives(self) -> list[tuple[int, Range]]:
-        """What this rank gets, as (from which rank, which places), in the order of the places."""
+        """(source rank, range) of each slice that this rank receives, in the order of the indices."""
         return self._receives(self.axis.rank)
 
     def _receives(self, rank: int) -> list[tuple[int, Range]]:
@@ -64,36 +64,36 @@ class HaloPlan:
         return sorted(parts, key=lambda part: part[1])
 
     def _overlaps(self, needed: Range, held: Range, beyond_ends: bool = False) -> list[Range]:
-        """Which places of ``need`` are among ``have``, also one period away; or those alone (``beyond``)."""
+        """Return the ranges of ``needed`` that lie in ``held`` or its periodic images; with ``beyond_ends`` in the images alone."""
         shifts = [-self.period, self.period] if self.period else []
         parts = [intersect(needed, (held[0] + shift, held[1] + shift)) for shift in (shifts if beyond_ends else [0, *shifts])]
         return [part for part in parts if part[1] > part[0]]
 
     def wrap(self, part: Range) -> Range:
-        """The same places within the whole."""
+        """Return the range shifted by whole periods into the full dim."""
         shift = part[0] // self.period * self.period if self.period else 0
         return part[0] - shift, part[1] - shift
 
     @cached_property
     def local_wraps(self) -> list[Range]:
-        """What this rank needs beyond the ends of the whole and holds itself."""
+        """The needed ranges beyond the ends of the full dim that this rank holds itself."""
         return self._overlaps(self.needed, self.held, beyond_ends=True)
 
     @cached_property
     def sends(self) -> list[tuple[int, Range]]:
-        """What this rank gives, as (to which rank, which places)."""
+        """(target rank, range) of each slice that this rank sends."""
         rank = self.axis.rank
         others = [r for r in range(self.axis.size) if r != rank]
-        return [(r, self.wrap(part)) for r in others for giver, part in self._receives(r) if giver == rank]
+        return [(r, self.wrap(part)) for r in others for source, part in self._receives(r) if source == rank]
 
     @property
     def is_local(self) -> bool:
-        """Whether this rank needs just what it has, and no other rank needs any of it."""
+        """Whether this rank needs exactly the range that it holds, and no other rank needs any of it."""
         return self.needed == self.held and not (self.pad_before or self.pad_after or self.sends)
 
 
-def _to_nhwc(x: Tensor) -> Tensor:
-    """[B, C, D, H, W] -> [B, D, H, W, C], in which slices of one sample in channels-last memory lie in one piece."""
+def _to_last(x: Tensor) -> Tensor:
+    """[B, C, D, H, W] -> [B, D, H, W, C], where slices of one sample in channels-last memory are contiguous."""
     return x.movedim(1, -1)
 
 
@@ -103,33 +103,31 @@ def _is_channels_last(x: Tensor) -> bool:
 
 
 def _empty_like(x: Tensor, dim: int, size: int) -> Tensor:
-    """New memory for ``count`` places along ``dim``, in the memory format of ``x``."""
+    """Return an empty tensor like ``x``, in its memory format, with ``size`` elements along ``dim``."""
     shape = list(x.shape)
     shape[dim] = size
-    return _to_nhwc(x).new_empty([*shape[:1], *shape[2:], shape[1]]).movedim(-1, 1) if _is_channels_last(x) else x.new_empty(shape)
+    return _to_last(x).new_empty([*shape[:1], *shape[2:], shape[1]]).movedim(-1, 1) if _is_channels_last(x) else x.new_empty(shape)
 
 
 class PendingExchange:
-    """Slices on their way. Those of ``gives`` are cut from ``x``, whose dim begins at place ``first``; ``wait`` returns those of
-    ``gets``."""
+    """A running exchange: slices ``sends`` of ``x``, whose dim begins at index ``first``, are sent; ``wait`` returns ``recvs``."""
 
     def __init__(
-        self, x: Tensor, dim: int, axis: Axis, sends: Sequence[tuple[int, Range]], receives: Sequence[tuple[int, Range]],
-        first: int,
+        self, x: Tensor, dim: int, axis: Axis, sends: Sequence[tuple[int, Range]], recvs: Sequence[tuple[int, Range]], first: int,
     ) -> None:  # fmt: skip
-        to_layout = _to_nhwc if _is_channels_last(x) else (lambda tensor: tensor)
-        # gloo sends from the memory of the host only.
+        to_layout = _to_last if _is_channels_last(x) else (lambda tensor: tensor)
+        # gloo sends from host memory only.
         device = torch.device("cpu") if x.is_cuda and get_backend(x.device, axis) == "gloo" else x.device
         self._send_buffers = [to_layout(x.narrow(dim, a - first, b - a)).contiguous().to(device) for _, (a, b) in sends]
-        self.slices = [_empty_like(x, dim, b - a) for _, (a, b) in receives]
+        self.slices = [_empty_like(x, dim, b - a) for _, (a, b) in recvs]
         self.bytes = sum(t.numel() * t.element_size() for t in self._send_buffers)
         ops = []
         targets = [to_layout(tensor) for tensor in self.slices]
-        buffers = [place if place.device == device else torch.empty_like(place, device=device) for place in targets]
-        self._staged = [(place, came) for place, came in zip(targets, buffers) if place is not came]
-        for tensors, peers, op in ((self._send_buffers, sends, torch_dist.isend), (buffers, receives, torch_dist.irecv)):
+        buffers = [target if target.device == device else torch.empty_like(target, device=device) for target in targets]
+        self._staged = [(target, buffer) for target, buffer in zip(targets, buffers) if target is not buffer]
+        for tensors, peers, op in ((self._send_buffers, sends, torch_dist.isend), (buffers, recvs, torch_dist.irecv)):
             for tensor, (rank, _) in zip(tensors, peers):
-                peer = torch_dist.get_global_rank(axis.group, rank)  # type: ignore[arg-type]  # where it has peers it has a group
+                peer = torch_dist.get_global_rank(axis.group, rank)  # type: ignore[arg-type]  # an axis with peers has a group
                 ops.append(torch_dist.P2POp(op, tensor, peer, axis.group))
         self.is_used = bool(ops)
         self._works = torch_dist.batch_isend_irecv(ops) if ops else []
@@ -137,15 +135,15 @@ class PendingExchange:
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        for place, came in self._staged:
-            place.copy_(came)
+        for target, buffer in self._staged:
+            target.copy_(buffer)
         self._works, self._send_buffers, self._staged = [], [], []
         return self.slices
 
 
 @dataclass
 class CommVolume:
-    """Bytes that this process has sent to others, and in how many exchanges."""
+    """Bytes that this rank has sent, and the number of exchanges."""
 
     bytes_sent: int = 0
     exchanges: int = 0
@@ -162,8 +160,8 @@ def start_exchange(x: Tensor, plan: HaloPlan, volume: CommVolume) -> PendingExch
 
 
 def assemble(x: Tensor, slices: Sequence[Tensor], plan: HaloPlan, fill: float = 0.0, within: Range | None = None) -> Tensor:
-    """What this rank needs, made of its own ``x`` and the ``slices`` that came. ``within``: only these places, counted from
-    ``before`` places ahead of the first one needed."""
+    """Concatenate padding, the local ``x`` and the received ``slices`` to the range that this rank needs. ``within``: The part to
+    return, in indices relative to the start of the padding."""
     start = plan.needed[0] - plan.pad_before
     first, end = within or (0, plan.needed[1] + plan.pad_after - start)
     first, end = start + first, start + end
@@ -187,8 +185,8 @@ def assemble(x: Tensor, slices: Sequence[Tensor], plan: HaloPlan, fill: float = 
 
 
 class HaloExchange(torch.autograd.Function):
-    """[.., s, ..] what each rank holds -> [.., before + n + after, ..] what it needs. Gradients are added on the
-    ranks that hold the places."""
+    """Exchange halos; the backward pass sums gradients on the ranks that hold the indices.
+    Shape: x [.., held, ..] -> [.., pad_before + needed + pad_after, ..]"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: HaloPlan, volume: CommVolume, fill: float) -> Tensor:
@@ -206,12 +204,12 @@ class HaloExchange(torch.autograd.Function):
 def reduce_halo(
     pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan, volume: CommVolume, exchange: PendingExchange | None = None
 ) -> Tensor:
-    """The gradient of what this rank holds, from ``pieces`` of the gradient of what it needed: (first place, as ``around`` counts
-    them, values). ``flight``: what other ranks send back, if it is under way already."""
+    """Return the gradient of the held range, from ``pieces`` (first index, as ``assemble`` counts, values) of the gradient of the
+    needed range. ``exchange``: The gradients from other ranks, if they are already on their way."""
     dim, start = plan.dim, plan.needed[0] - plan.pad_before
     exchange = exchange or start_reduce(pieces, plan, volume)
     held = plan.held
-    first, piece = max(pieces, key=lambda item: item[1].shape[dim])  # a piece that covers all is used where it lies
+    first, piece = max(pieces, key=lambda item: item[1].shape[dim])  # a piece that covers all is used in place
     low, high = start + first, start + first + piece.shape[dim]
     if low <= held[0] and held[1] <= high:
         dx = piece.narrow(dim, held[0] - low, held[1] - held[0])
@@ -235,12 +233,12 @@ def reduce_halo(
 
 
 def start_reduce(pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan, volume: CommVolume) -> PendingExchange:
-    """Send the gradients of slices that came from other ranks back to them. ``pieces`` cover all these slices."""
+    """Start to send the gradients of received slices back to their ranks. ``pieces`` must cover all these slices."""
     dim, start, receives = plan.dim, plan.needed[0] - plan.pad_before, plan.receives
     if len(pieces) == 1:
         first, full = pieces[0]
         first += start
-    else:  # each slice lies in one or more of the pieces
+    else:  # a slice may span several pieces
         first, end = min((p[0] for _, p in receives), default=0), max((p[1] for _, p in receives), default=0)
         full = _empty_like(pieces[0][1], dim, end - first).zero_()
         for offset, piece in pieces:
@@ -254,24 +252,24 @@ def start_reduce(pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan, volume: C
 
 @dataclass(frozen=True)
 class ConvArgs:
-    """A convolution without its weights. ``padding`` is 0 along dims that have a route. ``kept``: the part of its output that is
-    kept along these, as (dim, first place, count)."""
+    """The arguments of a convolution beside its weights. ``padding`` is 0 along dims that have a halo plan. ``crops``: Slices (dim,
+    first, count) of the output that are kept."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    output_padding: tuple[int, ...] | None = None  # a transposed convolution has one
+    output_padding: tuple[int, ...] | None = None  # of a transposed convolution
     crops: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def is_conv3d(self) -> bool:
-        """Whether this convolves a volume and is not transposed: ``hpcai.nn.conv`` does that faster than torch."""
+        """Whether this is a 3-D convolution that is not transposed, for which ``hpcai.nn.conv`` is faster than torch."""
         return len(self.stride) == 3 and self.output_padding is None
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """What torch's own operations are told."""
+        """The trailing arguments of ``torch.convolution``."""
         transposed, output_padding = self.output_padding is not None, self.output_padding or (0,) * len(self.stride)
         return self.stride, self.padding, self.dilation, transposed, output_padding, self.groups
 
@@ -292,7 +290,7 @@ class ConvArgs:
         return y
 
     def uncrop(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """The adjoint of ``crop``: zeros where it cut something off."""
+        """The adjoint of ``crop``: padding with zeros."""
         for dim, first, count in self.crops:
             k = dim - 2
             span = self.dilation[k] * (weight.shape[dim] - 1) + 1
@@ -303,8 +301,8 @@ class ConvArgs:
 
 
 class HaloConvolution(torch.autograd.Function):
-    """A convolution of a cut volume. ``routes`` bring what this rank's output needs; the slices of the first dim travel last, and
-    with ``apart`` what needs none of them is convolved meanwhile. For the backward pass ``x`` and the slices that came are kept."""
+    """A convolution of a sharded volume. ``plans`` exchange the halos that this rank's output needs, the first dim last; with
+    ``overlap`` the interior, which needs no halo of it, is convolved meanwhile. ``x`` and the received slices are saved."""
 
     @staticmethod
     def forward(
@@ -346,7 +344,7 @@ class HaloConvolution(torch.autograd.Function):
         pieces: list[tuple[int, Tensor]] = []
         exchange = None
         output_mask = [needs_input, needs_weight, ctx.has_bias and needs_bias]
-        # The edges come before the interior (the first part), because other ranks wait for their gradients.
+        # The edges come before the interior (the first part): other ranks wait for their gradients.
         for number, (out, cells) in reversed(list(enumerate(ctx.parts))):
             if number == 0 and pieces and plans and needs_input:
                 exchange = start_reduce(pieces, plans[0], volume)
@@ -365,17 +363,17 @@ class HaloConvolution(torch.autograd.Function):
 
 
 _UNSPLIT: tuple[tuple[Range | None, Range | None], ...] = ((None, None),)
-_MIN_INTERIOR = 4  # where fewer places of the output need nothing from other ranks, one convolution of all is cheaper
+_MIN_INTERIOR = 4  # output indices; one convolution of everything is cheaper than a smaller interior
 
 
 def _split_interior(plan: HaloPlan, conv: ConvArgs, weight: Tensor) -> tuple[tuple[Range | None, Range | None], ...]:
-    """The parts in which a convolution is computed, as (places of the output, places of the input), the interior first."""
+    """Split a convolution into parts (output range, input range), the interior first."""
     i = plan.dim - 2
     stride, span = conv.stride[i], conv.dilation[i] * (weight.shape[plan.dim] - 1) + 1
     start = plan.needed[0] - plan.pad_before
     size = plan.needed[1] + plan.pad_after - start
     count = (size - span) // stride + 1
-    low, high = (place - start for place in intersect(plan.held, plan.needed))
+    low, high = (index - start for index in intersect(plan.held, plan.needed))
     first, end = -(-low // stride), (high - span) // stride + 1
     if conv.output_padding is not None or end - first < _MIN_INTERIOR:
         return _UNSPLIT

@@ -25,7 +25,7 @@ class ModelCall:
 
     @property
     def shapes(self) -> Any:
-        """The arguments that determine all shapes in the model: shapes and dtypes of tensors, and values of integers and strings."""
+        """The arguments that determine all shapes in the model: shapes and dtypes of tensors, values of integers and strings."""
         return _shapes((self.args, self.kwargs))
 
     @property
@@ -35,7 +35,7 @@ class ModelCall:
 
 
 def capture_call(function: Callable[..., Any], model: nn.Module, batch: Any, context: ContextFactory) -> ModelCall:
-    """Return the arguments of the model call in ``function(model, batch)``, under ``context()``. Raises ConfigError if it has none."""
+    """Return the model call of ``function(model, batch)``, run under ``context()``. Raises ConfigError if there is none."""
 
     def capture(*args: Any, **kwargs: Any) -> Any:
         raise _CallCaptured(ModelCall(args, kwargs))

@@ -1,7 +1,7 @@
-"""A model whose blocks lie on several ranks, one behind another: micro-batches pass through them as torch's schedules say.
+"""Pipeline parallelism: the blocks of a model are split into stages on several ranks, run by torch's schedules of microbatches.
 
-GPipe: Huang et al., NeurIPS 2019; with several stages on a rank, breadth first: Lamy-Poirier, MLSys 2023. 1F1B and its interleaved
-form: Narayanan et al., SC21. Zero bubble and its V form, for two stages on a rank: Qi et al., ICLR 2024.
+GPipe: Huang et al., NeurIPS 2019; with several stages per rank, breadth first: Lamy-Poirier, MLSys 2023. 1F1B and interleaved 1F1B:
+Narayanan et al., SC21. Zero bubble and ZB-V, for two stages per rank: Qi et al., ICLR 2024.
 """
 
 import re
@@ -22,25 +22,24 @@ from hpcai.parallel.model_call import ContextFactory, ModelCall, capture_call, r
 from hpcai.parallel.pipeline_stages import Stages
 
 Schedule = Literal["gpipe", "1f1b", "zero-bubble", "zero-bubble-v"]
-Values = dict[str, Any]  # of each name a tensor [], or a pair of tensors [] of which the second may be a float
+Values = dict[str, Any]  # name -> a tensor [], or a pair of tensors [], the second of which may be a float
 LossFunction = Callable[[Any, Any], tuple[Tensor, Values]]
 
-_SCHEDULES = {  # with one stage on a rank, and with several
+_SCHEDULES = {  # with one stage per rank, and with several
     "gpipe": ("ScheduleGPipe", "ScheduleLoopedBFS"), "1f1b": ("Schedule1F1B", "ScheduleInterleaved1F1B"),
     "zero-bubble": ("ScheduleInterleavedZeroBubble",) * 2, "zero-bubble-v": ("", "ScheduleZBVZeroBubble"),
 }  # fmt: skip
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")  # as torch writes it: 2F0
-_MAX_SCHEDULES = 4  # shapes of micro-batches whose schedules keep their buffers
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")  # torch's format, such as 2F0
+_MAX_SCHEDULES = 4  # schedules that are cached, with their buffers, by shape of microbatches
 
 
 class Pipeline:
-    """``Stages`` of ``model`` along the axis ``pipeline`` of ``mesh``, which work on micro-batches as ``schedule`` says.
+    """Runs ``Stages`` of ``model`` along the mesh axis ``pipeline``, by a schedule over microbatches.
 
-    The model's forward pass is a chain: ``first``, ``blocks``, ``last``, each called with what the one before returned, which
-    between stages is one tensor; what it does between them it does on every stage. On all stages but the first that tensor takes
-    the place of the first argument of the model's call. All ranks of a copy get the same batch, and so find the other arguments
-    themselves. ``source``: the rank that has the last stage, where losses and metrics are computed. Raises ConfigError for what
-    cannot be divided like this. Along an axis of size 1 nothing is cut, and a step goes through the model as a whole.
+    The forward pass must be a chain of ``first``, ``blocks`` and ``last``, each called with the output of the one before; code
+    between them runs on every stage. One tensor is sent between stages, and replaces the first argument of the model's call there.
+    All ranks of a replica get the same batch, and compute the other arguments themselves. Losses and metrics are computed on rank
+    ``source``, which has the last stage. Along an axis of size 1 nothing is split. Raises ConfigError if the model cannot be split.
     """
 
     def __init__(
@@ -48,57 +47,57 @@ class Pipeline:
         last: Sequence[str] = ("norm", "head"), schedule: Schedule = "1f1b", per_rank: int = 1, sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         if per_rank != 2 and schedule == "zero-bubble-v":
-            raise ConfigError(f"pipeline: {schedule} has 2 stages on each rank, not {per_rank}; set per_rank to 2")
+            raise ConfigError(f"pipeline: {schedule} needs 2 stages per rank, not {per_rank}; set per_rank to 2")
         self.model, self.axis, self.device, self.schedule = model, mesh["pipeline"], mesh.device, schedule
         self.stages = Stages(model, mesh, blocks, first, last, per_rank, schedule == "zero-bubble-v", sizes)
         self.rank_of, self.count = self.stages.rank_of, len(self.stages.rank_of)
         self.source = self.rank_of[-1]
         self.is_last = self.source == self.axis.rank
-        self._output_specs: dict[Any, list[_TensorSpec]] = {}  # what each stage sends, by what the model is called with
+        self._output_specs: dict[Any, list[_TensorSpec]] = {}  # by shapes of the call
         self._schedules: dict[Any, Any] = {}
         self._value_specs: list[_ValueSpec] = []
-        self._pending_send: Any = None  # what forward sent last, and the tensor
+        self._pending_send: Any = None  # the last send of forward, and its tensor
         self._step = _Step()
 
     # ---- training
 
     def backward(self, loss_fn: LossFunction, microbatches: Sequence[Any], context: ContextFactory) -> list[Values]:
-        """Add the gradients of what ``measure(model, part)`` gives first, over all micro-batches ``parts``, to those of the
-        parameters -> what it gives besides, detached, for each part, on all stages.
+        """Accumulate gradients of the first output of ``loss_fn(model, microbatch)`` over all microbatches, and return its second
+        output, detached, for each, on all stages.
 
-        ``measure`` is a pure function that calls its model once. Every stage calls it up to there, the last one through to its
-        end, within ``around()``. Raises ConfigError where it does otherwise, or where parts are too few or have several shapes.
+        ``loss_fn`` is pure and calls its model once. Every stage runs it under ``context()`` up to that call, the last stage to its
+        end. Raises ConfigError if it does not, or if there are too few microbatches or several shapes.
         """
         calls = [capture_call(loss_fn, self.model, part, context) for part in microbatches]
         if len(shapes := {call.shapes for call in calls}) > 1:
-            raise ConfigError(f"a pipeline needs micro-batches of one shape; in one step the model is called with {len(shapes)}")
+            raise ConfigError(f"a pipeline needs microbatches of one shape, but the model is called with {len(shapes)} in one step")
         if self.schedule.startswith("zero") and calls[0].has_grad_args:
             raise ConfigError(
-                f"the loss gives the model other arguments than the first that depend on weights, whose gradients {self.schedule} "
-                "cannot find apart from those of the hidden state; choose the schedule 1f1b or gpipe"
+                "the loss calls the model with an argument other than the first that requires gradients, which "
+                f"{self.schedule} cannot compute apart from those of the hidden state; choose the schedule 1f1b or gpipe"
             )
         key = len(microbatches), *shapes
         if key not in self._schedules:
-            specs = self._find_output_specs(loss_fn, microbatches[0], calls[0], context)
+            specs = self._trace_specs(loss_fn, microbatches[0], calls[0], context)
             while len(self._schedules) >= _MAX_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = self._build_schedule(len(microbatches), specs)
         self._step = _Step(loss_fn, microbatches, calls, context, [{} for _ in microbatches])
-        numbers = torch.arange(len(microbatches))  # torch cuts them into micro-batches, in place of those
+        numbers = torch.arange(len(microbatches))  # torch splits these indices in place of the microbatches
         self._schedules[key].step(number=numbers, target=numbers)
         values, self._step = self._step.values, _Step()
         return self._broadcast_values(values)
 
     def stage_runner(self, loss_fn: LossFunction, microbatch: Any, context: ContextFactory) -> Callable[[int, Any], Tensor]:
-        """``part`` without a schedule: what each of this rank's stages makes of a hidden state (the first: of none)."""
+        """Return a function that runs one of this rank's stages on a hidden state (the first: None), without a schedule."""
         self._step = _Step(loss_fn, [microbatch], [capture_call(loss_fn, self.model, microbatch, context)], context, [{}])
         return lambda stage, hidden: self._run_microbatch(stage, 0, hidden)
 
     def order(self, microbatches: int) -> list[list[tuple[str, int, int]]]:
-        """What each rank does with ``parts`` micro-batches, one after another: a pass, its stage, its micro-batch. Passes are F
-        (forward) and B (backward), or I and W (gradients of inputs and of weights apart). Raises ConfigError as ``backward``."""
+        """Return the actions (kind, stage, microbatch) of each rank in order. Kinds are F (forward), B (backward), I (gradients of
+        inputs) and W (gradients of weights). Raises ConfigError as ``backward`` does."""
         schedule = self._build_schedule(microbatches, [_TensorSpec((1,), torch.float32)] * self.count)
-        if self.schedule == "gpipe" and self.count == self.axis.size:  # torch's orders of these two are drawings
+        if self.schedule == "gpipe" and self.count == self.axis.size:  # torch has no list of actions for these two
             return [[(kind, rank, n) for kind in "FB" for n in range(microbatches)] for rank in range(self.count)]
         if self.schedule == "1f1b" and self.count == self.axis.size:
             warmup = [min(self.count - 1 - rank, microbatches) for rank in range(self.count)]
@@ -108,8 +107,8 @@ class Pipeline:
                 + [("B", rank, n) for n in range(microbatches - first, microbatches)]
                 for rank, first in enumerate(warmup)
             ]
-        actions = [[_ACTION.fullmatch(str(one)) for one in schedule.pipeline_order[rank]] for rank in range(self.axis.size)]
-        return [[(one[2], int(one[1]), int(one[3])) for one in own if one] for own in actions]
+        actions = [[_ACTION.fullmatch(str(action)) for action in schedule.pipeline_order[rank]] for rank in range(self.axis.size)]
+        return [[(match[2], int(match[1]), int(match[3])) for match in matches if match] for matches in actions]
 
     def _run_stage(self, stage: int, call: ModelCall, hidden: Any, context: ContextFactory) -> Any:
         with context():
@@ -119,10 +118,10 @@ class Pipeline:
         return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output.contiguous()
 
     def _run_microbatch(self, stage: int, number: int, hidden: Any) -> Tensor:
-        """One stage on one micro-batch; the last one gives the scalar whose gradient is wanted.   [1]"""
+        """Run one stage on one microbatch; the last stage returns the loss [1]."""
         step = self._step
         call = step.calls[number]
-        if call.has_grad_args and stage != self.stages.local_stages[0]:  # each stage passes backward through a graph of its own
+        if call.has_grad_args and stage != self.stages.local_stages[0]:  # each stage needs its own graph
             call = capture_call(step.loss_fn, self.model, step.microbatches[number], step.context)
         output = self._run_stage(stage, call, hidden, step.context)
         if stage < self.count - 1:
@@ -131,12 +130,12 @@ class Pipeline:
         return torch.stack((scalar,))  # not a view, which torch could not detach in place
 
     def _build_schedule(self, microbatches: int, specs: list["_TensorSpec"]) -> Any:
-        """torch's schedule of ``parts`` micro-batches, for whose stages ``kinds`` says what each sends."""
+        """Construct torch's schedule for stages whose outputs have these specs."""
         from torch.distributed import fsdp, pipelining
 
         if self.schedule.startswith("zero") and isinstance(self.model, fsdp.FSDPModule):
             raise ConfigError(
-                f"step.shard is weights, but {self.schedule} needs weights after the backward pass that gives them back; set "
+                f"step.shard is weights, but {self.schedule} needs weights after the backward pass that frees them; set "
                 "step.shard=optimizer, or choose the schedule 1f1b or gpipe"
             )
         name = _SCHEDULES[self.schedule][self.count > self.axis.size]
@@ -152,19 +151,19 @@ class Pipeline:
         try:
             schedule_class: Any = getattr(pipelining, name)
             is_single = issubclass(schedule_class, pipelining.schedules.PipelineScheduleSingle)
-            return schedule_class(stages[0] if is_single else stages, microbatches, loss_fn=_first, scale_grads=False)
+            return schedule_class(stages[0] if is_single else stages, microbatches, loss_fn=_identity_loss, scale_grads=False)
         except ValueError as error:
             raise ConfigError(
-                f"step.accumulate is {microbatches}, which {name} cannot do with {self.count} stages on {self.axis.size} ranks "
-                f"({error}); set it to a multiple of {self.axis.size}"
+                f"step.accumulate is {microbatches}, which {name} does not support with {self.count} stages on "
+                f"{self.axis.size} ranks ({error}); set it to a multiple of {self.axis.size}"
             ) from None
 
     # ---- evaluation
 
     @torch.no_grad()
     def forward(self, function: Callable[[Any, Any], Any], batch: Any, context: ContextFactory) -> Any:
-        """What ``function(model, batch)`` returns, without gradients, on ranks of the last stage; None on others, which go on
-        meanwhile. ``function`` calls its model once, and is else as ``measure``."""
+        """Return ``function(model, batch)`` without gradients on the last stage, and None on others, which do not wait for it.
+        ``function`` must be pure and call its model once."""
         call = capture_call(function, self.model, batch, context)
         output = self._forward_stages(call, context, self._output_specs.setdefault(call.shapes, []))
         if self.is_last:
@@ -172,7 +171,7 @@ class Pipeline:
         return None
 
     def _forward_stages(self, call: ModelCall, context: ContextFactory, specs: list["_TensorSpec"]) -> Any:
-        """The model's output, on the last stage. Where ``kinds`` is empty, what each stage sends is agreed on the way."""
+        """Return the model's output on the last stage. Empty ``specs`` are filled: each stage broadcasts the spec of its output."""
         is_first_call, hidden = not specs, torch.empty(0)
         for stage, rank in enumerate(self.rank_of):
             if rank == self.axis.rank:
@@ -184,23 +183,21 @@ class Pipeline:
                 if is_first_call:
                     spec = broadcast_object(_TensorSpec.of(hidden), self.axis, rank)
                     if isinstance(spec, str):
-                        raise ConfigError(f"stage {stage} of a pipeline gives a {spec}, but one tensor can be sent: cut elsewhere")
+                        raise ConfigError(f"stage {stage} of a pipeline returns a {spec}, expected one tensor: split elsewhere")
                     specs.append(spec)
                 if rank == self.axis.rank and self.rank_of[stage + 1] != rank:
                     if self._pending_send is not None:
                         self._pending_send[0].wait()
                     work: Any = torch_dist.isend(hidden, group=self.axis.group, group_dst=self.rank_of[stage + 1])
-                    self._pending_send = work, hidden  # which has to stay until then
+                    self._pending_send = work, hidden  # the tensor must live as long
         return hidden if self.is_last else None
 
-    # ---- what all stages know
+    # ---- values that all stages need
 
     @torch.no_grad()
-    def _find_output_specs(
-        self, loss_fn: LossFunction, microbatch: Any, call: ModelCall, context: ContextFactory
-    ) -> list["_TensorSpec"]:
-        """What each stage sends, and the last one gives, for micro-batches like ``part``: found by one forward pass, which leaves
-        no trace. Names and types of values are those of the first."""
+    def _trace_specs(self, loss_fn: LossFunction, microbatch: Any, call: ModelCall, context: ContextFactory) -> list["_TensorSpec"]:
+        """Return the specs of all stage outputs, by one forward pass without side effects. The first call also sets names and
+        dtypes of the values that the loss returns."""
         specs: list[_TensorSpec] = []
         result: Any = None
         with _preserve_state(self.model, self.device):
@@ -220,12 +217,12 @@ class Pipeline:
 
     @torch.no_grad()
     def _broadcast_values(self, values: list[Values]) -> list[Values]:
-        """``every`` of the last stage, on all of them, in one message."""
+        """Broadcast the values of the last stage to all stages, in one collective."""
         if self.is_last:
-            if any([_ValueSpec.of(*each) for each in values.items()] != self._value_specs for values in values):
-                names = ", ".join(value.name for value in self._value_specs)
-                raise ConfigError(f"a pipeline needs a loss that gives the same values in every step, at first {names}")
-            numbers = [number for values in values for value in values.values() for number in _as_tuple(value)]
+            if any([_ValueSpec.of(*item) for item in entry.items()] != self._value_specs for entry in values):
+                names = ", ".join(spec.name for spec in self._value_specs)
+                raise ConfigError(f"a pipeline needs a loss that returns the same values in every step; the first returned {names}")
+            numbers = [number for entry in values for value in entry.values() for number in _as_tuple(value)]
             table = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device).add_(number) for number in numbers])
         else:
             table = torch.empty(
@@ -235,16 +232,16 @@ class Pipeline:
         if self.is_last:
             return values
         rows = iter(table)
-        return [{value.name: value.take(rows) for value in self._value_specs} for _ in values]
+        return [{spec.name: spec.take(rows) for spec in self._value_specs} for _ in values]
 
 
 class _Stage(nn.Module):
-    """What torch's schedules call: with the hidden state, but for the first stage, and the number of the micro-batch.   [1]"""
+    """The module that torch's schedules call with the hidden state, except on the first stage, and the microbatch index [1]."""
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         super().__init__()
         self._run_microbatch = partial(pipeline._run_microbatch, stage)
-        # No submodule: torch would gather and give back the weights of one that is fully sharded, which does so by itself.
+        # No submodule: torch would gather and free the weights of one that is fully sharded, which does so itself.
         self.parameters = pipeline.stages.module(stage).parameters  # type: ignore[method-assign]
 
     def forward(self, *hidden: Tensor, number: Tensor) -> Tensor:
@@ -253,7 +250,7 @@ class _Stage(nn.Module):
 
 @dataclass
 class _Step:
-    """The micro-batches under way, which stages look up by number."""
+    """The current microbatches, which stages look up by index."""
 
     loss_fn: Any = None
     microbatches: Sequence[Any] = ()
@@ -264,7 +261,7 @@ class _Step:
 
 @dataclass
 class _TensorSpec:
-    """What a stage sends."""
+    """Shape and dtype of the output of a stage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -274,13 +271,13 @@ class _TensorSpec:
         return cls(tuple(output.shape), output.dtype) if isinstance(output, Tensor) else type(output).__name__
 
     def empty(self) -> Tensor:
-        """A tensor without numbers."""
+        """Return a meta tensor of this spec."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
 
 
 @dataclass
 class _ValueSpec:
-    """A value that a loss gives: the types of its one or two numbers (None: a float)."""
+    """A value that a loss returns: the dtypes of its one or two elements (None: a float)."""
 
     name: str
     dtypes: tuple[torch.dtype | None, ...]
@@ -296,12 +293,12 @@ class _ValueSpec:
         return value if self.is_pair else value[0]
 
 
-def _first(output: Tensor, number: Tensor) -> Tensor:
+def _identity_loss(output: Tensor, number: Tensor) -> Tensor:
     return output
 
 
 def _skip_sends_to_self(stage: Any) -> None:
-    """Before its first step a stage of torch < 2.13 sends to each neighbour, also to one on its own rank, which gloo cannot."""
+    """Remove sends to the own rank, which gloo cannot do: a stage of torch < 2.13 sends to each neighbour before its first step."""
     if first := getattr(stage, "_get_init_p2p_neighbors_ops", None):
         stage._get_init_p2p_neighbors_ops = lambda: [op for op in first() if op.group_peer != stage.group_rank]
 
@@ -312,9 +309,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _preserve_state(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, forward passes leave buffers and random numbers as they were."""
+    """Context manager: restore buffers and random state afterwards."""
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     for buffer, value in saved:
-        buffer.data.copy_(value)  # which does not tell autograd, for which it is what it was
+        buffer.data.copy_(value)  # .data: autograd need not see that it changed and was restored

@@ -1,4 +1,4 @@
-"""A model cut into stages along the axis pipeline: each rank keeps its own blocks, under the names of the whole model."""
+"""Split a model into pipeline stages: each rank keeps its own blocks, under their names in the full model."""
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
@@ -13,21 +13,20 @@ from hpcai.parallel.sharding import mark_tensor_exclusive
 
 
 class StageOutput(nn.Module):
-    """In place of a module that another stage has: gives its first argument back."""
+    """A placeholder for a module of another stage: returns its first argument."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden
 
 
 class Stages:
-    """The stages of ``model``, which is cut in place: modules ``first``, the list ``blocks`` and modules ``last``, one behind
-    another, of which the rank ``rank_of[stage]`` keeps those of ``stage``. ``own``: the stages of this rank.
+    """The stages of ``model``, which is split in place: a sequence of modules ``first``, the list ``blocks`` and modules ``last``.
 
-    Modules of other ranks become ``Passed``. What is in none of these modules stays on all ranks; its gradients, and those of a
-    weight that several ranks share, are added over the ranks that hold it. There are ``per_rank`` stages on each rank, one for
-    each turn around the axis, or, with ``back``, for the way there and back. ``sizes``: how many blocks each stage has; by default
-    as even as can be, and where they are not, the last stage has fewest, then the first. Raises ConfigError for a name that is not
-    in the model, and for sizes that do not fit.
+    Rank ``rank_of[stage]`` holds ``stage``; ``local_stages`` are those of this rank. Modules of other ranks become ``StageOutput``.
+    Modules outside the sequence stay on all ranks. Their gradients, and those of weights that several ranks share, are summed over
+    the ranks that hold them. Ranks take stages in turns, ``per_rank`` each; with ``v_shaped`` every second turn is reversed.
+    ``sizes``: Blocks of each stage, by default ``balanced_split``. Raises ConfigError for an unknown name or for sizes that do not
+    fit.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class Stages:
             self._split(mesh)
 
     def module(self, stage: int) -> nn.Module:
-        """The model as one of this rank's stages sees it: the same parameters, without the modules of its other stages. It is made
-        on first use, so that it has what was done to the model until then."""
+        """Return the model for one of this rank's stages: the same parameters, without the modules of other stages. It is created
+        on first use, so that it includes earlier changes of the model."""
         if stage not in self._stage_models:
             self._stage_models[stage] = []
             _copy_without(self.model, {unit for unit, other in self._stage_of.items() if other != stage}, self._stage_models[stage])
@@ -84,26 +83,25 @@ class Stages:
 
 
 def balanced_split(blocks: int, stages: int) -> list[int]:
-    """Blocks of each stage where nobody says how many: the last one has fewest, then the first."""
+    """Return the number of blocks of each stage, as even as possible: the last stage has the fewest, then the first."""
     order = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0))
     return [blocks // stages + (order.index(stage) < blocks % stages) for stage in range(stages)]
 
 
 def _sizes(sizes: Sequence[int] | None, blocks: int, stages: int, first: bool, last: bool) -> list[int]:
-    """Blocks of each stage."""
     sizes = balanced_split(blocks, stages) if sizes is None else sizes
     minimum = [0 if (stage == 0 and first) or (stage == stages - 1 and last) else 1 for stage in range(stages)]
     if len(sizes) != stages or sum(sizes) != blocks or any(n < m for n, m in zip(sizes, minimum)):
         raise ConfigError(
-            f"pipeline: {blocks} blocks cannot be divided among {stages} stages as {list(sizes)}; expected {stages} sizes with a "
-            f"sum of {blocks}, none of them 0 where a stage has nothing else: choose fewer stages (mesh.pipeline) or other sizes"
+            f"pipeline: {blocks} blocks cannot be split into {stages} stages of {list(sizes)}; expected {stages} sizes with a sum "
+            f"of {blocks}, and no 0 for a stage without other modules: choose fewer stages (mesh.pipeline) or other sizes"
         )
     return list(sizes)
 
 
 def _keep_names(module: nn.Module, kept: Collection[Tensor]) -> nn.Module | None:
-    """The names that tensors of ``held`` have within ``module``, with nothing else, or None where there are none: a weight that
-    several stages share has all its names on each of them, as in a checkpoint."""
+    """Return a module with only the names of tensors of ``kept`` in ``module``, or None if there are none: a weight that several
+    stages share has all its checkpoint names on each of them."""
     holder = nn.Module()
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and tensor in kept:
@@ -115,8 +113,8 @@ def _keep_names(module: nn.Module, kept: Collection[Tensor]) -> nn.Module | None
 
 
 def _copy_without(module: nn.Module, units: Collection[str], copies: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
-    """``module`` with the same submodules and parameters, but for ``units`` of it, which pass on what they are given. ``made``
-    lists what had to be made for that, from without inwards, each with that of which it is a twin."""
+    """Return a shallow copy of ``module`` in which ``units`` are ``StageOutput``. ``copies`` collects (copy, original) of each
+    copied module, outer first."""
     copied = object.__new__(type(module))
     copied.__dict__ = module.__dict__ | {"_modules": dict(module._modules)}
     copies.append((copied, module))

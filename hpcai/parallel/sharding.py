@@ -44,14 +44,14 @@ class ShardSpec:
         return {axis.parent or axis.name for axis in (*self.axes, *self.exclusive_axes)}
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Split a box of the shard into boxes of the full tensor: yield the offsets there and the slices of the given box."""
-        dims = [list(_intersect(stretches, o, o + n)) for stretches, o, n in zip(self.ranges, offsets, sizes)]
+        """Split a box of the shard into boxes of the full tensor: yield its offsets there and slices of the given box."""
+        dims = [list(_intersect(ranges, o, o + n)) for ranges, o, n in zip(self.ranges, offsets, sizes)]
         for pieces in product(*dims):
-            yield tuple(at for at, _, _ in pieces), tuple(slice(a - o, b - o) for (_, a, b), o in zip(pieces, offsets))
+            yield tuple(start for start, _, _ in pieces), tuple(slice(a - o, b - o) for (_, a, b), o in zip(pieces, offsets))
 
 
 def _intersect(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Split elements ``begin`` to ``end`` of the concatenated ranges: yield (global start, local start, local end) of each piece."""
+    """Split elements ``begin`` to ``end`` of the concatenated ranges: yield (global start, local start, local end) per piece."""
     position = 0
     for first, last in ranges:
         a, b = max(begin, position), min(end, position + last - first)
@@ -62,7 +62,7 @@ def _intersect(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int,
 
 def subrange(ranges: Ranges, begin: int, end: int) -> Ranges:
     """Return elements ``begin`` to ``end`` of the concatenated ranges, as ranges of the full tensor."""
-    return tuple((at, at + b - a) for at, a, b in _intersect(ranges, begin, end))
+    return tuple((start, start + b - a) for start, a, b in _intersect(ranges, begin, end))
 
 
 def shard_spec(tensor: Tensor) -> ShardSpec:
@@ -81,12 +81,9 @@ def with_spec(tensor: Tensor, like: Tensor) -> Tensor:
 def shard_(tensor: Tensor, dim: int, axis: Axis, sizes: Sequence[int] = ()) -> None:
     """Shard ``tensor``, a parameter or a buffer, along ``dim`` in place: rank r holds elements n*r/size to n*(r+1)/size of n.
 
-    A tensor that was already sharded this way, because two modules share it, is left unchanged.
-
-    Args:
-        sizes: Sizes of tensors that are concatenated along ``dim`` and sharded separately (queries, keys and values).
-
-    Raises ConfigError if a rank would hold no element, or if the tensor is already sharded over ``axis`` in another dim.
+    ``sizes``: Sizes of tensors that are concatenated along ``dim`` and sharded separately (queries, keys and values in one weight).
+    A tensor that was already sharded this way, because two modules share it, is left unchanged. Raises ConfigError if a rank would
+    hold no element, or if the tensor is already sharded over ``axis`` in another dim.
     """
     spec = shard_spec(tensor)
     dim, length = dim % tensor.ndim, tensor.shape[dim]
@@ -239,7 +236,7 @@ def local_view(view: FlatView, flat: Tensor, like: FlatParameter) -> Tensor | Fl
 
 
 def boxes(shape: tuple[int, ...], stride: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split elements ``begin`` to ``end`` of a dense tensor, in memory order, into boxes (offsets, sizes), fewer than two per dim."""
+    """Split elements ``begin`` to ``end`` of a dense tensor in memory order into boxes (offsets, sizes), fewer than two per dim."""
     order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d] > 1), reverse=True)
     lengths = [shape[d] for d in order]
     pieces: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -277,7 +274,7 @@ def boxes(shape: tuple[int, ...], stride: tuple[int, ...], begin: int, end: int)
     return pieces
 
 
-def flatten_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def flatten(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return the elements of ``tensor`` in the memory order of ``parameter`` [n]: a view if both have the same strides."""
     if tensor.stride() != parameter.stride():
         tensor = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
@@ -289,11 +286,11 @@ def unflatten(name: str, parameter: nn.Parameter, decays: bool, replica_axes: tu
 
     def gradient() -> Tensor | None:
         if flat.weights.data_ptr() != parameter.data_ptr():  # the parameter has new memory
-            flat.weights = flatten_like(parameter.detach(), parameter)
-        return None if parameter.grad is None else flatten_like(parameter.grad, parameter)
+            flat.weights = flatten(parameter.detach(), parameter)
+        return None if parameter.grad is None else flatten(parameter.grad, parameter)
 
     view = FlatView(name, parameter, 0, parameter.numel(), 0, shard_spec(parameter))
-    flat = FlatParameter([view], flatten_like(parameter.detach(), parameter), gradient, decays, replica_axes)
+    flat = FlatParameter([view], flatten(parameter.detach(), parameter), gradient, decays, replica_axes)
     return flat
 
 

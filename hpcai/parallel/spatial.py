@@ -1,12 +1,12 @@
-"""Volumes and maps that are cut over processes: one sample on many GPUs.
+"""Spatial parallelism: a volume or map is sharded over ranks, one sample on many GPUs.
 
-    cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, size=(128, 128, 128))
-    y = model(cut.own(x))                                       # slabs in, slabs out
+    partition = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, size=(128, 128, 128))
+    y = model(partition.shard(x))                               # slabs in, slabs out
 
-A dim of S places is cut at S*r/n, at every resolution of the network, so that the sizes of a level say what each rank holds.
-Where a level has fewer than ``least`` places for each rank, every rank holds all of it. One rule makes all gradients right: the
-losses of the ranks add up to the loss, so gradients are added, at seams and for parameters. What n ranks compute alike from a whole
-level counts 1/n on each (``Once``). No learning rate is touched. B batch, C channels, D H W the volume, n the size of an axis.
+A dim of S voxels is split at S*r/n, at every resolution of the network: the size of a level determines the range of each rank. A
+level with fewer than ``min_size`` voxels per rank is replicated. The losses of the ranks add up to the loss, so gradients are
+summed, at seams and for parameters. Results that n ranks compute from a replicated level count 1/n on each (``ReplicatedOnce``).
+The learning rate is unchanged. B batch, C channels, D H W the volume, n the size of an axis.
 """
 
 import copy
@@ -35,46 +35,43 @@ from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.parallel.halo import CommVolume, ConvArgs, HaloConvolution, HaloExchange, HaloPlan, Range
 from hpcai.dynamo import disable_dynamo
 
-Sizes = tuple[int, ...]  # of the whole, by dim: D, H, W
+Sizes = tuple[int, ...]  # by dim: D, H, W
 Inputs = Callable[[Sequence[int]], tuple[Any, ...]]
 
 NAMES = ("depth", "height", "width")  # of the dims of a volume; a map has the last two
 
 
 class SpatialPartition:
-    """Which dims of a tensor are cut over which axes, and the sizes of the whole at each layer.
-
-    ``least``: a level with fewer places for each rank is not cut. ``apart``: the interior of a slab is convolved while halos
-    travel; None: on a GPU.
-    """
+    """The mesh axis over which each dim is sharded, and the full size at each layer. ``min_size``: A level with fewer voxels per
+    rank is replicated. ``overlap``: Convolve the interior of a slab during the halo exchange; None: on a GPU."""
 
     def __init__(self, axes: Mapping[int, Axis], min_size: int = 2, overlap: bool | None = None) -> None:
         self.axes = {dim: axis for dim, axis in axes.items() if axis.size > 1}
         self.min_size, self.overlap, self.active = min_size, overlap, True
         self.comm_volume = CommVolume()
-        self.full_sizes: dict[str, dict[Sizes, Sizes]] = {}  # by layer: sizes of what this rank holds, and of the whole
-        self.plans: dict[tuple[str, Sizes], Any] = {}  # by layer and size of the whole: what travels where
+        self.full_sizes: dict[str, dict[Sizes, Sizes]] = {}  # layer -> local size -> full size
+        self.plans: dict[tuple[str, Sizes], Any] = {}  # (layer, full size) -> plan
 
     @classmethod
     def from_axes(cls, axes: Mapping[str, Axis], dims: int, **kwargs: Any) -> "SpatialPartition":
-        """The cut of a volume (3 ``dims``: D, H, W) or a map (H, W) over the axes of depth, height and width. Raises MeshError for
-        an axis without a dim."""
+        """Return the partition of a volume (3 ``dims``: D, H, W) or map (H, W) over axes depth, height and width. Raises MeshError
+        for an axis without a dim."""
         names = NAMES[-dims:]
         unknown = [name for name, axis in axes.items() if name not in names and axis.size > 1]
         if unknown:
             available = " and ".join(names)
-            raise MeshError(f"mesh.{unknown[0]} is {axes[unknown[0]].size}, but there is only {available} to cut; set it to 1")
+            raise MeshError(f"mesh.{unknown[0]} is {axes[unknown[0]].size}, but there is only {available} to shard; set it to 1")
         return cls({names.index(name) + 2: axis for name, axis in axes.items() if name in names}, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "SpatialPartition":
-        """A model's copy has a state of its own, over the same processes; its plans name its own channels."""
+        """A copied model has its own state over the same ranks; its plans use its own communication channels."""
         clone = SpatialPartition(copy.deepcopy(self.axes, memo), self.min_size, self.overlap)
         clone.full_sizes, clone.active = self.full_sizes, self.active
         return clone
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the model works as before the cut: every rank computes with whole volumes of its own."""
+        """Context manager: the model computes on full local volumes, as if it was not parallelized."""
         before, self.active = self.active, False
         try:
             yield
@@ -82,12 +79,12 @@ class SpatialPartition:
             self.active = before
 
     def check_size(self, size: Sequence[int]) -> None:
-        """Raise MeshError when a volume of ``size`` is too small for so many ranks."""
+        """Raise MeshError if a volume of ``size`` is too small for the number of ranks."""
         for dim, axis in self.axes.items():
             n = size[dim - 2]
             if not self.is_sharded(dim, n):
                 raise MeshError(
-                    f"mesh.{axis.name} is {axis.size}, but {n} places along {axis.name} are fewer than {self.min_size} per rank; "
+                    f"mesh.{axis.name} is {axis.size}, but {n} voxels along {axis.name} are fewer than {self.min_size} per rank; "
                     f"set mesh.{axis.name} to {max(n // self.min_size, 1)} or less"
                 )
 
@@ -95,62 +92,62 @@ class SpatialPartition:
         return dim in self.axes and size >= self.axes[dim].size * self.min_size
 
     def local_range(self, dim: int, size: int, rank: int | None = None) -> Range:
-        """Places of ``dim`` that a rank of its axis holds."""
+        """Return the range of ``dim`` that a rank of its axis holds, by default this one."""
         if not self.is_sharded(dim, size):
             return 0, size
         return shard_range(size, self.axes[dim].rank if rank is None else rank, self.axes[dim].size)
 
     def local_slices(self, size: Sequence[int]) -> tuple[slice, ...]:
-        """Where this rank's part of a volume lies: a slice for each of D, H, W."""
+        """Return the slices of D, H, W that this rank holds."""
         return tuple(slice(*self.local_range(dim, n)) for dim, n in enumerate(size, 2))
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's part of a whole.   [B, C, D, H, W] -> [B, C, D/n, H/m, W]"""
+        """Select this rank's shard.   [B, C, D, H, W] -> [B, C, D/n, H/m, W]"""
         box: Any = (..., *self.local_slices(x.shape[2:]))
         return x[box]
 
     def gather(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """The whole on every rank, of ``size`` places.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
+        """All-gather the full volume of ``size``.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
         for dim, n in enumerate(size, 2):
             if self.is_sharded(dim, n):
                 x = self.gather_dim(x, dim, n)
         return x
 
     def gather_dim(self, x: Tensor, dim: int, size: int) -> Tensor:
-        """All ``size`` places of one dim, joined from the ranks' parts."""
+        """All-gather one dim, of ``size`` voxels."""
         axis = self.axes[dim]
         held = tuple(shard_range(size, r, axis.size) for r in range(axis.size))
         return HaloExchange.apply(x, HaloPlan(dim, axis, held, ((0, size),) * axis.size), self.comm_volume, 0.0)
 
     def sharded_axes(self, size: Sequence[int]) -> tuple[Axis, ...]:
-        """The axes over which a level of ``size`` is cut."""
+        """Return the axes over which a level of ``size`` is sharded."""
         return tuple(self.axes[dim] for dim, n in enumerate(size, 2) if self.is_sharded(dim, n))
 
     def local_size(self, size: Sequence[int], ranks: Mapping[int, int] | None = None) -> Sizes:
-        """Sizes of the part of a whole that this rank holds, or the one at ``ranks`` (by dim)."""
+        """Return the size of the shard of this rank, or of the one at ``ranks`` (by dim)."""
         parts = [self.local_range(dim, n, None if ranks is None else ranks.get(dim)) for dim, n in enumerate(size, 2)]
         return tuple(end - first for first, end in parts)
 
     def full_size(self, layer: str, local: Sequence[int]) -> Sizes:
-        """Sizes of the whole, from those of the part that is a layer's input."""
+        """Return the full size of a layer's input from its local size."""
         table = self.full_sizes.get(layer, {})
         if tuple(local) in table:
             return table[tuple(local)]
         sizes = " or ".join(" x ".join(map(str, s)) for s in table) or "nothing"
         raise MeshError(
-            f"spatial: {layer} got a part of {' x '.join(map(str, local))} places; this rank holds {sizes} there of the volumes "
-            "whose sizes were told; tell another with plan(model, cut, size), or give each rank cut.own(volume)"
+            f"spatial: {layer} got a shard of {' x '.join(map(str, local))} voxels; the planned volumes have {sizes} there on this "
+            "rank; plan another size with plan_size(model, partition, size), or pass partition.shard(volume)"
         )
 
     def record_size(self, layer: str, size: Sizes) -> None:
-        """Note that a layer sees a whole of ``size``. Raises MeshError, on all ranks, where a rank cannot tell it from another."""
+        """Record a full input size of a layer. Raises MeshError, on all ranks, if shards of two sizes are equal on any rank."""
         table = self.full_sizes.setdefault(layer, {})
         for other in set(table.values()) - {size}:
             for ranks in self._rank_combinations():
                 if self.local_size(size, ranks) == self.local_size(other, ranks):
                     raise MeshError(
-                        f"spatial: {layer} sees volumes of {size} and of {other}, of which a rank holds parts of one size; "
-                        "cut each with a model of its own"
+                        f"spatial: {layer} has inputs of {size} and of {other}, whose shards on a rank have the same size; "
+                        "parallelize a model for each"
                     )
         table[self.local_size(size)] = size
 
@@ -162,7 +159,7 @@ class SpatialPartition:
 
 
 def shard_range(size: int, rank: int, count: int) -> Range:
-    """The places of ``size`` that ``rank`` of ``count`` holds."""
+    """Return the range of ``size`` indices that ``rank`` of ``count`` holds."""
     return size * rank // count, size * (rank + 1) // count
 
 
@@ -170,17 +167,17 @@ def parallelize_spatial(
     model: nn.Module, axes: Mapping[str, Axis], size: Sequence[int], *, channels: int | None = None, inputs: Inputs | None = None,
     kinds: Mapping[type[nn.Module], type["SpatialLayer"]] = MappingProxyType({}), min_size: int = 2, overlap: bool | None = None,
 ) -> SpatialPartition:  # fmt: skip
-    """Cut what ``model`` computes of a volume of ``size`` (D, H, W), or of a map (H, W), over the processes of ``axes``, in place.
+    """Shard the computation of ``model`` on a volume (D, H, W) or map (H, W) of ``size`` over ranks, in place.
 
-    ``axes`` names the dims: depth, height, width. Afterwards the model takes this rank's part of its input and gives this rank's
-    part of its output, equal to those of one process in value and gradient. Convolutions of any kernel, stride, dilation and zero
-    or circular padding, transposed ones too, pooling and upsampling exchange the slices that they lack; instance, group and batch
-    norms add up their moments. Parameters and their names stay; ``sum_axes`` says over which axes gradients are added.
-    ``channels``: those of the input, where the first convolution has others. ``inputs(size)``: all that the model is called with,
-    on the meta device, where that is more than a volume. ``kinds``: layers of the model's own, by class, and how each is cut.
-    ``least``, ``apart``: see ``Cut``. The processes of a cut need the same random numbers where all of them hold a whole level.
+    The model then maps this rank's shard of the input to its shard of the output, with the values and gradients of one process.
+    Convolutions (any kernel, stride and dilation, zero or circular padding, transposed), pooling and upsampling exchange halos;
+    instance, group and batch norms reduce their moments. Parameters and their names are kept; their ``sum_axes`` are the axes over
+    which gradients are summed. Ranks of a sample need the same random state where a level is replicated.
 
-    Raises MeshError for a size that cannot be cut so, for unknown layers, and for operations outside layers that mix places.
+    ``axes``: The mesh axis of each dim: depth, height, width. ``channels``: Input channels, if the first convolution has others.
+    ``inputs``: ``inputs(size)`` returns all arguments of the model on the meta device, if there are more than a volume.
+    ``kinds``: The model's layer classes, and the ``SpatialLayer`` that shards each. ``min_size``, ``overlap``: See the partition.
+    Raises MeshError for a size that cannot be sharded, unknown layers, and operations outside layers that mix voxels.
     """
     partition = SpatialPartition.from_axes(axes, len(size), min_size=min_size, overlap=overlap)
     partition.check_size(size)
@@ -188,15 +185,14 @@ def parallelize_spatial(
         _convert_layers(model, partition, {**_KINDS, **kinds})
         plan_size(model, partition, size, channels, inputs)
         for axis in partition.axes.values():
-            sum_gradients_over(model, axis.init_group())  # a rank whose layers exchange nothing would not come to its first use
+            sum_gradients_over(model, axis.init_group())  # now: a rank whose layers exchange nothing has no first use
     return partition
 
 
 def plan_size(
     model: nn.Module, partition: SpatialPartition, size: Sequence[int], channels: int | None = None, inputs: Inputs | None = None
 ) -> None:
-    """Tell a cut model that volumes of ``size`` will come: it runs once, without memory or arithmetic, and each layer notes what
-    it sees."""
+    """Plan a parallelized model for volumes of ``size``: run it once on the meta device, and record the size at each layer."""
     if not partition.axes:
         return
     args = (_meta_input(model, size, channels),) if inputs is None else inputs(size)
@@ -220,7 +216,7 @@ def plan_size(
 def _meta_input(model: nn.Module, size: Sequence[int], channels: int | None) -> Tensor:
     in_channels = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
     if channels is None and not in_channels:
-        raise MeshError("spatial: the model has no convolution that tells the channels of its input; give channels")
+        raise MeshError("spatial: the model has no convolution to take the number of input channels from; give channels")
     return torch.empty((1, channels or in_channels[0], *size), device="meta", dtype=next(model.parameters()).dtype)
 
 
@@ -229,7 +225,7 @@ _REDUCING = ("mean", "sum", "var", "var_mean", "amax", "amin", "max", "min", "pr
 
 
 class _OpCheck(TorchDispatchMode):
-    """Refuses operations that mix places outside the layers that know how to."""
+    """Raises MeshError for operations outside spatial layers that mix voxels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +252,7 @@ class _OpCheck(TorchDispatchMode):
                 mixes = dims is None or any(dim % args[0].ndim >= 2 for dim in dims)
             if mixes:
                 raise MeshError(
-                    f"spatial: after {self._last} the model calls {name} itself, which mixes places of a cut volume; make it a "
+                    f"spatial: after {self._last} the model calls {name} itself, which mixes voxels of a sharded volume; make it a "
                     "layer (nn.MaxPool3d for F.max_pool3d), or a seam"
                 )
         return func(*args, **(kwargs or {}))
@@ -266,7 +262,7 @@ class _OpCheck(TorchDispatchMode):
 
 
 class SpatialLayer(nn.Module):
-    """What each layer of a cut model has beside its own class."""
+    """Base of the layers of a parallelized model, mixed into the class of each layer."""
 
     partition: SpatialPartition
     name: str
@@ -278,34 +274,34 @@ class SpatialLayer(nn.Module):
 
     @disable_dynamo
     def _forward_sharded(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Messages between processes are not for a compiler's graph."""
+        """Untraced, since communication cannot be compiled."""
         return self.forward_shard(x, self.partition.full_size(self.name, self.spatial_shape(x, *args, **kwargs)), *args, **kwargs)
 
     def spatial_shape(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
-        """How many places of its input there are along each dim."""
+        """Return the local size of the input along each dim."""
         return x.shape[2:]
 
     def forward_shard(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
-        """This rank's output, from its part ``x`` of a whole of ``size``."""
+        """Return this rank's shard of the output, from the shard ``x`` of an input of full ``size``."""
         raise NotImplementedError
 
     def cached_plan(self, size: Sizes) -> Any:
-        """``plan(size)``, which is made once."""
+        """Return ``plan(size)``, computed once."""
         key = self.name, size
         if key not in self.partition.plans:
             self.partition.plans[key] = self.plan(size)
         return self.partition.plans[key]
 
     def plan(self, size: Sizes) -> Any:
-        """What travels where for a whole of ``size``."""
+        """Return the halo plans for an input of full ``size``."""
         raise NotImplementedError
 
     def find_unsupported(self) -> str | None:
-        """What about this layer cannot be cut, or None."""
+        """Return the property of the layer that cannot be sharded, or None."""
         return None
 
     def exchange(self, x: Tensor, plans: Sequence[HaloPlan], fill: float = 0.0) -> Tensor:
-        """``x`` with what ``routes`` bring around it."""
+        """Return ``x`` with its halos."""
         for plan in plans:
             if not plan.is_local:
                 x = HaloExchange.apply(x, plan, self.partition.comm_volume, fill)
@@ -315,14 +311,14 @@ class SpatialLayer(nn.Module):
 def _plan_halo(
     partition: SpatialPartition, dim: int, size: int, out: int, field: Callable[[Range], Range], wraps: bool = False
 ) -> tuple[HaloPlan, int] | None:
-    """What ranks need along ``dim`` of ``size`` places to compute their part of ``out`` places, and how many of these this rank
-    computes; None where nothing is cut. ``reach``: what a range of the output needs, which may go beyond the ends; ``wraps``:
-    there it comes back at the other end."""
+    """Plan the halos along ``dim``, of ``size`` voxels, for an output of ``out`` voxels. Return the plan and the number of output
+    voxels that this rank computes, or None if neither is sharded. ``field``: The input range of an output range (its receptive
+    field), which may exceed the ends; ``wraps``: there it continues at the other end."""
     axis = partition.axes.get(dim)
     if axis is None or not (partition.is_sharded(dim, size) or partition.is_sharded(dim, out)):
         return None
-    # An output that is not cut is still computed in parts, if each rank gets a place, and then joined: that is less work for each
-    # rank, and a smaller message than joining the input.
+    # A replicated output with a voxel for each rank is still computed in shards and gathered: that is less work per rank, and less
+    # communication than gathering the input.
     outs = [shard_range(out, r, axis.size) if out >= axis.size else (0, out) for r in range(axis.size)]
     fields = [field(out_range) for out_range in outs]
     if wraps:
@@ -338,18 +334,17 @@ def _plan_halo(
 
 
 def _conv_windows(n: int, k: int, s: int, p: int, d: int) -> tuple[int, Callable[[Range], Range]]:
-    """Windows of ``k`` places, ``d`` apart, that begin every ``s`` places of ``n``, with ``p`` more at either end: how many there
-    are, and what a range of them reaches."""
+    """Return the output size of a convolution or pooling (size, kernel, stride, padding, dilation), and its receptive field."""
     return (n + 2 * p - d * (k - 1) - 1) // s + 1, lambda of: (of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1)
 
 
 def _transposed_windows(n: int, k: int, s: int, p: int, d: int, extra: int) -> tuple[int, Callable[[Range], Range]]:
-    """The same for a transposed convolution, whose windows lie in its output."""
+    """Return the same for a transposed convolution, whose windows lie in its output."""
     return (n - 1) * s - 2 * p + d * (k - 1) + extra + 1, lambda of: (-(-(of[0] + p - d * (k - 1)) // s), (of[1] - 1 + p) // s + 1)
 
 
 def _gather_output(partition: SpatialPartition, y: Tensor, out: Sizes) -> Tensor:
-    """``y``, computed in parts, joined along the dims in which a level of ``out`` is not cut."""
+    """Gather ``y`` along the dims in which it was computed in shards, but a level of ``out`` is replicated."""
     for dim, n in enumerate(out, 2):
         if y.shape[dim] != n and not partition.is_sharded(dim, n):
             y = partition.gather_dim(y, dim, n)
@@ -357,7 +352,7 @@ def _gather_output(partition: SpatialPartition, y: Tensor, out: Sizes) -> Tensor
 
 
 class _Convolution(SpatialLayer):
-    """Also one that is given its weights in a call."""
+    """Any convolution; weight and bias may be passed in the call."""
 
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -372,11 +367,11 @@ class _Convolution(SpatialLayer):
 
     def find_unsupported(self) -> str | None:
         if self.padding_mode not in ("zeros", "circular"):
-            return f"padding_mode {self.padding_mode}; only zeros and circular can be cut"
-        return f"padding {self.padding!r}; give numbers" if isinstance(self.padding, str) else None
+            return f"padding_mode {self.padding_mode}; only zeros and circular can be sharded"
+        return f"padding {self.padding!r}; give integers" if isinstance(self.padding, str) else None
 
     def wrap_size(self, dim: int) -> int:
-        """How many places of the other end it sees beyond each end of ``dim``."""
+        """Return the number of voxels that wrap around at each end of ``dim``."""
         if self.padding_mode == "circular":
             return int(self.padding[dim - 2])
         return 1 if dim in getattr(self, "circular_dims", ()) else 0
@@ -396,7 +391,7 @@ class _Convolution(SpatialLayer):
         return _gather_output(self.partition, y, out)
 
     def plan(self, size: Sizes) -> tuple[tuple[HaloPlan, ...], list[tuple[int, int]], ConvArgs, Sizes]:
-        """What travels where, which ends are put around what is there, the convolution, and the sizes of the whole output."""
+        """Return halo plans, wraps (dim, size) of unsharded periodic dims, the convolution, and the full output size."""
         transposed, plans, local_wraps, crops, out = self.transposed, [], [], [], []
         padding, output_padding = [int(p) for p in self.padding], [int(p) for p in self.output_padding]
         for i, n in enumerate(size):
@@ -425,18 +420,18 @@ class _Convolution(SpatialLayer):
             tuple(output_padding) if transposed else None, tuple(crops),
         )
         if all(plan.is_local for plan in plans) and not crops and not local_wraps and conv.padding == tuple(self.padding):
-            plans = []  # as without a cut
+            plans = []  # nothing is exchanged
         return tuple(plans), local_wraps, conv, tuple(out)
 
 
 class _Pool(SpatialLayer):
-    """Pooling over windows: the largest value or the mean."""
+    """Max and average pooling."""
 
     def find_unsupported(self) -> str | None:
         if self.ceil_mode:
-            return "ceil_mode; only whole windows can be cut"
+            return "ceil_mode; only full windows can be sharded"
         if getattr(self, "return_indices", False):
-            return "return_indices; places of a part are not those of the whole"
+            return "return_indices; indices into a shard are not those of the full volume"
         if any(self._tuple("padding")) and not getattr(self, "count_include_pad", True):
             return "count_include_pad=False with padding"
         return None
@@ -479,9 +474,9 @@ class _Upsample(SpatialLayer):
     def find_unsupported(self) -> str | None:
         scale = self.scale_factor if isinstance(self.scale_factor, tuple) else (self.scale_factor,)
         if self.size is not None or any(s is None or s != int(s) for s in scale):
-            return "a size or a broken scale_factor; give whole factors"
+            return "a size or a fractional scale_factor; give integer factors"
         if self.mode not in ("nearest", "bilinear", "trilinear") or self.align_corners:
-            return f"mode {self.mode} with align_corners {self.align_corners}; nearest, bilinear and trilinear without can be cut"
+            return f"mode {self.mode} with align_corners {self.align_corners}; nearest, bilinear and trilinear without can be"
         return None
 
     def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
@@ -500,7 +495,7 @@ class _Upsample(SpatialLayer):
         for i, (n, s) in enumerate(zip(size, scale)):
 
             def field(of: Range, s: int = s, n: int = n) -> Range:
-                # Beyond the ends of the whole interpolation itself repeats the edge.
+                # Beyond the ends of the full dim interpolation itself repeats the edge.
                 return max(of[0] // s - overlap, 0), min((of[1] - 1) // s + 1 + overlap, n)
 
             halo = _plan_halo(self.partition, i + 2, n, n * s, field)
@@ -514,7 +509,7 @@ class _Upsample(SpatialLayer):
 class _GlobalMean(SpatialLayer):
     def find_unsupported(self) -> str | None:
         size: Any = self.output_size
-        return None if set(size if isinstance(size, tuple) else (size,)) == {1} else f"output_size {size}; only 1 can be cut"
+        return None if set(size if isinstance(size, tuple) else (size,)) == {1} else f"output_size {size}; only 1 can be sharded"
 
     def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
         local_sum = x.sum(tuple(range(2, x.ndim)), keepdim=True)
@@ -522,7 +517,7 @@ class _GlobalMean(SpatialLayer):
 
 
 class _Norm(SpatialLayer):
-    """Instance, group and batch norms, whose ``all_reduce`` adds up moments over the axes over which the level is cut."""
+    """Instance, group and batch norms, whose ``all_reduce`` reduces moments over the axes over which the level is sharded."""
 
     def forward_shard(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self
@@ -535,7 +530,7 @@ class _Norm(SpatialLayer):
 
 
 class GatherVolume(nn.Module):
-    """A seam where a model needs the whole volume on every rank; where nothing is cut it changes nothing."""
+    """A seam at which a model needs the full volume on every rank; the identity if nothing is sharded."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -547,7 +542,7 @@ class _GatherVolume(SpatialLayer, GatherVolume):
 
 
 class ReplicatedOnce(nn.Module):
-    """Stands where ranks have computed the same: what follows counts once, though each rank computes it."""
+    """Scale gradients of replicated tensors by 1/n: the computation that follows counts once, though every rank repeats it."""
 
     def __init__(self, partition: SpatialPartition) -> None:
         super().__init__()
@@ -559,8 +554,8 @@ class ReplicatedOnce(nn.Module):
 
 
 class SpatialSum(nn.Module):
-    """Adds sums of parts of a volume over its ranks. All of these make the same loss or metric of them, which counts once: the
-    gradient of a rank is that of its own sums."""
+    """Sum over ranks of sums over shards. All ranks compute the same loss or metric from it, which counts once: the gradient on
+    each rank is that of its local sums."""
 
     def __init__(self, partition: SpatialPartition) -> None:
         super().__init__()
@@ -571,7 +566,7 @@ class SpatialSum(nn.Module):
 
 
 class GatherFull(nn.Module):
-    """A whole volume of ``size``, on every rank, joined from the ranks' parts.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
+    """All-gather the full volume of ``size``.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
 
     def __init__(self, partition: SpatialPartition, size: Sequence[int]) -> None:
         super().__init__()
@@ -589,7 +584,7 @@ _KINDS: dict[type[nn.Module], type[SpatialLayer]] = {
     UpsampleConv: _Convolution,
     GatherVolume: _GatherVolume,
 }
-# Layers of torch that leave places where they are.
+# Layers of torch that do not mix voxels.
 _LOCAL = (
     nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.Linear, nn.Embedding, nn.Flatten, nn.Sequential, nn.ModuleList,
     nn.ModuleDict,
@@ -614,12 +609,12 @@ def _convert_layers(model: nn.Module, partition: SpatialPartition, kinds: Mappin
 
 @cache
 def _spatial_class(kind: type[SpatialLayer], base: type[nn.Module]) -> type:
-    """A class of layers that are still of the class that they were, so that they can do as before (``Cut.off``)."""
-    return type(f"Cut{base.__name__}", (kind, base), {"__module__": __name__})
+    """Return a subclass of the layer's class, which can still compute as before (``SpatialPartition.disabled``)."""
+    return type(f"Spatial{base.__name__}", (kind, base), {"__module__": __name__})
 
 
 def _check_local(name: str, layer: nn.Module) -> None:
     is_torch = type(layer).__module__.startswith("torch.nn.")
     is_pointwise = type(layer).__module__ == "torch.nn.modules.activation" and not isinstance(layer, nn.MultiheadAttention)
     if is_torch and not is_pointwise and not isinstance(layer, _LOCAL):
-        raise MeshError(f"spatial: {name} is a {type(layer).__name__}, and how to cut one is not known")
+        raise MeshError(f"spatial: {name} is a {type(layer).__name__}, which cannot be sharded")

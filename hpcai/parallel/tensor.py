@@ -1,13 +1,13 @@
-"""Weights of linear layers and embeddings that are cut over processes, each of which computes with its part.
+"""Tensor and sequence parallelism: linear layers and embeddings with weights sharded over ranks.
 
-    cut_outputs(attention.qkv, axis, parts=(128, 32, 32))               # queries, keys, values: each rank has some heads
-    cut_inputs(attention.out, axis)                                     # and the sum over ranks is whole again
+    column_parallel(attention.qkv, axis, sizes=(128, 32, 32))           # queries, keys, values: each rank has some heads
+    row_parallel(attention.out, axis)                                   # and the outputs are summed over ranks
 
 Shoeybi et al., "Megatron-LM", 2019; with ``sequence``, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022: between such a pair each rank has all tokens, and elsewhere, in norms and sums, a part of them. What all ranks have
-whole they compute alike, so that the loss counts once and gradients there are alike; where tokens are cut, each rank has the
-gradients of its own, and ``sum_over(model, axis)`` adds those of weights that are not cut.
-Names and places of parameters stay. T tokens, C channels, V words, n the size of an axis.
+Models", 2022: between such a pair each rank has all tokens, and elsewhere, in norms and residual sums, a shard of them. Replicated
+activations are computed redundantly: their gradients are equal on all ranks, and the loss counts once. With sharded tokens each
+rank has gradients of its tokens, and ``sum_gradients_over(model, axis)`` sums those of unsharded weights. Names of parameters are
+kept. T tokens, C channels, n the size of an axis.
 """
 
 from collections.abc import Sequence
@@ -33,13 +33,13 @@ from hpcai.parallel.sharding import shard_
 def column_parallel(
     linear: nn.Linear, axis: Axis, sizes: Sequence[int] = (), sequence: int | None = None, groups: tuple[Axis, Axis] | None = None
 ) -> None:
-    """Leave of ``linear``, in place, this rank's outputs: [T, C] -> [T, C'/n].
+    """Shard the outputs of ``linear`` in place: x [T, C] -> [T, C'/n].
 
-    ``parts``: sizes of outputs that lie one behind another and are each cut by itself (queries, keys, values; gate, up).
-    ``sequence``: the dim of the input along which it is cut; it is gathered before, and again in the backward pass, so that only
-    [T/n, C] is kept. ``groups``: the axis as two, (between, within) of ``Mesh.split``;
-    outputs are cut over the first, and those along the second have the same ones, each for work of its own: heads of keys that are
-    fewer than the ranks. Raises ConfigError where the layer is of another kind or cannot be cut.
+    ``sizes``: Sizes of concatenated outputs that are sharded separately (queries, keys, values; gate, up). ``sequence``: The dim of
+    the input along which tokens are sharded; it is all-gathered, and again in the backward pass, so that only [T/n, C] is saved.
+    ``groups``: The axis split into (between, within) by ``Mesh.split``. Outputs are sharded over the first and replicated over the
+    second, for fewer key heads than ranks; each rank uses them for its own queries. Raises ConfigError for another type of layer,
+    or one that cannot be sharded.
     """
     if axis.size == 1:
         return
@@ -52,9 +52,9 @@ def column_parallel(
 
 
 def row_parallel(linear: nn.Linear, axis: Axis, sequence: int | None = None, sizes: Sequence[int] = ()) -> None:
-    """Leave of ``linear``, in place, this rank's inputs: [T, C/n] -> [T, C'], the sum over the ranks, or with ``sequence`` a part
-    of it along that dim. The bias is not cut, and is added to the sum. ``parts``: sizes of inputs that lie one behind another and
-    are each cut by itself. Raises ConfigError where the layer is of another kind or cannot be cut."""
+    """Shard the inputs of ``linear`` in place: x [T, C/n] -> [T, C'] by an all-reduce, or [T/n, C'] by a reduce-scatter along dim
+    ``sequence``. The bias is not sharded, and added once. ``sizes``: Sizes of concatenated inputs that are sharded separately.
+    Raises ConfigError for another type of layer, or one that cannot be sharded."""
     if axis.size == 1:
         return
     _check(linear, nn.Linear)
@@ -63,21 +63,21 @@ def row_parallel(linear: nn.Linear, axis: Axis, sequence: int | None = None, siz
 
 
 def vocab_parallel_embedding(embedding: nn.Embedding, axis: Axis, sequence: int | None = None) -> None:
-    """Leave of ``embedding``, in place, the vectors of this rank's words: [T] whole -> [T, C] whole, or with ``sequence`` a part of
-    it along that dim. A number that is no word becomes NaN. Raises ConfigError where the layer is of another kind, or changes its
-    weights or gradients in a way that needs all words."""
+    """Shard the vocabulary of ``embedding`` in place: tokens [T] -> [T, C] by an all-reduce, or [T/n, C] by a reduce-scatter along
+    dim ``sequence``. A token out of range becomes NaN. Raises ConfigError for another type of layer, or options that need the full
+    vocabulary."""
     if axis.size == 1:
         return
     _check(embedding, nn.Embedding)
     if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
-        raise ConfigError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut along its words; leave these out")
+        raise ConfigError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be vocabulary-parallel; leave these out")
     shard_(embedding.weight, 0, axis)
     _convert(embedding, VocabParallelEmbedding, axis=axis.init_group(), sequence=sequence)
 
 
 def vocab_parallel_head(head: LMHead, axis: Axis, sequence: int | None = None) -> None:
-    """Leave of ``head``, in place, this rank's words; its cross entropy is that of all words, and logits are never gathered.
-    ``sequence``: the dim of the input along which it is cut, as in ``cut_outputs``."""
+    """Shard the vocabulary of ``head`` in place. The cross entropy is over the full vocabulary, without gathering logits.
+    ``sequence``: The dim of the input along which tokens are sharded, as in ``column_parallel``."""
     if axis.size == 1:
         return
     shard_(head.weight, 0, axis)
@@ -85,12 +85,12 @@ def vocab_parallel_head(head: LMHead, axis: Axis, sequence: int | None = None) -
 
 
 def quantize(linear: nn.Linear, kind: WeightFormat) -> None:
-    """Hold the weight of ``linear``, in place, in the bits of ``kind``, without gradients; one that was cut stays cut. Ranks that
-    hold parts of its inputs call this together, or, where it has no numbers yet, ``make`` (``hpcai.nn.deferred_init``). Raises
-    ConfigError where the layer is of another kind."""
+    """Quantize the weight of ``linear`` in place, without gradients; a sharded layer stays sharded. This is collective for a layer
+    with sharded inputs; for a deferred one, materializing it is (``hpcai.nn.deferred_init``). Raises ConfigError for another type of
+    layer."""
     quantized_class = next((quantized for quantized, unquantized in _QUANTIZED.items() if type(linear) is unquantized), None)
     if quantized_class is None:
-        raise ConfigError(f"a {type(linear).__name__} cannot be frozen in {kind}: expected an nn.Linear, whole or cut")
+        raise ConfigError(f"a {type(linear).__name__} cannot be quantized to {kind}: expected an nn.Linear, sharded or not")
     for parameter in linear.parameters(recurse=False):
         parameter.requires_grad_(False)
     _convert(linear, quantized_class, bits=kind)
@@ -100,20 +100,20 @@ def quantize(linear: nn.Linear, kind: WeightFormat) -> None:
 
 
 def dequantize(linear: QuantizedLinear, dtype: torch.dtype) -> None:
-    """Make of ``linear``, in place, what it was before ``freeze``, with the weights that it has computed with."""
+    """Undo ``quantize`` in place; the layer keeps the rounded weights."""
     linear.dequantize(dtype)
     linear.__class__ = _QUANTIZED[type(linear)]  # type: ignore[assignment]
     del linear.bits
 
 
 def sequence_parallel(model: nn.Module) -> list[Any]:
-    """What of ``model`` says by ``sequence`` along which dim tokens are cut between its layers."""
+    """Return the objects in ``model`` whose attribute ``sequence`` is the dim along which tokens are sharded between layers."""
     modules: list[Any] = [part for part in model.modules() if hasattr(part, "sequence")]
     return modules + [part.vocab for part in model.modules() if isinstance(part, LMHead) and isinstance(part.vocab, _ParallelVocab)]
 
 
 class ColumnParallelLinear(FusedLinear):
-    """``cut_outputs``: x [T, C] or, with a sequence that is cut, [T/n, C] -> [T, C'/n]"""
+    """A linear layer with sharded outputs: x [T, C], or [T/n, C] with sequence parallelism -> [T, C'/n]"""
 
     communicates = True
     axis: Axis
@@ -125,7 +125,7 @@ class ColumnParallelLinear(FusedLinear):
 
 
 class RowParallelLinear(FusedLinear):
-    """``cut_inputs``: x [T, C/n] -> [T, C'] or, with a sequence that is cut, [T/n, C']"""
+    """A linear layer with sharded inputs: x [T, C/n] -> [T, C'], or [T/n, C'] with sequence parallelism"""
 
     communicates = True
     axis: Axis
@@ -136,11 +136,11 @@ class RowParallelLinear(FusedLinear):
 
 
 class QuantizedColumnParallelLinear(QuantizedLinear, ColumnParallelLinear):
-    """``freeze`` after ``cut_outputs``"""
+    """A quantized ``ColumnParallelLinear``."""
 
 
 class QuantizedRowParallelLinear(QuantizedLinear, RowParallelLinear):
-    """``freeze`` after ``cut_inputs``: scales are those of all ranks' inputs"""
+    """A quantized ``RowParallelLinear``, with scales over the inputs of all ranks."""
 
     def _amax(self, top: Tensor) -> Tensor:
         torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
@@ -153,14 +153,14 @@ _QUANTIZED: dict[type[QuantizedLinear], type[nn.Linear]] = {
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """``cut_words``"""
+    """An embedding with a sharded vocabulary."""
 
     axis: Axis
     sequence: int | None
 
     @disable_dynamo
     def forward(self, tokens: Tensor) -> Tensor:
-        """words [T] -> [T, C] or, with a sequence that is cut, [T/n, C]"""
+        """tokens [T] -> [T, C], or [T/n, C] with sequence parallelism"""
         first, end = _vocab_range(self.num_embeddings, self.axis)
         is_local, is_valid = (tokens >= first) & (tokens < end), (tokens >= 0) & (tokens < self.num_embeddings)
         padding = self.padding_idx
@@ -171,7 +171,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class _ParallelVocab(VocabShard):
-    """Some of a head's words."""
+    """The vocabulary entries of a head that this rank holds."""
 
     def __init__(self, axis: Axis, vocab_size: int, sequence: int | None) -> None:
         self.axis, self.sequence = axis, sequence
@@ -189,7 +189,7 @@ class _ParallelVocab(VocabShard):
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            raise ConfigError("logits of words that are cut are joined without gradients alone; give targets, and train by entropy")
+            raise ConfigError("logits of a sharded vocabulary are gathered without gradients only; pass targets to train")
         padded = F.pad(logits, (0, max(self._shard_sizes) - logits.shape[-1]))[None]
         gathered = _AsyncAllGather(padded, self.axis, 0).wait()
         return torch.cat([part[..., :n] for part, n in zip(gathered, self._shard_sizes)], -1)
@@ -199,7 +199,7 @@ class _ParallelVocab(VocabShard):
 
 
 class _AsyncAllGather:
-    """Equal parts of ``dim`` on their way; ``wait`` returns the whole.   [T/n, C] -> [T, C]"""
+    """A running all-gather of equal shards of ``dim``.   [T/n, C] -> [T, C]"""
 
     def __init__(self, x: Tensor, axis: Axis, dim: int) -> None:
         self._dim, self._local = dim % x.ndim, x.contiguous()
@@ -212,7 +212,7 @@ class _AsyncAllGather:
 
 
 class _AsyncReduce:
-    """A sum over ``axis`` on its way, in place; with ``dim`` its part along that dim.   [T, C] -> [T, C] or [T/n, C]"""
+    """A running all-reduce in place, or reduce-scatter along ``dim``.   [T, C] -> [T, C] or [T/n, C]"""
 
     def __init__(self, value: Tensor, axis: Axis, dim: int | None) -> None:
         self._work: Any
@@ -223,8 +223,8 @@ class _AsyncReduce:
         dim, n = dim % value.ndim, axis.size
         if value.shape[dim] % n:
             raise MeshError(
-                f"{value.shape[dim]} tokens cannot be cut over mesh.{axis.name}={n} in equal parts; pad them to a multiple of {n}, "
-                "or leave the sequence whole"
+                f"{value.shape[dim]} tokens cannot be sharded equally over mesh.{axis.name}={n}; pad them to a multiple of {n}, or "
+                "leave the sequence unsharded"
             )
         parts = value.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
         self._sum = torch.empty_like(parts[0])
@@ -236,7 +236,7 @@ class _AsyncReduce:
 
 
 class _ParallelSequence(SequenceShard):
-    """Where outputs are cut, and tokens between layers with ``dim``."""
+    """Sharded outputs, and with ``dim`` sharded tokens between layers."""
 
     def __init__(self, axis: Axis, dim: int | None) -> None:
         self._axis, self._dim = axis, dim
@@ -249,8 +249,8 @@ class _ParallelSequence(SequenceShard):
 
 
 class _ReduceOutput(torch.autograd.Function):
-    """The sum of all ranks' parts, or with ``dim`` a part of it along that dim. All ranks do the same with a whole sum, which
-    counts once: the gradient of a rank is that of its own part."""
+    """All-reduce partial outputs, or with ``dim`` reduce-scatter them along it. All ranks use the full sum in the same way, so that
+    it counts once: the backward pass is the identity, or an all-gather along ``dim``."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: Axis, dim: int | None) -> Tensor:
@@ -266,16 +266,16 @@ class _ReduceOutput(torch.autograd.Function):
 
 
 def _vocab_range(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """The first and last + 1 of this rank's words, as ``rows.cut`` cuts them."""
+    """Return the range of this rank's vocabulary entries, as ``sharding.shard_`` splits them."""
     return vocab_size * axis.rank // axis.size, vocab_size * (axis.rank + 1) // axis.size
 
 
 def _check(layer: nn.Module, expected: type[nn.Module]) -> None:
     if type(layer).forward is not expected.forward:
-        raise ConfigError(f"a {type(layer).__name__} cannot be cut: expected an nn.{expected.__name__} that no one has cut")
+        raise ConfigError(f"a {type(layer).__name__} cannot be sharded: expected an unsharded nn.{expected.__name__}")
 
 
 def _convert(layer: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
-    """Make ``layer`` one of ``kind`` where it stands, with its parameters, names and hooks."""
+    """Change the class of ``layer`` in place; parameters, names and hooks are kept."""
     layer.__class__ = cls
     vars(layer).update(attributes)

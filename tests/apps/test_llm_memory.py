@@ -110,7 +110,7 @@ def job(cfg: Config, world: int) -> Iterator[StepTracer]:
     with ExitStack() as held:
         for place, function in {
             "hpcai.train.auto_settings.GradientReducer": fixed,
-            "hpcai.parallel.pipeline.Pipeline._find_output_specs": learned,
+            "hpcai.parallel.pipeline.Pipeline._trace_specs": learned,
             "hpcai.parallel.pipeline.Pipeline._broadcast_values": lambda *_: [{}],
             "hpcai.parallel.pipeline._Stage.forward": lambda stage, *x, number: stage._run_microbatch(0, x[0] if x else None),
             "hpcai.train.step._combine_micro_batches": lambda every: {},
@@ -157,10 +157,9 @@ def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
             for state in step.optimizer.states:
                 rest = (state._master, state.average, getattr(state, "direction", None), *state.moments.values())
                 found += sum(x.nbytes for x in (state.flat_param.weights, state.flat_param.gradient(), *rest) if x is not None)
-            for bucket in step.reducer.buckets:
-                if hasattr(bucket, "gradient_shard"):  # of weights and gradients all is there, and the row has a share
-                    local = bucket.gradient_shard.numel() * bucket.weights.element_size()
-                    found += bucket.weights.nbytes - local + bucket.gradients.nbytes
+            for b in step.reducer.buckets:
+                if hasattr(b, "gradient_shard"):  # of weights and gradients all is there, and the row has a share
+                    found += b.weights.nbytes - b.gradient_shard.numel() * b.weights.element_size() + b.gradients.nbytes
     return found, between, record.peak
 
 

@@ -19,9 +19,8 @@ def pieces(step: Step) -> Pieces:
         for part in state.flat_param.views:
             for what, row in rows.items():
                 if row is not None:
-                    boxes = part.boxes(row)
-                    size = part.spec.global_shape
-                    found += [(f"{part.name} {what}", size, at, t.detach().double().numpy().copy()) for at, t in boxes]
+                    name, size = f"{part.name} {what}", part.spec.global_shape
+                    found += [(name, size, at, t.detach().double().numpy().copy()) for at, t in part.boxes(row)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Batch norm over a group of copies is batch norm of one process with all samples of the group."""
+"""Batch norm over a group of replicas equals that of one process with all samples of the group."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 class Network(nn.Module):
-    """Has torch's batch norms and ours, with a rectifier and a sum, one without weights and one that keeps no statistics."""
+    """A network with batch norms of torch and of hpcai, with ReLU and sum, without weights, and without running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
 
 
 def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any]:
-    """Weights and statistics of this rank, and those that are evaluated; one process has the groups as micro-batches."""
+    """Return weights and statistics of this rank, and those for evaluation; one process has the groups as microbatches."""
     model, alone = new_model(), mesh.world == 1
     model.flat.eval()
     names, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     if not alone:
         convert_sync_batchnorm(model, mesh, group)
     assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)), "none is a copy"
-    assert model.second[1].training and not model.flat.training, "what is not trained stays so"
+    assert model.second[1].training and not model.flat.training, "evaluation mode is kept"
     sum_gradients_over(model, mesh["depth"])
     words: dict[str, Any] = {"optimizer": "sgd", "precision": "fp64", "lr": 0.1, "clip": 1.0, "ema_decay": 0.5 if folder else None}
     step = Step(model, loss, StepConfig(**words, accumulate=group if alone else 1), mesh)
@@ -80,7 +80,7 @@ def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any
     for i in range(STEPS):
         x, y = batch(i)
         step((x.chunk(copies.size)[copies.rank], y.chunk(copies.size)[copies.rank]))
-    assert list(model.state_dict()) == names, "a performance switch never changes keys"
+    assert list(model.state_dict()) == names, "state-dict keys are kept"
     if folder:
         Checkpoints(Path(folder), CheckpointConfig(), mesh, {}).save(step, Progress(STEPS))
     state = {n: t.detach().clone().numpy() for n, t in model.state_dict().items()}
@@ -88,15 +88,15 @@ def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any
 
 
 @pytest.mark.parametrize(("axes", "group"), CASES, ids=str)
-def test_a_group_is_one_process_with_all_its_samples(axes: dict[str, int], group: int) -> None:
+def test_a_group_equals_one_process_with_all_its_samples(axes: dict[str, int], group: int) -> None:
     groups = axes["replicate"] // group
     weights, ranks = training(Mesh({}), groups)["state"], on_ranks(axes, training, group)
     for found in ranks:
         assert list(found["state"]) == list(weights)
         for name, value in found["state"].items():
-            if groups == 1 or not re.search("running|num_batches", name):  # on one process all groups change the same statistics
+            if groups == 1 or not re.search("running|num_batches", name):  # on one process all groups update the same statistics
                 np.testing.assert_allclose(value, weights[name], rtol=1e-9, atol=1e-11, err_msg=name)
-        for name, value in found["level"].items():  # what is evaluated: the mean of all copies
+        for name, value in found["level"].items():  # for evaluation: the mean of all replicas
             mean = np.mean([each["state"][name] for each in ranks], axis=0)
             np.testing.assert_allclose(value, mean, rtol=1e-9, atol=1e-11, err_msg=name)
     statistics = {str(found["state"]["first.running_mean"]) for found in ranks}
@@ -112,7 +112,7 @@ def resumed(mesh: Mesh, folder: str) -> tuple[dict[str, np.ndarray], dict[str, n
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_a_checkpoint_holds_the_statistics_of_all_copies_once(tmp_path: Path, copies: int) -> None:
+def test_a_checkpoint_holds_the_statistics_of_all_replicas_once(tmp_path: Path, copies: int) -> None:
     found = on_ranks({"replicate": 4}, training, 2, str(tmp_path))
     for live, averaged in on_ranks({"replicate": copies}, resumed, str(tmp_path)):
         for name in live:
@@ -144,7 +144,7 @@ def uneven(mesh: Mesh, rows: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rows", [[3, 1], [1, 1, 4, 2]], ids=str)
-def test_copies_may_have_different_numbers_of_samples(rows: list[int]) -> None:
+def test_replicas_may_have_different_numbers_of_samples(rows: list[int]) -> None:
     found = on_ranks({"replicate": len(rows)}, uneven, rows)
     for name in ("weight", "bias"):
         total = sum(part[name] for part in found)

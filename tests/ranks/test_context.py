@@ -1,4 +1,4 @@
-"""The tokens of a sample cut over processes: the same loss, gradients, updates and checkpoints as on one process."""
+"""With tokens sharded over ranks, losses, gradients, updates and checkpoints equal those of one process."""
 
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from tests.ranks.training import Case
 
 
 @pytest.mark.parametrize("axes", [{"context": 2}, {"context": 4}, {"replicate": 2, "context": 2}], ids=str)
-def test_cut_equals_whole(axes: dict[str, int]) -> None:
+def test_sharded_equals_unsharded(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": "tied"}, {"model": "gpt", "packed": True}, {"model": "llama", "adapted": True}]
     more = sharded({"model": "llama", "packed": True}, "optimizer", "weights") if "replicate" in axes else []
     cut_equals_whole(axes, cases + more)
 
 
-def test_a_checkpoint_goes_from_each_cut_to_the_next(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_on_every_mesh(tmp_path: Path) -> None:
     places = [({"context": 2}, "none"), ({}, "none"), ({"replicate": 2, "context": 2}, "optimizer"), ({"context": 4}, "none")]
     checkpoints_go_round([(axes, {"model": "llama", "shard": shard}) for axes, shard in places], tmp_path)
 
@@ -39,34 +39,34 @@ def numbers(tensor: Tensor) -> np.ndarray:
 
 
 def example() -> tuple[Tensor, ...]:
-    """q, k, v of 4 heads and 2 heads, the gradient of the output, and documents that begin anywhere.   T is 24"""
+    """Return q, k, v of 4 and 2 heads, the gradient of the output, and documents of any length.   T is 24"""
     generator = torch.Generator().manual_seed(0)
     heads = (4, 2, 2, 4)
     return *(torch.randn(2, h, 24, 8, generator=generator).double() for h in heads), torch.arange(48).reshape(2, 24) // 7
 
 
-def attended(mesh: Mesh, again: bool, packed: bool) -> tuple[list[np.ndarray], int, bool]:
-    """This rank's output and gradients of q, k, v; how often keys and values were gathered; whether all were kept meanwhile."""
+def attend(mesh: Mesh, regather: bool, packed: bool) -> tuple[list[np.ndarray], int, bool]:
+    """Return the output and gradients of q, k, v on this rank, the number of all-gathers, and whether full tensors were saved."""
     *tensors, documents = example()
     own = LocalChunk(mesh["context"], 2)
     q, k, v, gradient = (own(tensor).clone().requires_grad_() for tensor in tensors)
     gathered: list[StorageWeakRef] = []
     gather = _GatheredKV.gather
 
-    def noted(self: _GatheredKV) -> Tensor:
+    def counted(self: _GatheredKV) -> Tensor:
         whole = gather(self)
         gathered.append(StorageWeakRef(whole.untyped_storage()))
         return whole
 
-    with patch.object(_GatheredKV, "gather", noted):
-        out = ContextParallelAttention(mesh["context"], again)(q, k, v, documents if packed else None)
+    with patch.object(_GatheredKV, "gather", counted):
+        out = ContextParallelAttention(mesh["context"], regather)(q, k, v, documents if packed else None)
         kept = any(not whole.expired() for whole in gathered)
         gradients = torch.autograd.grad(out, (q, k, v), gradient)
-    assert not any(not whole.expired() for whole in gathered), "they are forgotten after the backward pass"
+    assert not any(not whole.expired() for whole in gathered), "they are freed after the backward pass"
     return [numbers(tensor) for tensor in (out, *gradients)], len(gathered), kept
 
 
-def whole(packed: bool) -> list[np.ndarray]:
+def reference(packed: bool) -> list[np.ndarray]:
     q, k, v, gradient, documents = example()
     for tensor in (q, k, v):
         tensor.requires_grad_()
@@ -77,19 +77,19 @@ def whole(packed: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_grouped_queries_and_packed_documents_are_cut_alike(ranks: int, packed: bool) -> None:
+def test_grouped_queries_and_packed_documents_are_sharded_too(ranks: int, packed: bool) -> None:
     for again in (True, False):
-        found = on_ranks({"context": ranks}, attended, again, packed)
+        found = on_ranks({"context": ranks}, attend, again, packed)
         for rank, (mine, count, kept) in enumerate(found):
             assert count == (0 if ranks == 1 else 1 + again)
-            assert kept == (ranks > 1 and not again), "the backward pass keeps this rank's keys and values only"
-            blocks = (np.split(value, 2 * ranks, 2) for value in whole(packed))
+            assert kept == (ranks > 1 and not again), "only local keys and values are saved"
+            blocks = (np.split(value, 2 * ranks, 2) for value in reference(packed))
             for value, right in zip(mine, blocks):
                 np.testing.assert_allclose(value, np.concatenate((right[rank], right[2 * ranks - 1 - rank]), 2), rtol=0, atol=1e-12)
 
 
-def narrow(mesh: Mesh) -> tuple[Any, np.ndarray]:
-    """The kind of what travels under autocast, and this rank's output."""
+def attend_bf16(mesh: Mesh) -> tuple[Any, np.ndarray]:
+    """Return the dtype of the all-gather under autocast, and the output on this rank."""
     own = LocalChunk(mesh["context"], 2)
     q, k, v = (own(tensor).float() for tensor in example()[:3])
     spied = patch.object(_GatheredKV, "gather", autospec=True, side_effect=_GatheredKV.gather)
@@ -98,14 +98,14 @@ def narrow(mesh: Mesh) -> tuple[Any, np.ndarray]:
     return str(spy.call_args.args[0].local.dtype), out.float().numpy().copy()
 
 
-def test_in_half_precision_half_as_much_travels() -> None:
-    right = np.split(whole(packed=False)[0], 4, 2)
-    for rank, (kind, out) in enumerate(on_ranks({"context": 2}, narrow)):
+def test_under_autocast_16_bits_are_gathered() -> None:
+    right = np.split(reference(packed=False)[0], 4, 2)
+    for rank, (kind, out) in enumerate(on_ranks({"context": 2}, attend_bf16)):
         assert kind == "torch.bfloat16"
         np.testing.assert_allclose(out, np.concatenate((right[rank], right[3 - rank]), 2), rtol=0, atol=0.03)
 
 
-def dealt(mesh: Mesh) -> tuple[list[int], str]:
+def chunks(mesh: Mesh) -> tuple[list[int], str]:
     axis = mesh["context"]
     with pytest.raises(DataError) as problem:
         LocalChunk(axis, -1)(torch.arange(18))
@@ -113,7 +113,7 @@ def dealt(mesh: Mesh) -> tuple[list[int], str]:
 
 
 def test_causal_attention_costs_each_rank_the_same_and_a_remainder_is_refused() -> None:
-    found = on_ranks({"context": 4}, dealt)
+    found = on_ranks({"context": 4}, chunks)
     assert sorted(sum((tokens for tokens, _ in found), [])) == list(range(24))
     assert {sum(tokens) for tokens, _ in found} == {69}
     assert found[1][0] == [3, 4, 5, 18, 19, 20]

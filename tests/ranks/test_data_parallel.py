@@ -1,4 +1,4 @@
-"""Copies of a model that each see a part of the batch: the same values and gradients as one process with the whole batch."""
+"""Data parallelism has the values and gradients of one process with the full batch."""
 
 import pytest
 import torch
@@ -28,22 +28,22 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
     return {"loss": (model(part[0]) - part[1]).square().mean()}
 
 
-def whole() -> tuple[nn.Module, list[torch.Tensor]]:
+def reference() -> tuple[nn.Module, list[torch.Tensor]]:
     model = network()
     loss(model, batch())["loss"].backward()
     return model, [p.grad for p in model.parameters()]
 
 
-def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
-    expected_model, expected = whole()
+def compare(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
+    expected_model, expected = reference()
     model = network()
-    if mesh["replicate"].rank or mesh["depth"].rank:  # the copies start equal, whatever they were
+    if mesh["replicate"].rank or mesh["depth"].rank:  # replicas start equal, whatever their initialization
         with torch.no_grad():
             for p in model.parameters():
                 p.normal_()
     model.register_buffer("mean", torch.full((2,), float(mesh.rank)))
     keys = list(model.state_dict())
-    if mesh["depth"].size > 1:  # as if each rank of the axis saw half of every sample: halves add up to the whole
+    if mesh["depth"].size > 1:  # as if each rank of the axis saw half of every sample
         sum_gradients_over(model, mesh["depth"])
     axis = mesh["replicate"]
     part = tuple(x.chunk(axis.size)[axis.rank] for x in batch())
@@ -54,7 +54,7 @@ def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
     plain = step.forward_backward
     share = 1.0 / mesh["depth"].size
     step._weight *= share
-    for _ in range(2):  # a second step finds no trace of the first
+    for _ in range(2):  # the first step leaves no state
         for p, before in zip(model.parameters(), expected_model.parameters()):
             torch.testing.assert_close(p, before, rtol=0, atol=0)
         step.reducer.zero_grad()
@@ -72,12 +72,12 @@ def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("bucket_mb, accumulate", [(25.0, 1), (1e-4, 1), (1e-3, 2)])
-def test_cut_equals_whole(axes: dict[str, int], bucket_mb: float, accumulate: int) -> None:
-    on_ranks(axes, cut, bucket_mb, accumulate)
+def test_replicas_equal_one_process(axes: dict[str, int], bucket_mb: float, accumulate: int) -> None:
+    on_ranks(axes, compare, bucket_mb, accumulate)
 
 
-def overlapped(mesh: Mesh) -> list[str]:
-    """Order of the events of a backward pass: gradients made (by layer) and sums started."""
+def events_of_a_step(mesh: Mesh) -> list[str]:
+    """Return the events of a backward pass in order: gradients (by layer) and started all-reduces."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     sums = GradientReducer(model, mesh, bucket_mb=1e-4)
     events: list[str] = []
@@ -93,15 +93,15 @@ def overlapped(mesh: Mesh) -> list[str]:
     return events
 
 
-def test_sums_start_while_the_backward_pass_goes_on() -> None:
-    events = on_ranks({"replicate": 2}, overlapped)[0]
+def test_all_reduces_start_during_the_backward_pass() -> None:
+    events = on_ranks({"replicate": 2}, events_of_a_step)[0]
     before = events[: events.index("backward is over")]
     assert before.count("sum") >= 3
     assert before.index("sum") < len(before) - 1 - before[::-1].index("gradient")
 
 
 class Sometimes(nn.Module):
-    """Uses its second layer on the first rank only."""
+    """A network that uses its second layer on the first rank only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def unused(mesh: Mesh) -> float:
     torch.manual_seed(0)
     model = Sometimes()
     sums, seen = GradientReducer(model, mesh, bucket_mb=1e-5), []
-    for step in range(3):  # a gradient of the step before is no gradient of this one
+    for step in range(3):  # gradients of an earlier step must not remain
         sums.zero_grad()
         out = model.always(torch.ones(1, 2))
         if mesh.rank == 0 or step == 1:
@@ -124,14 +124,14 @@ def unused(mesh: Mesh) -> float:
     return seen[2]
 
 
-def test_a_parameter_that_one_rank_does_not_use_counts_as_zero_and_nobody_hangs() -> None:
+def test_the_gradient_of_a_parameter_that_one_rank_does_not_use_is_zero_and_no_rank_hangs() -> None:
     first, second = on_ranks({"replicate": 2}, unused)
     assert first == second != 0.0
 
 
-def ill(mesh: Mesh, bad: float) -> tuple[str, bool]:
-    """What is told when rank 1 meets a NaN, or an infinite loss with finite gradients, in its second step, and whether the weights
-    stayed those of the first."""
+def step_with(mesh: Mesh, bad: float) -> tuple[str, bool]:
+    """Return the report of a NaN, or of an infinite loss with finite gradients, in the second step of rank 1, and whether
+    the weights stayed those of the first step."""
 
     def measure(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": model(x).square().mean() + torch.where(x.min() < 0, torch.inf, 0.0)}
@@ -148,13 +148,13 @@ def ill(mesh: Mesh, bad: float) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -1.0], ids=["a NaN", "an infinite loss"])
-def test_what_is_not_finite_on_one_rank_is_told_on_all_and_no_nan_reaches_anybodys_weights(bad: float) -> None:
-    for told, unharmed in on_ranks({"replicate": 2}, ill, bad):
+def test_a_loss_that_is_not_finite_on_one_rank_is_reported_on_all_and_changes_no_weights(bad: float) -> None:
+    for told, unharmed in on_ranks({"replicate": 2}, step_with, bad):
         assert told.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)"), told
         assert unharmed or bad == -1.0
 
 
-def summed(mesh: Mesh) -> float:
+def reduced(mesh: Mesh) -> float:
     bucket = Bucket({"w": nn.Parameter(torch.zeros(3))}, (mesh["replicate"], mesh["depth"]), False, torch.float32)
     bucket.gradients.fill_(10.0**mesh.rank)
     bucket.launch()
@@ -162,6 +162,6 @@ def summed(mesh: Mesh) -> float:
     return float(bucket.gradients[0])
 
 
-def test_a_bucket_is_summed_over_each_of_its_axes() -> None:
-    """One message over all of them is sent where there is a group for that; with three axes in use there may be none."""
-    assert on_ranks({"replicate": 2, "depth": 2}, summed) == [1111.0] * 4
+def test_a_bucket_is_reduced_over_each_of_its_axes() -> None:
+    """One collective covers all axes if there is a group for them; with three axes there may be none."""
+    assert on_ranks({"replicate": 2, "depth": 2}, reduced) == [1111.0] * 4

@@ -1,5 +1,4 @@
-"""The optimizer, or the weights too, divided among the copies of a model: the same training as with none divided, the same
-checkpoints, 1/G of the state, 2 (G-1)/G of the parameters on the wire."""
+"""Sharded optimizers and FSDP train and save as unsharded ones, with 1/G of the state, and send 2 (G-1)/G of the parameters."""
 
 import os
 import socket
@@ -38,7 +37,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Has a channels-last weight, repeated blocks, and sizes that do not divide by 2 or 4."""
+    """A network with a channels-last weight, repeated blocks, and sizes that do not divide by 2 or 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,9 +64,9 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
-    torch.manual_seed(seed + mesh["replicate"].rank)  # the copies start equal, whatever they were
+    torch.manual_seed(seed + mesh["replicate"].rank)  # replicas start equal, whatever their initialization
     model = Network()
-    sum_gradients_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample: halves add up to the whole
+    sum_gradients_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample
     words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9, "bucket_mb": 2e-3} | case
     step = Step(model, loss, StepConfig(**words), mesh)
     step._weight /= mesh["depth"].size
@@ -91,23 +90,23 @@ FURTHER: list[Case] = [
     ({"replicate": 1}, EVERY[:2]), ({"replicate": 2}, EVERY), ({"replicate": 4}, EVERY + FURTHER),
     ({"replicate": 2, "depth": 2}, EVERY + FURTHER[-2:]),
 ], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
-def test_cut_equals_whole(axes: dict[str, int], cases: list[Case]) -> None:
+def test_sharded_equals_unsharded(axes: dict[str, int], cases: list[Case]) -> None:
     cut_equals_whole(axes, cases, new_step, batches)
 
 
-def within(mesh: Mesh, shard: str) -> Trained:
+def train_hybrid(mesh: Mesh, shard: str) -> Trained:
     words = {"shard": shard, **({"shard_within": 2} if mesh.world > 1 else {})}
     return train(new_step(mesh, words), batches(mesh, {}, 0, 2))
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_groups_within_nodes_change_nothing(shard: str) -> None:
-    right = joined([within(Mesh({}), shard).held])
-    same(joined([rank.held for rank in on_ranks({"replicate": 4}, within, shard)]), right)
+def test_hybrid_sharding_changes_nothing(shard: str) -> None:
+    right = joined([train_hybrid(Mesh({}), shard).held])
+    same(joined([rank.held for rank in on_ranks({"replicate": 4}, train_hybrid, shard)]), right)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
-def test_two_ranks_with_a_divided_adam_are_two_ranks_without_bit_for_bit(precision: str) -> None:
+def test_two_ranks_with_a_sharded_adam_equal_two_without_bit_for_bit(precision: str) -> None:
     words = {"precision": precision, "clip": None, "moments": "bf16" if precision == "bf16-params" else "fp32"}
     ranks = on_ranks({"replicate": 2}, trained, new_step, batches, [words, words | {"shard": "optimizer"}])
     plain, divided = (joined([rank[case].held for rank in ranks]) for case in (0, 1))
@@ -115,7 +114,7 @@ def test_two_ranks_with_a_divided_adam_are_two_ranks_without_bit_for_bit(precisi
 
 
 def state_size(mesh: Mesh, shard: str) -> tuple[int, int, int]:
-    """Bytes of optimizer state and of weights that this rank holds, and the count of its parameters' numbers."""
+    """Return the bytes of optimizer state and of weights on this rank, and the number of parameter elements."""
     step = new_step(mesh, {"shard": shard, "bucket_mb": 25.0})
     train(step, batches(mesh, {}, 0, 1))
     state = sum(t.nbytes for s in step.optimizer.states for t in (*s.moments.values(), s.average))
@@ -124,14 +123,14 @@ def state_size(mesh: Mesh, shard: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_each_rank_holds_its_part_of_the_state(shard: str) -> None:
+def test_each_rank_holds_its_shard_of_the_state(shard: str) -> None:
     for state, local, numel in on_ranks({"replicate": 4}, state_size, shard):
         assert state <= 1.2 * 3 * 8 * numel / 4, "two moments and an average, in float64"
         assert local <= 1.2 * 8 * numel / 4
 
 
 def dtypes(mesh: Mesh) -> set[tuple[bool, torch.dtype]]:
-    """Whether a parameter is trained, and in which type its share is, after a step."""
+    """Return pairs (is trained, dtype of the shard) of the parameters after a step."""
     model = Network()
     for parameter in (*model.conv.parameters(), *model.blocks[0].parameters(), model.blocks[1].linear.weight):
         parameter.requires_grad_(False)
@@ -141,13 +140,13 @@ def dtypes(mesh: Mesh) -> set[tuple[bool, torch.dtype]]:
     return {(p.requires_grad, p.dtype) for p in step.model.parameters()}
 
 
-def test_frozen_weights_that_are_divided_are_narrow() -> None:
+def test_sharded_frozen_weights_are_bfloat16() -> None:
     for found in on_ranks({"replicate": 2}, dtypes):
         assert found == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_checkpoint_goes_from_each_division_to_the_next(tmp_path: Path, optimizer: str) -> None:
+def test_a_checkpoint_loads_with_every_sharding(tmp_path: Path, optimizer: str) -> None:
     places: list[tuple[dict[str, int], Case]] = [
         ({"replicate": 1}, {}), ({"replicate": 2}, {"shard": "optimizer"}),
         ({"replicate": 4}, {"shard": "optimizer", "shard_within": 2, "bucket_mb": 1e-3}), ({"replicate": 2}, {"shard": "weights"}),
@@ -156,7 +155,7 @@ def test_a_checkpoint_goes_from_each_division_to_the_next(tmp_path: Path, optimi
 
 
 def bytes_sent() -> int:
-    """Bytes that this process's TCP sockets have sent and had acknowledged."""
+    """Return the acknowledged bytes that this process sent on TCP sockets."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -171,7 +170,7 @@ def bytes_sent() -> int:
 
 
 def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
-    """Bytes that this process's sockets have sent and had acknowledged during ``steps`` steps, and bytes of the weights."""
+    """Return the acknowledged bytes that this process sent in ``steps`` steps, and the bytes of the weights."""
     big = nn.Linear(1000, 1000)
     step = Step(big, lambda m, b: {"loss": m(b).square().mean()}, StepConfig(shard=shard), mesh)
     part = torch.randn(2, 1000)
@@ -194,7 +193,7 @@ def test_a_step_sends_no_more_than_2_g_minus_1_over_g_of_the_parameters(ranks: i
 
 
 def events(mesh: Mesh) -> list[str]:
-    """Sums started, gradients made, gathers started and waited for, layers run: in order, of two steps."""
+    """Return the events of two steps in order: reductions, gradients, starts and waits of all-gathers, layers."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     step = Step(model, lambda m, b: {"loss": m(b).sum()}, StepConfig(shard="optimizer", bucket_mb=1e-4), mesh)
     seen: list[str] = []
@@ -213,27 +212,27 @@ def events(mesh: Mesh) -> list[str]:
     return seen
 
 
-def test_sums_hide_behind_the_backward_pass_and_gathers_behind_the_next_forward_pass() -> None:
+def test_reductions_overlap_with_the_backward_pass_and_gathers_with_the_next_forward_pass() -> None:
     seen = on_ranks({"replicate": 2}, events)[0]
     over = seen.index("step is over")
     first = seen[:over]
     assert first.index("sum") < len(first) - 1 - first[::-1].index("gradient")
     gathers = [event.split()[1] for event in first if event.startswith("gather")]
-    assert gathers == sorted(gathers) and len(gathers) >= 3, "what the next forward pass needs first comes first"
+    assert gathers == sorted(gathers) and len(gathers) >= 3, "in the order of the next forward pass"
     second = seen[over + 1 :]
     assert "arrive" not in first and second.count("arrive") == 4
     assert second.index("layer 0") < len(second) - 1 - second[::-1].index("arrive"), "later weights come after layer 0"
 
 
-class Late:
-    """A gather that has not begun before it is waited for."""
+class SlowGather:
+    """An all-gather that does not begin before it is waited for."""
 
-    def __init__(self, whole: torch.Tensor, own: torch.Tensor, axis: Axis) -> None:
-        self.wait = lambda: all_gather(whole, own.clone(), axis).wait()
+    def __init__(self, full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+        self.wait = lambda: all_gather(full, shard.clone(), axis).wait()
 
 
-class Asking(nn.Module):
-    """Computes with weights of its parts, without their forward pass, and with those that nn.LSTM holds in a second place."""
+class DirectAccess(nn.Module):
+    """A network that reads weights of submodules without their forward pass, and those that nn.LSTM references twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,13 +245,13 @@ class Asking(nn.Module):
         return x
 
 
-def asked(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
-    """The weights right after each of some steps, asked for in several ways."""
+def access_weights(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
+    """Return the weights immediately after each of some steps, by several ways of access."""
     torch.manual_seed(0)
     ways: list[Any] = [nn.Module.state_dict, lambda m: dict(m.named_parameters()), lambda m: deepcopy(m).state_dict()]
-    with patch.object(fsdp, "all_gather", Late):
+    with patch.object(fsdp, "all_gather", SlowGather):
         words: dict[str, Any] = {"precision": "fp64", "shard": scheme, "bucket_mb": 1e-4}
-        step = Step(Asking(), lambda m, x: {"loss": m(x).square().mean()}, StepConfig(**words), mesh)
+        step = Step(DirectAccess(), lambda m, x: {"loss": m(x).square().mean()}, StepConfig(**words), mesh)
         found = []
         for number, ask in enumerate(ways):
             step(torch.ones(2, 4, 6).double() / (1 + number + mesh.rank), 0.1)
@@ -260,8 +259,8 @@ def asked(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
         return found
 
 
-def test_who_asks_for_a_weight_waits_until_it_has_come() -> None:
-    right = on_ranks({"replicate": 2}, asked, "none")[0]
-    for found in on_ranks({"replicate": 2}, asked, "optimizer"):
+def test_access_to_a_weight_waits_for_its_all_gather() -> None:
+    right = on_ranks({"replicate": 2}, access_weights, "none")[0]
+    for found in on_ranks({"replicate": 2}, access_weights, "optimizer"):
         for early, expected in zip(found, right):
             same(early, expected)

@@ -71,7 +71,7 @@ def refused(mesh: Mesh, changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("axes", "changes", "text"), [
     ({"tensor": 2}, {"heads": 3, "key_heads": 3, "head": 4}, "does not divide 3 heads"),
     ({"tensor": 2}, {"heads": 6, "key_heads": 3, "head": 4}, "neither divides 3 KV heads nor is a multiple"),
-    ({"pipeline": 4}, {"layers": 1}, "pipeline: 1 blocks cannot be divided among 4 stages"),
+    ({"pipeline": 4}, {"layers": 1}, "pipeline: 1 blocks cannot be split into 4 stages"),
     ({"pipeline": 4}, {"layers": 2}, "done"),  # the first stage and the last have words besides
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_refused(axes: dict[str, int], changes: dict[str, Any], text: str) -> None:

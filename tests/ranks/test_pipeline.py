@@ -1,4 +1,4 @@
-"""A model as stages along the axis pipeline: the same training, evaluation and checkpoints as on one process, for each schedule."""
+"""Pipeline parallelism: training, evaluation and checkpoints equal those of one process, with each schedule."""
 
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,14 @@ class Block(nn.Module):
 
 
 class Turned(Block):
-    """Gives a view whose numbers lie in another order."""
+    """A block that returns a view with another memory order."""
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
         return super().forward(x, shift).mT.contiguous().mT
 
 
 class Network(nn.Module):
-    """Blocks that look at a token and its place.   B batch, T tokens"""
+    """A network of blocks that use a token and its position.   B batch, T tokens"""
 
     def __init__(self, tied: bool = False, count: int = 4, kind: type[Block] = Block) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Network(nn.Module):
 
 
 class Odd(nn.Module):
-    """Has running statistics, a weight in two blocks, and weights and a buffer that are in no stage."""
+    """A network with running statistics, a weight shared by two blocks, and weights and a buffer outside the stages."""
 
     def __init__(self, fixed: bool = False) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def odd_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
-    """Uses weights that are in no stage before and after the model's call."""
+    """A loss that uses weights outside the stages before and after the model call."""
     out = model(part["tokens"][:, 0], shift=model.shift * model.offset) * model.scale
     error = (out - part["targets"][:, :3]).square().mean()
     return {"loss": error, "greatest": out.abs().amax(), "pair": (out.sum(), float(len(out)))}
@@ -100,8 +100,8 @@ MODELS: dict[str, Any] = {
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Step:
-    """``case``: the model, the arguments of Pipeline ("how"), and settings of the step."""
-    torch.manual_seed(seed + mesh["replicate"].rank)  # the copies start equal, whatever they were
+    """``case``: The model, the arguments of Pipeline ("how"), and settings of the step."""
+    torch.manual_seed(seed + mesh["replicate"].rank)  # replicas start equal, whatever their initialization
     model = MODELS[case["model"]]()
     act = Pipeline(model, mesh, **case.get("how", {})) if mesh["pipeline"].size > 1 else None
     function = function or (odd_loss if isinstance(model, Odd) else loss)
@@ -112,7 +112,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Ste
 
 
 def batch(step: int, samples: int = 8) -> dict[str, Tensor]:
-    """Longer and shorter samples in turn."""
+    """Return batches of alternating sample lengths."""
     words = torch.randint(0, WORDS, (samples, 9 - 2 * (step % 2)), generator=torch.Generator().manual_seed(step))
     return {"tokens": words[:, :-1], "targets": words[:, 1:]}
 
@@ -155,7 +155,7 @@ def test_stages_train_as_one_process_does(axes: dict[str, int], cases: list[Case
 
 
 @pytest.mark.parametrize("model", ["tied", "odd"])
-def test_a_checkpoint_goes_from_each_number_of_stages_to_the_next(tmp_path: Path, model: str) -> None:
+def test_a_checkpoint_loads_with_every_number_of_stages(tmp_path: Path, model: str) -> None:
     places: list[tuple[dict[str, int], Case]] = [({"pipeline": 2}, {}), ({}, {}), ({"pipeline": 4}, {})]
     if model == "tied":
         both = {"replicate": 2, "pipeline": 2}
@@ -164,17 +164,17 @@ def test_a_checkpoint_goes_from_each_number_of_stages_to_the_next(tmp_path: Path
     checkpoints_go_round(places, tmp_path, new_step, batches)
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def broken_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
-    """Not finite in one micro-batch, as is the gradient of the head alone."""
+    """A loss that is not finite in one microbatch, where only the gradient of the head is not finite."""
     factor = torch.where(part["tokens"][0, 0] == WORDS - 1, torch.nan, 0.0)
     return {"loss": loss(model, part)["loss"] + factor * model.head.weight.sum()}
 
 
-def held_back(mesh: Mesh) -> tuple[bool, str]:
-    """Whether weights stay where they were, and what is said."""
+def step_with_broken_loss(mesh: Mesh) -> tuple[bool, str]:
+    """Return whether the weights are unchanged, and the message."""
     step, good = new_step(mesh, {"model": "untied"}, function=broken_loss), batch(0)
     good["tokens"][:, 0] = 1
     step(good)
@@ -188,13 +188,13 @@ def held_back(mesh: Mesh) -> tuple[bool, str]:
     return all(map(torch.equal, step.model.parameters(), before)), str(error.value)
 
 
-def test_a_loss_that_is_not_finite_on_the_last_stage_holds_the_weights_of_all_stages() -> None:
-    for still, text in on_ranks({"pipeline": 2}, held_back):
+def test_a_loss_that_is_not_finite_on_the_last_stage_changes_no_weights_on_any_stage() -> None:
+    for still, text in on_ranks({"pipeline": 2}, step_with_broken_loss):
         assert still and text.startswith("step 2: the loss is not finite on rank 0 and rank 1;")
 
 
 def flipped(mesh: Mesh, name: str, model: str, rank: int) -> list[str]:
-    """What is said of a bit that flips in a weight on one rank."""
+    """Return the messages about a bit flip in a weight on one rank."""
     step, told = new_step(mesh, {"model": model}), []
     for struck in (False, True):
         step(batches(mesh, {}, 0, 1)[0])
@@ -224,9 +224,9 @@ def twice(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, int], Case, Any, str]] = [
     ({"pipeline": 2}, {}, twice, "calls the model more than once"),
-    ({"pipeline": 2}, {"accumulate": 1}, None, "step.accumulate is 1, which Schedule1F1B cannot do with 2 stages on 2 ranks"),
-    ({"pipeline": 2}, {"model": "odd", "how": SCHEDULES[2]}, None, "gives the model other arguments than the"),
-    ({"pipeline": 2}, {"how": {"sizes": [4, 1]}}, None, "4 blocks cannot be divided among 2 stages as [4, 1]"),
+    ({"pipeline": 2}, {"accumulate": 1}, None, "is 1, which Schedule1F1B does not support with 2 stages on 2 ranks"),
+    ({"pipeline": 2}, {"model": "odd", "how": SCHEDULES[2]}, None, "calls the model with an argument other than the"),
+    ({"pipeline": 2}, {"how": {"sizes": [4, 1]}}, None, "4 blocks cannot be split into 2 stages of [4, 1]"),
     ({"pipeline": 2}, {"capture": "whole"}, None, "step.capture is whole"),
     ({"pipeline": 2}, {"decay_names": ("head.*", "nothing.*")}, None, "'nothing.*' matches no parameter"),
     ({"replicate": 2, "pipeline": 2}, {"how": SCHEDULES[2], "shard": "weights"}, None, "shard is weights, but zero-bubble needs"),
@@ -240,13 +240,13 @@ def refused(mesh: Mesh, case: Case, function: Any) -> str:
 
 
 @pytest.mark.parametrize(("axes", "case", "function", "text"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_a_pipeline_cannot_do_is_refused_on_all_stages_alike(
+def test_unsupported_settings_are_refused_on_all_stages(
     axes: dict[str, int], case: Case, function: Any, text: str
 ) -> None:
     assert all(text in told for told in on_ranks(axes, refused, case, function))
 
 
-# ---- evaluation, and what a rank has of the model
+# ---- evaluation, and the modules of a rank
 
 
 def rows(model: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -255,7 +255,7 @@ def rows(model: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def evaluated(mesh: Mesh, how: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """Metrics over batches of several sizes before and after a step, and a row for each sample."""
+    """Return metrics over batches of several sizes before and after a step, and a row for each sample."""
     step, parts = new_step(mesh, tied(how)), [batch(samples, samples) for samples in (8, 3, 2)]
     before = evaluate(step, loss, parts)
     step(batch(0))
@@ -266,7 +266,7 @@ def evaluated(mesh: Mesh, how: dict[str, Any]) -> tuple[dict[str, float], list[f
 
 
 @pytest.mark.parametrize(("ranks", "how"), [(2, SCHEDULES[1]), (4, SCHEDULES[0]), (2, SCHEDULES[6])], ids=str)
-def test_metrics_are_known_to_all_stages_and_predictions_to_the_first_process(ranks: int, how: dict[str, Any]) -> None:
+def test_all_stages_have_the_metrics_and_the_first_process_has_the_predictions(ranks: int, how: dict[str, Any]) -> None:
     right, mean = evaluated(Mesh({}), {})
     assert len(mean) == 13
     for rank, (found, values) in enumerate(on_ranks({"pipeline": ranks}, evaluated, how)):
@@ -278,8 +278,7 @@ def drawing(*_: Any) -> None:
 
 
 def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
-    """What this rank holds, which of its blocks ran in a step, how many random numbers were drawn in the first step, of which each
-    block draws one, and which blocks may be compiled one by one."""
+    """Return parameters and executed blocks of this rank, random draws in its first step (one per block), and blocks to compile."""
     step, ran = new_step(mesh, {"model": "untied", "how": {"sizes": [1, 3]}}), list[str]()
     names = {module: name for name, module in step.model.named_modules()}
     for block in repeated_blocks(step.model):
@@ -289,20 +288,20 @@ def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
     following = torch.rand(()).item()
     rng.seed_step(step._seed, 0, 0)
     drawn = torch.rand(100).tolist().index(following)
-    ran.clear()  # of the first step, which also finds out what stages send
+    ran.clear()  # of the first step, which also traces the outputs of stages
     step(batch(2))
     held = {".".join(name.split(".")[:2]) for name, _ in step.model.named_parameters()}
     return held, ran, drawn, [names[block] for block in repeated_blocks(step.model)]
 
 
-def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
+def test_a_rank_holds_and_runs_only_its_own_blocks() -> None:
     (first, ran, *one), (last, went, *others) = on_ranks({"pipeline": 2}, remains)
     assert first == {"blocks.0", "embedding.weight"} and ran == ["blocks.0"] * 4 and one == [4, ["blocks.0"]]
     assert last == {"blocks.1", "blocks.2", "blocks.3", "norm.weight", "norm.bias", "head.weight"}
     assert went == ["blocks.1", "blocks.2", "blocks.3"] * 4 and others == [12, ["blocks.1", "blocks.2", "blocks.3"]]
 
 
-def test_a_pipeline_of_one_rank_is_the_whole_model() -> None:
+def test_a_pipeline_of_one_rank_is_the_full_model() -> None:
     model = Network()
     names = [name for name, _ in model.named_parameters()]
     step = Step(model, loss, StepConfig(), Mesh({}), pipeline=Pipeline(model, Mesh({})))

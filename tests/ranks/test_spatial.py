@@ -1,4 +1,4 @@
-"""A network whose volume is cut is the network of one process: in value, gradient and keys."""
+"""A network on a sharded volume equals that of one process in values, gradients and state-dict keys."""
 
 from copy import deepcopy
 from typing import Any
@@ -29,7 +29,7 @@ def filled(model: nn.Module) -> nn.Module:
 
 def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: dict[str, Any], passes: int = 2,
             small: float = 1e-10) -> None:  # fmt: skip
-    """Compare cut and whole, forward and backward, on every rank, with as many samples as passes."""
+    """Compare a sharded network with the full one, forward and backward, on every rank, over several passes."""
     whole = filled(make())
     model = deepcopy(whole)
     keys = list(model.state_dict())
@@ -39,14 +39,14 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
     x = torch.randn(passes, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
     own = cut.shard(x).clone().requires_grad_()
     x.requires_grad_()
-    for _ in range(passes):  # what belongs to one pass must not stay for the next
+    for _ in range(passes):  # no state may remain for the next pass
         y_whole, y = whole(x), model(own)
         where = cut.local_slices(y_whole.shape[2:])
         assert y.shape == y_whole[(..., *where)].shape
         torch.testing.assert_close(y, y_whole[(..., *where)], rtol=small, atol=small)
         weights = torch.randn(y_whole.shape, generator=torch.Generator().manual_seed(3)).double()
         share = 1.0
-        for dim, axis in cut.axes.items():  # where the output is whole on every rank, each counts a part of it
+        for dim, axis in cut.axes.items():  # a replicated output counts once over all ranks
             share /= axis.size if not cut.is_sharded(dim, y_whole.shape[dim]) else 1
         for model_, x_ in ((whole, x), (model, own)):
             model_.zero_grad()
@@ -66,7 +66,7 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
 
 
 class Unet(nn.Module):
-    """Two halvings, a deep level that few ranks can cut, skips, every kind of norm."""
+    """A network with two downsamplings, a deep level too small for many ranks, skips, and every kind of norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Unet(nn.Module):
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_a_network_that_is_cut_is_the_network(axes: dict[str, int]) -> None:
+def test_a_sharded_network_equals_the_full_one(axes: dict[str, int]) -> None:
     for overlap in (False, True):
         on_ranks(axes, compare, Unet, (16, 12, 8), 2, {"overlap": overlap})
 
@@ -114,7 +114,7 @@ OTHERS = [
 
 
 class Single(nn.Module):
-    """A layer between two that can be told apart."""
+    """A layer between two distinguishable ones."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ class Single(nn.Module):
         return self.layer(self.factor(x))
 
 
-class Made:
-    """Makes a network of a layer's class and words, or of a layer; can be sent to another process."""
+class MakeLayer:
+    """Constructs a network from a layer, or from its class and arguments; it can be pickled."""
 
     def __init__(self, kind: Any, words: dict[str, Any]) -> None:
         self.kind, self.words = kind, words
@@ -135,9 +135,9 @@ class Made:
         return Single(layer)
 
 
-def every(mesh: Mesh, size: tuple[int, ...]) -> None:
-    cases = [Made(nn.Conv3d, words) for words in CONVOLUTIONS] + [Made(nn.ConvTranspose3d, words) for words in TRANSPOSED]
-    for case in cases + [Made(layer, {}) for layer in OTHERS]:
+def compare_layers(mesh: Mesh, size: tuple[int, ...]) -> None:
+    cases = [MakeLayer(nn.Conv3d, words) for words in CONVOLUTIONS] + [MakeLayer(nn.ConvTranspose3d, words) for words in TRANSPOSED]
+    for case in cases + [MakeLayer(layer, {}) for layer in OTHERS]:
         for words in ({"overlap": True}, {"min_size": 1})[: 2 if size[0] < 12 else 1]:  # ``min_size`` is about short slabs
             try:
                 compare(mesh, case, size, 4, words, passes=1)
@@ -154,11 +154,11 @@ SLABS: list[tuple[dict[str, int], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize("axes, size", SLABS, ids=str)
 def test_every_layer_on_slabs_of_any_size(axes: dict[str, int], size: tuple[int, ...]) -> None:
-    on_ranks(axes, every, size)
+    on_ranks(axes, compare_layers, size)
 
 
 class Flat(nn.Module):
-    """A map, with pooling over all of it that goes on beside the map."""
+    """A network on a map, with a global pooling branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,12 +172,12 @@ class Flat(nn.Module):
 
 
 @pytest.mark.parametrize("axes", [{"height": 2}, {"height": 4}, {"replicate": 2, "height": 2}], ids=str)
-def test_a_map_is_cut_along_its_height(axes: dict[str, int]) -> None:
+def test_a_map_is_sharded_along_its_height(axes: dict[str, int]) -> None:
     on_ranks(axes, compare, Flat, (22, 6), 3, {})
 
 
 class Regressor(nn.Module):
-    """Dense layers after the volume, and a loss that is made of sums over it."""
+    """A network with dense layers after the volume, and a loss of sums over it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def losses(mesh: Mesh) -> None:
         torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
     slab, other = cut.shard(x).clone().requires_grad_(), x.clone().requires_grad_()
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(6)).double()
-    ((cut.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # one gradient for two: it is not written into
+    ((cut.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # both share one gradient, which must not be modified
     assert slab.grad is not None and other.grad is not None
     torch.testing.assert_close(other.grad, weights, rtol=0, atol=0)
     torch.testing.assert_close(slab.grad, cut.shard(weights) * mesh.model_parallel.size, rtol=1e-12, atol=0)
@@ -220,14 +220,14 @@ def losses(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
-def test_what_ranks_compute_alike_counts_once(axes: dict[str, int]) -> None:
+def test_replicated_results_count_once(axes: dict[str, int]) -> None:
     on_ranks(axes, losses)
 
 
-# ---- what cannot be cut
+# ---- unsupported models
 
 
-def answer(call: Any, *words: Any) -> str:
+def error_text(call: Any, *words: Any) -> str:
     try:
         call(*words)
     except MeshError as problem:
@@ -235,7 +235,7 @@ def answer(call: Any, *words: Any) -> str:
     return "done"
 
 
-def why_not(mesh: Mesh) -> list[str]:
+def refusals(mesh: Mesh) -> list[str]:
     class Itself(nn.Module):
         def __init__(self, act: Any) -> None:
             super().__init__()
@@ -253,29 +253,29 @@ def why_not(mesh: Mesh) -> list[str]:
     ]  # fmt: skip
     models: list[nn.Module] = [nn.Sequential(nn.Conv3d(2, 2, 1), layer) for layer in layers]
     models += [Itself(function) for function in itself]
-    texts = [answer(parallelize_spatial, model, axes, (8, 8, 8)) for model in models]
-    parallelize_spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # of channels, place by place
+    texts = [error_text(parallelize_spatial, model, axes, (8, 8, 8)) for model in models]
+    parallelize_spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # over channels, for each voxel
     model = Itself(nn.ReLU())
     cut = parallelize_spatial(model, axes, (8, 8, 8))
-    texts.append(answer(model, torch.zeros(1, 2, 8, 8, 8)))
-    texts += [answer(parallelize_spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
-    texts.append(answer(plan_size, model, cut, (9, 8, 8)))
+    texts.append(error_text(model, torch.zeros(1, 2, 8, 8, 8)))
+    texts += [error_text(parallelize_spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
+    texts.append(error_text(plan_size, model, cut, (9, 8, 8)))
     plan_size(model, cut, (12, 8, 6))
     for size in ((8, 8, 8), (12, 8, 6)):
         model(cut.shard(torch.zeros(1, 2, *size)))
     return texts
 
 
-def test_what_cannot_be_cut_is_told_before_anything_is_computed() -> None:
-    first, second = on_ranks({"depth": 2}, why_not)
+def test_unsupported_models_are_refused_before_any_computation() -> None:
+    first, second = on_ranks({"depth": 2}, refusals)
     assert first == second, "all ranks refuse the same"
     expected = [
-        "spatial: 1 has padding_mode reflect; only zeros and circular can be cut", "ceil_mode", "is a LayerNorm, and how to cut",
+        "spatial: 1 has padding_mode reflect; only zeros and circular can be sharded", "ceil_mode", "is a LayerNorm, which cannot",
         "after conv the model calls max_pool3d", "calls mean itself", "calls flip itself",
-        "conv got a part of 8 x 8 x 8 places; this rank holds 4 x 8 x 8 there of the volumes whose sizes were told",
-        "mesh.depth is 2, but 2 places along depth are fewer than 2 per rank; set mesh.depth to 1 or less",
-        "mesh.depth is 2, but there is only height and width to cut; set it to 1",
-        "conv sees volumes of (9, 8, 8) and of (8, 8, 8), of which a rank holds parts of one size",
+        "conv got a shard of 8 x 8 x 8 voxels; the planned volumes have 4 x 8 x 8 there on this rank",
+        "mesh.depth is 2, but 2 voxels along depth are fewer than 2 per rank; set mesh.depth to 1 or less",
+        "mesh.depth is 2, but there is only height and width to shard; set it to 1",
+        "conv has inputs of (9, 8, 8) and of (8, 8, 8), whose shards on a rank have the same size",
     ]  # fmt: skip
     assert len(first) == len(expected)
     for text, part in zip(first, expected):

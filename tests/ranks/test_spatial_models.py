@@ -1,4 +1,4 @@
-"""The models whose volumes and maps are cut train as one process does: losses, weights, scores."""
+"""Models on sharded volumes and maps train as one process does: losses, weights, scores."""
 
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ def random(seed: int) -> torch.Generator:
 
 
 class Unet:
-    """Half the resolutions, so that one level is cut on four ranks and one is not."""
+    """Half the resolutions, so that one level is sharded on four ranks and one is replicated."""
 
     cfg = unet3d.UNet3DConfig(filters=(4, 6, 8), window=(32, 16, 16))
     package: Any = unet3d
@@ -140,7 +140,7 @@ def test_a_sharded_optimizer_over_replicas_of_a_sharded_model() -> None:
 
 
 def first_gradients(mesh: Mesh, seed: int, axes: dict[str, int]) -> list[tuple[float, dict[str, Any]]]:
-    """By copy, what a process finds in its first step with dropout, seeded as in an app; one process does as each copy in turn."""
+    """Return the loss and gradients of the first step with dropout by replica, seeded as in an app; one process emulates each."""
     case, copies, found = Cosmo(), axes.get("replicate", 1), []
     unsharded = mesh.world == 1
     for copy in range(copies) if unsharded else [mesh["replicate"].rank]:

@@ -1,4 +1,4 @@
-"""Linear layers, embeddings and heads that are cut over ``tensor``: the same training as with whole ones, the same checkpoints."""
+"""Linear layers, embeddings and heads sharded over ``tensor`` train, and are checkpointed, as unsharded ones."""
 
 from pathlib import Path
 from typing import Any
@@ -22,24 +22,24 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}], ids=str)
-def test_cut_equals_whole(axes: dict[str, int]) -> None:
-    """Tokens between the layers are cut too; layers by themselves, without that, are in test_diffusion_tokens.py."""
+def test_sharded_equals_unsharded(axes: dict[str, int]) -> None:
+    """With sequence parallelism; test_diffusion_tokens.py tests tensor parallelism without it."""
     more = [*sharded(CASES[0], "optimizer", "weights"), *sharded(CASES[3], "optimizer", "weights")] if "replicate" in axes else []
     cut_equals_whole(axes, CASES + more)
 
 
-def test_a_checkpoint_goes_from_each_cut_to_the_next(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_on_every_mesh(tmp_path: Path) -> None:
     both = {"replicate": 2, "tensor": 2}
     places = [({}, "none"), ({"tensor": 2}, "none"), ({"tensor": 4}, "none"), (both, "optimizer"), (both, "weights")]
     checkpoints_go_round([(axes, {"model": "tied", "shard": shard}) for axes, shard in places], tmp_path)
 
 
-def layers(mesh: Mesh) -> None:
-    """Layers by themselves, each beside one that is whole; what follows is the same on all ranks."""
+def compare_layers(mesh: Mesh) -> None:
+    """Compare single layers with full ones; the computation after them is replicated."""
     axis = mesh["tensor"]
     n, rank = axis.size, axis.rank
 
-    def own(x: Tensor, parts: list[int], dim: int) -> Tensor:
+    def shard(x: Tensor, parts: list[int], dim: int) -> Tensor:
         return torch.cat([part.narrow(dim, p * rank // n, p * (rank + 1) // n - p * rank // n)
                           for p, part in zip(parts, x.split(parts, dim))], dim)  # fmt: skip
 
@@ -50,14 +50,14 @@ def layers(mesh: Mesh) -> None:
         x = torch.randn(3, 2, 5).double()
         a, b = (x.clone().requires_grad_() for _ in range(2))
         y, right = linear(a), whole(b)
-        torch.testing.assert_close(y, own(right, parts, -1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(y, shard(right, parts, -1), rtol=0, atol=1e-12)
         y.square().sum().backward()
         right.square().sum().backward()
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
         for name in ("weight", "bias"):
-            gradients = getattr(linear, name).grad, own(getattr(whole, name).grad, parts, 0)
+            gradients = getattr(linear, name).grad, shard(getattr(whole, name).grad, parts, 0)
             torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-    assert torch.equal(mesh.background_copy(linear)(x), linear(x)), "a copy that is evaluated beside the training"
+    assert torch.equal(mesh.background_copy(linear)(x), linear(x)), "a copy that is evaluated during the training"
     with torch.device("meta"):
         far = nn.Linear(8, 3)
     row_parallel(far, axis)
@@ -70,7 +70,7 @@ def layers(mesh: Mesh) -> None:
         y, right = embedding(words), whole(words)
         assert torch.equal(y, right)
         (y.square() + y).sum().backward(), (right.square() + right).sum().backward()
-        torch.testing.assert_close(embedding.weight.grad, own(whole.weight.grad, [9], 0), rtol=0, atol=1e-12)
+        torch.testing.assert_close(embedding.weight.grad, shard(whole.weight.grad, [9], 0), rtol=0, atol=1e-12)
     if n > 1:  # torch's own layer ends the process
         assert embedding(torch.tensor([0, 9, -1, 8])).isnan().all(1).tolist() == [False, True, True, False]
     with torch.no_grad():  # as in an evaluation
@@ -78,12 +78,12 @@ def layers(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_layers_that_are_cut_are_those_that_are_whole(n: int) -> None:
-    on_ranks({"tensor": n}, layers)
+def test_sharded_layers_equal_full_layers(n: int) -> None:
+    on_ranks({"tensor": n}, compare_layers)
 
 
-class Watched(TorchDispatchMode):
-    """What torch does, in order; reads of the device are refused."""
+class OpRecorder(TorchDispatchMode):
+    """Records the operations of torch in order, and refuses reads of the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ class Watched(TorchDispatchMode):
 
 
 def order(mesh: Mesh, sequence: bool) -> tuple[list[str], list[int]]:
-    """What the backward pass of a layer does, and the sizes of the tensors that its forward pass kept."""
-    linear, kept, watch = nn.Linear(6, 4), list[int](), Watched()
+    """Return the operations of the backward pass of a layer, and the sizes of its saved tensors."""
+    linear, kept, watch = nn.Linear(6, 4), list[int](), OpRecorder()
     column_parallel(linear, mesh["tensor"], sequence=1 if sequence else None)
     started, waited = tensor._AsyncReduce.__init__, tensor._AsyncReduce.wait
     patch = pytest.MonkeyPatch()
@@ -114,14 +114,14 @@ def order(mesh: Mesh, sequence: bool) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_a_gradient_travels_while_that_of_the_weight_is_computed_and_only_own_tokens_are_kept(sequence: bool) -> None:
+def test_grad_input_is_reduced_during_grad_weight_and_only_local_tokens_are_saved(sequence: bool) -> None:
     for done, kept in on_ranks({"tensor": 2}, order, sequence):
         assert done == ["mm", "start", "mm", "wait"]
-        assert max(kept) == 2 * 5 * 6, "the input as it came"
+        assert max(kept) == 2 * 5 * 6, "the local input"
 
 
 def compiled(mesh: Mesh) -> tuple[int, float]:
-    """Graphs of a compiled layer, and the greatest difference that compiling makes."""
+    """Return the number of graphs of a compiled layer, and the largest difference to the eager one."""
     layer, graphs = new_step(mesh, {"model": "llama"}).model.model.layers[0], list[Any]()  # type: ignore[union-attr, index]
     inputs = torch.randn(2, 4, 16).double(), (torch.ones(1, 8, 4).double(), torch.zeros(1, 8, 4).double())
     torch._dynamo.reset()
@@ -129,7 +129,7 @@ def compiled(mesh: Mesh) -> tuple[int, float]:
     return len(graphs), (y - layer(*inputs)).abs().max().item()
 
 
-def test_a_compiled_layer_has_one_break_at_each_place_that_communicates() -> None:
+def test_a_compiled_layer_has_one_graph_break_per_collective() -> None:
     for graphs, difference in on_ranks({"tensor": 2}, compiled):
-        assert graphs == 5, "what is before, between and after four places"
+        assert graphs == 5, "before, between and after four collectives"
         assert difference < 1e-12

@@ -1,4 +1,4 @@
-"""Where a weight that is cut lies, and what its parts are together."""
+"""Shard specs of weights, and sums over shards."""
 
 from typing import Any
 
@@ -14,19 +14,19 @@ from hpcai.parallel.sharding import FlatParameter, FlatView, ShardSpec, global_s
 PARTS = (6, 3, 3)
 
 
-def twice(tensor: int, height: int) -> nn.Parameter:
-    """A weight of three parts that is cut along dim 0 by two axes and along dim 1 by a third."""
+def sharded_twice(tensor: int, height: int) -> nn.Parameter:
+    """Return a shard of a weight of three concatenated parts, sharded along dim 0 and along dim 1."""
     weight = nn.Parameter(torch.arange(12 * 10.0).view(12, 10))
     shard_(weight, 0, Axis("tensor", 3, tensor), PARTS)
     shard_(weight, 1, Axis("height", 2, height))
     return weight
 
 
-def test_the_parts_of_all_ranks_are_the_whole() -> None:
+def test_the_shards_of_all_ranks_are_the_full_tensor() -> None:
     whole, found = torch.arange(12 * 10.0).view(12, 10), torch.full((12, 10), torch.nan)
     for tensor in range(3):
         for height in range(2):
-            part = twice(tensor, height)
+            part = sharded_twice(tensor, height)
             assert part.shape == (4, 5) and shard_spec(part).global_shape == (12, 10)
             for offsets, here in shard_spec(part).boxes((0, 0), part.shape):
                 box = tuple(slice(o, o + n) for o, n in zip(offsets, part[here].shape))
@@ -35,34 +35,34 @@ def test_the_parts_of_all_ranks_are_the_whole() -> None:
     assert torch.equal(found, whole)
 
 
-def test_a_box_of_a_part_is_found_in_the_whole() -> None:
-    part = twice(1, 1)
+def test_a_box_of_a_shard_maps_to_the_full_tensor() -> None:
+    part = sharded_twice(1, 1)
     assert shard_spec(part).ranges == (((2, 4), (7, 8), (10, 11)), ((5, 10),))
     found = [(at, part[1:4, 2:3][here].tolist()) for at, here in shard_spec(part).boxes((1, 2), (3, 1))]
     assert found == [((3, 7), [[37.0]]), ((7, 7), [[77.0]]), ((10, 7), [[107.0]])]
 
 
-def test_a_dim_may_be_cut_by_two_axes() -> None:
+def test_a_dim_may_be_sharded_over_two_axes() -> None:
     weight = nn.Parameter(torch.arange(12.0))
     shard_(weight, 0, Axis("tensor", 2, 1), (8, 4))
     shard_(weight, 0, Axis("height", 3, 1))
     assert weight.tolist() == [6, 7] and shard_spec(weight).ranges == (((6, 8),),)
 
 
-def test_a_shared_weight_is_cut_once_and_contradictions_are_refused() -> None:
+def test_a_shared_weight_is_sharded_once_and_contradictions_are_refused() -> None:
     weight, axis = nn.Parameter(torch.ones(4, 6)), Axis("tensor", 2, 1)
     shard_(weight, 0, axis)
     shard_(weight, 0, axis)
     assert weight.shape == (2, 6)
     with pytest.raises(ConfigError, match="sharded over tensor in another dim than 1"):
         shard_(weight, 1, axis)
-    with pytest.raises(ConfigError, match=r"its parts are \[4, 1\], expected a sum of 6"):
+    with pytest.raises(ConfigError, match=r"sizes are \[4, 1\], expected a sum of 6"):
         shard_(weight, 1, Axis("height", 2, 0), (4, 1))
     with pytest.raises(ConfigError, match="at least one element for each of 8 ranks"):
         shard_(weight, 1, Axis("height", 8, 0))
 
 
-def test_what_is_alike_along_which_axes() -> None:
+def test_replica_axes() -> None:
     mesh: Any = Mesh({"replicate": 2, "pipeline": 2, "tensor": 2}, 8, 5)
     layer = nn.Linear(4, 4)
 
@@ -80,12 +80,12 @@ def test_what_is_alike_along_which_axes() -> None:
     assert names(layer.bias) == ["replicate x tensor", "ends"]
 
 
-def test_a_number_that_several_hold_counts_once() -> None:
-    def row(rank: int) -> FlatParameter:
+def test_an_element_that_several_ranks_hold_counts_once() -> None:
+    def flat_parameter(rank: int) -> FlatParameter:
         parameter = nn.Parameter(torch.ones(2))
         part = FlatView("w", parameter, 0, 2, 0, ShardSpec((2,), (((0, 2),),), exclusive_axes=(Axis("pipeline"),)))
         return FlatParameter([part], parameter.detach(), lambda: None, False, (Axis("ends", 2, rank, parent="pipeline"),))
 
-    assert [row(0).is_counted, row(1).is_counted] == [True, False]
-    values = [(row(0), torch.tensor(3.0)), (row(1), torch.tensor(5.0))]
+    assert [flat_parameter(0).is_counted, flat_parameter(1).is_counted] == [True, False]
+    values = [(flat_parameter(0), torch.tensor(3.0)), (flat_parameter(1), torch.tensor(5.0))]
     assert global_sum(values).item() == 3.0

@@ -1,4 +1,4 @@
-"""Gradients of bfloat16 parameters, added over ranks that are stood in for: a sum in the dtype of the message, rank by rank."""
+"""Gradients of bfloat16 parameters over simulated ranks: an all-reduce sums in the dtype of its buffer, rank by rank."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from hpcai.parallel.fsdp import ShardedReducer
 
 
 def gradients(ranks: int) -> torch.Tensor:
-    """What each rank finds, in bfloat16: they agree in part.   [R, N]"""
+    """Return correlated gradients of each rank in bfloat16.   [R, N]"""
     return (torch.randn(ranks, 4096, generator=torch.Generator().manual_seed(0)) + 1).bfloat16()
 
 
 def error(ranks: int, monkeypatch: pytest.MonkeyPatch, **words: Any) -> float:
-    """How far the sum is from the exact one, relative to its norm."""
+    """Return the error of the sum relative to the norm of the exact one."""
     every = gradients(ranks)
 
     def all_reduce(total: torch.Tensor, **_: Any) -> None:
@@ -39,7 +39,7 @@ def error(ranks: int, monkeypatch: pytest.MonkeyPatch, **words: Any) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def test_the_error_of_narrow_gradients_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_bfloat16_gradients_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [error(ranks, monkeypatch) for ranks in (2, 4, 8, 128)]
     assert errors[0] < errors[1] < 0.004 and max(errors[2:]) < 1e-5
     monkeypatch.setattr(data_parallel, "MAX_BF16_RANKS", 1000)
@@ -47,7 +47,7 @@ def test_the_error_of_narrow_gradients_does_not_grow_with_the_ranks(monkeypatch:
     assert error(128, monkeypatch, float32_sums=True) < 1e-5
 
 
-def test_shares_are_summed_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_summed_in_the_same_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_parallel.torch_dist, "broadcast", lambda *_, **words: None)
     monkeypatch.setattr(Axis, "group", None)
     kinds = []
