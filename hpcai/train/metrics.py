@@ -48,7 +48,7 @@ class MetricSums:
             entry[1] = entry[1] + (count.detach().double() if isinstance(count, Tensor) else count)
 
     def _add_total(self, name: str, sums: Tensor | Sequence[Tensor], finish: Finish) -> None:
-        parts = [_accumulation_dtype(name, part) for part in ([sums] if isinstance(sums, Tensor) else sums)]
+        parts = [_upcast(name, part) for part in ([sums] if isinstance(sums, Tensor) else sums)]
         totals, _ = self._totals.setdefault(name, ([torch.zeros_like(part) for part in parts], finish))
         _check_specs(name, _specs(totals), _specs(parts))
         for total, part in zip(totals, parts):
@@ -101,7 +101,7 @@ def has_finish(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and callable(value[1])
 
 
-def _accumulation_dtype(name: str, part: Any) -> Tensor:
+def _upcast(name: str, part: Any) -> Tensor:
     if not isinstance(part, Tensor) or part.is_complex():
         found = part.dtype if isinstance(part, Tensor) else type(part).__name__
         raise ConfigError(f"metric {name!r}: a sum is a {found}; expected (sums, finish) with a tensor of real numbers, or several")

@@ -47,28 +47,28 @@ class _State:
 
 
 class Optimizer:
-    """Update flat parameters: ``step(scale, skip)``, with ``scale`` times their gradients (None: 1) and the learning rate of
-    ``set_lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take`` towards the weights.
-    sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it (torch). adamw:
-    Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars: You, Gitman and
-    Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. Weights narrower than
-    float32 have a float32 master copy here, which is updated, averaged and saved."""
+    """An optimizer of flat parameters: ``step(scale, skip)`` updates them by ``scale`` times their gradients (None: 1) with the
+    learning rate of ``set_lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take``
+    towards the weights. sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it
+    (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
+    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. Weights
+    narrower than float32 have a float32 master copy here, which is updated, averaged and saved."""
 
-    def __init__(self, rows: list[FlatParameter], cfg: StepConfig) -> None:
-        if not rows:
+    def __init__(self, flat_params: list[FlatParameter], cfg: StepConfig) -> None:
+        if not flat_params:
             raise ConfigError("the model has no parameter to train")
         self.cfg = cfg
-        self.states = [_State(row, cfg) for row in rows]
+        self.states = [_State(flat_param, cfg) for flat_param in flat_params]
         first = self.states[0].weights
         self.lr = torch.zeros((), dtype=first.dtype, device=first.device)
         self.take = torch.full_like(self.lr, 1.0 - (cfg.ema_decay or 0.0))
         self.count = torch.zeros((), device=first.device)  # number of updates
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
-        if cfg.optimizer in ("lamb", "lars"):  # one row per parameter in a table that all ranks share
-            names = sorted({part.name for row in rows for part in row.views})
+        if cfg.optimizer in ("lamb", "lars"):  # a row per parameter, in the same order on all ranks with shards of it
+            names = sorted({part.name for row in flat_params for part in row.views})
             index = {name: i for i, name in enumerate(names)}
-            axes = {axis.name: axis for row in rows for axis in row.sharded_axes}
-            self._sharded_axes = [(axes[name], self._table_indices(rows, axes[name], index)) for name in sorted(axes)]
+            axes = {axis.name: axis for row in flat_params for axis in row.sharded_axes}
+            self._sharded_axes = [(axes[name], self._table_indices(flat_params, axes[name], index)) for name in sorted(axes)]
             for state in self.states:
                 parts, weights = state.flat_param.views, state.weights
                 ranges = [(part.flat_offset, part.length) for part in parts]
@@ -140,10 +140,10 @@ class Optimizer:
                 )
 
     @staticmethod
-    def _table_indices(rows: list[FlatParameter], axis: Axis, index: dict[str, int]) -> Tensor:
+    def _table_indices(flat_params: list[FlatParameter], axis: Axis, index: dict[str, int]) -> Tensor:
         """Return the table indices of parameters that are sharded along ``axis``."""
-        indices = sorted({index[part.name] for row in rows if axis in row.sharded_axes for part in row.views})
-        return torch.tensor(indices, dtype=torch.int64, device=rows[0].weights.device)
+        indices = sorted({index[part.name] for row in flat_params if axis in row.sharded_axes for part in row.views})
+        return torch.tensor(indices, dtype=torch.int64, device=flat_params[0].weights.device)
 
     def _all_reduce_norms(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
         """Sum norms of each parameter over all ranks that hold shards of it, in one all-reduce for each axis."""
@@ -177,9 +177,9 @@ class Optimizer:
             tensors |= {f"{name}.{moment}": value for name, value in moments.items()}
         return tensors
 
-    def _by_parameter(self, rows: Iterable[Tensor | None]) -> dict[str, Tensor | FlatShard]:
-        pairs = [(state.flat_param, row) for state, row in zip(self.states, rows) if row is not None]
-        return {part.name: local_view(part, row, of) for of, row in pairs for part in of.views}
+    def _by_parameter(self, tensors: Iterable[Tensor | None]) -> dict[str, Tensor | FlatShard]:
+        pairs = [(state.flat_param, x) for state, x in zip(self.states, tensors) if x is not None]
+        return {part.name: local_view(part, x, flat_param) for flat_param, x in pairs for part in flat_param.views}
 
     @torch.no_grad()
     def cast_master_weights(self) -> None:

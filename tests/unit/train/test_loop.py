@@ -354,7 +354,7 @@ def test_the_energy_of_a_run_is_reported_and_summed_over_its_starts(tmp_path: Pa
     assert all("gpu_joules" not in life and life["joules_per_sample"] == 30.0 / samples for life in lives)
     assert [(life["gpus"], life["nodes_counted"], life["nodes"]) for life in lives] == [(0, 1, 1)] * 2
     notes = [event["text"] for event in events(tmp_path) if event["kind"] == "note"]
-    assert sum("not counted where this user may not read it: energy_uj: Permission denied" in text for text in notes) == 2
+    assert sum("not counted, since this user cannot read it: energy_uj: Permission denied" in text for text in notes) == 2
     assert report([str(tmp_path)]) in (0, None)
     assert f"60 J, {60 / (2 * samples):.4g} J a sample (processors 60 J; counted: processors of 1 of 1 nodes)" in (
         tmp_path / "report.html").read_text()
