@@ -273,8 +273,8 @@ class MlperfLog:
 
 
 def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, values: Mapping[str, float], samples: int) -> bool:
-    """Add metrics ``values`` of the checkpoint of ``step``, from ``samples`` samples, to the log of a finished run, and return whether
-    it reaches all goals. The first that does makes the run a success, which ends at the time ``saved`` of its completion.
+    """Add metrics ``values`` of the checkpoint of ``step``, on ``samples`` samples, to the log of a finished run; return whether it
+    reaches all goals. The first that does makes the run a success, which ends at the time ``saved`` of its completion.
 
     Raises DataError if there is no such log, or one of another benchmark.
     """
