@@ -340,8 +340,8 @@ class _Hub:
         on_all = same == self._world and first.refused
         report_failure(first.text if on_all else first.report + (f"\n{same - 1} other ranks failed alike" if same > 1 else ""))
         text = f"{first.member.name} failed: {first.text}"
-        if early := [member for member in self._members.values() if member.exit_code]:
-            text += f" ({early[0].name} had left with exit code {early[0].exit_code})"
+        if left := [member for member in self._members.values() if member.exit_code]:
+            text += f" ({left[0].name} had left with exit code {left[0].exit_code})"
         for member in sorted(self._members.values(), key=lambda member: -member.rank):  # rank 0, this process, last
             member.send(stop=text, text=first.text, code=first.code, first=first.member.rank, on_all=on_all, dead=first.dead)
         self._done.set()

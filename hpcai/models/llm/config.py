@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Length, Positive, Rate, Settings, Share, Weight
+from hpcai.config import PositiveFloat, PositiveInt, Rate, Settings, UnitInterval, NonNegativeFloat
 from hpcai.errors import ConfigError
 
 
@@ -13,51 +13,51 @@ class ScalingConfig(Settings):
     """Rotary frequencies for more positions than a model was first trained with (Llama 3.1)."""
 
     kind: Literal["llama3", "linear"] = "llama3"
-    factor: Length = 8.0
+    factor: PositiveFloat = 8.0
     """slow waves turn so many times slower"""
-    low: Length = 1.0
+    low: PositiveFloat = 1.0
     """waves that turn fewer times than this over ``original`` positions are slow"""
-    high: Length = 4.0
+    high: PositiveFloat = 4.0
     """and those that turn more often stay as they are"""
-    original: Positive = 8192
+    original: PositiveInt = 8192
     """positions of the first training"""
 
 
 class RotaryConfig(Settings):
     """Positions as rotations of queries and keys (Su et al. 2021)."""
 
-    theta: Length = 10_000.0
+    theta: PositiveFloat = 10_000.0
     scaling: ScalingConfig | None = None
 
 
 class LLMConfig(Settings):
     """A decoder: Llama 2 7B by default, 6,738,415,616 parameters."""
 
-    vocabulary: Positive = 32_000
-    width: Positive = 4096
+    vocabulary: PositiveInt = 32_000
+    width: PositiveInt = 4096
     """channels of a token"""
-    layers: Positive = 32
-    heads: Positive = 32
+    layers: PositiveInt = 32
+    heads: PositiveInt = 32
     """of queries"""
-    key_heads: Positive | None = None
+    key_heads: PositiveInt | None = None
     """of keys and values, each for several of queries; null: as many"""
-    head: Positive | None = None
+    head: PositiveInt | None = None
     """channels of a head; null: width / heads"""
-    inner: Positive = 11_008
+    inner: PositiveInt = 11_008
     """channels inside a feed-forward part"""
-    positions: Positive = 4096
+    positions: PositiveInt = 4096
     """tokens that a text may have"""
     rotary: RotaryConfig | None = RotaryConfig()
     """null: learned positions, as GPT has them"""
     norm: Literal["rms", "layer"] = "rms"
-    eps: Length = 1e-5
+    eps: PositiveFloat = 1e-5
     feed: Literal["swiglu", "gelu", "gelu_erf"] = "swiglu"
     """gelu: by the tangent, as GPT has it; gelu_erf: by the error function, as some that follow it have"""
     bias: bool = False
     """whether linear layers add one"""
     tied: bool = False
     """whether the last layer is the embedding"""
-    deviation: Length = 0.02
+    deviation: PositiveFloat = 0.02
     """of the first weights"""
     dropout: Rate = 0.0
     recompute: Literal["none", "selective", "layers"] = "none"
@@ -111,8 +111,8 @@ Frozenness = Literal["as they are", "bf16", "8bit"]
 class LoRAConfig(Settings):
     """Adapters of the layers whose names end with one of ``targets``: by default MLPerf's for Llama 2 70B."""
 
-    rank: Positive = 16
-    alpha: Length = 32.0
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
     """the scale is alpha / rank"""
     stabilised: bool = False
     """the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
@@ -130,17 +130,17 @@ class LoRAConfig(Settings):
 class SamplingConfig(Settings):
     """How the next token is chosen, in this order; the likeliest one where nothing is said."""
 
-    most: Positive = 256
+    most: PositiveInt = 256
     """tokens that are made at most"""
-    repetition: Length = 1.0
+    repetition: PositiveFloat = 1.0
     """by how much tokens that were there, also in the prompt, are less likely (Keskar et al. 2019)"""
-    temperature: Weight = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0: the likeliest token"""
-    top_k: Positive | None = None
+    top_k: PositiveInt | None = None
     """so many of the likeliest tokens, and those as likely as the last of them"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """the likeliest tokens that together have this probability (Holtzman et al. 2020)"""
-    min_p: Share = 0.0
+    min_p: UnitInterval = 0.0
     """those that have at least this share of the likeliest one's"""
 
 

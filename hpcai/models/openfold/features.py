@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcai.config import Natural, Positive, Rate, Settings, Share
+from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, agree, encode
@@ -31,22 +31,22 @@ class FeatureConfig(Settings):
     """How much of a chain the network sees. The defaults are those of MLPerf HPC; the public OpenFold trains with 128 clusters and
     5 deleted blocks."""
 
-    crop: Positive | None = 256
+    crop: PositiveInt | None = 256
     """residues that are seen, null for all; shorter chains are padded"""
-    clusters: Positive = 124
+    clusters: PositiveInt = 124
     """rows of the alignment in the main stack; those of templates come on top"""
-    extra: Natural = 1024
+    extra: NonNegativeInt = 1024
     """further rows of the alignment"""
-    templates: Natural = 4
+    templates: NonNegativeInt = 4
     """the most of them that are seen"""
     torsions: bool = True
     """whether torsion angles of templates are seen"""
-    recycles: Natural = 3
+    recycles: NonNegativeInt = 3
     """the most of them; passes are one more"""
     mask: MaskConfig = MaskConfig()
-    clamped: Share = 0.9
+    clamped: UnitInterval = 0.9
     """share of training samples whose backbone error is clamped"""
-    deleted_blocks: Natural = 0
+    deleted_blocks: NonNegativeInt = 0
     """blocks of neighbouring rows that the alignment loses in training"""
     deleted_share: Rate = 0.3
     """share of all rows that one such block holds"""

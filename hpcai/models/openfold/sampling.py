@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from hpcai.config import Settings, Share
+from hpcai.config import Settings, UnitInterval
 from hpcai.models.openfold.residues import MASKED, UNKNOWN
 
 Array = NDArray[Any]
@@ -23,13 +23,13 @@ _TOGETHER = 32  # residues at a time: their counts fit a core's cache, and align
 class MaskConfig(Settings):
     """Letters that the network has to guess. What the three replacements leave is for the mask letter."""
 
-    fraction: Share = 0.15
+    fraction: UnitInterval = 0.15
     """share of all letters of the clusters that is hidden"""
-    uniform: Share = 0.1
+    uniform: UnitInterval = 0.1
     """share that becomes any of the twenty residues"""
-    profile: Share = 0.1
+    profile: UnitInterval = 0.1
     """share that becomes a letter of the same column"""
-    same: Share = 0.1
+    same: UnitInterval = 0.1
     """share that stays as it is"""
 
     @model_validator(mode="after")

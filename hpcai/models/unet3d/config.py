@@ -4,23 +4,23 @@ from typing import Self
 
 from pydantic import model_validator
 
-from hpcai.config import Length, Positive, Rate, Settings
+from hpcai.config import PositiveFloat, PositiveInt, Rate, Settings
 
 
 class UNet3DConfig(Settings):
     """The network of MLPerf Training's KiTS19 benchmark by default: 31,190,243 parameters."""
 
-    channels: Positive = 1
+    channels: PositiveInt = 1
     """channels of the input"""
     classes: tuple[str, ...] = ("background", "kidney", "tumour")
     """what a voxel can be, in the order of the outputs; the first one has no part in the dice"""
-    filters: tuple[Positive, ...] = (32, 64, 128, 256, 320)
+    filters: tuple[PositiveInt, ...] = (32, 64, 128, 256, 320)
     """width at each resolution, from that of the input on; one more halving, as wide as the last, is the bottleneck"""
-    window: tuple[Positive, Positive, Positive] = (128, 128, 128)
+    window: tuple[PositiveInt, PositiveInt, PositiveInt] = (128, 128, 128)
     """voxels that the network sees at a time, in training and inference"""
     overlap: Rate = 0.5
     """share of a window that the next one covers, too, in inference"""
-    spacing_mm: tuple[Length, Length, Length] = (1.6, 1.2, 1.2)
+    spacing_mm: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (1.6, 1.2, 1.2)
     """sides of the voxels that the network sees"""
 
     @property
