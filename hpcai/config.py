@@ -35,12 +35,12 @@ from hpcai.stop import exit_on_signal, ignore_broken_pipe
 T = TypeVar("T", bound=pydantic.BaseModel)
 
 # The most frequent ranges of settings.
-Positive = Annotated[int, pydantic.Field(ge=1)]
-Natural = Annotated[int, pydantic.Field(ge=0)]
-Length = Annotated[float, pydantic.Field(gt=0)]
-Weight = Annotated[float, pydantic.Field(ge=0)]
+PositiveInt = Annotated[int, pydantic.Field(ge=1)]
+NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
+PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
+NonNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
 Rate = Annotated[float, pydantic.Field(ge=0, lt=1)]
-Share = Annotated[float, pydantic.Field(ge=0, le=1)]
+UnitInterval = Annotated[float, pydantic.Field(ge=0, le=1)]
 
 
 class Settings(pydantic.BaseModel):

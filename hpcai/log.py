@@ -247,15 +247,15 @@ def open_resumed(path: Path, step: int | None, is_later: Callable[[dict[str, Any
     if path.exists() and step is None:
         path.rename(next(aside for n in range(1, sys.maxsize) if not (aside := path.with_stem(f"{path.stem}.{n}")).exists()))
     elif path.exists() and step is not None:
-        kept = []
+        earlier = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, RecursionError):                         # incomplete, by the end of the previous job
                 event = json.loads(line.removeprefix(prefix))
                 if isinstance(event, dict) and not is_later(event, step):
-                    kept.append(line + "\n")
+                    earlier.append(line + "\n")
         new = path.with_name(path.name + ".new")
         with open(new, "w", encoding="utf-8") as file:
-            file.writelines(kept)
+            file.writelines(earlier)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)

@@ -273,8 +273,8 @@ class MlperfLog:
 
 
 def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, values: Mapping[str, float], samples: int) -> bool:
-    """Add metrics ``values`` of the checkpoint of ``step``, from ``samples`` samples, to the log of a finished run, and return whether
-    it reaches all goals. The first that does makes the run a success, which ends at the time ``saved`` of its completion.
+    """Add metrics ``values`` of the checkpoint of ``step``, on ``samples`` samples, to the log of a finished run; return whether it
+    reaches all goals. The first that does makes the run a success, which ends at the time ``saved`` of its completion.
 
     Raises DataError if there is no such log, or one of another benchmark.
     """
@@ -286,15 +286,15 @@ def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, 
         raise DataError(f"{path}: not the log of a finished run of {benchmark.name}; give the directory of such a run")
     epochs = sum(line["key"] == "epoch_start" and line["metadata"]["step_num"] < step for line in lines)
     location = {"epoch_num": epochs, "step_num": step, "samples_count": step * batch}
-    kept = [line for line in lines if line is not last and (line["key"] != benchmark.metric_key or _get_step(line) != step)]
-    for line in kept:
+    updated = [line for line in lines if line is not last and (line["key"] != benchmark.metric_key or _get_step(line) != step)]
+    for line in updated:
         line |= {"value": samples} if line["key"] == "eval_samples" else {}
     record = {"namespace": "", "time_ms": round(time.time() * 1000), "event_type": "POINT_IN_TIME", "key": benchmark.metric_key}
     for goal in benchmark.goals:
         metadata = location | {"metric": goal.label, "saved_ms": round(saved * 1000)}
-        kept.append(record | {"value": values[goal.metric], "metadata": metadata})
+        updated.append(record | {"value": values[goal.metric], "metadata": metadata})
     new = path.with_name(f".partial.{path.name}")
-    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*kept, _run_stop(kept, last, benchmark)]))
+    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*updated, _run_stop(updated, last, benchmark)]))
     new.replace(path)
     return all(goal.is_reached(values[goal.metric]) for goal in benchmark.goals)
 

@@ -109,9 +109,9 @@ class Schema:
         known = [known for known, *_ in self._rows(self.root)]
         last, names = str(key[-1]), [str(other[-1]) for other in known]
         same = [other for other in known if other[-1] == last]
-        here = [(*key[:-1], name) for name in close_matches(last, [str(o[-1]) for o in known if o[:-1] == key[:-1]])]
+        nearby = [(*key[:-1], name) for name in close_matches(last, [str(o[-1]) for o in known if o[:-1] == key[:-1]])]
         similar = [other for name in close_matches(last, names) for other in known if other[-1] == name]
-        return same[:3] or here[:1] or similar[:1]
+        return same[:3] or nearby[:1] or similar[:1]
 
     def _rows(self, section: Node, section_default: Any = _MISSING, key: Key = ()) -> Iterator[tuple[Key, Node, Any]]:
         """Yield every key with its field and default, a section before its keys."""

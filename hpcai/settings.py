@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Positive, Settings
+from hpcai.config import PositiveInt, Settings
 from hpcai.errors import MeshError
 
 AXES = ("replicate", "pipeline", "context", "axial", "depth", "height", "tensor", "evaluate")
@@ -61,42 +61,42 @@ class MeshConfig(Settings):
 class Pipeline(Settings):
     """The axis `pipeline` of a mesh."""
 
-    pipeline: Positive = 1
+    pipeline: PositiveInt = 1
     """pipeline parallelism: the layers are split into consecutive stages"""
 
 
 class Context(Settings):
     """The axis `context` of a mesh."""
 
-    context: Positive = 1
+    context: PositiveInt = 1
     """context parallelism: a long sequence is sharded along its tokens"""
 
 
 class Axial(Settings):
     """The axis `axial` of a mesh."""
 
-    axial: Positive = 1
+    axial: PositiveInt = 1
     """axial parallelism: a tensor is sharded along one of two dims, and along the other if an operation needs all of the first"""
 
 
 class Depth(Settings):
     """The axis `depth` of a mesh."""
 
-    depth: Positive = 1
+    depth: PositiveInt = 1
     """spatial parallelism: a volume is sharded along its depth"""
 
 
 class Height(Settings):
     """The axis `height` of a mesh."""
 
-    height: Positive = 1
+    height: PositiveInt = 1
     """spatial parallelism: a volume or a map is sharded along its height"""
 
 
 class Tensor(Settings):
     """The axis `tensor` of a mesh."""
 
-    tensor: Positive = 1
+    tensor: PositiveInt = 1
     """tensor parallelism: weights are sharded along rows or columns"""
 
 
@@ -109,7 +109,7 @@ class LoaderConfig(Settings):
     """auto: buffered if all samples fit into the page cache, otherwise direct; direct: without the page cache (O_DIRECT);
     memory: cached in memory after the first read; hdf5: the HDF5 library (also compressed files); dali: batches of NVIDIA DALI;
     gds: directly to the GPU (GPUDirect Storage)"""
-    workers: Positive = 2
+    workers: PositiveInt = 2
     """threads per process that prepare samples"""
     processes: bool = False
     """worker processes instead of threads, for samples prepared in pure Python"""
@@ -126,7 +126,7 @@ class LoaderConfig(Settings):
     """timeout of a sample in seconds, after which the run stops and names the missing sample"""
     stage: str | None = None
     """directory on the local disk of each node, such as $TMPDIR/data, to which the data are copied first"""
-    shards: Positive = 1
+    shards: PositiveInt = 1
     """1: every node has all training samples on its disk; more: each node has one shard, and trains on it"""
 
     def loader_kwargs(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class StepConfig(Settings):
     TF32 in convolutions only"""
     cudnn_benchmark: bool = False
     """torch.backends.cudnn.benchmark: cuDNN picks the fastest algorithm for each shape"""
-    accumulate: Positive = 1
+    accumulate: PositiveInt = 1
     """gradient accumulation: micro-batches per step and process"""
     clip: Annotated[float, Field(gt=0)] | None = None
     """maximum L2 norm of the gradient"""
@@ -248,7 +248,7 @@ class StepConfig(Settings):
     capture: Literal["none", "auto", "forward", "whole"] = "none"
     """CUDA graphs, captured once for each shape of the batch: forward and backward with gradient reductions, or the whole step with
     the optimizer; auto: whole if the GPU supports it, none if the step needs the host"""
-    capture_shapes: Positive = 4
+    capture_shapes: PositiveInt = 4
     """maximum number of captured shapes of the batch; others are an error, or with auto run without a graph"""
     compile: Literal["none", "blocks", "whole"] = "none"
     """torch.compile of each repeated block, or of the whole model"""
@@ -271,8 +271,8 @@ class StepConfig(Settings):
         if self.shard_within is not None and self.shard == "none":
             raise ValueError(f"shard_within is {self.shard_within}, but nothing is sharded; set shard to optimizer or weights")
         if self.clip_per == "sample" and (self.clip is None or self.shard == "weights"):
-            lacks = "clip is null; give it a norm" if self.clip is None else "shard is weights, and no rank has the full gradient"
-            raise ValueError(f"clip_per is sample, but {lacks}")
+            reason = "clip is null; give it a norm" if self.clip is None else "shard is weights, and no rank has the full gradient"
+            raise ValueError(f"clip_per is sample, but {reason}")
         if self.compile_cache is not None and self.compile == "none":
             raise ValueError("compile_cache is given, but nothing is compiled; set compile to blocks or whole")
         return self
@@ -283,21 +283,21 @@ class TrainConfig(Settings):
 
     renamed = {"agree_every": "replica_check_every"}
 
-    steps: Positive | None = None
+    steps: PositiveInt | None = None
     """total number of optimizer steps"""
-    epochs: Positive | None = None
+    epochs: PositiveInt | None = None
     """total number of passes over the training samples"""
-    evaluate_every: Positive = 1
+    evaluate_every: PositiveInt = 1
     """epochs between evaluations; the last step is always evaluated"""
-    evaluate_from: Positive | None = None
+    evaluate_from: PositiveInt | None = None
     """epochs before the first evaluation; the others follow every `evaluate_every`; null: evaluate_every"""
     evaluate: Literal["wait", "background"] = "wait"
     """wait: training waits for evaluations; background: they run in a thread. mesh.evaluate: on processes of their own"""
     keep_validation: bool = False
     """cache the validation samples on the device"""
-    report_every: Positive = 10
+    report_every: PositiveInt = 10
     """steps between reports of the loss"""
-    replica_check_every: Positive | None = 100
+    replica_check_every: PositiveInt | None = 100
     """steps between checks that replicas of the weights are equal; if they differ, the run ends; null: no checks"""
     metric: str | None = None
     """name of the evaluated metric that is compared with `target`"""
@@ -309,14 +309,14 @@ class TrainConfig(Settings):
     """the run stops as diverged if the metric of an evaluation is this bad"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """seed of weights, sample order and dropout"""
-    collect_every: Positive | None = 1000
+    collect_every: PositiveInt | None = 1000
     """steps between Python's garbage collections, at once on all processes, because all wait for one; null: automatic"""
     hang_after: Annotated[float, Field(gt=0)] | None = 1800.0
     """timeout of a step (or batch of an evaluation) in seconds, after which the run ends with the stack of each process; four times
     as long for the first step, which may compile; null: none"""
-    power_cap: Positive | None = None
+    power_cap: PositiveInt | None = None
     """required power limit of each GPU in watts, set by the scheduler or `nvidia-smi -pl`; null: any"""
-    profile: tuple[Positive, Positive] | None = None
+    profile: tuple[PositiveInt, PositiveInt] | None = None
     """first and last step of a profiler trace, in report.directory/profile"""
 
     @model_validator(mode="after")
@@ -335,11 +335,11 @@ class TrainConfig(Settings):
 class CheckpointConfig(Settings):
     """Checkpoints, in `report.directory`/checkpoints."""
 
-    every_steps: Positive | None = None
+    every_steps: PositiveInt | None = None
     """steps between checkpoints; null: at the end of every epoch"""
-    keep: Positive = 2
+    keep: PositiveInt = 2
     """number of newest checkpoints to keep"""
-    writers: Positive = 8
+    writers: PositiveInt = 8
     """maximum number of processes of a node that share the writing and reading of replicated data, each with a file of its own"""
     resume: Literal["auto", "never"] = "auto"
     """auto: resume from the newest complete checkpoint in the directory of the run, if there is one"""

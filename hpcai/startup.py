@@ -102,9 +102,9 @@ def end(compiled: float) -> dict[Part, float]:
 def combine_ranks(ranks: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
     """Combine the seconds of each part over the ranks of a job: between two synchronizations those of the slowest rank count."""
     parts: dict[Part, float] = {}
-    for own, following in _INTERVALS.items():
-        last = max(ranks, key=lambda parts: sum(parts.get(part, 0.0) for part in own))
-        parts |= {part: last.get(part, 0.0) for part in (*own, *following)}
+    for independent, waiting in _INTERVALS.items():
+        last = max(ranks, key=lambda parts: sum(parts.get(part, 0.0) for part in independent))
+        parts |= {part: last.get(part, 0.0) for part in (*independent, *waiting)}
     return parts
 
 

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from hpcai.config import Positive
+from hpcai.config import PositiveInt
 from hpcai.models.cosmoflow import CosmoFlowConfig
 from hpcai.settings import Depth, Height, LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
 
@@ -15,9 +15,9 @@ class DataConfig(LoaderConfig):
 
     directory: Path = Path("datasets/cosmoflow")
     """folder with train/ and validation/"""
-    batch: Positive = 64
+    batch: PositiveInt = 64
     """universes per optimizer step, over all processes"""
-    evaluation_batch: Positive = 64
+    evaluation_batch: PositiveInt = 64
     """universes per evaluation batch, over all processes"""
     whiten: bool = False
     """take mean and covariance of the redshifts out of the input, by statistics.json (not in the MLPerf codes)"""

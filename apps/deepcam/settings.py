@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hpcai.config import Natural, Positive
+from hpcai.config import NonNegativeInt, PositiveInt
 from hpcai.models.deepcam import DeepCamConfig
 from hpcai.settings import Height, LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
 
@@ -12,11 +12,11 @@ class DataConfig(LoaderConfig):
 
     directory: Path = Path("datasets/deepcam")
     """folder with train/, validation/ and statistics.json"""
-    batch: Positive = 128
+    batch: PositiveInt = 128
     """maps per optimizer step, over all processes"""
-    evaluation_batch: Positive = 128
+    evaluation_batch: PositiveInt = 128
     """maps per evaluation batch, over all processes"""
-    pictures: Natural = 6
+    pictures: NonNegativeInt = 6
     """validation maps of which the report shows what is in them and what the model sees"""
 
 
@@ -28,7 +28,7 @@ class Config(RunConfig):
     """A DeepCAM run. The defaults are those of MLPerf HPC at a global batch of 128: six to eight epochs to an IoU of 0.82."""
 
     model: DeepCamConfig = DeepCamConfig()
-    batchnorm_group: Positive = 1
+    batchnorm_group: PositiveInt = 1
     """neighbouring copies of the model whose batch norms share their statistics, such as those of one node"""
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()

@@ -24,7 +24,7 @@ from apps.diffusion.data import Fields, rows_of
 from apps.diffusion.latents import Encoded
 from apps.diffusion.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
-from hpcai.config import Positive
+from hpcai.config import PositiveInt
 from hpcai.data.index import write_index
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
@@ -57,9 +57,9 @@ _NODES = PublishedRate(110.5, "H100", f"64 GPUs, 16 images each, {_CONDITIONS}",
 class RandomConfig(Config):
     """A run of a U-Net, and how large random samples are."""
 
-    side: Positive = 64
+    side: PositiveInt = 64
     """places along each dim"""
-    text: Positive = 77
+    text: PositiveInt = 77
     """tokens"""
 
     @model_validator(mode="after")
@@ -72,7 +72,7 @@ class RandomConfig(Config):
 class BenchmarkConfig(RandomConfig):
     """A run of a size that is measured in minutes."""
 
-    side: Positive = 64 if _GPU else 32
+    side: PositiveInt = 64 if _GPU else 32
     model: DiffusionConfig = DiffusionConfig() if _GPU else DiffusionConfig(
         unet=UNetConfig(channels=(64, 128, 256), attention=("cross", "cross", "none"), heads=(1, 2, 4), tokens=256)
     )  # fmt: skip

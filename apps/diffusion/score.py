@@ -25,7 +25,7 @@ from pydantic import model_validator
 from apps.diffusion.mlperf import BENCHMARKS
 from apps.diffusion.settings import AxesConfig, Config
 from hpcai import config, log
-from hpcai.config import Positive, Settings
+from hpcai.config import PositiveInt, Settings
 from hpcai.errors import ConfigError, DataError, HpcaiError
 from hpcai.mllog import judge_checkpoint
 from hpcai.models.diffusion import SamplerConfig
@@ -45,7 +45,7 @@ class ScoreConfig(Settings):
     """whether all checkpoints that the run has kept are judged, in order, in place of what it has left for people"""
     captions: Path | None = None
     """a caption on each line; of .tsv and .csv the column "caption" """
-    count: Positive | None = None
+    count: PositiveInt | None = None
     """the first of them alone; null: all"""
     model: Path | None = None
     """pipeline of diffusers: its folders vae, text_encoder, tokenizer ...; or its parts:"""
@@ -63,7 +63,7 @@ class ScoreConfig(Settings):
     """.npz with mean `mu` and covariance `sigma` of the features of true images"""
     clip: Path | None = None
     """folder of a CLIP as transformers has it"""
-    batch: Positive = 8
+    batch: PositiveInt = 8
     """images that a copy of the model draws together"""
     seed: int = 0
     """of the noise that images begin with"""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Natural, Positive, Rate, Settings
+from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings
 from hpcai.models.diffusion import DiffusionConfig
 from hpcai.settings import (
     Depth,
@@ -26,17 +26,17 @@ class DataConfig(LoaderConfig):
 
     directory: Path = Path("datasets/fields")
     """folder with train/ and validation/"""
-    batch: Positive = 64
+    batch: PositiveInt = 64
     """samples per optimizer step, over all processes"""
-    evaluation_batch: Positive = 64
+    evaluation_batch: PositiveInt = 64
     """samples per evaluation batch, over all processes"""
     evaluation_place: Rate = 0.5
     """where in each eighth of the times validation samples are measured: in its middle, or at its beginning (0, MLPerf's Flux.1)"""
-    epoch: Positive | None = None
+    epoch: PositiveInt | None = None
     """samples between two evaluations; null: as many as there are"""
     turn: bool = True
     """shift each field at random along periodic dims, anew in every epoch; where all dims are periodic and alike also turn it"""
-    drawn: Natural = 16
+    drawn: NonNegativeInt = 16
     """validation samples for whose conditions the trained model draws ensembles"""
     members: Annotated[int, Field(ge=2)] = 16
     """of each ensemble"""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from apps.llm.settings import AxesConfig
-from hpcai.config import Positive, Settings
+from hpcai.config import PositiveInt, Settings
 from hpcai.errors import DataError
 
 
@@ -19,7 +19,7 @@ class AskConfig(Settings):
     """folder of an adapter, as peft or a run leaves it; null: none"""
     tokenizer: Path | None = None
     """tokenizer.json or the folder that holds it; null: the one beside the weights"""
-    batch: Positive = 8
+    batch: PositiveInt = 8
     """texts that go through a copy of the model together"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """of weights and of what is computed; auto: bf16 on a GPU that is fast with it"""

@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from apps.llm.asked import AskConfig, asked, json_lines
 from hpcai import config
-from hpcai.config import Positive
+from hpcai.config import PositiveInt
 from hpcai.errors import ConfigError, DataError
 from hpcai.programs import command_of
 
@@ -27,7 +27,7 @@ class ScoreConfig(AskConfig):
 
     data: Path | None = None
     """folder of rows as `data_prep.text` makes them, whose validation rows count"""
-    rows: Positive | None = None
+    rows: PositiveInt | None = None
     """the first of them, which alone count; null: all"""
     documents: Literal["apart", "joined"] = "apart"
     """apart: a token sees those of its own document; joined: all before it in its row"""

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from hpcai.config import Length, Natural, Positive, Settings
+from hpcai.config import PositiveFloat, NonNegativeInt, PositiveInt, Settings
 from hpcai.models.llm import LLMConfig, LoRAConfig
 from hpcai.settings import Context, LoaderConfig, MeshConfig, Pipeline, ReportConfig, RunConfig, StepConfig, Tensor, TrainConfig
 
@@ -15,16 +15,16 @@ class DataConfig(LoaderConfig):
 
     directory: Path = Path("datasets/llm")
     """folder with train/, validation/, text.json and tokenizer.json"""
-    blend: dict[str, Length] = {}
+    blend: dict[str, PositiveFloat] = {}
     """further folders, of the same tokenizer and with rows as long, each with its weight: how many of its rows are read for one of
     `directory`'s; their validation rows are not read"""
-    batch: Positive = 128
+    batch: PositiveInt = 128
     """rows per optimizer step, over all copies"""
-    evaluation_batch: Positive = 128
+    evaluation_batch: PositiveInt = 128
     """rows per evaluation batch, over all copies"""
-    epoch: Positive | None = None
+    epoch: PositiveInt | None = None
     """rows between two evaluations; null: as many as there are"""
-    validation_rows: Positive | None = None
+    validation_rows: PositiveInt | None = None
     """the first validation rows, which alone are evaluated; null: all"""
     documents: Literal["apart", "joined"] = "apart"
     """apart: a token sees those of its own document; joined: all before it in its row"""
@@ -32,7 +32,7 @@ class DataConfig(LoaderConfig):
     """answers: of chats, and of prompts with answers, the answers alone"""
     judge: Literal["all", "answers"] = "all"
     """which tokens of validation rows count"""
-    pictures: Natural = 512
+    pictures: NonNegativeInt = 512
     """validation rows of which the report compares bits per byte with gzip and xz, and some of which the model continues"""
 
 
@@ -51,7 +51,7 @@ class StagesConfig(Settings):
     """How micro-batches go through the stages of ``mesh.pipeline``."""
 
     schedule: Literal["gpipe", "1f1b", "zero-bubble", "zero-bubble-v"] = "1f1b"
-    per_rank: Positive = 1
+    per_rank: PositiveInt = 1
     """stages of each process"""
 
 

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from hpcai.config import Natural, Positive
+from hpcai.config import NonNegativeInt, PositiveInt
 from hpcai.models.dimenet import DimeNetConfig, ObjectiveConfig
 from hpcai.settings import LoaderConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
 
@@ -17,9 +17,9 @@ class DataConfig(LoaderConfig):
 
     directory: Path = Path("datasets/opencatalyst")
     """folder with train/, validation/ and statistics.json"""
-    batch: Positive = 256
+    batch: PositiveInt = 256
     """frames per optimizer step, over all copies"""
-    evaluation_batch: Positive = 1024
+    evaluation_batch: PositiveInt = 1024
     """frames per evaluation batch, over all copies"""
     balance: Literal["none", "frames", "triplets"] = "triplets"
     """how a batch is dealt to the copies of the model: as it comes; equally many frames, with triplets (pairs of neighbouring
@@ -27,7 +27,7 @@ class DataConfig(LoaderConfig):
     shapes: Literal["exact", "few"] = "exact"
     """few: sizes of batches are rounded up to steps of a tenth, so that there are few of them, which compiled code and CUDA Graphs
     need"""
-    pictures: Natural = 1000
+    pictures: NonNegativeInt = 1000
     """validation frames of which the report compares energies and forces with what the model says"""
 
 

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from hpcai.config import Natural, Positive, Settings
+from hpcai.config import NonNegativeInt, PositiveInt, Settings
 from hpcai.models.openfold import ObjectiveConfig, OpenFoldConfig
 from hpcai.models.openfold.features import FeatureConfig
 from hpcai.settings import Axial, LoaderConfig, MeshConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
@@ -17,9 +17,9 @@ class DataConfig(LoaderConfig):
 
     directory: Path = Path("datasets/openfold")
     """folder with train/, validation/ and, where there are any, templates/"""
-    batch: Positive = 128
+    batch: PositiveInt = 128
     """chains per optimizer step, over all copies"""
-    epoch: Positive | None = None
+    epoch: PositiveInt | None = None
     """chains that are drawn between two evaluations; null: as many as there are"""
     draw: Literal["weighted", "once"] = "weighted"
     """weighted: anew each time, long chains more often and those with many relatives less (clamp(residues, 256, 512) / 512 /
@@ -30,9 +30,9 @@ class DataConfig(LoaderConfig):
     """day of release before which a chain is not evaluated"""
     validation_until: date | None = None
     """day of release after which a chain is not evaluated"""
-    validation_residues: Positive | None = None
+    validation_residues: PositiveInt | None = None
     """residues above which a chain is not evaluated"""
-    pictures: Natural = 4
+    pictures: NonNegativeInt = 4
     """validation chains whose predicted structures are kept as mmCIF, and drawn in the report"""
 
 
@@ -70,7 +70,7 @@ class FoldConfig(Settings):
     out: Path = Path("folds")
     """folder for one structure file for each chain; a chain whose file is there is not folded again"""
     form: Literal["cif", "pdb"] = "cif"
-    recycles: Natural = 3
+    recycles: NonNegativeInt = 3
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     features: FeatureConfig = FeatureConfig.preset("evaluation")

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from hpcai.config import Natural, Positive, Settings, Share, Weight
+from hpcai.config import NonNegativeInt, PositiveInt, Settings, UnitInterval, NonNegativeFloat
 from hpcai.models.unet3d import UNet3DConfig
 from hpcai.settings import (
     CheckpointConfig,
@@ -24,18 +24,18 @@ from hpcai.settings import (
 class AugmentConfig(Settings):
     """How crops are chosen and changed. The defaults are those of the MLPerf reference."""
 
-    foreground: Share = 0.4
+    foreground: UnitInterval = 0.4
     """of the crops hold one of the two largest pieces of some class, if the volume has any; the others lie anywhere"""
-    flip: Share = 1 / 3
+    flip: UnitInterval = 1 / 3
     """of the crops are mirrored, along each dim"""
-    brighter: Share = 0.1
+    brighter: UnitInterval = 0.1
     """of the crops are multiplied by a factor"""
     factor: tuple[float, float] = (1.7, 2.3)
     """least and largest factor: the reference adds 1 to what it draws between 0.7 and 1.3, which is what NVIDIA's code
     multiplies by"""
-    noisy: Share = 0.1
+    noisy: UnitInterval = 0.1
     """of the crops get Gaussian noise"""
-    noise: Weight = 0.1
+    noise: NonNegativeFloat = 0.1
     """largest standard deviation of the noise"""
 
     @model_validator(mode="after")
@@ -50,15 +50,15 @@ class DataConfig(LoaderConfig):
 
     directory: Path = Path("datasets/kits19")
     """folder with train/ and validation/"""
-    batch: Positive = 56
+    batch: PositiveInt = 56
     """crops per optimizer step, over all copies"""
-    repeat: Positive = 1
+    repeat: PositiveInt = 1
     """crops of each volume in an epoch"""
     augment: AugmentConfig = AugmentConfig()
-    window_group: Positive = 1
+    window_group: PositiveInt = 1
     """neighbouring copies that share the windows of a validation volume out: more than 1 where there are more copies than
     volumes"""
-    pictures: Natural = 6
+    pictures: NonNegativeInt = 6
     """validation volumes of which the report shows a slice, what is in it and what the model sees"""
 
 

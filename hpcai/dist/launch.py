@@ -88,22 +88,22 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
     _check_mpi_world(info)
     if torch_dist.is_initialized():
         raise LaunchError("torch.distributed is initialized already; start() creates the process group itself")
-    info, watch = (info, None) if info.world == 1 else _rendezvous(info, device)
+    info, watchdog = (info, None) if info.world == 1 else _rendezvous(info, device)
     assert info.world is not None
-    with watch or nullcontext():
+    with watchdog or nullcontext():
         local_device = device if device is not None else _set_device(info)
         _tune_host(local_device, info)
         if device is None and info.rank == 0 and (missing := explain_missing_gpu(local_device)):
             logger.info("%s", missing)
-        if watch is not None:
+        if watchdog is not None:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # most pairs of hosts need no connection
             backend = "gloo"
             if local_device.type == "cuda":
-                _claim_gpu(local_device, info, watch.store)
+                _claim_gpu(local_device, info, watchdog.store)
                 # Communication kernels start at once, not behind convolutions that fill the GPU.
                 os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
                 backend = "cpu:gloo,cuda:" + ("gloo" if _may_share_gpu() else "nccl")
-            group = torch_dist.PrefixStore("group", watch.store)
+            group = torch_dist.PrefixStore("group", watchdog.store)
             # Without device_id: otherwise NCCL splits further groups off this one, and waits for ranks outside of them.
             torch_dist.init_process_group(backend, store=group, rank=info.rank, world_size=info.world, timeout=_read_timeout())
         mesh = Mesh(sizes, info.world, info.rank, local_device, _read_timeout())

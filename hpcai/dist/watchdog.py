@@ -340,8 +340,8 @@ class _Hub:
         on_all = same == self._world and first.refused
         report_failure(first.text if on_all else first.report + (f"\n{same - 1} other ranks failed alike" if same > 1 else ""))
         text = f"{first.member.name} failed: {first.text}"
-        if early := [member for member in self._members.values() if member.exit_code]:
-            text += f" ({early[0].name} had left with exit code {early[0].exit_code})"
+        if left := [member for member in self._members.values() if member.exit_code]:
+            text += f" ({left[0].name} had left with exit code {left[0].exit_code})"
         for member in sorted(self._members.values(), key=lambda member: -member.rank):  # rank 0, this process, last
             member.send(stop=text, text=first.text, code=first.code, first=first.member.rank, on_all=on_all, dead=first.dead)
         self._done.set()
@@ -356,8 +356,8 @@ def next_step_boundary(ranks: int) -> StepBoundary:
 
     Without ``hpcai.dist.start`` several ranks have no watchdog: a request then raises LaunchError.
     """
-    for watch in _active if ranks > 1 else ():
-        return watch.next_boundary()
+    for watchdog in _active if ranks > 1 else ():
+        return watchdog.next_boundary()
     return StepBoundary(_reject_request, alone=ranks == 1)
 
 
@@ -386,9 +386,9 @@ def query_status(timeout: float) -> dict[int, RankStatus]:
     A rank answers while it waits in a collective. It does not answer within ``timeout`` seconds if its process is stopped, or if
     a long C call holds its interpreter lock.
     """
-    for watch in _active:
-        if watch.hub is not None:
-            return watch.hub.query_status(timeout)
+    for watchdog in _active:
+        if watchdog.hub is not None:
+            return watchdog.hub.query_status(timeout)
     return {}
 
 
@@ -401,8 +401,8 @@ def report_failure(text: str) -> None:
 
 def abort_job(text: str, report: str) -> NoReturn:
     """End all ranks with exit code 1, from any thread, while the main thread is stuck."""
-    for watch in _active:
-        watch.abort_job(text, report)
+    for watchdog in _active:
+        watchdog.abort_job(text, report)
     report_failure(f"error: {report}")
     exit_now(1)
 

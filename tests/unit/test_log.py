@@ -1,4 +1,4 @@
-"""Reports: what every sink writes for the same events, and that no sink ever ends a run."""
+"""Reports: the output of every sink for the same events, and no sink ends a run."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def steps(path: Path, kind: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------------- JSON lines
 
 
-def test_json_lines_come_back_as_they_were_and_are_strict(tmp_path: Path) -> None:
+def test_json_lines_are_strict_and_restored_exactly(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     sink = JsonLines(path)
     sink.write(Event("start", 1.0, {**START, "settings": {"where": Path("a/b"), "decay_at": (4, 6), "clip": math.inf}}))
@@ -53,8 +53,8 @@ def test_json_lines_come_back_as_they_were_and_are_strict(tmp_path: Path) -> Non
     sink.close()
 
 
-def live(path: Path, resumed_from: int | None, last: int) -> None:
-    """One life of a run with epochs of 20 steps, as the loop tells it."""
+def run_job(path: Path, resumed_from: int | None, last: int) -> None:
+    """Emit the events of one job of a run with epochs of 20 steps."""
     sink = JsonLines(path)
     sink.write(Event("start", 0.0, START | {"resumed_from": resumed_from}))
     for step in range((resumed_from or 0) + 1, last + 1):
@@ -69,9 +69,9 @@ def live(path: Path, resumed_from: int | None, last: int) -> None:
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    live(path, None, 70)
-    live(path, 60, 65)
-    live(path, 40, 100)
+    run_job(path, None, 70)
+    run_job(path, 60, 65)
+    run_job(path, 40, 100)
     assert steps(path, "train") == list(range(1, 101))
     assert steps(path, "evaluate") == steps(path, "note") == [20, 40, 60, 80, 100]
     assert steps(path, "epoch") == [0, 20, 40, 60, 80]                         # the one that began at 40 began again
@@ -79,20 +79,20 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_new_run_in_an_old_directory_moves_the_old_lines_aside(tmp_path: Path) -> None:
+def test_a_new_run_in_an_old_directory_renames_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for last in (3, 4, 5):
-        live(path, None, last)
+        run_job(path, None, last)
     assert [steps(tmp_path / name, "train")[-1] for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")] == [3, 4, 5]
 
 
-def test_a_torn_last_line_is_left_out_and_a_damaged_one_named(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_omitted_and_a_damaged_one_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    live(path, None, 5)
+    run_job(path, None, 5)
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
     assert steps(path, "train") == [1, 2, 3, 4]
-    live(path, 4, 6)                                     # goes on behind the torn line, not inside it
+    run_job(path, 4, 6)                                     # goes on behind the torn line, not inside it
     assert steps(path, "train") == [1, 2, 3, 4, 5, 6]
     path.write_bytes(whole.replace(b'{"kind": "train", "time": 2', b'{"kind": "tra', 1))
     with pytest.raises(DataError, match=r"metrics\.jsonl:4: .* is not an event"):
@@ -104,7 +104,7 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_named(tmp_path: Path) ->
         read_metrics(tmp_path / "missing.jsonl")
 
 
-def test_a_full_disk_costs_lines_and_one_warning_but_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_loses_lines_and_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Reports([JsonLines(path)]) as reports:
@@ -194,7 +194,7 @@ def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_wrong_report_settings_are_refused_on_every_rank(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_report_settings_are_an_error_on_every_rank(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"report.directory is not set"):
         log.open_reports(None, ["tensorboard"], rank == 0)
     with pytest.raises(ConfigError, match=r"report.sinks has 'mlperf', but this app has no benchmark of MLPerf"):
@@ -204,7 +204,7 @@ def test_wrong_report_settings_are_refused_on_every_rank(rank: int, tmp_path: Pa
         log.open_reports(tmp_path, ["tensorboard"], rank == 0)
 
 
-def test_tensorboard_has_the_scalars_and_hides_what_a_resume_repeats(tmp_path: Path) -> None:
+def test_tensorboard_has_the_scalars_and_hides_repeated_ones_after_a_resume(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resumed_from, points in ((None, (10, 20, 30)), (20, (30, 40))):
         with log.open_reports(tmp_path, ["tensorboard"], True) as reports:

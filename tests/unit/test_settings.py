@@ -1,4 +1,4 @@
-"""Settings of every app that contradict each other are refused before anything starts, with what to change."""
+"""Inconsistent shared settings are an error, with a suggestion."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from hpcai.settings import LoaderConfig, ScheduleConfig, StepConfig, TrainConfig
 
 
 @pytest.mark.parametrize(
-    "kind, words, text",
+    "kind, kwargs, text",
     [
         (StepConfig, {"precision": "fp64", "moments": "bf16"}, "moments bf16 with precision fp64"),
         (StepConfig, {"capture": "whole", "shard": "weights"}, "capture whole with shard weights is not supported"),
@@ -21,11 +21,11 @@ from hpcai.settings import LoaderConfig, ScheduleConfig, StepConfig, TrainConfig
         (TrainConfig, {"metric": "x", "better": "higher", "hopeless": 0.9, "target": 0.5}, "hopeless 0.9 is better than"),
     ],
 )
-def test_contradictions_are_refused(kind: type[Settings], words: dict[str, Any], text: str) -> None:
+def test_inconsistent_settings_are_an_error(kind: type[Settings], kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
-        kind(**words)
+        kind(**kwargs)
 
 
-def test_samples_that_are_read_to_a_gpu_are_not_sent() -> None:
+def test_samples_read_by_gds_are_not_sent() -> None:
     cases: tuple[dict[str, Any], ...] = {}, {"scatter": True}, {"reader": "gds"}
     assert [LoaderConfig(**kwargs).loader_kwargs()["scatter"] for kwargs in cases] == ["auto", True, False]

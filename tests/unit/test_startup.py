@@ -1,4 +1,4 @@
-"""The time up to the end of the first step, by parts that add up to it."""
+"""Timing of the startup by consecutive parts."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from hpcai import startup
 from hpcai.startup import Part
 
 
-def test_parts_follow_one_another_and_add_up() -> None:
+def test_parts_are_consecutive_and_add_up() -> None:
     began = time.perf_counter()
     with startup.clock(age=2.0):
         startup.begin("network")
@@ -34,7 +34,7 @@ def test_parts_follow_one_another_and_add_up() -> None:
     assert startup.combine_ranks([parts]) == {**dict.fromkeys(startup.combine_ranks([{}]), 0.0), **parts}, "no part is lost"
 
 
-def test_nothing_is_noted_without_a_clock_nor_after_its_end() -> None:
+def test_nothing_is_recorded_without_a_clock_or_after_its_end() -> None:
     startup.begin("network")
     with startup.during("data"):
         assert not startup.is_running()
@@ -43,7 +43,7 @@ def test_nothing_is_noted_without_a_clock_nor_after_its_end() -> None:
     assert not startup.is_running()
 
 
-def test_of_a_job_the_process_counts_for_which_the_others_waited() -> None:
+def test_between_synchronizations_the_slowest_rank_counts() -> None:
     names: list[Part] = ["imports", "processes", "data", "network", "connections", "first batch", "compile", "first step"]
     every = [dict(zip(names, (3, 4, 1, 1, 9, 1, 20, 2), strict=True)), dict(zip(names, (6, 1, 8, 1, 2, 3, 10, 10), strict=True))]
     found = startup.combine_ranks(every)

@@ -1,4 +1,4 @@
-"""Signals of a scheduler from the first line of a run to its last."""
+"""Signals of a scheduler during a run."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ config.run(config.Settings, main)
 
 
 def run(sleeps: tuple[float, float, float], *when: str) -> int:
-    """Exit code of a run that gets SIGTERM each time it says one of ``when``."""
+    """Return the exit code of a run that gets SIGTERM each time it prints one of ``when``."""
     program = [sys.executable, "-c", RUN.replace("SLEEP", repr(sleeps))]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
@@ -57,11 +57,11 @@ def run(sleeps: tuple[float, float, float], *when: str) -> int:
     ],
     ids=["while it starts", "while it trains", "again after the stop", "once training is over", "never"],
 )
-def test_the_exit_code_says_what_the_run_wants(sleeps: tuple[float, float, float], when: list[str], code: int) -> None:
+def test_exit_codes_after_signals(sleeps: tuple[float, float, float], when: list[str], code: int) -> None:
     assert run(sleeps, *when) == code
 
 
-def test_in_a_notebook_signals_do_afterwards_what_they_did() -> None:
+def test_previous_handlers_are_restored_in_a_notebook() -> None:
     before, seen = signal.getsignal(signal.SIGUSR1), []
     with stop.on_signal(seen.append):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -70,21 +70,21 @@ def test_in_a_notebook_signals_do_afterwards_what_they_did() -> None:
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """Ctrl-C does what it does in a terminal, which a worker of pytest-xdist has changed."""
+    """Restore the default handler of Ctrl-C, which a worker of pytest-xdist changes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_an_interrupt_waits_for_what_is_being_written_and_a_second_one_does_not() -> None:
+def test_a_first_interrupt_is_deferred_and_a_second_one_is_not() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), stop.defer_interrupts():
         signal.raise_signal(signal.SIGINT)
-        done.append("whole")
-    assert done == ["whole"]
+        done.append("complete")
+    assert done == ["complete"]
     with pytest.raises(KeyboardInterrupt), stop.defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         done.append("never")
-    assert done == ["whole"]
+    assert done == ["complete"]

@@ -4,19 +4,19 @@ from typing import Self
 
 from pydantic import model_validator
 
-from hpcai.config import Positive, Rate, Settings
+from hpcai.config import PositiveInt, Rate, Settings
 
 
 class CosmoFlowConfig(Settings):
     """The network of MLPerf HPC (v1.0 and later) by default: 8,907,556 parameters."""
 
-    channels: Positive = 4
+    channels: PositiveInt = 4
     """redshifts of a universe"""
-    size: Positive = 128
+    size: PositiveInt = 128
     """edge of the cube, cells"""
-    filters: Positive = 32
+    filters: PositiveInt = 32
     """output channels of the first convolution; doubled by each further one"""
-    blocks: Positive = 5
+    blocks: PositiveInt = 5
     """convolutions, each followed by a pooling with stride 2"""
     dropout: Rate = 0.5
     """rate of dropout after each hidden dense layer"""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Natural, Positive, Settings
+from hpcai.config import NonNegativeInt, PositiveInt, Settings
 
 VARIABLES = (
     "TMQ", "U850", "V850", "UBOT", "VBOT", "QREFHT", "PS", "PSL", "T200", "T500", "PRECT", "TS", "TREFHT", "Z1000", "Z200", "ZBOT",
@@ -23,9 +23,9 @@ class DeepCamConfig(Settings):
     units: tuple[str, ...] = UNITS
     classes: tuple[str, ...] = CLASSES
     """classes of a pixel, in the order of the outputs"""
-    divide: Positive = 1
+    divide: PositiveInt = 1
     """divisor of all widths: 8 gives a small network of the same form"""
-    middle: Natural = 16
+    middle: NonNegativeInt = 16
     """blocks between the entry and the exit flow"""
     skip: Literal["after", "before"] = "after"
     """input of the decoder from the first block: after its ReLU (MLPerf's reference applies ReLU in place) or before it (weights of

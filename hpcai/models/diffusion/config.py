@@ -4,43 +4,43 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Length, Natural, Positive, Rate, Settings, Weight
+from hpcai.config import PositiveFloat, NonNegativeInt, PositiveInt, Rate, Settings, NonNegativeFloat
 
 Recompute = Literal["none", "selective", "layers"]
-Levels = Annotated[tuple[Positive, ...], Field(min_length=1)]
+Levels = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 
 
 class UNetConfig(Settings):
     """A U-Net of residual blocks: Stable Diffusion 2's by default, 865,910,724 parameters (Rombach et al. 2022)."""
 
-    inputs: Positive = 4
+    inputs: PositiveInt = 4
     """channels of a noisy sample, without those of a field that it is conditioned on"""
-    outputs: Positive = 4
+    outputs: PositiveInt = 4
     dims: Literal[2, 3] = 2
     """of space: maps or volumes"""
     channels: Levels = (320, 640, 1280, 1280)
     """of each level, each half as large as the one before"""
-    blocks: Positive = 2
+    blocks: PositiveInt = 2
     """residual blocks of a level on the way down; one more on the way up"""
     attention: tuple[Literal["none", "self", "cross"], ...] = ("cross", "cross", "cross", "none")
     """after each block of a level. self: of all places to each other; cross: that, to tokens, and a feed-forward part"""
     middle: Literal["none", "self", "cross"] = "cross"
     heads: Levels = (5, 10, 20, 20)
     """of the attention of each level; of the middle: as on the lowest level"""
-    tokens: Positive | None = 1024
+    tokens: PositiveInt | None = 1024
     """channels of tokens that it is conditioned on; null: none"""
-    classes: Positive | None = None
-    parameters: Natural = 0
+    classes: PositiveInt | None = None
+    parameters: NonNegativeInt = 0
     """physical parameters that it is conditioned on"""
-    field: Natural = 0
+    field: NonNegativeInt = 0
     """channels of a field that it is conditioned on, such as one of low resolution, beside those of the noisy sample"""
-    patch: Positive = 1
+    patch: PositiveInt = 1
     """places along each dim that are one for the network, which then has their channels beside one another"""
-    groups: Positive = 32
+    groups: PositiveInt = 32
     """of group norms"""
-    attention_groups: Positive | None = None
+    attention_groups: PositiveInt | None = None
     """of group norms before attention; null: as many. MLPerf's Stable Diffusion: groups 16, and these 32"""
-    eps: Length = 1e-5
+    eps: PositiveFloat = 1e-5
     """of group norms in residual blocks"""
     dropout: Rate = 0.0
     periodic: tuple[bool, ...] = ()
@@ -70,17 +70,17 @@ class UNetConfig(Settings):
 class DiTConfig(Settings):
     """A transformer over patches of a sample (Peebles and Xie 2023): DiT-XL/2 by default."""
 
-    inputs: Positive = 4
-    outputs: Positive = 8
+    inputs: PositiveInt = 4
+    outputs: PositiveInt = 8
     """twice the inputs where it also says a variance"""
-    size: Positive = 32
+    size: PositiveInt = 32
     """places along each dim of a sample"""
-    patch: Positive = 2
-    layers: Positive = 28
-    heads: Positive = 16
-    head: Positive = 72
+    patch: PositiveInt = 2
+    layers: PositiveInt = 28
+    heads: PositiveInt = 16
+    head: PositiveInt = 72
     """channels of a head"""
-    classes: Positive = 1000
+    classes: PositiveInt = 1000
     dropout: Rate = 0.0
     """share of samples whose class is left out"""
     zero: bool = True
@@ -106,24 +106,24 @@ class DiTConfig(Settings):
 class FluxConfig(Settings):
     """A transformer over tokens of a text and of an image together: Flux.1 schnell by default, 11,891,178,560 parameters."""
 
-    inputs: Positive = 64
+    inputs: PositiveInt = 64
     """channels of a token of the image: 2 x 2 places of a latent of 16"""
-    double: Natural = 19
+    double: NonNegativeInt = 19
     """layers in which text and image have weights of their own"""
-    single: Natural = 38
+    single: NonNegativeInt = 38
     """and in which they share them"""
-    heads: Positive = 24
-    head: Positive = 128
+    heads: PositiveInt = 24
+    head: PositiveInt = 128
     """channels of a head"""
-    tokens: Positive = 4096
+    tokens: PositiveInt = 4096
     """channels of a token of the text (T5)"""
-    pooled: Positive = 768
+    pooled: PositiveInt = 768
     """channels of the whole text (CLIP)"""
     guidance: bool = False
     """whether it is told how much guidance it stands for (dev)"""
-    turned: tuple[Positive, Positive, Positive] = (16, 56, 56)
+    turned: tuple[PositiveInt, PositiveInt, PositiveInt] = (16, 56, 56)
     """channels of a head that are rotated by which number of a token: its kind, row, column"""
-    theta: Length = 10_000.0
+    theta: PositiveFloat = 10_000.0
     zero: bool = True
     """first weights of modulations and of the last layer are zero"""
     recompute: Recompute = "none"
@@ -147,18 +147,18 @@ class FluxConfig(Settings):
 class VAEConfig(Settings):
     """An autoencoder of images (Kingma and Welling 2014): Stable Diffusion's by default, 83,653,863 parameters."""
 
-    inputs: Positive = 3
-    outputs: Positive = 3
-    latents: Positive = 4
+    inputs: PositiveInt = 3
+    outputs: PositiveInt = 3
+    latents: PositiveInt = 4
     """channels of a latent"""
     channels: Levels = (128, 256, 512, 512)
-    blocks: Positive = 2
-    groups: Positive = 32
+    blocks: PositiveInt = 2
+    groups: PositiveInt = 32
     quantised: bool = True
     """whether a convolution of 1 x 1 stands on both sides of a latent (not in Flux.1's)"""
     attention: bool = True
     """in the middle"""
-    scale: Length = 0.18215
+    scale: PositiveFloat = 0.18215
     shift: float = 0.0
     """what a diffusion model sees is (latent - shift) * scale"""
 
@@ -173,22 +173,22 @@ class ObjectiveConfig(Settings):
     2022 leave for it to say; flow: eps - x0, on a straight way (Liu et al. 2022)"""
     schedule: Literal["linear", "scaled_linear", "cosine"] = "scaled_linear"
     """of epsilon, v and x0: how the noise's variance grows; scaled_linear: linear in its root (Stable Diffusion)"""
-    levels: Positive = 1000
+    levels: PositiveInt = 1000
     """of that schedule"""
-    first: Length = 0.00085
-    last: Length = 0.012
+    first: PositiveFloat = 0.00085
+    last: PositiveFloat = 0.012
     """its first and last step"""
     zero_snr: bool = False
     """whether nothing of the sample is left at its last level (Lin et al. 2024)"""
-    min_snr: Length | None = None
+    min_snr: PositiveFloat | None = None
     """of epsilon, v and x0: the signal-to-noise ratio above which levels count no more (Hang et al. 2023); null: all count alike"""
     times: Literal["uniform", "logit_normal"] = "uniform"
     """of flow: which times are trained"""
     mean: float = 0.0
     """of logit-normal times; of edm's logarithm of sigma, usually -1.2"""
-    deviation: Length = 1.0
+    deviation: PositiveFloat = 1.0
     """the same; of edm usually 1.2"""
-    sigma_data: Length = 0.5
+    sigma_data: PositiveFloat = 0.5
     """of edm: the standard deviation of samples"""
 
     @model_validator(mode="after")
@@ -208,37 +208,37 @@ class SamplerConfig(Settings):
     method: Literal["ddim", "ddpm", "dpm++", "euler", "heun"] = "dpm++"
     """ddim: Song et al. 2020; ddpm: Ho et al. 2020; dpm++: second order, Lu et al. 2022; euler and heun: Karras et al. 2022, and
     along flows"""
-    steps: Positive = 25
+    steps: PositiveInt = 25
     spacing: Literal["leading", "trailing", "linspace", "karras"] = "trailing"
     """which of a schedule's levels are visited; karras: powers of sigma, also between them (edm's only way). Of flow's times:
     trailing: 1 to 1/steps, then shifted, which is what users of Flux.1 get; linspace: the default list of diffusers' schedulers for
     flows, 1 to 1/levels, of which the last is shifted twice"""
-    offset: Natural = 0
+    offset: NonNegativeInt = 0
     """of leading: added to each level; Stable Diffusion: 1"""
     clean: bool = True
     """of ddim and dpm++: whether the last step leaves no noise at all, or as much as the schedule's lowest level has. Stable
     Diffusion with ddim: false"""
-    eta: Weight = 0.0
+    eta: NonNegativeFloat = 0.0
     """of ddim: noise that is added again, 1 as much as by ddpm"""
-    guidance: Weight = 1.0
+    guidance: NonNegativeFloat = 1.0
     """what a condition changes counts so many times (Ho and Salimans 2022)"""
     rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of the guided prediction that has the deviation of the one with the condition (Lin et al. 2024)"""
     batch_guidance: bool = True
     """whether samples with and without the condition are one batch of twice the size; false: one after the other, in less memory"""
-    clip: Length | None = None
+    clip: PositiveFloat | None = None
     """the greatest absolute value of x0 on the way"""
-    low: Length = 0.002
-    high: Length = 80.0
-    rho: Length = 7.0
+    low: PositiveFloat = 0.002
+    high: PositiveFloat = 80.0
+    rho: PositiveFloat = 7.0
     """of edm and karras: the sigmas that are visited (Karras et al. 2022, eq. 5); of a schedule, sigma / alpha, and no others than
     its own: the defaults are the whole of Stable Diffusion's"""
-    churn: Weight = 0.0
+    churn: NonNegativeFloat = 0.0
     """of heun with edm: S_churn; between churn_low and churn_high noise is added, churn_noise times as much"""
-    churn_low: Weight = 0.0
-    churn_high: Length = 1e9
-    churn_noise: Length = 1.0
-    shift: Length = 1.0
+    churn_low: NonNegativeFloat = 0.0
+    churn_high: PositiveFloat = 1e9
+    churn_noise: PositiveFloat = 1.0
+    shift: PositiveFloat = 1.0
     """of flow: how much more steps are made where there is much noise (Esser et al. 2024, eq. 23)"""
 
 
@@ -249,13 +249,13 @@ class FieldsConfig(Settings):
     """of the channels"""
     units: tuple[str, ...]
     mean: tuple[float, ...]
-    deviation: tuple[Length, ...]
+    deviation: tuple[PositiveFloat, ...]
     """a network sees (field - mean) / deviation"""
-    floor: Length | None = None
+    floor: PositiveFloat | None = None
     """where it sees logarithms: what is added to a field before"""
-    factor: Natural = 0
+    factor: NonNegativeInt = 0
     """places of a sample along one of the coarse field; 0: there is none"""
-    box: tuple[Length, ...] = ()
+    box: tuple[PositiveFloat, ...] = ()
     """how long each dim is"""
     periodic: tuple[bool, ...] = ()
     """whether it comes back to its beginning"""
@@ -270,14 +270,14 @@ class FieldsConfig(Settings):
 class LatentsConfig(Settings):
     """What latents are that a network sees in place of images, and the texts that it is conditioned on."""
 
-    scale: Length = 0.18215
+    scale: PositiveFloat = 0.18215
     shift: float = 0.0
     """it sees (latent - shift) * scale"""
     vae: str = ""
     """which autoencoder made them"""
-    tokens: tuple[Positive, Positive] | None = None
+    tokens: tuple[PositiveInt, PositiveInt] | None = None
     """how many tokens a text has, and their channels"""
-    pooled: Positive | None = None
+    pooled: PositiveInt | None = None
     """channels of a whole text"""
     encoders: tuple[str, ...] = ()
     """which networks made texts"""
@@ -295,10 +295,10 @@ class DiffusionConfig(Settings):
     unconditional: Rate = 0.0
     """share of training samples whose condition is left out, for guidance: zeros in place of fields and parameters, no class, and
     the empty text"""
-    residual: Length | None = None
+    residual: PositiveFloat | None = None
     """deviation of samples from the coarse field that they are conditioned on: the network then makes this difference, in units of
     it (Mardani et al. 2025); null: it makes samples"""
-    size: tuple[Positive, ...] = ()
+    size: tuple[PositiveInt, ...] = ()
     """channels and places of a sample that it was trained on; empty: the data say it"""
     fields: FieldsConfig | None = None
     """null: the data say it, or samples have no physical units"""

@@ -4,15 +4,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Length, Natural, Positive, Settings, Weight
+from hpcai.config import PositiveFloat, NonNegativeInt, PositiveInt, Settings, NonNegativeFloat
 
 
 class ObjectiveConfig(Settings):
     """Weights of the terms of the loss. The defaults are those of MLPerf HPC: forces alone."""
 
-    force: Weight = 50.0
+    force: NonNegativeFloat = 50.0
     """weight of the sum of |dF| over the directions of an atom, in units of the network, averaged over free atoms"""
-    energy: Weight = 0.0
+    energy: NonNegativeFloat = 0.0
     """weight of |dE|, averaged over structures; 0: energies are then determined by the forces up to a constant"""
 
     @model_validator(mode="after")
@@ -25,33 +25,33 @@ class ObjectiveConfig(Settings):
 class DimeNetConfig(Settings):
     """The network of MLPerf HPC's OpenCatalyst by default, except for its angles: 1,810,182 parameters."""
 
-    hidden: Positive = 192
+    hidden: PositiveInt = 192
     """channels of a message"""
-    output: Positive = 192
+    output: PositiveInt = 192
     """channels of an atom in an output block"""
-    interaction: Positive = 64
+    interaction: PositiveInt = 64
     """channels of a message in the aggregation over neighbouring edges"""
-    basis: Positive = 8
+    basis: PositiveInt = 8
     """channels of the bottleneck of a basis embedding"""
-    blocks: Positive = 3
+    blocks: PositiveInt = 3
     """interaction blocks"""
-    spherical: Positive = 7
+    spherical: PositiveInt = 7
     """angular functions: orders 0 to spherical - 1"""
-    radial: Positive = 6
+    radial: PositiveInt = 6
     """radial functions of each order"""
-    cutoff: Length = 6.0
+    cutoff: PositiveFloat = 6.0
     """angstrom, the largest distance of neighbours"""
-    most: Positive | None = 50
+    most: PositiveInt | None = 50
     """nearest neighbours that are used; null: all within the cutoff, without which the energy is not smooth"""
-    envelope: Positive = 5
+    envelope: PositiveInt = 5
     """exponent of the polynomial that brings all basis functions smoothly to 0 at the cutoff"""
-    before_skip: Natural = 1
+    before_skip: NonNegativeInt = 1
     """residual layers before the skip connection of a block"""
-    after_skip: Natural = 2
+    after_skip: NonNegativeInt = 2
     """residual layers after the skip connection"""
-    output_layers: Natural = 3
+    output_layers: NonNegativeInt = 3
     """dense layers of an output block"""
-    elements: Positive = 95
+    elements: PositiveInt = 95
     """rows of the embedding: atomic numbers 0 to elements - 1"""
     angles: Literal["conservative", "detached"] = "conservative"
     """detached: forces ignore the change of angles (MLPerf HPC, and both public codes); they are then not the gradient of an energy

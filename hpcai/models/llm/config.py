@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Length, Positive, Rate, Settings, Share, Weight
+from hpcai.config import PositiveFloat, PositiveInt, Rate, Settings, UnitInterval, NonNegativeFloat
 from hpcai.errors import ConfigError
 
 
@@ -13,51 +13,51 @@ class ScalingConfig(Settings):
     """Scaling of rotary frequencies for more positions than in pretraining (Llama 3.1)."""
 
     kind: Literal["llama3", "linear"] = "llama3"
-    factor: Length = 8.0
+    factor: PositiveFloat = 8.0
     """divisor of low frequencies"""
-    low: Length = 1.0
+    low: PositiveFloat = 1.0
     """low frequencies: fewer rotations than this over ``original`` positions"""
-    high: Length = 4.0
+    high: PositiveFloat = 4.0
     """high frequencies, which are unchanged: more rotations than this; interpolated in between"""
-    original: Positive = 8192
+    original: PositiveInt = 8192
     """positions of pretraining"""
 
 
 class RotaryConfig(Settings):
     """Rotary position embedding (Su et al. 2021)."""
 
-    theta: Length = 10_000.0
+    theta: PositiveFloat = 10_000.0
     scaling: ScalingConfig | None = None
 
 
 class LLMConfig(Settings):
     """A decoder; the default is Llama 2 7B with 6,738,415,616 parameters."""
 
-    vocabulary: Positive = 32_000
-    width: Positive = 4096
+    vocabulary: PositiveInt = 32_000
+    width: PositiveInt = 4096
     """hidden size"""
-    layers: Positive = 32
-    heads: Positive = 32
+    layers: PositiveInt = 32
+    heads: PositiveInt = 32
     """query heads"""
-    key_heads: Positive | None = None
+    key_heads: PositiveInt | None = None
     """key and value heads (grouped-query attention); null: as many as query heads"""
-    head: Positive | None = None
+    head: PositiveInt | None = None
     """channels of a head; null: width / heads"""
-    inner: Positive = 11_008
+    inner: PositiveInt = 11_008
     """channels of the feed-forward layer (intermediate size)"""
-    positions: Positive = 4096
+    positions: PositiveInt = 4096
     """maximum length of a text, in tokens"""
     rotary: RotaryConfig | None = RotaryConfig()
     """null: learned position embeddings, as in GPT"""
     norm: Literal["rms", "layer"] = "rms"
-    eps: Length = 1e-5
+    eps: PositiveFloat = 1e-5
     feed: Literal["swiglu", "gelu", "gelu_erf"] = "swiglu"
     """gelu: tanh approximation, as in GPT; gelu_erf: exact GELU, as in some of its successors"""
     bias: bool = False
     """whether linear layers have a bias"""
     tied: bool = False
     """whether the output layer shares the weights of the embedding"""
-    deviation: Length = 0.02
+    deviation: PositiveFloat = 0.02
     """standard deviation of initial weights"""
     dropout: Rate = 0.0
     recompute: Literal["none", "selective", "layers"] = "none"
@@ -113,8 +113,8 @@ class LoRAConfig(Settings):
 
     renamed = {"frozen": "base_dtype"}
 
-    rank: Positive = 16
-    alpha: Length = 32.0
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
     """the scale is alpha / rank"""
     stabilised: bool = False
     """rank-stabilized LoRA: the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
@@ -132,17 +132,17 @@ class LoRAConfig(Settings):
 class SamplingConfig(Settings):
     """Sampling of the next token; rules apply in this order. The default is greedy decoding."""
 
-    most: Positive = 256
+    most: PositiveInt = 256
     """maximum number of new tokens"""
-    repetition: Length = 1.0
+    repetition: PositiveFloat = 1.0
     """repetition penalty of tokens that occurred, also in the prompt (Keskar et al. 2019)"""
-    temperature: Weight = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0: greedy decoding"""
-    top_k: Positive | None = None
+    top_k: PositiveInt | None = None
     """keep the k most probable tokens, and ties with the last of them"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """nucleus sampling: keep the most probable tokens that together have this probability (Holtzman et al. 2020)"""
-    min_p: Share = 0.0
+    min_p: UnitInterval = 0.0
     """keep tokens with at least this fraction of the largest probability"""
 
 

@@ -2,19 +2,19 @@
 
 from typing import Any, Self
 
-from hpcai.config import Natural, Positive, Rate, Settings, Weight
+from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings, NonNegativeFloat
 from hpcai.errors import ConfigError
 
 
 class PairConfig(Settings):
     """Sizes of the pair stack of a block."""
 
-    triangle: Positive = 128
+    triangle: PositiveInt = 128
     """channels of a triangle multiplication"""
-    head: Positive = 32
+    head: PositiveInt = 32
     """channels of a head of triangle attention"""
-    heads: Positive = 4
-    transition: Positive = 4
+    heads: PositiveInt = 4
+    transition: PositiveInt = 4
     """hidden width of the transition over its channels"""
     dropout: Rate = 0.25
 
@@ -22,11 +22,11 @@ class PairConfig(Settings):
 class MsaConfig(Settings):
     """Sizes of the alignment stack of a block."""
 
-    head: Positive = 32
-    heads: Positive = 8
-    outer: Positive = 32
+    head: PositiveInt = 32
+    heads: PositiveInt = 8
+    outer: PositiveInt = 32
     """channels of the outer product's factors"""
-    transition: Positive = 4
+    transition: PositiveInt = 4
     dropout: Rate = 0.15
     """rate after row attention; nothing else has dropout"""
 
@@ -34,19 +34,19 @@ class MsaConfig(Settings):
 class TemplateConfig(Settings):
     """Sizes of the template stack; templates are structures of homologs."""
 
-    channels: Positive = 64
-    blocks: Natural = 2
+    channels: PositiveInt = 64
+    blocks: NonNegativeInt = 2
     pairs: PairConfig = PairConfig(triangle=64, head=16, heads=4, transition=2)
-    head: Positive = 16
+    head: PositiveInt = 16
     """channels of a head of the attention over templates"""
-    heads: Positive = 4
+    heads: PositiveInt = 4
 
 
 class ExtraConfig(Settings):
     """Rows of the alignment beyond the clusters."""
 
-    channels: Positive = 64
-    blocks: Natural = 4
+    channels: PositiveInt = 64
+    blocks: NonNegativeInt = 4
     msa: MsaConfig = MsaConfig(head=8)
     pairs: PairConfig = PairConfig()
 
@@ -54,24 +54,24 @@ class ExtraConfig(Settings):
 class StructureConfig(Settings):
     """Sizes of the structure module, which predicts atoms from pairs."""
 
-    passes: Positive = 8
+    passes: PositiveInt = 8
     """iterations of the module, with shared weights"""
-    head: Positive = 16
+    head: PositiveInt = 16
     """scalar channels of a head of invariant point attention"""
-    heads: Positive = 12
-    query_points: Positive = 4
-    value_points: Positive = 8
-    transition_layers: Positive = 1
-    angle: Positive = 128
+    heads: PositiveInt = 12
+    query_points: PositiveInt = 4
+    value_points: PositiveInt = 8
+    transition_layers: PositiveInt = 1
+    angle: PositiveInt = 128
     """channels of the residual network for torsion angles"""
-    angle_blocks: Natural = 2
+    angle_blocks: NonNegativeInt = 2
     dropout: Rate = 0.1
 
 
 class HeadsConfig(Settings):
     """Sizes of the auxiliary heads."""
 
-    plddt: Positive = 128
+    plddt: PositiveInt = 128
     """hidden channels of the pLDDT head"""
     tm: bool = False
     """whether aligned errors of pairs are predicted, for pTM"""
@@ -80,11 +80,11 @@ class HeadsConfig(Settings):
 class OpenFoldConfig(Settings):
     """The network of MLPerf HPC's OpenFold by default: 93,229,082 parameters."""
 
-    msa: Positive = 256
+    msa: PositiveInt = 256
     """channels of the alignment"""
-    pair: Positive = 128
-    single: Positive = 384
-    blocks: Natural = 48
+    pair: PositiveInt = 128
+    single: PositiveInt = 384
+    blocks: NonNegativeInt = 48
     """Evoformer blocks"""
     rows: MsaConfig = MsaConfig()
     pairs: PairConfig = PairConfig()
@@ -123,18 +123,18 @@ _PRESETS: dict[str, dict[str, Any]] = {
 class ObjectiveConfig(Settings):
     """Weights of the terms of the loss. The defaults are those of initial training, in MLPerf HPC too."""
 
-    fape: Weight = 1.0
+    fape: NonNegativeFloat = 1.0
     """frame-aligned point error: half for backbones in all passes, half for all atoms in the last"""
-    chi: Weight = 1.0
+    chi: NonNegativeFloat = 1.0
     """torsion angles of side chains in all passes, and the norm of their vectors"""
-    distogram: Weight = 0.3
-    masked_msa: Weight = 2.0
-    plddt: Weight = 0.01
-    resolved: Weight = 0.0
+    distogram: NonNegativeFloat = 0.3
+    masked_msa: NonNegativeFloat = 2.0
+    plddt: NonNegativeFloat = 0.01
+    resolved: NonNegativeFloat = 0.0
     """experimentally resolved atoms; 0.01 in fine-tuning"""
-    violation: Weight = 0.0
+    violation: NonNegativeFloat = 0.0
     """bonds, angles and clashes; 1 in fine-tuning"""
-    aligned_error: Weight = 0.0
+    aligned_error: NonNegativeFloat = 0.0
     """0.1 for a network with ``heads.tm``"""
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcai.config import Natural, Positive, Rate, Settings, Share
+from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, check_same_sequence, encode
@@ -31,22 +31,22 @@ class FeatureConfig(Settings):
     """Sizes of crops and alignments. Defaults are MLPerf HPC's; the public OpenFold trains with 128 clusters and 5 deleted blocks.
     """
 
-    crop: Positive | None = 256
+    crop: PositiveInt | None = 256
     """residues of a crop, null for all; shorter chains are padded"""
-    clusters: Positive = 124
+    clusters: PositiveInt = 124
     """rows of the alignment in the main stack, besides those of templates"""
-    extra: Natural = 1024
+    extra: NonNegativeInt = 1024
     """further rows of the alignment"""
-    templates: Natural = 4
+    templates: NonNegativeInt = 4
     """maximum number of templates"""
     torsions: bool = True
     """whether torsion angles of templates are features"""
-    recycles: Natural = 3
+    recycles: NonNegativeInt = 3
     """maximum number of recycles, one less than passes"""
     mask: MaskConfig = MaskConfig()
-    clamped: Share = 0.9
+    clamped: UnitInterval = 0.9
     """fraction of training samples with a clamped backbone error"""
-    deleted_blocks: Natural = 0
+    deleted_blocks: NonNegativeInt = 0
     """blocks of neighbouring rows that are deleted from the alignment in training"""
     deleted_share: Rate = 0.3
     """fraction of all rows in one such block"""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from hpcai.config import Settings, Share
+from hpcai.config import Settings, UnitInterval
 from hpcai.models.openfold.residues import MASKED, UNKNOWN
 
 Array = NDArray[Any]
@@ -23,13 +23,13 @@ _CHUNK = 32  # residues of a chunk: their counts fit the cache of a core, and bo
 class MaskConfig(Settings):
     """BERT-style masking. The remainder after the three replacements is replaced by the mask letter."""
 
-    fraction: Share = 0.15
+    fraction: UnitInterval = 0.15
     """fraction of all letters of the clusters that is masked"""
-    uniform: Share = 0.1
+    uniform: UnitInterval = 0.1
     """fraction replaced by any of the twenty residues"""
-    profile: Share = 0.1
+    profile: UnitInterval = 0.1
     """fraction replaced by a letter drawn from the profile of the column"""
-    same: Share = 0.1
+    same: UnitInterval = 0.1
     """fraction left unchanged"""
 
     @model_validator(mode="after")

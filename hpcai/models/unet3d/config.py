@@ -4,23 +4,23 @@ from typing import Self
 
 from pydantic import model_validator
 
-from hpcai.config import Length, Positive, Rate, Settings
+from hpcai.config import PositiveFloat, PositiveInt, Rate, Settings
 
 
 class UNet3DConfig(Settings):
     """The network of MLPerf Training's KiTS19 benchmark by default: 31,190,243 parameters."""
 
-    channels: Positive = 1
+    channels: PositiveInt = 1
     """channels of the input"""
     classes: tuple[str, ...] = ("background", "kidney", "tumour")
     """classes of a voxel, in the order of the outputs; dice ignores the first one"""
-    filters: tuple[Positive, ...] = (32, 64, 128, 256, 320)
+    filters: tuple[PositiveInt, ...] = (32, 64, 128, 256, 320)
     """width at each resolution, from that of the input on; the bottleneck, at half the last resolution, has the last width"""
-    window: tuple[Positive, Positive, Positive] = (128, 128, 128)
+    window: tuple[PositiveInt, PositiveInt, PositiveInt] = (128, 128, 128)
     """voxels of one forward pass, in training and inference"""
     overlap: Rate = 0.5
     """fraction of a window that overlaps with the next one in inference"""
-    spacing_mm: tuple[Length, Length, Length] = (1.6, 1.2, 1.2)
+    spacing_mm: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (1.6, 1.2, 1.2)
     """voxel sizes of the network's input"""
 
     @property

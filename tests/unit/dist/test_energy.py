@@ -1,4 +1,4 @@
-"""Energy of a node's processors, read from a kernel's files that are not those of this machine."""
+"""Energy of processors, from an artificial sysfs."""
 
 from pathlib import Path
 
@@ -20,45 +20,45 @@ def counter(root: Path, place: str, name: str, value: int) -> Path:
     return folder / "energy_uj"
 
 
-def test_processors_and_their_memory_are_counted_once_and_over_the_end_of_a_counter(tmp_path: Path) -> None:
+def test_processors_and_memory_are_counted_once_and_across_a_wrap_around(tmp_path: Path) -> None:
     first = counter(tmp_path, "intel-rapl:0", "package-0", 1_000_000)
     second = counter(tmp_path, "intel-rapl:1", "package-1", RANGE - 2_000_000)
     memory = counter(tmp_path, "intel-rapl:0:0", "dram", 0)
     for place, name in (("intel-rapl:0:1", "core"), ("intel-rapl:2", "psys"), ("intel-rapl-mmio:0", "package-0")):
         counter(tmp_path, place, name, 0)
-    found = RaplCounters(tmp_path)
+    counters = RaplCounters(tmp_path)
     for file in (tmp_path / FOLDER).glob("*/energy_uj"):
         if file not in (first, second, memory):
             file.write_text("999000000")
-    assert found.joules() == {"cpu": 0.0, "memory": 0.0} and found.unreadable == ""
+    assert counters.joules() == {"cpu": 0.0, "memory": 0.0} and counters.unreadable == ""
     first.write_text("4000000")
-    second.write_text("1000000")  # it began anew
+    second.write_text("1000000")  # wrapped around
     memory.write_text("500000")
-    assert found.joules() == {"cpu": pytest.approx(3.0 + 2.0 + 1.0), "memory": 0.5}
+    assert counters.joules() == {"cpu": pytest.approx(3.0 + 2.0 + 1.0), "memory": 0.5}
     second.write_text("1500000")
-    assert found.joules()["cpu"] == pytest.approx(6.5)
+    assert counters.joules()["cpu"] == pytest.approx(6.5)
 
 
-def test_a_counter_is_looked_at_before_it_begins_anew_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counter_is_polled_before_it_wraps_around_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(energy.time, "monotonic", lambda: now[0])
     file = counter(tmp_path, "intel-rapl:0", "package-0", 0)
-    found = RaplCounters(tmp_path)
+    counters = RaplCounters(tmp_path)
     for second in range(0, 1000, 10):  # 200 kJ in each 100 s
         now[0] = float(second)
         file.write_text(str(second * 2_000_000_000 % RANGE))
-        found.poll()
-    assert found.joules()["cpu"] == pytest.approx(990 * 2000.0)
+        counters.poll()
+    assert counters.joules()["cpu"] == pytest.approx(990 * 2000.0)
 
 
-def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
+def test_an_unreadable_counter_is_omitted_and_named(tmp_path: Path) -> None:
     assert RaplCounters(tmp_path).joules() == {} and RaplCounters(tmp_path).unreadable == "", "a machine without counters"
     counter(tmp_path, "intel-rapl:0", "package-0", 0)
     memory = counter(tmp_path, "intel-rapl:0:0", "dram", 0)
     memory.unlink()
     memory.mkdir()  # root may read everything but this
-    found = RaplCounters(tmp_path)
-    assert found.joules() == {"cpu": 0.0}
-    assert found.unreadable == f"{memory}: Is a directory"
+    counters = RaplCounters(tmp_path)
+    assert counters.joules() == {"cpu": 0.0}
+    assert counters.unreadable == f"{memory}: Is a directory"
     (tmp_path / FOLDER / "intel-rapl:0/energy_uj").unlink()
-    assert found.joules() == {}
+    assert counters.joules() == {}

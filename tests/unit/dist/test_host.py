@@ -1,4 +1,4 @@
-"""What the host does beside the training, on made-up machines: a kernel's map in a folder, a driver that is a module."""
+"""Host work beside the training, with an artificial sysfs and a fake NVML."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def machine(root: Path, *gpus: tuple[str, int]) -> None:
-    """A kernel's map of two NUMA nodes with 16 CPUs each, and the node of each GPU."""
+    """Create a sysfs of two NUMA nodes with 16 CPUs each, and the node of each GPU."""
     files = {f"sys/devices/system/node/node{node}/cpulist": cpus for node, cpus in enumerate(("0-7,16-23", "8-15,24-31"))}
     files |= {f"sys/bus/pci/devices/{address}/numa_node": str(node) for address, node in gpus}
     for path, text in files.items():
@@ -36,7 +36,7 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch, *buses: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen[torch.device(device).index])
 
 
-def test_bind_moves_every_thread_next_to_its_gpu_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bind_moves_every_thread_to_the_numa_node_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: dict[int, set[int]] = {}
     machine(tmp_path, ("0000:07:00.0", 0), ("0000:87:00.0", 1), ("0000:8a:00.0", -1))
     may = set(range(32))
@@ -72,7 +72,7 @@ class Knot:  # only the collector can free it
         Knot.alive -= 1
 
 
-def test_the_collector_rests_for_a_while_and_is_as_before_after_an_error(nothing_frozen: None) -> None:
+def test_gc_is_disabled_in_the_block_and_restored_after_an_error(nothing_frozen: None) -> None:
     before = Knot.alive
     with pytest.raises(KeyError), gc_disabled():
         with gc_disabled():
@@ -85,7 +85,7 @@ def test_the_collector_rests_for_a_while_and_is_as_before_after_an_error(nothing
     gc.disable()
     with gc_disabled():
         pass
-    assert not gc.isenabled(), "who keeps it off keeps it off"
+    assert not gc.isenabled(), "disabled before, disabled after"
     gc.enable()
 
 
@@ -102,7 +102,7 @@ with dist.start({}):
 
 
 @pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="GNU C library")
-def test_pages_of_freed_tensors_are_used_again_unless_malloc_was_set_by_hand() -> None:
+def test_pages_of_freed_tensors_are_reused_unless_malloc_is_configured() -> None:
     def faults(**variables: str) -> list[int]:
         env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
         env |= {"CUDA_VISIBLE_DEVICES": "", **variables}
@@ -123,7 +123,7 @@ def nothing_frozen() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_garbage_is_collected_at_the_steps_asked_for_and_never_between() -> None:
+def test_garbage_is_collected_at_the_given_steps_only() -> None:
     Knot.alive, thresholds = 0, gc.get_threshold()
     with ManualGC(5) as collector:
         assert not gc.isenabled() and gc.get_freeze_count() > 0
@@ -145,7 +145,7 @@ def test_garbage_is_collected_at_the_steps_asked_for_and_never_between() -> None
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_collectors_nest_none_does_nothing_and_zero_is_refused() -> None:
+def test_manual_gc_nests_none_does_nothing_and_zero_is_an_error() -> None:
     with ManualGC(None) as nothing, pytest.raises(ConfigError, match="every 0 steps"):
         nothing.collect_at(0)
         assert gc.isenabled() and gc.get_freeze_count() == 0
@@ -189,7 +189,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, nvml: Nvml | None) -> GpuCounters:
     return GpuCounters(CUDA)
 
 
-def test_the_counters_of_a_gpu_come_in_units_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_of_the_counters_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = gpu(monkeypatch, nvml := Nvml())
     nvml.joules += 42
     known = {"power_w": 300, "power_limit_w": 350, "energy_j": 42, "sm_clock_mhz": 1980, "temperature_c": 61, "throttled": 0}
@@ -197,12 +197,12 @@ def test_the_counters_of_a_gpu_come_in_units_for_people(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("lacks", ["EventReasons", "ThrottleReasons"])
-def test_clocks_are_held_back_by_power_and_heat_only(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+def test_throttled_means_power_or_heat_only(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     for mask, held in ((0x1, 0.0), (0x2, 0.0), (0x4, 1.0), (0x20, 1.0), (0x40, 1.0), (0x81, 1.0)):
         assert gpu(monkeypatch, Nvml("GPU-aaaa-bbbb", lacks, mask=mask)).read()["throttled"] == held
 
 
-def test_energy_is_summed_from_the_power_where_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_is_integrated_from_the_power_without_an_energy_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((0.0, 2.0, 4.0))
     monkeypatch.setattr(host.time, "monotonic", lambda: next(clock))
     counters = gpu(monkeypatch, nvml := Nvml("GPU-aaaa-bbbb", "TotalEnergy"))
@@ -211,7 +211,7 @@ def test_energy_is_summed_from_the_power_where_there_is_no_meter(monkeypatch: py
     assert counters.read()["energy_j"] == 600.0 + 2 * 200.0
 
 
-def test_what_nvml_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_counters_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     slice_of_a_gpu = Nvml("MIG-aaaa-bbbb", "Power", "Energy", "Clock", "Temperature")
     assert gpu(monkeypatch, slice_of_a_gpu).read() == {"memory_gb": 3.0, "memory_used_gb": 7.0}
     for nothing in (None, Nvml("GPU-aaaa-bbbb", "Init"), Nvml("GPU-of-another-job")):
@@ -219,7 +219,7 @@ def test_what_nvml_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     assert GpuCounters(CPU).read() == {}
 
 
-def test_another_limit_than_the_cap_on_power_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_power_limit_other_than_the_cap_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, Nvml())
     for watts in (350.0, None):
         host.check_power_cap(CUDA, watts)
@@ -230,7 +230,7 @@ def test_another_limit_than_the_cap_on_power_is_refused(monkeypatch: pytest.Monk
         host.check_power_cap(CUDA, 300.0)
 
 
-def test_every_line_that_has_a_group_is_summed_over_and_a_lone_process_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_covers_every_group_and_does_nothing_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, created = list[Any](), list[Any]()
 
     def axis(name: str, size: int = 2) -> dist.Axis:
@@ -248,7 +248,7 @@ def test_every_line_that_has_a_group_is_summed_over_and_a_lone_process_does_noth
 
 
 class FakeDimension:
-    """A line that is its own group."""
+    """A dimension that is its own group."""
 
     def __init__(self, created: list[Any]) -> None:
         self.created = created

@@ -34,8 +34,8 @@ BY_HAND = BY_NAME["RANK and WORLD_SIZE set by a script under srun"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_place(case: dict[str, Any]) -> None:
-    assert read_rank_info(case["environ"]) == RankInfo(**case["place"])
+def test_rank_info(case: dict[str, Any]) -> None:
+    assert read_rank_info(case["environ"]) == RankInfo(**case["rank_info"])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_place(case: dict[str, Any]) -> None:
         (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not an integer"),
     ],
 )
-def test_contradictions_are_refused(environ: dict[str, str], says: str) -> None:
+def test_inconsistent_variables_are_an_error(environ: dict[str, str], says: str) -> None:
     with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
         read_rank_info(environ)
 
@@ -77,15 +77,15 @@ def test_device(local_rank: int | None, visible: int, expected: str) -> None:
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = RankInfo("srun", 6, 8, 2, 4)
+    info = RankInfo("srun", 6, 8, 2, 4)
     with pytest.raises(LaunchError, match="local rank 2 finds only 2 visible GPUs; .*srun --gpus-per-node=N --gpu-bind=none"):
-        select_device(here, 2)
+        select_device(info, 2)
     monkeypatch.setenv("HPCAI_SHARE_GPU", "1")
-    assert select_device(here, 2) == torch.device("cuda:0")
+    assert select_device(info, 2) == torch.device("cuda:0")
 
 
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a site shows to each task as GPU 0 may be one and the same."""
+    """GPU 0 of each task may be the same physical GPU."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: type("Properties", (), {"uuid": "GPU-1"}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -115,7 +115,7 @@ def test_host_lists(hosts: str, names: list[str]) -> None:
 
 
 def compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> tuple[str, list[str]]:
-    """A Slurm list of host groups (prefix, width, ranges, suffix), and the names it stands for."""
+    """Return a Slurm list of host groups (prefix, width, ranges, suffix), and its expanded names."""
     texts, names = [], []
     for prefix, width, ranges, suffix in groups:
         texts.append(
@@ -136,7 +136,7 @@ def test_expand_undoes_compress(groups: list[tuple[str, int, list[tuple[int, int
     assert expand_hostlist(text) == names
 
 
-def test_one_process_lets_exceptions_pass(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exceptions_of_a_single_process_propagate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(launch, "read_rank_info", lambda: SINGLE_PROCESS)
     monkeypatch.setattr(launch, "retain_freed_memory", lambda: None)  # this process has other tests, which measure theirs
     with pytest.raises(ValueError, match="mine"), dist.start({"replicate": -1}) as mesh:
@@ -157,13 +157,13 @@ def test_timeout_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         launch._read_timeout()
 
 
-def test_a_program_that_names_its_device_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_device_initializes_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_set_device", lambda info: pytest.fail("looked for a GPU"))
     with launch.start({}, device=torch.device("cpu")) as mesh:
         assert mesh.device.type == "cpu"
 
 
-def test_a_torch_for_gpus_that_finds_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -181,7 +181,7 @@ def test_import_starts_neither_mpi_nor_cuda() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-LIES = [
+INVALID = [
     b"GET / HTTP/1.0\r\n\r\n", b"5\n", b"", b'{"rank": "x"}\n', b'{"rank": 0, "name": "me", "token": "guess"}\n',
     b'{"failed": "a lie", "code": 0, "refused": true}\n', b'{"rank": 0}\n{"left": 0}\n', b"x" * 100_000,
     b'{"token": ["secret"], "rank": 0}\n', b"[" * 4000 + b"\n",
@@ -189,37 +189,37 @@ LIES = [
 ]  # fmt: skip
 
 
-def test_strangers_at_the_hub_do_no_harm() -> None:
-    """Security scanners knock at every open port of a compute node, and others may try to end a job."""
+def test_the_hub_ignores_connections_without_the_token() -> None:
+    """Security scanners connect to every open port of a compute node, and other users may try to end a job."""
     store = torch.distributed.HashStore()
     with Watchdog(0, 1, "127.0.0.1", store, os._exit, "secret"):
-        for words in LIES * 30:
+        for data in INVALID * 30:
             with socket.create_connection(("127.0.0.1", int(store.get("hub")))) as stranger, suppress(OSError):
-                stranger.sendall(words)
+                stranger.sendall(data)
         time.sleep(0.1)
         assert [thread.name for thread in threading.enumerate() if thread.name == "hpcai-hub"], "the hub is still there"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hpcai")]
 
 
-def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_never_has_exit_code_0_and_control_characters_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
     hub = _Hub(3, "secret", "127.0.0.1")
     assert hub._socket.getsockname()[0] == "127.0.0.1"
     threading.Thread(target=hub.serve, daemon=True).start()
     with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as stranger:
         stranger.sendall(b'{"token": "guess", "rank": 1, "name": "me"}\n')
-        assert stranger.recv(1) == b"", "who does not know the token is sent away, and takes no rank's place"
+        assert stranger.recv(1) == b"", "a connection without the token is closed, and blocks no rank"
     ranks = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(3)]
     for rank, line in enumerate(ranks):
         line.sendall(json.dumps({"token": "secret", "rank": rank, "name": f"rank {rank}"}).encode() + b"\n")
     ranks[1].sendall(b'{"failed": "text", "report": "\\u001b[2J\\u001b]0;title\\u0007red", "code": 0, "refused": false}\n')
-    time.sleep(0.1)  # what follows from it on another rank is not told as the cause
+    time.sleep(0.1)  # a consequence on another rank is not reported as the cause
     ranks[0].sendall(b'{"failed": "peer closed", "report": "peer closed", "code": 1, "refused": false}\n')
-    told = json.loads(ranks[2].makefile().readline())
-    assert (told["code"], told["first"], told["stop"]) == (1, 1, "rank 1 failed: text")
+    message = json.loads(ranks[2].makefile().readline())
+    assert (message["code"], message["first"], message["stop"]) == (1, 1, "rank 1 failed: text")
     assert capfd.readouterr().err == "rank 1: ?[2J?]0;title?red\n"
 
 
-def test_a_message_may_come_in_pieces() -> None:
+def test_a_message_may_arrive_in_chunks() -> None:
     near, far = socket.socketpair()
     with near, far:
         found = _read_messages(near)

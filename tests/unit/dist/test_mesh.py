@@ -16,7 +16,7 @@ from hpcai.settings import MeshConfig
 from tests.ranks.launch import on_ranks
 
 
-def test_alone_every_axis_has_size_1() -> None:
+def test_every_axis_of_a_single_process_has_size_1() -> None:
     for mesh in (Mesh({"replicate": -1}), single_process(torch.device("cpu"))):
         assert {name: mesh[name].size for name in AXES if name != "evaluate"} == dict.fromkeys(AXES[:-1], 1)
         assert (mesh.world, mesh.rank, mesh.is_first, mesh["depth"].group, mesh.device) == (1, 0, True, None, torch.device("cpu"))
@@ -33,12 +33,12 @@ def test_alone_every_axis_has_size_1() -> None:
         ({"replicate": -1, "depth": -1}, 4, "only one axis can be -1"),
     ],
 )
-def test_axes_that_do_not_fit(sizes: dict[str, int], world: int, text: str) -> None:
+def test_axes_that_do_not_match_the_processes(sizes: dict[str, int], world: int, text: str) -> None:
     with pytest.raises(MeshError, match=text.replace("(", r"\(")):
         Mesh(sizes, world)
 
 
-def test_an_unknown_axis_and_an_axis_that_a_model_cannot_use() -> None:
+def test_an_unknown_axis_and_an_unsupported_axis_of_a_model() -> None:
     mesh = Mesh({})
     with pytest.raises(MeshError, match="no axis 'dpth'; it has replicate"):
         mesh["dpth"]
@@ -47,12 +47,12 @@ def test_an_unknown_axis_and_an_axis_that_a_model_cannot_use() -> None:
         mesh.check_axes("CosmoFlow", "replicate")
 
 
-def place(mesh: Mesh) -> tuple[int, ...]:
+def coordinates(mesh: Mesh) -> tuple[int, ...]:
     return mesh.rank, mesh["replicate"].rank, mesh["depth"].rank, mesh["replicate"].size, mesh["depth"].size, mesh["tensor"].size
 
 
 def test_the_last_axis_varies_fastest() -> None:
-    assert on_ranks({"replicate": 2, "depth": 2}, place) == [
+    assert on_ranks({"replicate": 2, "depth": 2}, coordinates) == [
         (0, 0, 0, 2, 2, 1),
         (1, 0, 1, 2, 2, 1),
         (2, 1, 0, 2, 2, 1),
@@ -60,7 +60,7 @@ def test_the_last_axis_varies_fastest() -> None:
     ]
 
 
-def test_the_backend_of_a_group_of_several_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_of_a_group_with_several_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert collectives.get_backend(cuda, Axis("alone")) == "none"
     axis = Axis("replicate", 2, 0, SimpleNamespace(group=object()))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def halves(mesh: Mesh) -> list[list[int]]:
     return [torch_dist.get_process_group_ranks(axis.group) if axis.group else [axis.size] for axis in axes]
 
 
-def test_an_axis_splits_into_neighbours_and_those_with_the_same_place() -> None:
+def test_an_axis_splits_into_neighbours_and_ranks_at_the_same_position() -> None:
     found = on_ranks({"replicate": 4, "depth": 1}, halves)
     assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
     assert on_ranks({"replicate": 2, "depth": 2}, halves)[0] == [[1], [0, 2]], "one group: nothing is between"
@@ -99,22 +99,22 @@ def test_an_axis_splits_into_neighbours_and_those_with_the_same_place() -> None:
 
 @pytest.fixture
 def meet() -> Iterator[Callable[[int, int], None]]:
-    """Be one rank of many that are not there."""
+    """Initialize one rank of many with the fake backend."""
     yield lambda world, rank: torch_dist.init_process_group("fake", store=FakeStore(), world_size=world, rank=rank)
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 
 
-def test_of_2048_ranks_each_makes_its_own_groups_alone_when_it_uses_them(meet: Callable[[int, int], None]) -> None:
+def test_each_of_2048_ranks_creates_only_its_own_groups_on_first_use(meet: Callable[[int, int], None]) -> None:
     meet(2048, 1237)
     mesh = Mesh({"replicate": -1} | dict.fromkeys(AXES[1:-1], 2), 2048, 1237)
     groups = torch_dist.distributed_c10d._world.pg_map
     assert len(groups) == 1 and [axis.size for axis in mesh.used] == [32, 2, 2, 2, 2, 2, 2]
     ranks = torch.arange(2048).reshape(32, 2, 2, 2, 2, 2, 2)
     for dim, axis in enumerate(mesh.used):
-        place = [int(where) for where in (ranks == 1237).nonzero()[0]]
-        line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
-        assert torch_dist.get_process_group_ranks(axis.group) == line and axis.rank == place[dim] == line.index(1237)
+        position = [int(i) for i in (ranks == 1237).nonzero()[0]]
+        line = ranks[(*position[:dim], slice(None), *position[dim + 1 :])].tolist()
+        assert torch_dist.get_process_group_ranks(axis.group) == line and axis.rank == position[dim] == line.index(1237)
         assert len(groups) == dim + 2
     assert torch_dist.get_process_group_ranks(mesh.model_parallel.group) == [*range(1216, 1280)] and len(groups) == 9
     assert mesh.peers.group is mesh.job.group is torch_dist.group.WORLD and len(groups) == 9
@@ -125,7 +125,7 @@ def test_of_2048_ranks_each_makes_its_own_groups_alone_when_it_uses_them(meet: C
     assert both is mesh.flatten("depth", "tensor") and len(groups) == 9
 
 
-def test_a_line_first_used_within_another_process_group_is_refused(meet: Callable[[int, int], None]) -> None:
+def test_a_dimension_first_used_within_another_process_group_is_an_error(meet: Callable[[int, int], None]) -> None:
     meet(4, 0)
     old = Mesh({"replicate": 2, "depth": 2}, 4, 0)
     first = old["depth"].group
@@ -138,7 +138,7 @@ def test_a_line_first_used_within_another_process_group_is_refused(meet: Callabl
     assert Mesh({"replicate": 2, "depth": 2}, 4, 0)["depth"].group is not first
 
 
-def test_axes_that_no_device_mesh_can_have(meet: Callable[[int, int], None]) -> None:
+def test_axes_without_a_device_mesh(meet: Callable[[int, int], None]) -> None:
     meet(4, 0)
     mesh = Mesh({"replicate": 2, "depth": 2}, 4, 0)
     both = mesh.peers, mesh.model_parallel
@@ -157,8 +157,8 @@ def test_every_axis_has_settings_of_its_name() -> None:
         assert kind().model_dump() == {name: 1} and kind.model_validate({name: 2}).model_dump() == {name: 2}
 
 
-def test_a_gpu_without_a_number_is_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads begin with the first of the node."""
+def test_a_gpu_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread would use the first GPU of the node."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert Mesh({}, device=torch.device("cuda")).device == torch.device("cuda", 3)
     assert Mesh({}, device=torch.device("cuda", 1)).device == torch.device("cuda", 1)
