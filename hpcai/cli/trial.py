@@ -325,7 +325,7 @@ class Training:
     def _batches(self, split: str, count: int) -> Any:
         cfg, batch = self.cfg, self.samples
         endless = {"sampler": Endless(_EVALUATED * batch, count * batch), "accumulate": cfg.step.accumulate}
-        words: Any = endless if split == "train" else {"shuffle": False, "last": "keep"}
+        words: Any = endless if split == "train" else {"shuffle": False, "last_batch": "keep"}
         return self.held.enter_context(self.app.loader(cfg, self.mesh, split, name=split, **words))
 
 

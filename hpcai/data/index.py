@@ -35,8 +35,7 @@ class _Content(BaseModel):
 
 
 def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry], TableEntry | None]:
-    """Return the contents of an index, its files, and its table. Raises DataError for an invalid index, and for files outside of
-    its folder."""
+    """Return contents, files and table of an index. Raises DataError if it is invalid, or lists files outside of its folder."""
     try:
         text = path.read_bytes()
         content = _Content.model_validate_json(text)
@@ -50,10 +49,8 @@ def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry
 
 
 def write_index(folder: Path, content: Mapping[str, Any], describe_file: DescribeFile | None = None, table: bool = True) -> None:
-    """Replace the index of ``folder`` atomically by ``content`` and the format number.
-
-    If all files are HDF5, their table is written first, by ``describe_file`` or by opening each file, and older tables are deleted
-    last. Without ``table`` the index has none."""
+    """Replace the index of ``folder`` atomically by ``content`` and the format. If all files are HDF5, their table is written
+    first, by ``describe_file`` or by opening each, and older tables are deleted last. Without ``table`` the index has none."""
     index = {key: value for key, value in content.items() if key != "table"}
     if table and (entry := _write_table(folder, index, describe_file)) is not None:
         index["table"] = entry.model_dump()

@@ -1,7 +1,7 @@
 """The data loader: prefetched batches on the device, in an order that does not depend on the number of ranks.
 
 An epoch has positions 0 ... M - 1, which the sampler maps to samples. Each batch has B positions, assigned to the replicas of the
-model. In ``strict`` order batch k has positions kB ... kB + B - 1. In ``ready`` order each replica takes the lowest of its positions
+model. In ``strict`` order batch k has positions kB ... kB + B - 1. In ``ready`` order each replica takes its lowest positions
 whose samples are ready, so that a straggler does not delay the others: it is deferred to a later batch of the same epoch. In both
 orders each position is delivered once per epoch. The state of a run is the number of samples delivered and the list of deferred
 positions, from which any other number of ranks can resume.
@@ -36,8 +36,7 @@ class Source(Protocol):
     """A map-style dataset. ``sample`` is called from several threads, or in several processes.
 
     Optional members: ``collate(samples) -> batch`` of CPU tensors, instead of stacking; ``identity``, a string that is equal for
-    equal datasets; ``replicated``, True if all ranks of a model replica prepare the same sample, and no rank only its shard of it;
-    ``close()``.
+    equal datasets; ``replicated``, True if all ranks of a model replica prepare the same sample, none a shard of it; ``close()``.
     """
 
     def __len__(self) -> int: ...
@@ -139,7 +138,7 @@ class Loader:
                 "stop, or data.once to true if the source is replicated"
             )
         if self._scatters:
-            logger.info("%s: each sample is prepared by one of %d ranks of a model replica, and scattered to the others", name, mesh.copy.size)
+            logger.info("%s: each sample is prepared on one of %d ranks and scattered to the others", name, mesh.copy.size)
         rest = samples % batch
         if rest and self.last_batch == "drop":
             logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
@@ -193,8 +192,7 @@ class Loader:
     def epoch(self, epoch: int, first: int = 0, deferred: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
         """Iterate over the batches of ``epoch``, after ``first`` delivered samples and with the positions ``deferred`` left.
 
-        Empty local batches (of a small last batch) are left out. With ``more``, samples of the next epoch are prefetched at the end
-        of this one.
+        Empty local batches (of a small last batch) are left out. ``more``: Prefetch the next epoch at the end of this one.
         """
         active = self._activate(_EpochPlan(self, epoch, first, tuple(deferred)))
         self._plan = active.plan
@@ -214,16 +212,14 @@ class Loader:
             active.close()
 
     def deferred(self) -> list[int]:
-        """Return the deferred positions: those below the highest delivered one, of any replica, that were not delivered. A
-        collective call."""
+        """Return the undelivered positions below the highest delivered one of any replica. A collective call."""
         if self.order == "strict" or self._plan is None:
             return []
         highest = max(gather_objects(self._plan.highest, self.replicas))
         return sorted(p for part in gather_objects(self._plan.undelivered_below(highest), self.replicas) for p in part)
 
     def news(self) -> list[str]:
-        """Return messages about samples skipped on any rank since the last call: each sample is named once, each skip counted. A
-        collective call."""
+        """Return messages about samples skipped on any rank since the last call, one per sample, and counts. A collective call."""
         if self._on_bad_sample == "stop":
             return []
         new, self._reported = self.skipped[self._reported :], len(self.skipped)

@@ -90,9 +90,7 @@ class Blend(_Contiguous):
     """A mixture of S concatenated datasets: shuffled passes over each, in proportion to ``weights``, ``samples`` per epoch.
 
     Rounding errors do not accumulate: after any number of epochs the count of each dataset differs from its share by at most one
-    sample. Raises DataError if an epoch has no sample of one of the datasets.
-
-    Shape: counts [S], weights [S]
+    sample. Raises DataError if an epoch has no sample of one of the datasets.   counts and weights [S]
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], samples: int, seed: int = 0) -> None:

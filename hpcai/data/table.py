@@ -57,9 +57,8 @@ def head_checksum(start: bytes | np.ndarray) -> int:
 
 
 def describe(path: Path, rows: int) -> dict[str, Any]:
-    """Return the table entries of a file, as JSON values, without external, virtual and non-numeric datasets.
-
-    Raises DataError for a file that is missing or damaged."""
+    """Return the table entries of a file, as JSON values, without external, virtual and non-numeric datasets. Raises DataError for
+    a file that is missing or damaged."""
     try:
         return _describe_file(path, rows)
     except HpcaiError:

@@ -350,7 +350,7 @@ class _Training:
         """For a failure: where the run stands, and what this process read for ``step``, counted from 1 (the one under way)."""
         step = step or self.progress.step + 1
         epoch, first = self._begun_at(step - 1)
-        if hasattr(self.data, "taken"):
+        if hasattr(self.data, "batch_samples"):
             samples: Any = [{"index": index, "text": text} for index, text in self.data.batch_samples(epoch, first)]
         else:
             samples = [{"index": first // self.data.batch_size, "text": self.data.describe(epoch, first)}]

@@ -172,7 +172,7 @@ class _H5py(Dataset[Any]):
 @contextmanager
 def _by_ours(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
     rows = Rows(folder, {"values": (dtype, shape)}, reader="direct")
-    words: Any = {"workers": threads, "last": "keep", "prefetch": 64 * MIB}
+    words: Any = {"workers": threads, "last_batch": "keep", "prefetch": 64 * MIB}
     with Loader(Samples(rows, len(rows)), 1, dist.alone(), name="bench", **words) as loader:
         yield loader.epoch(0)
     rows.close()

@@ -135,7 +135,7 @@ def test_operators_get_the_sample_and_random_numbers_that_fit_its_place() -> Non
                 drawn = random_numbers(5, 1, 10 * number + row)
                 places.add((drawn[:4] * [4, 4, 4, 2]).astype(int).tobytes())
                 assert np.array_equal(batch["volume"][row], moved_by_numpy(data.sample(index, 1)["volume"], drawn))
-    assert len(places) > 50 and len({random_numbers(*where).tobytes() for where in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
+    assert len(places) > 50 and len({random_numbers(*at).tobytes() for at in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
 
 
 def test_all_that_is_made_for_a_gpu_ends_there() -> None:

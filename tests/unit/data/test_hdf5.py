@@ -51,7 +51,7 @@ def test_rows_of_all_files_in_order(tmp_path: Path, indexed: bool) -> None:
         (lambda p: write(p, counts=np.zeros((2, 4, 4, 4, 2))), "u0.h5: dataset 'counts' is float64, expected int16; make it so"),
         (lambda p: write(p, target=None), "u0.h5: no dataset 'target'; it has counts"),
         (lambda p: write(p, target=np.zeros((3, 3), np.float32)), "different numbers of rows"),
-        (lambda p: p.write_bytes(p.read_bytes()[:100]), "u0.h5: not a whole HDF5 file"),
+        (lambda p: p.write_bytes(p.read_bytes()[:100]), "u0.h5: not a complete HDF5 file"),
         (lambda p: p.unlink(), "holds no .*h5 file; make it so"),
     ],
 )

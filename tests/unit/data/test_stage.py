@@ -158,7 +158,7 @@ def test_long_name(source: Path, target: Path) -> None:
 
 
 def test_small_files_go_everywhere_and_data_to_shards(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MIN_DATA_BYTES", 30)  # the indexes are longer, as those of many files are, and so is the table of one
+    monkeypatch.setattr(plan, "MIN_DATA_BYTES", 30)  # the indexes are longer, as those of many files, and so is a table
     (source / "train/index-0123abcd.safetensors").write_bytes(bytes(99))
     found = {file.name: file.shard for file in plan.scan(source, 2)}
     assert {name for name, shard in found.items() if shard is None} == {
@@ -313,7 +313,7 @@ def test_room_is_looked_for_first(source: Path, target: Path, monkeypatch: pytes
     refused(
         source,
         target,
-        rf"target: {int(free * 1.05):,} bytes are needed on here \({free:,} to copy, 5% in .* {free:,} are free; make room",
+        rf"target: {int(free * 1.05):,} bytes are needed on here \({free:,} to copy, 5% reserve.* {free:,} are free; free space",
         node="here",
     )
     monkeypatch.setattr(job, "RESERVE", 0.0)
@@ -380,7 +380,7 @@ def test_flipped_bit(source: Path, target: Path) -> None:
     good = path.read_bytes()
     path.write_bytes(good[:20000] + bytes([good[20000] ^ 4]) + good[20001:])
     found, listed = hashlib.sha256(path.read_bytes()).hexdigest(), hashlib.sha256(good).hexdigest()
-    with pytest.raises(DataError, match=f"train/b.h5: what came to .* has SHA-256 {found}, index.json says {listed}; compare"):
+    with pytest.raises(DataError, match=f"train/b.h5: the copy on .* has SHA-256 {found}, index.json has {listed}; compare"):
         run(source, target)
     left_in_order(source, target, "train/b.h5")
     path.write_bytes(good)
@@ -445,7 +445,7 @@ def test_full_disk(source: Path, target: Path, how: str, monkeypatch: pytest.Mon
     call = {"write": "pwrite", "allocate": "posix_fallocate", "flush": "fsync"}[how]
     plain: Any = getattr(os, call)
     monkeypatch.setattr(os, call, fails)
-    text = r"\.(npy|h5): cannot be written on mynode: No space left on device \(ENOSPC\); make room on this node"
+    text = r"\.(npy|h5): cannot be written on mynode: No space left on device \(ENOSPC\); free space on this node"
     with pytest.raises(DataError, match=text) as caught:
         run(source, target, node="mynode")
     monkeypatch.undo()

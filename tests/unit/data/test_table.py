@@ -228,7 +228,7 @@ def rewrite(path: Path) -> None:
 @pytest.mark.parametrize(("spoil", "text"), [
     (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json"),
     (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json"),
-    (rewrite, r"u0.h5: its first bytes are not those of which the table .* was made .*hpcai data check .* --index.*; copy it"),
+    (rewrite, r"u0.h5: its first bytes differ from those in the table .*hpcai data check .* --index.*; copy it"),
     (lambda path: path.unlink(), "u0.h5: .*no such file"),
 ])  # fmt: skip
 def test_files_that_changed_are_found_when_they_are_read(

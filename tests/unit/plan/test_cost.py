@@ -28,7 +28,7 @@ def test_messages_hide_behind_what_runs_meanwhile() -> None:
 
 
 def test_messages_of_a_group_follow_one_another_and_those_of_others_do_not() -> None:
-    one, two, other = Communication("broadcast", 4, RANKS, 1), Communication("broadcast", 4, RANKS, 2), Communication("broadcast", 4, (0, 1), 3)
+    one, two, other = (Communication("broadcast", 4, ranks, n) for n, ranks in ((1, RANKS), (2, RANKS), (3, (0, 1))))
     assert estimate_cost([one, two, Wait(1), Wait(2)], ROUND).seconds == 4.0
     assert estimate_cost([one, other, Wait(1), Wait(3)], ROUND).seconds == 2.0
 
