@@ -60,18 +60,18 @@ def random_numbers(seed: int, epoch: int, position: int) -> np.ndarray:
 
 
 def _array(field: Field, sample: Any) -> np.ndarray:
-    where = f"field '{field.name}'"
+    label = f"field '{field.name}'"
     if not isinstance(sample, Mapping) or field.name not in sample:
         has = ", ".join(map(str, sample)) or "nothing" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-        raise DataError(f"{where}: is not in the sample, which has {has}; sample() returns a dict with an array for each field")
+        raise DataError(f"{label}: is not in the sample, which has {has}; sample() returns a dict with an array for each field")
     value = sample[field.name]
     if isinstance(value, Tensor):
         value = value.numpy()
     x = np.frombuffer(value, np.uint8) if isinstance(value, bytes | bytearray | memoryview) else np.asarray(value)
     if x.dtype.name not in _TYPES or not x.dtype.isnative:
-        raise DataError(f"{where}: values of {x.dtype.str}, expected {', '.join(_TYPES)} in this machine's byte order: use .astype")
+        raise DataError(f"{label}: values of {x.dtype.str}, expected {', '.join(_TYPES)} in this machine's byte order: use .astype")
     if field.layout and x.ndim != len(field.layout):
-        raise DataError(f"{where}: an array of shape {x.shape}, but layout {field.layout!r} has {len(field.layout)} dims")
+        raise DataError(f"{label}: an array of shape {x.shape}, but layout {field.layout!r} has {len(field.layout)} dims")
     return np.asarray(x, order="C")
 
 
@@ -178,9 +178,9 @@ class _Pipeline:
             names = ", ".join(f"{task.index} ({self._describe(task.index)})" for task in tasks[:8])
             if isinstance(problem, DataError):  # from checks of this module
                 raise DataError(f"{self._name}, batch of samples {names}: {problem}") from problem
-            where = f", in or after the batch of samples {names}" if names else ""  # DALI runs ahead
+            context = f", in or after the batch of samples {names}" if names else ""  # DALI runs ahead
             traceback.clear_frames(problem.__traceback__)  # they reference DALI's threads
-            raise DataError(f"{self._name}{where}: DALI stops: {_dali_message(problem)}") from problem
+            raise DataError(f"{self._name}{context}: DALI stops: {_dali_message(problem)}") from problem
 
     def close(self) -> None:
         """Stop the threads of DALI, then release its input arrays."""

@@ -122,8 +122,8 @@ class GdsReader:
             memory = memory[-memory.data_ptr() % ALIGN :]
             if self._stream is not None:
                 self._stream.synchronize()  # copies from this memory by an earlier read
-            self._read(path, [(memory[at : at + last - first], first) for at, first, last in reads], file, bounds)
-        return [memory[at + start - first : at + end - first] for (at, first, _), (start, end) in zip(reads, bounds)]
+            self._read(path, [(memory[base : base + last - first], first) for base, first, last in reads], file, bounds)
+        return [memory[base + start - first : base + end - first] for (base, first, _), (start, end) in zip(reads, bounds)]
 
     def _read(self, path: Path, parts: Sequence[tuple[Tensor, int]], file: _File, bounds: Sequence[tuple[int, int]]) -> None:
         futures, failure = [], None

@@ -154,9 +154,9 @@ class Rows:
         """Return the shape of a row of a field of variable shape, from the index, its table, or otherwise the file."""
         path, _ = self.locate(index)
         number, expected = self._numbers[path], self.fields[name][1]
-        told = self.metadata["files"][number].get("shape") if self.metadata.get("files") else None
-        if told is not None and None in expected and len(told) == len(expected):
-            return tuple(int(n) for n in told)
+        listed = self.metadata["files"][number].get("shape") if self.metadata.get("files") else None
+        if listed is not None and None in expected and len(listed) == len(expected):
+            return tuple(int(n) for n in listed)
         if name in self._table_fields and self._table_fields[name].storage[number] != ABSENT:
             return self._table_fields[name].shape(number)[1:]
         return tuple(self._file_info(path).layouts[name].shape[1:])
@@ -217,22 +217,22 @@ class Rows:
     def _local_path(self, path: Path) -> Path:
         return self.local.get(path, path)
 
-    def _check_size(self, path: Path, found: int | str) -> None:
+    def _check_size(self, path: Path, size_or_reason: int | str) -> None:
         """Raise DataError if the size of a file differs from the index, or if ``found`` is the reason why it has none."""
         number = self._numbers[path]
-        if not self.metadata.get("files") or found == (size := int(self.catalog.sizes[number])):
+        if not self.metadata.get("files") or size_or_reason == (size := int(self.catalog.sizes[number])):
             return
-        problem = found if isinstance(found, str) else f"has {found:,} bytes (truncated or rewritten?)"
+        problem = size_or_reason if isinstance(size_or_reason, str) else f"has {size_or_reason:,} bytes (truncated or rewritten?)"
         rows = int(self._ends[number] - (self._ends[number - 1] if number else 0))
         raise DataError(f"{path}: {problem}, {INDEX} says {size:,} bytes and {rows} rows{self.remedy}")
 
     def _open(self, path: Path) -> h5py.File:
         try:
-            found: int | str = os.stat(self._local_path(path)).st_size
+            size_or_reason: int | str = os.stat(self._local_path(path)).st_size
         except OSError as problem:
             is_gone = isinstance(problem, FileNotFoundError)
-            found = "is missing (moved or deleted since the start?)" if is_gone else str(problem.strerror)
-        self._check_size(path, found)
+            size_or_reason = "is missing (moved or deleted since the start?)" if is_gone else str(problem.strerror)
+        self._check_size(path, size_or_reason)
         try:
             file = h5py.File(self._local_path(path), "r")
         except Exception as problem:
@@ -296,14 +296,14 @@ class Rows:
         """Raise DataError if size or first bytes of a file differ from those in the table."""
         size = int(self.catalog.sizes[self._numbers[path]])
         try:
-            found: int | str = self.reader.size(self._local_path(path))
+            size_or_reason: int | str = self.reader.size(self._local_path(path))
         except DataError as problem:
-            found = str(problem).removeprefix(f"{path}: ")
-        self._check_size(path, found)
+            size_or_reason = str(problem).removeprefix(f"{path}: ")
+        self._check_size(path, size_or_reason)
         if head_checksum(self.reader.fetch(self._local_path(path), 0, min(size, HEAD_BYTES))) != head:
-            what = "its first bytes differ from those in the table beside it (rewritten since?)"
+            text = "its first bytes differ from those in the table beside it (rewritten since?)"
             advice = f"check it with: hpcai data check {self.folder}, and again with --index if it is right"
-            raise DataError(f"{path}: {what}; {advice}{self.remedy}")
+            raise DataError(f"{path}: {text}; {advice}{self.remedy}")
 
     def _check_table(self) -> None:
         """Raise DataError, with the first file, if dtype, shape or number of rows in the table differ from those expected."""

@@ -43,8 +43,8 @@ def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry
         raise DataError(f"{path}: cannot be read ({problem.strerror}){remedy}") from problem
     except ValidationError as problem:
         first = problem.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path}: cannot be read as an index of files ({where or 'JSON'}: {first['msg']}){remedy}") from problem
+        key = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path}: cannot be read as an index of files ({key or 'JSON'}: {first['msg']}){remedy}") from problem
     return json.loads(text), content.files, content.table
 
 
@@ -68,7 +68,7 @@ def _write_table(folder: Path, content: Mapping[str, Any], describe_file: Descri
     if not files or not all(file.name.endswith(".h5") for file in files):
         return None
     descriptions = ((describe_file or describe)(folder / file.name, file.rows) for file in files)
-    raw = build_table(files, [one if one and one["bytes"] == file.bytes else None for one, file in zip(descriptions, files)])
+    raw = build_table(files, [d if d and d["bytes"] == file.bytes else None for d, file in zip(descriptions, files)])
     digest = hashlib.sha256(raw).hexdigest()
     name = TABLE.format(digest[:8])
     replace_file(folder / name, raw)

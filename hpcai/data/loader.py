@@ -139,11 +139,11 @@ class Loader:
             )
         if self._scatters:
             logger.info("%s: each sample is prepared on one of %d ranks and scattered to the others", name, mesh.copy.size)
-        rest = samples % batch
-        if rest and self.last_batch == "drop":
-            logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
-        if rest and self.last_batch == "pad":
-            logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - rest)
+        extra = samples % batch
+        if extra and self.last_batch == "drop":
+            logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, extra)
+        if extra and self.last_batch == "pad":
+            logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - extra)
 
     # ---- properties of an epoch
 

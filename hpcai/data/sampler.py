@@ -29,10 +29,10 @@ def split_range(count: int, rank: int, size: int) -> np.ndarray:
 
 
 def _nonnegative(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
-    row = np.asarray(values, np.float64)
-    if row.ndim != 1 or not np.isfinite(row).all() or (row < 0).any():
+    array = np.asarray(values, np.float64)
+    if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
         raise DataError(f"{name} must be one-dimensional, finite and not negative")
-    return row
+    return array
 
 
 def _generator(*seed: int) -> np.random.Generator:
@@ -82,8 +82,8 @@ class Endless(_Contiguous):
 def _shuffled_passes(count: int, first: int, end: int, *seed: int) -> np.ndarray:
     """Return elements ``first`` to ``end`` of an infinite sequence of shuffled passes over ``count`` samples."""
     passes = range(first // count, -(-end // count))
-    row = np.concatenate([_generator(*seed, number).permutation(count) for number in passes])
-    return row[first - passes.start * count :][: end - first]
+    sequence = np.concatenate([_generator(*seed, number).permutation(count) for number in passes])
+    return sequence[first - passes.start * count :][: end - first]
 
 
 class Blend(_Contiguous):
@@ -101,9 +101,9 @@ class Blend(_Contiguous):
             raise DataError(f"an epoch of {samples} samples has none of the set of weight {parts.min():g}; take longer epochs")
 
     def order(self, epoch: int) -> np.ndarray:
-        first, end = (np.diff(np.floor(at * self.samples * self._ends + 0.5), prepend=0).astype(int) for at in (epoch, epoch + 1))
-        begins = np.cumsum([0, *self.counts])
-        rows = [begins[s] + _shuffled_passes(n, int(first[s]), int(end[s]), self.seed, s) for s, n in enumerate(self.counts)]
+        first, end = (np.diff(np.floor(e * self.samples * self._ends + 0.5), prepend=0).astype(int) for e in (epoch, epoch + 1))
+        offsets = np.cumsum([0, *self.counts])
+        rows = [offsets[s] + _shuffled_passes(n, int(first[s]), int(end[s]), self.seed, s) for s, n in enumerate(self.counts)]
         return _generator(self.seed, len(self.counts), epoch).permutation(np.concatenate(rows))
 
 
@@ -128,9 +128,9 @@ class Weighted(_Contiguous):
 def _occurrences(drawn: np.ndarray) -> np.ndarray:
     """Return how often each element occurs before its position.   [M] -> [M]"""
     order = np.argsort(drawn, kind="stable")
-    row = drawn[order]
+    sorted_ = drawn[order]
     counts = np.empty(len(drawn), int)
-    counts[order] = np.arange(len(drawn)) - np.searchsorted(row, row)
+    counts[order] = np.arange(len(drawn)) - np.searchsorted(sorted_, sorted_)
     return counts
 
 

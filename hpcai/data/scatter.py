@@ -108,4 +108,4 @@ def _unpack(content: np.ndarray, header_size: int) -> Any:
     """Return the sample. Its arrays are views of ``content``."""
     stream, lengths = pickle.loads(content[:header_size].data)  # noqa: S301  (from our own process)
     offsets = buffer_offsets([header_size, *lengths])[1:]
-    return pickle.loads(stream, buffers=[content[at : at + n] for at, n in zip(offsets, lengths)])  # noqa: S301
+    return pickle.loads(stream, buffers=[content[start : start + n] for start, n in zip(offsets, lengths)])  # noqa: S301

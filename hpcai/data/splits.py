@@ -71,12 +71,12 @@ class Zip:
         return "; ".join(part.identity for part in self.parts)
 
     def sample(self, index: int, epoch: int) -> Any:
-        part, own = self._locate(index)
-        return part.sample(own, epoch)
+        part, local = self._locate(index)
+        return part.sample(local, epoch)
 
     def describe(self, index: int) -> str:
-        part, own = self._locate(index)
-        return part.describe(own)
+        part, local = self._locate(index)
+        return part.describe(local)
 
     def close(self) -> None:
         for part in self.parts:

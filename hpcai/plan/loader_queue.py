@@ -31,21 +31,21 @@ def simulate_waits(
     epoch = epoch or max(steps, 1)
     # Sample `slot` of batch `number` is prepared by rank (number + slot) % ranks, as in hpcai.data.scatter.
     source = (np.arange(steps * batch) // batch % epoch + np.arange(steps * batch) % batch) % ranks
-    own_samples = [np.flatnonzero(source == m) for m in range(ranks)]
-    copies = [[_PreparingRank(row[some].tolist(), workers, capacity, order == "strict") for some in own_samples] for row in rows]
-    counts = np.stack([(source == m).reshape(steps, batch).sum(1) for m in range(ranks)], 1)  # [steps, makers]
+    indices = [np.flatnonzero(source == m) for m in range(ranks)]
+    replicas = [[_Rank(row[samples].tolist(), workers, capacity, order == "strict") for samples in indices] for row in rows]
+    counts = np.stack([(source == m).reshape(steps, batch).sum(1) for m in range(ranks)], 1)  # [steps, ranks]
     ends = counts.cumsum(0)[np.minimum((np.arange(steps) // epoch + 1) * epoch, steps) - 1]
-    waits, requested, begun = np.empty(steps), 0.0, [0.0] * len(copies)
+    waits, requested, begun = np.empty(steps), 0.0, [0.0] * len(replicas)
     for k, (each, last) in enumerate(zip(counts.tolist(), ends.tolist())):
-        for c, every in enumerate(copies):
-            taken = (one.take(begun[c], count, end) for one, count, end in zip(every, each, last) if count)
-            begun[c] = max(requested, *taken)
+        for c, replica in enumerate(replicas):
+            times = (rank.take(begun[c], count, end) for rank, count, end in zip(replica, each, last) if count)
+            begun[c] = max(requested, *times)
         waits[k] = max(begun) - requested
         requested = max(begun) + step
     return waits
 
 
-class _PreparingRank:
+class _Rank:
     """A rank that prepares its samples 0, 1, ... in order: the end of each running sample, and the ready samples."""
 
     def __init__(self, seconds: Sequence[float], workers: int, capacity: int, strict: bool) -> None:

@@ -46,7 +46,7 @@ class Machine:
     """seconds that the host needs to launch a kernel outside of a CUDA graph"""
 
     def communication_time(self, name: str, size: int, ranks: Sequence[int]) -> tuple[float, float]:
-        """Return the seconds of a collective with ``size`` bytes from each of ``ranks``, and the bytes that each sends: the bounds of
+        """Return seconds of a communication of ``size`` bytes (see ``Communication``), and bytes sent by each rank: the bounds of
         Thakur et al. ("Optimization of collective communication operations in MPICH", 2005). Each doubling of the nodes adds the
         latency once. A ring crosses from node to node once, on the links of all GPUs of a node together."""
         n, nodes = len(ranks), len({rank // self.gpus_per_node for rank in ranks})
@@ -58,15 +58,15 @@ class Machine:
 
 
 def _gpu(
-    name: str, float8: float | None, tera: float, wide: float, bandwidth: float, room: float, node: int, inside: float,
-    outside: float,
+    name: str, float8: float | None, bf16: float, tf32: float, bandwidth: float, capacity: float, per_node: int, intra_node: float,
+    inter_node: float,
 ) -> Machine:  # fmt: skip
     """Return a machine from data sheets: dense TFLOP/s in FP8, bfloat16 and TF32, memory (GB/s), memory (GB), links of a GPU
     (GB/s)."""
-    sheet = {1: float8, 2: tera, 4: wide, 8: 60}
+    sheet = {1: float8, 2: bf16, 4: tf32, 8: 60}
     return Machine(
-        name, {width: _COMPUTE * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY * bandwidth * 1e9, room * 1e9,
-        node, Link(15e-6, _LINK * inside * 1e9), Link(20e-6, _LINK * outside * 1e9), host_launch=8e-6,
+        name, {width: _COMPUTE * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY * bandwidth * 1e9, capacity * 1e9,
+        per_node, Link(15e-6, _LINK * intra_node * 1e9), Link(20e-6, _LINK * inter_node * 1e9), host_launch=8e-6,
     )  # fmt: skip
 
 

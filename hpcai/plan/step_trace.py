@@ -89,7 +89,7 @@ class Kernel(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """The start of a communication among ``ranks``. ``bytes``: of the input of a rank (all-reduce: the full tensor)."""
+    """The start of a communication among ``ranks``. ``bytes``: of a rank's tensor (all-gather, reduce-scatter: its shard)."""
 
     name: str
     bytes: int
@@ -120,7 +120,7 @@ class Trace:
     @property
     def repeated(self) -> list[Event]:
         """The events of each further micro-batch."""
-        return [event for place, event in enumerate(self.events) if place not in self.once_per_step]
+        return [event for index, event in enumerate(self.events) if index not in self.once_per_step]
 
 
 class StepTracer(TorchDispatchMode):
@@ -280,19 +280,19 @@ class _Group(torch_dist.ProcessGroup):
     def broadcast(self, tensors: Any, *_: Any) -> _Work:
         return self._record("broadcast", tensors)
 
-    def allgather(self, wholes: Any, tensors: Any, *_: Any) -> _Work:
-        for place in wholes[0]:
-            place.copy_(tensors[0])
-        return self._record("all-gather", tensors)
+    def allgather(self, outputs: Any, inputs: Any, *_: Any) -> _Work:
+        for output in outputs[0]:
+            output.copy_(inputs[0])
+        return self._record("all-gather", inputs)
 
-    def all_gather_single(self, whole: Tensor, own: Tensor, *_: Any) -> _Work:
-        return self._record("all-gather", [own])
+    def all_gather_single(self, output: Tensor, input: Tensor, *_: Any) -> _Work:
+        return self._record("all-gather", [input])
 
-    def reduce_scatter_single(self, own: Tensor, whole: Tensor, *_: Any) -> _Work:
-        return self._record("reduce-scatter", [own])
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, *_: Any) -> _Work:
+        return self._record("reduce-scatter", [output])
 
-    def all_to_all_single(self, whole: Tensor, own: Tensor, *_: Any) -> _Work:
-        return self._record("all-to-all", [own])
+    def all_to_all_single(self, output: Tensor, input: Tensor, *_: Any) -> _Work:
+        return self._record("all-to-all", [input])
 
     _allgather_base: Any = all_gather_single  # their names before torch 2.13
     _reduce_scatter_base: Any = reduce_scatter_single
@@ -363,8 +363,8 @@ def _record_triton(tracer: StepTracer) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     def get_launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
-        def launch(*args: Any, **words: Any) -> None:
-            tensors = [x for x in (*args, *words.values()) if isinstance(x, Tensor)]
+        def launch(*args: Any, **kwargs: Any) -> None:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             tracer.add_kernel(kernel.fn.__name__, sum(map(_bytes, tensors)))
 
         return launch

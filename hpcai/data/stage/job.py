@@ -104,9 +104,9 @@ class _Job:
         failed = [(rank, node, text) for rank, (_, node, text) in enumerate(results) if text is not None]
         if failed:
             rank, node, text = failed[0]
-            where = f"rank {rank} on {node}: " if len(results) > 1 else ""
+            prefix = f"rank {rank} on {node}: " if len(results) > 1 else ""
             more = f" ({len(failed)} of {len(results)} ranks failed)" if len(failed) > 1 else ""
-            raise DataError(f"{where}{text}{more}") from cause
+            raise DataError(f"{prefix}{text}{more}") from cause
         return [value for value, _, _ in results]
 
     def plan(self) -> None:

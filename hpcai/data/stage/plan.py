@@ -90,7 +90,7 @@ def staged_paths(target: str | Path, source: str | Path, check: bool = True) -> 
     record = read_record(target, source.resolve())
     if record is None:
         raise DataError(f"{target / RECORD}: not there; run hpcai data stage {source} {target} on this node, or read {source}")
-    names = [name for name, about in record.files.items() if not check or _matches(target / name, *about)]
+    names = [name for name, stat_ in record.files.items() if not check or _matches(target / name, *stat_)]
     if len(names) < len(record.files):
         logger.warning("%s: %d of %d staged files are gone or changed", target, len(record.files) - len(names), len(record.files))
     return {source / name: target / name for name in names}
@@ -126,30 +126,30 @@ def scan(source: Path, shards: int) -> list[SourceFile]:
     Data files are assigned to shards round robin, by folder and descending size: numbers of files differ by at most one in each
     folder and in total, and bytes in each folder by at most its largest file.
     """
-    found = dict(_walk(source))
+    status = dict(_walk(source))
     indexed: dict[str, tuple[int, str | None]] = {}
-    for name in [name for name in found if PurePosixPath(name).name == INDEX]:
+    for name in [name for name in status if PurePosixPath(name).name == INDEX]:
         indexed |= _indexed_files(source, name)
     bad = [
-        f"{source / name}: " + (f"has {found[name].st_size:,} bytes (truncated or rewritten?)" if name in found else "is missing")
+        f"{source / name}: " + (f"has {status[name].st_size:,} bytes (truncated or rewritten?)" if name in status else "is missing")
         + f", {INDEX} says {size:,} bytes"
-        for name, (size, _) in indexed.items() if name not in found or found[name].st_size != size
+        for name, (size, _) in indexed.items() if name not in status or status[name].st_size != size
     ]  # fmt: skip
     if bad:
         more = f" (and {len(bad) - 1} more files)" if len(bad) > 1 else ""
         raise DataError(f"{bad[0]}{more}; restore the file or prepare the data set anew; nothing was copied")
-    if not found:
+    if not status:
         raise DataError(f"{source}: holds no file to copy; name the folder of a data set")
 
     def is_data(name: str) -> bool:
-        about = name.endswith(".json") or PurePosixPath(name).match(TABLE.format("*"))
-        return name in indexed or name.endswith(DATA_SUFFIXES) or (found[name].st_size >= MIN_DATA_BYTES and not about)
+        is_metadata = name.endswith(".json") or PurePosixPath(name).match(TABLE.format("*"))
+        return name in indexed or name.endswith(DATA_SUFFIXES) or (status[name].st_size >= MIN_DATA_BYTES and not is_metadata)
 
-    data = sorted(filter(is_data, found), key=lambda name: (PurePosixPath(name).parent, -found[name].st_size, name))
+    data = sorted(filter(is_data, status), key=lambda name: (PurePosixPath(name).parent, -status[name].st_size, name))
     shard = {name: number % shards for number, name in enumerate(data)}
     return [
-        SourceFile(name, about.st_size, about.st_mtime_ns, indexed.get(name, (0, None))[1], shard.get(name))
-        for name, about in sorted(found.items())
+        SourceFile(name, stat_.st_size, stat_.st_mtime_ns, indexed.get(name, (0, None))[1], shard.get(name))
+        for name, stat_ in sorted(status.items())
     ]
 
 

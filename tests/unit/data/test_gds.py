@@ -277,7 +277,7 @@ def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO)
     for double.compatible in (True, True, False, False):
         GdsReader(CPU, kvikio=double)
-    assert [("compatibility mode" in text, "is there" in text) for text in caplog.messages] == [(True, False), (False, True)]
+    assert [("compatibility mode" in text, "is available" in text) for text in caplog.messages] == [(True, False), (False, True)]
 
 
 def test_without_kvikio_or_a_driver_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

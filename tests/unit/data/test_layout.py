@@ -56,7 +56,7 @@ def test_wrong_boxes_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((3, 4)))
     layout = npy_layout(tmp_path / "x.npy")
     with Reader() as reader:
-        wrong = {(3,): "index 3 of dim 0, which has 3", (0, 0, 0): "2 dims, 3 are"}
+        wrong = {(3,): "index 3 of dim 0, which has 3", (0, 0, 0): "2 dims, but 3 indices are given"}
         for where, text in [*wrong.items(), ((slice(0, 3, 2),), "step of 2")]:
             with pytest.raises(DataError, match=text):
                 layout.read(reader, *where)
