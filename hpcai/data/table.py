@@ -116,7 +116,7 @@ def build_table(files: Sequence[Entry], descriptions: Sequence[Mapping[str, Any]
         "head": np.array([d["head"] if d else -1 for d in descriptions], np.int64),
     }
     for name in sorted({name for fields in datasets for name in fields}):
-        arrays |= {f"{name}:{part}": array for part, array in _build_arrays([fields.get(name) or {} for fields in datasets]).items()}
+        arrays |= {f"{name}:{part}": array for part, array in _build_arrays([f.get(name) or {} for f in datasets]).items()}
     return save(arrays)
 
 

@@ -60,7 +60,7 @@ def test_each_rank_passes_each_micro_batch_through_its_stages_once(schedule: Any
     assert 3 * 4 * per_rank <= took <= 3 * (4 * per_rank + 2)
 
 
-def test_a_stage_holds_the_micro_batches_that_are_under_way() -> None:
+def test_a_stage_stores_the_micro_batches_in_flight() -> None:
     bytes = {0: (12.0, 5.0, 10.0, 3.0)}
     first, second = ([one for one in each if one[1] == 0] for each in (order("1f1b", 2, 6)[0], order("gpipe", 2, 6)[0]))
     assert peak_memory(first, bytes) == 2 * 10 + 5 + 3 and peak_memory(second, bytes) == 6 * 10 + 5
@@ -98,38 +98,38 @@ def test_layers_of_stages_are_planned_from_few_as_from_all(lean: str) -> None:
 
 def attended(ranks: int, rank: int, again: bool = True) -> tuple[float, list[Communication]]:
     """Products of attention to 64 tokens by one of ``ranks``, forward and backward, and its messages."""
-    with traced_job(ranks, rank=rank) as paper:
+    with traced_job(ranks, rank=rank) as tracer:
         attend = CausalContext(Mesh({"context": ranks}, ranks, rank)["context"], again)
-        with paper.fake_tensors(), paper.record() as record:
+        with tracer.fake_tensors(), tracer.record() as trace:
             q, k, v = (torch.empty(1, heads, 64 // ranks, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
             attend(q, k, v).sum().backward()
-    runs = [event for event in record.events if isinstance(event, Kernel) and event.flops]
+    runs = [event for event in trace.events if isinstance(event, Kernel) and event.flops]
     assert {run.element_bytes for run in runs} == {2}  # the sums of exponentials beside them are wider
-    return sum(run.flops for run in runs), [event for event in record.events if isinstance(event, Communication)]
+    return sum(run.flops for run in runs), [event for event in trace.events if isinstance(event, Communication)]
 
 
-def test_attention_over_context_multiplies_as_much_in_all_as_on_one_process() -> None:
+def test_context_parallel_attention_has_the_flop_of_one_rank_in_total() -> None:
     whole = attended(1, 0)[0]
     assert whole == (2 + 5) * 2 * 4 * 64 * 64 * 16 / 2
     for ranks in (2, 4):
         assert [attended(ranks, rank)[0] for rank in range(ranks)] == [whole / ranks] * ranks
 
 
-def test_attention_over_context_keeps_its_queries_and_its_own_keys() -> None:
+def test_context_parallel_attention_saves_local_queries_and_keys() -> None:
     def kept(again: bool) -> int:
-        with traced_job(4) as paper, paper.fake_tensors():
+        with traced_job(4) as tracer, tracer.fake_tensors():
             attend = CausalContext(Mesh({"context": 4}, 4)["context"], again)
             q, k, v = (torch.empty(1, heads, 16, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
-            before = paper.bytes
+            before = tracer.bytes
             out = attend(q * 2, k * 2, v * 2)
-            return paper.bytes - before - out.nbytes
+            return tracer.bytes - before - out.nbytes
 
     own, whole = 2 * 2 * 2 * 16 * 16, 2 * 2 * 2 * 64 * 16
     queries = outs = 2 * 4 * 16 * 16
     assert (kept(True), kept(False)) == (queries + own + outs + 4 * 4 * 16, queries + own + outs + 4 * 4 * 16 + whole)
 
 
-def test_messages_of_attention_over_context_are_counted() -> None:
+def test_communication_of_context_parallel_attention_is_recorded() -> None:
     keys = 2 * 2 * 2 * 16 * 16  # bytes of keys and values, 16 tokens of 2 heads
     for again, names in ((True, ["all-gather"] * 2 + ["reduce-scatter"]), (False, ["all-gather", "reduce-scatter"])):
         found = attended(4, 1, again)[1]
