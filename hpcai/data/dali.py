@@ -236,8 +236,7 @@ class DaliLoader(Loader):
 
     Sizes that differ within a batch, a crop larger than its sample, dtypes unknown to DALI, and errors of DALI raise DataError with
     field and index. There is no ``on_bad_sample`` (a bad sample stops the run) and no ``ready`` order (``deferred()`` is empty).
-    The source must check that values are finite.
-    Raises MissingExtraError without DALI.
+    The source must check that values are finite. Raises MissingExtraError without DALI.
     """
 
     def __init__(

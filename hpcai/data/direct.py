@@ -64,9 +64,8 @@ class _Lease:
 class MemoryPool:
     """A pool of page-aligned memory blocks. A block is reused after the last array that views it is freed.
 
-    Args:
-        max_unused: Unused bytes that are kept, or three of the largest blocks if these are more.
-        pin: A GPU. Blocks are pinned, so that copies to it are asynchronous and need no staging buffer.
+    ``max_unused`` bytes are kept for reuse, or three of the largest blocks if these are more. ``pin``: a GPU, for which blocks are
+    pinned, so that copies to it are asynchronous and need no staging buffer.
     """
 
     def __init__(self, max_unused: int = 1 << 30, pin: "torch.device | None" = None) -> None:

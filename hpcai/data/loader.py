@@ -59,9 +59,8 @@ class Skipped:
 
 
 class Loader:
-    """Loads batches of ``source`` for one rank of the mesh. All ranks of a model replica construct it together.
-
-    The ranks of a model replica (all axes but ``replicate``) get the same samples in the same order.
+    """Loads batches of ``source`` for one rank of the mesh. The ranks of a model replica (all axes but ``replicate``) construct it
+    together, and get the same samples in the same order.
 
     Args:
         batch: Samples of a batch over all replicas, so that the same settings train alike on any number of ranks.
@@ -70,8 +69,7 @@ class Loader:
         workers: Threads, or with ``processes`` worker processes, that prefetch samples, up to ``prefetch`` bytes.
         on_bad_sample: ``stop`` raises; ``skip`` delivers the next good sample of the order, and lists it in ``skipped``. With
             ``last_batch="keep"`` a bad sample always raises: a metric must cover all samples.
-        batch_transform: ``batch_transform(batch, step)`` is applied to each batch on the device; ``step`` counts batches over all
-            epochs, from 0.
+        batch_transform: ``batch_transform(batch, step)`` is applied to batches on the device; ``step`` counts over all epochs.
         once: Prepare each sample on one rank of a replica and scatter it to the others; ``auto``: if the source is ``replicated``.
 
     Raises DataError if the batch size is no multiple of replicas and micro-batches.

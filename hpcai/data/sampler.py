@@ -202,12 +202,9 @@ class LargestFirst:
 class Balanced:
     """Load balancing: the samples of a batch are assigned to replicas so that sums of ``costs`` [N] are as even as possible.
 
-    Samples go by descending cost to the replica with the least load (longest processing time first, Graham 1969).
-
-    Args:
-        window: If above 1, sort the samples of so many batches by cost before they are split into batches (bucketing), and
-            shuffle the batches.
-        equal: All replicas take equally many samples, so that shapes are constant. Otherwise only costs count.
+    Samples go by descending cost to the replica with the least load (longest processing time first, Graham 1969). ``window`` > 1:
+    sort the samples of so many batches by cost before they are split into batches (bucketing), and shuffle the batches. ``equal``:
+    all replicas take equally many samples, so that shapes are constant; otherwise only costs count.
     """
 
     def __init__(

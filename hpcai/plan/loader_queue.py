@@ -11,17 +11,14 @@ def simulate_waits(
     preparation: np.ndarray, step: float, workers: int, capacity: int, order: Literal["strict", "ready"], *, batch: int = 1,
     epoch: int | None = None, ranks: int = 1,
 ) -> np.ndarray:  # fmt: skip
-    """Return the seconds that each step waits for its samples.
+    """Return the seconds that each step of ``step`` seconds waits for its samples, which take ``preparation`` seconds each.
 
     A batch is requested when the previous one is delivered. It is ready in strict order if all its samples are, and in ready order
     if any ``batch`` samples of the epoch are, the lowest first. A step starts when all replicas have their samples.
 
     Args:
-        preparation: Seconds to prepare each sample, in order.
-        step: Seconds of a step.
         workers: Each starts the next sample when it is idle and fewer than ``capacity`` samples are running or ready.
-        epoch: Batches of an epoch, None for all. Samples are delivered in their epoch, also in ready order, and those of the next
-            epoch are prefetched.
+        epoch: Batches of an epoch, None for all. Samples are delivered within their epoch, and those of the next are prefetched.
         ranks: Ranks of a model replica that prepare its samples in turn (``data.once``), each with its own workers.
 
     Shape: preparation [N] or [replicas, N] -> [N / batch]
@@ -86,7 +83,7 @@ class _Rank:
             self.next, self.idle, self.capacity = self.next + 1, self.idle - 1, self.capacity - 1
 
 
-def queue_capacity(workers: int, part: int, prefetch: float, sample: float) -> int:
+def max_samples(workers: int, part: int, prefetch: float, sample: float) -> int:
     """Return the samples of ``sample`` bytes that a rank holds or prepares within ``prefetch`` bytes, at least two local batches of
     ``part`` samples and one for each worker."""
     return max(2 * part + workers, int(prefetch // sample))

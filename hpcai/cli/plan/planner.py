@@ -21,7 +21,7 @@ from hpcai.nn.deferred import deferred
 from hpcai.parallel.replicate import FEW
 from hpcai.parallel.stages import evenly
 from hpcai.plan import machines
-from hpcai.plan.loader_queue import queue_capacity, simulate_waits
+from hpcai.plan.loader_queue import max_samples, simulate_waits
 from hpcai.plan.machines import Machine
 from hpcai.plan.step_trace import Event, StepTracer, Trace, Communication, traced_job
 from hpcai.plan.cost import Cost, estimate_cost
@@ -255,7 +255,7 @@ class Planner:
             return 0.0
         seconds = prepare(np.random.default_rng(0), (copies, (_WARM + _STEPS) * each))
         return float(
-            simulate_waits(seconds, step, workers, queue_capacity(workers, each, 0, 1), "ready", batch=each, ranks=ways)[_WARM:].mean()
+            simulate_waits(seconds, step, workers, max_samples(workers, each, 0, 1), "ready", batch=each, ranks=ways)[_WARM:].mean()
         )
 
     def jobs(self, gpus: int, ways: Sequence[int], on: Machine, evaluating: int = 0) -> list[Job]:

@@ -14,10 +14,8 @@ from hpcai.dist.mesh import Mesh
 
 
 class Exchange:
-    """Broadcasts within a ring, and sums over the job. The base class is for a single rank. One thread makes all calls.
-
-    Construction and ``close`` are collective.   ``rings``: the ranks of every ring, equal on all ranks
-    """
+    """Broadcasts within a ring, and sums over the job. The base class is for a single rank. One thread makes all calls;
+    construction and ``close`` are collective.   ``rings``: the ranks of every ring, equal on all ranks"""
 
     name = "none"
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpcai.data import Loader
 from hpcai.dist.launch import alone
-from hpcai.plan.loader_queue import heavy_tail, queue_capacity, simulate_waits
+from hpcai.plan.loader_queue import heavy_tail, max_samples, simulate_waits
 from tests.numbers import Numbers
 
 LATE = np.array([1.0, 1, 5, 1, 1, 1])
@@ -53,7 +53,7 @@ def test_the_simulated_capacity_is_that_of_the_loader(order: Any) -> None:
             return np.zeros(100)
 
     for prefetch, expected in ((800, 7), (8000, 10), (9599, 11)):
-        assert queue_capacity(3, 2, prefetch, 800) == expected
+        assert max_samples(3, 2, prefetch, 800) == expected
         begun.clear()
         with Loader(Noted(60), 2, alone(), name="t", workers=3, prefetch=prefetch, order=order) as loader:
             batches = loader.epoch(0)
