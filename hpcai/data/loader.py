@@ -69,7 +69,7 @@ class Loader:
         workers: Threads, or with ``processes`` worker processes, that prefetch samples, up to ``prefetch`` bytes.
         on_bad_sample: ``stop`` raises; ``skip`` delivers the next good sample of the order, and lists it in ``skipped``. With
             ``last_batch="keep"`` a bad sample always raises: a metric must cover all samples.
-        batch_transform: ``batch_transform(batch, step)`` is applied to batches on the device; ``step`` counts over all epochs.
+        batch_transform: Applied to ``(batch, step)``, with the batch on the device; ``step`` counts over all epochs, from 0.
         once: Prepare each sample on one rank of a replica and scatter it to the others; ``auto``: if the source is ``replicated``.
 
     Raises DataError if the batch size is no multiple of replicas and micro-batches.
