@@ -117,19 +117,19 @@ class Loader:
             self._worker_processes = [Worker(source, name, number, memory) for number in range(workers)]
 
     def _validate(self, batch: int, accumulate: int, mesh: Mesh) -> None:
-        name, copies, samples = self.name, self.replicas.size, self.sampler.samples
-        divisor = copies * accumulate
+        name, replicas, samples = self.name, self.replicas.size, self.sampler.samples
+        divisor = replicas * accumulate
         if self.last_batch != "keep" and batch % divisor:
             raise DataError(
-                f"{name}: a batch of {batch} samples does not divide by {copies} copies x {accumulate} micro-batches; "
+                f"{name}: a batch of {batch} samples does not divide by {replicas} replicas x {accumulate} micro-batches; "
                 f"give a multiple of {divisor}"
             )
         if not len(self.source) or not samples:
             raise DataError(f"{name}: there is no sample; make some data first")
         if self.last_batch == "drop" and samples < batch:
             raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
-        if samples < copies and not isinstance(self.sampler, LargestFirst):
-            raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
+        if samples < replicas and not isinstance(self.sampler, LargestFirst):
+            raise DataError(f"{name}: {samples} samples for {replicas} replicas; make more data or start fewer ranks")
         if self._on_bad_sample == "skip" and mesh.copy.size > 1 and not self._scatters:
             raise DataError(
                 f"{name}: on_bad_sample=skip, but each of {mesh.copy.size} ranks of a model replica prepares the sample; set it to "

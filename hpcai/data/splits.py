@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 class Samples:
     """A split as a source of samples: the fields of a row by name, or their ``transform`` by a subclass. Its ``selection`` may
-    depend on the rank within a model replica, unless a subclass sets ``replicated``. ``count``: first rows."""
+    depend on the rank within a model replica, unless a subclass sets ``replicated``. ``count``: use the first rows only."""
 
     replicated = False
 

@@ -120,11 +120,11 @@ def test_batches_keep_their_content_when_memory_is_reused(order: str) -> None:
 @pytest.mark.parametrize(
     "count, batch, size, words, text",
     [
-        (100, 6, 4, {}, "a batch of 6 samples does not divide by 4 copies x 1 micro-batches; give a multiple of 4"),
-        (100, 6, 1, {"accumulate": 4}, "1 copies x 4 micro-batches"),
+        (100, 6, 4, {}, "a batch of 6 samples does not divide by 4 replicas x 1 micro-batches; give a multiple of 4"),
+        (100, 6, 1, {"accumulate": 4}, "1 replicas x 4 micro-batches"),
         (5, 8, 1, {}, "5 samples are fewer than one batch of 8"),
-        (3, 8, 4, {"last_batch": "keep"}, "3 samples for 4 processes"),
-        (3, 8, 4, {"last_batch": "pad"}, "3 samples for 4 processes"),
+        (3, 8, 4, {"last_batch": "keep"}, "3 samples for 4 replicas"),
+        (3, 8, 4, {"last_batch": "pad"}, "3 samples for 4 replicas"),
         (0, 8, 1, {"last_batch": "keep"}, "there is no sample"),
     ],
 )
