@@ -74,7 +74,7 @@ def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConf
     part = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= sharded_sampler(train, cfg.data, batch, seed)
-    turn, held = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last": "keep"}
+    turn, held = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last_batch": "keep"}
     with open_loaders(
         mesh,
         lambda: batches(Universes(train, turn, part), batch, cfg, mesh, **words),

@@ -27,7 +27,7 @@ def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamCon
     batch, seed = cfg.data.batch, cfg.train.seed
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= sharded_sampler(train, cfg.data, batch, seed)
-    held: dict[str, Any] = {"shuffle": False, "last": "keep"}
+    held: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
     copies, cut = mesh["replicate"].size, spatial_cut(mesh)
     part = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, part)

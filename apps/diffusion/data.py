@@ -25,7 +25,7 @@ from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_deferred, parallelize
 from hpcai.programs import command_of
 
-_HELD: dict[str, Any] = {"shuffle": False, "last": "keep"}
+_HELD: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
 
 
 class Turn(NamedTuple):

@@ -54,7 +54,7 @@ def texts(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     validation = rows_of(cfg, "validation", mesh, folders[0], about[0])
     train = Zip(parts) if len(parts) > 1 else parts[0]
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}
-    held: dict[str, Any] = {"shuffle": False, "last": "keep"}
+    held: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
 
     def first(count: int | None) -> Texts:
         return Texts(validation, about[0], data.documents, data.judge, count)

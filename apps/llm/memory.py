@@ -4,7 +4,7 @@ once, and on a login node.
     memory.parts(cfg, 64)       # bytes of the fullest of 64 processes, by what they are for
     memory.refuse(cfg, mesh)    # before anything is allocated
 
-An estimate without norms and biases: tests compare it with a trace of the step (hpcai.plan.step_trace), from which it differs by 5 %
+An estimate without norms and biases: tests compare it with a trace of the step (hpcai.plan.step_trace); it differs by 5 %
 at most, by 10 where ``step.shard`` cuts weights; ``hpcai plan llm`` records the step itself. Korthikanti et al. ("Reducing
 Activation Recomputation in Large Transformer Models", 2022) count the activations of GPT's layers alike.
 """

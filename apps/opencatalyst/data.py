@@ -34,7 +34,7 @@ def frames(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DimeNetConf
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     model = _completed(cfg, train)
     copies, parts = mesh["replicate"].size, cfg.step.accumulate
-    held: dict[str, Any] = {"shuffle": False, "last": "keep"}
+    held: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": parts, **_sampler(cfg, train)}
     ladder = Ladder.of(train, cfg.data.batch // (copies * parts), model.most) if cfg.data.shapes == "few" else None
     few, batch, data = Frames(validation, model, count=cfg.data.pictures), cfg.data.evaluation_batch, cfg.data

@@ -324,7 +324,7 @@ class Training:
     def _loader(self, split: str, count: int) -> Any:
         cfg, batch = self.cfg, self.samples
         endless = {"sampler": Endless(_EVALUATION_BATCHES * batch, count * batch), "accumulate": cfg.step.accumulate}
-        kwargs: Any = endless if split == "train" else {"shuffle": False, "last": "keep"}
+        kwargs: Any = endless if split == "train" else {"shuffle": False, "last_batch": "keep"}
         return self.exit_stack.enter_context(self.workload.loader(cfg, self.mesh, split, name=split, **kwargs))
 
 

@@ -34,9 +34,8 @@ class Catalog:
 
 
 def read_catalog(folder: Path, datasets: Collection[str], remedy: str = "") -> Catalog:
-    """Return the catalog of a folder, by its index and a listing, or without an index by a listing with sizes.
-
-    Only ``datasets`` are read from the table. Raises DataError for a missing file, and for a folder without files."""
+    """Return the catalog of a folder, by its index and a listing, or without an index by a listing with sizes. Only ``datasets``
+    are read from the table. Raises DataError for a missing file, and for a folder without files."""
     try:
         existing = set(os.listdir(folder))
     except OSError as problem:

@@ -39,8 +39,8 @@ class Collator:
         """Collate a batch in the thread of the collator. ``take() -> (info, samples)`` waits for the samples."""
 
         def prepare() -> tuple[Any, Prepared]:
-            about, samples = take()
-            return about, self._prepare(samples)
+            info, samples = take()
+            return info, self._prepare(samples)
 
         return self._pool.submit(prepare)
 

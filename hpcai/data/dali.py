@@ -1,11 +1,11 @@
-"""Arrays through NVIDIA DALI's operators, on the CPU or the GPU: decoded, cropped, flipped, normalised.
+"""A data loader with the operators of NVIDIA DALI, on the CPU or the GPU: decode, crop, flip, normalize.
 
-Order and random numbers are ours: those of a sample are a pure function of (seed, epoch, position), fed to the pipeline beside
-it. So there is no state to save, and a resumed run gets the same batches on any number of processes. The operators are DALI's own.
+Order and random numbers are not DALI's: random numbers of a sample are a pure function of (seed, epoch, position), and an input
+of the pipeline. There is hence no state to save, and a resumed run gets the same batches on any number of ranks.
 
-Found with DALI 2.4.0, and held by the tests: arrays go in without a copy (``no_copy``); what comes out has memory of its own,
-which torch takes over through DLPack: an earlier batch stays as it is while later ones are made. DALI guesses the layout of an
-array that has none, and then flips the wrong dims.
+Observed with DALI 2.4.0, and tested: inputs are not copied (``no_copy``), and outputs have memory of their own, which torch takes
+over through DLPack, so that later batches do not overwrite it. DALI guesses a layout for an array without one, and then flips the
+wrong dims.
 """
 
 import threading
@@ -32,7 +32,7 @@ _TYPES = {
     "bool": "BOOL", "uint8": "UINT8", "int8": "INT8", "uint16": "UINT16", "int16": "INT16", "uint32": "UINT32", "int32": "INT32",
     "uint64": "UINT64", "int64": "INT64", "float16": "FLOAT16", "float32": "FLOAT", "float64": "FLOAT64",
 }  # fmt: skip
-_DEPTH = 2  # batches that are in DALI at a time
+_DEPTH = 2  # batches in flight in DALI
 
 
 # ---- samples
@@ -40,13 +40,13 @@ _DEPTH = 2  # batches that are in DALI at a time
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a sample.
+    """One array of a sample. An encoded image (PNG, JPEG) is an array [bytes] uint8, or bytes.
 
-    ``layout`` names its dims for DALI's operators, such as HWC or CDHW; an empty one leaves them without names.
-    ``operators(x, drawn)`` builds what is done with it: ``x`` is the array's node of the graph, on the CPU, and ``drawn`` that of
-    eight random numbers in [0, 1), the same for all fields of a sample and others in each epoch; it returns a node. For example
-    ``lambda x, drawn: fn.crop(x, crop=(64, 64), crop_pos_x=drawn[0], crop_pos_y=drawn[1])`` with ``nvidia.dali.fn``. An encoded
-    image (PNG, JPEG) is an array [bytes] uint8, or bytes.
+    Args:
+        layout: The names of its dims for DALI, such as HWC or CDHW, or empty.
+        operators: ``operators(x, random)`` returns the output node of the pipeline. ``x`` is the node of the array, on the CPU, and
+            ``random`` that of eight random numbers in [0, 1), equal for all fields of a sample and new in each epoch. For example
+            ``lambda x, random: fn.crop(x, crop=(64, 64), crop_pos_x=random[0], crop_pos_y=random[1])``, fn of ``nvidia.dali``.
     """
 
     name: str
@@ -55,31 +55,31 @@ class Field:
 
 
 def random_numbers(seed: int, epoch: int, position: int) -> np.ndarray:
-    """Random numbers of a sample, in [0, 1).   [8] float32"""
+    """Return the random numbers of a sample in [0, 1).   [8] float32"""
     return np.random.Generator(np.random.PCG64([seed, epoch, position, 0xDA11])).random(8, np.float32)
 
 
 def _array(field: Field, sample: Any) -> np.ndarray:
-    where = f"field '{field.name}'"
+    label = f"field '{field.name}'"
     if not isinstance(sample, Mapping) or field.name not in sample:
         has = ", ".join(map(str, sample)) or "nothing" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-        raise DataError(f"{where}: is not in the sample, which has {has}; sample() returns a dict with an array for each field")
+        raise DataError(f"{label}: is not in the sample, which has {has}; sample() returns a dict with an array for each field")
     value = sample[field.name]
     if isinstance(value, Tensor):
         value = value.numpy()
     x = np.frombuffer(value, np.uint8) if isinstance(value, bytes | bytearray | memoryview) else np.asarray(value)
     if x.dtype.name not in _TYPES or not x.dtype.isnative:
-        raise DataError(f"{where}: values of {x.dtype.str}, expected {', '.join(_TYPES)} in this machine's byte order: use .astype")
+        raise DataError(f"{label}: values of {x.dtype.str}, expected {', '.join(_TYPES)} in this machine's byte order: use .astype")
     if field.layout and x.ndim != len(field.layout):
-        raise DataError(f"{where}: an array of shape {x.shape}, but layout {field.layout!r} has {len(field.layout)} dims")
+        raise DataError(f"{label}: an array of shape {x.shape}, but layout {field.layout!r} has {len(field.layout)} dims")
     return np.asarray(x, order="C")
 
 
-# ---- the graph
+# ---- pipeline
 
 
 class _Item(NamedTuple):
-    """A sample on its way into the graph: an array for each field, and its random numbers."""
+    """A sample as pipeline input: an array for each field, and random numbers."""
 
     arrays: tuple[np.ndarray, ...]
     random: np.ndarray
@@ -92,10 +92,10 @@ class _InFlight(NamedTuple):
 
 
 class _Pipeline:
-    """A DALI pipeline over ``fields``, with up to two batches of up to ``batch`` samples in it.
+    """A DALI pipeline over ``fields``, with up to two batches of up to ``batch`` samples in flight.
 
-    What its operators leave on the CPU is uploaded to a GPU at their end. All samples have the dtypes and dims of ``first``. Raises
-    DataError, with ``name`` and the samples by ``describe``, for what DALI refuses.
+    Outputs on the CPU are copied to the GPU, if the device is one. All samples have the dtypes and numbers of dims of ``first``.
+    Raises DataError, with ``name`` and the samples by ``describe``, for errors of DALI.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class _Pipeline:
         if self._on_gpu:
             index = torch.cuda.current_device() if device.index is None else device.index
         self.in_flight: deque[_InFlight] = deque()
-        # DLPack needs exec_dynamic: only then an output has memory that is not used again.
+        # exec_dynamic, which DLPack needs: only then the memory of outputs is not reused.
         with self._naming_samples(()):
             self._pipeline: Any = self._dali.Pipeline(
                 batch_size=batch, num_threads=threads, device_id=index, prefetch_queue_depth=_DEPTH, exec_dynamic=True, seed=0
@@ -116,9 +116,9 @@ class _Pipeline:
             with self._pipeline:
                 random = self._dali.fn.external_source(name="drawn", dtype=self._dali.types.FLOAT, ndim=1)
                 outputs = [self._define(i, field, x, random) for i, (field, x) in enumerate(zip(fields, first))]
-                self._pipeline.set_outputs(*outputs, random)  # DALI drops a source that no output needs, and refuses to be fed for it
+                self._pipeline.set_outputs(*outputs, random)  # otherwise DALI prunes an unused input, and refuses to be fed
             self._pipeline.build()
-        self._pipeline._first_iter = False  # otherwise the first schedule_run wants all batches before it gives one
+        self._pipeline._first_iter = False  # otherwise the first schedule_run needs all batches of the prefetch queue
         self._uploading: deque[tuple[torch.cuda.Event, Any]] = deque()
 
     def _define(self, i: int, field: Field, first: np.ndarray, random: Any) -> Any:
@@ -139,7 +139,7 @@ class _Pipeline:
         return self._pipeline is None
 
     def start(self, number: int, samples: Sequence[Ready]) -> None:
-        """Feed one batch, and let DALI begin with it."""
+        """Feed a batch, and start DALI on it."""
         items: list[_Item] = [ready.sample for ready in samples]
         self.in_flight.append(_InFlight(number, [ready.task for ready in samples], items))
         with self._naming_samples(self.in_flight[0].tasks):
@@ -149,7 +149,7 @@ class _Pipeline:
             self._pipeline.schedule_run()
 
     def finish(self) -> tuple[int, list[Task], list[Tensor]]:
-        """Number, tasks and tensors of the oldest batch. On a GPU the host does not wait for it."""
+        """Return number, tasks and tensors of the oldest batch. On a GPU the host does not wait."""
         oldest = self.in_flight[0]
         stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
         with self._naming_samples(oldest.tasks), torch.cuda.device(self._device) if self._on_gpu else nullcontext():
@@ -176,14 +176,14 @@ class _Pipeline:
             yield
         except Exception as problem:
             names = ", ".join(f"{task.index} ({self._describe(task.index)})" for task in tasks[:8])
-            if isinstance(problem, DataError):  # from our own checks
+            if isinstance(problem, DataError):  # from checks of this module
                 raise DataError(f"{self._name}, batch of samples {names}: {problem}") from problem
-            where = f", in or after the batch of samples {names}" if names else ""  # DALI is ahead
-            traceback.clear_frames(problem.__traceback__)  # variables of DALI's functions, which hold its threads
-            raise DataError(f"{self._name}{where}: DALI stops: {_dali_message(problem)}") from problem
+            context = f", in or after the batch of samples {names}" if names else ""  # DALI runs ahead
+            traceback.clear_frames(problem.__traceback__)  # they reference DALI's threads
+            raise DataError(f"{self._name}{context}: DALI stops: {_dali_message(problem)}") from problem
 
     def close(self) -> None:
-        """End DALI's threads, then let go of the arrays that it looked at."""
+        """Stop the threads of DALI, then release its input arrays."""
         self._pipeline = None
         self.in_flight.clear()
         for done, _ in self._uploading:
@@ -203,21 +203,21 @@ def _import_dali() -> Any:
 
 
 def _dali_message(problem: Exception) -> str:
-    """DALI's message, without the place in our code where the operator was defined."""
+    """Return the message of DALI, without the traceback of the operator's definition."""
     text = str(problem).rpartition("encountered:")[2].partition("Current pipeline object")[0].partition("C++ context")[0]
     return " ".join(text.split()) or type(problem).__name__
 
 
-# ---- the loader
+# ---- loader
 
 
 class _DaliEpoch(_ActiveEpoch):
-    """An epoch on its way through a graph, which is made when its first samples are there."""
+    """A running epoch with a pipeline, which is built when the first samples are ready."""
 
     def __init__(self, plan: _EpochPlan, queue: PrefetchQueue) -> None:
         super().__init__(plan, queue)
         self.pipeline: _Pipeline | None = None
-        self.in_flight = 0  # batches in the graph
+        self.in_flight = 0  # batches in the pipeline
         self.pending = next(self.remaining, None)
 
     def close(self) -> None:
@@ -227,23 +227,23 @@ class _DaliEpoch(_ActiveEpoch):
 
 
 class DaliLoader(Loader):
-    """``Loader``, with DALI between the samples and the batch. The same sampler gives the same samples at the same place.
+    """A ``Loader`` that builds batches by DALI. Samples have the same order and positions as in ``Loader``.
 
-    ``source.sample(index, epoch)`` -> dict of arrays is prepared ahead by ``workers`` threads, within ``prefetch`` bytes; two
-    batches more are in DALI, which works with as many threads again, on the mesh's device. A batch is a dict of tensors by field,
-    or what ``collect`` makes of it; a source's own ``collate`` is not asked. It is in order with the caller's current stream, and
-    must not be used on another one.
+    Dicts of arrays, ``source.sample(index, epoch)``, are prefetched by ``workers`` threads within ``prefetch`` bytes. Two further
+    batches are in DALI, which has as many threads, on the device of the mesh. A batch is a dict of tensors by field, or the
+    ``make_batch`` of it; ``collate`` of the source is not called. It is ordered with the current stream of the caller, and must not
+    be used on another.
 
-    Sizes that differ within a batch, a crop that is larger than its sample, and values that DALI does not know raise DataError with
-    field and index; so does all that DALI itself refuses. There is no on_bad_sample (a sample that cannot be read stops the run)
-    and no order "ready" (``late()`` is always empty); whether values are finite is for the source to see.
-    Raises MissingExtraError without DALI.
+    Sizes that differ within a batch, a crop larger than its sample, dtypes unknown to DALI, and errors of DALI raise DataError with
+    field and index. There is no ``on_bad_sample`` (a bad sample stops the run) and no ``ready`` order (``deferred()`` is empty).
+    The source must check that values are finite. Raises MissingExtraError without DALI.
     """
 
     def __init__(
         self, source: Source, batch: int, mesh: Mesh, fields: Sequence[Field], *, name: str, sampler: Sampler | None = None,
-        seed: int = 0, shuffle: bool = True, last_batch: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
-        prefetch: int = 1 << 30, make_batch: Callable[[dict[str, Tensor]], Any] | None = None, patience: float = 600.0,
+        seed: int = 0, shuffle: bool = True, last_batch: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1,
+        workers: int = 2, prefetch: int = 1 << 30, make_batch: Callable[[dict[str, Tensor]], Any] | None = None,
+        patience: float = 600.0,
     ) -> None:  # fmt: skip
         self.fields, self.seed = tuple(fields), seed
         names = [field.name for field in self.fields]
@@ -251,16 +251,16 @@ class DaliLoader(Loader):
             raise DataError(f"{name}: fields {', '.join(names) or 'none'}; expected at least one, each name once")
         _import_dali()
         super().__init__(
-            source, batch, mesh, name=name, sampler=sampler, seed=seed, shuffle=shuffle, last_batch=last_batch, accumulate=accumulate,
-            workers=workers, prefetch=prefetch, patience=patience,
+            source, batch, mesh, name=name, sampler=sampler, seed=seed, shuffle=shuffle, last_batch=last_batch,
+            accumulate=accumulate, workers=workers, prefetch=prefetch, patience=patience,
         )  # fmt: skip
         self._make_batch = make_batch
-        self._reference: tuple[int, tuple[np.ndarray, ...]] | None = None  # a sample to which all others are alike, and its index
+        self._reference: tuple[int, tuple[np.ndarray, ...]] | None = None  # index, dtypes and dims of a sample that all must match
         self._reference_lock = threading.Lock()
         self._pipeline: _Pipeline | None = None
 
     def close(self) -> None:
-        """End DALI, workers, and the source where it wants that."""
+        """Stop DALI and the workers, and close the source if it has ``close``."""
         if self._pipeline is not None:
             self._pipeline.close()
         super().close()
@@ -298,7 +298,7 @@ class DaliLoader(Loader):
         while active.pipeline is not None and active.in_flight:
             number, tasks, tensors = active.pipeline.finish()
             active.in_flight -= 1
-            self._fill(active, wait=False)  # the next batches are made while this one is computed with
+            self._fill(active, wait=False)  # the next batches are built during the computation of this one
             if active.pending is None and following is not None:
                 self._fill(following, wait=False)
             active.plan.record(number, tasks)
@@ -309,7 +309,7 @@ class DaliLoader(Loader):
             self._fill(active, wait=True)
 
     def _fill(self, active: _DaliEpoch, wait: bool) -> None:
-        """Start batches as long as there is room and their samples are ready; ``wait`` for those of one if there is none."""
+        """Start batches while the pipeline has room and samples are ready. With ``wait``, wait for one if none is in flight."""
         while active.pending is not None and (self._pipeline is None or self._pipeline.is_closed or self._pipeline.has_room):
             number, positions = active.pending
             samples = active.queue.take(active.plan.epoch, len(positions), positions.tolist(), wait and not active.in_flight)

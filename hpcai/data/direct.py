@@ -64,9 +64,8 @@ class _Lease:
 class MemoryPool:
     """A pool of page-aligned memory blocks. A block is reused after the last array that views it is freed.
 
-    Args:
-        max_unused: Unused bytes that are kept, or three of the largest blocks if these are more.
-        pin: A GPU. Blocks are pinned, so that copies to it are asynchronous and need no staging buffer.
+    ``max_unused`` bytes are kept for reuse, or three of the largest blocks if these are more. ``pin``: a GPU, for which blocks are
+    pinned, so that copies to it are asynchronous and need no staging buffer.
     """
 
     def __init__(self, max_unused: int = 1 << 30, pin: "torch.device | None" = None) -> None:
@@ -189,12 +188,9 @@ class _File:
 class Reader:
     """Reads ranges of files, with ``threads`` reads of up to ``block`` bytes in flight. Thread-safe.
 
-    ``requested`` counts the bytes of requests, ``transferred`` the bytes read, with those added by alignment.
-
-    Args:
-        mode: ``direct`` requires O_DIRECT; ``auto`` uses it if the file system supports it, and logs once if not; ``buffered`` reads
-            through the page cache, which is faster if the dataset fits into memory.
-
+    ``mode``: ``direct`` requires O_DIRECT; ``auto`` uses it if the file system supports it, and logs once if not; ``buffered``
+    reads through the page cache, which is faster if the dataset fits into memory. ``requested`` counts the bytes of requests,
+    ``transferred`` the bytes read, with those added by alignment.
     Raises DataError, with file and range, if a file cannot be opened or read, and for a range beyond its end.
     """
 
@@ -380,4 +376,4 @@ _without_direct: set[int] = set()
 def _log_without_direct(path: Path, device: int, error: OSError) -> None:
     if device not in _without_direct:
         _without_direct.add(device)
-        logger.info("%s: its file system does not support O_DIRECT (%s); its files are read through the page cache", path, error.strerror)
+        logger.info("%s: its file system does not support O_DIRECT (%s); reads go through the page cache", path, error.strerror)

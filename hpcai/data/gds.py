@@ -1,8 +1,7 @@
-"""Ranges of files straight into the memory of a GPU, past the processor's: GPUDirect Storage, by way of KvikIO.
+"""Reads of file ranges to GPU memory without a copy in host memory: GPUDirect Storage, through KvikIO.
 
-Where the driver has no GPUDirect Storage for a file system, KvikIO reads through pinned memory by itself (its compatibility
-mode), which gives the same values, but no faster than the direct reader; the log says which of the two it does. Nothing is read
-without a GPU's driver: the logic here is tested against a double.
+If the driver does not support GPUDirect Storage on a file system, KvikIO reads through pinned memory (its compatibility mode), with
+the same result, but no faster than the direct reader. The log names the mode. KvikIO requires a GPU driver; tests use a double.
 """
 
 import logging
@@ -29,9 +28,9 @@ from hpcai.errors import DataError, MissingExtraError
 logger = logging.getLogger(__name__)
 
 _STAGING_BYTES = 256 << 20
-"""Bytes of device memory that runs are read into before they are copied to their places."""
-_FILES = 64  # kept open: KvikIO registers each with the driver
-_THREADS, _TASK = 8, 4 << 20  # reads in flight, and the bytes of one; KvikIO has both once per process
+"""Bytes of device memory for ranges that are read before they are copied to the result."""
+_FILES = 64  # open files: KvikIO registers each with the driver
+_THREADS, _TASK = 8, 4 << 20  # reads in flight, and bytes of each: settings of KvikIO for the process
 
 
 @dataclass(eq=False, slots=True)
@@ -41,13 +40,14 @@ class _File:
 
 
 class GdsReader:
-    """Reads boxes of layouts into memory of ``device``. May be used from many threads.
+    """Reads boxes of arrays into memory of ``device``. Thread-safe.
 
-    Each run of bytes is read with the blocks that it begins and ends in, to an aligned address: what GPUDirect Storage does
-    without a detour. One run is viewed where it was read; several are copied to their places on the device.
-    ``requested`` and ``transferred`` count bytes asked for, and bytes read with what alignment adds.
-    Raises MissingExtraError without KvikIO, and DataError without a GPU's driver, for what cannot be opened or read, for a range
-    beyond the end of a file, and for values that torch has no dtype for. ``kvikio`` stands in for the module in tests.
+    Each byte range is read with the blocks of its ends to an aligned address, which GPUDirect Storage needs to avoid a bounce
+    buffer. A single range is returned without a copy; several are copied to the result on the device. ``requested`` counts bytes of
+    requests, ``transferred`` the bytes read, with those added by alignment. ``kvikio`` replaces the module in tests.
+
+    Raises MissingExtraError without KvikIO, and DataError without a GPU driver, if a file cannot be opened or read, for a range
+    beyond its end, and for values without a dtype in torch.
     """
 
     def __init__(self, device: torch.device, *, kvikio: Any = None) -> None:
@@ -55,17 +55,17 @@ class GdsReader:
         self._kvikio = _import_kvikio(device) if kvikio is None else kvikio
         self._lock = threading.Lock()
         self._files = FileCache(self._open, lambda file: file.handle.close(), _FILES)
-        # KvikIO's reads are in order with no stream, but the allocator gives freed memory again to work that comes later on the
-        # same one. On a stream of this reader alone only its own copies may still use that memory, and `_fetch` waits for them.
+        # KvikIO's reads are not ordered with any stream, but the caching allocator reuses freed memory in stream order. On a
+        # private stream only copies of this reader may still use such memory, and `_fetch` waits for them.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
             self._kvikio.defaults.set({"num_threads": _THREADS, "task_size": _TASK})
             _log_mode(bool(self._kvikio.defaults.is_compat_mode_preferred()))
         except Exception as problem:
-            raise DataError(f"KvikIO cannot be set up: {problem}; {_ALTERNATIVE}") from problem
+            raise DataError(f"KvikIO cannot be set up: {problem}; {_ADVICE}") from problem
 
     def read(self, layout: Layout, *index: slice | int) -> Tensor:
-        """The values of a box of an array, as ``Layout.read``, on the device and in order with its current stream."""
+        """Read a box of an array to the device, as ``Layout.read``, ordered with the current stream."""
         dtype = _torch_dtype(layout)
         ranges, shape, out_shape = layout.byte_ranges(index)
         with self._lock:
@@ -78,12 +78,12 @@ class GdsReader:
                 for portion in _split_portions(ranges):
                     self._scatter(layout, portion, out)
         if self._stream is not None:
-            self._stream.synchronize()  # the pieces are in place, and may be used on any stream
+            self._stream.synchronize()  # the result is complete, and may be used on any stream
             out.record_stream(torch.cuda.current_stream(self.device))
         return out.view(out_shape)
 
     def close(self) -> None:
-        """Close the files, one that is being read when that is done. Tensors stay."""
+        """Close the files; a file in use is closed after its read. Tensors stay valid."""
         self._files.close()
 
     def __enter__(self) -> "GdsReader":
@@ -92,7 +92,7 @@ class GdsReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- runs of bytes
+    # ---- byte ranges
 
     def _scatter(self, layout: Layout, ranges: Sequence[StridedRange], out: Tensor) -> None:
         item = layout.dtype.itemsize
@@ -105,25 +105,25 @@ class GdsReader:
             target.copy_(_view_as(raw, out.dtype).as_strided(target.shape, [stride // item for stride in run.strides]))
 
     def _fetch(self, path: Path, runs: Sequence[StridedRange]) -> list[Tensor]:
-        """The bytes of each run, in memory of the device.   [span] uint8"""
+        """Return the bytes of each range on the device.   [span] uint8"""
         with self._files.use(path) as file:
             bounds = [(run.offset or 0, (run.offset or 0) + run.span) for run in runs]
             if (end := max(end for _, end in bounds)) > file.size:
                 raise DataError(
-                    f"{path}: ends at byte {file.size:,}, but bytes up to {end:,} are asked for; it is truncated or was rewritten: "
+                    f"{path}: ends at byte {file.size:,}, but bytes up to {end:,} are requested; it is truncated or was rewritten: "
                     "compare it with its source"
                 )
             reads, size = [], 0
             for start, end in bounds:
-                first, last = align_down(start), min(align_up(end), file.size)  # KvikIO takes the end of a file for an error
+                first, last = align_down(start), min(align_up(end), file.size)  # KvikIO raises an error at the end of a file
                 reads.append((size, first, last))
                 size += align_up(last - first)
             memory = torch.empty(size + ALIGN, dtype=torch.uint8, device=self.device)
             memory = memory[-memory.data_ptr() % ALIGN :]
             if self._stream is not None:
-                self._stream.synchronize()  # copies out of this memory, by an earlier read
-            self._read(path, [(memory[at : at + last - first], first) for at, first, last in reads], file, bounds)
-        return [memory[at + start - first : at + end - first] for (at, first, _), (start, end) in zip(reads, bounds)]
+                self._stream.synchronize()  # copies from this memory by an earlier read
+            self._read(path, [(memory[base : base + last - first], first) for base, first, last in reads], file, bounds)
+        return [memory[base + start - first : base + end - first] for (base, first, _), (start, end) in zip(reads, bounds)]
 
     def _read(self, path: Path, parts: Sequence[tuple[Tensor, int]], file: _File, bounds: Sequence[tuple[int, int]]) -> None:
         futures, failure = [], None
@@ -133,7 +133,7 @@ class GdsReader:
                 futures.append(file.handle.pread(into, len(into), first, _TASK))
         except Exception as problem:
             failure = problem
-        for future in futures:  # all of them, before any memory goes
+        for future in futures:  # all, before memory is freed
             try:
                 counts.append(future.get())
             except Exception as problem:
@@ -144,12 +144,12 @@ class GdsReader:
         for (_, first), (start, end), count in zip(parts, bounds, counts):
             if first + count < end and failure is None:
                 raise DataError(
-                    f"{path}: bytes {start:,} to {end:,} are asked for, but reads stop at byte {first + count:,} of {file.size:,}; "
+                    f"{path}: bytes {start:,} to {end:,} are requested, but reads stop at byte {first + count:,} of {file.size:,}; "
                     "it is being rewritten, or its file system fails: compare it with its source"
                 )
         if failure is not None:
             low, high = min(start for start, _ in bounds), max(end for _, end in bounds)
-            raise DataError(f"{path}: bytes {low:,} to {high:,} cannot be read to the GPU: {failure}; {_ALTERNATIVE}") from failure
+            raise DataError(f"{path}: bytes {low:,} to {high:,} cannot be read to the GPU: {failure}; {_ADVICE}") from failure
 
     # ---- files
 
@@ -161,10 +161,10 @@ class GdsReader:
         try:
             return _File(self._kvikio.CuFile(path, "r"), size)
         except Exception as problem:
-            raise DataError(f"{path}: cannot be opened for the GPU: {problem}; {_ALTERNATIVE}") from problem
+            raise DataError(f"{path}: cannot be opened for the GPU: {problem}; {_ADVICE}") from problem
 
 
-_ALTERNATIVE = "data.reader=direct needs neither KvikIO nor a driver"
+_ADVICE = "data.reader=direct needs neither KvikIO nor a driver"
 
 
 def _import_kvikio(device: torch.device) -> Any:
@@ -172,21 +172,21 @@ def _import_kvikio(device: torch.device) -> Any:
         kvikio = import_module("kvikio")
         import_module("kvikio.defaults")
     except ModuleNotFoundError as problem:
-        raise MissingExtraError(f"data.reader=gds needs {problem.name}: pip install 'hpcai-suite[gds]'; {_ALTERNATIVE}") from problem
+        raise MissingExtraError(f"data.reader=gds needs {problem.name}: pip install 'hpcai-suite[gds]'; {_ADVICE}") from problem
     except (ImportError, OSError) as problem:
-        raise DataError(f"data.reader=gds: KvikIO is installed but does not load ({problem}); {_ALTERNATIVE}") from problem
+        raise DataError(f"data.reader=gds: KvikIO is installed but does not load ({problem}); {_ADVICE}") from problem
     if device.type != "cuda" or not torch.cuda.is_available():
         raise DataError(
             f"data.reader=gds reads to a GPU, but the device is {device} and CUDA is {'' if torch.cuda.is_available() else 'not '}"
-            f"available (KvikIO needs libcuda.so.1, the driver's library); {_ALTERNATIVE}"
+            f"available (KvikIO needs libcuda.so.1, the driver's library); {_ADVICE}"
         )
     return kvikio
 
 
 @cache
 def _log_mode(compatible: bool) -> None:
-    """Log, once in a process, which way KvikIO reads."""
-    mode = "GPUDirect Storage is there; file systems without it are read through pinned memory"
+    """Log the mode of KvikIO, once per process."""
+    mode = "GPUDirect Storage is available; file systems without it are read through pinned memory"
     if compatible:
         mode = "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
     logger.info("data.reader=gds: %s", mode)
@@ -195,7 +195,7 @@ def _log_mode(compatible: bool) -> None:
 def _torch_dtype(layout: Layout) -> torch.dtype:
     description = f"{layout.path}: '{layout.name}' is {layout.dtype.str}"
     if not layout.dtype.isnative:
-        raise DataError(f"{description}, and a GPU reads bytes as they lie; write it in this machine's byte order, or data.reader=direct")
+        raise DataError(f"{description}, not in this machine's byte order, as a GPU needs; rewrite it, or use data.reader=direct")
     try:
         return torch.from_numpy(np.empty(0, layout.dtype)).dtype
     except TypeError as problem:
@@ -203,7 +203,7 @@ def _torch_dtype(layout: Layout) -> torch.dtype:
 
 
 def _view_as(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as values, in a copy where they do not lie on a multiple of an item's size.   [span] uint8 -> [span / item]"""
+    """View bytes as elements, in a copy if they are not aligned to the size of an element.   [span] uint8 -> [span / item]"""
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype)

@@ -1,4 +1,4 @@
-"""Rows of HDF5 files as one indexable set.   N rows of a file."""
+"""The rows of HDF5 files as one indexable dataset.   N rows of a file"""
 
 import os
 import threading
@@ -31,33 +31,34 @@ Selection = Mapping[str, Sequence[slice]]
 Fields = Mapping[str, tuple[str, tuple[int | str | None, ...]]]
 
 _ALONE = Axis("alone")
-_MAX_OPEN = 64  # files that h5py keeps open; a parallel file system answers an open in milliseconds
+_MAX_OPEN = 64  # files that h5py keeps open: opening takes milliseconds on a parallel file system
 
 
 @dataclass(frozen=True)
 class _FileInfo:
-    """What is known of a file before its samples are read: where each field lies, and the values of those that are small."""
+    """The layout of each field of a file, and the values of small fields."""
 
     layouts: Mapping[str, Layout]
     small: Mapping[str, np.ndarray]
-    ends: Mapping[str, np.ndarray]  # where each row's part of a flat dataset ends, by the name of its counts
+    ends: Mapping[str, np.ndarray]  # end of each row in a flat dataset, by the name of its counts
 
 
 class Rows:
-    """All rows of the ``*.h5`` files of a folder, in the order of the files' names.
+    """All rows of the ``*.h5`` files of a folder, sorted by file name.
 
-    ``fields`` names each dataset with its dtype and the shape of a row; None in a shape allows any length. A name in place of the
-    first length is that of a dataset that counts each row's part; the parts of all rows lie one after another. ``index.json``,
-    where there is one, tells rows and sizes without opening the files, and its table where the values lie; otherwise h5py is asked
-    once per file. The first process of ``axis`` reads both and lists the folder for all; they make their rows together. A file is
-    opened when a sample of it is read, and compared with the index then.
+    Numbers of rows and sizes of files come from ``index.json``, and layouts from its table; without them h5py opens each file once.
+    The first rank of ``axis`` lists the folder and reads both for all ranks, which construct their rows together. A file is opened
+    when a sample of it is read, and then compared with the index.
 
-    Samples are read by ``reader``: one of ours, or the name of a way to read (see ``open_reader``). The way ``hdf5`` leaves all
-    reading to h5py (compressed files too, one read at a time), ``memory`` keeps each row that was read, and ``gds`` gives the
-    large fields as tensors on ``device``. ``local`` maps files to whole copies elsewhere (see hpcai.data.stage).
+    Args:
+        fields: dtype and shape of a row for each dataset. None in a shape allows any length. A name as the first length is that of
+            a dataset with the length of each row, for ragged rows that are concatenated in a flat dataset.
+        reader: A reader, or its kind (see ``open_reader``). With ``hdf5``, h5py reads (also compressed files, one read at a time),
+            ``memory`` caches each row, and ``gds`` returns large fields as tensors on ``device``.
+        local: Complete copies of files on local disks (see hpcai.data.stage).
 
-    Raises DataError, naming the file, for an empty folder, a missing, truncated or damaged file, a dataset of another shape
-    or dtype, and UnreadableLayoutError for one that cannot be read directly.
+    Raises DataError, with the file, for an empty folder, a missing, truncated or damaged file, and a dataset of another shape or
+    dtype, and UnreadableLayoutError for a dataset that cannot be read directly.
     """
 
     def __init__(
@@ -84,19 +85,19 @@ class Rows:
 
     def _reset(self) -> None:
         self._lock, self._files = threading.Lock(), FileCache(self._open, h5py.File.close, _MAX_OPEN)
-        self._inspected_files: dict[Path, _FileInfo] = {}
+        self._info: dict[Path, _FileInfo] = {}
         self._cache: dict[int, dict[str, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that worker processes get, without open files and what was read."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("axis", "_lock", "_files", "_seen", "_kept")}
+        """Return the state for worker processes, without open files and caches."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("axis", "_lock", "_files", "_info", "_cache")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
 
     def _scan(self) -> Catalog:
-        """The catalog of the folder, with what its files tell: the shapes of the first, and rows where no index does."""
+        """Return the catalog, with the shapes of the first file, and numbers of rows if there is no index."""
         catalog = read_catalog(self.folder, {*self.fields, *self._ragged.values()}, self.remedy)
         self._set_paths(catalog)
         self._set_catalog(catalog)
@@ -121,16 +122,16 @@ class Rows:
 
     @property
     def identity(self) -> str:
-        """The same for the same files, wherever they lie: their number and rows, and a hash of names, rows and sizes."""
+        """A string that is equal for equal files in any folder: numbers of files and rows, and a hash of names, rows and sizes."""
         return self.catalog.identity
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
+        """The size of all files in bytes."""
         return sum(self.catalog.sizes.tolist())
 
     def locate(self, index: int) -> tuple[Path, int]:
-        """File and row of sample ``index``."""
+        """Return file and row of sample ``index``."""
         file = int(np.searchsorted(self._ends, index, side="right"))
         return self.paths[file], int(index - (self._ends[file - 1] if file else 0))
 
@@ -139,8 +140,7 @@ class Rows:
         return f"{path.parent.name}/{path.name} row {row}"
 
     def column(self, name: str) -> np.ndarray:
-        """All values of a small field, such as the counts that the work of a sample follows from: by the table, otherwise from all
-        files.   [N, ...]"""
+        """Return all values of a small field, such as the sizes of samples, from the table or otherwise from all files. [N, ...]"""
         table = self.catalog.table
         if table is not None and name in table.columns:
             return table.columns[name].copy()
@@ -151,26 +151,26 @@ class Rows:
         return np.concatenate(parts)
 
     def shape(self, index: int, name: str) -> tuple[int, ...]:
-        """The shape of one row of a field, where rows differ: by the index or its table, otherwise from the file."""
+        """Return the shape of a row of a field of variable shape, from the index, its table, or otherwise the file."""
         path, _ = self.locate(index)
         number, expected = self._numbers[path], self.fields[name][1]
-        told = self.metadata["files"][number].get("shape") if self.metadata.get("files") else None
-        if told is not None and None in expected and len(told) == len(expected):
-            return tuple(int(n) for n in told)
+        listed = self.metadata["files"][number].get("shape") if self.metadata.get("files") else None
+        if listed is not None and None in expected and len(listed) == len(expected):
+            return tuple(int(n) for n in listed)
         if name in self._table_fields and self._table_fields[name].storage[number] != ABSENT:
             return self._table_fields[name].shape(number)[1:]
         return tuple(self._file_info(path).layouts[name].shape[1:])
 
     def read(self, index: int, selection: Selection | None = None) -> dict[str, Any]:
-        """One row of every field, or a box of it: ``where`` has a slice for each of the leading dims of the row, by field. Raises
-        DataError when it cannot be read or holds a value that is not finite."""
+        """Return a row of every field, or the ``selection`` of it: slices of the leading dims of the row, by field. Raises
+        DataError if it cannot be read or is not finite."""
         if self.reader_kind == "memory" and selection:
             row_values = self.read(index)
             return {name: value[tuple(selection[name])] if selection.get(name) else value for name, value in row_values.items()}
         if index in self._cache:
             return self._cache[index]
         path, row = self.locate(index)
-        values = self._read_h5py(path, row, selection or {}) if self.reader_kind == "hdf5" else self._read_direct(path, row, selection or {})
+        values = self._h5py_row(path, row, selection or {}) if self.reader_kind == "hdf5" else self._row(path, row, selection or {})
         for name, value in values.items():
             if isinstance(value, np.ndarray) and not value.dtype.isnative:
                 values[name] = value.astype(value.dtype.newbyteorder("="))
@@ -179,7 +179,7 @@ class Rows:
         if self.reader_kind == "memory":
             for value in values.values():
                 if isinstance(value, np.ndarray):
-                    value.flags.writeable = False  # a batch of one sample is then a copy
+                    value.flags.writeable = False  # so that a batch of one sample is a copy
             self._cache[index] = values
         return values
 
@@ -189,7 +189,7 @@ class Rows:
 
     # ---- one file
 
-    def _read_direct(self, path: Path, row: int, selection: Selection) -> dict[str, Any]:
+    def _row(self, path: Path, row: int, selection: Selection) -> dict[str, Any]:
         info = self._file_info(path)
         values: dict[str, Any] = {}
         for name, layout in info.layouts.items():
@@ -197,7 +197,7 @@ class Rows:
                 values[name] = layout.read(self.reader, _row_range(info.ends[self._ragged[name]], row))
                 continue
             if row >= layout.shape[0]:
-                raise DataError(f"{path}: dataset '{name}' has {layout.shape[0]} rows, row {row} is asked for{self.remedy}")
+                raise DataError(f"{path}: dataset '{name}' has {layout.shape[0]} rows, row {row} is requested{self.remedy}")
             index: tuple[int | slice, ...] = (row, *selection.get(name, ()))
             if name in info.small:
                 values[name] = info.small[name][index].copy()  # the next epoch reads them again
@@ -205,7 +205,7 @@ class Rows:
                 values[name] = layout.read(self.reader, *index) if self.gds is None else self.gds.read(layout, *index)
         return values
 
-    def _read_h5py(self, path: Path, row: int, selection: Selection) -> dict[str, np.ndarray]:
+    def _h5py_row(self, path: Path, row: int, selection: Selection) -> dict[str, np.ndarray]:
         ends = self._file_info(path).ends if self._ragged else {}
         with self._files.use(path) as file:
             try:
@@ -217,26 +217,26 @@ class Rows:
     def _local_path(self, path: Path) -> Path:
         return self.local.get(path, path)
 
-    def _check_size(self, path: Path, found: int | str) -> None:
-        """Raise DataError where a file has not the bytes that the index says, or is not there: ``found`` then says so."""
+    def _check_size(self, path: Path, size_or_reason: int | str) -> None:
+        """Raise DataError if the size of a file differs from the index, or if ``found`` is the reason why it has none."""
         number = self._numbers[path]
-        if not self.metadata.get("files") or found == (size := int(self.catalog.sizes[number])):
+        if not self.metadata.get("files") or size_or_reason == (size := int(self.catalog.sizes[number])):
             return
-        problem = found if isinstance(found, str) else f"has {found:,} bytes (truncated or rewritten?)"
+        problem = size_or_reason if isinstance(size_or_reason, str) else f"has {size_or_reason:,} bytes (truncated or rewritten?)"
         rows = int(self._ends[number] - (self._ends[number - 1] if number else 0))
         raise DataError(f"{path}: {problem}, {INDEX} says {size:,} bytes and {rows} rows{self.remedy}")
 
     def _open(self, path: Path) -> h5py.File:
         try:
-            found: int | str = os.stat(self._local_path(path)).st_size
+            size_or_reason: int | str = os.stat(self._local_path(path)).st_size
         except OSError as problem:
             is_gone = isinstance(problem, FileNotFoundError)
-            found = "is missing (moved or deleted since the start?)" if is_gone else str(problem.strerror)
-        self._check_size(path, found)
+            size_or_reason = "is missing (moved or deleted since the start?)" if is_gone else str(problem.strerror)
+        self._check_size(path, size_or_reason)
         try:
             file = h5py.File(self._local_path(path), "r")
         except Exception as problem:
-            reason = "no such file" if not path.exists() else f"not a whole HDF5 file ({problem})"
+            reason = "no such file" if not path.exists() else f"not a complete HDF5 file ({problem})"
             raise DataError(f"{path}: {reason}{self.remedy}") from problem
         try:
             with self._naming_file(path):
@@ -247,26 +247,26 @@ class Rows:
         return file
 
     def _file_info(self, path: Path) -> _FileInfo:
-        info = self._inspected_files.get(path)
+        info = self._info.get(path)
         if info is None:
             number, table, names = self._numbers[path], self.catalog.table, (*self.fields, *self._ragged.values())
             if table is None or not all(self._in_table(name, number) for name in names):
                 return self._inspected(path)
-            info = self._inspected_files[path] = self._from_table(path, table)
+            info = self._info[path] = self._from_table(path, table)
         return info
 
     def _inspected(self, path: Path) -> _FileInfo:
-        """What h5py finds in a file."""
-        info = self._inspected_files.get(path)
+        """Return the information that h5py reads from a file."""
+        info = self._info.get(path)
         if info is None:
             with self._lock, self._open(path) as file, self._naming_file(path):
-                info = self._inspected_files[path] = self._inspect(path, file)
+                info = self._info[path] = self._inspect(path, file)
         return info
 
-    # ---- what the table says
+    # ---- from the table
 
     def _in_table(self, name: str, number: int) -> bool:
-        """Whether the table says of a file all that reading a field asks for."""
+        """Whether the table suffices to read a field of a file."""
         storage = self._table_fields[name].storage[number] if name in self._table_fields else ABSENT
         return bool(storage != ABSENT and (storage != HDF5_ONLY or self.reader_kind == "hdf5"))
 
@@ -286,29 +286,29 @@ class Rows:
         return _FileInfo(layouts, small, ends)
 
     def _small_values(self, path: Path, table_values: np.ndarray | None, layout: Layout) -> np.ndarray:
-        """All values of a small field of a file, which the table may hold."""
+        """Return all values of a small field of a file, from the table if it has them."""
         if table_values is not None:
             return table_values
         self._check_plausible(path, layout.name, layout.nbytes)
-        return np.array(layout.read(self.reader))  # in memory of its own: each block of the reader's is a mapping
+        return np.array(layout.read(self.reader))  # copied: each block of the pool is a mapping
 
     def _check_head(self, path: Path, head: int) -> None:
-        """Raise DataError where a file is not the one of which the table was made, by its size and its first bytes."""
+        """Raise DataError if size or first bytes of a file differ from those in the table."""
         size = int(self.catalog.sizes[self._numbers[path]])
         try:
-            found: int | str = self.reader.size(self._local_path(path))
+            size_or_reason: int | str = self.reader.size(self._local_path(path))
         except DataError as problem:
-            found = str(problem).removeprefix(f"{path}: ")
-        self._check_size(path, found)
+            size_or_reason = str(problem).removeprefix(f"{path}: ")
+        self._check_size(path, size_or_reason)
         if head_checksum(self.reader.fetch(self._local_path(path), 0, min(size, HEAD_BYTES))) != head:
-            what = "its first bytes are not those of which the table beside it was made (rewritten since?)"
-            advice = f"look at it with: hpcai data check {self.folder}, and again with --index if it is right"
-            raise DataError(f"{path}: {what}; {advice}{self.remedy}")
+            text = "its first bytes differ from those in the table beside it (rewritten since?)"
+            advice = f"check it with: hpcai data check {self.folder}, and again with --index if it is right"
+            raise DataError(f"{path}: {text}; {advice}{self.remedy}")
 
     def _check_table(self) -> None:
-        """Raise DataError, naming the first file, where the table says another dtype, shape or number of rows than is wanted."""
+        """Raise DataError, with the first file, if dtype, shape or number of rows in the table differ from those expected."""
         for name, layouts in self._table_fields.items():
-            if name not in self.fields:  # it counts parts
+            if name not in self.fields:  # lengths of ragged rows
                 continue
             dtype, shape = self.fields[name]
             expected = shape[1:] if name in self._ragged else shape
@@ -319,11 +319,11 @@ class Rows:
                 text = f"dataset '{name}' has {layouts.shape(number)[0]} rows, {INDEX} says {rows[number]}"
                 raise DataError(f"{self.paths[number]}: {text}{self.remedy}")
 
-    # ---- what h5py says
+    # ---- from h5py
 
     @contextmanager
     def _naming_file(self, path: Path) -> Iterator[None]:
-        """Raises a DataError that names the file for any of the dozen exceptions in which h5py meets damage."""
+        """Context manager: replace any exception of h5py, which has a dozen for damaged files, by a DataError with the file."""
         try:
             yield
         except HpcaiError:
@@ -349,7 +349,7 @@ class Rows:
         return _FileInfo(layouts, small, ends)
 
     def _is_small(self, name: str, shape: Sequence[int], nbytes: int) -> bool:
-        """Whether the field is read whole: a row of a few bytes would cost a block of the disk each time."""
+        """Whether all rows of the field are read at once: each read of a few bytes would cost a block of the disk."""
         return name not in self._ragged and nbytes <= max(shape[0], 1) * ALIGN // 4
 
     def _check_ends(self, path: Path, layouts: Mapping[str, Layout], ends: Mapping[str, np.ndarray]) -> None:
@@ -383,19 +383,19 @@ class Rows:
             if name not in file:
                 raise DataError(f"{path}: no dataset '{name}'; it has {', '.join(file) or 'none'}{self.remedy}")
             data = file[name]
-            if data.file.filename != file.filename:  # an external link could name any file of this machine
+            if data.file.filename != file.filename:  # an external link could be to any file of this machine
                 raise DataError(f"{path}: '{name}' is a link into another file; copy its values (h5repack){self.remedy}")
             if not isinstance(data, h5py.Dataset) or data.shape is None:
                 raise DataError(f"{path}: '{name}' holds no values, expected {np.dtype(dtype)}{self.remedy}")
             if data.external or data.is_virtual:
                 raise DataError(f"{path}: the values of '{name}' lie in other files; copy them (h5repack){self.remedy}")
             expected = shape[1:] if name in self._ragged else shape
-            fits = len(data.shape) == len(expected) + 1 and all(n_expected in (None, n) for n_expected, n in zip(expected, data.shape[1:]))
+            fits = len(data.shape) == len(expected) + 1 and all(e in (None, n) for e, n in zip(expected, data.shape[1:]))
             if not fits or data.dtype.newbyteorder("=") != np.dtype(dtype):
                 raise self._mismatch(path, name, tuple(data.shape), data.dtype)
 
     def _mismatch(self, path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> DataError:
-        """A dataset of another shape, or else of another dtype."""
+        """Return the error for a dataset of another shape or dtype."""
         kind, row_shape = self.fields[name]
         expected = row_shape if name in self._ragged else ("rows", *row_shape)
         if len(shape) != len(expected) or not all(n_expected in (None, got) for n_expected, got in zip(expected[1:], shape[1:])):
@@ -412,5 +412,5 @@ class Rows:
 
 
 def _row_range(ends: np.ndarray, row: int) -> slice:
-    """The part of a flat dataset that belongs to one row."""
+    """Return the range of a row in a flat dataset."""
     return slice(int(ends[row - 1]) if row else 0, int(ends[row]))

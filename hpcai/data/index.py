@@ -35,8 +35,7 @@ class _Content(BaseModel):
 
 
 def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry], TableEntry | None]:
-    """Return the contents of an index, its files, and its table. Raises DataError for an invalid index, and for files outside of
-    its folder."""
+    """Return contents, files and table of an index. Raises DataError if it is invalid, or lists files outside of its folder."""
     try:
         text = path.read_bytes()
         content = _Content.model_validate_json(text)
@@ -44,16 +43,14 @@ def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry
         raise DataError(f"{path}: cannot be read ({problem.strerror}){remedy}") from problem
     except ValidationError as problem:
         first = problem.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path}: cannot be read as an index of files ({where or 'JSON'}: {first['msg']}){remedy}") from problem
+        key = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path}: cannot be read as an index of files ({key or 'JSON'}: {first['msg']}){remedy}") from problem
     return json.loads(text), content.files, content.table
 
 
 def write_index(folder: Path, content: Mapping[str, Any], describe_file: DescribeFile | None = None, table: bool = True) -> None:
-    """Replace the index of ``folder`` atomically by ``content`` and the format number.
-
-    If all files are HDF5, their table is written first, by ``describe_file`` or by opening each file, and older tables are deleted
-    last. Without ``table`` the index has none."""
+    """Replace the index of ``folder`` atomically by ``content`` and the format. If all files are HDF5, their table is written
+    first, by ``describe_file`` or by opening each, and older tables are deleted last. Without ``table`` the index has none."""
     index = {key: value for key, value in content.items() if key != "table"}
     if table and (entry := _write_table(folder, index, describe_file)) is not None:
         index["table"] = entry.model_dump()
@@ -71,7 +68,7 @@ def _write_table(folder: Path, content: Mapping[str, Any], describe_file: Descri
     if not files or not all(file.name.endswith(".h5") for file in files):
         return None
     descriptions = ((describe_file or describe)(folder / file.name, file.rows) for file in files)
-    raw = build_table(files, [one if one and one["bytes"] == file.bytes else None for one, file in zip(descriptions, files)])
+    raw = build_table(files, [d if d and d["bytes"] == file.bytes else None for d, file in zip(descriptions, files)])
     digest = hashlib.sha256(raw).hexdigest()
     name = TABLE.format(digest[:8])
     replace_file(folder / name, raw)

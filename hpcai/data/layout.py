@@ -128,10 +128,10 @@ def to_ranges(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tu
     span = sum((n - 1) * s for n, s in zip(count[level:], strides[level:])) + item
     for outer in itertools.product(*(range(n) for n in count[:level])):
         index = [box[d].start + outer[d] for d in range(level)] + [box[d].start for d in range(level, dims)]
-        at = None if offset is None else offset + sum(i * s for i, s in zip(index, strides))
-        place = tuple(slice(b + o, b + o + 1) for b, o in zip(begin, outer))
-        place += tuple(slice(begin[d], begin[d] + count[d]) for d in range(level, dims))
-        yield StridedRange(at, span, strides, place, dense)
+        start = None if offset is None else offset + sum(i * s for i, s in zip(index, strides))
+        out_index = tuple(slice(b + o, b + o + 1) for b, o in zip(begin, outer))
+        out_index += tuple(slice(begin[d], begin[d] + count[d]) for d in range(level, dims))
+        yield StridedRange(start, span, strides, out_index, dense)
 
 
 def normalize_index(index: Sequence[slice | int], shape: tuple[int, ...], name: str) -> tuple[list[slice], set[int]]:
@@ -211,22 +211,22 @@ def hdf5_layout(file: h5py.File, name: str) -> Layout:
 
 def _hdf5_layout(file: h5py.File, name: str) -> Layout:
     path, data = Path(file.filename), file[name]
-    where = f"{path}: dataset '{name}'"
+    label = f"{path}: dataset '{name}'"
     if not isinstance(data, h5py.Dataset):
-        raise DataError(f"{where} is a {type(data).__name__.lower()}, expected values")
+        raise DataError(f"{label} is a {type(data).__name__.lower()}, expected values")
     if data.dtype.hasobject or data.shape is None:
-        raise UnreadableLayoutError(f"{where} is {data.dtype}, expected numbers")
+        raise UnreadableLayoutError(f"{label} is {data.dtype}, expected numbers")
     plist = data.id.get_create_plist()
     if plist.get_nfilters():
         names = [plist.get_filter(i)[3].decode(errors="replace") or "a filter" for i in range(plist.get_nfilters())]
-        raise UnreadableLayoutError(f"{where} is written through {', '.join(names)}, and direct reads need plain values")
+        raise UnreadableLayoutError(f"{label} is written through {', '.join(names)}, and direct reads need plain values")
     kind = plist.get_layout()
     if data.file.filename != file.filename:
-        raise DataError(f"{where} is a link into another file; copy its values (h5repack)")
+        raise DataError(f"{label} is a link into another file; copy its values (h5repack)")
     if kind == h5py.h5d.VIRTUAL or (kind == h5py.h5d.CONTIGUOUS and plist.get_external_count()):
-        raise UnreadableLayoutError(f"{where} lies in other files")
+        raise UnreadableLayoutError(f"{label} lies in other files")
     if kind == h5py.h5d.COMPACT:
-        raise UnreadableLayoutError(f"{where} lies within the header")
+        raise UnreadableLayoutError(f"{label} lies within the header")
     if file.userblock_size:  # some versions of HDF5 include it in offsets, others do not
         raise UnreadableLayoutError(f"{path}: begins with a user block of {file.userblock_size} bytes")
     dtype, size = _numeric_dtype(data.dtype, path, name), _file_size(path)
@@ -240,12 +240,12 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
     chunk_bytes = math.prod(data.chunks) * dtype.itemsize
     count = data.id.get_num_chunks()
     if count > _MAX_CHUNKS or count * chunk_bytes > size:
-        raise DataError(f"{where} says that it has {count:,} chunks of {chunk_bytes:,} bytes, in a file of {size:,}; it is damaged")
+        raise DataError(f"{label} says that it has {count:,} chunks of {chunk_bytes:,} bytes, in a file of {size:,}; it is damaged")
     offsets: dict[tuple[int, ...], int] = {}
 
     def add_chunk(chunk: Any) -> None:
         if chunk.size != chunk_bytes or chunk.filter_mask:
-            raise DataError(f"{where}: chunk at {chunk.chunk_offset} has {chunk.size:,} bytes, expected {chunk_bytes:,}; damaged")
+            raise DataError(f"{label}: chunk at {chunk.chunk_offset} has {chunk.size:,} bytes, expected {chunk_bytes:,}; damaged")
         offsets[tuple(o // n for o, n in zip(chunk.chunk_offset, data.chunks))] = chunk.byte_offset
 
     data.id.chunk_iter(add_chunk)

@@ -1,7 +1,7 @@
 """The data loader: prefetched batches on the device, in an order that does not depend on the number of ranks.
 
 An epoch has positions 0 ... M - 1, which the sampler maps to samples. Each batch has B positions, assigned to the replicas of the
-model. In ``strict`` order batch k has positions kB ... kB + B - 1. In ``ready`` order each replica takes the lowest of its positions
+model. In ``strict`` order batch k has positions kB ... kB + B - 1. In ``ready`` order each replica takes its lowest positions
 whose samples are ready, so that a straggler does not delay the others: it is deferred to a later batch of the same epoch. In both
 orders each position is delivered once per epoch. The state of a run is the number of samples delivered and the list of deferred
 positions, from which any other number of ranks can resume.
@@ -36,8 +36,7 @@ class Source(Protocol):
     """A map-style dataset. ``sample`` is called from several threads, or in several processes.
 
     Optional members: ``collate(samples) -> batch`` of CPU tensors, instead of stacking; ``identity``, a string that is equal for
-    equal datasets; ``replicated``, True if all ranks of a model replica prepare the same sample, and no rank only its shard of it;
-    ``close()``.
+    equal datasets; ``replicated``, True if all ranks of a model replica prepare the same sample, none a shard of it; ``close()``.
     """
 
     def __len__(self) -> int: ...
@@ -60,9 +59,8 @@ class Skipped:
 
 
 class Loader:
-    """Loads batches of ``source`` for one rank of the mesh. All ranks of a model replica construct it together.
-
-    The ranks of a model replica (all axes but ``replicate``) get the same samples in the same order.
+    """Loads batches of ``source`` for one rank of the mesh. The ranks of a model replica (all axes but ``replicate``) construct it
+    together, and get the same samples in the same order.
 
     Args:
         batch: Samples of a batch over all replicas, so that the same settings train alike on any number of ranks.
@@ -71,8 +69,7 @@ class Loader:
         workers: Threads, or with ``processes`` worker processes, that prefetch samples, up to ``prefetch`` bytes.
         on_bad_sample: ``stop`` raises; ``skip`` delivers the next good sample of the order, and lists it in ``skipped``. With
             ``last_batch="keep"`` a bad sample always raises: a metric must cover all samples.
-        batch_transform: ``batch_transform(batch, step)`` is applied to each batch on the device; ``step`` counts batches over all
-            epochs, from 0.
+        batch_transform: Applied to ``(batch, step)``, with the batch on the device; ``step`` counts over all epochs, from 0.
         scatter: Prepare each sample on one rank of a replica and scatter it to the others; ``auto``: if the source is ``replicated``.
 
     Raises DataError if the batch size is no multiple of replicas and micro-batches.
@@ -120,30 +117,30 @@ class Loader:
             self._worker_processes = [Worker(source, name, number, memory) for number in range(workers)]
 
     def _validate(self, batch: int, accumulate: int, mesh: Mesh) -> None:
-        name, copies, samples = self.name, self.replicas.size, self.sampler.samples
-        divisor = copies * accumulate
+        name, replicas, samples = self.name, self.replicas.size, self.sampler.samples
+        divisor = replicas * accumulate
         if self.last_batch != "keep" and batch % divisor:
             raise DataError(
-                f"{name}: a batch of {batch} samples does not divide by {copies} copies x {accumulate} micro-batches; "
+                f"{name}: a batch of {batch} samples does not divide by {replicas} replicas x {accumulate} micro-batches; "
                 f"give a multiple of {divisor}"
             )
         if not len(self.source) or not samples:
             raise DataError(f"{name}: there is no sample; make some data first")
         if self.last_batch == "drop" and samples < batch:
             raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
-        if samples < copies and not isinstance(self.sampler, LargestFirst):
-            raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
+        if samples < replicas and not isinstance(self.sampler, LargestFirst):
+            raise DataError(f"{name}: {samples} samples for {replicas} replicas; make more data or start fewer ranks")
         if self._on_bad_sample == "skip" and mesh.model_parallel.size > 1 and not self._scatters:
             raise DataError(
                 f"{name}: on_bad_sample=skip, but each of {mesh.model_parallel.size} ranks of a model replica prepares the sample; set it to stop, or data.scatter to true if the source is replicated"
             )
         if self._scatters:
-            logger.info("%s: each sample is prepared by one of %d ranks of a model replica, and scattered on", name, mesh.model_parallel.size)
-        rest = samples % batch
-        if rest and self.last_batch == "drop":
-            logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
-        if rest and self.last_batch == "pad":
-            logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - rest)
+            logger.info("%s: each sample is prepared on one of %d ranks and scattered on", name, mesh.model_parallel.size)
+        extra = samples % batch
+        if extra and self.last_batch == "drop":
+            logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, extra)
+        if extra and self.last_batch == "pad":
+            logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - extra)
 
     # ---- properties of an epoch
 
@@ -192,8 +189,7 @@ class Loader:
     def epoch(self, epoch: int, first: int = 0, deferred: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
         """Iterate over the batches of ``epoch``, after ``first`` delivered samples and with the positions ``deferred`` left.
 
-        Empty local batches (of a small last batch) are left out. With ``more``, samples of the next epoch are prefetched at the end
-        of this one.
+        Empty local batches (of a small last batch) are left out. ``more``: Prefetch the next epoch at the end of this one.
         """
         active = self._activate(_EpochPlan(self, epoch, first, tuple(deferred)))
         self._plan = active.plan
@@ -213,16 +209,14 @@ class Loader:
             active.close()
 
     def deferred(self) -> list[int]:
-        """Return the deferred positions: those below the highest delivered one, of any replica, that were not delivered. A
-        collective call."""
+        """Return the undelivered positions below the highest delivered one of any replica. A collective call."""
         if self.order == "strict" or self._plan is None:
             return []
         highest = max(all_gather_object(self._plan.highest, self.replicas))
         return sorted(p for part in all_gather_object(self._plan.undelivered_below(highest), self.replicas) for p in part)
 
     def news(self) -> list[str]:
-        """Return messages about samples skipped on any rank since the last call: each sample is named once, each skip counted. A
-        collective call."""
+        """Return messages about samples skipped on any rank since the last call, one per sample, and counts. A collective call."""
         if self._on_bad_sample == "stop":
             return []
         new, self._reported = self.skipped[self._reported :], len(self.skipped)

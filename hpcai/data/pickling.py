@@ -16,7 +16,7 @@ _ALIGN = 64  # bytes: a cache line, and the alignment of torch
 
 
 def flatten(sample: Any) -> tuple[bytes, list[memoryview]]:
-    """Return the pickle of ``sample`` and the buffers of its arrays and CPU tensors, for ``pickle.loads(stream, buffers=buffers)``."""
+    """Return the pickle of ``sample`` and buffers of its arrays and CPU tensors, for ``pickle.loads(stream, buffers=buffers)``."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, 5, buffer_callback=buffers.append)

@@ -31,11 +31,9 @@ class Ready(NamedTuple):
 class PrefetchQueue:
     """A prefetching queue: worker threads prepare tasks in order, and ``take`` returns finished samples, lowest position first.
 
-    A task starts while ready and running samples stay within ``budget`` bytes, and always if they are fewer than ``min_samples``.
-    ``take`` raises the first exception of a worker, and DataError if no sample was finished for ``patience`` seconds.
-
-    Args:
-        prepare: ``prepare(task, worker) -> (sample, bytes)``, called from ``workers`` threads.
+    ``workers`` threads call ``prepare(task, worker) -> (sample, bytes)``. A task starts while ready and running samples stay within
+    ``budget`` bytes, and always if they are fewer than ``min_samples``. ``take`` raises the first exception of a worker, and
+    DataError if no sample was finished for ``patience`` seconds.
     """
 
     def __init__(
@@ -69,9 +67,7 @@ class PrefetchQueue:
 
     def take(self, epoch: int, count: int, positions: Sequence[int] | None = None, wait: bool = True) -> list[Ready] | None:
         """Remove and return ``count`` samples of ``epoch``: the ready ones with the lowest positions, or those at ``positions``.
-
-        Wait until they are ready, or, if not ``wait``, return None instead.
-        """
+        Wait until they are ready, or, if not ``wait``, return None instead."""
         keys = None if positions is None else [(epoch, position) for position in positions]
         with self._condition:
             if keys is not None and wait:

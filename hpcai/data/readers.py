@@ -53,7 +53,7 @@ def choose_mode(size: int, root: Path = Path("/")) -> tuple[Mode, str]:
 def open_reader(kind: str, size: int, name: str = "data", device: torch.device | None = None) -> Reader:
     """Return a reader for ``size`` bytes of samples, with memory pinned for ``device`` if that is a GPU.
 
-    ``kind``: ``auto`` uses the mode of ``choose_mode``, and logs it; ``direct`` requires O_DIRECT; ``buffered`` uses the page cache.
+    ``kind``: ``auto`` uses the mode of ``choose_mode``, logged; ``direct`` requires O_DIRECT; ``buffered`` uses the page cache.
     Other kinds (``memory``, ``hdf5``, ``dali``, ``gds``) use O_DIRECT if the file system supports it.
     Raises DataError for ``memory`` if the samples do not fit.
     """
@@ -63,8 +63,8 @@ def open_reader(kind: str, size: int, name: str = "data", device: torch.device |
         logger.info("%s: %s", name, reason)
     elif kind == "memory" and size > (limit := int(MEMORY_FRACTION * available_memory())):
         raise DataError(
-            f"{name}: data.reader=memory, but there are {format_size(size)} of samples, and {format_size(limit)} of memory may be used "
-            "for them; use data.reader=direct"
+            f"{name}: data.reader=memory, but there are {format_size(size)} of samples, and {format_size(limit)} of memory may be "
+            "used for them; use data.reader=direct"
         )
     memory = MemoryPool(pin=device if device is not None and device.type == "cuda" else None)
     return Reader(mode, memory=memory, threads=max(8, min(32, os.cpu_count() or 8)))

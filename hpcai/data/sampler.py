@@ -29,10 +29,10 @@ def split_range(count: int, rank: int, size: int) -> np.ndarray:
 
 
 def _nonnegative(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
-    row = np.asarray(values, np.float64)
-    if row.ndim != 1 or not np.isfinite(row).all() or (row < 0).any():
+    array = np.asarray(values, np.float64)
+    if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
         raise DataError(f"{name} must be one-dimensional, finite and not negative")
-    return row
+    return array
 
 
 def _generator(*seed: int) -> np.random.Generator:
@@ -82,17 +82,15 @@ class Endless(_Contiguous):
 def _shuffled_passes(count: int, first: int, end: int, *seed: int) -> np.ndarray:
     """Return elements ``first`` to ``end`` of an infinite sequence of shuffled passes over ``count`` samples."""
     passes = range(first // count, -(-end // count))
-    row = np.concatenate([_generator(*seed, number).permutation(count) for number in passes])
-    return row[first - passes.start * count :][: end - first]
+    sequence = np.concatenate([_generator(*seed, number).permutation(count) for number in passes])
+    return sequence[first - passes.start * count :][: end - first]
 
 
 class Blend(_Contiguous):
     """A mixture of S concatenated datasets: shuffled passes over each, in proportion to ``weights``, ``samples`` per epoch.
 
     Rounding errors do not accumulate: after any number of epochs the count of each dataset differs from its share by at most one
-    sample. Raises DataError if an epoch has no sample of one of the datasets.
-
-    Shape: counts [S], weights [S]
+    sample. Raises DataError if an epoch has no sample of one of the datasets.   counts and weights [S]
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], samples: int, seed: int = 0) -> None:
@@ -103,9 +101,9 @@ class Blend(_Contiguous):
             raise DataError(f"an epoch of {samples} samples has none of the set of weight {parts.min():g}; take longer epochs")
 
     def order(self, epoch: int) -> np.ndarray:
-        first, end = (np.diff(np.floor(at * self.samples * self._ends + 0.5), prepend=0).astype(int) for at in (epoch, epoch + 1))
-        begins = np.cumsum([0, *self.counts])
-        rows = [begins[s] + _shuffled_passes(n, int(first[s]), int(end[s]), self.seed, s) for s, n in enumerate(self.counts)]
+        first, end = (np.diff(np.floor(e * self.samples * self._ends + 0.5), prepend=0).astype(int) for e in (epoch, epoch + 1))
+        offsets = np.cumsum([0, *self.counts])
+        rows = [offsets[s] + _shuffled_passes(n, int(first[s]), int(end[s]), self.seed, s) for s, n in enumerate(self.counts)]
         return _generator(self.seed, len(self.counts), epoch).permutation(np.concatenate(rows))
 
 
@@ -130,9 +128,9 @@ class Weighted(_Contiguous):
 def _occurrences(drawn: np.ndarray) -> np.ndarray:
     """Return how often each element occurs before its position.   [M] -> [M]"""
     order = np.argsort(drawn, kind="stable")
-    row = drawn[order]
+    sorted_ = drawn[order]
     counts = np.empty(len(drawn), int)
-    counts[order] = np.arange(len(drawn)) - np.searchsorted(row, row)
+    counts[order] = np.arange(len(drawn)) - np.searchsorted(sorted_, sorted_)
     return counts
 
 
@@ -204,12 +202,9 @@ class LargestFirst:
 class Balanced:
     """Load balancing: the samples of a batch are assigned to replicas so that sums of ``costs`` [N] are as even as possible.
 
-    Samples go by descending cost to the replica with the least load (longest processing time first, Graham 1969).
-
-    Args:
-        window: If above 1, sort the samples of so many batches by cost before they are split into batches (bucketing), and
-            shuffle the batches.
-        equal: All replicas take equally many samples, so that shapes are constant. Otherwise only costs count.
+    Samples go by descending cost to the replica with the least load (longest processing time first, Graham 1969). ``window`` > 1:
+    sort the samples of so many batches by cost before they are split into batches (bucketing), and shuffle the batches. ``equal``:
+    all replicas take equally many samples, so that shapes are constant; otherwise only costs count.
     """
 
     def __init__(

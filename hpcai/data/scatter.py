@@ -20,11 +20,8 @@ class ScatteredLoader:
     """Distributes the preparation of samples over the ranks of ``channel``, each of which receives all samples.
 
     Sample ``slot`` of the local batch ``number`` is prepared by rank (number + slot) % size. Each sample is two broadcasts: a
-    header of four integers, and bytes. ``take`` runs in a thread of its own, in the same order on all ranks.
-
-    Args:
-        rank: The rank in the job, for error messages.
-        pin: A GPU. Received samples are stored in memory pinned for it.
+    header of four integers, and bytes. ``take`` runs in a thread of its own, in the same order on all ranks. ``rank``: that of the
+    job, for messages. ``pin``: A GPU; received samples are in memory pinned for it.
     """
 
     def __init__(self, channel: Axis, rank: int, pin: torch.device | None = None) -> None:
@@ -39,11 +36,9 @@ class ScatteredLoader:
         return (number + slot) % self._channel.size
 
     def take(self, queue: PrefetchQueue, tasks: Sequence[Task], number: int, task_at: Callable[[int], Task] | None) -> list[Ready]:
-        """Return the samples of ``tasks``, a local batch, the same on all ranks.
-
-        In ready order, where ``task_at`` maps a position to its task, each rank sends those of its samples that are ready. If a
-        rank cannot prepare its sample, it raises its own exception, and the others raise DataError.
-        """
+        """Return the samples of ``tasks``, a local batch, the same on all ranks. In ready order (``task_at`` maps a position to its
+        task) each rank sends those of its samples that are ready. If a rank cannot prepare its sample, it raises its own exception,
+        and the others raise DataError."""
         local_positions = [task.position for slot, task in enumerate(tasks) if self.is_local(number, slot)]
         failure: BaseException | None = None
         local_samples: Iterator[Ready] = iter(())
@@ -113,4 +108,4 @@ def _unpack(content: np.ndarray, header_size: int) -> Any:
     """Return the sample. Its arrays are views of ``content``."""
     stream, lengths = pickle.loads(content[:header_size].data)  # noqa: S301  (from our own process)
     offsets = buffer_offsets([header_size, *lengths])[1:]
-    return pickle.loads(stream, buffers=[content[at : at + n] for at, n in zip(offsets, lengths)])  # noqa: S301
+    return pickle.loads(stream, buffers=[content[start : start + n] for start, n in zip(offsets, lengths)])  # noqa: S301

@@ -22,10 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class Samples:
-    """A split as a source of samples: the fields of a row by name, or their ``transform`` by a subclass.
-
-    ``selection`` may depend on index and epoch, and on the rank within a model replica, unless a subclass sets ``replicated``.
-    ``count``: Use the first rows only."""
+    """A split as a source of samples: the fields of a row by name, or their ``transform`` by a subclass. Its ``selection`` may
+    depend on the rank within a model replica, unless a subclass sets ``replicated``. ``count``: use the first rows only."""
 
     replicated = False
 
@@ -73,12 +71,12 @@ class Zip:
         return "; ".join(part.identity for part in self.parts)
 
     def sample(self, index: int, epoch: int) -> Any:
-        part, own = self._locate(index)
-        return part.sample(own, epoch)
+        part, local = self._locate(index)
+        return part.sample(local, epoch)
 
     def describe(self, index: int) -> str:
-        part, own = self._locate(index)
-        return part.describe(own)
+        part, local = self._locate(index)
+        return part.describe(local)
 
     def close(self) -> None:
         for part in self.parts:
@@ -89,13 +87,9 @@ class Zip:
         return self.parts[number], index - int(self._ends[number]) + len(self.parts[number])
 
 
-def open_split(
-    folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
-    shards: int = 1,
-) -> Rows:  # fmt: skip
-    """Open the rows of a split. All ranks of ``mesh.peers`` call it; the first one lists the folder and reads its index for all.
-
-    If ``cfg.stage`` is set, the files, or this node's shard of them, are first copied to the disk of the node."""
+def open_split(folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh, shards: int = 1) -> Rows:
+    """Open the rows of a split. A collective call of ``mesh.peers``: the first rank lists the folder and reads its index for
+    all. If ``cfg.stage`` is set, the files, or this node's shard of them, are first copied to the disk of the node."""
     local = {}
     if cfg.stage is not None and folder.is_dir():  # otherwise Rows raises
         staged = stage_in(folder, Path(cfg.stage) / folder.name, mesh, shards=shards)
@@ -138,9 +132,8 @@ def make_loader(
     source: Source, batch: int, cfg: LoaderConfig, mesh: Mesh, layouts: Mapping[str, str] = MappingProxyType({}),
     make_batch: Callable[..., Any] = dict, **kwargs: Any,
 ) -> Loader:  # fmt: skip
-    """Return a loader of ``source`` with the settings ``cfg``.
-
-    For DALI, ``layouts`` names the dims of each field of a sample (DHWC, or empty), and ``make_batch(**fields)`` builds a batch."""
+    """Return a loader of ``source`` with the settings ``cfg``. For DALI, ``layouts`` names the dims of each field (DHWC, or empty),
+    and ``make_batch(**fields)`` builds a batch."""
     if cfg.reader != "dali":
         return Loader(source, batch, mesh, **cfg.loader_kwargs(), **kwargs)
     from hpcai.data.dali import DaliLoader, Field

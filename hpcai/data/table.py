@@ -57,9 +57,8 @@ def head_checksum(start: bytes | np.ndarray) -> int:
 
 
 def describe(path: Path, rows: int) -> dict[str, Any]:
-    """Return the table entries of a file, as JSON values, without external, virtual and non-numeric datasets.
-
-    Raises DataError for a file that is missing or damaged."""
+    """Return the table entries of a file, as JSON values, without external, virtual and non-numeric datasets. Raises DataError for
+    a file that is missing or damaged."""
     try:
         return _describe_file(path, rows)
     except HpcaiError:
@@ -111,32 +110,32 @@ def build_table(files: Sequence[Entry], descriptions: Sequence[Mapping[str, Any]
     """Return the bytes of the table, from the description of each file, or None for files without."""
     from safetensors.numpy import save
 
-    told = [one["fields"] if one else {} for one in descriptions]
+    datasets = [d["fields"] if d else {} for d in descriptions]
     arrays: dict[str, np.ndarray] = {
         "files": np.frombuffer(signature((f.name, f.rows, f.bytes) for f in files).digest(), np.uint8),
-        "head": np.array([one["head"] if one else -1 for one in descriptions], np.int64),
+        "head": np.array([d["head"] if d else -1 for d in descriptions], np.int64),
     }
-    for name in sorted({name for fields in told for name in fields}):
-        arrays |= {f"{name}:{part}": array for part, array in _build_arrays([fields.get(name) or {} for fields in told]).items()}
+    for name in sorted({name for fields in datasets for name in fields}):
+        arrays |= {f"{name}:{part}": array for part, array in _build_arrays([f.get(name) or {} for f in datasets]).items()}
     return save(arrays)
 
 
 def _build_arrays(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     def concatenate(part: str) -> np.ndarray:
-        return np.array([value for one in descriptions for value in one.get(part, ())], np.int64)
+        return np.array([value for d in descriptions for value in d.get(part, ())], np.int64)
 
-    dtypes = [one.get("type", "").encode().ljust(_DTYPE_BYTES, b"\0") for one in descriptions]
+    dtypes = [d.get("type", "").encode().ljust(_DTYPE_BYTES, b"\0") for d in descriptions]
     arrays: dict[str, np.ndarray] = {
-        "way": np.array([one.get("way", ABSENT) for one in descriptions], np.uint8),
+        "way": np.array([d.get("way", ABSENT) for d in descriptions], np.uint8),
         "type": np.frombuffer(b"".join(dtypes), np.uint8).reshape(len(descriptions), _DTYPE_BYTES),
-        "dims": np.array([len(one.get("shape", ())) for one in descriptions], np.uint8),
-        "pieces": np.array([len(one.get("offset", ())) for one in descriptions], np.int64),
-        "fill": np.frombuffer(bytes.fromhex("".join(one.get("fill", "") for one in descriptions)), np.uint8),
+        "dims": np.array([len(d.get("shape", ())) for d in descriptions], np.uint8),
+        "pieces": np.array([len(d.get("offset", ())) for d in descriptions], np.int64),
+        "fill": np.frombuffer(bytes.fromhex("".join(d.get("fill", "") for d in descriptions)), np.uint8),
         **{part: concatenate(part) for part in ("shape", "chunk", "cell", "offset")},
     }
-    kinds = {np.dtype(one["type"]).newbyteorder("=") for one in descriptions if "values" in one}
-    if all("values" in one for one in descriptions) and len(kinds) == 1:
-        arrays["values"] = np.frombuffer(bytes.fromhex("".join(one["values"] for one in descriptions)), kinds.pop())
+    kinds = {np.dtype(d["type"]).newbyteorder("=") for d in descriptions if "values" in d}
+    if all("values" in d for d in descriptions) and len(kinds) == 1:
+        arrays["values"] = np.frombuffer(bytes.fromhex("".join(d["values"] for d in descriptions)), kinds.pop())
     return arrays
 
 
@@ -175,8 +174,8 @@ class DatasetLayouts:
     def __init__(self, name: str, parts: Mapping[str, np.ndarray], sizes: np.ndarray) -> None:
         self.name, count = name, len(sizes)
         for part, kind in _ARRAY_DTYPES.items():
-            found = parts.get(part)
-            fits = found is not None and found.dtype == kind and found.ndim == 1 + (part == "type")
+            values = parts.get(part)
+            fits = values is not None and values.dtype == kind and values.ndim == 1 + (part == "type")
             _check(fits, f"'{name}:{part}' is no array of its kind")
         self.storage, dims, pieces, dtypes = parts["way"], parts["dims"], parts["pieces"], parts["type"]
         self._shape_values, self._chunk_values, self._cells = parts["shape"], parts["chunk"], parts["cell"]

@@ -1,1 +1,1 @@
-"""What a training will take on a machine that is not here: steps on paper, their price, the way to a target."""
+"""Prediction of training times on other machines: traces of steps, their cost, and the loader and pipeline of a run."""

@@ -1,4 +1,4 @@
-"""The price of a step that was recorded on paper: seconds on a machine, and what they go to."""
+"""The cost of a traced step on a machine: its time, by causes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from hpcai.plan.step_trace import Communication, Event, Kernel
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step of one process. The parts add up to ``seconds``."""
+    """Seconds of a step on one rank. The parts add up to ``seconds``."""
 
     seconds: float
     compute_bound: float
-    """of kernels that products hold up"""
+    """of kernels that are bound by FLOP"""
     memory_bound: float
-    """of kernels that what they read and write holds up"""
+    """of kernels that are bound by memory bandwidth"""
     launches: float
-    """beside both: a kernel's start, and waiting for the host where nothing is captured"""
+    """in addition: launches of kernels, and waits for the host without CUDA graphs"""
     exposed_communication: float
-    """in which messages are not hidden behind computation"""
+    """of communication that is not overlapped with computation"""
     sent: float
     """bytes"""
     messages: float
     idle: float = 0.0
-    """in which a stage of a pipeline has nothing to do"""
+    """of pipeline bubbles"""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
@@ -34,10 +34,9 @@ class Cost:
 
 
 def estimate_cost(events: Sequence[Event], machine: Machine, captured: bool = True) -> Cost:
-    """What ``events`` take, one after another: kernels on one stream, the messages of each group of ranks on one of its own, where
-    one begins when it is asked for and those before it have come.
-    """
-    now = host = compute_bound = memory_bound = launches = exposed = sent = messages = 0.0
+    """Return the cost of ``events`` in order, with kernels on one stream and one stream for the communication of each group, which
+    starts when it is requested and the previous one has ended."""
+    now = host = compute = memory = launches = exposed = sent = messages = 0.0
     stream_free: dict[tuple[str, tuple[int, ...]], float] = {}  # when the next message of a group can begin
     arrival: dict[int, float] = {}
     for event in events:
@@ -50,7 +49,7 @@ def estimate_cost(events: Sequence[Event], machine: Machine, captured: bool = Tr
                 overhead += max(0.0, host - now)
             now += duration + overhead
             launches += overhead
-            compute_bound, memory_bound = (compute_bound + duration, memory_bound) if multiply > move else (compute_bound, memory_bound + duration)
+            compute, memory = (compute + duration, memory) if multiply > move else (compute, memory + duration)
         elif isinstance(event, Communication):
             stream = ("in" if event.name == "receive" else "out", event.ranks)
             start = max(now, stream_free.get(stream, 0.0))
@@ -58,6 +57,6 @@ def estimate_cost(events: Sequence[Event], machine: Machine, captured: bool = Tr
             arrival[event.number] = stream_free[stream] = start + duration
             sent, messages = sent + bytes, messages + 1
         else:
-            wait = max(0.0, arrival.get(event.number, now) - now)  # or it was sent before these events
+            wait = max(0.0, arrival.get(event.number, now) - now)  # without an arrival, it was started before these events
             now, exposed = now + wait, exposed + wait
-    return Cost(now, compute_bound, memory_bound, launches, exposed, sent, messages)
+    return Cost(now, compute, memory, launches, exposed, sent, messages)

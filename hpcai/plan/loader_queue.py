@@ -1,4 +1,4 @@
-"""How long steps wait for their samples, computed from what each takes: the queue of ``hpcai.data.Loader`` without its data."""
+"""Simulation of the prefetch queue of ``hpcai.data.Loader``: the time that steps wait for samples."""
 
 import heapq
 from collections.abc import Sequence
@@ -11,38 +11,39 @@ def simulate_waits(
     preparation: np.ndarray, step: float, workers: int, capacity: int, order: Literal["strict", "ready"], *, batch: int = 1,
     epoch: int | None = None, ranks: int = 1,
 ) -> np.ndarray:  # fmt: skip
-    """Seconds that each step waits for its samples, which take ``preparation`` seconds each, in their order.   [N] -> [N / batch]
+    """Return the seconds that each step of ``step`` seconds waits for its samples, which take ``preparation`` seconds each.
 
-    Each of ``workers`` begins the next sample when it is free, while fewer than ``ahead`` are under way or wait to be taken. A
-    batch is taken from the moment on when the one before was handed out: in strict order once its own samples are ready, in ready
-    order once any ``batch`` samples of the epoch are, the lowest first. ``epoch`` counts batches, None for all: a sample comes in
-    its epoch in ready order too, and those of the next one are prepared meanwhile. ``makers`` processes hold a copy of the model
-    together and make its samples in turn (``data.scatter``), each with its own workers.
+    A batch is requested when the previous one is delivered. It is ready in strict order if all its samples are, and in ready order
+    if any ``batch`` samples of the epoch are, the lowest first. A step starts when all replicas have their samples.
 
-    With a row for each copy of the model a step begins when all copies have their samples: the seconds that all wait.
-    [copies, N] -> [N / batch]
+    Args:
+        workers: Each starts the next sample when it is idle and fewer than ``capacity`` samples are running or ready.
+        epoch: Batches of an epoch, None for all. Samples are delivered within their epoch, and those of the next are prefetched.
+        ranks: Ranks of a model replica that prepare its samples in turn (``data.scatter``), each with its own workers.
+
+    Shape: preparation [N] or [replicas, N] -> [N / batch]
     """
     rows = np.atleast_2d(np.asarray(preparation, float))
     steps = rows.shape[1] // batch
     epoch = epoch or max(steps, 1)
-    # Sample `place` of batch `number` is made by process (number + place) % makers, as hpcai.data.dealt has it.
+    # Sample `slot` of batch `number` is prepared by rank (number + slot) % ranks, as in hpcai.data.scatter.
     source = (np.arange(steps * batch) // batch % epoch + np.arange(steps * batch) % batch) % ranks
-    own_samples = [np.flatnonzero(source == m) for m in range(ranks)]
-    copies = [[_PreparingRank(row[some].tolist(), workers, capacity, order == "strict") for some in own_samples] for row in rows]
-    counts = np.stack([(source == m).reshape(steps, batch).sum(1) for m in range(ranks)], 1)  # [steps, makers]
+    indices = [np.flatnonzero(source == m) for m in range(ranks)]
+    replicas = [[_Rank(row[samples].tolist(), workers, capacity, order == "strict") for samples in indices] for row in rows]
+    counts = np.stack([(source == m).reshape(steps, batch).sum(1) for m in range(ranks)], 1)  # [steps, ranks]
     ends = counts.cumsum(0)[np.minimum((np.arange(steps) // epoch + 1) * epoch, steps) - 1]
-    waits, requested, begun = np.empty(steps), 0.0, [0.0] * len(copies)
+    waits, requested, begun = np.empty(steps), 0.0, [0.0] * len(replicas)
     for k, (each, last) in enumerate(zip(counts.tolist(), ends.tolist())):
-        for c, every in enumerate(copies):
-            taken = (one.take(begun[c], count, end) for one, count, end in zip(every, each, last) if count)
-            begun[c] = max(requested, *taken)
+        for c, replica in enumerate(replicas):
+            times = (rank.take(begun[c], count, end) for rank, count, end in zip(replica, each, last) if count)
+            begun[c] = max(requested, *times)
         waits[k] = max(begun) - requested
         requested = max(begun) + step
     return waits
 
 
-class _PreparingRank:
-    """A process that prepares samples 0, 1, ... of its own: when each worker is at which, and what is ready."""
+class _Rank:
+    """A rank that prepares its samples 0, 1, ... in order: the end of each running sample, and the ready samples."""
 
     def __init__(self, seconds: Sequence[float], workers: int, capacity: int, strict: bool) -> None:
         self.seconds, self.idle, self.capacity, self.strict = seconds, workers, capacity, strict
@@ -52,7 +53,7 @@ class _PreparingRank:
         self._begin(0.0)
 
     def take(self, now: float, count: int, end: int) -> float:
-        """When ``count`` samples below ``end`` are taken that are wanted from ``now`` on."""
+        """Return the time at which ``count`` samples below ``end``, requested at ``now``, are ready."""
         while self.busy and self.busy[0][0] <= now:
             self._finish()
         while (samples := self._available(count, end)) is None:
@@ -82,9 +83,9 @@ class _PreparingRank:
             self.next, self.idle, self.capacity = self.next + 1, self.idle - 1, self.capacity - 1
 
 
-def queue_capacity(workers: int, part: int, prefetch: float, sample: float) -> int:
-    """Samples that a process holds or prepares at a time (``ahead``): ``part`` of them are its share of a batch, and as many as
-    ``prefetch`` bytes hold of ``sample`` bytes, but no fewer than keep all workers busy and two batches coming."""
+def max_samples(workers: int, part: int, prefetch: float, sample: float) -> int:
+    """Return the samples of ``sample`` bytes that a rank holds or prepares within ``prefetch`` bytes, at least two local batches of
+    ``part`` samples and one for each worker."""
     return max(2 * part + workers, int(prefetch // sample))
 
 
@@ -92,12 +93,12 @@ def heavy_tail(
     random: np.random.Generator, count: int | tuple[int, ...], body: float = 0.1, sigma: float = 0.5, share: float = 0.03,
     tail: tuple[float, float] = (1.0, 10.0),
 ) -> np.ndarray:  # fmt: skip
-    """Seconds that samples take to prepare: log-normal about the median ``body``, but a ``share`` of them anything within ``tail``,
-    in no order.   [count]
+    """Return random preparation times in seconds: log-normal with median ``body``, and for a fraction ``share`` uniform within
+    ``tail``.   [count]
 
-    Those of OpenFold's features: 26 to 32 ms (NVIDIA) and 40 to 100 ms (HPE) until the next batch with many workers, while a few
-    percent of the chains, such as those with large alignments, take seconds (logs of MLPerf HPC v3.0, and the loader of its
-    OpenFold, github.com/mlcommons/hpc_results_v3.0).
+    The times of OpenFold's features: 26 to 32 ms (NVIDIA) and 40 to 100 ms (HPE) per batch with many workers, but seconds for a few
+    percent of the chains, such as those with large alignments (logs of MLPerf HPC v3.0, and the loader of its OpenFold,
+    github.com/mlcommons/hpc_results_v3.0).
     """
     seconds = body * np.exp(sigma * random.standard_normal(count))
     return np.where(random.random(count) < share, random.uniform(*tail, count), seconds)

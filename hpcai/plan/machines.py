@@ -1,7 +1,7 @@
-"""GPUs and the links between them, by the sheets of those who make them, and what share of a sheet's rate is counted on.
+"""GPUs and interconnects, by the data sheets of their vendors, and the efficiencies that are assumed.
 
-Shares are the same for all GPUs and all networks, and were set before any plan was compared with a published run: large products in
-bfloat16 reach 0.7 of the rate, what is read and written 0.85 of the bandwidth, messages 0.8 of a link's.
+Efficiencies are equal for all GPUs and networks, and were set before any plan was compared with a published run: large matrix
+products in bfloat16 reach 0.7 of the peak rate, memory traffic 0.85 of the bandwidth, communication 0.8 of the link rate.
 """
 
 import math
@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from hpcai.errors import ConfigError
 
-_COMPUTE_EFFICIENCY, _MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.7, 0.85, 0.8
+_COMPUTE, _MEMORY, _LINK = 0.7, 0.85, 0.8  # efficiencies
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one GPU sends with at a time: seconds until the first byte is there, bytes a second."""
+    """The link of a GPU: latency in seconds, bandwidth in bytes per second."""
 
     latency: float
     bandwidth: float
@@ -23,12 +23,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of GPU in nodes of one kind. Rates are those that are counted on, a second."""
+    """A kind of GPU in a kind of node. Rates are per second, after efficiency."""
 
     name: str
     flops: dict[int, float]
-    """multiplications and additions of products, by the bytes of a number: 1 where it has such, 2 bfloat16, 4 float32 (TF32
-    where there is one)"""
+    """FLOP of matrix products, by bytes of an element: 1 (FP8, if supported), 2 (bfloat16), 4 (float32, or TF32), 8 (float64)"""
     bandwidth: float
     """bytes read and written"""
     capacity: float
@@ -40,16 +39,16 @@ class Machine:
     inter_node: Link
     """between nodes, for each GPU"""
     kernel_overhead: float = 2e-6
-    """seconds of a kernel in a graph beside what it reads, writes and computes: its start, and the tail of its last blocks"""
+    """seconds per kernel in a CUDA graph in addition to memory traffic and FLOP: its launch, and the tail of its last blocks"""
     slowdown: float = 1.0
-    """by what factor kernels take longer than they need at these rates, as measured; starts and messages do not"""
+    """measured factor by which kernels are slower than at these rates, without launches and communication"""
     host_launch: float = 0.0
-    """seconds that the host takes to launch a kernel which is not in a graph"""
+    """seconds that the host needs to launch a kernel outside of a CUDA graph"""
 
     def communication_time(self, name: str, size: int, ranks: Sequence[int]) -> tuple[float, float]:
-        """Seconds of a message of which each of ``ranks`` gives ``size`` bytes, and the bytes that each sends: the bounds of Thakur
-        et al. ("Optimization of collective communication operations in MPICH", 2005). Each doubling of the nodes costs the latency
-        once more. What goes round a ring crosses from node to node once, on the links of all GPUs of a node together."""
+        """Return seconds of a communication of ``size`` bytes (see ``Communication``), and bytes sent by each rank: the bounds of
+        Thakur et al. ("Optimization of collective communication operations in MPICH", 2005). Each doubling of the nodes adds the
+        latency once. A ring crosses from node to node once, on the links of all GPUs of a node together."""
         n, nodes = len(ranks), len({rank // self.gpus_per_node for rank in ranks})
         link = self.intra_node if nodes == 1 else self.inter_node
         around = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "reduce-scatter": n - 1}
@@ -59,15 +58,15 @@ class Machine:
 
 
 def _gpu(
-    name: str, float8: float | None, tera: float, wide: float, bandwidth: float, room: float, node: int, inside: float,
-    outside: float,
+    name: str, float8: float | None, bf16: float, tf32: float, bandwidth: float, capacity: float, per_node: int, intra_node: float,
+    inter_node: float,
 ) -> Machine:  # fmt: skip
-    """From the sheets: dense products in 8 bits, bfloat16 and TF32 (10^12 / s), memory (GB/s), memory (GB), links of a GPU
+    """Return a machine from data sheets: dense TFLOP/s in FP8, bfloat16 and TF32, memory (GB/s), memory (GB), links of a GPU
     (GB/s)."""
-    sheet = {1: float8, 2: tera, 4: wide, 8: 60}
+    sheet = {1: float8, 2: bf16, 4: tf32, 8: 60}
     return Machine(
-        name, {width: _COMPUTE_EFFICIENCY * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY_EFFICIENCY * bandwidth * 1e9, room * 1e9,
-        node, Link(15e-6, _LINK_EFFICIENCY * inside * 1e9), Link(20e-6, _LINK_EFFICIENCY * outside * 1e9), host_launch=8e-6,
+        name, {width: _COMPUTE * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY * bandwidth * 1e9, capacity * 1e9,
+        per_node, Link(15e-6, _LINK * intra_node * 1e9), Link(20e-6, _LINK * inter_node * 1e9), host_launch=8e-6,
     )  # fmt: skip
 
 
@@ -85,7 +84,7 @@ MACHINES = {
 
 
 def find_machine(name: str, **changes: object) -> Machine:
-    """The machine ``name`` with other values. Raises ConfigError, which lists those that there are."""
+    """Return the machine ``name`` with ``changes``. Raises ConfigError, with the list of machines, if it is unknown."""
     if name not in MACHINES:
         raise ConfigError(f"there is no machine {name!r}; expected one of {', '.join(MACHINES)}")
     return replace(MACHINES[name], **changes)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Pipeline stages on paper: each passes one micro-batch forward and backward, and a schedule says how often and when.
+"""Traces of pipeline stages, one micro-batch forward and backward in each, and the simulation of a pipeline schedule with them.
 
-    act = OneByOne(paper, pipeline, sent)        # in place of the pipeline, in the step that is recorded
-    passes(orders, rank_of, seconds, hop)        # when each rank has done all of its passes
+    act = SequentialStages(tracer, pipeline, hidden)            # replaces the pipeline in the traced step
+    simulate_schedule(orders, last, seconds, hop)               # end of the last pass of each rank
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,24 +20,24 @@ Pass = tuple[str, int, int]
 
 @dataclass
 class StageTrace:
-    """One micro-batch in one stage, which has seen another before."""
+    """The trace of a micro-batch in a stage, after a first one."""
 
     forward: Trace
     backward: Trace
     saved_bytes: int
-    """bytes from the forward pass to the end of the backward one"""
+    """bytes saved from the forward pass to the end of the backward pass"""
     gradient_bytes: int
-    """bytes that the first micro-batch leaves, such as gradients"""
+    """bytes that the first micro-batch allocates for good, such as gradients"""
     input_bytes: int
-    """bytes of a hidden state that comes in, and of its gradient"""
+    """bytes of the input hidden state, and of its gradient"""
     output_bytes: int
-    """bytes of the one that goes out"""
+    """bytes of the output hidden state"""
 
 
 @dataclass
 class SequentialStages:
-    """Acts as ``pipeline`` (``train.step.ForwardBackward``) on the stages of one rank, one after another. ``sent``: size and type
-    of what every stage but the last sends; None: what the first one of this rank does."""
+    """Traces the stages of a rank in turn, in place of ``pipeline`` (``train.step.ForwardBackward``). ``hidden``: shape and dtype of the
+    output of all stages but the last; None: those of the first stage of this rank."""
 
     tracer: StepTracer
     pipeline: Pipeline
@@ -55,7 +55,7 @@ class SequentialStages:
     def backward(self, measure: Any, parts: Sequence[Any], around: Any) -> list[Any]:
         run = self.pipeline.stage_runner(measure, parts[0], around)
         for stage in self.pipeline.stages.local_stages:
-            with self.tracer.record():  # gradients have no memory yet
+            with self.tracer.record():  # gradients are not allocated yet
                 before = self.tracer.bytes
                 self._trace_stage(run, stage)
                 gradient_bytes = self.tracer.bytes - before
@@ -68,24 +68,23 @@ class SequentialStages:
 
     def _trace_stage(self, run: Callable[[int, Any], Tensor], stage: int) -> tuple[Trace, Trace, int, int, int]:
         last = stage == self.pipeline.count - 1
-        hidden = torch.empty(self.hidden[0], dtype=self.hidden[1], requires_grad=True) if stage and self.hidden is not None else None
+        state = torch.empty(self.hidden[0], dtype=self.hidden[1], requires_grad=True) if stage and self.hidden is not None else None
         with self.tracer.record() as forward:
-            output = run(stage, hidden)
+            output = run(stage, state)
         saved_bytes = self.tracer.bytes - forward.before
         if self.hidden is None:
             self.hidden = output.shape, output.dtype
         gradient = None if last else torch.empty_like(output)
         with self.tracer.record() as backward:
             output.backward(gradient)
-        return forward, backward, saved_bytes, 0 if hidden is None else hidden.nbytes, 0 if last else output.nbytes
+        return forward, backward, saved_bytes, 0 if state is None else state.nbytes, 0 if last else output.nbytes
 
 
 def simulate_schedule(
     orders: Sequence[Sequence[Pass]], last: int, seconds: Callable[[str, int], float], hop: Callable[[int, int], float],
 ) -> list[float]:  # fmt: skip
-    """When each rank is ready that makes its passes in this order, of which one takes ``seconds(kind, stage)``.
-    ``last``: the last stage. ``hop``: seconds of a message from one stage to another. Raises ValueError where ranks wait for
-    one another."""
+    """Return the time at which each rank ends its passes in the given order, with ``seconds(kind, stage)`` for each. ``last``: The
+    last stage. ``hop``: Seconds of a message between two stages. Raises ValueError for a deadlock."""
     done: dict[Pass, float] = {}
     ends, positions = [0.0] * len(orders), [0] * len(orders)
     while any(position < len(order) for position, order in zip(positions, orders)):
@@ -109,15 +108,15 @@ def simulate_schedule(
 
 
 def _dependency(kind: str, stage: int, last: int) -> tuple[str, int] | None:
-    """Passes of which one has to be over, and their stage."""
+    """Return kinds of passes, one of which must precede this one, and their stage; None if there is no dependency."""
     if kind == "F" and stage:
         return "F", stage - 1
     return ("BI", stage + 1) if kind in "BI" and stage < last else None
 
 
 def peak_memory(order: Sequence[Pass], stages: Mapping[int, Sequence[float]]) -> float:
-    """The most bytes at a time beside what is there between steps, from those of each stage: what a forward pass and a backward
-    pass make, what stays from the one to the other (``kept``), and from the first backward pass on (``stays``)."""
+    """Return the peak bytes in addition to those between steps. ``stages``: Bytes allocated by a forward pass and by a backward
+    pass, saved between them, and kept from the first backward pass on (gradients), for each stage."""
     used = peak = 0.0
     seen = set()
     for kind, stage, _ in order:

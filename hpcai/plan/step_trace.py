@@ -1,18 +1,17 @@
-"""A step on paper: what one process of a job of any size computes, sends and waits for, recorded while nothing of it is done.
+"""Traces of a step: the kernels, communication and waits of one rank of a job of any size, recorded without executing them.
 
-    with on_paper(2048) as paper:
+    with traced_job(2048) as tracer:
         mesh = Mesh({"replicate": 256, "axial": 8}, 2048)
         with deferred(0):
             model = parallelize(Net(cfg), mesh)
-        with paper.sizes():
-            model, batch = paper.fill(model), paper.fake(batch)
-            with paper.recording() as record:
+        with tracer.fake_tensors():
+            model, batch = tracer.materialize(model), tracer.empty_like(batch)
+            with tracer.record() as trace:
                 loss(model, batch).backward()
-    record.events                     # Run, Send and Wait, in the order of the program
+    trace.events                      # Kernel, Communication and Wait, in program order
 
-Tensors have sizes and no numbers (torch's FakeTensorMode), process groups deliver at once, and kernels of Triton are noted, not
-launched: what runs is the code that a GPU would be given, over all ranks that it would talk to. So nothing in it may read a number
-from the device, which holds for what can be captured.
+Tensors have no data (torch's FakeTensorMode), collectives complete at once, and Triton kernels are recorded, not launched: the code
+that runs is that of a GPU, for all ranks of the job. It must not read values from the device, like code for CUDA graphs.
 """
 
 import math
@@ -36,19 +35,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hpcai.errors import MeshError
 from hpcai.kernels import triton_support
 
-_NO_WORK = {"_unsafe_view", "device", "lift_fresh", "promote_types", "is_set_to"}  # beside views and empty tensors
-_WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"}  # without reading what was there
+_NO_WORK = {"_unsafe_view", "device", "lift_fresh", "promote_types", "is_set_to"}  # in addition to views and empty tensors
+_WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"}  # do not read their first argument
 
 
 def _conv_flops(x: Any, weight: Any, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool, *_: Any,
                out_val: Any = None, out_shape: Any = None, **__: Any) -> int:  # fmt: skip
     out = out_shape if out_val is None else out_val.shape
-    positions = x if transposed else out  # at each of which every weight is multiplied once
+    positions = x if transposed else out  # each multiplies every weight once
     return 2 * math.prod(weight) * positions[0] * math.prod(positions[2:])
 
 
 def _conv_backward_flops(grad: Any, x: Any, weight: Any, _bias: Any, *rest: Any, **__: Any) -> int:
-    # stride, padding, dilation, transposed, output padding, groups, which gradients are wanted
+    # stride, padding, dilation, transposed, output padding, groups, output mask
     return sum(rest[-1][:2]) * _conv_flops(x, weight, None, None, None, None, rest[3], out_shape=grad)
 
 
@@ -61,12 +60,12 @@ def _attention_flops(q: Any, k: Any, v: Any, _: float = 0.0, causal: bool = Fals
 
 
 def _attention_backward_flops(_: Any, q: Any, k: Any, v: Any, *rest: Any, **__: Any) -> float:
-    # out, logsumexp, dropout, causal; scores again, and gradients of scores, of q, k and v
+    # out, logsumexp, dropout, causal; recomputes the scores; gradients of scores, q, k and v
     return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]) * _causal_fraction(q, k, rest[3])
 
 
 def _causal_fraction(q: Any, k: Any, causal: bool) -> float:
-    """The part of the scores that a kernel computes, where the queries are those of the last keys."""
+    """Return the fraction of the scores that a causal kernel computes, if the queries are the last positions of the keys."""
     return 1 - 0.5 * q[-2] / k[-2] if causal else 1.0
 
 
@@ -76,12 +75,12 @@ FLOP_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }  # fmt: skip
-"""What torch's counter does not know, or takes for more than it is: the weights of a convolution in groups, by which it counts all
-channels; attention of a CPU, in whose place a GPU has its own. Multiplications and additions from the shapes of the arguments."""
+"""FLOP from the shapes of arguments, for operations that torch's counter lacks or overestimates: grouped convolutions, which it
+counts with all channels, and CPU attention, which stands for that of a GPU."""
 
 
 class Kernel(NamedTuple):
-    """A kernel: multiplications and additions of products, bytes read and written, and bytes of a number that it multiplies."""
+    """A kernel: FLOP of matrix products, bytes read and written, and bytes of an element of the factors."""
 
     name: str
     flops: float
@@ -90,7 +89,7 @@ class Kernel(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """A message of this process to the others of ``ranks`` begins; ``bytes`` is what a rank gives (all-reduce: the whole)."""
+    """The start of a communication among ``ranks``. ``bytes``: of a rank's tensor (all-gather, reduce-scatter: its shard)."""
 
     name: str
     bytes: int
@@ -99,7 +98,7 @@ class Communication(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What follows needs the message ``number``."""
+    """The wait for the communication ``number``."""
 
     number: int
 
@@ -109,24 +108,24 @@ Event = Kernel | Communication | Wait
 
 @dataclass
 class Trace:
-    """What one process does, in order, and the most bytes that its tensors took at a time."""
+    """The events of a rank in order, and the peak bytes of its tensors."""
 
     events: list[Event] = field(default_factory=list)
     peak: int = 0
     before: int = 0
-    """bytes at its beginning"""
+    """bytes at the start"""
     once_per_step: set[int] = field(default_factory=set)
-    """places of the events that another micro-batch does not have again"""
+    """indices of events that occur once in a step, not in each micro-batch"""
 
     @property
     def repeated(self) -> list[Event]:
-        """Events of one more micro-batch."""
-        return [event for place, event in enumerate(self.events) if place not in self.once_per_step]
+        """The events of each further micro-batch."""
+        return [event for index, event in enumerate(self.events) if index not in self.once_per_step]
 
 
 class StepTracer(TorchDispatchMode):
-    """Records operations and messages between ``recording`` and its end, and the memory of all tensors made within ``sizes``.
-    ``kernels``: tensors count as those of a GPU."""
+    """Records operations and communication within ``record``, and the memory of all tensors created within ``fake_tensors``.
+    ``kernels``: Take the code paths of a GPU."""
 
     def __init__(self, kernels: bool) -> None:
         super().__init__()
@@ -137,14 +136,14 @@ class StepTracer(TorchDispatchMode):
 
     @contextmanager
     def fake_tensors(self) -> Iterator[None]:
-        """Inside, tensors that are made have sizes and no numbers."""
+        """Context manager: new tensors are fake tensors, without data."""
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             if self._kernels:
                 stack.enter_context(mock.patch.object(triton_support, "PLANNED", True))
                 stack.enter_context(_record_triton(self))
-            stack.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_gather_object))  # whose sizes would be read
+            stack.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_gather_object))  # reads sizes
             stack.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
             stack.enter_context(mock.patch.object(CausalBias, "__new__", _new_causal_bias))
             stack.enter_context(mock.patch.object(CausalBias, "_dispatch", _causal_attention))
@@ -154,7 +153,7 @@ class StepTracer(TorchDispatchMode):
 
     @contextmanager
     def record(self) -> Iterator[Trace]:
-        """Events and memory until its end, which the recording around it, if any, does not have."""
+        """Context manager: return the trace of the block. An outer ``record`` does not contain it."""
         before, self._trace = self._trace, Trace(peak=self._bytes, before=self._bytes)
         try:
             yield self._trace
@@ -162,7 +161,7 @@ class StepTracer(TorchDispatchMode):
             self._trace = before
 
     def once_per_step(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """``function``, whose events are those of a whole step and not of each micro-batch."""
+        """Wrap ``function``: its events occur once in a step, not in each micro-batch."""
 
         def recorded() -> Any:
             first = len(self._trace.events)
@@ -174,15 +173,15 @@ class StepTracer(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Of all tensors that there are."""
+        """The bytes of all live tensors."""
         return self._bytes
 
     def empty_like(self, batch: Any) -> Any:
-        """Tensors of the sizes of those in ``batch``."""
+        """Return empty tensors of the shapes of those in ``batch``."""
         return tree_map(lambda x: torch.empty_like(x, memory_format=torch.preserve_format) if isinstance(x, Tensor) else x, batch)
 
     def materialize(self, model: nn.Module) -> nn.Module:
-        """Give the parameters that ``model`` has on the meta device (``hpcai.nn.deferred_init``) memory on paper."""
+        """Replace the meta parameters of ``model`` (``hpcai.nn.deferred_init``) by fake tensors with memory."""
         parameters: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
@@ -218,7 +217,7 @@ class StepTracer(TorchDispatchMode):
         read = read[1:] if name in _WRITES else read
         flops = self._flops(function.overloadpacket, args, kwargs, result)
         widths = [x.element_size() for x in read or written if x.is_floating_point() or not flops]
-        # Beside what is multiplied there may be wider sums: of attention, and those that a product is added to.
+        # In addition to the factors there may be wider sums: of attention, and addends of a product.
         self.add_kernel(name, sum(map(_bytes, (*read, *written))), flops, (min if flops else max)(widths))
         return result
 
@@ -246,7 +245,7 @@ class StepTracer(TorchDispatchMode):
 
 
 def _bytes(x: Tensor) -> int:
-    """Those of its memory that it covers: an expanded tensor is read once."""
+    """Return the bytes of memory that a tensor covers: an expanded tensor is read once."""
     return math.prod(n for n, step in zip(x.shape, x.stride()) if step) * x.element_size()
 
 
@@ -264,7 +263,7 @@ class _Work(torch_dist.Work):
 
 
 class _Group(torch_dist.ProcessGroup):
-    """Ranks of which one alone is there. All others give what it gives."""
+    """A process group with one real rank. All others contribute the same tensors."""
 
     tracer: StepTracer
 
@@ -281,21 +280,21 @@ class _Group(torch_dist.ProcessGroup):
     def broadcast(self, tensors: Any, *_: Any) -> _Work:
         return self._record("broadcast", tensors)
 
-    def allgather(self, wholes: Any, tensors: Any, *_: Any) -> _Work:
-        for place in wholes[0]:
-            place.copy_(tensors[0])
-        return self._record("all-gather", tensors)
+    def allgather(self, outputs: Any, inputs: Any, *_: Any) -> _Work:
+        for output in outputs[0]:
+            output.copy_(inputs[0])
+        return self._record("all-gather", inputs)
 
-    def all_gather_single(self, whole: Tensor, own: Tensor, *_: Any) -> _Work:
-        return self._record("all-gather", [own])
+    def all_gather_single(self, output: Tensor, input: Tensor, *_: Any) -> _Work:
+        return self._record("all-gather", [input])
 
-    def reduce_scatter_single(self, own: Tensor, whole: Tensor, *_: Any) -> _Work:
-        return self._record("reduce-scatter", [own])
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, *_: Any) -> _Work:
+        return self._record("reduce-scatter", [output])
 
-    def all_to_all_single(self, whole: Tensor, own: Tensor, *_: Any) -> _Work:
-        return self._record("all-to-all", [own])
+    def all_to_all_single(self, output: Tensor, input: Tensor, *_: Any) -> _Work:
+        return self._record("all-to-all", [input])
 
-    _allgather_base: Any = all_gather_single  # as torch before 2.13 calls them
+    _allgather_base: Any = all_gather_single  # their names before torch 2.13
     _reduce_scatter_base: Any = reduce_scatter_single
     alltoall_base: Any = all_to_all_single
 
@@ -312,7 +311,7 @@ class _Group(torch_dist.ProcessGroup):
         return "traced"
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self  # torch 2.14 asks it whether it sends several tensors as one message
+        return self  # torch 2.14 queries whether it coalesces tensors
 
     def getGroupName(self) -> str:  # noqa: N802
         return "traced " + " ".join(map(str, self.ranks))
@@ -324,13 +323,13 @@ def _create_group(options: Any, _: Any) -> _Group:
 
 
 def _new_causal_bias(kind: type[CausalBias], *_: Any) -> CausalBias:
-    """A bias is no tensor of the step, and FakeTensorMode can make none."""
+    """Create a bias outside of FakeTensorMode, which does not support its class."""
     with unset_fake_temporarily():
         return Tensor._make_subclass(kind, torch.empty(0))
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias, *_: Any, **__: Any) -> Tensor:
-    """Attention of the queries of the last keys: CausalBias looks into tensors to choose the kernel that a GPU has for it."""
+    """Attention of the last queries to all keys. CausalBias would read tensors to select a GPU kernel."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)[0]
 
 
@@ -340,8 +339,8 @@ def _all_gather_object(values: list[Any], value: Any, **_: Any) -> None:
 
 @contextmanager
 def traced_job(world: int, kernels: bool = True, rank: int = 0) -> Iterator[StepTracer]:
-    """A job of ``world`` processes, of which this is ``rank``. ``kernels``: what is computed counts as done on a GPU. Raises
-    MeshError within another job."""
+    """Context manager: this process is ``rank`` of a traced job of ``world`` ranks. ``kernels``: Take the code paths of a GPU.
+    Raises MeshError within another job."""
     if torch_dist.is_initialized():
         raise MeshError("a plan needs a process that belongs to no job; end the job first, or plan in another process")
     if "traced" not in torch_dist.Backend.backend_list:
@@ -357,15 +356,15 @@ def traced_job(world: int, kernels: bool = True, rank: int = 0) -> Iterator[Step
 
 @contextmanager
 def _record_triton(tracer: StepTracer) -> Iterator[None]:
-    """Kernels of Triton read and write each tensor that they are given once."""
+    """Context manager: record Triton kernels, which access each tensor argument once."""
     if triton_support.MISSING is not None:
         yield
         return
     from triton.runtime.jit import JITFunction
 
     def get_launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
-        def launch(*args: Any, **words: Any) -> None:
-            tensors = [x for x in (*args, *words.values()) if isinstance(x, Tensor)]
+        def launch(*args: Any, **kwargs: Any) -> None:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             tracer.add_kernel(kernel.fn.__name__, sum(map(_bytes, tensors)))
 
         return launch

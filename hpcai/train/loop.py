@@ -347,7 +347,7 @@ class _Training:
         """Return the progress of the run, and the samples of this rank in ``step``, counted from 1 (None: the current one)."""
         step = step or self.progress.step + 1
         epoch, first = self._position_before(step - 1)
-        if hasattr(self.data, "taken"):
+        if hasattr(self.data, "batch_samples"):
             samples: Any = [{"index": index, "text": text} for index, text in self.data.batch_samples(epoch, first)]
         else:
             samples = [{"index": first // self.data.batch_size, "text": self.data.describe(epoch, first)}]

@@ -61,10 +61,10 @@ class TestPromises(Promises):
     )]  # fmt: skip
     refused = [
         ("no folder", (), "/train: no such folder; make data with: python -m data_prep.cosmoflow simulate"),
-        ("truncated", (), "universe_00003.h5: not a whole HDF5 file"), ("NaN", (), "row 1 of 'target' holds NaN or infinity"),
+        ("truncated", (), "universe_00003.h5: not a complete HDF5 file"), ("NaN", (), "row 1 of 'target' holds NaN or infinity"),
         ("", ("model.size=64",), "dataset 'counts' is (4, 16, 16, 16, 4), expected (rows, 64, 64, 64, 4); make data with"),
         ("", ("data.batch=25",), "train: 24 samples are fewer than one batch of 25"),
-        ("", ("step.accumulate=3",), "a batch of 8 samples does not divide by 1 copies x 3 micro-batches"),
+        ("", ("step.accumulate=3",), "a batch of 8 samples does not divide by 1 replicas x 3 micro-batches"),
         ("", ("mesh.depth=2",), "mesh depth 2 needs a multiple of 2 processes, but 1 was started"),
         ("", ("step.lr=1e25", "step.optimizer=sgd"), "is not finite on rank 0 (train/universe_"),
         ("", ("step.lrr=1",), "step.lrr: no such key; did you mean step.lr?"),

@@ -137,7 +137,7 @@ def test_a_loader_capture_and_evaluation_beside_it_are_the_plain_run(sources: An
     """Three epochs with a checkpoint in each, against one batch after the other, eagerly, evaluated while training waits."""
     plain = {name: value for name, value in words.items() if name != "capture"}
     cfg = TrainConfig(epochs=3, report_every=2)
-    held = {"shuffle": False, "last": "keep"}
+    held = {"shuffle": False, "last_batch": "keep"}
     expected = fit(new_step(**plain), sources("train", seed=3), cfg, validation=sources("held", **held), evaluate=metric)
     cfg = TrainConfig(epochs=3, report_every=2, evaluate="background")
     step = new_step(**words)

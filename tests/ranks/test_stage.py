@@ -224,7 +224,7 @@ def test_one_failure_is_everybodys(
 
 def test_damage_on_the_way(source: Path, tmp_path: Path) -> None:
     text = fails(source, tmp_path / "target", 2, 1, grief="flip", rank=1)
-    assert text.startswith("rank 1 on node1: ") and "train/u" in text and "index.json says" in text
+    assert text.startswith("rank 1 on node1: ") and "train/u" in text and "index.json has" in text
 
 
 def test_refusals_reach_all(source: Path, tmp_path: Path) -> None:

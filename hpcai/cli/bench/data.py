@@ -170,7 +170,7 @@ class _H5pyDataset(Dataset[Any]):
 @contextmanager
 def _hpcai_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
     rows = Rows(folder, {"values": (dtype, shape)}, reader="direct")
-    kwargs: Any = {"workers": threads, "last": "keep", "prefetch": 64 * MIB}
+    kwargs: Any = {"workers": threads, "last_batch": "keep", "prefetch": 64 * MIB}
     with Loader(Samples(rows, len(rows)), 1, dist.single_process(), name="bench", **kwargs) as loader:
         yield loader.epoch(0)
     rows.close()

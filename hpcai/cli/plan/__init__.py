@@ -76,8 +76,8 @@ def job_row(job: Job, on: Machine) -> Row:
     return {
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.capacity / 1e9,
         "lean": list(lean), "step_s": job.seconds, "kernels_s": step.compute_bound + step.memory_bound,
-        "launches_s": step.launches, "messages_s": step.exposed_communication, "idle_s": step.idle, "loader_s": job.loader, "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes,
-        "evaluation_minutes": job.evaluation,
+        "launches_s": step.launches, "messages_s": step.exposed_communication, "idle_s": step.idle, "loader_s": job.loader,
+        "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes, "evaluation_minutes": job.evaluation,
     }  # fmt: skip
 
 

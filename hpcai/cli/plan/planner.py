@@ -21,7 +21,7 @@ from hpcai.nn.deferred_init import deferred
 from hpcai.parallel.data_parallel import MAX_BF16_RANKS
 from hpcai.parallel.pipeline_stages import balanced_split
 from hpcai.plan import machines
-from hpcai.plan.loader_queue import queue_capacity, simulate_waits
+from hpcai.plan.loader_queue import max_samples, simulate_waits
 from hpcai.plan.machines import Machine
 from hpcai.plan.step_trace import Event, StepTracer, Trace, Communication, traced_job
 from hpcai.plan.cost import Cost, estimate_cost
@@ -263,7 +263,7 @@ class Planner:
         if prepare is None:
             return 0.0
         seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
-        stalls = simulate_waits(seconds, step, workers, queue_capacity(workers, per_replica, 0, 1), "ready", batch=per_replica, ranks=ways)
+        stalls = simulate_waits(seconds, step, workers, max_samples(workers, per_replica, 0, 1), "ready", batch=per_replica, ranks=ways)
         return float(stalls[_LOADER_WARMUP:].mean())
 
     def plan_jobs(self, gpus: int, ways: Sequence[int], machine: Machine, evaluating: int = 0) -> list[Job]:

@@ -1,17 +1,17 @@
-"""Staging: the files of a data set, copied from the shared file system to each node's own disk.
+"""Staging: copy the files of a dataset from the shared file system to the disk of each node.
 
-The nodes read each byte of the shared file system once, past the page cache, and broadcast it to one another.
+Each byte of the shared file system is read once, by direct reads, and broadcast among the nodes.
 
-    shard    a part of the data files; with S shards the nodes form S groups of neighbours, and each group holds one shard
-    lane     the j-th process of every node of a group, with every so many-th file that a node of the group misses. The processes
-             of a lane read the blocks of its files in turns and broadcast them; each writes what its node misses
-    beat     eight blocks of every lane; then all processes sum their failures, so that all of them stop at the same beat
+    shard    a part of the data files. With S shards the nodes form S contiguous groups, and each group holds one shard
+    ring     the j-th rank of every node of a group, and a part of the files that are missing on a node of the group. The ranks of a
+             ring read the blocks of these files in turn and broadcast them; each writes those missing on its node
+    interval eight blocks of every ring. Then all ranks sum their failures, so that all stop at the same block
 
-    TARGET/<name>               a whole file: written under another name, compared, flushed to the disk, given the time of its
-                                source and renamed. A later run keeps files of the source's size and time
-    TARGET/.stage.json          the source, whether SHA-256 were compared, and the files that were whole at the end
+    TARGET/<name>               a complete file: written under another name, verified, flushed to the disk, given the time of its
+                                source and renamed. A later run keeps files of the size and time of the source
+    TARGET/.stage.json          the source, whether SHA-256 were compared, and the files that were complete at the end
 
-A process holds six blocks in memory, and the buffers of its reader.
+A rank has six blocks in memory, and the buffers of its reader.
 """
 
 from hpcai.data.stage.job import Staged, stage_in

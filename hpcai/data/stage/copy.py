@@ -1,4 +1,4 @@
-"""The blocks of a lane on their way through one process: read, broadcast, hashed and written, all at the same time."""
+"""The copy of the files of a ring on one rank: blocks are read, broadcast, hashed and written concurrently."""
 
 import hashlib
 import os
@@ -21,13 +21,13 @@ from hpcai.data.stage.exchange import Exchange
 from hpcai.data.stage.plan import SourceFile
 from hpcai.errors import DataError
 
-_MAX_READS, _MAX_DRAINING = 2, 4  # blocks of a process that are read ahead, and that are on the network or on their way to the disk
-_CHECK_INTERVAL = 8
+_MAX_READS, _MAX_DRAINING = 2, 4  # blocks of a rank that are prefetched, and that are being broadcast or written
+_CHECK_INTERVAL = 8  # blocks between two sums of failures
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The part of this process in a lane of ``size`` processes. ``missing``: which of ``files`` its node is to keep."""
+    """The position of this rank in a ring of ``size`` ranks. ``missing``: whether its node needs each of ``files``."""
 
     source: Path
     target: Path
@@ -39,7 +39,7 @@ class Ring:
 
 
 class _Block(NamedTuple):
-    """A part of file ``file`` of the lane, which the process at position ``root`` reads."""
+    """A block of file number ``file`` of the ring, read by the rank at position ``root``."""
 
     file: int
     offset: int
@@ -49,36 +49,36 @@ class _Block(NamedTuple):
 
 
 def write_error(path: Path, node: str, error: OSError) -> DataError:
-    advice = "look whether the disk of this node is in order"
+    advice = "check the disk of this node"
     if error.errno in (ENOSPC, EDQUOT):
-        advice = "make room on this node, or cut the set with --shards; whole files stay, and a second run goes on from there"
+        advice = "free space on this node, or split the dataset with --shards; complete files stay, and a second run resumes there"
     reason = f"{error.strerror} ({errorcode.get(error.errno or 0, error.errno)})"
     return DataError(f"{path}: cannot be written on {node}: {reason}; {advice}")
 
 
 class RingCopy:
-    """Copies the files of a lane. The first exception is kept in ``failure``; others learn of it at the next block or beat."""
+    """Copies the files of a ring. The first exception is kept as ``failure``; other ranks learn of it with a block or sum."""
 
     def __init__(self, ring: Ring, block: int, verify: bool, exchange: Exchange, reader: Reader) -> None:
         self._ring, self._block, self._verify, self._exchange, self._reader = ring, block, verify, exchange, reader
         self.failure: Exception | None = None
         self.written = self.received = 0
-        self._stopped = False  # here or elsewhere something has failed: blocks only pass by until all stop
+        self._stopped = False  # some rank has failed: blocks are only broadcast until all stop
         self._free: SimpleQueue[np.ndarray] = SimpleQueue()
         for _ in range(_MAX_READS + _MAX_DRAINING if ring.files else 0):
             self._free.put(reader.memory.allocate(block + 1))
         self._local_blocks = (block for block in self._blocks() if block.root == ring.position)
         self._prefetched: deque[tuple[np.ndarray, Future[None]]] = deque()
         self._reads = ThreadPoolExecutor(_MAX_READS, thread_name_prefix="stage-read")
-        # One thread each, which keeps the order of the blocks: one file at a time is hashed, and one is written.
+        # One thread each, which keeps the order of blocks: one file at a time is hashed, and one written.
         self._hashes = ThreadPoolExecutor(1, thread_name_prefix="stage-hash")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="stage-write")
         self._sha = hashlib.sha256()
         self._descriptor, self._partial = -1, ring.target
 
     def run(self, progress: Callable[[int], None]) -> None:
-        """Pass on all blocks of the lane, or those up to the beat at which all processes of the job know that one has failed.
-        ``progress`` is told the bytes that all of them have written."""
+        """Copy all blocks of the ring, or those until all ranks of the job see a failure. ``progress(bytes)`` is called with the
+        bytes that all ranks have written."""
         blocks, left = self._blocks(), sum(1 for _ in self._blocks())
         while True:
             for block in islice(blocks, _CHECK_INTERVAL):
@@ -95,7 +95,7 @@ class RingCopy:
                 break
 
     def close(self) -> None:
-        """Let the threads finish what is under way; no part of a file stays."""
+        """Wait for the threads, and delete a partial file."""
         for pool in (self._reads, self._hashes, self._writes):
             pool.shutdown(wait=True)
         if self._descriptor >= 0:
@@ -104,7 +104,7 @@ class RingCopy:
                 self._partial.unlink()
 
     def result(self) -> int:
-        """Bytes that came from other processes. Raises the first failure of this one."""
+        """Return the bytes received from other ranks. Raises the first failure of this rank."""
         if self.failure is not None:
             raise self.failure
         return self.received
@@ -130,7 +130,7 @@ class RingCopy:
                 read.result()
             except Exception as error:
                 self._fail(error)
-            buffer[size] = self._stopped  # the byte behind a block says whether it is bad
+            buffer[size] = self._stopped  # the byte after a block marks it as bad
         else:
             buffer = self._free.get()
         self._exchange.broadcast(buffer[: size + 1], block.root)
@@ -146,7 +146,7 @@ class RingCopy:
     def _fail(self, error: Exception) -> None:
         self.failure, self._stopped = self.failure or error, True
 
-    # ---- what threads do
+    # ---- threads
 
     def _read(self, block: _Block, buffer: np.ndarray) -> None:
         file, path = self._ring.files[block.file], self._ring.source / self._ring.files[block.file].name
@@ -159,11 +159,11 @@ class RingCopy:
             if (stat.st_size, stat.st_mtime_ns) != (file.bytes, file.mtime_ns):
                 raise DataError(
                     f"{path}: was rewritten while it was copied: {stat.st_size:,} bytes now, {file.bytes:,} at the start; "
-                    "stage again when nobody writes to it"
+                    "stage again when it is not being written"
                 )
 
     def _hash(self, block: _Block, buffer: np.ndarray) -> str:
-        """The SHA-256 of a file up to the end of the block."""
+        """Return the SHA-256 of the file up to the end of the block."""
         if not self._verify or self._ring.files[block.file].sha256 is None:
             return ""
         if block.offset == 0:
@@ -179,7 +179,7 @@ class RingCopy:
                 return
             if block.offset == 0:
                 self._open(path, file.bytes)
-            data, done = buffer[: align_up(block.length)].data, 0  # O_DIRECT writes whole pages; the end is cut off below
+            data, done = buffer[: align_up(block.length)].data, 0  # O_DIRECT writes full pages; the file is truncated below
             while done < len(data):
                 count = os.pwrite(self._descriptor, data[done:], block.offset + done)
                 if count <= 0:
@@ -209,15 +209,15 @@ class RingCopy:
                 raise
             self._descriptor = os.open(self._partial, flags, 0o666)  # a file system without O_DIRECT
         if size:
-            os.posix_fallocate(self._descriptor, 0, size)  # a full disk is an error now, not after hours
+            os.posix_fallocate(self._descriptor, 0, size)  # a full disk raises now, not after hours
 
     def _finish(self, file: SourceFile, path: Path, digest: str) -> None:
-        """Compare the file, flush it to the disk and give it its time and name."""
+        """Verify the file, flush it to the disk, and set its time and name."""
         if digest and digest != file.sha256:
             raise DataError(
-                f"{self._ring.source / file.name}: what came to {self._ring.node} has SHA-256 {digest}, index.json says "
-                f"{file.sha256}; compare with sha256sum: the file is damaged or was rewritten, or, if not, it was damaged on the "
-                "way; it was not kept"
+                f"{self._ring.source / file.name}: the copy on {self._ring.node} has SHA-256 {digest}, index.json has "
+                f"{file.sha256}; compare with sha256sum: the file is damaged or was rewritten, or, if not, it was damaged in "
+                "transfer; the copy was deleted"
             )
         os.ftruncate(self._descriptor, file.bytes)
         os.fsync(self._descriptor)

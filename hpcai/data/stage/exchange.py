@@ -1,4 +1,4 @@
-"""Broadcasts of blocks from node to node: over MPI where the processes met over it, otherwise over gloo."""
+"""Broadcasts of blocks between nodes: by MPI if the job was initialized by it, otherwise by gloo."""
 
 import time
 from collections.abc import Sequence
@@ -14,10 +14,8 @@ from hpcai.dist.mesh import Mesh
 
 
 class Exchange:
-    """Broadcasts within a lane, and sums over the job. This one is for a process alone; all calls are made by one thread.
-
-    ``lanes`` holds the ranks of every lane, the same on all processes, which construct and close the exchange together.
-    """
+    """Broadcasts within a ring, and sums over the job. The base class is for a single rank. One thread makes all calls;
+    construction and ``close`` are collective.   ``rings``: the ranks of every ring, equal on all ranks"""
 
     name = "none"
 
@@ -25,7 +23,7 @@ class Exchange:
         self._everyone = mesh.peers
 
     def broadcast(self, block: np.ndarray, root: int) -> None:
-        """Broadcast ``block`` from the process at position ``root`` of the lane.   [n] uint8"""
+        """Broadcast ``block`` from the rank at position ``root`` of the ring.   [n] uint8"""
 
     def sum(self, values: np.ndarray) -> None:
         """Sum ``values`` over the job, in place.   [n] int64"""
@@ -53,7 +51,7 @@ class _GlooExchange(Exchange):
 
 
 class _MPIExchange(Exchange):
-    """MPI advances only inside its calls: a process must not wait for anything else while a collective is under way."""
+    """MPI progresses only within its calls: a rank must not wait for anything else while a collective is in flight."""
 
     name = "MPI"
 
@@ -76,8 +74,8 @@ class _MPIExchange(Exchange):
 
 
 def _wait(request: Any) -> None:
-    """Wait for an MPI request; MPI's own Wait takes a whole core from the threads that read, hash and write."""
-    soon = time.perf_counter() + 1e-3  # at full speed, for the many small steps of a broadcast
+    """Wait for an MPI request. MPI's Wait would occupy a core, which the threads that read, hash and write need."""
+    soon = time.perf_counter() + 1e-3  # poll without sleeping, for the many small steps of a broadcast
     while not request.Test():
         time.sleep(0 if time.perf_counter() < soon else 1e-4)
 

@@ -1,4 +1,4 @@
-"""Staging from beginning to end, in steps that all processes of the job take together."""
+"""The steps of staging. Each is a collective call of all ranks of the job."""
 
 import fcntl
 import logging
@@ -28,16 +28,16 @@ from hpcai.errors import DataError, HpcaiError, LaunchError
 logger = logging.getLogger(__name__)
 
 RESERVE = 0.05
-"""Fraction of the bytes to copy that must be free on the node's disk beyond them."""
+"""Fraction of the bytes to copy that must be free in addition on the disk of the node."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Staged:
-    """The result on one node. ``files`` and ``bytes``: all that it is to hold; ``read``: bytes that its processes read from the
-    source; ``received``: bytes that came from other nodes; ``kept``: bytes of files that were there already; ``exchange``: how
-    blocks were broadcast (MPI, gloo, none)."""
+    """The result on one node. ``files`` and ``bytes``: all files assigned to it; ``read``: bytes that its ranks read of the source;
+    ``received``: bytes from other nodes; ``kept``: bytes of files that were complete before; ``exchange``: the backend of the
+    broadcasts (MPI, gloo, none)."""
 
     directory: Path
     node: str
@@ -56,21 +56,21 @@ def stage_in(
     source: str | Path, target: str | Path, mesh: Mesh, *, shards: int = 1, verify: bool = True, block: int = 16 << 20,
     progress: Progress | None = None, node: str | None = None,
 ) -> Staged:  # fmt: skip
-    """Copy the files of ``source`` that this node is to hold to ``target``, a folder on its own disk, together with all others.
+    """Copy the files of ``source`` that are assigned to this node to ``target``, a folder on its disk. A collective call.
 
-    Called by all processes of the mesh alike; ``target`` is the same for the processes of a node, and another folder on every
-    node. Variables of the node ($TMPDIR) are expanded in it, and in ``node``, which overrides the host name.
+    Data files (those listed in an index.json, and other large ones) are assigned to shards: node i of N has shard i * shards // N.
+    All other files are copied to every node. Files of an earlier run with the size and time of the source are kept; if they were
+    not verified, ``verify`` copies them again.
 
-    Data files, those that an index.json lists and other large ones, are assigned to ``shards``: node i of N holds shard
-    i * shards // N. All others go to every node. Files that an earlier run has copied and that have the size and the time of the
-    source are kept; those that it copied without ``verify`` are copied again with it.
+    Args:
+        target: The same folder for all ranks of a node, and another one on every node. Environment variables of the node ($TMPDIR)
+            are expanded, also in ``node``, which overrides the host name.
+        verify: Compare the SHA-256 of the bytes in the memory of this node with that of the index, if it has one.
+        block: Bytes of a read, a broadcast and a write.
+        progress: ``progress(copied, total)``, in bytes over all nodes, called on the first rank.
 
-    ``verify`` compares the SHA-256 of the bytes that came into this node's memory with that of the index, where one states it.
-    ``block``: bytes of a read, a broadcast and a write. ``progress`` is called on the first rank with bytes copied and to copy,
-    over all nodes.
-
-    Raises DataError, the same on all processes, when any of them cannot do its part: before anything is written where that can
-    be known, otherwise after all have stopped, with whole files kept and no parts of files left.
+    Raises the same DataError on all ranks if any rank fails: before anything is written if possible, otherwise after all have
+    stopped, with complete files kept and partial files deleted.
     """
     start = time.monotonic()
     job = _Job(Path(source), str(target), mesh, node or socket.gethostname(), shards, verify, align_up(block))
@@ -88,11 +88,11 @@ class _Job:
     def __init__(self, source: Path, target: str, mesh: Mesh, node: str, shards: int, verify: bool, block: int) -> None:
         self.source, self._target_text, self.mesh, self.node = source, target, mesh, node
         self.shards, self.verify, self.block = shards, verify, block
-        self._lock = -1  # a descriptor of the target
+        self._lock = -1  # file descriptor of the target
 
     def _gather_results(self, work: Callable[[], Any], leaders_only: bool = False) -> list[Any]:
-        """Do ``work`` on each process, or on the first one of each node, and give all results by rank. Where it fails on any, all
-        raise the same DataError."""
+        """Call ``work`` on each rank, or on the first one of each node, and return all results by rank. If it fails on any rank,
+        all raise the same DataError."""
         value, cause = None, None
         try:
             if not leaders_only or self.is_leader:
@@ -104,20 +104,20 @@ class _Job:
         failed = [(rank, node, text) for rank, (_, node, text) in enumerate(results) if text is not None]
         if failed:
             rank, node, text = failed[0]
-            where = f"rank {rank} on {node}: " if len(results) > 1 else ""
+            prefix = f"rank {rank} on {node}: " if len(results) > 1 else ""
             more = f" ({len(failed)} of {len(results)} ranks failed)" if len(failed) > 1 else ""
-            raise DataError(f"{where}{text}{more}") from cause
+            raise DataError(f"{prefix}{text}{more}") from cause
         return [value for value, _, _ in results]
 
     def plan(self) -> None:
-        """Find which process is on which node, check that all have the same settings, and list the source, by one process: a
-        listing costs a parallel file system more than reading."""
+        """Map ranks to nodes, check that settings are equal, and list the source on one rank: on a parallel file system listing is
+        slower than reading."""
 
         def resolve() -> tuple[str, str, tuple[int, int, bool]]:
             self.node, self.target = expand_on_node(self.node), Path(expand_on_node(self._target_text)).resolve()
             self.source = self.source.resolve()
             if not self.source.is_dir():
-                raise DataError(f"{self.source}: no such folder on {self.node}; name a data set that every node sees")
+                raise DataError(f"{self.source}: no such folder on {self.node}; name a dataset that every node can read")
             if self.target.is_relative_to(self.source) or self.source.is_relative_to(self.target):
                 raise DataError(
                     f"{self.target}: is, holds or lies in the source {self.source}; name a folder of its own on the node's disk"
@@ -133,13 +133,14 @@ class _Job:
             first = ranks[node][0]
             if target != results[first][1]:
                 raise DataError(
-                    f"{node}: rank {first} has the target {results[first][1]}, rank {rank} has {target}; give all of a node the same"
+                    f"{node}: rank {first} has the target {results[first][1]}, rank {rank} has {target}; give all ranks of a node "
+                    "the same"
                 )
             if settings != results[0][2]:
                 raise DataError(
-                    f"rank {rank} was told (shards, block, verify) {settings}, rank 0 {results[0][2]}; give all ranks the same"
+                    f"rank {rank} has (shards, block, verify) {settings}, rank 0 has {results[0][2]}; give all ranks the same"
                 )
-        self.ranks, nodes = ranks, len(ranks)  # by node, in the order of the lowest ranks
+        self.ranks, nodes = ranks, len(ranks)  # by node, ordered by lowest rank
         if self.shards < 1 or nodes % self.shards:
             fit = ", ".join(str(n) for n in range(1, nodes + 1) if nodes % n == 0)
             raise DataError(
@@ -151,7 +152,7 @@ class _Job:
         self.files = broadcast_from_first(lambda: scan(self.source, self.shards), self.mesh.peers)
 
     def lock_target(self) -> None:
-        """Take the target. Raises DataError where nodes share it, another job stages to it, or it holds another data set."""
+        """Lock the target. Raises DataError if nodes share it, another job stages to it, or it has another dataset."""
         token = self.target / f".stage.{uuid.uuid4().hex}.partial"
 
         def mark() -> str:
@@ -168,7 +169,7 @@ class _Job:
 
         def check() -> None:
             if not (self.target / tokens[self.node]).exists():
-                raise DataError(f"{self.target}: is not one folder for all processes of {self.node}; name one that they share")
+                raise DataError(f"{self.target}: is not the same folder for all ranks of {self.node}; name one that they share")
             if not self.is_leader:
                 return
             for name, other in tokens.items():
@@ -197,30 +198,30 @@ class _Job:
             os.close(self._lock)
 
     def find_missing(self) -> None:
-        """Find which files each node misses, and check that its disk has room for them."""
+        """Find the files missing on each node, and check that its disk has space for them."""
         self.size = np.array([file.bytes for file in self.files], np.int64)
         self.assigned = np.array([file.shard in (None, self.shard) for file in self.files])
 
         def look() -> None:
             record = read_record(self.target, self.source)
             reusable = record is not None and (record.verified or not self.verify)
-            self.missing = self.assigned & ~np.array([reusable and file.is_copied_to(self.target / file.name) for file in self.files])
+            self.missing = self.assigned & ~np.array([reusable and file.is_copied(self.target / file.name) for file in self.files])
             self.recorded = record.files if record is not None else {}
             self.verified = self.verify or bool(record is not None and record.verified and not self.missing.any())
             to_copy = sum(align_up(size) for size in self.size[self.missing].tolist())
             needed, free = to_copy + int(to_copy * RESERVE), shutil.disk_usage(self.target).free
             if self.is_leader and needed > free:
                 raise DataError(
-                    f"{self.target}: {needed:,} bytes are needed on {self.node} ({to_copy:,} to copy, {RESERVE:.0%} in reserve), but "
-                    f"{free:,} are free; make room, name a larger disk, or cut the set with --shards; nothing was copied"
+                    f"{self.target}: {needed:,} bytes are needed on {self.node} ({to_copy:,} to copy, {RESERVE:.0%} reserve), but "
+                    f"{free:,} are free; free space, name a larger disk, or split the dataset with --shards; nothing was copied"
                 )
 
         self._gather_results(look)
         nodes = torch.from_numpy(self.missing * np.int64(self.is_leader))
-        self.missing_nodes = all_reduce_(nodes, self.mesh.peers).numpy()  # nodes that miss each file   [F]
+        self.missing_nodes = all_reduce_(nodes, self.mesh.peers).numpy()  # number of nodes that need each file   [F]
 
     def copy(self, reader: Reader, progress: Progress | None, start: float) -> Staged:
-        """Bring what is missing, and record what is whole."""
+        """Copy the missing files, and record the complete ones."""
         total = int((self.missing_nodes * self.size).sum())
 
         def report(done: int) -> None:
@@ -230,7 +231,7 @@ class _Job:
         def prepare() -> None:
             for left in self.target.glob(".stage.*.partial"):  # of a run that was killed
                 left.unlink()
-            for i in np.flatnonzero(self.missing):  # from now on files of the source's size and time are those of this run
+            for i in np.flatnonzero(self.missing):  # from now on files of the size and time of the source are of this run
                 (self.target / self.files[i].name).unlink(missing_ok=True)
             self._write_record()
             report(0)
@@ -263,8 +264,8 @@ class _Job:
         )  # fmt: skip
 
     def _ring(self) -> tuple[Ring, list[list[int]]]:
-        """The lane of this process, and the ranks of all lanes; where the nodes of a group have different numbers of processes,
-        those beyond the smallest number have none."""
+        """Return the ring of this rank, and the ranks of all rings. If nodes of a group have different numbers of ranks, those
+        beyond the smallest number are in no ring."""
         nodes = list(self.ranks.values())
         groups = [nodes[s * len(nodes) // self.shards : (s + 1) * len(nodes) // self.shards] for s in range(self.shards)]
         rings = [[ranks[j] for ranks in group] for group in groups for j in range(min(map(len, group)))]
@@ -278,9 +279,9 @@ class _Job:
         return Ring(self.source, self.target, self.node, files, missing, len(local_ring), local_ring.index(self.mesh.rank)), rings
 
     def _write_record(self) -> None:
-        """List every file that is whole. Raises DataError where that cannot be written."""
+        """Write the list of complete files. Raises DataError if that fails."""
         path = self.target / RECORD
-        complete = {file.name: (file.bytes, file.mtime_ns) for file in self.files if file.is_copied_to(self.target / file.name)}
+        complete = {file.name: (file.bytes, file.mtime_ns) for file in self.files if file.is_copied(self.target / file.name)}
         try:
             write_json(path, {"format": 2, "source": str(self.source), "verified": self.verified, "files": complete})
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The files of a source, their shards, and the record of what a target holds."""
+"""The files of a source, their shards, and the record of the files of a target."""
 
 import json
 import logging
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 RECORD = ".stage.json"
 DATA_SUFFIXES = (".h5", ".npy", ".tfrecord")
 MIN_DATA_BYTES = 1 << 20
-"""Bytes. A file that an index lists, of one of these names or of this size (and no long index or its table) is data and goes to one
-shard; any other goes to all nodes."""
+"""Bytes. A file that is listed in an index, has one of these suffixes, or has this size (but is no index or table) is data, and is
+assigned to one shard. All others are copied to all nodes."""
 
 
 class SourceFile(NamedTuple):
-    """A file of the source. ``shard`` None: it goes to every node."""
+    """A file of the source. ``shard`` is None if it is copied to every node."""
 
     name: str
     bytes: int
@@ -32,8 +32,8 @@ class SourceFile(NamedTuple):
     sha256: str | None
     shard: int | None
 
-    def is_copied_to(self, path: Path) -> bool:
-        """Whether a whole copy of the file lies at ``path``."""
+    def is_copied(self, path: Path) -> bool:
+        """Whether a complete copy of the file is at ``path``."""
         return _matches(path, self.bytes, self.mtime_ns)
 
 
@@ -49,8 +49,8 @@ def _matches(path: Path, size: int, mtime_ns: int) -> bool:
 
 
 class Record(NamedTuple):
-    """The contents of a target. ``files`` were whole when the record was written, each with its size and time in ns; ``verified``:
-    their SHA-256 were compared."""
+    """The contents of a target. ``files``: size and time in ns of files that were complete when the record was written;
+    ``verified``: their SHA-256 were compared."""
 
     source: str
     verified: bool
@@ -58,7 +58,7 @@ class Record(NamedTuple):
 
 
 def read_record(target: Path, source: Path) -> Record | None:
-    """The record of ``target``, if there is one. Raises DataError for one of another source."""
+    """Return the record of ``target``, or None. Raises DataError if it is of another source."""
     path = target / RECORD
     try:
         content = json.loads(path.read_bytes())
@@ -81,23 +81,23 @@ def read_record(target: Path, source: Path) -> Record | None:
 
 
 def staged_paths(target: str | Path, source: str | Path, check: bool = True) -> dict[Path, Path]:
-    """Files of ``source`` that are whole at ``target``, each with its local copy: ``holds(...).get(path, path)`` is what to read.
+    """Return the local copy of each staged file of ``source``, so that ``staged_paths(...).get(path, path)`` is the path to read.
 
-    The paths begin with ``source`` as it is given. A copy that was deleted or changed since it was staged is left out, unless the
-    record is believed without a ``look``. Raises DataError where nothing was staged, and for a record of another source.
+    Keys begin with ``source`` as given. Copies that were deleted or changed since are left out, unless ``check`` is false. Raises
+    DataError if nothing was staged, and for a record of another source.
     """
     target, source = Path(target), Path(source)
     record = read_record(target, source.resolve())
     if record is None:
         raise DataError(f"{target / RECORD}: not there; run hpcai data stage {source} {target} on this node, or read {source}")
-    names = [name for name, about in record.files.items() if not check or _matches(target / name, *about)]
+    names = [name for name, stat_ in record.files.items() if not check or _matches(target / name, *stat_)]
     if len(names) < len(record.files):
         logger.warning("%s: %d of %d staged files are gone or changed", target, len(record.files) - len(names), len(record.files))
     return {source / name: target / name for name in names}
 
 
 def expand_on_node(text: str) -> str:
-    """``text`` with ~ and the variables of this node in place. Raises DataError where one stands for nothing here."""
+    """Expand ~ and environment variables of this node. Raises DataError for a user or variable that is not set."""
 
     def expand(part: str) -> str:
         return os.path.expanduser(os.path.expandvars(part))
@@ -115,49 +115,49 @@ def expand_on_node(text: str) -> str:
 
 
 def assign_shards(source: str | Path, shards: int) -> dict[Path, int]:
-    """Shard of each data file of ``source``, as ``stage_in`` copies them."""
+    """Return the shard of each data file of ``source``, as in ``stage_in``."""
     source = Path(source)
     return {source / file.name: file.shard for file in scan(source.resolve(), shards) if file.shard is not None}
 
 
 def scan(source: Path, shards: int) -> list[SourceFile]:
-    """All files to be copied, by name. Raises DataError for a file that is not as an index lists it.
+    """Return all files to be copied, by name. Raises DataError for a file that does not match its index.
 
-    Data files are assigned to shards in turn, folder by folder, the largest first: shards differ by one file at most in each
-    folder and over all, and in each folder by the bytes of its largest file at most.
+    Data files are assigned to shards round robin, by folder and descending size: numbers of files differ by at most one in each
+    folder and in total, and bytes in each folder by at most its largest file.
     """
-    found = dict(_walk(source))
+    status = dict(_walk(source))
     indexed: dict[str, tuple[int, str | None]] = {}
-    for name in [name for name in found if PurePosixPath(name).name == INDEX]:
+    for name in [name for name in status if PurePosixPath(name).name == INDEX]:
         indexed |= _indexed_files(source, name)
     bad = [
-        f"{source / name}: " + (f"has {found[name].st_size:,} bytes (truncated or rewritten?)" if name in found else "is missing")
+        f"{source / name}: " + (f"has {status[name].st_size:,} bytes (truncated or rewritten?)" if name in status else "is missing")
         + f", {INDEX} says {size:,} bytes"
-        for name, (size, _) in indexed.items() if name not in found or found[name].st_size != size
+        for name, (size, _) in indexed.items() if name not in status or status[name].st_size != size
     ]  # fmt: skip
     if bad:
         more = f" (and {len(bad) - 1} more files)" if len(bad) > 1 else ""
         raise DataError(f"{bad[0]}{more}; restore the file or prepare the data set anew; nothing was copied")
-    if not found:
+    if not status:
         raise DataError(f"{source}: holds no file to copy; name the folder of a data set")
 
     def is_data(name: str) -> bool:
-        about = name.endswith(".json") or PurePosixPath(name).match(TABLE.format("*"))
-        return name in indexed or name.endswith(DATA_SUFFIXES) or (found[name].st_size >= MIN_DATA_BYTES and not about)
+        is_metadata = name.endswith(".json") or PurePosixPath(name).match(TABLE.format("*"))
+        return name in indexed or name.endswith(DATA_SUFFIXES) or (status[name].st_size >= MIN_DATA_BYTES and not is_metadata)
 
-    data = sorted(filter(is_data, found), key=lambda name: (PurePosixPath(name).parent, -found[name].st_size, name))
+    data = sorted(filter(is_data, status), key=lambda name: (PurePosixPath(name).parent, -status[name].st_size, name))
     shard = {name: number % shards for number, name in enumerate(data)}
     return [
-        SourceFile(name, about.st_size, about.st_mtime_ns, indexed.get(name, (0, None))[1], shard.get(name))
-        for name, about in sorted(found.items())
+        SourceFile(name, stat_.st_size, stat_.st_mtime_ns, indexed.get(name, (0, None))[1], shard.get(name))
+        for name, stat_ in sorted(status.items())
     ]
 
 
 def _walk(source: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file below ``source`` that is not hidden. Links are followed, also out of the tree."""
+    """Iterate over all files below ``source`` except hidden ones. Links are followed, also out of the tree."""
 
     def raise_error(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be read: {error.strerror}; give this user the right to") from error
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}; give this user the permission") from error
 
     for folder, folders, names in os.walk(source, onerror=raise_error, followlinks=True):
         folder_path = Path(folder)
@@ -183,7 +183,7 @@ def _validate_name(name: str) -> str:
 
 
 class _IndexedFile(BaseModel):
-    """An entry of an index; its other keys concern readers."""
+    """An entry of an index. Other keys are ignored."""
 
     name: Annotated[str, AfterValidator(_validate_name)]
     bytes: Annotated[int, Field(ge=0, strict=True)]
@@ -191,7 +191,7 @@ class _IndexedFile(BaseModel):
 
 
 def _indexed_files(source: Path, name: str) -> dict[str, tuple[int, str | None]]:
-    """Sizes and SHA-256 that an index of files states; nothing where ``name`` is something else."""
+    """Return sizes and SHA-256 of the files of an index, or nothing if ``name`` is no index."""
     path, remedy = source / name, "repair it or prepare the data set anew"
     try:
         content = json.loads(path.read_bytes())

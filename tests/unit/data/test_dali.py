@@ -127,7 +127,7 @@ def ready(index: int, array: np.ndarray, drawn: np.ndarray | None = None) -> Rea
     return Ready(Task(0, index, index), dali._Item((array,), np.zeros(8, np.float32) if drawn is None else drawn))
 
 
-def test_operators_get_the_sample_and_random_numbers_that_fit_its_place() -> None:
+def test_operators_get_the_sample_and_the_random_numbers_of_its_position() -> None:
     data, places = Volumes(100), set()
     with new_loader(data, 10, seed=5) as loader:
         for number, batch in enumerate(loader.epoch(1)):
@@ -135,10 +135,10 @@ def test_operators_get_the_sample_and_random_numbers_that_fit_its_place() -> Non
                 drawn = random_numbers(5, 1, 10 * number + row)
                 places.add((drawn[:4] * [4, 4, 4, 2]).astype(int).tobytes())
                 assert np.array_equal(batch["volume"][row], moved_by_numpy(data.sample(index, 1)["volume"], drawn))
-    assert len(places) > 50 and len({random_numbers(*where).tobytes() for where in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
+    assert len(places) > 50 and len({random_numbers(*at).tobytes() for at in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
 
 
-def test_all_that_is_made_for_a_gpu_ends_there() -> None:
+def test_outputs_are_copied_to_the_gpu() -> None:
     """Only the definition is made, since without a driver no such graph can be built."""
     from nvidia.dali import fn
 
@@ -159,7 +159,7 @@ def test_a_png_is_decoded_exactly() -> None:
     assert np.array_equal(through_dali((field,), [{"x": png(image)} for image in images])["x"], images)
 
 
-def test_all_that_a_sample_may_be() -> None:
+def test_supported_samples() -> None:
     class Pair(NamedTuple):
         x: torch.Tensor
         y: torch.Tensor
@@ -179,7 +179,7 @@ def test_all_that_a_sample_may_be() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_order_is_the_loaders_and_augmentation_does_not_depend_on_processes(size: int) -> None:
+def test_order_and_augmentation_do_not_depend_on_the_number_of_ranks(size: int) -> None:
     data = Volumes()
     plain = Loader(data, 8, mesh_of(0, 1), name="train", seed=5)
     for epoch in (0, 1):
@@ -192,7 +192,7 @@ def test_the_order_is_the_loaders_and_augmentation_does_not_depend_on_processes(
         assert all(same(joined(list(parts)), batch) for parts, batch in zip(zip(*ranks), whole))
 
 
-def test_an_epoch_goes_on_where_it_was_left() -> None:
+def test_an_epoch_resumes_within_itself() -> None:
     data = Volumes()
     with new_loader(data, seed=1) as loader, new_loader(data, 2, seed=1) as other:
         whole = list(loader.epoch(2))
@@ -222,7 +222,7 @@ def test_more_epochs_follow_without_a_break() -> None:
         assert same(next(loader.epoch(4, 8)), next(other.epoch(4, 8))), "not all of what was prepared"
 
 
-def test_parts_of_any_size() -> None:
+def test_local_batches_of_any_size() -> None:
     data = Volumes()
     sampler = Balanced([1] * 21 + [100] * 3, 8, equal=False)
     loaders = [new_loader(data, 8, mesh_of(r, 2), sampler=sampler) for r in range(2)]
@@ -233,7 +233,7 @@ def test_parts_of_any_size() -> None:
 # ---- memory
 
 
-def test_a_batch_stays_as_it_is_while_later_ones_are_made_and_memory_is_used_again() -> None:
+def test_later_batches_do_not_overwrite_a_batch_and_memory_is_reused() -> None:
     class Reused(Volumes):  # as the direct reader does: memory goes back, and is written again, once nothing views it
         memory = MemoryPool(max_unused=1 << 20)
 
@@ -255,7 +255,7 @@ def test_a_batch_stays_as_it_is_while_later_ones_are_made_and_memory_is_used_aga
                     assert np.array_equal(part["volume"][row], Volumes().sample(index, 0)["volume"])
 
 
-def test_samples_go_in_without_a_copy_and_are_let_go() -> None:
+def test_inputs_are_not_copied_and_are_released() -> None:
     memory, addresses = MemoryPool(max_unused=1 << 30), set()
 
     class Large(Volumes):
@@ -271,7 +271,7 @@ def test_samples_go_in_without_a_copy_and_are_let_go() -> None:
     assert number == 29 and len(addresses) <= 16, "memory is used again, within the budget"
 
 
-def test_nothing_is_copied_on_the_way_in_and_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_and_outputs_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros((5, 4), np.float32)
     graph = new_graph(Field("x"), x)
     run, outputs = graph._pipeline.schedule_run, []
@@ -304,7 +304,7 @@ def test_two_batches_are_in_dali(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(counts) == 18 and max(counts) == 2
 
 
-def test_a_batch_is_given_while_the_samples_of_the_next_are_awaited() -> None:
+def test_a_batch_is_delivered_before_the_samples_of_the_next_are_ready() -> None:
     given = threading.Event()
     with new_loader(Volumes(fault=lambda index: index == 4 and given.wait(20)), shuffle=False) as loader:  # type: ignore
         epoch, began = loader.epoch(0), time.monotonic()
@@ -314,7 +314,7 @@ def test_a_batch_is_given_while_the_samples_of_the_next_are_awaited() -> None:
         assert len(list(epoch)) == 5
 
 
-def test_what_dali_refuses_to_begin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_dali_at_the_start_name_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros(2, np.float32)
     graph = new_graph(Field("x"), x)
 
@@ -330,7 +330,7 @@ def test_what_dali_refuses_to_begin_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("problem", [DataError("file seven is damaged"), RuntimeError("seven"), MemoryError()])
-def test_an_error_of_the_source_is_raised_soon_and_nothing_hangs_or_stays(problem: Exception) -> None:
+def test_an_error_of_the_source_is_raised_soon_and_no_thread_is_left(problem: Exception) -> None:
     def fault(index: int) -> None:
         if index == 7:
             raise problem
@@ -343,7 +343,7 @@ def test_an_error_of_the_source_is_raised_soon_and_nothing_hangs_or_stays(proble
     assert threading.active_count() == before and native_threads(native) <= native
 
 
-def test_an_epoch_may_be_left_and_another_begun() -> None:
+def test_an_epoch_can_be_abandoned_for_another() -> None:
     data = Volumes()
     before, native = threading.active_count(), native_threads()
     loader = new_loader(data, seed=1)
@@ -369,7 +369,7 @@ def test_an_epoch_may_be_left_and_another_begun() -> None:
         ({"batch": 6, "mesh": mesh_of(0, 4)}, "a batch of 6 samples does not divide by 4 copies"),
     ],
 )
-def test_what_contradicts_itself_is_refused_at_once(words: dict, text: str) -> None:
+def test_contradictory_arguments_raise_at_construction(words: dict, text: str) -> None:
     with pytest.raises(DataError, match=text):
         new_loader(Volumes(), **words)
 

@@ -59,7 +59,7 @@ def test_any_range_is_right_to_the_byte(file: Path, ranges: list[tuple[int, int]
             assert reader.transferred == asked
 
 
-def test_direct_reads_leave_the_page_cache_alone(file: Path) -> None:
+def test_direct_reads_bypass_the_page_cache(file: Path) -> None:
     def forget() -> None:
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
@@ -76,7 +76,7 @@ def test_direct_reads_leave_the_page_cache_alone(file: Path) -> None:
     forget()
 
 
-def test_aligned_reads_go_straight_to_their_place(file: Path) -> None:
+def test_aligned_reads_are_not_copied(file: Path) -> None:
     places: list[int] = []
 
     def told(descriptor: int, views: Sequence[Any], offset: int) -> int:
@@ -93,7 +93,7 @@ def test_aligned_reads_go_straight_to_their_place(file: Path) -> None:
 
 
 @pytest.mark.parametrize("offset, length", [(100, 1 << 16), (4096, 10_000), (0, 8192), (4000, 200), (4095, 4098)])
-def test_ends_that_are_not_whole_blocks_are_read_too(file: Path, offset: int, length: int) -> None:
+def test_ends_within_a_block_are_read(file: Path, offset: int, length: int) -> None:
     with Reader("direct", block=1 << 14) as reader:
         whole = reader.memory.allocate(length + 2 * ALIGN)
         whole[:] = 0xAA
@@ -120,7 +120,7 @@ def test_a_file_is_not_closed_while_it_is_read(tmp_path: Path) -> None:
 # ---- memory
 
 
-def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
+def test_memory_is_reused_after_the_last_view() -> None:
     memory = MemoryPool()
     one = memory.allocate(1 << 20)
     address = one.ctypes.data
@@ -160,7 +160,7 @@ def test_unused_memory_stays_within_its_bound(sizes: list[int]) -> None:
     assert memory.unused <= max(4 << 20, 3 * 1.25 * max(sizes) + 3 * ALIGN)
 
 
-def test_memory_from_many_threads_is_never_given_twice() -> None:
+def test_memory_is_never_allocated_twice_by_several_threads() -> None:
     memory, wrong = MemoryPool(max_unused=1 << 20), []
 
     def work(number: int) -> None:
@@ -189,7 +189,7 @@ def test_copies_are_contiguous_and_keep_shape_and_type() -> None:
 # ---- faults
 
 
-def test_short_reads_and_interruptions_are_gone_on_from(file: Path) -> None:
+def test_short_reads_and_interruptions_are_continued(file: Path) -> None:
     calls = 0
 
     def grudging(descriptor: int, views: Sequence[Any], offset: int) -> int:
@@ -230,7 +230,7 @@ def test_beyond_the_end_and_missing_files(file: Path, tmp_path: Path, mode: Any)
             reader.fetch(tmp_path, 0, 1)
 
 
-def test_a_file_system_without_direct_reads_is_said_once(
+def test_a_file_system_without_direct_reads_is_logged_once(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -284,14 +284,14 @@ def test_files_are_closed_and_not_too_many_are_open(tmp_path: Path) -> None:
         assert all(reader.fetch(path, 4000, 1000)[0] == i for i, path in enumerate(paths))
 
 
-def test_a_reader_goes_to_another_process_without_its_files(file: Path) -> None:
+def test_a_reader_is_pickled_without_its_files(file: Path) -> None:
     with Reader("direct", threads=2, block=8192) as reader:
         reader.fetch(file, 0, 10)
         with copy.copy(reader) as again:  # by way of pickle's protocol
             assert (again.mode, again.block) == ("direct", 8192) and again.fetch(file, 1, 9).tobytes() == CONTENT[1:10]
 
 
-def test_memory_is_pinned_and_given_back_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_pinned_and_unpinned_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
     registered: dict[int, int] = {}
 

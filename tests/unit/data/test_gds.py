@@ -129,7 +129,7 @@ def volume(tmp_path: Path) -> tuple[Layout, np.ndarray]:
     return npy_layout(tmp_path / "volume.npy"), array
 
 
-def test_one_run_is_viewed_where_it_was_read(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_a_single_range_is_not_copied(double: Double, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
     found = reader.read(layout, slice(3, 9))
     assert torch.equal(found, torch.from_numpy(array[3:9]))
@@ -142,7 +142,7 @@ def test_one_run_is_viewed_where_it_was_read(double: Double, reader: GdsReader, 
         assert np.array_equal(found.numpy(), layout.read(direct, slice(3, 9)))
 
 
-def test_values_that_lie_askew_are_copied(reader: GdsReader, tmp_path: Path) -> None:
+def test_unaligned_values_are_copied(reader: GdsReader, tmp_path: Path) -> None:
     array = np.arange(1000, dtype=np.float64)
     (tmp_path / "x").write_bytes(b"123" + array.tobytes())
     found = reader.read(Layout(tmp_path / "x", "x", (1000,), np.dtype(np.float64), 3))
@@ -173,7 +173,7 @@ def test_memory_beside_the_result_is_bounded(reader: GdsReader, volume: Any, mon
     assert counts == [4, 4, 4, 4], "runs of 17,920 bytes in 20,480, with a block more that alignment may add"
 
 
-def test_a_file_may_be_put_away_while_it_is_read(double: Double, reader: GdsReader, volume: Any, tmp_path: Path) -> None:
+def test_a_file_may_be_evicted_during_a_read(double: Double, reader: GdsReader, volume: Any, tmp_path: Path) -> None:
     layout, array = volume
     with ThreadPoolExecutor(1) as pool:
         double.wait = 0.3
@@ -233,7 +233,7 @@ def test_what_is_too_short_is_named(double: Double, reader: GdsReader, volume: A
         reader.read(layout, 3)
 
 
-def test_an_error_of_the_driver_is_named_and_no_read_is_left_behind(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_an_error_of_the_driver_names_the_file_and_all_reads_end(double: Double, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
     done: list[int] = []
 
@@ -265,22 +265,22 @@ def test_a_file_that_the_driver_refuses_is_named(double: Double, reader: GdsRead
         reader.read(volume[0])
 
 
-@pytest.mark.parametrize("dtype, text", [(">f4", "'x' is >f4, and a GPU reads bytes as they lie"), ("V6", "torch has no dtype")])
-def test_values_that_torch_has_not_are_refused(reader: GdsReader, tmp_path: Path, dtype: str, text: str) -> None:
+@pytest.mark.parametrize("dtype, text", [(">f4", "'x' is >f4, not in this machine's byte order"), ("V6", "torch has no dtype")])
+def test_dtypes_unknown_to_torch_raise(reader: GdsReader, tmp_path: Path, dtype: str, text: str) -> None:
     (tmp_path / "x").write_bytes(bytes(600))
     with pytest.raises(DataError, match=text):
         reader.read(Layout(tmp_path / "x", "x", (50,), np.dtype(dtype), 0))
 
 
-def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_mode_of_kvikio_is_logged_once(double: Double, caplog: pytest.LogCaptureFixture) -> None:
     gds._log_mode.cache_clear()
     caplog.set_level(logging.INFO)
     for double.compatible in (True, True, False, False):
         GdsReader(CPU, kvikio=double)
-    assert [("compatibility mode" in text, "is there" in text) for text in caplog.messages] == [(True, False), (False, True)]
+    assert [("compatibility mode" in text, "is available" in text) for text in caplog.messages] == [(True, False), (False, True)]
 
 
-def test_without_kvikio_or_a_driver_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kvikio_or_a_driver_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)  # as when it is not installed
     with pytest.raises(MissingExtraError, match=r"pip install 'hpcai-suite\[gds\]'; data.reader=direct needs neither"):
         GdsReader(torch.device("cuda"))

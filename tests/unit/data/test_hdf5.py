@@ -51,7 +51,7 @@ def test_rows_of_all_files_in_order(tmp_path: Path, indexed: bool) -> None:
         (lambda p: write(p, counts=np.zeros((2, 4, 4, 4, 2))), "u0.h5: dataset 'counts' is float64, expected int16; make it so"),
         (lambda p: write(p, target=None), "u0.h5: no dataset 'target'; it has counts"),
         (lambda p: write(p, target=np.zeros((3, 3), np.float32)), "different numbers of rows"),
-        (lambda p: p.write_bytes(p.read_bytes()[:100]), "u0.h5: not a whole HDF5 file"),
+        (lambda p: p.write_bytes(p.read_bytes()[:100]), "u0.h5: not a complete HDF5 file"),
         (lambda p: p.unlink(), "holds no .*h5 file; make it so"),
     ],
 )
@@ -111,7 +111,7 @@ WAYS = ("auto", "direct", "buffered", "memory", "hdf5")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_reading_gives_the_same_rows(tmp_path: Path, way: str) -> None:
+def test_every_reader_returns_the_same_rows(tmp_path: Path, way: str) -> None:
     generator = np.random.default_rng(0)
     expected = []
     for i, chunks in enumerate((None, (1, 8, 4, 8, 2), (2, 3, 3, 3, 1))):
@@ -133,7 +133,7 @@ def test_every_way_of_reading_gives_the_same_rows(tmp_path: Path, way: str) -> N
 
 
 @pytest.mark.parametrize("way", ["direct", "memory"])
-def test_rows_that_are_kept_cannot_be_changed_by_a_batch_of_them(tmp_path: Path, way: str) -> None:
+def test_cached_rows_are_not_changed_by_a_batch(tmp_path: Path, way: str) -> None:
     write(tmp_path / "u0.h5", counts=np.full((2, 8, 8, 8, 2), 2, np.int16))
     source = Rows(tmp_path, LARGE, reader=way)
 
@@ -153,7 +153,7 @@ def test_rows_that_are_kept_cannot_be_changed_by_a_batch_of_them(tmp_path: Path,
         assert source.read(1)["counts"][0, 0, 0, 0] == 2, "it is read once"
 
 
-def test_compressed_files_are_refused_with_what_to_do_and_read_by_h5py_when_asked(tmp_path: Path) -> None:
+def test_compressed_files_raise_with_advice_and_are_read_by_h5py(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "u0.h5", "w") as file:
         file.create_dataset("counts", data=np.full((2, 8, 8, 8, 2), 5, np.int16), compression="gzip")
         file["target"] = np.zeros((2, 3), np.float32)
@@ -215,7 +215,7 @@ INDEXES = [
 
 
 @pytest.mark.parametrize(("text", "message"), INDEXES, ids=range(len(INDEXES)))
-def test_an_index_that_says_what_cannot_be_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_index_raises(tmp_path: Path, text: str, message: str) -> None:
     write(tmp_path / "u0.h5")
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(DataError, match=f"index.json: cannot be read as an index of files .*{message}"):

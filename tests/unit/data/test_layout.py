@@ -43,7 +43,7 @@ def test_a_row_is_read_in_place_and_a_part_of_it_costs_its_bytes(tmp_path: Path)
         assert array[0, 0, :32].nbytes == MAX_GAP and reader.transferred - before <= array[0].nbytes
 
 
-def test_fields_with_large_gaps_are_read_run_by_run(tmp_path: Path) -> None:
+def test_ranges_with_large_gaps_are_read_separately(tmp_path: Path) -> None:
     array = np.random.default_rng(0).random((8, 16, 4096))
     np.save(tmp_path / "x.npy", array)
     layout = npy_layout(tmp_path / "x.npy")
@@ -56,7 +56,7 @@ def test_wrong_boxes_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((3, 4)))
     layout = npy_layout(tmp_path / "x.npy")
     with Reader() as reader:
-        wrong = {(3,): "index 3 of dim 0, which has 3", (0, 0, 0): "2 dims, 3 are"}
+        wrong = {(3,): "index 3 of dim 0, which has 3", (0, 0, 0): "2 dims, but 3 indices are given"}
         for where, text in [*wrong.items(), ((slice(0, 3, 2),), "step of 2")]:
             with pytest.raises(DataError, match=text):
                 layout.read(reader, *where)
@@ -65,7 +65,7 @@ def test_wrong_boxes_are_refused(tmp_path: Path) -> None:
 # ---- what does not lie plainly
 
 
-def test_what_cannot_be_read_directly_is_refused_by_name(tmp_path: Path) -> None:
+def test_unreadable_layouts_raise_with_their_name(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("gzip", data=np.zeros((4, 100)), compression="gzip", shuffle=True)
         file.create_dataset("checksum", data=np.zeros((4, 100)), fletcher32=True)

@@ -100,7 +100,7 @@ def test_batches_are_stacked_in_the_shape_that_samples_have() -> None:
         assert pair.x[-1, 0, 0] == batch - 1 + 3 and pair.y.dtype == torch.bool and first["x"].shape == (batch,)
 
 
-def test_a_source_may_join_its_samples_itself() -> None:
+def test_a_source_may_have_its_own_collate() -> None:
     class Graphs(Numbers):
         def collate(self, samples: list[Any]) -> Any:
             return torch.tensor([int(sample["x"]) for sample in samples]), len(samples)
@@ -110,7 +110,7 @@ def test_a_source_may_join_its_samples_itself() -> None:
 
 
 @pytest.mark.parametrize("order", ["strict", "ready"])
-def test_batches_keep_their_content_when_memory_is_used_again(order: str) -> None:
+def test_batches_keep_their_content_when_memory_is_reused(order: str) -> None:
     with loader_of(64, 4, order=order, workers=4) as loader:
         kept = [(batch["x"].tolist(), batch) for epoch in range(3) for batch in loader.epoch(epoch, more=epoch < 2)]
     for number, (x, batch) in enumerate(kept):
@@ -120,15 +120,15 @@ def test_batches_keep_their_content_when_memory_is_used_again(order: str) -> Non
 @pytest.mark.parametrize(
     "count, batch, size, words, text",
     [
-        (100, 6, 4, {}, "a batch of 6 samples does not divide by 4 copies x 1 micro-batches; give a multiple of 4"),
-        (100, 6, 1, {"accumulate": 4}, "1 copies x 4 micro-batches"),
+        (100, 6, 4, {}, "a batch of 6 samples does not divide by 4 replicas x 1 micro-batches; give a multiple of 4"),
+        (100, 6, 1, {"accumulate": 4}, "1 replicas x 4 micro-batches"),
         (5, 8, 1, {}, "5 samples are fewer than one batch of 8"),
-        (3, 8, 4, {"last_batch": "keep"}, "3 samples for 4 processes"),
-        (3, 8, 4, {"last_batch": "pad"}, "3 samples for 4 processes"),
+        (3, 8, 4, {"last_batch": "keep"}, "3 samples for 4 replicas"),
+        (3, 8, 4, {"last_batch": "pad"}, "3 samples for 4 replicas"),
         (0, 8, 1, {"last_batch": "keep"}, "there is no sample"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_at_once(count: int, batch: int, size: int, words: dict, text: str) -> None:
+def test_indivisible_batches_raise_at_construction(count: int, batch: int, size: int, words: dict, text: str) -> None:
     with pytest.raises(DataError, match=text):
         loader_of(count, batch, 0, size, **words)
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_shared_is_refused_at_once(count: int, batch: int, size: 
 # ---- late samples
 
 
-def test_a_late_sample_holds_up_nobody_and_comes_in_the_same_epoch() -> None:
+def test_a_straggler_delays_no_other_sample_and_is_delivered_in_its_epoch() -> None:
     slow = {5: 0.5}
     with loader_of(400, 4, source=Numbers(400, slow=slow), shuffle=False, order="ready") as loader:
         began, seen, passed = time.perf_counter(), [], 0.0
@@ -151,12 +151,12 @@ def test_a_late_sample_holds_up_nobody_and_comes_in_the_same_epoch() -> None:
     assert all(b == sorted(b) for b in seen)
 
 
-def test_strict_order_waits_for_the_late_one() -> None:
+def test_strict_order_waits_for_a_straggler() -> None:
     with loader_of(40, 4, source=Numbers(40, slow={5: 0.2}), shuffle=False) as loader:
         assert sum((b["x"].tolist() for b in loader.epoch(0)), []) == list(range(40)) and loader.deferred() == []
 
 
-def test_describe_names_what_a_batch_really_held() -> None:
+def test_describe_names_the_delivered_samples() -> None:
     with loader_of(40, 4, source=Numbers(40, slow={1: 0.3}), shuffle=False, order="ready") as loader:
         epoch = loader.epoch(0)
         got = [next(epoch)["x"].tolist() for _ in range(3)]
@@ -228,7 +228,7 @@ def test_a_broken_sample_ends_the_epoch_and_no_thread_stays(order: str) -> None:
     assert threading.active_count() == before
 
 
-def test_an_error_of_the_source_that_is_not_ours_is_named_too() -> None:
+def test_other_exceptions_of_the_source_name_the_sample_too() -> None:
     class Odd(Numbers):
         def sample(self, index: int, epoch: int) -> dict[str, Any]:
             raise ZeroDivisionError("of mine")
@@ -238,7 +238,7 @@ def test_an_error_of_the_source_that_is_not_ours_is_named_too() -> None:
 
 
 @pytest.mark.parametrize("order", ["strict", "ready"])
-def test_bad_samples_are_replaced_counted_and_told(order: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_samples_are_replaced_counted_and_reported(order: str, caplog: pytest.LogCaptureFixture) -> None:
     words: dict[str, Any] = {"on_bad_sample": "skip", "order": order, "seed": 2}
     with loader_of(16, 4, source=Numbers(16, broken=(3, 7)), **words) as loader:
         row = sum((b["x"].tolist() for b in loader.epoch(0)), [])
@@ -266,7 +266,7 @@ def test_a_bad_sample_is_named_once_however_often_it_is_drawn() -> None:
     assert news[1] == ["train: 4 samples skipped so far"]
 
 
-def test_a_resumed_epoch_skips_as_the_whole_one_does() -> None:
+def test_a_resumed_epoch_skips_the_same_samples() -> None:
     words: dict[str, Any] = {"on_bad_sample": "skip", "seed": 2}
     whole, rest = (loader_of(16, 4, source=Numbers(16, broken=(3, 4, 7)), **words) for _ in range(2))
     with whole, rest:
@@ -275,7 +275,7 @@ def test_a_resumed_epoch_skips_as_the_whole_one_does() -> None:
 
 
 @pytest.mark.parametrize("problem", [ValueError("of mine"), MemoryError("full"), ConfigError("no gemmi")], ids=str)
-def test_whatever_a_sample_raises_is_skipped_but_not_what_is_no_fault_of_its_own(problem: Exception) -> None:
+def test_any_exception_of_a_sample_is_skipped_but_not_errors_of_the_process(problem: Exception) -> None:
     class Odd(Numbers):
         def sample(self, index: int, epoch: int) -> dict[str, Any]:
             if index == 5:
@@ -299,7 +299,7 @@ def test_evaluation_stops_at_a_bad_sample() -> None:
         assert loader.skipped == [] and loader.news() == []
 
 
-def test_when_nothing_can_be_read_skipping_ends() -> None:
+def test_skipping_ends_after_too_many_bad_samples() -> None:
     with (
         loader_of(40, 4, source=Numbers(40, broken=tuple(range(40))), on_bad_sample="skip") as loader,
         pytest.raises(DataError, match="10 samples in a row could not be used"),
@@ -343,7 +343,7 @@ def test_no_more_than_the_budget_is_prepared(order: str, budget: int, most: int)
         epoch.close()
 
 
-def test_the_next_epoch_is_begun_while_the_last_samples_are_awaited() -> None:
+def test_the_next_epoch_is_prefetched_before_the_last_samples_are_ready() -> None:
     class Told(Numbers):
         asked: list[tuple[int, int]] = []
 
@@ -361,7 +361,7 @@ def test_the_next_epoch_is_begun_while_the_last_samples_are_awaited() -> None:
         assert len(list(loader.epoch(5))) == 2, "another epoch than the one prepared"
 
 
-def test_samples_of_the_next_epoch_wait_until_this_one_is_whole() -> None:
+def test_samples_of_the_next_epoch_wait_for_the_end_of_this_one() -> None:
     with loader_of(8, 4, source=Numbers(8, slow={7: 0.2}), shuffle=False, order="ready", workers=4) as loader:
         for epoch in range(3):
             got = [(b["x"].tolist(), b["more"][0].x[:, 0, 0].tolist()) for b in loader.epoch(epoch, more=epoch < 2)]
@@ -374,7 +374,7 @@ def test_worker_processes_give_the_same_batches() -> None:
     assert read(loader_of(24, 4, seed=1, processes=True)) == threads
 
 
-def test_threads_take_the_gpu_of_their_process_before_they_pin_or_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_set_the_gpu_before_they_pin_or_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins with the first GPU of the node, where every process would open a context."""
     taken, seen = threading.local(), dict[str, Any]()
 

@@ -42,7 +42,7 @@ def test_limits_of_both_versions_of_cgroups_count_and_the_cache_is_not_used_memo
     assert available_memory(system(tmp_path / "full", GB, text, **{f"{base}/memory.limit_in_bytes": "0"})) == 0
 
 
-def test_the_choice_is_said_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = system(tmp_path, 10 * GB)
     assert choose_mode(5 * GB, root) == ("buffered", "5.37 GB of samples fit into 6.44 GB of page cache: reads go through it")
     assert choose_mode(7 * GB, root) == ("auto", "7.52 GB of samples do not fit into 6.44 GB of page cache: reads go past it")
@@ -57,7 +57,7 @@ def test_the_choice_is_said_with_its_reason(tmp_path: Path, caplog: pytest.LogCa
             assert reader.mode == mode and not reader.memory.pin
 
 
-def test_samples_that_do_not_fit_are_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_do_not_fit_are_not_cached_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "available_memory", lambda: GB)
     with pytest.raises(DataError, match=r"train: data.reader=memory, but there are 1.07 GB of samples, and 644 MB of memory"):
         open_reader("memory", GB, "train")

@@ -12,7 +12,7 @@ from hpcai.errors import DataError
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
-def test_shares_cover_and_differ_by_one(count: int, size: int) -> None:
+def test_ranges_cover_all_and_differ_by_one(count: int, size: int) -> None:
     parts = [split_range(count, rank, size) for rank in range(size)]
     assert np.concatenate(parts).tolist() == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -29,7 +29,7 @@ def samplers(count: int, batch: int, seed: int) -> list[Sampler]:
 
 @given(st.integers(16, 90), st.sampled_from([8, 16]), st.integers(0, 99), st.integers(0, 3), st.sampled_from([1, 2, 3, 4, 8]))
 @settings(max_examples=30)
-def test_every_batch_is_dealt_to_exactly_one_copy_each(count: int, batch: int, seed: int, epoch: int, size: int) -> None:
+def test_every_sample_of_a_batch_is_assigned_to_one_replica(count: int, batch: int, seed: int, epoch: int, size: int) -> None:
     for sampler, again in zip(samplers(count, batch, seed), samplers(count, batch, seed)):
         order = sampler.order(epoch)
         assert len(order) == sampler.samples and ((order >= 0) & (order < count)).all()
@@ -52,7 +52,7 @@ def test_a_shuffled_epoch_holds_every_sample_once_and_differs_from_the_last(coun
 
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 9))
 @settings(max_examples=30)
-def test_an_endless_row_has_no_seam(count: int, samples: int, seed: int) -> None:
+def test_an_endless_sequence_is_continuous_over_epochs(count: int, samples: int, seed: int) -> None:
     row = np.concatenate([Endless(count, samples, seed).order(epoch) for epoch in range(6)])
     for first in range(0, len(row) - count + 1, count):
         assert sorted(row[first : first + count]) == list(range(count)), "each pass is whole, wherever epochs begin"
@@ -62,7 +62,7 @@ def test_an_endless_row_has_no_seam(count: int, samples: int, seed: int) -> None
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=4), st.integers(40, 200), st.integers(0, 9))
 @settings(max_examples=30)
-def test_a_blend_gives_each_set_its_share_in_whole_passes(sets: list[tuple[int, int]], samples: int, seed: int) -> None:
+def test_a_blend_has_each_dataset_in_proportion_and_in_full_passes(sets: list[tuple[int, int]], samples: int, seed: int) -> None:
     counts, weights = zip(*sets)
     begins, epochs = np.cumsum([0, *counts]), 5
     blend = Blend(counts, weights, samples, seed)
@@ -92,7 +92,7 @@ def test_weighted_draws_follow_the_weights() -> None:
 
 @given(st.integers(1, 4), st.integers(8, 70), st.integers(0, 5), st.integers(0, 3))
 @settings(max_examples=30)
-def test_each_copy_takes_from_the_shard_on_its_own_disk(shards: int, count: int, seed: int, epoch: int) -> None:
+def test_each_replica_reads_the_shard_on_its_disk(shards: int, count: int, seed: int, epoch: int) -> None:
     batch = 4 * shards
     shard = np.random.default_rng(seed).permutation(np.arange(count) % shards)
     sampler = Sharded(shard, batch, seed)
@@ -107,7 +107,7 @@ def test_each_copy_takes_from_the_shard_on_its_own_disk(shards: int, count: int,
     assert len(left) >= min(count, len(order) + 1) - (shards == 1 and 0), "what one epoch leaves out another brings"
 
 
-def test_sharding_that_cannot_be_is_refused() -> None:
+def test_impossible_sharding_raises() -> None:
     with pytest.raises(DataError, match="a batch of 6 samples does not divide by 4 shards"):
         Sharded([0, 1, 2, 3], 6)
     with pytest.raises(DataError, match="shard 1 of 3 holds no sample"):
@@ -125,7 +125,7 @@ def spread(sampler: Any, costs: np.ndarray, batch: int, size: int) -> float:
     return float(np.mean(ratios))
 
 
-def test_balanced_copies_have_the_same_work_at_the_same_step() -> None:
+def test_balanced_replicas_have_equal_work_in_each_step() -> None:
     costs = np.random.default_rng(0).lognormal(0, 0.8, 4096)
     plain = spread(Shuffled(4096), costs, 128, 16)
     dealt = spread(Balanced(costs, 128), costs, 128, 16)
@@ -136,7 +136,7 @@ def test_balanced_copies_have_the_same_work_at_the_same_step() -> None:
         Balanced([1, -2], 1)
 
 
-def test_buckets_change_who_meets_not_who_comes() -> None:
+def test_buckets_change_the_batches_but_not_the_samples() -> None:
     costs = np.arange(100.0)
     for epoch in range(3):
         order = Balanced(costs, 8, 3, window=4).order(epoch)

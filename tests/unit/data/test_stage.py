@@ -158,7 +158,7 @@ def test_long_name(source: Path, target: Path) -> None:
 
 
 def test_small_files_go_everywhere_and_data_to_shards(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MIN_DATA_BYTES", 30)  # the indexes are longer, as those of many files are, and so is the table of one
+    monkeypatch.setattr(plan, "MIN_DATA_BYTES", 30)  # the indexes are longer, as those of many files, and so is a table
     (source / "train/index-0123abcd.safetensors").write_bytes(bytes(99))
     found = {file.name: file.shard for file in plan.scan(source, 2)}
     assert {name for name, shard in found.items() if shard is None} == {
@@ -196,13 +196,13 @@ def test_spoiled_copy_is_copied_anew(source: Path, target: Path, spoil: Callable
     assert tree(target) == tree(source)
 
 
-def test_without_record_nothing_is_believed(source: Path, target: Path) -> None:
+def test_without_a_record_everything_is_copied(source: Path, target: Path) -> None:
     run(source, target)
     (target / plan.RECORD).unlink()
     assert run(source, target).kept == 0 and tree(target) == tree(source)
 
 
-def test_files_that_were_not_compared_are_copied_again_when_it_is_asked_for(source: Path, target: Path) -> None:
+def test_unverified_files_are_copied_again_with_verify(source: Path, target: Path) -> None:
     def verified() -> bool:
         return bool(json.loads((target / plan.RECORD).read_text())["verified"])
 
@@ -215,7 +215,7 @@ def test_files_that_were_not_compared_are_copied_again_when_it_is_asked_for(sour
     assert not verified()
 
 
-def test_what_a_killed_run_left(source: Path, target: Path) -> None:
+def test_leftovers_of_a_killed_run(source: Path, target: Path) -> None:
     (target / "train").mkdir(parents=True)
     (target / ".stage.0123.partial").write_bytes(b"half")
     (target / "train/a.h5").write_bytes(b"short")
@@ -228,7 +228,7 @@ def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
 
-def test_interrupted_run_goes_on(source: Path, target: Path) -> None:
+def test_an_interrupted_run_resumes(source: Path, target: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(source, target, progress=stop, block=4096)
     there = tree(target)
@@ -237,7 +237,7 @@ def test_interrupted_run_goes_on(source: Path, target: Path) -> None:
     assert tree(target) == tree(source) and clean(target)
 
 
-def test_interrupted_comparison_believes_nothing_that_it_has_not_compared(source: Path, target: Path) -> None:
+def test_an_interrupted_verification_keeps_only_verified_files(source: Path, target: Path) -> None:
     run(source, target, verify=False)
     damaged = target / "train/c.h5"
     damaged.write_bytes(bytes(FILES["train/c.h5"]))
@@ -306,14 +306,14 @@ def test_links_that_lead_nowhere_or_round(source: Path, target: Path) -> None:
     refused(source, target, "deep/round: this link leads back to a folder that it lies in")
 
 
-def test_room_is_looked_for_first(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_first(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(source)
     free = sum(-(-len(data) // 4096) * 4096 for data in tree(source).values())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
     refused(
         source,
         target,
-        rf"target: {int(free * 1.05):,} bytes are needed on here \({free:,} to copy, 5% in .* {free:,} are free; make room",
+        rf"target: {int(free * 1.05):,} bytes are needed on here \({free:,} to copy, 5% reserve.* {free:,} are free; free space",
         node="here",
     )
     monkeypatch.setattr(job, "RESERVE", 0.0)
@@ -380,7 +380,7 @@ def test_flipped_bit(source: Path, target: Path) -> None:
     good = path.read_bytes()
     path.write_bytes(good[:20000] + bytes([good[20000] ^ 4]) + good[20001:])
     found, listed = hashlib.sha256(path.read_bytes()).hexdigest(), hashlib.sha256(good).hexdigest()
-    with pytest.raises(DataError, match=f"train/b.h5: what came to .* has SHA-256 {found}, index.json says {listed}; compare"):
+    with pytest.raises(DataError, match=f"train/b.h5: the copy on .* has SHA-256 {found}, index.json has {listed}; compare"):
         run(source, target)
     left_in_order(source, target, "train/b.h5")
     path.write_bytes(good)
@@ -445,7 +445,7 @@ def test_full_disk(source: Path, target: Path, how: str, monkeypatch: pytest.Mon
     call = {"write": "pwrite", "allocate": "posix_fallocate", "flush": "fsync"}[how]
     plain: Any = getattr(os, call)
     monkeypatch.setattr(os, call, fails)
-    text = r"\.(npy|h5): cannot be written on mynode: No space left on device \(ENOSPC\); make room on this node"
+    text = r"\.(npy|h5): cannot be written on mynode: No space left on device \(ENOSPC\); free space on this node"
     with pytest.raises(DataError, match=text) as caught:
         run(source, target, node="mynode")
     monkeypatch.undo()
@@ -455,7 +455,7 @@ def test_full_disk(source: Path, target: Path, how: str, monkeypatch: pytest.Mon
     assert tree(target) == tree(source)
 
 
-def test_write_that_makes_no_way(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_without_progress(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: 0)
     with pytest.raises(DataError, match=r"cannot be written on .*\(EIO\)"):
         run(source, target)

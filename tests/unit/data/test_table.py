@@ -154,14 +154,14 @@ def test_columns_and_shapes_need_no_file_and_rows_only_their_own(made: tuple[Pat
         rows.read(4)
 
 
-def test_a_column_is_the_callers_own(made: tuple[Path, Any]) -> None:
+def test_a_column_is_a_copy(made: tuple[Path, Any]) -> None:
     rows = Rows(made[0], FIELDS)
     rows.column("count")[:] = 99
     rows.read(0)["target"][:] = 99
     same(rows.read(0), made[1][0])
 
 
-def test_packed_files_are_opened_by_hdf5_at_their_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_files_are_opened_by_h5py_at_their_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = make(tmp_path / "set")
     with h5py.File(tmp_path / "set" / "u2.h5", "r+") as file:
         cube = file["cube"][...]
@@ -228,7 +228,7 @@ def rewrite(path: Path) -> None:
 @pytest.mark.parametrize(("spoil", "text"), [
     (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json"),
     (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json"),
-    (rewrite, r"u0.h5: its first bytes are not those of which the table .* was made .*hpcai data check .* --index.*; copy it"),
+    (rewrite, r"u0.h5: its first bytes differ from those in the table .*hpcai data check .* --index.*; copy it"),
     (lambda path: path.unlink(), "u0.h5: .*no such file"),
 ])  # fmt: skip
 def test_files_that_changed_are_found_when_they_are_read(
@@ -260,7 +260,7 @@ def refused(folder: Path, text: str) -> None:
         Rows(folder, FIELDS)
 
 
-def test_a_table_that_is_gone_damaged_or_of_others_is_refused(made: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_missing_damaged_or_foreign_table_raises(made: tuple[Path, Any], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made[0], tmp_path / "set"))
     table, whole = table_of(folder), table_of(folder).read_bytes()
     table.write_bytes(whole[:-1])
@@ -320,7 +320,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("change", "text"), IMPOSSIBLE, ids=range(len(IMPOSSIBLE)))
-def test_a_table_that_says_what_cannot_be_is_refused(
+def test_an_invalid_table_raises(
     made: tuple[Path, Any], tmp_path: Path, change: Callable[[dict[str, np.ndarray]], Any], text: str
 ) -> None:
     folder = Path(shutil.copytree(made[0], tmp_path / "set"))
@@ -332,7 +332,7 @@ def test_a_table_that_says_what_cannot_be_is_refused(
     refused(folder, text)
 
 
-def test_what_is_no_table_is_refused_and_never_unpickled(made: tuple[Path, Any], tmp_path: Path) -> None:
+def test_other_files_raise_and_are_never_unpickled(made: tuple[Path, Any], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made[0], tmp_path / "set"))
     huge = {"x": {"dtype": "I64", "shape": [1 << 60], "data_offsets": [0, 1 << 63]}}
     for raw in (pickle.dumps([1]), b"", b"\xff" * 100, len(text := json.dumps(huge).encode()).to_bytes(8, "little") + text):
@@ -340,7 +340,7 @@ def test_what_is_no_table_is_refused_and_never_unpickled(made: tuple[Path, Any],
         refused(folder, "SafetensorError")
 
 
-def test_a_table_that_promises_a_large_field_in_a_small_file_is_refused_when_that_is_read(tmp_path: Path) -> None:
+def test_a_table_with_a_large_field_of_a_small_file_raises_on_read(tmp_path: Path) -> None:
     """What was never written takes no room, and would be made up in memory."""
     with h5py.File(tmp_path / "u0.h5", "w") as file:
         file["count"] = np.zeros(1 << 20, "i1")
@@ -381,7 +381,7 @@ def test_files_of_other_formats_have_no_table(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npy", "index.json"]
 
 
-def test_a_file_that_cannot_be_described_is_asked_when_it_is_read(tmp_path: Path, made: tuple[Path, Any]) -> None:
+def test_a_file_without_table_entries_is_opened_when_it_is_read(tmp_path: Path, made: tuple[Path, Any]) -> None:
     folder = Path(shutil.copytree(made[0], tmp_path / "set"))
     indexed(folder, describe_file=lambda path, rows: None if path.name == "u2.h5" else describe(path, rows))
     rows = Rows(folder, FIELDS)

@@ -262,7 +262,7 @@ def nothing_left() -> Iterator[None]:
     assert set(children.read_text().split()) <= there
 
 
-def test_every_kind_of_tree_arrives_as_it_is() -> None:
+def test_every_kind_of_tree_is_passed_unchanged() -> None:
     with closing(Worker(Trees(), "train", 0)) as worker:
         held = []
         for index, tree in enumerate(trees()):
@@ -289,7 +289,7 @@ def test_tensors_arrive_as_tensors() -> None:
             worker.sample(1, 0)
 
 
-def test_memory_grows_with_the_samples_and_what_is_kept_stays() -> None:
+def test_shared_memory_grows_and_earlier_samples_stay_valid() -> None:
     memory = MemoryPool()
     with closing(Worker(Full(*(5000 * 2**k for k in range(8))), "train", 0, memory)) as worker:
         kept = {index: worker.sample(index, 5) for index in range(8)}
@@ -314,7 +314,7 @@ def test_memory_that_cannot_be_mapped_ends_the_worker(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore:BuiltinImporter")  # xdist's __main__ in the text of an error
-def test_what_the_source_raises_is_raised_here_and_the_worker_goes_on() -> None:
+def test_exceptions_of_the_source_are_raised_in_the_parent_and_the_worker_continues() -> None:
     with closing(Worker(Faulty(), "train", 3)) as worker:
 
         def error(index: int) -> Exception:
@@ -372,7 +372,7 @@ def busy(worker: Worker, index: int) -> tuple[threading.Thread, list[Exception]]
     "index, text",
     [(1, "ended with exit code 0; see its output on stderr"), (2, r"signal 11 \(SIGSEGV\)"), (3, r"signal 15 \(SIGTERM\)")],
 )
-def test_the_end_of_a_worker_is_told(index: int, text: str, capfd: pytest.CaptureFixture) -> None:
+def test_the_end_of_a_worker_is_reported(index: int, text: str, capfd: pytest.CaptureFixture) -> None:
     with closing(Worker(Deadly(), "train", 5)) as worker:
         assert worker.sample(6, 0) == worker.pid  # leaves a process that keeps the socket open
         died(worker, index, text)
@@ -534,7 +534,7 @@ def test_workers_end_with_their_parent_idle_starting_or_busy() -> None:
         assert all(gone(pid, 2) for pid in pids)
 
 
-def test_a_worker_that_nobody_holds_ends() -> None:
+def test_a_worker_ends_when_it_is_garbage_collected() -> None:
     worker = Worker(Deadly(), "train", 0)
     pid = worker.sample(0, 0)
     del worker

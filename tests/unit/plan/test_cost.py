@@ -14,26 +14,26 @@ RANKS = (0, 1, 2, 3)
 ROUND = Machine("round", {2: 100.0, 4: 50.0, 8: 10.0}, 10.0, 1e9, 4, Link(1.0, 4.0), Link(2.0, 1.0), kernel_overhead=0.5)
 
 
-def test_kernels_take_what_they_move_or_multiply() -> None:
+def test_kernels_take_the_longer_of_memory_traffic_and_flop() -> None:
     found = estimate_cost([Kernel("moves", 100, 40, 2), Kernel("multiplies", 300, 10, 2), Kernel("wide", 100, 10, 4)], ROUND)
     assert (found.memory_bound, found.compute_bound, found.launches) == (4.0, 3.0 + 2.0, 1.5) and found.seconds == 10.5
     assert estimate_cost([Kernel("moves", 0, 40, 2)], replace(ROUND, slowdown=3.0)).seconds == 12.5
 
 
-def test_messages_hide_behind_what_runs_meanwhile() -> None:
+def test_communication_overlaps_with_kernels() -> None:
     send, run = Communication("all-to-all", 16, RANKS, 1), Kernel("moves", 0, 15, 2)  # 1 + 16 * 3/4 / 4 = 4 seconds; 1.5 + 0.5
     assert estimate_cost([send, Wait(1), run], ROUND).exposed_communication == 4.0
     hidden = estimate_cost([send, run, Wait(1), run], ROUND)
     assert (hidden.exposed_communication, hidden.seconds, hidden.sent, hidden.messages) == (2.0, 6.0, 12.0, 1)
 
 
-def test_messages_of_a_group_follow_one_another_and_those_of_others_do_not() -> None:
-    one, two, other = Communication("broadcast", 4, RANKS, 1), Communication("broadcast", 4, RANKS, 2), Communication("broadcast", 4, (0, 1), 3)
+def test_communication_is_ordered_within_a_group_only() -> None:
+    one, two, other = (Communication("broadcast", 4, ranks, n) for n, ranks in ((1, RANKS), (2, RANKS), (3, (0, 1))))
     assert estimate_cost([one, two, Wait(1), Wait(2)], ROUND).seconds == 4.0
     assert estimate_cost([one, other, Wait(1), Wait(3)], ROUND).seconds == 2.0
 
 
-def test_what_is_not_captured_waits_for_the_host() -> None:
+def test_kernels_outside_of_graphs_wait_for_the_host() -> None:
     slow = find_machine("h100", host_launch=1.0)
     runs = [Kernel("moves", 0, 8, 2)] * 10
     assert estimate_cost(runs, slow, captured=False).seconds == pytest.approx(10, rel=1e-3)
@@ -51,7 +51,7 @@ def test_what_is_not_captured_waits_for_the_host() -> None:
         ("all-reduce", 8, (0, 4), 4 + 2 * 1 / 2 * 8 / 1),
     ],
 )  # fmt: skip
-def test_a_message_takes_its_start_and_its_bytes(name: str, bytes: int, ranks: tuple[int, ...], seconds: float) -> None:
+def test_communication_takes_latency_and_bytes(name: str, bytes: int, ranks: tuple[int, ...], seconds: float) -> None:
     assert ROUND.communication_time(name, bytes, ranks)[0] == pytest.approx(seconds)
 
 

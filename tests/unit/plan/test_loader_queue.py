@@ -8,26 +8,26 @@ import pytest
 
 from hpcai.data import Loader
 from hpcai.dist.launch import single_process
-from hpcai.plan.loader_queue import heavy_tail, queue_capacity, simulate_waits
+from hpcai.plan.loader_queue import heavy_tail, max_samples, simulate_waits
 from tests.numbers import Numbers
 
 LATE = np.array([1.0, 1, 5, 1, 1, 1])
 
 
-def test_a_late_sample_is_waited_for_in_strict_order_alone() -> None:
+def test_only_strict_order_waits_for_a_straggler() -> None:
     # Samples 0 and 1 are there at 1, when 2 (to 6) and 3 begin. In strict order it is wanted at 5; 5 begins when it is taken.
     assert simulate_waits(LATE, 2, workers=2, capacity=3, order="strict").tolist() == [1, 0, 1, 0, 0, 0]
     assert simulate_waits(LATE, 2, workers=2, capacity=3, order="ready").tolist() == [1, 0, 0, 0, 0, 0]
 
 
-def test_workers_stand_still_when_enough_is_ahead() -> None:
+def test_workers_are_idle_when_the_queue_is_full() -> None:
     fast = np.array([1.0, 1, 1, 3, 3, 3])
     # Each begins when the one before is taken, at 0, 1, 2, 3, 6 and 9; sample 5 is there at 12 and wanted at 11.
     assert simulate_waits(fast, 2, workers=2, capacity=1, order="strict").tolist() == [1, 0, 0, 0, 0, 1]
     assert simulate_waits(fast, 2, workers=2, capacity=2, order="strict").tolist() == [1, 0, 0, 0, 0, 0]
 
 
-def test_a_sample_that_is_late_at_the_end_of_an_epoch_is_waited_for_there() -> None:
+def test_a_straggler_at_the_end_of_an_epoch_is_waited_for() -> None:
     late = np.array([1.0, 1, 1, 9] + 12 * [1])
     # Sample 3 is there at 10 and wanted at 4; those of the next epoch are prepared meanwhile.
     for order in ("strict", "ready"):
@@ -35,7 +35,7 @@ def test_a_sample_that_is_late_at_the_end_of_an_epoch_is_waited_for_there() -> N
     assert simulate_waits(late, 1, workers=2, capacity=4, order="ready").tolist() == [1] + 15 * [0]
 
 
-def test_copies_begin_each_step_together() -> None:
+def test_replicas_start_each_step_together() -> None:
     other = np.array([1.0, 1, 1, 1, 9, 1])  # 4 begins at 2 and is wanted at 9, or at 10 where the other copy was late before
     assert simulate_waits(other, 2, 2, 3, "strict").tolist() == [1, 0, 0, 0, 2, 0]
     assert simulate_waits(np.stack([other, LATE]), 2, 2, 3, "strict").tolist() == [1, 0, 1, 0, 1, 0]
@@ -43,7 +43,7 @@ def test_copies_begin_each_step_together() -> None:
 
 
 @pytest.mark.parametrize("order", ["strict", "ready"])
-def test_as_many_are_ahead_as_the_loader_has(order: Any) -> None:
+def test_the_simulated_capacity_is_that_of_the_loader(order: Any) -> None:
     """Batches of 2: one is handed out, one is taken for the next step, and the others are ahead."""
     begun: list[int] = []
 
@@ -53,7 +53,7 @@ def test_as_many_are_ahead_as_the_loader_has(order: Any) -> None:
             return np.zeros(100)
 
     for prefetch, expected in ((800, 7), (8000, 10), (9599, 11)):
-        assert queue_capacity(3, 2, prefetch, 800) == expected
+        assert max_samples(3, 2, prefetch, 800) == expected
         begun.clear()
         with Loader(Noted(60), 2, single_process(), name="t", workers=3, prefetch=prefetch, order=order) as loader:
             batches = loader.epoch(0)

@@ -39,7 +39,8 @@ def test_a_schedule_fills_and_empties_in_as_many_passes_as_there_are_other_stage
     found = order(schedule, ranks, parts)
     ends = simulate_schedule(found, ranks - 1, lambda kind, _: {"F": 1.0, "B": 2.0}[kind], lambda *_: 0.0)
     assert max(ends) == 3 * (parts + ranks - 1)
-    assert max(simulate_schedule(found, ranks - 1, lambda *_: 1.0, lambda *_: 0.25)) >= 2 * (parts + ranks - 1) + 2 * (ranks - 1) * 0.25
+    ends = simulate_schedule(found, ranks - 1, lambda *_: 1.0, lambda *_: 0.25)
+    assert max(ends) >= 2 * (parts + ranks - 1) + 2 * (ranks - 1) * 0.25
 
 
 @pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("gpipe", 2), ("zero-bubble-v", 2)])
@@ -59,7 +60,7 @@ def test_each_rank_passes_each_micro_batch_through_its_stages_once(schedule: Any
     assert 3 * 4 * per_rank <= took <= 3 * (4 * per_rank + 2)
 
 
-def test_a_stage_holds_the_micro_batches_that_are_under_way() -> None:
+def test_a_stage_stores_the_micro_batches_in_flight() -> None:
     bytes = {0: (12.0, 5.0, 10.0, 3.0)}
     first, second = ([one for one in each if one[1] == 0] for each in (order("1f1b", 2, 6)[0], order("gpipe", 2, 6)[0]))
     assert peak_memory(first, bytes) == 2 * 10 + 5 + 3 and peak_memory(second, bytes) == 6 * 10 + 5
@@ -97,38 +98,38 @@ def test_layers_of_stages_are_planned_from_few_as_from_all(lean: str) -> None:
 
 def attended(ranks: int, rank: int, again: bool = True) -> tuple[float, list[Communication]]:
     """Products of attention to 64 tokens by one of ``ranks``, forward and backward, and its messages."""
-    with traced_job(ranks, rank=rank) as paper:
+    with traced_job(ranks, rank=rank) as tracer:
         attend = ContextParallelAttention(Mesh({"context": ranks}, ranks, rank)["context"], again)
-        with paper.fake_tensors(), paper.record() as record:
+        with tracer.fake_tensors(), tracer.record() as trace:
             q, k, v = (torch.empty(1, heads, 64 // ranks, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
             attend(q, k, v).sum().backward()
-    runs = [event for event in record.events if isinstance(event, Kernel) and event.flops]
+    runs = [event for event in trace.events if isinstance(event, Kernel) and event.flops]
     assert {run.element_bytes for run in runs} == {2}  # the sums of exponentials beside them are wider
-    return sum(run.flops for run in runs), [event for event in record.events if isinstance(event, Communication)]
+    return sum(run.flops for run in runs), [event for event in trace.events if isinstance(event, Communication)]
 
 
-def test_attention_over_context_multiplies_as_much_in_all_as_on_one_process() -> None:
+def test_context_parallel_attention_has_the_flop_of_one_rank_in_total() -> None:
     whole = attended(1, 0)[0]
     assert whole == (2 + 5) * 2 * 4 * 64 * 64 * 16 / 2
     for ranks in (2, 4):
         assert [attended(ranks, rank)[0] for rank in range(ranks)] == [whole / ranks] * ranks
 
 
-def test_attention_over_context_keeps_its_queries_and_its_own_keys() -> None:
+def test_context_parallel_attention_saves_local_queries_and_keys() -> None:
     def kept(again: bool) -> int:
-        with traced_job(4) as paper, paper.fake_tensors():
+        with traced_job(4) as tracer, tracer.fake_tensors():
             attend = ContextParallelAttention(Mesh({"context": 4}, 4)["context"], again)
             q, k, v = (torch.empty(1, heads, 16, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
-            before = paper.bytes
+            before = tracer.bytes
             out = attend(q * 2, k * 2, v * 2)
-            return paper.bytes - before - out.nbytes
+            return tracer.bytes - before - out.nbytes
 
     own, whole = 2 * 2 * 2 * 16 * 16, 2 * 2 * 2 * 64 * 16
     queries = outs = 2 * 4 * 16 * 16
     assert (kept(True), kept(False)) == (queries + own + outs + 4 * 4 * 16, queries + own + outs + 4 * 4 * 16 + whole)
 
 
-def test_messages_of_attention_over_context_are_counted() -> None:
+def test_communication_of_context_parallel_attention_is_recorded() -> None:
     keys = 2 * 2 * 2 * 16 * 16  # bytes of keys and values, 16 tokens of 2 heads
     for again, names in ((True, ["all-gather"] * 2 + ["reduce-scatter"]), (False, ["all-gather", "reduce-scatter"])):
         found = attended(4, 1, again)[1]
@@ -141,7 +142,8 @@ def test_micro_batches_send_and_update_once_in_a_step() -> None:
     one, two, four = (planner.mean_step(1, 4, each, machine("h100"), ("step.accumulate=1",)).step for each in (1, 2, 4))
     assert (two.sent, two.messages) == (four.sent, four.messages) and two.messages > 0
     assert two.sent == 2 * one.sent  # in float32, not bfloat16
-    assert 1.2 * two.memory_bound < four.memory_bound < 2 * two.memory_bound and four.compute_bound == pytest.approx(2 * two.compute_bound)
+    assert 1.2 * two.memory_bound < four.memory_bound < 2 * two.memory_bound
+    assert four.compute_bound == pytest.approx(2 * two.compute_bound)
 
 
 def test_settings_say_the_mesh_and_the_steps_of_another_training() -> None:

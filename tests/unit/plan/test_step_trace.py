@@ -1,4 +1,4 @@
-"""A step on paper has the operations, messages and memory of the step that runs."""
+"""A traced step has the operations, communication and memory of the step that runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,21 +25,22 @@ from hpcai.plan.step_trace import FLOP_FORMULAS, Communication, Kernel, StepTrac
 
 
 @contextmanager
-def paper() -> Iterator[StepTracer]:
-    with traced_job(1, kernels=False) as made, made.fake_tensors():
-        yield made
+def traced() -> Iterator[StepTracer]:
+    with traced_job(1, kernels=False) as tracer, tracer.fake_tensors():
+        yield tracer
 
 
-def test_operations_have_their_products_and_bytes() -> None:
-    with paper() as made:
+def test_operations_have_flop_and_bytes() -> None:
+    with traced() as tracer:
         a, b = torch.empty(4, 6, dtype=torch.bfloat16), torch.empty(6, 8, dtype=torch.bfloat16)
-        with made.record() as record:
+        with tracer.record() as trace:
             c = a @ b
             c.t().contiguous()
             c.fill_(1)
             c.add_(torch.empty(1, dtype=torch.bfloat16).expand(4, 8))
     copy, fill = Kernel("clone", 0, 4 * 32, 2), Kernel("fill_", 0, 2 * 32, 2)
-    assert record.events == [Kernel("mm", 2 * 4 * 6 * 8, 2 * (24 + 48 + 32), 2), copy, fill, Kernel("add_", 0, 2 * (32 + 1 + 32), 2)]
+    mm, add = Kernel("mm", 2 * 4 * 6 * 8, 2 * (24 + 48 + 32), 2), Kernel("add_", 0, 2 * (32 + 1 + 32), 2)
+    assert trace.events == [mm, copy, fill, add]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_operations_have_their_products_and_bytes() -> None:
     [nn.Conv2d(8, 16, 3, stride=2), nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2, stride=2)],
     ids=["strided", "depthwise", "transposed"],
 )
-def test_products_of_a_convolution_are_those_of_its_weights(layer: Any) -> None:
+def test_the_flop_of_a_convolution_are_those_of_its_weights(layer: Any) -> None:
     x = torch.randn(2, 8, 9, 9)
     y = layer(x)
     places = 81 if isinstance(layer, nn.ConvTranspose2d) else y.shape[2] * y.shape[3]
@@ -58,7 +59,7 @@ def test_products_of_a_convolution_are_those_of_its_weights(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_products_of_attention_are_those_of_the_scores_that_are_looked_at(causal: bool) -> None:
+def test_the_flop_of_attention_are_those_of_the_unmasked_scores(causal: bool) -> None:
     q, k = torch.randn(2, 4, 16, 8, requires_grad=True), torch.randn(2, 2, 16, 8, requires_grad=True)
     counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with counter:
@@ -67,31 +68,31 @@ def test_products_of_attention_are_those_of_the_scores_that_are_looked_at(causal
     assert counter.get_total_flops() == (2 + 5) * product / (2 if causal else 1)
 
 
-def test_memory_is_what_lives_at_a_time() -> None:
+def test_peak_memory_is_that_of_live_tensors() -> None:
     def step(x: Tensor) -> Tensor:
         for _ in range(8):
             x = x.sin()  # keeps its input
         return x
 
-    with paper() as made:
+    with traced() as tracer:
         x = torch.empty(1000, requires_grad=True)
         peaks = []
         for run in (step, lambda x: checkpoint(step, x, use_reentrant=False)):
-            with made.record() as record:
+            with tracer.record() as trace:
                 y: Any = run(x)
-            peaks.append(record.peak)
+            peaks.append(trace.peak)
             del y
-        with made.record() as record, torch.no_grad():
+        with tracer.record() as trace, torch.no_grad():
             step(x)
-        peaks.append(record.peak)
-    assert peaks == [4000 * 9, 4000 * 3, 4000 * 3]  # all; x, and one that is made of another
+        peaks.append(trace.peak)
+    assert peaks == [4000 * 9, 4000 * 3, 4000 * 3]  # all; x, and the result of a step
 
 
-def test_messages_of_any_job() -> None:
-    with traced_job(2048) as made:
+def test_communication_of_any_job() -> None:
+    with traced_job(2048) as tracer:
         mesh = Mesh({"replicate": -1, "axial": 8}, 2048)
         axis = mesh["axial"].init_group()
-        with made.fake_tensors(), made.record() as record:
+        with tracer.fake_tensors(), tracer.record() as trace:
             whole, own = torch.empty(32), torch.empty(4)
             work = all_gather(whole, own, axis)
             all_to_all(torch.empty(32), whole, axis).wait()
@@ -99,9 +100,10 @@ def test_messages_of_any_job() -> None:
             ReduceScatter(own, whole, axis).wait()
             all_reduce_(whole, mesh.peers)
         assert (broadcast_object("word", mesh.peers), all_gather_object(3, axis)) == ("word", [3] * 8)
-    (first, *_), ranks = [event.number for event in record.events if isinstance(event, Communication)], tuple(range(8))
-    assert [event for event in record.events if not isinstance(event, Kernel)] == [
-        Communication("all-gather", 16, ranks, first), Communication("all-to-all", 128, ranks, first + 1), Wait(first + 1), Wait(first),
+    (first, *_), ranks = [event.number for event in trace.events if isinstance(event, Communication)], tuple(range(8))
+    assert [event for event in trace.events if not isinstance(event, Kernel)] == [
+        Communication("all-gather", 16, ranks, first), Communication("all-to-all", 128, ranks, first + 1),
+        Wait(first + 1), Wait(first),
         Communication("reduce-scatter", 16, ranks, first + 2), Wait(first + 2),
         Communication("all-reduce", 128, tuple(range(2048)), first + 3), Wait(first + 3),
     ]  # fmt: skip
@@ -121,30 +123,31 @@ def test_the_formula_gives_the_table_of_the_published_network() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_a_block_sends_on_paper_what_the_formula_says(ranks: int) -> None:
+def test_a_traced_block_sends_the_bytes_of_the_formula(ranks: int) -> None:
     sequences, residues = 16, 32
     cfg = OpenFoldConfig.preset("tiny", template=None, blocks=2)
-    with traced_job(ranks) as made:
+    with traced_job(ranks) as tracer:
         mesh = Mesh({"axial": ranks}, ranks)
         with deferred(0):
             model = parallelize(OpenFold(cfg), mesh)
-        with made.fake_tensors():
-            block = made.materialize(model).evoformer.blocks[0]
+        with tracer.fake_tensors():
+            block = tracer.materialize(model).evoformer.blocks[0]
             s, r = sequences // ranks, residues // ranks
             m, z = (torch.empty(size, requires_grad=True) for size in ((1, s, residues, cfg.msa), (1, r, residues, cfg.pair)))
             rows, columns, pairs = torch.empty(1, s, residues), torch.empty(1, sequences, r), torch.empty(1, r, residues)
-            with made.record() as record:
+            with tracer.record() as trace:
                 torch.autograd.backward(block(m, z, Masks(rows, columns, pairs, pairs, (sequences, residues))), (m, z))
-    sent = [find_machine("h100").communication_time(event.name, event.bytes, event.ranks)[1] for event in record.events if isinstance(event, Communication)]
+    machine, events = find_machine("h100"), [event for event in trace.events if isinstance(event, Communication)]
+    sent = [machine.communication_time(event.name, event.bytes, event.ranks)[1] for event in events]
     assert len(sent) == 24 and sum(sent) == 2 * 4 * by_channels(cfg, sequences, residues, ranks)
 
 
-def test_nothing_of_a_plan_stays() -> None:
-    with pytest.raises(ZeroDivisionError), traced_job(4) as made, made.fake_tensors():
+def test_a_trace_leaves_no_state() -> None:
+    with pytest.raises(ZeroDivisionError), traced_job(4) as tracer, tracer.fake_tensors():
         _ = 1 / 0
     assert not torch_dist.is_initialized() and not triton_support.PLANNED and torch.ones(2).sum().item() == 2
     array = np.arange(3)
-    with paper():
+    with traced():
         assert isinstance(device_cache.to_device(array, torch.empty(1)), FakeTensor)
     assert device_cache.to_device(array, torch.empty(1)).tolist() == [0, 1, 2]
 
