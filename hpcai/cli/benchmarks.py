@@ -183,7 +183,7 @@ class Workload:
         switches = [*self.switches(cfg, mesh), *loop_switches(cfg, mesh, self.compile_scope)]
         if not self.slow_compile or mesh.device.type == "cuda" or cfg.step.compile != "none":
             return switches
-        reason = f"torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile={self.compile_scope}"
+        reason = f"torch.compile takes minutes for each arrangement on a CPU; enable it with step.compile={self.compile_scope}"
         return [replace(switch, why_not=switch.why_not or reason) if switch.name == "compile" else switch for switch in switches]
 
     def sample_bytes(self, cfg: Any) -> int:
@@ -217,15 +217,15 @@ def loop_switches(cfg: Any, mesh: Mesh, compile_scope: str) -> list[Switch]:
     enabled = enabled_settings(cfg.step, mesh, compile_scope)
     slow = f"this {kind} does not compute in bfloat16 at full speed" if enabled["precision"] == "fp32" else None
     no_gpu = f"there is no GPU: this process computes on {kind}" if kind == "cpu" else None
-    unknown = None if optimizer in TORCH_OPTIMIZERS else f"torch has no {optimizer} to compare with"
-    alone = "one copy of the model: the optimizer is divided among copies" if mesh["replicate"].size == 1 else None
+    unknown = None if optimizer in TORCH_OPTIMIZERS else f"torch has no {optimizer} for comparison"
+    alone = "a single replica: there is nothing to shard the optimizer over" if mesh["replicate"].size == 1 else None
     return [
         Switch("precision", f"step.precision={enabled['precision']}", slow),
         Switch("compile", f"step.compile={enabled['compile']}", _compile_problem(kind)),
-        Switch("fused optimizer", f"{optimizer} in one pass over each row, not operation by operation", unknown),
-        Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer, all but the update)", no_gpu),
+        Switch("fused optimizer", f"{optimizer} fused over each flat parameter, not one operation at a time", unknown),
+        Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer: all but the update)", no_gpu),
         Switch("sharded optimizer", "step.shard=optimizer (with fused optimizer only)", alone),
-        Switch("garbage collection", f"train.collect_every={cfg.train.collect_every}, not when Python likes"),
+        Switch("garbage collection", f"train.collect_every={cfg.train.collect_every}, not at Python's own times"),
         Switch("async evaluation", "train.evaluate=background, not wait"),
     ]
 

@@ -181,7 +181,7 @@ def test_why_deepcam_cannot_have_some_of_them(capsys: pytest.CaptureFixture[str]
         ablate.main(["deepcam", "depth=64"])
     assert ablate.main(["deepcam", *SMALL["deepcam"], "--repeats", "1", "--steps", "1", "--only", "kernels"]) == 0
     table = capsys.readouterr().out
-    assert "+ kernels" in table and "- kernels" in table and "group batch norm: batchnorm_group=1" in table and "NOT HERE" in table
+    assert "+ kernels" in table and "- kernels" in table and "group batch norm: batchnorm_group=1" in table and "NOT AVAILABLE" in table
 
 
 FIELDS = [

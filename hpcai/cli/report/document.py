@@ -90,7 +90,7 @@ def run_state(run: RunRecord) -> tuple[str, str]:
     """Return the state of the run, and its CSS class."""
     stop = run.stop
     if not stop:
-        return f"still running, last heard of {_date(run.events[-1]['time'])}", "live"
+        return f"still running, last event {_date(run.events[-1]['time'])}", "live"
     text, mark = STATES.get(str(stop.get("reason")), (str(stop.get("reason")), "warn"))
     return text + (", target reached" if stop.get("target_reached") and stop.get("reason") != "target" else ""), mark
 

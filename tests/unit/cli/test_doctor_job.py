@@ -66,7 +66,7 @@ RULES = [
      "warning: rank 3 on n2: NVIDIA driver is 535, 550 on ra"),
     (ranks_of(but={1: {"variables": {"NCCL_ALGO": "Ring"}}}), "warning: rank 1 on n1: NCCL_ALGO is Ring, expected missing as"),
     (ranks_of(but=gpus("a", "b", "c", "d")), ""),
-    (ranks_of(but=gpus("a", "a", "c", "d")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; show every task"),
+    (ranks_of(but=gpus("a", "a", "c", "d")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; make all GPUs o"),
     (ranks_of(but=gpus("a", "b", "c")), "error: rank 3 on n2: found no GPU, but ranks 0-2 on"),
     (ranks_of(but={**gpus("a", "b", "c"), 3: {"gpu_problem": "is lost"}}), "error: rank 3 on n2: is lost"),
     (ranks_of(but=gpus("a", "b", "c", "d", node=3)), "warning: rank 3 on n2: cores are on NUMA node 0, the GPU is at 3; "),
@@ -79,17 +79,17 @@ RULES = [
     (ranks_of(2, 1, but={1: {"machine": "n2"}}), ""),  # containers of one computer with names of their own share its cores
     (ranks_of(2, 1, but={1: {"machine": "n1", "cpus": (1, 2, 3)}}), "warning: all 2 ranks: are bound to the same CPUs (partly)"),
     (ranks_of(4, 4, network=links(lambda one, other: 2 in (one, other))),  # a slow rank instead of its links
-     "warning: rank 2 on n1: is slow to reach for all others: 50 us, the others 10 us; look at its node's"),
+     "warning: rank 2 on n1: has slow links to all others: 50 us, the others 10 us; look at its node's"),
     (ranks_of(6, 6, network=links(lambda one, other: (one, other) == (1, 4), 6)),
      "warning: rank 1 on n1: to rank 4 on n1: 50 us, other links 10 us; look at cables"),
     (ranks_of(8, 4, network=links(lambda one, other: one // 4 != other // 4, 8)), ""),  # links between nodes are compared apart
     (ranks_of(**CROWDED, network=links(lambda one, other: 2 in (one, other))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
     (ranks_of(**CROWDED, network=pace(shares=dict.fromkeys(range(4), 0.3))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
-    (ranks_of(network=pace({3: 5e10})), "warning: rank 3 on n2: multiplies 50.0 GFLOP a second, the others 100.0; look at clocks"),
-    (ranks_of(network=pace(shares={1: 0.5})), "warning: rank 1 on n1: had its threads run 50% of the time"),
-    (ranks_of(storage=run(seen=False)), "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expected one"),
+    (ranks_of(network=pace({3: 5e10})), "warning: rank 3 on n2: multiplies matrices at 50.0 GFLOP/s, the others at 100.0; look at clocks"),
+    (ranks_of(network=pace(shares={1: 0.5})), "warning: rank 1 on n1: had CPU time for its threads 50% of the time"),
+    (ranks_of(storage=run(seen=False)), "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expected a shared"),
     (ranks_of(storage=run(problem="Disk quota exceeded", free=0)),
-     "error: rank 3 on n2: /run cannot be written: Disk quota exceeded; name another with --directory"),
+     "error: rank 3 on n2: /run is not writable: Disk quota exceeded; name another with --directory"),
     (ranks_of(storage=run(free=1 << 20)), "warning: rank 3 on n2: /run: 1.05 MB are free, expected 10.7 GB or more; "),
     (ranks_of(storage=Folders({0: Folder("/run", seen=True)})), ""),  # a rank that does not measure
     (ranks_of(5, 1, storage=run(5, read=5e8)),
@@ -258,8 +258,8 @@ def lagging(answers: Sequence[str | None], world: int | None = None) -> str:
 
 
 def test_who_holds_the_others_up_is_named() -> None:
-    assert lagging(["3 clocks for 9 s", "3 clocks for 9 s", "2 looking around for 9 s"]) == (
-        "rank 2 on n2 is still at looking around for 9 s, and the others wait for it")
-    assert lagging(["3 clocks for 9 s", None]).startswith("rank 1 on n1 does not answer: stopped, or held by")
-    assert lagging(["1 meeting for 9 s"], 4) == "ranks 1-3 did not come; look whether they run, and at their nodes"
+    assert lagging(["3 clocks for 9 s", "3 clocks for 9 s", "2 inspection for 9 s"]) == (
+        "rank 2 on n2 is still at inspection for 9 s, and the others wait for it")
+    assert lagging(["3 clocks for 9 s", None]).startswith("rank 1 on n1 does not respond: stopped, or blocked by")
+    assert lagging(["1 meeting for 9 s"], 4) == "ranks 1-3 did not connect; check whether they run, and their nodes"
     assert lagging(["3 links for 9 s"] * 2, 2) == "all ranks are at links for 9 s, and no one lags; give more time (--limit)"

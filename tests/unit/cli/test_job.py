@@ -108,7 +108,7 @@ def test_a_cap_on_power_goes_to_the_run_and_to_the_scheduler_that_has_an_option_
         assert cli.main(["job", *words, "--site", "generic", *asked]) == 0
         text, err = capsys.readouterr()
         assert "--gpu-power" not in text and "\n  train.power_cap=300" in text
-        assert "site generic has no option for power: set the limit of each GPU otherwise ('nvidia-smi -pl', most" in err
+        assert "site generic has no option for power: set the limit of each GPU in another way ('nvidia-smi -pl', on most" in err
     assert "gpu-power" not in written(capsys, *words, "--site", "perlmutter")
     assert "train.power_cap" in refused(capsys, *words, "--site", "perlmutter", "--power-cap", "0")
     told = refused(capsys, *words, "--site", "perlmutter", "--array", "power_cap=200,300")
@@ -188,7 +188,7 @@ def test_a_container_is_shown_the_folders_that_the_settings_name(
     assert "HPCAI_FOLDERS=''\n" in written(capsys, "cosmoflow", "report.directory=run", "data.directory=data", *site)
     (tmp_path / "a:b").mkdir()
     told = refused(capsys, *small(tmp_path / "a:b/run"), *site)
-    assert told.startswith(f"{tmp_path / 'a:b'}: a container cannot be shown a path with ':'")
+    assert told.startswith(f"{tmp_path / 'a:b'}: a container cannot mount a path with ':'")
     assert "HPCAI_IMAGE=" in written(capsys, *small(tmp_path / "a:b/run"), *site[:-2])
 
 
@@ -246,7 +246,7 @@ def test_times_are_read_as_slurm_writes_them() -> None:
     found = {text: parse_time(text) for text in ("30", "1:30", "4:00:00", "1-0", "1-12", "1-12:30", "2-01:02:03")}
     assert list(found.values()) == [1800, 90, 14400, 86400, 129600, 131400, 176523]
     for text in ("", "0", "soon", "1h", "1:2:3:4", "-5", "0:00", "1-"):
-        with pytest.raises(ConfigError, match="is no time; expected minutes"):
+        with pytest.raises(ConfigError, match="is not a time; expected minutes"):
             parse_time(text)
 
 
@@ -258,7 +258,7 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "alps", "--nodes", "1"], "site alps takes no job without --account; give a project's name"),
         (["--site", "polaris", "--nodes", "1", "--account", "x"], "site polaris takes no job without --time"),
         (["--site", "generic", "--nodes", "0"], "--nodes is 0; expected a whole number from 1"),
-        (["--site", "generic", "--nodes", "1", "--time", "soon"], "--time soon is no time; expected minutes"),
+        (["--site", "generic", "--nodes", "1", "--time", "soon"], "--time soon is not a time; expected minutes"),
         (["--site", "generic", "--nodes", "1", "--time", "2", "--stop-before", "120"], "expected 1 to 119"),
         (["--site", "generic", "--nodes", "3", "mesh.depth=2"], "--nodes 3 with 1 process on each: mesh depth 2 needs"),
         (["--site", "generic", "--nodes", "1", "step.lrr=1"], "step.lrr: no such key; did you mean step.lr?"),
@@ -274,7 +274,7 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "generic", "--nodes", "1", "--array", "seed=0-1", "--chain", "2"], "--chain and --array are both given"),
         (["--site", "leonardo", "--nodes", "1", "--account", "x", "--container", "x.sif"], "has no flags for containers"),
         (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "its image; leave one out"),
-        (["--site", "pbs", "--nodes", "1", "--time", "9", "--environment", "x.tar"], "is sent by Slurm's sbcast"),
+        (["--site", "pbs", "--nodes", "1", "--time", "9", "--environment", "x.tar"], "is broadcast by Slurm's sbcast"),
         (["--site", "generic", "--nodes", "1", "--environment-at", "/x"], "is for --environment FILE, which is not given"),
     ],
 )  # fmt: skip
@@ -319,19 +319,19 @@ def test_files_and_folders_are_looked_at_before_submitting_and_remarked_on_when_
     (tmp_path / "mine.sh").write_text(f"#: local {tmp_path}/disk\n#SBATCH --ntasks-per-node=1\n")
     site = ["--site", str(tmp_path / "mine.sh"), "--nodes", "1", "--container", str(tmp_path / "no.sif")]
     found = {
-        tmp_path / "disk/run": "is each node's own, where no other node finds the checkpoints",
+        tmp_path / "disk/run": "is node-local, where no other node finds the checkpoints",
         tmp_path / "file/run": f"{tmp_path / 'file'} is not writable; name a folder of yours",
     }
     for run, said in found.items():
         told = refused(capsys, *small(run, "data.directory=nowhere"), *site, "--submit")
-        assert said in told and "data.directory nowhere is not there" in told and "no.sif: there is no such file" in told
+        assert said in told and "data.directory nowhere does not exist" in told and "no.sif: there is no such file" in told
         assert cli.main(["job", *small(run), *site]) == 0
         assert said in capsys.readouterr().err
     told = refused(capsys, *small(tmp_path / "disk/run"), *site[:-2], f"data.directory={tmp_path}", "--any-directory", "--submit")
-    assert "sbatch is not on this machine" in told or "sbatch" in told
+    assert "sbatch is not installed here" in told or "sbatch" in told
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refused(capsys, *small(tmp_path / "run"), *site[:-2], f"data.directory={tmp_path}", "--submit")
-    assert told.startswith("sbatch is not on this machine; run this on a login node")
+    assert told.startswith("sbatch is not installed here; run this on a login node")
 
 
 def test_the_templates_are_found_beside_or_within_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

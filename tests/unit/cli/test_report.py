@@ -233,7 +233,7 @@ def test_a_young_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "ti')              # the line that is being written
     found = read_by_people(read := report.read_run(run))
-    for words in ("still running, last heard of 2026-09-21", "evaluations: none so far", "40 / 640",
+    for words in ("still running, last event 2026-09-21", "evaluations: none so far", "40 / 640",
                   "Guesses &lt;of&gt; the toy: there is no toy.npz",
                   "settings.yaml: there is no settings.yaml"):
         assert words in found, words

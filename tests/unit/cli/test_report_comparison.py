@@ -61,7 +61,7 @@ def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["report", *map(str, sorted(tmp_path.iterdir()))]) == 0  # as a shell gives *
     out, err = capsys.readouterr()
     assert out == f"{tmp_path}/comparison.html\n"
-    assert err == f"hpcai report: passed over, as no folders of runs: {tmp_path}/job.sh\n"
+    assert err == f"hpcai report: skipped, since they are not folders of runs: {tmp_path}/job.sh\n"
     page = (tmp_path / "comparison.html").read_text()
     found = text(page)
     assert "6 runs of toy" in found and "Left out" not in found

@@ -84,7 +84,7 @@ def test_a_table_is_written_after_a_check(made: Path, capsys: pytest.CaptureFixt
     assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
 
 
-@pytest.mark.parametrize(("spoil", "said"), [(lambda path: os.truncate(path, 5000), "is cut off"),
+@pytest.mark.parametrize(("spoil", "said"), [(lambda path: os.truncate(path, 5000), "is truncated"),
                                              (lambda path: flip(path, 9000, 3), "its SHA-256 is")])  # fmt: skip
 def test_there_is_no_table_of_a_folder_that_is_not_right(made: Path, capsys: Any, spoil: Any, said: str) -> None:
     reword(made / "validation", lambda files: files.append({"name": "../u"}))
