@@ -1,4 +1,4 @@
-"""Finding what apps declare, without importing what is not asked for."""
+"""Discovery of apps and their parts without importing others."""
 
 import importlib
 import subprocess

@@ -1,4 +1,4 @@
-"""What `hpcai checkpoint show` says, and what `hpcai checkpoint export` leaves."""
+"""`hpcai checkpoint show` and `hpcai checkpoint export`."""
 
 import json
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_weights_that_were_trained_until_now_are_saved_on(tmp_path: Path) -> Non
     assert all(torch.equal(found[f"model/{name}"], p) for name, p in whole.model.named_parameters())
 
 
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+def test_export_errors(tmp_path: Path) -> None:
     keeper(tmp_path).save(new_step(), Progress(step=1))
     with pytest.raises(CheckpointError, match="does not say which model"):
         main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])

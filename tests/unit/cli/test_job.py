@@ -1,4 +1,4 @@
-"""Batch scripts as they are written and refused, by shells, shellcheck, and a stand-in for PBS that runs them with real mpiexec."""
+"""Batch scripts, run and checked by shells, shellcheck, and a stand-in for PBS with a real mpiexec."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
     assert not shellcheck.complaints(text, "--exclude=SC2054")
 
 
-def test_what_was_asked_for_takes_the_place_of_the_site_and_the_template(
+def test_options_override_the_site_and_the_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--site", "juwels-booster", "--nodes", "3", *FULL, "--per-node", "2", "--option=--gres=gpu:2", "--stop-before", "600"]
@@ -97,7 +97,7 @@ def test_what_was_asked_for_takes_the_place_of_the_site_and_the_template(
     }
 
 
-def test_a_cap_on_power_goes_to_the_run_and_to_the_scheduler_that_has_an_option_for_it(
+def test_a_power_cap_is_passed_to_run_and_scheduler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*small(tmp_path / "run"), "--nodes", "1", *FULL]
@@ -155,7 +155,7 @@ def test_the_script_copies_trains_draws_and_is_requeued(
     assert runs_as(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
 
 
-def test_an_archive_of_an_environment_is_sent_to_every_node_and_the_run_starts_there(
+def test_an_environment_is_broadcast_and_unpacked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [*small(tmp_path / "run"), "--site", "generic", "--nodes", "3", "--stage", "/disk/data", "data.directory=far"]
@@ -173,7 +173,7 @@ def test_an_archive_of_an_environment_is_sent_to_every_node_and_the_run_starts_t
     assert runs_as(written(capsys, *asked), tmp_path, HPCAI_ENVIRONMENT="left/over.tar")[0][1] == sys.executable
 
 
-def test_a_container_is_shown_the_folders_that_the_settings_name(
+def test_a_container_mounts_the_folders_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those outside the folder of the job, which Apptainer shows by itself; of one that is not there yet the one above it."""
@@ -192,7 +192,7 @@ def test_a_container_is_shown_the_folders_that_the_settings_name(
     assert "HPCAI_IMAGE=" in written(capsys, *small(tmp_path / "a:b/run"), *site[:-2])
 
 
-def test_the_template_takes_a_site_and_words_by_hand(tmp_path: Path) -> None:
+def test_the_template_can_be_edited_by_hand(tmp_path: Path) -> None:
     (tmp_path / "mine.sh").write_text("srun=(--gpu-bind=closest)\ncontainer=(apptainer exec image.sif)\n")
     text = (ROOT / "slurm/job.sh").read_text()
     about = {"HPCAI_SITE": str(tmp_path / "mine.sh"), "HPCAI_SRUN": "--mpi=pmi2 -l", "SLURM_CPUS_PER_TASK": "7"}
@@ -227,7 +227,7 @@ def test_the_page_names_every_site_and_its_commands_write_scripts(
         written(capsys, *words, *([] if "generic" in words else FULL))
 
 
-def test_an_array_gives_each_run_its_words_and_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_gives_each_run_overrides_and_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A setting may be named by its last part where there is one of that name."""
     words = small(tmp_path / "run", "--nodes", "1", "--array", "seed=1-2")
     text = written(capsys, *words, "--site", "generic", "--array", "step.betas=[0.9,0.99],[0.8,0.9]")
@@ -242,7 +242,7 @@ def test_an_array_gives_each_run_its_words_and_its_directory(tmp_path: Path, cap
     assert again == ["qsub", "-v", "HPCAI_TASK=1", str(tmp_path / "run/job.pbs")]
 
 
-def test_times_are_read_as_slurm_writes_them() -> None:
+def test_times_are_parsed_in_slurm_syntax() -> None:
     found = {text: parse_time(text) for text in ("30", "1:30", "4:00:00", "1-0", "1-12", "1-12:30", "2-01:02:03")}
     assert list(found.values()) == [1800, 90, 14400, 86400, 129600, 131400, 176523]
     for text in ("", "0", "soon", "1h", "1:2:3:4", "-5", "0:00", "1-"):
@@ -278,7 +278,7 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "generic", "--nodes", "1", "--environment-at", "/x"], "is for --environment FILE, which is not given"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_before_anything_is_submitted(
+def test_invalid_jobs_are_refused_before_submission(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
@@ -290,7 +290,7 @@ def test_what_cannot_be_is_said_before_anything_is_submitted(
     assert not (tmp_path / "run").exists()
 
 
-def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     found = refused(capsys, "cosmoflow", CONFIG, "--site", "polaris", "--nodes", "-1", "--time", "now")
     assert len(found.splitlines()) == 4
     told = refused(capsys, "cosmology", "--site", "generic", "--nodes", "1")
@@ -306,12 +306,12 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
         ("#PBS -r y\n#SBATCH --a=b\n", "found both"),
     ],
 )
-def test_a_site_file_of_ones_own_is_checked(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_site_file_is_validated(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.sh").write_text(text)
     assert said in refused(capsys, *small(tmp_path / "run"), "--site", str(tmp_path / "mine.sh"), "--nodes", "1")
 
 
-def test_files_and_folders_are_looked_at_before_submitting_and_remarked_on_when_printing(
+def test_paths_are_checked_before_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A script may be written on another machine than it is for."""
@@ -334,7 +334,7 @@ def test_files_and_folders_are_looked_at_before_submitting_and_remarked_on_when_
     assert told.startswith("sbatch is not installed here; run this on a login node")
 
 
-def test_the_templates_are_found_beside_or_within_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_are_found_in_checkout_and_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert script.template_folder() == ROOT / "slurm"
     package = tmp_path / "lib/hpcai"
     package.mkdir(parents=True)
@@ -346,7 +346,7 @@ def test_the_templates_are_found_beside_or_within_the_package(tmp_path: Path, mo
     assert script.template_folder() == package / "suite/slurm" and script.list_sites() == SITES
 
 
-def test_apps_that_lie_elsewhere_are_found_by_the_job(
+def test_apps_outside_the_folder_are_on_the_python_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -356,7 +356,7 @@ def test_apps_that_lie_elsewhere_are_found_by_the_job(
     assert f"export PYTHONPATH={ROOT}${{PYTHONPATH" in text
 
 
-def test_help_and_a_refusal_cost_no_torch(tmp_path: Path) -> None:
+def test_help_and_errors_do_not_import_torch(tmp_path: Path) -> None:
     code = "import sys; from hpcai.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
     for words in (["--help"], [*small(tmp_path / "run"), "--site", "generic", "--nodes", "1"]):
         done = subprocess.run([sys.executable, "-c", code, "job", *words], capture_output=True, text=True, cwd=ROOT)
@@ -430,7 +430,7 @@ time.sleep(60)
 @pytest.mark.claim
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_under_pbs_a_run_that_is_asked_to_stop_submits_itself_again_and_finishes(qsub: Path, tmp_path: Path) -> None:
+def test_under_pbs_a_stopped_run_resubmits_itself_and_finishes(qsub: Path, tmp_path: Path) -> None:
     run, data = tmp_path / "run", make(tmp_path / "data")
     words = [
         f"data.directory={data}", "data.batch=8", "model.filters=2", "model.dropout=0", "train.epochs=null", "train.steps=100000",

@@ -1,4 +1,4 @@
-"""A small data set, and ways to spoil it."""
+"""A small data set, and functions that damage it."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""File systems, stripes, and how fast random rows come."""
+"""File systems and the rate of random reads."""
 
 import time
 from functools import partial
@@ -28,7 +28,7 @@ def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path: Path, monk
     assert disk.file_system(tmp_path) is None
 
 
-def test_the_rate_is_that_of_whole_samples(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_counts_full_samples(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.05)
         return disk.os.preadv(descriptor, buffers, offset)
@@ -47,7 +47,7 @@ def test_the_rate_is_that_of_whole_samples(made: Path, monkeypatch: pytest.Monke
     assert rate["needed_per_node"] == {"samples_per_s": 400.0, "gb_per_s": pytest.approx(400 * rate["bytes_per_sample"] / 1e9)}
 
 
-def test_the_rate_without_o_direct_and_of_nothing(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_without_o_direct_and_without_files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[Path] = []
     monkeypatch.setattr(disk, "evict", evicted.append)
 

@@ -1,4 +1,4 @@
-"""Healthy sets are left in peace; rows of every size and type are looked at; no file is believed."""
+"""Valid data sets have no findings; rows of every size and dtype are read; files are untrusted."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.unit.cli.check.making import PACKED, ROWS, change, index, look, one, 
 # ---- healthy sets
 
 
-def test_a_healthy_set_gives_no_finding(made: Path) -> None:
+def test_a_valid_data_set_has_no_findings(made: Path) -> None:
     outcome = look(made)
     assert outcome.findings == () and not outcome.failed(strict=True)
     train = outcome.splits[0]
@@ -71,7 +71,7 @@ def test_files_in_groups_scalars_and_odd_dtypes_are_fine(made: Path) -> None:
     assert outcome.splits[0].fields["deep/er/mask"] == "|b1 (20)"
 
 
-def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path) -> None:
+def test_a_null_length_in_the_index_allows_any(tmp_path: Path) -> None:
     """Files and splits are compared with one another likewise; dtypes and numbers of dims are still those of the index."""
     rng = np.random.default_rng(0)
     fields = {"image": {"dtype": "float32", "shape": [None, None, 3]}, "kind": {"dtype": "int32", "shape": [2]}}
@@ -129,7 +129,7 @@ def test_a_damaged_index_is_a_finding(tmp_path: Path, content: str, code: str, t
 # ---- values
 
 
-def test_what_is_not_finite_is_found_with_its_rows(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_non_finite_values_are_found(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In all layouts, and where a part that is read at once has some of the rows or less than one."""
     monkeypatch.setattr(inspection, "_READ_BYTES", 100_000)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
@@ -142,7 +142,7 @@ def test_what_is_not_finite_is_found_with_its_rows(made: Path, monkeypatch: pyte
         assert finding.text.startswith("rows 2, 8, 9, 10, 11, 12, 13, 14, 15, 16 ... (13) of 30 holds NaN or infinity")
 
 
-def test_ranges_of_the_command_come_before_those_of_the_index(made: Path) -> None:
+def test_ranges_of_the_command_override_the_index(made: Path) -> None:
     change(made / "train" / "u3.h5", lambda file: file["counts"].__setitem__((2, 0, 0, 0, 1), -7), fields={"counts": {"low": 0}})
     assert told(look(made)) == [("error", "range", "train/u3.h5", "counts", 2)]
     assert look(made, ranges={"counts": (-7, 999)}).findings == ()
@@ -150,7 +150,7 @@ def test_ranges_of_the_command_come_before_those_of_the_index(made: Path) -> Non
     assert len(above) == 6 and {f.text.split("such as ")[1][:3] for f in above} == {"999"}
 
 
-def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path) -> None:
+def test_blank_rows_are_allowed_by_the_index(tmp_path: Path) -> None:
     """Only the value that the index names may fill it; maps without an object are such rows, by what data_prep says of them. Rows
     of one value are nobody's copies."""
     fields = {"mask": {**deepcam.fields(20, 30)["mask"].told((20, 30)), "key": True}}
@@ -190,7 +190,7 @@ def test_rows_of_every_size_and_type(dtype: str, shape: tuple[int, ...]) -> None
     assert (rows.keys[5] == 0) == blank and rows.keys[3] == rows.keys[6] and len(set(rows.keys)) == 6
 
 
-def test_samples_are_told_apart_by_the_field_that_the_index_names(tmp_path: Path) -> None:
+def test_samples_are_identified_by_the_key_field(tmp_path: Path) -> None:
     """Many samples may have the same caption, whose vectors are larger than they are."""
     data, wide = np.random.default_rng(0).normal(size=(7, 50)), np.random.default_rng(1).normal(size=(7, 90))
     data[6], wide[5] = data[2], wide[1]
@@ -207,7 +207,7 @@ def test_a_leak_is_found_through_compression(made: Path) -> None:
     assert leak.row == 0 and leak.text.startswith("row 0 is the same sample as train/u0.h5 row 2, and 1 more rows of these two;")
 
 
-def test_parts_of_rows_may_lie_one_after_another(made: Path) -> None:
+def test_ragged_rows_are_supported(made: Path) -> None:
     for i in range(4):
         count = np.random.default_rng(i).random((9 + i, 3))
         put(made / "train" / f"u{i}.h5", {**values(500 + i), "xyz": count})
@@ -217,7 +217,7 @@ def test_parts_of_rows_may_lie_one_after_another(made: Path) -> None:
     assert {f.code for f in look(made / "train").findings} == {"rows"}
 
 
-def test_the_same_values_in_another_order_are_another_sample(tmp_path: Path) -> None:
+def test_permuted_values_are_another_sample(tmp_path: Path) -> None:
     row = np.random.default_rng(0).integers(0, 99, (64, 2048), dtype=np.int16)  # 64 pages
     put(tmp_path / "a.h5", {"counts": np.stack([row, row[::-1], np.roll(row, 3, 0), np.roll(row, 4, 1)])})
     assert look(tmp_path).findings == ()
@@ -243,7 +243,7 @@ def small_npy(path: Path) -> None:
 
 @pytest.mark.usefixtures("children")
 @pytest.mark.parametrize("name, make", [("a.h5", small_hdf5), ("a.npy", small_npy)])
-def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, name: str, make: Any) -> None:
+def test_a_damaged_file_always_gives_an_outcome(tmp_path: Path, name: str, make: Any) -> None:
     """A hundred of them, most with changes in the first bytes, where headers are, some cut short."""
     make(tmp_path / name)
     whole, chance = (tmp_path / name).read_bytes(), random.Random(7)
@@ -260,7 +260,7 @@ def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, name
         json.dumps(outcome.as_json(), allow_nan=False)
 
 
-def test_a_dataset_that_says_it_is_larger_than_its_file_could_be_is_not_read(made: Path) -> None:
+def test_a_dataset_larger_than_its_file_is_not_read(made: Path) -> None:
     def vast(file: h5py.File) -> None:
         del file["counts"]
         file.create_dataset("counts", (1 << 30, 1 << 20), np.int16, chunks=(1, 1 << 16), compression="gzip")
@@ -275,7 +275,7 @@ def npy_with(path: Path, header: str, version: bytes = b"\x01\x00", length: int 
     path.write_bytes(b"\x93NUMPY" + version + count.to_bytes(2 if version[0] == 1 else 4, "little") + text)
 
 
-def test_a_npy_header_is_not_believed(tmp_path: Path) -> None:
+def test_a_npy_header_is_validated(tmp_path: Path) -> None:
     said = "{{'descr': '{}', 'fortran_order': False, 'shape': {}}}\n"
     for number, header in enumerate([said.format("<f8", "(1099511627776, 3)"), said.format("<f8", "(-1,)"), "(" * 9000]):
         npy_with(tmp_path / f"{number}.npy", header)
@@ -286,7 +286,7 @@ def test_a_npy_header_is_not_believed(tmp_path: Path) -> None:
     assert found == {f"{number}.npy" for number in range(6)}
 
 
-def test_what_is_not_a_file_at_all(tmp_path: Path) -> None:
+def test_folders_pipes_and_devices(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
     (tmp_path / "folder.h5").mkdir()
     (tmp_path / "link.h5").symlink_to("nowhere")
@@ -302,7 +302,7 @@ def test_what_is_not_a_file_at_all(tmp_path: Path) -> None:
 # ---- children
 
 
-def test_a_child_that_hangs_or_dies_is_a_finding_and_the_next_file_is_read(
+def test_a_hung_or_dead_child_is_a_finding_and_the_next_file_is_read(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: None
 ) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
@@ -347,7 +347,7 @@ def processes() -> set[str]:
 
 
 @pytest.mark.usefixtures("children")
-def test_ctrl_c_does_not_wait_for_a_disk_that_hangs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_wait_for_a_hung_disk(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = processes()
     os.mkfifo(made / "train" / "u9.h5")
     monkeypatch.setattr(Path, "is_file", Path.exists)

@@ -1,4 +1,4 @@
-"""Every kind of finding is seeded once, and found with its code, file, dataset and row; and nothing is found beside it."""
+"""Every kind of finding is provoked once, and found with its code, file, dataset and row, without others."""
 
 import os
 import shutil
@@ -205,7 +205,7 @@ def test_every_kind_of_finding_has_a_fault() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 5000))
-def test_divide_counts_every_sample(samples: int, batch: int, world: int) -> None:
+def test_divide_into_batches_counts_every_sample(samples: int, batch: int, world: int) -> None:
     found, problems = divide_into_batches(Path(), samples, batch, world)
     left, repeated = found["left_out"], found["repeated"]
     assert found["batches"] * batch + left == samples == found["padded_batches"] * batch - repeated

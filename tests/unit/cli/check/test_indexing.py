@@ -1,4 +1,4 @@
-"""``hpcai data check --index``: an index is made of what is there, a table of what is whole; all else stays as it is."""
+"""``hpcai data check --index``: an index is made from the files, and a table from valid ones; all else is unchanged."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_a_table_is_written_after_a_check(made: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(("spoil", "said"), [(lambda path: os.truncate(path, 5000), "is truncated"),
                                              (lambda path: flip(path, 9000, 3), "its SHA-256 is")])  # fmt: skip
-def test_there_is_no_table_of_a_folder_that_is_not_right(made: Path, capsys: Any, spoil: Any, said: str) -> None:
+def test_no_table_is_written_for_an_invalid_folder(made: Path, capsys: Any, spoil: Any, said: str) -> None:
     reword(made / "validation", lambda files: files.append({"name": "../u"}))
     spoil(made / "train" / "u1.h5")
     before = everything(made)
@@ -105,7 +105,7 @@ def test_there_is_no_table_of_a_folder_that_is_not_right(made: Path, capsys: Any
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged", "other rows"])
-def test_a_table_that_jobs_refuse_is_an_error_until_it_is_written_again(tabled: Path, how: str) -> None:
+def test_an_invalid_table_is_an_error_until_it_is_rewritten(tabled: Path, how: str) -> None:
     train = tabled / "train"
     (name,) = table_of(train)
     if how == "gone":
@@ -124,7 +124,7 @@ def test_a_table_that_jobs_refuse_is_an_error_until_it_is_written_again(tabled: 
     assert len(Rows(train, FIELDS)) == 16
 
 
-def test_a_file_that_was_written_again_is_not_that_of_the_table(tabled: Path) -> None:
+def test_a_rewritten_file_does_not_match_the_table(tabled: Path) -> None:
     """With as many bytes, which the index says are right."""
     path = tabled / "train" / "u1.h5"
     written_again(path)
