@@ -8,7 +8,7 @@ import pytest
 
 from hpcai.cli.check import pool
 from hpcai.errors import DataError
-from tests.unit.cli.check.making import index, values, write
+from tests.unit.cli.check.datasets import index, values, write
 
 
 class Here:

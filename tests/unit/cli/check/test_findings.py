@@ -19,21 +19,21 @@ from hpcai.cli.check import Options, disk
 from hpcai.cli.check.findings import KINDS, divide_into_batches
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
-from tests.unit.cli.check.making import (
+from tests.unit.cli.check.datasets import (
     ALIGNED,
     PACKED,
     ROWS,
     SHAPE,
     change,
+    check,
+    delete_table,
+    edit_entries,
     flip,
     index,
-    look,
     put,
-    reword,
+    rewrite,
     values,
-    without_its_table,
     write,
-    written_again,
 )
 
 
@@ -125,13 +125,13 @@ QUICK = {"quick": True}
 FAULTS = [
     Fault("index/none", on("train/index.json", Path.unlink), "train/index.json", text="is missing, so", repairable=True),
     Fault("index/lost", on("train/index.json", lambda p: p.write_text("{")), "train/index.json", text="JSON", repairable=True),
-    Fault("index", on("train", lambda p: reword(p, lambda e: e.append({"name": "../u"}))), "train/index.json",
+    Fault("index", on("train", lambda p: edit_entries(p, lambda e: e.append({"name": "../u"}))), "train/index.json",
           text="files.4.name: String should match"),
-    Fault("index/table", on("train", without_its_table), "train/index.json", text="jobs refuse to start; --index writes it again",
+    Fault("index/table", on("train", delete_table), "train/index.json", text="jobs refuse to start; --index writes it again",
           repairable=True),
     Fault("stranger", on("train/x.h5", lambda p: write(p, values(7))), "train/x.h5", text="a loader may leave it out"),
     Fault("missing", on("train/u2.h5", Path.unlink), "train/u2.h5", text="copy it again from its source, or remove its entry"),
-    Fault("missing", on("train", lambda p: reword(p, lambda e: e.append({"name": "x.rec"}))), "train/x.rec", text="is in"),
+    Fault("missing", on("train", lambda p: edit_entries(p, lambda e: e.append({"name": "x.rec"}))), "train/x.rec", text="is in"),
     Fault("leftover", on("train/.u2.h5.partial", lambda p: p.write_bytes(b"x")), "train/.u2.h5.partial", text="delete it when"),
     Fault("empty", on("test", Path.mkdir), "test", text="holds neither *.h5 nor *.npy; make it again", beside=frozenset({"index"})),
     Fault("empty", lambda made, patch: [shutil.rmtree(made / name) for name in ("train", "validation")], ".", text="nor a folder"),
@@ -139,11 +139,11 @@ FAULTS = [
     Fault("truncated", on("train/u2.h5", lambda p: os.truncate(p, 5000)), "train/u2.h5", text="has 5,000 bytes, the index says"),
     Fault("overlong", on("train/u2.h5", lambda p: os.truncate(p, 1 << 20)), "train/u2.h5", text="has 1,048,576 bytes, the"),
     Fault("bit-flip", on("train/u2.h5", lambda p: flip(p, 9000, 3)), "train/u2.h5", text="copy it from its source, or if it"),
-    Fault("table", on("train/u2.h5", written_again), "train/u2.h5", text="compare it with its source, or --index"),
+    Fault("table", on("train/u2.h5", rewrite), "train/u2.h5", text="compare it with its source, or --index"),
     Fault("unreadable", on("train/u2.h5", lambda p: [p.write_text("no HDF5"), index(p.parent)]), "train/u2.h5", text="cannot be"),
     Fault("rows", on("train/u1.h5", lambda p: put(p, {**values(1), "target": np.ones((5, 3), "f4")})), "train/u1.h5", "target",
           text="has 5 rows, expected 4 as other datasets have it"),
-    Fault("rows", on("train", lambda p: reword(p, lambda e: e[1].update(rows=3))), "train/u1.h5",
+    Fault("rows", on("train", lambda p: edit_entries(p, lambda e: e[1].update(rows=3))), "train/u1.h5",
           text="has 4 rows, expected 3 as index.json has it"),
     Fault("unwritten", half_written, "train/u0.h5", "counts", text="1 of 4 chunks of", beside=frozenset({"compressed"})),
     Fault("compressed", on("train/u0.h5", lambda p: put(p, values(500), **PACKED)), "train/u0.h5", "counts",
@@ -192,7 +192,7 @@ FAULTS = [
 def test_a_fault_is_found(made: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     fault.spoil(made, monkeypatch)
     severity, code = KINDS[fault.kind][0], fault.kind.partition("/")[0]
-    outcome = look(made, **fault.options)
+    outcome = check(made, **fault.options)
     first = next(finding for finding in outcome.findings if (finding.severity, finding.code) == (severity, code))
     found = (first.path.relative_to(made).as_posix(), first.dataset, first.row, first.repairable)
     assert found == (fault.path, fault.dataset, fault.row, fault.repairable)
