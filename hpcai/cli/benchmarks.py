@@ -103,7 +103,7 @@ class Workload:
     fields: Sequence[str]
     """datasets of a file"""
     ragged: frozenset[str] = frozenset()
-    """fields whose samples differ in length and are concatenated along dim 0"""
+    """fields whose samples are concatenated along dim 0, and may differ in length"""
     batch: type[Any]
     """named tuple of the fields, if samples of one shape are stacked"""
     variants: Mapping[str, Sequence[str]] = {}
@@ -122,7 +122,7 @@ class Workload:
     slow_compile: bool = False
     """whether torch.compile takes minutes on a CPU; it is then measured there only if the settings enable it"""
     counts: Callable[[Any], Tensor] | None = None
-    """denominator of means over micro-batches and replicas (``Step``)"""
+    """denominators of a loss that is several means (``Step``)"""
 
     def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         """Return the network on the mesh with the given switches enabled; without any, the plain implementation."""

@@ -33,7 +33,7 @@ def _find_checkpoints(folder: Path) -> list[Path]:
 
     checkpoints = [folder] if (folder / "manifest.json").is_file() else found(folder) or found(folder / "checkpoints")
     if not checkpoints:
-        raise CheckpointError(f"{folder}: no checkpoint is there; expected a run's directory, its checkpoints, or one step-...")
+        raise CheckpointError(f"{folder}: no checkpoint found; expected a run's directory, its checkpoints, or one step-...")
     return checkpoints
 
 

@@ -37,7 +37,7 @@ KINDS: findings.FindingKinds = {
     "layout": ("warning", "{why}; direct reads need contiguous values in the file; {advice}"),
     "layout/elsewhere": ("warning", "{why}, which are not checked; direct reads need contiguous values in the file"),
     "layout/objects": ("note", "{why}; its values are not checked"),
-    "chunked": ("note", "lies in chunks of {chunk}, so that a row is {pieces} reads instead of one; {advice}"),
+    "chunked": ("note", "is stored in chunks of {chunk}, so that a row is {pieces} reads instead of one; {advice}"),
     "unaligned": ("note", "begins at byte {offset:,}, not at a page boundary: each direct read of a row of {width} fetches a page "
                           "more than it needs; {advice}"),
     # values
@@ -60,7 +60,7 @@ KINDS: findings.FindingKinds = {
     "remainder": ("note", "{samples} samples in batches of {batch}: 'drop' leaves {left} out of each epoch, 'pad' repeats {more}"),
     "inodes": ("warning", "{files:,} files of {each} on average: opening them costs more than reading, and each takes an "
                           "inode of a quota; pack rows into files of 64 MiB and more, such as {better:,}"),
-    "network": ("note", "lies on {file_system}, one server for all nodes; copy it to local disks: hpcai data stage"),
+    "network": ("note", "is on {file_system}, one server for all nodes; copy it to local disks: hpcai data stage"),
     "rate": ("error", "random rows come at {best}, but {job}; the GPUs will wait: copy to local disks (hpcai data stage), read "
                       "with more threads, or make samples smaller"),
 }  # fmt: skip
@@ -117,7 +117,7 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _check_consistency(self) -> "Options":
         if self.step_time is not None and self.batch is None:
-            raise ValueError("step-time says nothing without the samples of a step; add batch, counted over all processes")
+            raise ValueError("step-time needs the samples of a step; add batch, counted over all processes")
         for name, (low, high) in self.ranges.items():
             if low is not None and high is not None and not low <= high:
                 raise ValueError(f"range {name}={low:g}:{high:g}: expected the least value first")

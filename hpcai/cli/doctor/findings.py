@@ -16,7 +16,7 @@ KINDS: findings.FindingKinds = {
     "silent": ("error", "{text}"),
     "versions": ("error", "{name} is {found}, expected {want} as on {most}; give all ranks the same modules and environment"),
     "versions/driver": ("warning", "{name} is {found}, {want} on {most}; ask the administrators, or exclude these nodes"),
-    "environment": ("warning", "{name} is {found}, expected {want} as on {most}; set it alike for all ranks"),
+    "environment": ("warning", "{name} is {found}, expected {want} as on {most}; set it to the same value on all ranks"),
     "gpu": ("error", "{why}"),
     "gpu/shared": ("error", "use one GPU ({gpu}), expected one each; make all GPUs of a node visible to every task (srun "
                             "--gpus-per-node=N --gpu-bind=none), or start fewer tasks on a node"),

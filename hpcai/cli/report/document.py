@@ -164,7 +164,7 @@ def _energy(run: RunRecord) -> str:
     if not run.energy:
         return ""
     recorded, starts = len(run.events_of("energy")), len(run.events_of("start"))
-    return energy(run.energy) + (f"; {recorded} of {starts} lives" if recorded < starts else "")
+    return energy(run.energy) + (f"; {recorded} of {starts} starts" if recorded < starts else "")
 
 
 def _checkpoints(run: RunRecord) -> str:

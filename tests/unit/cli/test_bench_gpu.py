@@ -67,8 +67,6 @@ def test_a_window_has_one_time_per_run() -> None:
 
 
 class Event:
-    """As the profiler tells it."""
-
     def __init__(self, name: str, first: int, last: int, kind: Any = torch.autograd.DeviceType.CUDA, noted: bool = False) -> None:
         self.name, self.device_type, self.is_user_annotation = (lambda value=value: value for value in (name, kind, noted))
         self.start_ns, self.duration_ns = lambda: first * 1000, lambda: (last - first) * 1000
@@ -143,8 +141,6 @@ def test_published_configurations_are_read_from_the_files(name: str) -> None:
 
 
 class FakeApp:
-    """An app that cannot be built."""
-
     def __init__(self) -> None:
         self.gpu_cases = [SimpleNamespace(name="one", step_variants=((),), published=None, goal=None)]
         self.asked: list[str] = []

@@ -24,7 +24,8 @@ from tests.ranks.launch import on_ranks
 
 
 def ranks_of(ranks: int = 4, per_node: int = 2, but: Mapping[int, dict[str, Any]] = {}, **words: Any) -> Report:
-    """Ranks that are alike but for some, each bound to two CPUs of its own of eight; or with other parts of the report."""
+    """Return a report of equal ranks ``but`` for some, each bound to two CPUs of eight; ``words`` change all, or other parts of
+    it."""
     report = Report(**{name: words.pop(name) for name in ("network", "storage") if name in words})
     for rank in range(ranks):
         node, place = f"n{rank // per_node + 1}", rank % per_node

@@ -27,7 +27,7 @@ FULL = ["--account", "project", "--queue", "somewhere", "--time", "1:00:00"]
 
 
 def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is printed: a script that bash can read."""
+    """Return the printed script, after a syntax check by bash."""
     assert cli.main(["job", *words]) == 0
     text = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
@@ -117,7 +117,8 @@ def test_a_power_cap_is_passed_to_run_and_scheduler(
 
 
 def runs_as(text: str, tmp_path: Path, *words: str, **environ: str) -> list[list[str]]:
-    """What the script starts: srun, mpiexec, scontrol and others are there in name only; a training ends with exit code CODE."""
+    """Return the commands that the script runs: srun, mpiexec, scontrol and others are stubs; a training ends with exit code
+    CODE."""
     fake, log = tmp_path / "fake", tmp_path / "calls"
     fake.mkdir(exist_ok=True)
     log.write_text("")
@@ -176,7 +177,7 @@ def test_an_environment_is_broadcast_and_unpacked(
 def test_a_container_mounts_the_folders_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those outside the folder of the job, which Apptainer shows by itself; of one that is not there yet the one above it."""
+    """Those outside the current folder, which Apptainer mounts by itself; for a missing one its nearest parent."""
     for name in ("here/data", "disk", "far"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "here/link").symlink_to(tmp_path / "far")
@@ -193,6 +194,7 @@ def test_a_container_mounts_the_folders_of_the_settings(
 
 
 def test_the_template_can_be_edited_by_hand(tmp_path: Path) -> None:
+    """Arguments arrive unchanged, spaces included; and the job runs in the folder from which it was submitted."""
     (tmp_path / "mine.sh").write_text("srun=(--gpu-bind=closest)\ncontainer=(apptainer exec image.sif)\n")
     text = (ROOT / "slurm/job.sh").read_text()
     about = {"HPCAI_SITE": str(tmp_path / "mine.sh"), "HPCAI_SRUN": "--mpi=pmi2 -l", "SLURM_CPUS_PER_TASK": "7"}
@@ -228,7 +230,7 @@ def test_the_page_names_every_site_and_its_commands_write_scripts(
 
 
 def test_an_array_gives_each_run_overrides_and_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A setting may be named by its last part where there is one of that name."""
+    """A setting may be given by its last name, if that is unique."""
     words = small(tmp_path / "run", "--nodes", "1", "--array", "seed=1-2")
     text = written(capsys, *words, "--site", "generic", "--array", "step.betas=[0.9,0.99],[0.8,0.9]")
     assert "--array=0-3\n" in text
@@ -314,7 +316,7 @@ def test_a_user_site_file_is_validated(text: str, said: str, tmp_path: Path, cap
 def test_paths_are_checked_before_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may be written on another machine than it is for."""
+    """A script may be written for another machine."""
     (tmp_path / "file").write_text("")
     (tmp_path / "mine.sh").write_text(f"#: local {tmp_path}/disk\n#SBATCH --ntasks-per-node=1\n")
     site = ["--site", str(tmp_path / "mine.sh"), "--nodes", "1", "--container", str(tmp_path / "no.sif")]
@@ -377,7 +379,7 @@ print(f"{{number}}.stand-in")
 
 @pytest.fixture
 def qsub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in, also for sbatch: it notes each job and numbers it. ``started`` then runs one, as PBS would."""
+    """A stub, also for sbatch, that records and numbers jobs. ``started`` then runs one, as PBS would."""
     home = tmp_path / "pbs"
     home.mkdir()
     (home / "qsub").write_text(PBS.format(python=sys.executable, home=str(home)))
@@ -403,7 +405,7 @@ def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.mpi
 def test_under_pbs_every_process_of_a_real_mpiexec_has_a_clock(qsub: Path, tmp_path: Path) -> None:
-    """PBS warns nobody before the time is up. The worker of a process is not asked to stop."""
+    """PBS sends no warning before the time limit. Workers of a process get no stop request."""
     program = """
 import os, signal, sys, time
 def stop(number, frame):
@@ -463,7 +465,7 @@ def change(file: Path, old: str, new: str) -> None:
 
 
 def test_chains_and_arrays_of_pbs_and_chains_of_slurm(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An array is a job for each run, since one of a PBS array could not submit itself again."""
+    """An array is one job per run, since a job of a PBS array could not resubmit itself."""
     common = ["--site", "pbs", "--nodes", "1", "--time", "30", "--any-directory", "--submit"]
     assert main([*small(tmp_path / "chain", f"data.directory={tmp_path}"), *common, "--chain", "3"]) == 0
     assert main([*small(tmp_path / "array", f"data.directory={tmp_path}"), *common, "--array", "seed=4-5"]) == 0

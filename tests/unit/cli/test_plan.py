@@ -81,7 +81,7 @@ def test_memory_savings_are_used_if_needed(tiny: Planner) -> None:
     assert saved < kept
     small = machine("h100", room=(saved + kept) / 2 / 0.92)
     assert tiny.fit_memory(1, 1, 1, small).memory_savings == ("model.checkpoint=true",)
-    with pytest.raises(ConfigError, match=r"do not fit the .* GB of h100; cut samples further"):
+    with pytest.raises(ConfigError, match=r"exceed the .* GB of h100; split samples further"):
         tiny.fit_memory(1, 1, 1, machine("h100", room=saved / 2))
 
 

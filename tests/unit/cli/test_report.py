@@ -1,5 +1,4 @@
-"""`hpcai report`: the page says what the run's files say and shows what its app declares, asks no network, and copes with what is
-missing."""
+"""`hpcai report`: the page shows a run's files and its app's picture, is self-contained, and copes with missing parts."""
 
 import importlib
 import math
@@ -55,7 +54,7 @@ START = {
 
 
 def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, Any]]:
-    """A run that was stopped at step 320 and resumed there."""
+    """A run that was stopped at step 320 and resumed."""
     yield START
     for step in range(10, last + 1, 10):
         if step == 330:
@@ -77,7 +76,7 @@ def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, An
 
 @pytest.fixture(scope="module", autouse=True)
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An app that declares a picture, and one whose file is broken; all pictures are coarse."""
+    """An app with a picture, and one whose file is broken; all pictures have a low resolution."""
     root = tmp_path_factory.mktemp("elsewhere")
     for name, code in (("toy", PICTURE), ("broken", "FILE = 'toy.npz'\nraise RuntimeError('not\\nyet')")):
         (root / name).mkdir()
@@ -199,7 +198,7 @@ def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
 
 
 def test_the_best_value_follows_train_better(tmp_path: Path) -> None:
-    """This holds for its parts too, whatever they are called; its axis stays linear and its parts have no picture of their own."""
+    """Also for the parts of the metric; its axis stays linear, and its parts have no picture of their own."""
     values = [(0.01, 0.02, 9.0), (0.9, 0.8, 3.0), (0.6, 0.7, 5.0)]
     about = {"kind": "evaluate", "time": 0.0, "seconds": 1.0}
     lines = [about | {"step": n, "epoch": n, "skill_of_rain": part, "skill": skill, "bias": bias}

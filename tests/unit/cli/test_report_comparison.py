@@ -25,7 +25,7 @@ def made(
     folder: Path, seed: int = 0, lr: float = 1e-3, best: float = 0.1, rate: float = 100.0, app: str = "toy", metric: str = "mae",
     start: Any = (), joules: float | None = 50.0, steps: int = 40, better: str = "lower",
 ) -> Path:  # fmt: skip
-    """A run of 40 steps, a second each, stopped at the 20th and resumed with a clock that begins again; its metric falls evenly."""
+    """A run of 40 steps of one second, stopped at step 20 and resumed with a new clock; its metric decreases evenly."""
     events: list[dict[str, Any]] = [{"kind": "start", "time": 0.0, "name": app, "world": 2, "device": "cpu",
                                      "versions": {"torch": "2.13"}, **dict(start)}]
     for step in range(1, steps + 1):
@@ -44,7 +44,7 @@ def made(
 
 @pytest.fixture(autouse=True)
 def blank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are coarse in the first test, and are not drawn in the others."""
+    """Pictures have a low resolution in the first test, and are not drawn in the others."""
     monkeypatch.setattr(theme, "DPI", 30)
     if "sweep" not in request.node.name:
         monkeypatch.setattr(theme.Plot, "png", lambda self, theme: b"")

@@ -38,7 +38,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def children(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read in child processes, as outside of tests."""
+    """Read files in child processes, as outside of tests."""
     monkeypatch.setattr(pool, "Worker", Worker)
 
 

@@ -48,14 +48,12 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def edit_entries(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    """Changes the entries of an index."""
     about = json.loads((folder / "index.json").read_text())
     change(about["files"])
     (folder / "index.json").write_text(json.dumps(about))
 
 
 def put(path: Path, data: dict[str, Any], **how: Any) -> None:
-    """Another file in the place of one, which the index knows."""
     write(path, data, **how)
     index(path.parent)
 
@@ -96,7 +94,7 @@ def write_all_indexes(folder: Path) -> list[str]:
 
 
 def table_of(folder: Path) -> list[str]:
-    """Names of the tables beside an index; there should be one at most."""
+    """Return the names of the tables beside an index; at most one is expected."""
     return [path.name for path in folder.glob("index-*")]
 
 
@@ -107,7 +105,7 @@ def delete_table(folder: Path) -> None:
 
 
 def rewrite(path: Path) -> None:
-    """Another file of as many bytes as the one of which the table was made; the index knows it."""
+    """Write another file with the size of the one in the table, and update the index."""
     folder, size, data = path.parent, path.stat().st_size, values(77)
     write_index(folder, json.loads((folder / "index.json").read_text()))
     table = json.loads((folder / "index.json").read_text())["table"]

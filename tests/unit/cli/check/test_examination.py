@@ -72,7 +72,7 @@ def test_files_in_groups_scalars_and_odd_dtypes_are_fine(made: Path) -> None:
 
 
 def test_a_null_length_in_the_index_allows_any(tmp_path: Path) -> None:
-    """Files and splits are compared with one another likewise; dtypes and numbers of dims are still those of the index."""
+    """Files and splits are compared likewise; dtypes and numbers of dims must still match the index."""
     rng = np.random.default_rng(0)
     fields = {"image": {"dtype": "float32", "shape": [None, None, 3]}, "kind": {"dtype": "int32", "shape": [2]}}
 
@@ -130,7 +130,7 @@ def test_a_damaged_index_is_a_finding(tmp_path: Path, content: str, code: str, t
 
 
 def test_rows_with_non_finite_values_are_found(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all layouts, and where a part that is read at once has some of the rows or less than one."""
+    """In all layouts, and for reads of several rows or of less than one."""
     monkeypatch.setattr(inspection, "_READ_BYTES", 100_000)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
     data["density"][[2, *range(8, 20)], 17, 3] = np.nan
@@ -151,8 +151,7 @@ def test_ranges_of_the_command_override_the_index(made: Path) -> None:
 
 
 def test_blank_rows_are_allowed_by_the_index(tmp_path: Path) -> None:
-    """Only the value that the index names may fill it; maps without an object are such rows, by what data_prep says of them. Rows
-    of one value are nobody's copies."""
+    """Only the declared value may fill them; maps without an object are such rows. Constant rows are no duplicates."""
     fields = {"mask": {**deepcam.fields(20, 30)["mask"].told((20, 30)), "key": True}}
     rng = np.random.default_rng(0)
     mask = rng.integers(0, 3, (6, 20, 30), np.uint8)
@@ -191,7 +190,7 @@ def test_rows_of_every_size_and_type(dtype: str, shape: tuple[int, ...]) -> None
 
 
 def test_samples_are_identified_by_the_key_field(tmp_path: Path) -> None:
-    """Many samples may have the same caption, whose vectors are larger than they are."""
+    """Many samples may have the same caption, with vectors wider than the samples."""
     data, wide = np.random.default_rng(0).normal(size=(7, 50)), np.random.default_rng(1).normal(size=(7, 90))
     data[6], wide[5] = data[2], wide[1]
     put(tmp_path / "a.h5", {"data": data, "wide": wide})
@@ -244,7 +243,7 @@ def small_npy(path: Path) -> None:
 @pytest.mark.usefixtures("children")
 @pytest.mark.parametrize("name, make", [("a.h5", small_hdf5), ("a.npy", small_npy)])
 def test_a_damaged_file_always_gives_an_outcome(tmp_path: Path, name: str, make: Any) -> None:
-    """A hundred of them, most with changes in the first bytes, where headers are, some cut short."""
+    """A hundred files, most with changes in the first bytes, the headers, some truncated."""
     make(tmp_path / name)
     whole, chance = (tmp_path / name).read_bytes(), random.Random(7)
     for number in range(100):
@@ -331,8 +330,6 @@ def test_a_hung_or_dead_child_is_a_finding_and_the_next_file_is_read(
 
 
 class Stop:
-    """Ctrl-C at the nth report of progress."""
-
     def __init__(self, after: int = 0) -> None:
         self.left = after
 

@@ -183,7 +183,7 @@ FAULTS = [
     Fault("remainder", leave, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
           options={**QUICK, "batch": 5}),
     Fault("inodes", lambda made, p: p.setattr(disk, "MANY_FILES", 5), ".", text="6 files of 139 kB on average", options=QUICK),
-    Fault("network", mounted("nfs4"), ".", text="lies on nfs4, one server for all nodes"),
+    Fault("network", mounted("nfs4"), ".", text="is on nfs4, one server for all nodes"),
     Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
 
@@ -219,5 +219,5 @@ def test_options_refuse_all_mistakes_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Options(world=0, batch=-1, step_time=0, seconds=-1)
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["world", "batch", "step_time", "seconds"]
-    with pytest.raises(ConfigError, match="step-time says nothing without the samples of a step"):
+    with pytest.raises(ConfigError, match="step-time needs the samples of a step"):
         Options(step_time=1.0)

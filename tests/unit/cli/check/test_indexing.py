@@ -92,8 +92,8 @@ def test_no_table_is_written_for_an_invalid_folder(made: Path, capsys: Any, spoi
     before = file_contents(made)
     assert run(made, "--index") == 1
     out = capsys.readouterr().out
-    assert f"train/index.json: refused: no table while files are not as the index says (u1.h5: {said}" in out
-    assert "validation/index.json: refused: no table while files are not as the index says (index.json: cannot be used" in out
+    assert f"train/index.json: refused: no table while files differ from the index (u1.h5: {said}" in out
+    assert "validation/index.json: refused: no table while files differ from the index (index.json: cannot be used" in out
     assert file_contents(made) == before
     for folder in (made / "train", made / "validation"):
         shutil.rmtree(folder)
@@ -125,7 +125,6 @@ def test_an_invalid_table_is_an_error_until_it_is_rewritten(tabled: Path, how: s
 
 
 def test_a_rewritten_file_does_not_match_the_table(tabled: Path) -> None:
-    """With as many bytes, which the index says are right."""
     path = tabled / "train" / "u1.h5"
     rewrite(path)
     finding = single_finding(check(tabled), "table")
