@@ -37,7 +37,7 @@ from hpcai.train.saved import found
 from hpcai.train.step import Step
 
 _PATIENCE = 1e6  # seconds; a run that hung is replayed until it hangs again
-FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is non-finite again; it is finite
+FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is non-finite again; or finite
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         if is_first:
             shutil.rmtree(scratch, ignore_errors=True)
     if is_first:
-        print(f"step {failure['step']} " + ("is finite: the failure did not occur again" if code == SUCCEEDED else "failed again"))
+        print(f"step {failure['step']} " + ("succeeded: the failure did not occur again" if code == SUCCEEDED else "failed again"))
     return int(code == SUCCEEDED)
 
 
