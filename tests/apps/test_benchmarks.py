@@ -157,7 +157,7 @@ def test_unavailable_switches_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     why = {switch.name: switch.why_not or "" for switch in subject.all_switches(cfg, MESH)}
     assert "full speed" in why["precision"] and "compiler" in why["compile"]
     assert "lamb" in why["fused optimizer"] and not why["kernels"]
-    assert "no GPU" in why["capture"] and "one copy" in why["sharded optimizer"]
+    assert "no GPU" in why["capture"] and "single replica" in why["sharded optimizer"]
     subject, asked = made("cosmoflow", "step.precision=bf16")
     reasons = {s.name: s.why_not for s in subject.all_switches(asked, MESH)}
     assert reasons["precision"] is None, "asking for it gets it"
