@@ -42,7 +42,7 @@ def run_command(name: str, commands: Mapping[str, str], args: Sequence[str]) -> 
     if not args or args[0] in ("-h", "--help", "help"):
         print(f"hpcai {__version__}: scientific AI training for supercomputers\n\nusage: {name} COMMAND ...\n")
         print("\n".join(f"  {command:<13} {text}" for command, text in commands.items()) + "\n")
-        print(f"{name} COMMAND --help says more. An app is trained with hpcai run APP CONFIG key=value ...")
+        print(f"{name} COMMAND --help shows details. Train an app with hpcai run APP CONFIG key=value ...")
         return 0
     if args[0] not in commands:
         print(f"{name}: there is no command {args[0]!r}; expected one of {', '.join(commands)}", file=sys.stderr)

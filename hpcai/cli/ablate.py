@@ -210,7 +210,7 @@ def print_tables(result: dict[str, Any]) -> None:
     title = "{ablate} on {device}, torch {torch}, {threads} threads, {processes} processes, load {load} to {load_after}; "
     print(title.format(**result) + "{repeats} repeats of {steps} steps".format(**result))
     for switch in result["switches"]:
-        reason = f"; NOT HERE: {switch['why_not']}" if switch["why_not"] else "" if switch["on"] else "; not asked for"
+        reason = f"; NOT AVAILABLE: {switch['why_not']}" if switch["why_not"] else "" if switch["on"] else "; not selected"
         print(f"  {switch['name']}: {switch['what']}{reason}")
     on_gpu = any(row.get("peak_bytes") is not None for row in result["cumulative"])
     rows: list[list[str]] = []
@@ -227,7 +227,7 @@ def print_tables(result: dict[str, Any]) -> None:
             rows.append([name, *values, *differences])
     heads = "", "s a step", "times", *(["peak MB"] if on_gpu else []), "samples/s", "loss", "gradient"
     print(*tables.lines(rows, heads), sep="\n")
-    print("+ added to those above, times faster than plain; - left out alone, times slower than all")
+    print("+ added to those above, speedup over plain; - left out alone, slowdown relative to all")
 
 
 def _format_factor(factor: dict[str, float] | None) -> str:

@@ -29,7 +29,7 @@ def require_module(name: str, part: str) -> ModuleType:
     module = find_module(name, part)
     if module is None:
         problem = f"apps/{name} has no file {part}.py" if name in list_apps() else f"there is no app {name!r}"
-        raise ConfigError(f"{problem}; expected one of {', '.join(with_part(part)) or 'those of a checkout, which is not here'}")
+        raise ConfigError(f"{problem}; expected one of {', '.join(with_part(part)) or 'those of a checkout, which is missing'}")
     return module
 
 

@@ -103,7 +103,7 @@ class Workload:
     fields: Sequence[str]
     """datasets of a file"""
     ragged: frozenset[str] = frozenset()
-    """fields whose samples differ in length and are concatenated along dim 0"""
+    """fields whose samples are concatenated along dim 0, and may differ in length"""
     batch: type[Any]
     """named tuple of the fields, if samples of one shape are stacked"""
     variants: Mapping[str, Sequence[str]] = {}
@@ -122,7 +122,7 @@ class Workload:
     slow_compile: bool = False
     """whether torch.compile takes minutes on a CPU; it is then measured there only if the settings enable it"""
     counts: Callable[[Any], Tensor] | None = None
-    """denominator of means over micro-batches and replicas (``Step``)"""
+    """denominators of a loss that is several means (``Step``)"""
 
     def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         """Return the network on the mesh with the given switches enabled; without any, the plain implementation."""
@@ -183,7 +183,7 @@ class Workload:
         switches = [*self.switches(cfg, mesh), *loop_switches(cfg, mesh, self.compile_scope)]
         if not self.slow_compile or mesh.device.type == "cuda" or cfg.step.compile != "none":
             return switches
-        reason = f"torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile={self.compile_scope}"
+        reason = f"torch.compile takes minutes for each arrangement on a CPU; enable it with step.compile={self.compile_scope}"
         return [replace(switch, why_not=switch.why_not or reason) if switch.name == "compile" else switch for switch in switches]
 
     def sample_bytes(self, cfg: Any) -> int:
@@ -217,15 +217,15 @@ def loop_switches(cfg: Any, mesh: Mesh, compile_scope: str) -> list[Switch]:
     enabled = enabled_settings(cfg.step, mesh, compile_scope)
     slow = f"this {kind} does not compute in bfloat16 at full speed" if enabled["precision"] == "fp32" else None
     no_gpu = f"there is no GPU: this process computes on {kind}" if kind == "cpu" else None
-    unknown = None if optimizer in TORCH_OPTIMIZERS else f"torch has no {optimizer} to compare with"
-    alone = "one copy of the model: the optimizer is divided among copies" if mesh["replicate"].size == 1 else None
+    unknown = None if optimizer in TORCH_OPTIMIZERS else f"torch has no {optimizer} for comparison"
+    alone = "a single replica: there is nothing to shard the optimizer over" if mesh["replicate"].size == 1 else None
     return [
         Switch("precision", f"step.precision={enabled['precision']}", slow),
         Switch("compile", f"step.compile={enabled['compile']}", _compile_problem(kind)),
-        Switch("fused optimizer", f"{optimizer} in one pass over each row, not operation by operation", unknown),
-        Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer, all but the update)", no_gpu),
+        Switch("fused optimizer", f"{optimizer} fused over each flat parameter, not one operation at a time", unknown),
+        Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer: all but the update)", no_gpu),
         Switch("sharded optimizer", "step.shard=optimizer (with fused optimizer only)", alone),
-        Switch("garbage collection", f"train.collect_every={cfg.train.collect_every}, not when Python likes"),
+        Switch("garbage collection", f"train.collect_every={cfg.train.collect_every}, not at Python's own times"),
         Switch("async evaluation", "train.evaluate=background, not wait"),
     ]
 

@@ -35,7 +35,7 @@ def _find_checkpoints(folder: Path) -> list[Path]:
         [folder] if (folder / "manifest.json").is_file() else list_checkpoints(folder) or list_checkpoints(folder / "checkpoints")
     )
     if not checkpoints:
-        raise CheckpointError(f"{folder}: no checkpoint is there; expected a run's directory, its checkpoints, or one step-...")
+        raise CheckpointError(f"{folder}: no checkpoint found; expected a run's directory, its checkpoints, or one step-...")
     return checkpoints
 
 

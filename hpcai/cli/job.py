@@ -142,10 +142,10 @@ def build_job(args: argparse.Namespace) -> Job:
     if seconds and args.stop_before is not None and not 0 < args.stop_before < seconds:
         problems.append(f"--stop-before {args.stop_before} is not within the {seconds} s of --time; expected 1 to {seconds - 1}")
     if settings.report.directory is None:
-        problems.append("report.directory is null, so that nothing could go on where it stopped; give report.directory=FOLDER")
+        problems.append("report.directory is null, so that the run could not resume; give report.directory=FOLDER")
     if args.container and site.facts.get("container", "file") == "file":
         problems += [
-            f"{path}: a container cannot be shown a path with {character!r}, which parts paths from one another; rename it"
+            f"{path}: a container cannot mount a path with {character!r}, which separates paths; rename it"
             for path in _paths_to_mount(settings, files[:1]) for character in ",:^" if character in str(path)
         ]  # fmt: skip
     if problems:
@@ -171,13 +171,13 @@ def _check_sizes(args: argparse.Namespace, site: Site, per_node: int, settings: 
         if site.requires(name) and not value:
             problems.append(f"site {site.name} takes no job without --{name}; give {expected}")
     if args.chain and args.array:
-        problems.append("--chain and --array are both given; give one: each run of an array is started again by itself")
+        problems.append("--chain and --array are both given; give one: each run of an array is restarted by itself")
     if args.stage and getattr(settings.data, "directory", None) is None:
         problems.append(f"--stage {args.stage} copies data.directory, which is not set; give data.directory=FOLDER")
     if args.environment_at and not args.environment:
         problems.append(f"--environment-at {args.environment_at} is for --environment FILE, which is not given")
     if args.environment and site.pbs:
-        problems.append(f"--environment is sent by Slurm's sbcast, and site {site.name} is PBS; give an image: --container FILE")
+        problems.append(f"--environment is broadcast by Slurm's sbcast, site {site.name} is PBS; give an image: --container FILE")
     if args.container and args.environment:
         problems.append("--container and --environment are both given; a container has the environment in its image; leave one out")
     if args.container and site.facts.get("container") == "none":
@@ -207,7 +207,7 @@ def parse_time(text: str) -> int:
         hours, minutes, secs = numbers
         seconds = (days or 0) * 86400 + hours * 3600 + minutes * 60 + secs
     if not seconds:
-        raise ConfigError(f"--time {text} is no time; expected minutes (30), M:S, H:M:S (4:00:00), D-H, D-H:M or D-H:M:S")
+        raise ConfigError(f"--time {text} is not a time; expected minutes (30), M:S, H:M:S (4:00:00), D-H, D-H:M or D-H:M:S")
     return seconds
 
 
@@ -398,12 +398,12 @@ def check_paths(job: Job) -> list[str]:
     node_local = next((place for place in local if job.directory.resolve().is_relative_to(place)), None)
     if node_local and not args.any_directory:
         problems.append(
-            f"report.directory {job.directory}: {node_local} is each node's own, where no other node finds the checkpoints; name a "
-            "folder that all nodes see, or say --any-directory where they do see it"
+            f"report.directory {job.directory}: {node_local} is node-local, where no other node finds the checkpoints; name a "
+            "folder that all nodes see, or give --any-directory if they do see it"
         )
     source = getattr(job.settings.data, "directory", None)
     if source is not None and not Path(source).exists():
-        problems.append(f"data.directory {source} is not there; make or name it (hpcai data check looks one over)")
+        problems.append(f"data.directory {source} does not exist; make it or name another (hpcai data check validates one)")
     if args.container and job.site.facts.get("container") != "name" and not Path(args.container).is_file():
         problems.append(f"--container {args.container}: there is no such file; expected an image, made with apptainer build")
     if args.environment and not Path(args.environment).is_file():
@@ -417,11 +417,11 @@ def _hints(job: Job) -> list[str]:
         hints.append(f"the job's output goes to {job.directory}; before submitting: mkdir -p {shlex.quote(str(job.directory))}")
     if job.settings.train.power_cap and "power" not in job.site.facts:
         hints.append(
-            f"site {job.site.name} has no option for power: set the limit of each GPU otherwise ('nvidia-smi -pl', most systems "
-            "let root alone do it); the run ends at its start where another one is enforced"
+            f"site {job.site.name} has no option for power: set the limit of each GPU in another way ('nvidia-smi -pl', on most "
+            "systems for root only); the run ends at its start if another limit is enforced"
         )
     if job.site.pbs:
-        hints.append(f"the script submits itself again from {job.script}; keep it there")
+        hints.append(f"the script resubmits itself from {job.script}; keep it there")
     return hints
 
 
@@ -430,7 +430,7 @@ def submit(job: Job, text: str) -> list[str]:
     program = "qsub" if job.site.pbs else "sbatch"
     if shutil.which(program) is None:
         raise HpcaiError(
-            f"{program} is not on this machine; run this on a login node, or leave out --submit and take the script there"
+            f"{program} is not installed here; run this on a login node, or omit --submit and copy the script there"
         )
     job.directory.mkdir(parents=True, exist_ok=True)
     job.script.write_text(text)

@@ -14,12 +14,12 @@ from hpcai.schema import join_names
 def main(args: Sequence[str]) -> None:
     """Run the command, which ends with SystemExit. Raises ConfigError if the name is unknown."""
     commands = list_commands()
-    names = join_names(commands) or "those in data_prep/ of a checkout, which is not here"
+    names = join_names(commands) or "those in data_prep/ of a checkout, which is missing"
     if not args or args[0] in ("-h", "--help"):
         print(f"{__doc__}\nNames: {names}")
         return
     if args[0] not in commands:
-        raise ConfigError(f"nothing is made by the name {args[0]!r}; expected one of {names}")
+        raise ConfigError(f"there is no command {args[0]!r}; expected one of {names}")
     sys.argv = list(args)
     runpy.run_module(f"data_prep.{args[0]}", run_name="__main__", alter_sys=True)
 

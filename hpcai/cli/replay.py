@@ -37,7 +37,7 @@ from hpcai.train.checkpoint_reader import list_checkpoints
 from hpcai.train.step import Step
 
 _PATIENCE = 1e6  # seconds; a run that hung is replayed until it hangs again
-FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is non-finite again; it is finite
+FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is non-finite again; or finite
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     scratch = (args.scratch or bundle / "replay").resolve()
     start = link_checkpoints(bundle.parent / "checkpoints", scratch, failure["step"])
     if is_first:
-        text = f"from step {start}" if start else "from the beginning, for there is no checkpoint before it"
+        text = f"from step {start}" if start else "from the beginning, since there is no checkpoint before it"
         print(f"{failure['run']}, step {failure['step']}: {failure['kind']} on rank {failure['rank']}; repeated {text}", flush=True)
     try:
         code = _rerun(failure, reports, scratch, args.overrides, alone=rank_info.world == 1)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         if is_first:
             shutil.rmtree(scratch, ignore_errors=True)
     if is_first:
-        print(f"step {failure['step']} " + ("ended well: the failure did not come again" if code == SUCCEEDED else "failed again"))
+        print(f"step {failure['step']} " + ("succeeded: the failure did not occur again" if code == SUCCEEDED else "failed again"))
     return int(code == SUCCEEDED)
 
 
@@ -144,7 +144,7 @@ def _search_step(number: int, samples: dict[int, Any]) -> Iterator[None]:
             for rank, lines in enumerate(descriptions):
                 names = ", ".join(f"{sample['index']} ({sample['text']})" for sample in samples.get(rank) or ())
                 print(f"rank {rank}, samples {names or 'not known'}:")
-                print("\n".join(f"  {line}" for line in lines or ("all modules and gradients are finite here",)), flush=True)
+                print("\n".join(f"  {line}" for line in lines or ("all modules and gradients are finite",)), flush=True)
         raise SystemExit(FAILED_AGAIN if failed else SUCCEEDED)
 
     Step.__call__ = call  # type: ignore[method-assign,assignment]
@@ -168,18 +168,18 @@ def search_non_finite(model: nn.Module, batch: Any) -> Iterator[list[str]]:
 
     def backward(name: str, gradient: Tensor) -> None:
         if not kinds & {"batch", "output"} and not _is_finite(gradient):  # otherwise a consequence of them
-            add_first("gradient", f"going back, the first gradient that is not finite is that of the output of {name}")
+            add_first("gradient", f"backward: the first non-finite gradient is that of the output of {name}")
 
     def forward(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not _is_finite(output):
-            description = "the first whose output is not finite" + ("" if _is_finite(inputs) else "; neither was its input")
-            add_first("output", f"{name} ({type(module).__name__}) is {description}")
+            text = "the first module with a non-finite output" + ("" if _is_finite(inputs) else "; its input was non-finite too")
+            add_first("output", f"{name} ({type(module).__name__}) is {text}")
         for tensor in _float_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(backward, name))
 
     if not _is_finite(batch):
-        add_first("batch", "the batch itself is not finite")
+        add_first("batch", "the batch itself is non-finite")
     hooks = [module.register_forward_hook(partial(forward, name or "the model")) for name, module in model.named_modules()]
     try:
         yield findings
@@ -187,7 +187,7 @@ def search_non_finite(model: nn.Module, batch: Any) -> Iterator[list[str]]:
         for hook in hooks:
             hook.remove()
     if kinds == {"gradient"}:
-        findings.insert(0, "all outputs are finite: the loss or the way back makes it")
+        findings.insert(0, "all outputs are finite: the loss or the backward pass causes it")
 
 
 def _float_tensors(tree: Any) -> list[Tensor]:

@@ -28,7 +28,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def _app_names() -> str:
-    return join_names(apps.list_apps()) or "those in apps/ of a checkout, which is not here"
+    return join_names(apps.list_apps()) or "those in apps/ of a checkout, which is missing"
 
 
 def _resolve_config(app: str, args: Sequence[str]) -> list[str]:

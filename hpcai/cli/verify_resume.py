@@ -64,7 +64,7 @@ class Result:
     def lines(self) -> list[str]:
         """Return the number of kills of each kind, and the results of the runs."""
         partial, kills = Counter(str(kill) for kill in self.kills if kill.left_partial), Counter(map(str, self.kills))
-        lines = [f"{count} kills of {kind}: {partial[kind]} saves left half written" for kind, count in sorted(kills.items())]
+        lines = [f"{count} kills of {kind}: {partial[kind]} partial checkpoints left" for kind, count in sorted(kills.items())]
         lines += [f"a run on {run.ranks} processes: {run.problem}" for run in self.runs if run.problem]
         changed, same = ([run for run in self.runs if (len(set(run.ranks)) > 1) is is_changed] for is_changed in (True, False))
         lines.append(f"{len(same)} runs on one number of processes: {sum(not run.problem for run in same)} equal bit for bit")
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
         result = verify(args.app, args.overrides, Path(folder), args.kills, args.ranks, args.seed, print)
     broken, hung = sum(bool(run.problem) for run in result.runs), sum(kill.hung for kill in result.kills)
-    equal = "equal to the run that nobody killed" if not broken else f"{broken} of them NOT"
+    equal = "equal to the uninterrupted run" if not broken else f"{broken} of them NOT"
     print(*result.lines(), sep="\n")
     print(f"{len(result.kills)} kills in {len(result.runs)} runs, {equal}; after {hung} kills of one process others hung")
     return 1 if broken or hung else 0
@@ -108,7 +108,7 @@ def verify(
     counts = sorted(set(ranks))
     for count in counts:
         killer.reference(count)
-        report_progress(f"a whole run on {count} processes: {killer.seconds[count]:.1f} s")
+        report_progress(f"an uninterrupted run on {count} processes: {killer.seconds[count]:.1f} s")
     differences = [_max_difference(killer.references[a], killer.references[b]) for a, b in pairwise(counts)]
     result = Result(reference_difference=max(differences, default=0.0))
     while len(result.kills) < kills:
@@ -214,7 +214,7 @@ def _count_starts(run: Path) -> int:
 def _last_checkpoint(run: Path) -> dict[str, Tensor]:
     checkpoints = list_checkpoints(run / "checkpoints")
     if not checkpoints:
-        raise ConfigError(f"{run}: a finished run left no checkpoint")
+        raise ConfigError(f"{run}: a finished run has no checkpoint")
     return read_tensors(checkpoints[-1])
 
 

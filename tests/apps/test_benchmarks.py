@@ -1,4 +1,4 @@
-"""What apps declare to be measured: the plain form is the same function, and plain is plain where all is ours."""
+"""Benchmarks of the apps: all implementations are the same function, and switches replace the plain one."""
 
 import json
 from functools import partial
@@ -67,7 +67,7 @@ def made(app: str, *words: str) -> tuple[benchmarks.Workload, Any]:
 
 
 @pytest.mark.parametrize("app", SMALL)
-def test_all_forms_are_one_function(app: str) -> None:
+def test_all_implementations_are_one_function(app: str) -> None:
     measured = bench.AppBenchmark(app, benchmarks.find_workload(app), SMALL[app])
     losses = {name: float(measured.training_step(name, SMALL[app])()) for name in measured.implementations(SMALL[app])}
     assert losses == pytest.approx(dict.fromkeys(losses, losses["ours"]), rel=1e-4) and len(losses) >= 2
@@ -107,7 +107,7 @@ def _note(seen: list[bool], module: nn.Module, inputs: tuple[torch.Tensor, ...])
 
 
 @pytest.mark.parametrize("app", ["cosmoflow", "deepcam", "diffusion", "unet3d"])
-def test_plain_is_plain_and_all_is_ours(app: str) -> None:
+def test_no_switch_is_plain_and_all_switches_are_ours(app: str) -> None:
     subject, cfg = made(app)
     own = subject.available_switches(subject.complete_settings(cfg), MESH)
     convolutions = (nn.Conv2d, nn.Conv3d)
@@ -134,7 +134,7 @@ def test_plain_is_plain_and_all_is_ours(app: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-def test_torch_s_optimizer_makes_the_same_steps(optimizer: str) -> None:
+def test_torch_optimizer_step_is_equivalent(optimizer: str) -> None:
     words = [f"step.optimizer={optimizer}", "step.ema_decay=0.9", "step.clip=0.05", "step.weight_decay=0.1", "model.dropout=0"]
     subject, cfg = made("cosmoflow", *words)
     found = []
@@ -151,20 +151,20 @@ def test_torch_s_optimizer_makes_the_same_steps(optimizer: str) -> None:
             torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=2e-5)
 
 
-def test_what_cannot_be_had_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_switches_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmarks, "has_fast_bf16", lambda device: False)
     monkeypatch.setattr(benchmarks.shutil, "which", lambda name: None)
     subject, cfg = made("cosmoflow", "step.optimizer=lamb", "model.size=128")
     why = {switch.name: switch.why_not or "" for switch in subject.all_switches(cfg, MESH)}
     assert "full speed" in why["precision"] and "compiler" in why["compile"]
     assert "lamb" in why["fused optimizer"] and not why["kernels"]
-    assert "no GPU" in why["capture"] and "one copy" in why["sharded optimizer"]
+    assert "no GPU" in why["capture"] and "single replica" in why["sharded optimizer"]
     subject, asked = made("cosmoflow", "step.precision=bf16")
     reasons = {s.name: s.why_not for s in subject.all_switches(asked, MESH)}
     assert reasons["precision"] is None, "asking for it gets it"
 
 
-def test_why_deepcam_cannot_have_some_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_switches_of_deepcam(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*words: str) -> dict[str, str]:
         subject, cfg = made("deepcam", *words)
         return {switch.name: switch.why_not or "" for switch in subject.all_switches(cfg, MESH)}
@@ -182,7 +182,7 @@ def test_why_deepcam_cannot_have_some_of_them(capsys: pytest.CaptureFixture[str]
         ablate.main(["deepcam", "depth=64"])
     assert ablate.main(["deepcam", *SMALL["deepcam"], "--repeats", "1", "--steps", "1", "--only", "kernels"]) == 0
     table = capsys.readouterr().out
-    assert "+ kernels" in table and "- kernels" in table and "group batch norm: batchnorm_group=1" in table and "NOT HERE" in table
+    assert "+ kernels" in table and "- kernels" in table and "group batch norm: batchnorm_group=1" in table and "NOT AVAIL" in table
 
 
 FIELDS = [
@@ -259,14 +259,14 @@ def _strided() -> None:
     torch.testing.assert_close(y, z, check_stride=False)
 
 
-def test_a_plain_convolution_of_strided_maps_ends_no_process(tmp_path: Path) -> None:
+def test_a_torch_convolution_of_strided_maps_does_not_crash(tmp_path: Path) -> None:
     """oneDNN's gradient does, at this size (torch 2.13)."""
     with fork_processes(_strided, tmp_path / "said") as forks:
         codes, said = forks.wait()
     assert codes == [0], said
 
 
-def test_fields_are_measured_too_and_other_networks_are_refused() -> None:
+def test_fields_are_supported_and_other_networks_are_refused() -> None:
     subject = benchmarks.find_workload("diffusion")
     cfg: Any = config.load(subject.settings, None, FIELDS)
     with subject.training(cfg, MESH, subject.available_switches(cfg, MESH) | LOOP) as training, training.context():
@@ -322,7 +322,7 @@ def _group(mesh: Mesh) -> list[tuple[int, float, np.ndarray]]:
     return found
 
 
-def test_copies_share_statistics_where_that_is_on() -> None:
+def test_replicas_share_statistics_if_enabled() -> None:
     for own, group, without_kernels, unlike in on_ranks({"replicate": 2}, _group):
         assert own[0] == without_kernels[0] == 0 and group[0] > 20
         for other in (group, without_kernels):
@@ -353,7 +353,7 @@ def _cut(mesh: Mesh) -> list[tuple[int, int, float, np.ndarray]]:
     return found
 
 
-def test_a_chain_is_cut_or_each_process_has_its_own_and_the_step_is_the_same() -> None:
+def test_sharded_and_separate_chains_give_the_same_step() -> None:
     for plain, cut, ours, both in on_ranks({"axial": 2}, _cut):
         assert plain[0] == ours[0] == 0 < cut[0] == both[0]
         assert plain[1] == ours[1] == 2 and cut[1] == both[1] == 1, "copies, of the same batch"
@@ -362,7 +362,7 @@ def test_a_chain_is_cut_or_each_process_has_its_own_and_the_step_is_the_same() -
             assert np.linalg.norm(gradient - plain[3]) < 1e-3 * np.linalg.norm(plain[3])
 
 
-def test_what_openfold_cannot_have_has_a_reason() -> None:
+def test_unavailable_switches_of_openfold() -> None:
     subject, cfg = made("openfold")
     why = {switch.name: switch.why_not for switch in subject.all_switches(cfg, MESH)}
     assert "torch's own" in str(why["layer norms"]) and "step.compile=blocks" in str(why["compile"]) and "cut chains" not in why
@@ -371,7 +371,7 @@ def test_what_openfold_cannot_have_has_a_reason() -> None:
     assert (cut.name, cut.why_not) == ("cut chains", "data.batch is 3, no multiple of 2 copies")
 
 
-def test_each_switch_of_openfold_changes_what_runs() -> None:
+def test_each_switch_of_openfold_changes_the_functions_called() -> None:
     subject, seen = Openfold(), {}
     for name in ("attention", "layer norms", "gates", "triangles", "outer product", "parts"):
         with subject.context(frozenset({name})):

@@ -64,15 +64,15 @@ def test_a_nan_leaves_its_step_and_samples_and_is_found_again(poisoned: Path, tm
     shutil.copytree(saved, saved.with_name(f"{saved.name[:-1]}2"))  # one of the step itself is too late
     codes, said = ended(lambda: replay.main([str(run / LAST_FAILURE)]), tmp_path / "replayed", 1)
     assert codes == [0] and "repeated from step 1" in said, said
-    assert "conv_seq.0.conv (Conv3d) is the first whose output is not finite; neither was its input" in said
-    assert "13 (train/universe_00003.h5 row 1)" in said and said.count("is the first") == 1 and "going back" not in said, said
+    assert "conv_seq.0.conv (Conv3d) is the first module with a non-finite output; its input was non-finite too" in said
+    assert "13 (train/universe_00003.h5 row 1)" in said and said.count("is the first") == 1 and "backward: " not in said, said
     assert not (run / LAST_FAILURE / "replay").exists() and len(list(run.glob("failure-*"))) == 1
     with h5py.File(poisoned / "train" / "universe_00003.h5", "r+") as file:
         before, file["counts"][1, 3, 3, 3, 0] = file["counts"][1, 3, 3, 3, 0], 0
     codes, said = ended(lambda: replay.main([str(run / LAST_FAILURE)]), tmp_path / "well", 1)
     with h5py.File(poisoned / "train" / "universe_00003.h5", "r+") as file:
         file["counts"][1, 3, 3, 3, 0] = before
-    assert codes == [1] and "ended well" in said, said
+    assert codes == [1] and "succeeded" in said, said
 
 
 def in_a_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], Any]) -> None:

@@ -77,7 +77,7 @@ def test_a_process_that_hangs_after_another_was_killed_fails(capsys, monkeypatch
     monkeypatch.setattr(verify_resume, "verify", lambda *_: result)
     assert verify_resume.main(["cosmoflow"]) == 1
     shown = capsys.readouterr().out
-    assert "1 kills of all of 2 processes, in a save: 1 saves left half written" in shown and "after 1 kills" in shown
+    assert "1 kills of all of 2 processes, in a save: 1 partial checkpoints left" in shown and "after 1 kills" in shown
 
 
 def test_weights_of_changing_numbers_are_as_close_as_the_references_times_ten(monkeypatch: pytest.MonkeyPatch) -> None:

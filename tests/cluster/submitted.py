@@ -1,4 +1,4 @@
-"""What tests of jobs ask of a run's folder, and of Slurm."""
+"""Helpers of the tests of jobs: a run's files, and Slurm's state."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -62,7 +62,7 @@ def inside(apptainer: Path, image: Path, script: str, *flags: str) -> subprocess
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_stand_in_shows_an_image_and_what_is_bound_and_nothing_else(apptainer: Path, image: Path, tmp_path: Path) -> None:
+def test_the_stand_in_mounts_the_image_and_bound_paths_only(apptainer: Path, image: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     seen = f"command -v {' '.join(SLURM)}; command -v python; ls {tmp_path}; touch /opt/x; touch {tmp_path}/y; exit 7"
     bare = inside(apptainer, image, seen)
@@ -79,7 +79,7 @@ def test_the_stand_in_shows_an_image_and_what_is_bound_and_nothing_else(apptaine
     assert "could not open image" in inside(apptainer, tmp_path / "no.sif", "true").stderr
 
 
-def test_a_job_in_an_image_finds_its_files_and_is_the_job_without(
+def test_a_job_in_an_image_equals_the_job_without_one(
     slurm: OneMachineSlurm, submit: Submit, data: Path, image: Path, apptainer: Path, tmp_path: Path
 ) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
@@ -93,7 +93,7 @@ def test_a_job_in_an_image_finds_its_files_and_is_the_job_without(
 
 
 @pytest.mark.claim
-def test_a_run_in_an_image_that_is_asked_to_stop_is_started_again_from_outside(
+def test_a_stopped_run_in_an_image_is_restarted_from_outside(
     slurm: OneMachineSlurm, submit: Submit, data: Path, image: Path, apptainer: Path, tmp_path: Path
 ) -> None:
     """It reads its data from a folder of the node. The curve is that of a run that nobody stopped, without a container."""

@@ -1,4 +1,4 @@
-"""What ``hpcai job --site generic --submit`` does under real Slurm: limits of time, lost nodes, arrays, chains, fewer nodes."""
+"""``hpcai job --site generic --submit`` under real Slurm: time limits, lost nodes, arrays, chains, fewer nodes."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def vanish(number: str, node: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_the_limit_of_time_ends_in_a_checkpoint_and_the_curve_of_a_run_without_one(
+def test_a_time_limit_ends_in_a_checkpoint_and_the_same_curve(
     slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
 ) -> None:
     """Slurm asks the run to stop 30 s before its minute is over and the script requeues it; scancel leaves a checkpoint, too."""
@@ -57,7 +57,7 @@ def test_the_limit_of_time_ends_in_a_checkpoint_and_the_curve_of_a_run_without_o
 
 
 @pytest.mark.claim
-def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_fewer_nodes_go_on(
+def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(
     slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
 ) -> None:
     """Meanwhile a second job in the same directory is refused, and changes nothing there."""
@@ -100,7 +100,7 @@ def test_runs_of_an_array_have_directories_of_their_own(slurm: OneMachineSlurm, 
 
 
 @pytest.mark.claim
-def test_a_chain_goes_on_where_a_job_stopped_and_ends_with_the_run(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
+def test_a_chain_resumes_and_ends_with_the_run(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
     """The data are copied to a folder of the node first."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     first, second, third = submit(run, "--nodes", "1", "--chain", "3", "train.steps=150", "--stage", f"{disk}/$SLURM_JOB_ID")
@@ -115,7 +115,7 @@ def test_a_chain_goes_on_where_a_job_stopped_and_ends_with_the_run(slurm: OneMac
     assert str(disk / second) in (run / "settings.yaml").read_text()
 
 
-def test_an_environment_is_sent_to_the_node_where_the_run_starts_in_it_and_goes_when_it_ends(
+def test_an_environment_is_unpacked_on_the_node_and_deleted_at_the_end(
     slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
 ) -> None:
     """The environment's Python is a shell script, which says what it is started with."""

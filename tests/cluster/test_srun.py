@@ -1,4 +1,4 @@
-"""The launcher under a real srun: with and without MPI, when a rank fails, and in the shell of a batch job."""
+"""The launcher under a real srun: with and without MPI, with a failing rank, and in the shell of a batch job."""
 
 import json
 import re

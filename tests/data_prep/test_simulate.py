@@ -205,7 +205,7 @@ def test_the_check_finds_harm(made, tmp_path, change, words):
 
 @pytest.mark.parametrize("harm, words", [
     (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"), "SHA-256"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is cut off"), (lambda path: path.unlink(), "not in the folder"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is truncated"), (lambda path: path.unlink(), "not in the folder"),
 ])  # fmt: skip
 def test_the_check_finds_files_that_are_not_those_of_the_index(made, tmp_path, capsys, harm, words):
     harm(shutil.copytree(made, tmp_path / "harmed") / "train" / "universe_000002.h5")

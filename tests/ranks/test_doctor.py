@@ -57,7 +57,7 @@ def test_ranks_that_hang_are_named_at_the_limit(tmp_path: Path) -> None:
     ended = run_forked(3, "doctor.py", "hang", "1", "--directory", str(tmp_path), "--limit", "8", "--json", str(told))
     assert time.monotonic() - began < 40
     shown = page(ended, 1)
-    held = r"rank 1 on \S+ does not answer: stopped, or held by a driver or a file system; look at these nodes"
+    held = r"rank 1 on \S+ does not respond: stopped, or blocked by a driver or a file system; check these nodes"
     stuck = r"rank 2 on \S+ is still at pace for \d+ s, and the others wait for it"
     assert re.search(rf"^  the job: not done after 8 s: {held}; {stuck}$", shown, re.MULTILINE)
     assert json.loads(told.read_text())["findings"][0]["code"] == "silent"
@@ -72,4 +72,4 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     process = forked.script(PROGRAMS / "doctor.py", *words, out=out, err=err, **place, MASTER_PORT=port)
     process.join(60)
     assert process.exitcode == 1
-    assert "hpcai doctor: not done after 5 s: ranks 1-2 did not come; check their processes and nodes" in err.read_text()
+    assert "hpcai doctor: not done after 5 s: ranks 1-2 did not connect; check their processes and nodes" in err.read_text()

@@ -162,7 +162,7 @@ def test_what_hpcai_run_and_prepare_refuse_is_told_in_one_line(tmp_path: Path, c
     for words, expected in (
         (["run", "cosmoflwo", "small"], "there is no app 'cosmoflwo'; expected one of cosmoflow, deepcam"),
         (["run", "cosmoflow", "smal.yaml"], "there is no file smal.yaml, and cosmoflow has none of that name; its own are"),
-        (["prepare", "store"], "nothing is made by the name 'store'; expected one of cosmoflow, deepcam"),
+        (["prepare", "store"], "there is no command 'store'; expected one of cosmoflow, deepcam"),
     ):
         assert main(words) == 2
         told = capsys.readouterr().err

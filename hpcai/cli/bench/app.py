@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import config, dist
-from hpcai.cli.bench.timing import Row, machine_info, make_parser, peak_mb, print_results, run_in_subprocess, synchronize, alternate
+from hpcai.cli.bench.timing import Row, alternate, machine_info, make_parser, peak_mb, print_results, run_in_subprocess, synchronize
 from hpcai.cli.benchmarks import Implementation, Workload, find_workload, torch_optimizer
 from hpcai.errors import ConfigError
 from hpcai.train import Step, rng

@@ -72,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=4, metavar="N", help="files checked concurrently (4)")
     add("--strict", action="store_true", help="warnings count as errors")
     add("--json", metavar="FILE", help="write findings and figures as JSON; - is standard output")
-    add("--index", action="store_true", help="make index.json where there is none, and a table of where all values lie, by which "
-                                             "jobs open no file in vain; then check again")  # fmt: skip
+    add("--index", action="store_true", help="write index.json if it is missing, and a table of the layouts of files, with which "
+                                             "jobs open only files that they read; then check again")  # fmt: skip
     return parser
 
 

@@ -27,7 +27,7 @@ MIN_ALIGNED_BYTES = 1 << 16  # minimum size of a dataset for which alignment mat
 CODES = list(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 
 _LAYOUT_KINDS = {"compressed": "compressed", "header": "layout", "chunked": "chunked"}  # kind of dataset -> kind of finding
-_REPACK = "h5repack -l CONTI -f NONE -t 65536 -a 4096 FILE NEW writes it in one piece, aligned; then make the index again"
+_REPACK = "h5repack -l CONTI -f NONE -t 65536 -a 4096 FILE NEW writes it contiguous and aligned; then make the index again"
 
 
 def check_dataset(
@@ -138,7 +138,7 @@ class _Examination:
             self.add("table", file.path)
 
     def _check_layouts(self, file: DataFile) -> None:
-        advice = _REPACK if file.path.suffix == ".h5" else "write it again in one piece"
+        advice = _REPACK if file.path.suffix == ".h5" else "write it again as one contiguous array"
         for data in file.fields:
             if data.kind == "damaged":
                 self.add("unreadable", file.path, data.name, why=data.why)

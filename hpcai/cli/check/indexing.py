@@ -30,7 +30,7 @@ def write_indexes(directory: Path, outcome: Outcome, *, progress: Callable[[Prog
             if split.index is None and split.files and _is_repairable(split, outcome):
                 lines += _make_index(split, pool)
             elif problem := _table_problem(split, outcome):
-                lines.append(f"{split.path / INDEX}: refused: no table while files are not as the index says ({problem})")
+                lines.append(f"{split.path / INDEX}: refused: no table while files differ from the index ({problem})")
             elif _write_table(split, pool):
                 lines.append(f"{split.path / INDEX}: has a table of {len(split.files):,} files now")
             else:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _GRACE = 4.0  # seconds that other ranks give rank 0 to report
 _ANSWER_TIMEOUT = 1.5  # seconds to wait for a reply
 _LIKELY_CAUSES = {
-    "imports": "Python's files are read slowly; install to a file system that is fast for many small files, or to each node",
-    "meeting": "not all ranks came; look on every node whether its processes run, and for names that one node does not know",
+    "imports": "Python's files are read slowly; install to a file system that is fast for many small files, or on each node",
+    "meeting": "not all ranks connected; check on every node whether its processes run, and whether it resolves all host names",
 }
 """Likely causes if a rank has no connection to others."""
 
@@ -52,7 +52,7 @@ class Deadline:
         if self._cancelled.wait(self.remaining() + (_GRACE if self.rank else 0.0)):
             return
         cause = f"{self.name} is at {self.status().partition(' ')[2]}; "
-        cause += _LIKELY_CAUSES.get(self._stage, "rank 0 does not answer; look at its node")
+        cause += _LIKELY_CAUSES.get(self._stage, "rank 0 does not respond; check its node")
         text = f"not done after {self.seconds:.0f} s: "
         if not self._number:  # the main thread may hold the import lock needed below
             os.write(2, f"hpcai doctor: {text}{cause}\n".encode())
@@ -72,12 +72,12 @@ def describe_lagging(answers: "Mapping[int, RankStatus]", world: int | None = No
 
     lines = []
     if absent := set(range(world or 0)) - set(answers):
-        lines.append(f"rank{'s' * (len(absent) > 1)} {format_ranges(absent)} did not come; check their processes and nodes")
+        lines.append(f"rank{'s' * (len(absent) > 1)} {format_ranges(absent)} did not connect; check their processes and nodes")
     if silent := [answer.name for _, answer in sorted(answers.items()) if answer.status is None]:
         verb = "do" if len(silent) > 1 else "does"
-        lines.append(f"{', '.join(silent)} {verb} not answer: stopped, or held by a driver or a file system; look at these nodes")
+        lines.append(f"{', '.join(silent)} {verb} not respond: stopped, or blocked by a driver or a file system; check these nodes")
     stages = [(answer.name, *answer.status.split(" ", 1)) for _, answer in sorted(answers.items()) if answer.status]
     latest = max((int(number) for _, number, _ in stages), default=0)
     behind = [f"{name} is still at {stage}, and the others wait for it" for name, number, stage in stages if int(number) < latest]
     lines += behind[:8] + ([f"and {len(behind) - 8} more"] if len(behind) > 8 else [])
-    return "; ".join(lines) or f"all ranks are at {stages[0][2]}, and no one lags; give more time (--limit)"
+    return "; ".join(lines) or f"all ranks are at {stages[0][2]}, and none lags; give more time (--limit)"

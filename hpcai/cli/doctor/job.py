@@ -65,9 +65,9 @@ def check_job(args: Namespace, deadline: Deadline, rank_info: RankInfo, imports:
 def _fill_report(args: Namespace, deadline: Deadline, rank_info: RankInfo, mesh: Mesh, report: Report) -> None:
     """Fill in the report of rank 0."""
     job = mesh.job
-    deadline.begin("looking around")
+    deadline.begin("inspection")
     own_report = inspect_rank(rank_info)
-    deadline.begin("waiting for all to look around")
+    deadline.begin("waiting for all inspections")
     report.members = all_gather_object(own_report, job)
     remaining = deadline.remaining()
     token, remaining = broadcast_object((secrets.token_hex(6), remaining - min(_RESERVE, remaining / 3)), job)

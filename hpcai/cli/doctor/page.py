@@ -34,7 +34,7 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
     first, nodes = report.members[0], group_ranks({m.rank: m.node for m in report.members})
     cores = {ranks[0]: (describe_cores([report.members[rank] for rank in ranks]), ranks) for _, ranks in nodes}
     for text, same in group_ranks({rank: text for rank, (text, _) in cores.items()}):
-        ranks = sorted(rank for folder_ in same for rank in cores[folder_][1])
+        ranks = sorted(rank for lowest in same for rank in cores[lowest][1])
         yield "ranks", f"{report.describe_ranks(ranks)}{f', {len(ranks) // len(same)} on each' if len(same) > 1 else ''}: {text}"
     yield "versions", ", ".join(f"{name} {value.split(',')[0]}" for name, value in first.versions.items())
     yield from _network(report)

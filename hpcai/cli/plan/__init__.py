@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     files = [arg for arg in args.overrides if arg.endswith((".yaml", ".yml"))][:1]
     planner = Planner(args.app, [arg for arg in args.overrides if arg not in files], files[0] if files else None)
     result: Row = {"plan": args.app, "source": planner.training.source}
-    with Console(stderr=True).status("a step on paper"):
+    with Console(stderr=True).status("tracing a step"):
         if args.check:
             result["check"] = check_published(planner)
         else:

@@ -147,7 +147,7 @@ class Planner:
     ) -> Recorded:  # fmt: skip
         training, workload, axis = self.training, self.training.workload, self.training.split_axis
         if ways > 1 and axis is None:
-            raise ConfigError(f"samples of {self.name} are planned whole; plan them in one way")
+            raise ConfigError(f"samples of {self.name} cannot be split in a plan; use one way")
         cfg = self.settings(f"data.batch={replicas * per_replica}", *overrides, *variant)
         optimizer = _SAME_MOMENTS.get(cfg.step.optimizer, cfg.step.optimizer)
         axes, processes = self.fixed_axes(overrides), ways * self.fixed_processes(overrides)
@@ -228,7 +228,7 @@ class Planner:
             if fit.held > _USABLE_MEMORY * machine.capacity:
                 break
         raise InfeasibleError(
-            f"{fit.peak / 1e9:.3g} GB of tensors do not fit the {machine.capacity / 1e9:.3g} GB of {machine.name}; cut samples further"
+            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; split samples further"
         )
 
     def plan_job(self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = ()) -> Job:

@@ -73,7 +73,7 @@ def _run_folders(paths: Sequence[Path]) -> list[Path]:
     """Return each folder once. Files among several paths, as from a shell's ``*``, are skipped with a message."""
     files = [path for path in paths if path.is_file()] if len(paths) > 1 else []
     if files:
-        print(f"hpcai report: passed over, as no folders of runs: {', '.join(map(str, files))}", file=sys.stderr)
+        print(f"hpcai report: skipped, since they are not folders of runs: {', '.join(map(str, files))}", file=sys.stderr)
     folders = list({path.resolve(): path for path in paths if path not in files}.values())
     if not folders:
         raise DataError(f"none of {len(paths)} names is a directory; expected runs' directories, which hold {METRICS}")

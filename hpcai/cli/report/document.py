@@ -90,7 +90,7 @@ def run_state(run: RunRecord) -> tuple[str, str]:
     """Return the state of the run, and its CSS class."""
     stop = run.stop
     if not stop:
-        return f"still running, last heard of {_date(run.events[-1]['time'])}", "live"
+        return f"still running, last event {_date(run.events[-1]['time'])}", "live"
     text, mark = STATES.get(str(stop.get("reason")), (str(stop.get("reason")), "warn"))
     return text + (", target reached" if stop.get("target_reached") and stop.get("reason") != "target" else ""), mark
 
@@ -164,7 +164,7 @@ def _energy(run: RunRecord) -> str:
     if not run.energy:
         return ""
     recorded, starts = len(run.events_of("energy")), len(run.events_of("start"))
-    return format_energy(run.energy) + (f"; {recorded} of {starts} lives" if recorded < starts else "")
+    return format_energy(run.energy) + (f"; {recorded} of {starts} starts" if recorded < starts else "")
 
 
 def _checkpoints(run: RunRecord) -> str:

@@ -55,7 +55,7 @@ class Masks:
     fields: np.ndarray                                   # [M, H, W, V]
     true: np.ndarray                                     # [M, H, W]
     predicted: np.ndarray                                # [M, H, W]
-    cells: np.ndarray                                    # [N, K, K] confusion matrices: true, predicted
+    confusion: np.ndarray                                    # [N, K, K] confusion matrices: true, predicted
     colored: int = 0                                     # variable drawn in colours
     lines: int | None = None                             # variable drawn as contour lines
     limits: tuple[float, float] | None = None            # of the colours; None: minimum and maximum
@@ -65,7 +65,7 @@ class Masks:
     def scores(self, kind: ImageKind, n: int | None = None) -> np.ndarray:
         """Return IoU or Dice of each class [K], in image ``n`` or over all pixels; NaN for a class that is neither true nor
         predicted."""
-        cells = self.cells.sum(0) if n is None else self.cells[n]
+        cells = self.confusion.sum(0) if n is None else self.confusion[n]
         both, sizes = np.diagonal(cells), cells.sum(0) + cells.sum(1)
         numerator, denominator = (both, sizes - both) if kind.score == "IoU" else (2 * both, sizes)
         return np.divide(numerator, denominator, out=np.full(len(both), math.nan), where=denominator > 0)
@@ -106,7 +106,7 @@ def classes(masks: Masks) -> list[str]:
 
 
 def caption(kind: ImageKind, masks: Masks) -> str:
-    total, drawn, (height, width) = len(masks.cells), len(masks.drawn), masks.true.shape[1:]
+    total, drawn, (height, width) = len(masks.confusion), len(masks.drawn), masks.true.shape[1:]
     which = f"{total} validation {kind.image}{'s' * (total > 1)}"
     if total > drawn:
         which = f"{drawn} of {which} (those with most classes)"
@@ -117,11 +117,11 @@ def caption(kind: ImageKind, masks: Masks) -> str:
 def table(kind: ImageKind, masks: Masks) -> Table:
     """Return the score of each class, and its row of the confusion matrix in percent."""
     rows = []
-    for name, value, counts in zip(masks.classes, masks.scores(kind), masks.cells.sum(0)):
+    for name, value, counts in zip(masks.classes, masks.scores(kind), masks.confusion.sum(0)):
         shares = [f"{100 * part / counts.sum():.2f} %" for part in counts] if counts.sum() else ["–"] * len(counts)
         rows.append((name, format_score(value, 4), f"{counts.sum():,}", *shares))
-    note = (f"All {masks.cells.sum():,} cells of {len(masks.cells)} {kind.image}s together. An evaluation means the mean of the"
-            f" {kind.score} of each sample, which is 1 where a class is neither true nor predicted.")
+    note = (f"All {masks.confusion.sum():,} cells of {len(masks.confusion)} {kind.image}s together. An evaluation reports the"
+            f" mean {kind.score} of samples, which is 1 where a class is neither true nor predicted.")
     head = ("class", kind.score, "cells", *(f"predicted as {name}" for name in masks.classes))
     return Table("Prediction per class", note, head, rows)
 

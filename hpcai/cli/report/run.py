@@ -148,7 +148,7 @@ def read_run(directory: Path) -> RunRecord:
         raise DataError(f"{directory} is not a directory; expected a run's directory, which holds {METRICS}")
     events = read_metrics(directory / METRICS)
     if not events:
-        raise DataError(f"{directory / METRICS} holds no event; the run has not started, or died before its first line")
+        raise DataError(f"{directory / METRICS} holds no event; the run has not started, or died before its first event")
     run = RunRecord(directory, events)
     path = directory / "settings.yaml"
     try:

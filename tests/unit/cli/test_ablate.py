@@ -1,4 +1,4 @@
-"""`hpcai ablate` with an app whose trials only wait: statistics, order, table, JSON and refusals."""
+"""`hpcai ablate` with an app whose trainings only sleep: statistics, order, table, JSON and errors."""
 
 import json
 import sys
@@ -88,7 +88,7 @@ def result(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-def test_an_interval_covers_the_true_ratio_and_is_always_the_same() -> None:
+def test_a_bootstrap_interval_covers_the_true_ratio_and_is_deterministic() -> None:
     rng = np.random.default_rng(7)
     rows = [1.5 * np.exp(0.1 * rng.standard_normal(15)) for _ in range(300)]
     found = [timing.bootstrap_interval(row) for row in rows]
@@ -98,7 +98,7 @@ def test_an_interval_covers_the_true_ratio_and_is_always_the_same() -> None:
     assert timing.bootstrap_interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
 
 
-def test_each_repeat_goes_over_all_from_another_one_on() -> None:
+def test_each_repeat_starts_with_another_arrangement() -> None:
     assert timing.rotated_orders(4, 2) == [[0, 1, 2, 3], [2, 3, 0, 1]]
     orders = timing.rotated_orders(7, 5)
     assert all(sorted(order) == list(range(7)) for order in orders)
@@ -112,12 +112,12 @@ def test_arrangements_are_interleaved_warmed_up_and_released(fake: Any, capsys: 
     assert all(len(row["each"]) == 2 for row in found["cumulative"] + found["left_out"]), "the first run is not counted"
 
 
-def test_seconds_are_those_of_the_process_that_needs_most(fake: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_those_of_the_slowest_process(fake: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ablate, "all_gather_object", lambda mine, axis: [mine, 7.0 if isinstance(mine, float) else mine])
     assert {row["seconds"] for row in result(capsys, "--repeats", "1", "--steps", "1")["cumulative"]} == {7.0}
 
 
-def test_what_does_not_fit_together_is_built_anew_in_every_repeat(
+def test_arrangements_that_do_not_fit_together_are_rebuilt(
     fake: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ablate.Ablation, "_free_bytes", lambda self: 100 - 20 * len(fake.ALIVE))
@@ -126,7 +126,7 @@ def test_what_does_not_fit_together_is_built_anew_in_every_repeat(
     assert fake.seen == [*SETS, *(one for one in SETS for _ in range(2))], "each with a run that is not counted"
 
 
-def test_the_rows_say_what_each_switch_brings(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_have_the_gain_of_each_switch(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = result(capsys, "--repeats", "5", "--steps", "3")
     rows = {row["name"]: row for row in found["cumulative"]}
     assert list(rows) == ["plain", "half", "rounded", "brake"] and rows["rounded"]["on"] == ["half", "rounded"]
@@ -141,7 +141,7 @@ def test_the_rows_say_what_each_switch_brings(fake: Any, capsys: pytest.CaptureF
     assert alone["half"]["each"] != rows["plain"]["each"] and alone["brake"]["each"] == rows["rounded"]["each"]
 
 
-def test_the_table_has_all_switches_and_what_failed(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_all_switches_and_failures(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert ablate.main(["fake", "wrong=rounded", "--repeats", "3", "--steps", "6"]) == 0
     shown = capsys.readouterr().out
     for text in ("plain", "+ half", "- brake", "warp drive", "there is no dilithium", "RuntimeError: no room [for it]", "failed"):
@@ -150,7 +150,7 @@ def test_the_table_has_all_switches_and_what_failed(fake: Any, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_trial_that_raises_is_a_row(fake: Any, capsys: pytest.CaptureFixture[str], late: bool) -> None:
+def test_a_training_that_raises_is_a_row(fake: Any, capsys: pytest.CaptureFixture[str], late: bool) -> None:
     found = result(capsys, "wrong=rounded", f"late={str(late).lower()}", "--repeats", "2", "--steps", "1")
     reason = "ValueError: later" if late else "RuntimeError: no room [for it]"
     errors = [row["error"] for row in found["cumulative"]]
@@ -171,7 +171,7 @@ def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> No
         ablate.main(["fake", "--only", "warp_drive"])
 
 
-def test_apps_without_a_trial_are_refused_with_those_that_have_one(fake: Any) -> None:
+def test_apps_without_benchmarks_are_refused(fake: Any) -> None:
     every = ", ".join(sorted(["fake", *(name for name in declared.with_part("benchmarks") if name != "fake")]))
     with pytest.raises(ConfigError, match=rf"there is no app 'cosmo'; expected one of {every}"):
         ablate.main(["cosmo"])

@@ -1,4 +1,4 @@
-"""Finding what apps declare, without importing what is not asked for."""
+"""Discovery of apps and their parts without importing others."""
 
 import importlib
 import subprocess
@@ -13,7 +13,7 @@ from hpcai.cli.apps import find_module, with_part
 
 
 def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder whose name is no identifier, or which is no package, is no app."""
+    """A folder whose name is not an identifier, or that is not a package, is not an app."""
     for name in ("one", "two", "an-app", "plain"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "trick.py").write_text("FOUND = 1" if name == "one" else "raise RuntimeError")
@@ -32,7 +32,7 @@ def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Pa
 
 
 def test_the_apps_of_the_checkout_are_found_from_anywhere(tmp_path: Path) -> None:
-    """The path of the installed command has neither the checkout nor, at first, the current folder."""
+    """An installed command has neither the checkout nor, at first, the current folder on its path."""
     root = Path(hpcai.__file__).parents[1]
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import hpcai, hpcai.cli.apps as apps; sys.path.remove({str(root)!r})\n"
     code += "sys.path[:] = filter(None, sys.path); print(apps.with_part('settings')); print(len(sys.path) == len(set(sys.path)))"

@@ -1,4 +1,4 @@
-"""`hpcai bench`: names, parts, one JSON object, and turns."""
+"""`hpcai bench`: names, parts, JSON, and alternation of runs."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def measured(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
 
 
-def test_names_are_those_of_apps_and_of_what_they_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_those_of_apps_and_shared_components(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--help"]) == 0
     shown = capsys.readouterr().out
     names = apps.with_part("benchmarks")
@@ -34,7 +34,7 @@ def test_an_unknown_part_is_refused(name: str, known: str, capsys: pytest.Captur
     assert "there is no part 'capturing'" in shown and known in shown
 
 
-def test_parts_are_told_and_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_parts_are_measured_and_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench.main(["data", "peers", "--repeats", "1", "--gib", "0.01", "--threads", "1", "--directory", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = json.loads(lines[-1])["peers"]
@@ -77,7 +77,7 @@ def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatc
     assert {"plain_s", "channels_last_s", "ours_s"} <= set(found["steps"][0])
 
 
-def test_runs_take_turns_and_the_first_ones_do_not_count() -> None:
+def test_runs_alternate_after_a_warmup() -> None:
     seen: list[str] = []
     now = [0.0]
 

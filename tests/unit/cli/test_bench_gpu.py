@@ -1,4 +1,4 @@
-"""`hpcai bench gpu`: clocks against traces and counts that are known, names, and what becomes of a variant that fails."""
+"""`hpcai bench gpu`: times and counts compared with known ones, names, and failing variants."""
 
 import inspect
 import json
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---- clocks
 
 
-def test_gaps_are_stretches_of_more_than_20_microseconds_in_which_nothing_ran() -> None:
+def test_gaps_are_idle_times_of_more_than_20_microseconds() -> None:
     # Out of order, one within another, two that overlap; 10 us of nothing, then 30.
     spans = [(100.0, 160.0), (0.0, 50.0), (10.0, 20.0), (40.0, 60.0), (70.0, 70.0)]
     assert gpu_clocks.idle_shares(spans) == pytest.approx((30 / 160, 40 / 160))
@@ -47,7 +47,7 @@ def test_operations_of_a_layer_are_those_of_its_products() -> None:
     assert gpu_clocks.count_flops(lambda: cubes.baddbmm_(cubes, cubes)) == 3 * 2 * 4 * 4 * 4
 
 
-def test_kernels_are_counted_by_their_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_counted_by_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "MISSING", None)
     seen = []
     monkeypatch.setattr(attention, "_fused", lambda qkvg: seen.append(triton_support.is_supported(SimpleNamespace(is_cuda=True))))
@@ -59,7 +59,7 @@ def test_kernels_are_counted_by_their_twins(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [False] and triton_support.MISSING is None, "Triton is there again"
 
 
-def test_a_window_is_as_many_times_as_there_were_runs() -> None:
+def test_a_window_has_one_time_per_run() -> None:
     seen: list[int] = []
     assert len(gpu_clocks.time_window(seen.append, 3)) == 3 and seen == [0, 1, 2]
     assert set(gpu_clocks.peak_rates(torch.device("cpu"))) == {"matrix_tflops", "copy_gb_s"}
@@ -67,14 +67,12 @@ def test_a_window_is_as_many_times_as_there_were_runs() -> None:
 
 
 class Event:
-    """As the profiler tells it."""
-
     def __init__(self, name: str, first: int, last: int, kind: Any = torch.autograd.DeviceType.CUDA, noted: bool = False) -> None:
         self.name, self.device_type, self.is_user_annotation = (lambda value=value: value for value in (name, kind, noted))
         self.start_ns, self.duration_ns = lambda: first * 1000, lambda: (last - first) * 1000
 
 
-def test_a_trace_tells_what_a_gpu_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_has_gaps_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [Event("mm", 0, 40), Event("copy", 140, 150), Event("mm", 150, 200), Event("step", 0, 200, noted=True)]
     events.append(Event("aten::mm", 30, 130, torch.autograd.DeviceType.CPU))
     ran: list[int] = []
@@ -124,7 +122,7 @@ def test_an_unknown_name_is_refused(words: list[str], said: str, capsys: pytest.
 
 
 @pytest.mark.parametrize("name", apps.with_part("benchmarks"))
-def test_published_configurations_are_read_as_they_stand_in_the_files(name: str) -> None:
+def test_published_configurations_are_read_from_the_files(name: str) -> None:
     app = find_workload(name)
     assert app.gpu_cases, "an app says what is measured on a GPU"
     for case in app.gpu_cases:
@@ -143,8 +141,6 @@ def test_published_configurations_are_read_as_they_stand_in_the_files(name: str)
 
 
 class FakeApp:
-    """An app that cannot be built."""
-
     def __init__(self) -> None:
         self.gpu_cases = [SimpleNamespace(name="one", step_variants=((),), published=None, goal=None)]
         self.asked: list[str] = []
@@ -154,7 +150,7 @@ def words(**given: Any) -> Any:
     return SimpleNamespace(**{"tiny": True, "repeats": 1, "seconds": 1.0, "variants": None, "limit": 9.0, **given})
 
 
-def test_a_variant_that_raises_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_raises_is_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = {
         "eager": RuntimeError("no such kernel\nand more"), "captured": torch.OutOfMemoryError("CUDA out of memory. Tried"),
         "compiled": ZeroDivisionError(),
@@ -178,7 +174,7 @@ def test_a_variant_that_raises_is_a_row_and_the_others_go_on(monkeypatch: pytest
     assert rows["tf32"] == {"case": "app-one", "variant": "tf32", "ms": 1.0}
 
 
-def test_what_a_step_sets_for_the_process_does_not_stay() -> None:
+def test_backend_flags_are_restored() -> None:
     before = torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32
     with pytest.raises(KeyError), gpu_steps._restore_backend_flags():
         torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = not before[0]
@@ -186,7 +182,7 @@ def test_what_a_step_sets_for_the_process_does_not_stay() -> None:
     assert (torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32) == before
 
 
-def test_of_a_case_that_was_ended_the_rows_that_it_told_are_kept(
+def test_rows_of_a_killed_case_are_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = json.dumps({"bench": "gpu", "part": "apps", "torch": "2", "rows": [{"case": "a", "variant": "eager", "ms": 1.0}]})
@@ -208,6 +204,6 @@ def test_of_a_case_that_was_ended_the_rows_that_it_told_are_kept(
     assert bench.main(["gpu", "apps"]) == 1 and "b Segmentation fault" in capsys.readouterr().out, "nothing was measured"
 
 
-def test_bytes_are_those_of_each_tensor_once() -> None:
+def test_bytes_of_each_tensor_once() -> None:
     x = torch.randn(10, requires_grad=True)
     assert gpu_kernels.bytes_once(x, [x], False) == 80 and gpu_kernels.bytes_once(x, [x], True) == 80 + 40 + 80 + 40

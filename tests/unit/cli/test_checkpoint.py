@@ -1,4 +1,4 @@
-"""What `hpcai checkpoint show` says, and what `hpcai checkpoint export` leaves."""
+"""`hpcai checkpoint show` and `hpcai checkpoint export`."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_a_run_and_one_checkpoint_are_shown_and_damage_is_found(tmp_path: Path, 
     file.write_bytes(content)
     assert show(tmp_path) == 1
     assert "tensors-000.safetensors has changed since it was written" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="no checkpoint is there"):
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
         show(tmp_path / "elsewhere")
 
 
@@ -53,7 +53,7 @@ def test_the_weights_of_a_checkpoint_are_a_model(tmp_path: Path, capsys: pytest.
 
 
 def tuned(weights: Path, lr: float = 0.1) -> Step:
-    """A network that was loaded, of which only the last layer is trained."""
+    """Return a step of loaded weights that trains only the last layer."""
     model = CosmoFlow.load(weights)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(list(dict(model.named_children()))[-2]))
@@ -100,10 +100,10 @@ def test_weights_that_were_trained_until_now_are_saved_on(tmp_path: Path) -> Non
     assert all(torch.equal(found[f"model/{name}"], p) for name, p in whole.model.named_parameters())
 
 
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+def test_export_errors(tmp_path: Path) -> None:
     new_checkpoints(tmp_path).save(new_step(), Progress(step=1))
     with pytest.raises(CheckpointError, match="does not name the model"):
         main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
-    with pytest.raises(CheckpointError, match="no checkpoint is there"):
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
         main(["export", str(tmp_path / "elsewhere"), "x"])
     assert not list(tmp_path.glob("*.safetensors"))

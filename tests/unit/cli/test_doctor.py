@@ -1,4 +1,4 @@
-"""The `hpcai` command and its doctor: help costs nothing, a broken library is a line and no crash."""
+"""The `hpcai` command and its doctor: help imports nothing heavy, and a broken library is reported."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("words", [["doctor"], ["--help"]])
-def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     code = f"import sys, hpcai.cli; sys.exit(hpcai.cli.main({words}))"
@@ -52,7 +52,7 @@ def test_a_library_that_kills_its_process_is_one_line(monkeypatch: pytest.Monkey
     assert doctor.probe("torch") == {"torch": "2"}
 
 
-def test_asking_for_the_mpi_library_does_not_start_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probing_the_mpi_library_does_not_initialize_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mpi4py")
     monkeypatch.setitem(doctor.PROBES, "MPI", doctor.PROBES["MPI"] + "\nfound['started'] = str(MPI.Is_initialized())")
     found = doctor.probe("MPI")

@@ -1,4 +1,4 @@
-"""`hpcai doctor --ranks`: by which rules something is found in what ranks report, how they are paired, and what a rank looks at."""
+"""`hpcai doctor --ranks`: rules of findings, pairing of ranks, and the report of a rank."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,8 @@ from tests.ranks.launch import on_ranks
 
 
 def ranks_of(ranks: int = 4, per_node: int = 2, but: Mapping[int, dict[str, Any]] = {}, **words: Any) -> Report:
-    """Ranks that are alike but for some, each bound to two CPUs of its own of eight; or with other parts of the report."""
+    """Return a report of equal ranks ``but`` for some, each bound to two CPUs of eight; ``words`` change all, or other parts of
+    it."""
     report = Report(**{name: words.pop(name) for name in ("network", "storage") if name in words})
     for rank in range(ranks):
         node, place = f"n{rank // per_node + 1}", rank % per_node
@@ -66,7 +67,7 @@ RULES = [
      "warning: rank 3 on n2: NVIDIA driver is 535, 550 on ra"),
     (ranks_of(but={1: {"variables": {"NCCL_ALGO": "Ring"}}}), "warning: rank 1 on n1: NCCL_ALGO is Ring, expected missing as"),
     (ranks_of(but=gpus("a", "b", "c", "d")), ""),
-    (ranks_of(but=gpus("a", "a", "c", "d")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; show every task"),
+    (ranks_of(but=gpus("a", "a", "c", "d")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; make all GPUs o"),
     (ranks_of(but=gpus("a", "b", "c")), "error: rank 3 on n2: found no GPU, but ranks 0-2 on"),
     (ranks_of(but={**gpus("a", "b", "c"), 3: {"gpu_problem": "is lost"}}), "error: rank 3 on n2: is lost"),
     (ranks_of(but=gpus("a", "b", "c", "d", node=3)), "warning: rank 3 on n2: cores are on NUMA node 0, the GPU is at 3; "),
@@ -79,17 +80,17 @@ RULES = [
     (ranks_of(2, 1, but={1: {"machine": "n2"}}), ""),  # containers of one computer with names of their own share its cores
     (ranks_of(2, 1, but={1: {"machine": "n1", "cpus": (1, 2, 3)}}), "warning: all 2 ranks: are bound to the same CPUs (partly)"),
     (ranks_of(4, 4, network=links(lambda one, other: 2 in (one, other))),  # a slow rank instead of its links
-     "warning: rank 2 on n1: is slow to reach for all others: 50 us, the others 10 us; look at its node's"),
+     "warning: rank 2 on n1: has slow links to all others: 50 us, the others 10 us; look at its node's"),
     (ranks_of(6, 6, network=links(lambda one, other: (one, other) == (1, 4), 6)),
      "warning: rank 1 on n1: to rank 4 on n1: 50 us, other links 10 us; look at cables"),
     (ranks_of(8, 4, network=links(lambda one, other: one // 4 != other // 4, 8)), ""),  # links between nodes are compared apart
     (ranks_of(**CROWDED, network=links(lambda one, other: 2 in (one, other))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
     (ranks_of(**CROWDED, network=pace(shares=dict.fromkeys(range(4), 0.3))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
-    (ranks_of(network=pace({3: 5e10})), "warning: rank 3 on n2: multiplies 50.0 GFLOP a second, the others 100.0; look at clocks"),
-    (ranks_of(network=pace(shares={1: 0.5})), "warning: rank 1 on n1: had its threads run 50% of the time"),
-    (ranks_of(storage=run(seen=False)), "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expected one"),
+    (ranks_of(network=pace({3: 5e10})), "warning: rank 3 on n2: multiplies matrices at 50.0 GFLOP/s, the others at 100.0; "),
+    (ranks_of(network=pace(shares={1: 0.5})), "warning: rank 1 on n1: had CPU time for its threads 50% of the time"),
+    (ranks_of(storage=run(seen=False)), "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expect"),
     (ranks_of(storage=run(problem="Disk quota exceeded", free=0)),
-     "error: rank 3 on n2: /run cannot be written: Disk quota exceeded; name another with --directory"),
+     "error: rank 3 on n2: /run is not writable: Disk quota exceeded; name another with --directory"),
     (ranks_of(storage=run(free=1 << 20)), "warning: rank 3 on n2: /run: 1.05 MB are free, expected 10.7 GB or more; "),
     (ranks_of(storage=Folders({0: Folder("/run", seen=True)})), ""),  # a rank that does not measure
     (ranks_of(5, 1, storage=run(5, read=5e8)),
@@ -106,7 +107,7 @@ def test_a_rule(report: Report, text: str) -> None:
     assert [line[: len(text)] for line in found] == ([text] if text else [])
 
 
-def test_what_has_several_causes_is_told_by_each() -> None:
+def test_each_cause_is_reported() -> None:
     found = diagnose(ranks_of(cpus=(0,), threads=1))
     assert [(one.code, one.severity, one.ranks) for one in found] == [
         ("cores", "error", (0, 1)), ("cores", "error", (2, 3)), ("threads", "warning", (0, 1)), ("threads", "warning", (2, 3))]
@@ -132,7 +133,7 @@ def test_every_kind_of_finding_is_raised_by_a_rule() -> None:
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def test_a_report_folds_nodes_that_are_alike_and_ends_with_what_is_wrong() -> None:
+def test_a_report_groups_equal_nodes_and_ends_with_findings() -> None:
     other = {"versions": {"torch": "2.11.0"}, "files": 1024, "shm": 64 << 20}
     report = ranks_of(8, 4, but={5: other}, network=links(lambda one, other: False, 8))
     findings = diagnose(report)
@@ -146,7 +147,7 @@ def test_a_report_folds_nodes_that_are_alike_and_ends_with_what_is_wrong() -> No
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 64])
-def test_in_a_tournament_everyone_meets_everyone_once(count: int) -> None:
+def test_a_tournament_pairs_all_players_once(count: int) -> None:
     met = list(zip(*(network.schedule(rank, ["n"] * count) for rank in range(count))))
     for row in met:
         assert all(other is None or row[other] == place for place, other in enumerate(row))
@@ -154,7 +155,7 @@ def test_in_a_tournament_everyone_meets_everyone_once(count: int) -> None:
     assert all(sorted(row[p] for row in met if row[p] is not None) == [q for q in range(count) if q != p] for p in range(count))
 
 
-def test_of_a_large_job_nodes_play() -> None:
+def test_a_large_job_measures_one_rank_per_node() -> None:
     nodes = [f"n{rank // 4}" for rank in range(4 * 100)]
     every = [network.schedule(rank, nodes) for rank in range(len(nodes))]
     assert {len(each) for each in every[::4]} == {64} and not any(every[1::4])
@@ -167,7 +168,7 @@ def _links(mesh: Any, seconds: float) -> list[Link]:
     return network.measure_links(wire, mesh.rank, ["n"] * mesh.world, seconds)
 
 
-def test_links_are_measured_once_and_left_out_when_time_is_over() -> None:
+def test_links_are_measured_once_and_skipped_after_the_time() -> None:
     found = on_ranks({"replicate": 4}, _links, 10.0)
     every = [link for own in found for link in own]
     assert sorted((link.one, link.other) for link in every) == [(a, b) for a in range(4) for b in range(a + 1, 4)]
@@ -219,12 +220,12 @@ def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypat
     assert found is None and problem.startswith("local rank 5 finds only 4 visible GPUs")
 
 
-def test_ranks_measure_on_gpus_where_each_has_one_of_its_own() -> None:
+def test_links_are_measured_between_gpus_if_each_rank_has_one() -> None:
     assert job.has_gpu_per_rank(ranks_of(but=gpus(*"abcd")).members) == torch.distributed.is_nccl_available()
     assert not job.has_gpu_per_rank(ranks_of(but=gpus(*"aacd")).members) and not job.has_gpu_per_rank(ranks_of().members)
 
 
-def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_of_the_doctor_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCAI_TIMEOUT", "60")  # which it sets otherwise
     assert cli.main(["doctor", "--ranks", "--limit", "1"]) == 2
     assert capsys.readouterr().err == "hpcai doctor: --limit is 1 s, expected 5 or more\n"
@@ -237,7 +238,7 @@ def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], monk
 # -------------------------------------------------------------------------------------- folders, schedulers, limits
 
 
-def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_is_measured_and_left_unchanged(tmp_path: Path) -> None:
     found = storage.measure_folder(tmp_path, "t", 0, 0.05)
     assert found.free > 0 and found.write > 0 and found.read > 0 and found.problem == "" and found.kind
     found = storage.measure_folder(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # write 32 MiB, read half
@@ -257,9 +258,9 @@ def lagging(answers: Sequence[str | None], world: int | None = None) -> str:
     return deadline.describe_lagging({rank: RankStatus(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}, world)
 
 
-def test_who_holds_the_others_up_is_named() -> None:
-    assert lagging(["3 clocks for 9 s", "3 clocks for 9 s", "2 looking around for 9 s"]) == (
-        "rank 2 on n2 is still at looking around for 9 s, and the others wait for it")
-    assert lagging(["3 clocks for 9 s", None]).startswith("rank 1 on n1 does not answer: stopped, or held by")
-    assert lagging(["1 meeting for 9 s"], 4) == "ranks 1-3 did not come; check their processes and nodes"
-    assert lagging(["3 links for 9 s"] * 2, 2) == "all ranks are at links for 9 s, and no one lags; give more time (--limit)"
+def test_lagging_ranks_are_named() -> None:
+    assert lagging(["3 clocks for 9 s", "3 clocks for 9 s", "2 inspection for 9 s"]) == (
+        "rank 2 on n2 is still at inspection for 9 s, and the others wait for it")
+    assert lagging(["3 clocks for 9 s", None]).startswith("rank 1 on n1 does not respond: stopped, or blocked by")
+    assert lagging(["1 meeting for 9 s"], 4) == "ranks 1-3 did not connect; check their processes and nodes"
+    assert lagging(["3 links for 9 s"] * 2, 2) == "all ranks are at links for 9 s, and none lags; give more time (--limit)"

@@ -1,4 +1,4 @@
-"""Batch scripts as they are written and refused, by shells, shellcheck, and a stand-in for PBS that runs them with real mpiexec."""
+"""Batch scripts, run and checked by shells, shellcheck, and a stand-in for PBS with a real mpiexec."""
 
 import json
 import os
@@ -27,7 +27,7 @@ FULL = ["--account", "project", "--queue", "somewhere", "--time", "1:00:00"]
 
 
 def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is printed: a script that bash can read."""
+    """Return the printed script, after a syntax check by bash."""
     assert cli.main(["job", *words]) == 0
     text = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
@@ -79,7 +79,7 @@ def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
     assert not shellcheck.complaints(text, "--exclude=SC2054")
 
 
-def test_what_was_asked_for_takes_the_place_of_the_site_and_the_template(
+def test_options_override_the_site_and_the_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--site", "juwels-booster", "--nodes", "3", *FULL, "--per-node", "2", "--option=--gres=gpu:2", "--stop-before", "600"]
@@ -97,7 +97,7 @@ def test_what_was_asked_for_takes_the_place_of_the_site_and_the_template(
     }
 
 
-def test_a_cap_on_power_goes_to_the_run_and_to_the_scheduler_that_has_an_option_for_it(
+def test_a_power_cap_is_passed_to_run_and_scheduler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*small(tmp_path / "run"), "--nodes", "1", *FULL]
@@ -108,7 +108,7 @@ def test_a_cap_on_power_goes_to_the_run_and_to_the_scheduler_that_has_an_option_
         assert cli.main(["job", *words, "--site", "generic", *asked]) == 0
         text, err = capsys.readouterr()
         assert "--gpu-power" not in text and "\n  train.power_cap=300" in text
-        assert "site generic has no option for power: set the limit of each GPU otherwise ('nvidia-smi -pl', most" in err
+        assert "site generic has no option for power: set the limit of each GPU in another way ('nvidia-smi -pl', on most" in err
     assert "gpu-power" not in written(capsys, *words, "--site", "perlmutter")
     assert "train.power_cap" in refused(capsys, *words, "--site", "perlmutter", "--power-cap", "0")
     told = refused(capsys, *words, "--site", "perlmutter", "--array", "power_cap=200,300")
@@ -117,7 +117,8 @@ def test_a_cap_on_power_goes_to_the_run_and_to_the_scheduler_that_has_an_option_
 
 
 def runs_as(text: str, tmp_path: Path, *words: str, **environ: str) -> list[list[str]]:
-    """What the script starts: srun, mpiexec, scontrol and others are there in name only; a training ends with exit code CODE."""
+    """Return the commands that the script runs: srun, mpiexec, scontrol and others are stubs; a training ends with exit code
+    CODE."""
     fake, log = tmp_path / "fake", tmp_path / "calls"
     fake.mkdir(exist_ok=True)
     log.write_text("")
@@ -155,7 +156,7 @@ def test_the_script_copies_trains_draws_and_is_requeued(
     assert runs_as(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
 
 
-def test_an_archive_of_an_environment_is_sent_to_every_node_and_the_run_starts_there(
+def test_an_environment_is_broadcast_and_unpacked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [*small(tmp_path / "run"), "--site", "generic", "--nodes", "3", "--stage", "/disk/data", "data.directory=far"]
@@ -173,10 +174,10 @@ def test_an_archive_of_an_environment_is_sent_to_every_node_and_the_run_starts_t
     assert runs_as(written(capsys, *asked), tmp_path, HPCAI_ENVIRONMENT="left/over.tar")[0][1] == sys.executable
 
 
-def test_a_container_is_shown_the_folders_that_the_settings_name(
+def test_a_container_mounts_the_folders_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those outside the folder of the job, which Apptainer shows by itself; of one that is not there yet the one above it."""
+    """Those outside the current folder, which Apptainer mounts by itself; for a missing one its nearest parent."""
     for name in ("here/data", "disk", "far"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "here/link").symlink_to(tmp_path / "far")
@@ -188,11 +189,12 @@ def test_a_container_is_shown_the_folders_that_the_settings_name(
     assert "HPCAI_FOLDERS=''\n" in written(capsys, "cosmoflow", "report.directory=run", "data.directory=data", *site)
     (tmp_path / "a:b").mkdir()
     told = refused(capsys, *small(tmp_path / "a:b/run"), *site)
-    assert told.startswith(f"{tmp_path / 'a:b'}: a container cannot be shown a path with ':'")
+    assert told.startswith(f"{tmp_path / 'a:b'}: a container cannot mount a path with ':'")
     assert "HPCAI_IMAGE=" in written(capsys, *small(tmp_path / "a:b/run"), *site[:-2])
 
 
-def test_the_template_takes_a_site_and_words_by_hand(tmp_path: Path) -> None:
+def test_the_template_can_be_edited_by_hand(tmp_path: Path) -> None:
+    """Arguments arrive unchanged, spaces included; and the job runs in the folder from which it was submitted."""
     (tmp_path / "mine.sh").write_text("srun=(--gpu-bind=closest)\ncontainer=(apptainer exec image.sif)\n")
     text = (ROOT / "slurm/job.sh").read_text()
     about = {"HPCAI_SITE": str(tmp_path / "mine.sh"), "HPCAI_SRUN": "--mpi=pmi2 -l", "SLURM_CPUS_PER_TASK": "7"}
@@ -227,8 +229,8 @@ def test_the_page_names_every_site_and_its_commands_write_scripts(
         written(capsys, *words, *([] if "generic" in words else FULL))
 
 
-def test_an_array_gives_each_run_its_words_and_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A setting may be named by its last part where there is one of that name."""
+def test_an_array_gives_each_run_overrides_and_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting may be given by its last name, if that is unique."""
     words = small(tmp_path / "run", "--nodes", "1", "--array", "seed=1-2")
     text = written(capsys, *words, "--site", "generic", "--array", "step.betas=[0.9,0.99],[0.8,0.9]")
     assert "--array=0-3\n" in text
@@ -242,11 +244,11 @@ def test_an_array_gives_each_run_its_words_and_its_directory(tmp_path: Path, cap
     assert again == ["qsub", "-v", "HPCAI_TASK=1", str(tmp_path / "run/job.pbs")]
 
 
-def test_times_are_read_as_slurm_writes_them() -> None:
+def test_times_are_parsed_in_slurm_syntax() -> None:
     found = {text: parse_time(text) for text in ("30", "1:30", "4:00:00", "1-0", "1-12", "1-12:30", "2-01:02:03")}
     assert list(found.values()) == [1800, 90, 14400, 86400, 129600, 131400, 176523]
     for text in ("", "0", "soon", "1h", "1:2:3:4", "-5", "0:00", "1-"):
-        with pytest.raises(ConfigError, match="is no time; expected minutes"):
+        with pytest.raises(ConfigError, match="is not a time; expected minutes"):
             parse_time(text)
 
 
@@ -258,7 +260,7 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "alps", "--nodes", "1"], "site alps takes no job without --account; give a project's name"),
         (["--site", "polaris", "--nodes", "1", "--account", "x"], "site polaris takes no job without --time"),
         (["--site", "generic", "--nodes", "0"], "--nodes is 0; expected a whole number from 1"),
-        (["--site", "generic", "--nodes", "1", "--time", "soon"], "--time soon is no time; expected minutes"),
+        (["--site", "generic", "--nodes", "1", "--time", "soon"], "--time soon is not a time; expected minutes"),
         (["--site", "generic", "--nodes", "1", "--time", "2", "--stop-before", "120"], "expected 1 to 119"),
         (["--site", "generic", "--nodes", "3", "mesh.depth=2"], "--nodes 3 with 1 process on each: mesh depth 2 needs"),
         (["--site", "generic", "--nodes", "1", "step.lrr=1"], "step.lrr: no such key; did you mean step.lr?"),
@@ -274,11 +276,11 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "generic", "--nodes", "1", "--array", "seed=0-1", "--chain", "2"], "--chain and --array are both given"),
         (["--site", "leonardo", "--nodes", "1", "--account", "x", "--container", "x.sif"], "has no flags for containers"),
         (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "its image; leave one out"),
-        (["--site", "pbs", "--nodes", "1", "--time", "9", "--environment", "x.tar"], "is sent by Slurm's sbcast"),
+        (["--site", "pbs", "--nodes", "1", "--time", "9", "--environment", "x.tar"], "is broadcast by Slurm's sbcast"),
         (["--site", "generic", "--nodes", "1", "--environment-at", "/x"], "is for --environment FILE, which is not given"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_before_anything_is_submitted(
+def test_invalid_jobs_are_refused_before_submission(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
@@ -290,7 +292,7 @@ def test_what_cannot_be_is_said_before_anything_is_submitted(
     assert not (tmp_path / "run").exists()
 
 
-def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     found = refused(capsys, "cosmoflow", CONFIG, "--site", "polaris", "--nodes", "-1", "--time", "now")
     assert len(found.splitlines()) == 4
     told = refused(capsys, "cosmology", "--site", "generic", "--nodes", "1")
@@ -306,35 +308,35 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
         ("#PBS -r y\n#SBATCH --a=b\n", "found both"),
     ],
 )
-def test_a_site_file_of_ones_own_is_checked(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_site_file_is_validated(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.sh").write_text(text)
     assert said in refused(capsys, *small(tmp_path / "run"), "--site", str(tmp_path / "mine.sh"), "--nodes", "1")
 
 
-def test_files_and_folders_are_looked_at_before_submitting_and_remarked_on_when_printing(
+def test_paths_are_checked_before_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may be written on another machine than it is for."""
+    """A script may be written for another machine."""
     (tmp_path / "file").write_text("")
     (tmp_path / "mine.sh").write_text(f"#: local {tmp_path}/disk\n#SBATCH --ntasks-per-node=1\n")
     site = ["--site", str(tmp_path / "mine.sh"), "--nodes", "1", "--container", str(tmp_path / "no.sif")]
     found = {
-        tmp_path / "disk/run": "is each node's own, where no other node finds the checkpoints",
+        tmp_path / "disk/run": "is node-local, where no other node finds the checkpoints",
         tmp_path / "file/run": f"{tmp_path / 'file'} is not writable; name a folder of yours",
     }
     for run, said in found.items():
         told = refused(capsys, *small(run, "data.directory=nowhere"), *site, "--submit")
-        assert said in told and "data.directory nowhere is not there" in told and "no.sif: there is no such file" in told
+        assert said in told and "data.directory nowhere does not exist" in told and "no.sif: there is no such file" in told
         assert cli.main(["job", *small(run), *site]) == 0
         assert said in capsys.readouterr().err
     told = refused(capsys, *small(tmp_path / "disk/run"), *site[:-2], f"data.directory={tmp_path}", "--any-directory", "--submit")
-    assert "sbatch is not on this machine" in told or "sbatch" in told
+    assert "sbatch is not installed here" in told or "sbatch" in told
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refused(capsys, *small(tmp_path / "run"), *site[:-2], f"data.directory={tmp_path}", "--submit")
-    assert told.startswith("sbatch is not on this machine; run this on a login node")
+    assert told.startswith("sbatch is not installed here; run this on a login node")
 
 
-def test_the_templates_are_found_beside_or_within_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_are_found_in_checkout_and_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert script.template_folder() == ROOT / "slurm"
     package = tmp_path / "lib/hpcai"
     package.mkdir(parents=True)
@@ -346,7 +348,7 @@ def test_the_templates_are_found_beside_or_within_the_package(tmp_path: Path, mo
     assert script.template_folder() == package / "suite/slurm" and script.list_sites() == SITES
 
 
-def test_apps_that_lie_elsewhere_are_found_by_the_job(
+def test_apps_outside_the_folder_are_on_the_python_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -356,7 +358,7 @@ def test_apps_that_lie_elsewhere_are_found_by_the_job(
     assert f"export PYTHONPATH={ROOT}${{PYTHONPATH" in text
 
 
-def test_help_and_a_refusal_cost_no_torch(tmp_path: Path) -> None:
+def test_help_and_errors_do_not_import_torch(tmp_path: Path) -> None:
     code = "import sys; from hpcai.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
     for words in (["--help"], [*small(tmp_path / "run"), "--site", "generic", "--nodes", "1"]):
         done = subprocess.run([sys.executable, "-c", code, "job", *words], capture_output=True, text=True, cwd=ROOT)
@@ -377,7 +379,7 @@ print(f"{{number}}.stand-in")
 
 @pytest.fixture
 def qsub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in, also for sbatch: it notes each job and numbers it. ``started`` then runs one, as PBS would."""
+    """A stub, also for sbatch, that records and numbers jobs. ``started`` then runs one, as PBS would."""
     home = tmp_path / "pbs"
     home.mkdir()
     (home / "qsub").write_text(PBS.format(python=sys.executable, home=str(home)))
@@ -403,7 +405,7 @@ def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.mpi
 def test_under_pbs_every_process_of_a_real_mpiexec_has_a_clock(qsub: Path, tmp_path: Path) -> None:
-    """PBS warns nobody before the time is up. The worker of a process is not asked to stop."""
+    """PBS sends no warning before the time limit. Workers of a process get no stop request."""
     program = """
 import os, signal, sys, time
 def stop(number, frame):
@@ -430,7 +432,7 @@ time.sleep(60)
 @pytest.mark.claim
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_under_pbs_a_run_that_is_asked_to_stop_submits_itself_again_and_finishes(qsub: Path, tmp_path: Path) -> None:
+def test_under_pbs_a_stopped_run_resubmits_itself_and_finishes(qsub: Path, tmp_path: Path) -> None:
     run, data = tmp_path / "run", make(tmp_path / "data")
     words = [
         f"data.directory={data}", "data.batch=8", "model.filters=2", "model.dropout=0", "train.epochs=null", "train.steps=100000",
@@ -463,7 +465,7 @@ def change(file: Path, old: str, new: str) -> None:
 
 
 def test_chains_and_arrays_of_pbs_and_chains_of_slurm(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An array is a job for each run, since one of a PBS array could not submit itself again."""
+    """An array is one job per run, since a job of a PBS array could not resubmit itself."""
     common = ["--site", "pbs", "--nodes", "1", "--time", "30", "--any-directory", "--submit"]
     assert main([*small(tmp_path / "chain", f"data.directory={tmp_path}"), *common, "--chain", "3"]) == 0
     assert main([*small(tmp_path / "array", f"data.directory={tmp_path}"), *common, "--array", "seed=4-5"]) == 0

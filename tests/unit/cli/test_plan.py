@@ -28,7 +28,7 @@ def tiny() -> Planner:
     return Planner("openfold", [*Benchmark.tiny, "model.template=null", "features.templates=0"])
 
 
-def test_all_apps_but_one_of_graphs_are_planned() -> None:
+def test_all_apps_but_those_without_a_plan_are_planned() -> None:
     assert apps.with_part("plan") == PLANNED
     for name in PLANNED:
         load = find_training(name)
@@ -36,7 +36,7 @@ def test_all_apps_but_one_of_graphs_are_planned() -> None:
         assert all(load.samples_needed(point.batch) > 0 for point in load.published)
 
 
-def test_a_cut_step_takes_less_of_each_process(tiny: Planner) -> None:
+def test_a_split_step_takes_less_time_and_memory(tiny: Planner) -> None:
     on = machine("h100")
     (whole, most), (cut, less) = (tiny.fit_memory(ways, 128, 1, on)[:2] for ways in (1, 2))
     assert whole.compute_bound + whole.memory_bound > 1.2 * (cut.compute_bound + cut.memory_bound) and most > less
@@ -56,7 +56,7 @@ def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) ->
     assert [Evaluation(1, 1.0, **when).count(100.0, 4) for when in ({"every": 20.0, "start": 40.0}, {"steps": 10})] == [3.0, 2.5]
 
 
-def test_copies_beyond_those_recorded_concern_gradients_alone(tiny: Planner) -> None:
+def test_more_replicas_than_recorded_change_only_the_gradients(tiny: Planner) -> None:
     few, many = (tiny.fit_memory(2, copies, 1, machine("h100")).step for copies in (32, 1024))
     assert (few.messages, few.memory_bound, few.launches) == (many.messages, many.memory_bound, many.launches)
     assert many.sent > few.sent and many.seconds > few.seconds
@@ -69,23 +69,23 @@ def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:
     assert adam * (2 + 2 + 2 + 2) == sgd * (2 + 2 + 4 + 2) > 0
 
 
-def test_slowness_is_that_of_a_step(tiny: Planner) -> None:
+def test_slowdown_is_fitted_to_a_step(tiny: Planner) -> None:
     on = machine("h100")
     seconds = tiny.fit_memory(1, 1, 1, machine("h100", slowdown=5.0)).step.seconds
     assert tiny.slowdown_of_step(seconds, on) == pytest.approx(5, rel=5e-3)
 
 
-def test_what_does_not_fit_takes_the_lean_form(tiny: Planner) -> None:
+def test_memory_savings_are_used_if_needed(tiny: Planner) -> None:
     on = machine("h100")
     kept, saved = (tiny.mean_step(1, 1, 1, on, lean).peak for lean in tiny.training.memory_savings)
     assert saved < kept
     small = machine("h100", capacity=(saved + kept) / 2 / 0.92)
     assert tiny.fit_memory(1, 1, 1, small).memory_savings == ("model.checkpoint=true",)
-    with pytest.raises(ConfigError, match=r"do not fit the .* GB of h100; cut samples further"):
+    with pytest.raises(ConfigError, match=r"exceed the .* GB of h100; split samples further"):
         tiny.fit_memory(1, 1, 1, machine("h100", capacity=saved / 2))
 
 
-def test_the_command_draws_and_says_what_it_found(
+def test_the_command_prints_table_and_json(
     tiny: Planner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hpcai.cli.plan.Planner", lambda *words: tiny)
@@ -118,7 +118,7 @@ def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, more: st
     assert any("model.layers=4" in key[3] for key in few._recorded) and len(every._recorded) == 1
 
 
-def test_a_model_that_one_gpu_has_no_room_for_is_evaluated_by_all() -> None:
+def test_a_model_too_large_for_one_gpu_is_evaluated_by_all() -> None:
     planner = Planner("llm", [*llm.Benchmark.tiny, "data.batch=8"])
     on = machine("h100")
     cut = planner.fit_memory(2, 4, 2, on)
@@ -127,7 +127,7 @@ def test_a_model_that_one_gpu_has_no_room_for_is_evaluated_by_all() -> None:
 
 
 @pytest.mark.parametrize("name", ["cosmoflow", pytest.param("unet3d", marks=pytest.mark.claim)])
-def test_published_runs_are_planned_and_what_is_wrong_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_runs_are_predicted_with_errors(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = planned(capsys, name, "--check")["check"]
     assert rows[0]["error_percent"] is None and rows[0]["planned"] == pytest.approx(rows[0]["published"], rel=2e-3)
     errors = [row["error_percent"] for row in rows[1:]]
@@ -136,7 +136,7 @@ def test_published_runs_are_planned_and_what_is_wrong_is_printed(name: str, caps
     assert all(row["at_best"] <= row["planned"] for row in rows) and max(map(abs, errors)) < 40
 
 
-def test_what_cannot_be_planned_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_infeasible_plans_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         (["openfold", "--machine", "abacus"], "there is no machine 'abacus'; expected one of"),
         (["nothing"], "there is no app 'nothing'; expected one of cosmoflow, deepcam, llm, openfold, unet3d"),

@@ -1,5 +1,4 @@
-"""`hpcai report`: the page says what the run's files say and shows what its app declares, asks no network, and copes with what is
-missing."""
+"""`hpcai report`: the page shows a run's files and its app's picture, is self-contained, and copes with missing parts."""
 
 import importlib
 import math
@@ -55,7 +54,7 @@ START = {
 
 
 def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, Any]]:
-    """A run that was stopped at step 320 and resumed there."""
+    """A run that was stopped at step 320 and resumed."""
     yield START
     for step in range(10, last + 1, 10):
         if step == 330:
@@ -77,7 +76,7 @@ def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, An
 
 @pytest.fixture(scope="module", autouse=True)
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An app that declares a picture, and one whose file is broken; all pictures are coarse."""
+    """An app with a picture, and one whose file is broken; all pictures have a low resolution."""
     root = tmp_path_factory.mktemp("elsewhere")
     for name, code in (("toy", PICTURE), ("broken", "FILE = 'toy.npz'\nraise RuntimeError('not\\nyet')")):
         (root / name).mkdir()
@@ -100,7 +99,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_the_page_says_what_the_run_did(run: Path) -> None:
+def test_the_page_describes_the_run(run: Path) -> None:
     found = text((run / "report.html").read_text())
     for words in ("toy target reached", "best validation mae 0.1231 at step 560, target 0.124",
                   "412 samples/s median; 103 samples/s per process", "training time 0:01:04 20,480 samples seen",
@@ -128,7 +127,7 @@ def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
         read.settings["model"] = {"classes": TOY["kinds"]}
 
 
-def test_a_picture_that_cannot_be_had_costs_itself_alone(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_picture_is_left_out(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def left_out(name: Any = "toy", **change: Any) -> list[str]:
         written(tmp_path, [START | {"name": name}, *list(events(last=20))[1:]], SETTINGS)
         saved(tmp_path / "toy.npz", b"PK\x03\x04 torn" if change.pop("torn", False) else TOY | change)
@@ -154,7 +153,7 @@ def test_a_picture_that_cannot_be_had_costs_itself_alone(run: Path, tmp_path: Pa
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == {"loss", "learning_rate", "throughput"}
 
 
-def test_the_page_needs_no_network_and_runs_no_text(run: Path) -> None:
+def test_the_page_is_self_contained_and_escapes_text(run: Path) -> None:
     page = (run / "report.html").read_text()
     sources = re.findall(r'(?:src|srcset|href|url)[=(]"?([^">)]*)', page)
     assert len(sources) == 12
@@ -164,7 +163,7 @@ def test_the_page_needs_no_network_and_runs_no_text(run: Path) -> None:
     assert not re.search(r"://|<script|<link|<iframe|@import|<b>here", page)
 
 
-def test_the_plots_are_kept_and_show_something(run: Path) -> None:
+def test_the_plots_are_written_and_not_blank(run: Path) -> None:
     names = {"loss", "evaluate_mae", "evaluate_accuracy", "learning_rate", "throughput", "toy"}
     assert {path.stem for path in (run / "plots").iterdir()} == names
     for path in (run / "plots").iterdir():
@@ -198,8 +197,8 @@ def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
     assert throughput.draw(LIGHT).axes[0].get_legend_handles_labels()[1] == ["median 412"]
 
 
-def test_the_best_of_a_metric_is_the_highest_where_the_settings_say_so(tmp_path: Path) -> None:
-    """This holds for its parts too, whatever they are called; its axis stays linear and its parts have no picture of their own."""
+def test_the_best_value_follows_train_better(tmp_path: Path) -> None:
+    """Also for the parts of the metric; its axis stays linear, and its parts have no picture of their own."""
     values = [(0.01, 0.02, 9.0), (0.9, 0.8, 3.0), (0.6, 0.7, 5.0)]
     about = {"kind": "evaluate", "time": 0.0, "seconds": 1.0}
     lines = [about | {"step": n, "epoch": n, "skill_of_rain": part, "skill": skill, "bias": bias}
@@ -228,12 +227,12 @@ def test_parts_belong_to_the_shortest_metric_that_begins_their_names(tmp_path: P
     assert report.read_run(run).metric_families() == parts
 
 
-def test_a_young_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
+def test_a_young_run_is_drawn(tmp_path: Path) -> None:
     run = written(tmp_path / "young", events(last=40, end=None))
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "ti')              # the line that is being written
     found = read_by_people(read := report.read_run(run))
-    for words in ("still running, last heard of 2026-09-21", "evaluations: none so far", "40 / 640",
+    for words in ("still running, last event 2026-09-21", "evaluations: none so far", "40 / 640",
                   "Guesses &lt;of&gt; the toy: there is no toy.npz",
                   "settings.yaml: there is no settings.yaml"):
         assert words in found, words
@@ -249,7 +248,7 @@ ENDS = [("signal", "stopped by a signal"), ("diverged", ">diverged<"), ("finishe
 
 
 @pytest.mark.parametrize(("end", "words"), ENDS)
-def test_the_page_says_how_the_run_ended(end: str, words: str, tmp_path: Path) -> None:
+def test_the_page_shows_the_state_of_the_run(end: str, words: str, tmp_path: Path) -> None:
     lines = list(events(last=20, end=end))
     header = document._header(report.read_run(written(tmp_path, lines)))
     assert words in header
@@ -267,7 +266,7 @@ def test_a_smoothed_curve_keeps_a_constant_and_passes_over_nan() -> None:
     assert curves.smooth(np.array([5.0])).tolist() == [5.0] and curves.smooth(np.array([])).size == 0
 
 
-def test_where_there_is_no_run_the_error_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_run_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
     assert re.fullmatch(r"hpcai report: .*nowhere is not a directory; expected .*\n", capsys.readouterr().err)
     with pytest.raises(DataError, match="No such file"):

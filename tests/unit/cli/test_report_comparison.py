@@ -1,4 +1,4 @@
-"""`hpcai report RUN RUN ...`: what differs between runs, what came of each and over seeds, and their curves over one another."""
+"""`hpcai report RUN RUN ...`: differing settings, results, statistics over seeds, and overlaid curves."""
 
 import base64
 import re
@@ -25,7 +25,7 @@ def made(
     folder: Path, seed: int = 0, lr: float = 1e-3, best: float = 0.1, rate: float = 100.0, app: str = "toy", metric: str = "mae",
     start: Any = (), joules: float | None = 50.0, steps: int = 40, better: str = "lower",
 ) -> Path:  # fmt: skip
-    """A run of 40 steps, a second each, stopped at the 20th and resumed with a clock that begins again; its metric falls evenly."""
+    """A run of 40 steps of one second, stopped at step 20 and resumed with a new clock; its metric decreases evenly."""
     events: list[dict[str, Any]] = [{"kind": "start", "time": 0.0, "name": app, "world": 2, "device": "cpu",
                                      "versions": {"torch": "2.13"}, **dict(start)}]
     for step in range(1, steps + 1):
@@ -44,7 +44,7 @@ def made(
 
 @pytest.fixture(autouse=True)
 def blank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are coarse in the first test, and are not drawn in the others."""
+    """Pictures have a low resolution in the first test, and are not drawn in the others."""
     monkeypatch.setattr(theme, "DPI", 30)
     if "sweep" not in request.node.name:
         monkeypatch.setattr(theme.Plot, "png", lambda self, theme: b"")
@@ -61,7 +61,7 @@ def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["report", *map(str, sorted(tmp_path.iterdir()))]) == 0  # as a shell gives *
     out, err = capsys.readouterr()
     assert out == f"{tmp_path}/comparison.html\n"
-    assert err == f"hpcai report: passed over, as no folders of runs: {tmp_path}/job.sh\n"
+    assert err == f"hpcai report: skipped, since they are not folders of runs: {tmp_path}/job.sh\n"
     page = (tmp_path / "comparison.html").read_text()
     found = text(page)
     assert "6 runs of toy" in found and "Left out" not in found
@@ -83,7 +83,7 @@ def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(runs) == 6
 
 
-def test_curves_lie_over_one_another_by_step_and_by_time(tmp_path: Path) -> None:
+def test_curves_are_overlaid_by_step_and_by_time(tmp_path: Path) -> None:
     runs = [report.read_run(made(tmp_path / name, seed, lr)) for name, seed, lr in (("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0))]
     together = Comparison(runs)
     assert together.metrics() == ["mae", "loss"], "the run's own metric first"
@@ -106,7 +106,7 @@ def test_seeds_alone(tmp_path: Path) -> None:
     assert "Over seeds" not in found and "Nothing: settings, versions and processes are the same." in found
 
 
-def test_the_time_to_a_target_is_that_of_the_first_evaluation_that_is_good_enough(tmp_path: Path) -> None:
+def test_the_time_to_target_is_that_of_the_first_evaluation_that_reaches_it(tmp_path: Path) -> None:
     for better, seconds in ("lower", 20.0), ("higher", 10.0):  # 0.3, 0.2, 0.1 and 0 after 10 s each
         assert comparison._time_to_target(report.read_run(made(tmp_path / better, best=0.0, better=better))) == seconds
 
@@ -124,7 +124,7 @@ def test_versions_processes_and_runs_that_are_not_far_yet(tmp_path: Path) -> Non
     assert "Validation mae: no finite value of it yet in y/young" in found
 
 
-def test_of_several_apps_only_what_they_share_is_drawn_and_this_is_said(tmp_path: Path) -> None:
+def test_only_common_metrics_of_several_apps_are_drawn(tmp_path: Path) -> None:
     runs = made(tmp_path / "a"), made(tmp_path / "b", app="other", metric="dice")
     found = compared(*runs)
     assert "2 runs of toy, other" in found and "app toy other" in found and "train.metric mae dice" in found
@@ -132,7 +132,7 @@ def test_of_several_apps_only_what_they_share_is_drawn_and_this_is_said(tmp_path
     assert "mae: not a metric of all of toy, other" in found and "dice: not a metric of all of toy, other" in found
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_that_are_no_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, other = made(tmp_path / "a"), made(tmp_path / "b")
     (tmp_path / "empty").mkdir()
     assert cli.main(["report", str(run), str(tmp_path / "empty")]) == 2
@@ -153,7 +153,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "page.html").exists()
 
 
-def test_a_curve_of_numbers_that_are_not_finite_costs_nothing_else(tmp_path: Path) -> None:
+def test_a_non_finite_curve_is_left_out(tmp_path: Path) -> None:
     runs = [made(tmp_path / name) for name in ("a", "b")]
     lines = (runs[1] / "metrics.jsonl").read_text().replace('"loss": 0.05}', '"loss": "NaN"}')
     (runs[1] / "metrics.jsonl").write_text(lines.replace('"mae": 0.1,', '"mae": "NaN",'))

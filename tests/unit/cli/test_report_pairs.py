@@ -1,4 +1,4 @@
-"""Panels and tables of predicted over true values."""
+"""Panels and tables of predicted against true values."""
 
 import math
 from typing import Any
@@ -45,7 +45,7 @@ def test_every_sample_is_drawn_true_to_the_right_and_predicted_upwards(theme: An
     figure.draw_without_rendering()
 
 
-def test_the_table_has_errors_and_those_of_a_constant() -> None:
+def test_the_table_has_errors_and_those_of_the_baseline() -> None:
     rows = table([Pair("a", np.array([1.0, 3.0]), np.array([1.0, 2.0])), Pair("b", np.ones(2), np.zeros(2), "K")], "said").rows
     assert [*rows[0]] == ["a", "2", "0.5000", "0.7071", "0.5", "1", "1"]
     constant = Pair("c", np.array([1.0, 3.0]), np.array([1.0, 2.0]), constant=("nothing", 0.0))

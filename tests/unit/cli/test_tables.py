@@ -1,7 +1,7 @@
 from hpcai.cli import tables
 
 
-def test_numbers_of_a_table_end_at_one_column_and_its_text_begins_at_one() -> None:
+def test_numbers_are_right_aligned_and_text_is_left_aligned() -> None:
     rows = [("adam", 7, "1.5", "fast"), (), ("lamb", 1000, "0.25", "of any width")]
     assert list(tables.lines(rows, ("name", "n", "seconds", "is"), left=("name", "is"))) == [
         "name     n  seconds  is",

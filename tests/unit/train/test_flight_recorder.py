@@ -165,10 +165,11 @@ def test_the_search_names_the_first_module_that_is_not_finite(where: str) -> Non
         out = model(batch)
         (torch.sqrt(out - out.detach()).sum()).backward()  # a finite value whose gradient is not
     first = {
-        "batch": ["the batch itself is not finite", "0 (Linear) is the first whose output is not finite; neither was its input"],
-        "second": ["1 (Second) is the first whose output is not finite"],
-        "loss": ["all outputs are finite: the loss or the way back makes it",
-                 "going back, the first gradient that is not finite is that of the output of 2"],
+        "batch": ["the batch itself is non-finite",
+                  "0 (Linear) is the first module with a non-finite output; its input was non-finite too"],
+        "second": ["1 (Second) is the first module with a non-finite output"],
+        "loss": ["all outputs are finite: the loss or the backward pass causes it",
+                 "backward: the first non-finite gradient is that of the output of 2"],
     }[where]  # fmt: skip
     assert seen == first
     assert not any(module._forward_hooks for module in model.modules())

@@ -8,7 +8,7 @@ import pytest
 
 from hpcai.cli.check import pool
 from hpcai.errors import DataError
-from tests.unit.cli.check.making import index, values, write
+from tests.unit.cli.check.datasets import index, values, write
 
 
 class Here:
@@ -38,7 +38,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def children(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read in child processes, as outside of tests."""
+    """Read files in child processes, as outside of tests."""
     monkeypatch.setattr(pool, "Worker", Worker)
 
 

@@ -1,4 +1,4 @@
-"""``hpcai data check``: what it prints, its exit codes, its JSON; a mistake or a Ctrl-C is no traceback."""
+"""``hpcai data check``: output, exit codes and JSON; a usage error or Ctrl-C prints no traceback."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def nan(path: Path, row: int = 1) -> None:
         file["target"][row, 2] = np.nan
 
 
-def test_help_costs_neither_torch_nor_numpy() -> None:
+def test_help_imports_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, hpcai.cli\n"
         "try: hpcai.cli.main(['data', 'check', '--help'])\n"
@@ -88,7 +88,7 @@ def test_exit_codes(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--json", "no/such/folder/out.json"], "out.json cannot be written: No such file or directory"),
     ],
 )
-def test_wrong_words_are_refused(made: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
+def test_invalid_arguments_are_refused(made: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
     try:
         code = run(made, *words)
     except SystemExit as end:
@@ -122,7 +122,7 @@ def test_json_is_complete(made: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert {"direct", "buffered", "bytes_per_sample"} <= found["figures"]["rate"].keys()
 
 
-def test_names_reach_the_terminal_as_text(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_escaped_for_the_terminal(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = b"\xff\x1b[31m[red].h5"
     (Path(os.fsdecode(os.fsencode(made / "train") + b"/" + name))).write_bytes(b"no HDF5")
     assert run(made) == 1
@@ -130,14 +130,14 @@ def test_names_reach_the_terminal_as_text(made: Path, capsys: pytest.CaptureFixt
     assert "train/\\udcff\\x1b[31m[red].h5" in out and "\x1b" not in out
 
 
-def test_the_rate_is_shown_beside_what_is_needed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_and_needed_rates_are_shown(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(made, "--quick", "--batch", 1_000_000, "--step-time", 0.001, "--nodes", 2, seconds=0.02) == 1
     out = capsys.readouterr().out
     assert "random rows, buffered: " in out and "needed by each node: 2.31e+03 GB/s, 500,000,000.0 samples/s" in out
     assert "error: rate (1)" in out and "FAILED: sizes and headers of 5 files" in out
 
 
-def test_progress_is_a_line_now_and_then_and_a_bar_on_a_terminal(
+def test_progress_is_lines_or_a_bar_on_a_terminal(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(made)

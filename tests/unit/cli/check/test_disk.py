@@ -1,4 +1,4 @@
-"""File systems, stripes, and how fast random rows come."""
+"""File systems and the rate of random reads."""
 
 import time
 from functools import partial
@@ -10,7 +10,7 @@ import pytest
 from hpcai.cli.check import disk
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError
-from tests.unit.cli.check.making import look
+from tests.unit.cli.check.datasets import check
 
 
 def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,14 +28,14 @@ def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path: Path, monk
     assert disk.file_system(tmp_path) is None
 
 
-def test_the_rate_is_that_of_whole_samples(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_counts_full_samples(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.05)
         return disk.os.preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(disk, "Reader", partial(Reader, preadv=slow))
     need = {"batch": 4, "step_time": 0.01, "seconds": 0.1, "quick": True}
-    outcome = look(made, **need)
+    outcome = check(made, **need)
     rate = outcome.figures["rate"]
     assert rate["bytes_per_sample"] == (made / "train" / "u0.h5").stat().st_size / 4
     # 8 threads, one read to a sample, each 0.05 s: about 160 samples a second
@@ -43,11 +43,11 @@ def test_the_rate_is_that_of_whole_samples(made: Path, monkeypatch: pytest.Monke
         assert 30 < rate[mode]["samples_per_s"] <= 161, rate
         assert rate[mode]["gb_per_s"] == pytest.approx(rate[mode]["samples_per_s"] * rate["bytes_per_sample"] / 1e9, rel=1e-3)
         assert 0.1 <= rate[mode]["seconds"] < 2
-    assert look(made, nodes=100, **need).findings == ()
+    assert check(made, nodes=100, **need).findings == ()
     assert rate["needed_per_node"] == {"samples_per_s": 400.0, "gb_per_s": pytest.approx(400 * rate["bytes_per_sample"] / 1e9)}
 
 
-def test_the_rate_without_o_direct_and_of_nothing(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_without_o_direct_and_without_files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[Path] = []
     monkeypatch.setattr(disk, "evict", evicted.append)
 
@@ -57,8 +57,8 @@ def test_the_rate_without_o_direct_and_of_nothing(made: Path, tmp_path: Path, mo
         return Reader(mode, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(disk, "Reader", refuse)
-    rate = look(made, quick=True, seconds=0.1).figures["rate"]
+    rate = check(made, quick=True, seconds=0.1).figures["rate"]
     assert evicted and set(evicted) <= set((made / "train").glob("*.h5"))  # of the largest split, before they are read
     assert rate["direct"] == {"problem": "no O_DIRECT here"} and rate["buffered"]["samples_per_s"] > 0
     (tmp_path / "none").mkdir()
-    assert look(tmp_path / "none", seconds=0.02).figures["rate"] is None
+    assert check(tmp_path / "none", seconds=0.02).figures["rate"] is None

@@ -1,4 +1,4 @@
-"""Healthy sets are left in peace; rows of every size and type are looked at; no file is believed."""
+"""Valid data sets have no findings; rows of every size and dtype are read; files are untrusted."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from data_prep import deepcam
 from hpcai.cli.check import Options, Outcome, check_dataset, inspection, manifest, pool
 from hpcai.cli.progress import Progress
 from hpcai.errors import DataError
-from tests.unit.cli.check import making
-from tests.unit.cli.check.making import PACKED, ROWS, change, index, look, one, put, told, values, write
+from tests.unit.cli.check import datasets
+from tests.unit.cli.check.datasets import PACKED, ROWS, change, check, index, put, single_finding, summarize, values, write
 
 # ---- healthy sets
 
 
-def test_a_healthy_set_gives_no_finding(made: Path) -> None:
-    outcome = look(made)
+def test_a_valid_data_set_has_no_findings(made: Path) -> None:
+    outcome = check(made)
     assert outcome.findings == () and not outcome.failed(strict=True)
     train = outcome.splits[0]
     assert (train.name, train.files, train.samples, train.verified) == ("train", 4, 16, 4)
@@ -32,11 +32,11 @@ def test_a_healthy_set_gives_no_finding(made: Path) -> None:
     fields = {"counts": {"dtype": "int16", "shape": [16, 16, 16, 4], "low": 0, "high": None}, "target": {"low": -1, "high": 1}}
     index(made / "train", fields=fields)
     for options in ({}, {"quick": True}):
-        assert look(made, **options).findings == ()
-    assert look(made / "train").findings == ()
-    assert look(made / "train").splits[0].name == "."
+        assert check(made, **options).findings == ()
+    assert check(made / "train").findings == ()
+    assert check(made / "train").splits[0].name == "."
     with pytest.raises(DataError, match=r"nowhere: no such folder; name the folder of a data set"):
-        look(made / "nowhere")
+        check(made / "nowhere")
 
 
 def test_npy_files_are_one_sample_each(tmp_path: Path) -> None:
@@ -45,13 +45,13 @@ def test_npy_files_are_one_sample_each(tmp_path: Path) -> None:
         for i in range(3):
             np.save(tmp_path / split / f"s{i}.npy", values(100 * len(split) + i)["counts"])
         index(tmp_path / split)
-    outcome = look(tmp_path)
+    outcome = check(tmp_path)
     assert outcome.findings == () and [split.samples for split in outcome.splits] == [3, 3]
-    making.reword(tmp_path / "test", lambda files: [file.update(rows=ROWS) for file in files])  # dim 0 counts rows
-    assert [split.samples for split in look(tmp_path).splits] == [3, 3 * ROWS]
+    datasets.edit_entries(tmp_path / "test", lambda files: [file.update(rows=ROWS) for file in files])  # dim 0 counts rows
+    assert [split.samples for split in check(tmp_path).splits] == [3, 3 * ROWS]
     np.save(tmp_path / "test" / "s2.npy", np.load(tmp_path / "train" / "s1.npy"))
     index(tmp_path / "test")
-    assert told(look(tmp_path)) == [("error", "leak", "test/s2.npy", "values", 0)]
+    assert summarize(check(tmp_path)) == [("error", "leak", "test/s2.npy", "values", 0)]
 
 
 def test_files_in_groups_scalars_and_odd_dtypes_are_fine(made: Path) -> None:
@@ -66,13 +66,13 @@ def test_files_in_groups_scalars_and_odd_dtypes_are_fine(made: Path) -> None:
     for split in ("train", "validation"):
         for i, path in enumerate(sorted((made / split).glob("*.h5"))):
             change(path, lambda file: odd(file, [len(split), i]))  # noqa: B023
-    outcome = look(made)
+    outcome = check(made)
     assert {(f.severity, f.code, f.dataset) for f in outcome.findings} == {("note", "layout", "names")}
     assert outcome.splits[0].fields["deep/er/mask"] == "|b1 (20)"
 
 
-def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path) -> None:
-    """Files and splits are compared with one another likewise; dtypes and numbers of dims are still those of the index."""
+def test_a_null_length_in_the_index_allows_any(tmp_path: Path) -> None:
+    """Files and splits are compared likewise; dtypes and numbers of dims must still match the index."""
     rng = np.random.default_rng(0)
     fields = {"image": {"dtype": "float32", "shape": [None, None, 3]}, "kind": {"dtype": "int32", "shape": [2]}}
 
@@ -83,7 +83,7 @@ def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path) -> None:
     for i, shape in enumerate([(40, 50, 3), (41, 50, 3), (40, 33, 3), (7, 9, 3)]):
         volume(f"train/v{i}.h5", shape)
     volume("validation/v0.h5", (20, 21, 3))
-    outcome = look(tmp_path)
+    outcome = check(tmp_path)
     assert outcome.findings == () and outcome.splits[0].fields["image"] == "<f4 (any, any, 3)"
     for spoiled, code, text in (
         (((40, 50, 4),), "shape", "has rows of (40, 50, 4), expected (any, any, 3), as index.json has it"),
@@ -91,11 +91,11 @@ def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path) -> None:
         (((40, 50, 3), "f8"), "dtype", "is <f8, expected <f4"),
     ):
         volume("train/v0.h5", *spoiled)
-        outcome = look(tmp_path, quick=True)
-        assert told(outcome) == [("error", code, "train/v0.h5", "image", None)] and text in outcome.findings[0].text
+        outcome = check(tmp_path, quick=True)
+        assert summarize(outcome) == [("error", code, "train/v0.h5", "image", None)] and text in outcome.findings[0].text
     volume("train/v0.h5", (40, 50, 3))
     volume("validation/v0.h5", (20, 21, 4))  # all files of a split against its index, and the splits
-    found = {(f.severity, f.code, f.text.split(",")[0]) for f in look(tmp_path, quick=True).findings}
+    found = {(f.severity, f.code, f.text.split(",")[0]) for f in check(tmp_path, quick=True).findings}
     assert found == {("error", "shape", "has rows of (20"), ("warning", "schema", "'image' is <f4 (any")}
 
 
@@ -129,30 +129,29 @@ def test_a_damaged_index_is_a_finding(tmp_path: Path, content: str, code: str, t
 # ---- values
 
 
-def test_what_is_not_finite_is_found_with_its_rows(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all layouts, and where a part that is read at once has some of the rows or less than one."""
+def test_rows_with_non_finite_values_are_found(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all layouts, and for reads of several rows or of less than one."""
     monkeypatch.setattr(inspection, "_READ_BYTES", 100_000)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
     data["density"][[2, *range(8, 20)], 17, 3] = np.nan
     data["density"][2, 17, 3] = np.inf
     for how in ({}, {"chunks": (1, 300, 20), "compression": "gzip"}, {"chunks": (2, 300, 20)}):
         put(made / "train" / "u1.h5", data, **how)
-        finding = one(look(made / "train"), "nan")
+        finding = single_finding(check(made / "train"), "nan")
         assert (finding.path, finding.dataset, finding.row) == (made / "train" / "u1.h5", "density", 2)
         assert finding.text.startswith("rows 2, 8, 9, 10, 11, 12, 13, 14, 15, 16 ... (13) of 30 holds NaN or infinity")
 
 
-def test_ranges_of_the_command_come_before_those_of_the_index(made: Path) -> None:
+def test_ranges_of_the_command_override_the_index(made: Path) -> None:
     change(made / "train" / "u3.h5", lambda file: file["counts"].__setitem__((2, 0, 0, 0, 1), -7), fields={"counts": {"low": 0}})
-    assert told(look(made)) == [("error", "range", "train/u3.h5", "counts", 2)]
-    assert look(made, ranges={"counts": (-7, 999)}).findings == ()
-    above = [f for f in look(made, ranges={"counts": (None, 998.5)}).findings if f.code == "range"]
+    assert summarize(check(made)) == [("error", "range", "train/u3.h5", "counts", 2)]
+    assert check(made, ranges={"counts": (-7, 999)}).findings == ()
+    above = [f for f in check(made, ranges={"counts": (None, 998.5)}).findings if f.code == "range"]
     assert len(above) == 6 and {f.text.split("such as ")[1][:3] for f in above} == {"999"}
 
 
-def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path) -> None:
-    """Only the value that the index names may fill it; maps without an object are such rows, by what data_prep says of them. Rows
-    of one value are nobody's copies."""
+def test_blank_rows_are_allowed_by_the_index(tmp_path: Path) -> None:
+    """Only the declared value may fill them; maps without an object are such rows. Constant rows are no duplicates."""
     fields = {"mask": {**deepcam.fields(20, 30)["mask"].told((20, 30)), "key": True}}
     rng = np.random.default_rng(0)
     mask = rng.integers(0, 3, (6, 20, 30), np.uint8)
@@ -161,12 +160,12 @@ def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path) -> None:
         write(tmp_path / "a.h5", {"fields": rng.normal(size=(6, 20, 30, 2)).astype(np.float32), "mask": mask}, **how)
         index(tmp_path, fields=fields)
         for options in ({}, {"ranges": {"mask": (0, 2)}}):
-            finding = one(look(tmp_path, **options), "constant")
+            finding = single_finding(check(tmp_path, **options), "constant")
             assert finding.row == 4 and "row 4 of 6 holds nothing but 2," in finding.text
     del fields["mask"]["blank"]
     index(tmp_path, fields=fields)
-    found = look(tmp_path)
-    assert "rows 1, 2, 4 (3) of 6 holds nothing but 0," in one(found, "constant").text
+    found = check(tmp_path)
+    assert "rows 1, 2, 4 (3) of 6 holds nothing but 0," in single_finding(found, "constant").text
     assert not {"duplicate", "leak"} & {finding.code for finding in found.findings}
 
 
@@ -190,37 +189,37 @@ def test_rows_of_every_size_and_type(dtype: str, shape: tuple[int, ...]) -> None
     assert (rows.keys[5] == 0) == blank and rows.keys[3] == rows.keys[6] and len(set(rows.keys)) == 6
 
 
-def test_samples_are_told_apart_by_the_field_that_the_index_names(tmp_path: Path) -> None:
-    """Many samples may have the same caption, whose vectors are larger than they are."""
+def test_samples_are_identified_by_the_key_field(tmp_path: Path) -> None:
+    """Many samples may have the same caption, with vectors wider than the samples."""
     data, wide = np.random.default_rng(0).normal(size=(7, 50)), np.random.default_rng(1).normal(size=(7, 90))
     data[6], wide[5] = data[2], wide[1]
     put(tmp_path / "a.h5", {"data": data, "wide": wide})
-    assert [(f.code, f.dataset, f.row) for f in look(tmp_path).findings] == [("duplicate", "wide", 5)]
+    assert [(f.code, f.dataset, f.row) for f in check(tmp_path).findings] == [("duplicate", "wide", 5)]
     index(tmp_path, fields={"data": {"key": True}})
-    assert [(f.code, f.dataset, f.row) for f in look(tmp_path).findings] == [("duplicate", "data", 6)]
+    assert [(f.code, f.dataset, f.row) for f in check(tmp_path).findings] == [("duplicate", "data", 6)]
 
 
 def test_a_leak_is_found_through_compression(made: Path) -> None:
     same = {"counts": values(500)["counts"][[2, 1]], "target": np.ones((2, 3), np.float32)}
     put(made / "validation" / "u0.h5", same, **PACKED)
-    leak = one(look(made), "leak")
+    leak = single_finding(check(made), "leak")
     assert leak.row == 0 and leak.text.startswith("row 0 is the same sample as train/u0.h5 row 2, and 1 more rows of these two;")
 
 
-def test_parts_of_rows_may_lie_one_after_another(made: Path) -> None:
+def test_ragged_rows_are_supported(made: Path) -> None:
     for i in range(4):
         count = np.random.default_rng(i).random((9 + i, 3))
         put(made / "train" / f"u{i}.h5", {**values(500 + i), "xyz": count})
     index(made / "train", fields={"xyz": {"shape": ["natoms", 3]}})
-    assert look(made / "train").findings == ()
+    assert check(made / "train").findings == ()
     index(made / "train")
-    assert {f.code for f in look(made / "train").findings} == {"rows"}
+    assert {f.code for f in check(made / "train").findings} == {"rows"}
 
 
-def test_the_same_values_in_another_order_are_another_sample(tmp_path: Path) -> None:
+def test_permuted_values_are_another_sample(tmp_path: Path) -> None:
     row = np.random.default_rng(0).integers(0, 99, (64, 2048), dtype=np.int16)  # 64 pages
     put(tmp_path / "a.h5", {"counts": np.stack([row, row[::-1], np.roll(row, 3, 0), np.roll(row, 4, 1)])})
-    assert look(tmp_path).findings == ()
+    assert check(tmp_path).findings == ()
 
 
 # ---- damage
@@ -243,8 +242,8 @@ def small_npy(path: Path) -> None:
 
 @pytest.mark.usefixtures("children")
 @pytest.mark.parametrize("name, make", [("a.h5", small_hdf5), ("a.npy", small_npy)])
-def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, name: str, make: Any) -> None:
-    """A hundred of them, most with changes in the first bytes, where headers are, some cut short."""
+def test_a_damaged_file_always_gives_an_outcome(tmp_path: Path, name: str, make: Any) -> None:
+    """A hundred files, most with changes in the first bytes, the headers, some truncated."""
     make(tmp_path / name)
     whole, chance = (tmp_path / name).read_bytes(), random.Random(7)
     for number in range(100):
@@ -255,18 +254,18 @@ def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, name
     about = [{"name": f"{number}{name}", "rows": 3, "sha256": "0" * 64} for number in range(50)]
     (tmp_path / "index.json").write_text(json.dumps({"files": about}))
     for options in ({}, {"quick": True}):
-        outcome = look(tmp_path, **options)
+        outcome = check(tmp_path, **options)
         assert isinstance(outcome, Outcome) and outcome.failed()
         json.dumps(outcome.as_json(), allow_nan=False)
 
 
-def test_a_dataset_that_says_it_is_larger_than_its_file_could_be_is_not_read(made: Path) -> None:
+def test_a_dataset_larger_than_its_file_is_not_read(made: Path) -> None:
     def vast(file: h5py.File) -> None:
         del file["counts"]
         file.create_dataset("counts", (1 << 30, 1 << 20), np.int16, chunks=(1, 1 << 16), compression="gzip")
 
     change(made / "train" / "u2.h5", vast)
-    assert one(look(made), "unwritten").path.name == "u2.h5"
+    assert single_finding(check(made), "unwritten").path.name == "u2.h5"
 
 
 def npy_with(path: Path, header: str, version: bytes = b"\x01\x00", length: int | None = None) -> None:
@@ -275,18 +274,18 @@ def npy_with(path: Path, header: str, version: bytes = b"\x01\x00", length: int 
     path.write_bytes(b"\x93NUMPY" + version + count.to_bytes(2 if version[0] == 1 else 4, "little") + text)
 
 
-def test_a_npy_header_is_not_believed(tmp_path: Path) -> None:
+def test_a_npy_header_is_validated(tmp_path: Path) -> None:
     said = "{{'descr': '{}', 'fortran_order': False, 'shape': {}}}\n"
     for number, header in enumerate([said.format("<f8", "(1099511627776, 3)"), said.format("<f8", "(-1,)"), "(" * 9000]):
         npy_with(tmp_path / f"{number}.npy", header)
     npy_with(tmp_path / "3.npy", said.format("|O", "(3,)"))
     npy_with(tmp_path / "4.npy", "x", b"\x02\x00", 0xFFFFFFFF)
     npy_with(tmp_path / "5.npy", "x", b"\x09\x00")
-    found = {f.path.name for f in look(tmp_path, quick=True).findings if f.code in ("unreadable", "layout")}
+    found = {f.path.name for f in check(tmp_path, quick=True).findings if f.code in ("unreadable", "layout")}
     assert found == {f"{number}.npy" for number in range(6)}
 
 
-def test_what_is_not_a_file_at_all(tmp_path: Path) -> None:
+def test_folders_pipes_and_devices(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
     (tmp_path / "folder.h5").mkdir()
     (tmp_path / "link.h5").symlink_to("nowhere")
@@ -294,7 +293,7 @@ def test_what_is_not_a_file_at_all(tmp_path: Path) -> None:
     (tmp_path / "empty.npy").write_bytes(b"")
     with h5py.File(tmp_path / "no dataset.h5", "w"):
         pass
-    found = {f.path.name: f.text for f in look(tmp_path).findings if f.code in ("unreadable", "empty")}
+    found = {f.path.name: f.text for f in check(tmp_path).findings if f.code in ("unreadable", "empty")}
     assert found.keys() == {"pipe.h5", "folder.h5", "link.h5", "none.h5", "empty.npy", "no dataset.h5"}
     assert "expected a file" in found["pipe.h5"] and "No such file" in found["link.h5"] and "no dataset" in found["no dataset.h5"]
 
@@ -302,7 +301,7 @@ def test_what_is_not_a_file_at_all(tmp_path: Path) -> None:
 # ---- children
 
 
-def test_a_child_that_hangs_or_dies_is_a_finding_and_the_next_file_is_read(
+def test_a_hung_or_dead_child_is_a_finding_and_the_next_file_is_read(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: None
 ) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
@@ -331,8 +330,6 @@ def test_a_child_that_hangs_or_dies_is_a_finding_and_the_next_file_is_read(
 
 
 class Stop:
-    """Ctrl-C at the nth report of progress."""
-
     def __init__(self, after: int = 0) -> None:
         self.left = after
 
@@ -347,7 +344,7 @@ def processes() -> set[str]:
 
 
 @pytest.mark.usefixtures("children")
-def test_ctrl_c_does_not_wait_for_a_disk_that_hangs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_wait_for_a_hung_disk(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = processes()
     os.mkfifo(made / "train" / "u9.h5")
     monkeypatch.setattr(Path, "is_file", Path.exists)

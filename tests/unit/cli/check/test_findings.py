@@ -1,4 +1,4 @@
-"""Every kind of finding is seeded once, and found with its code, file, dataset and row; and nothing is found beside it."""
+"""Every kind of finding is provoked once, and found with its code, file, dataset and row, without others."""
 
 import os
 import shutil
@@ -19,21 +19,21 @@ from hpcai.cli.check import Options, disk
 from hpcai.cli.check.findings import KINDS, divide_into_batches
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
-from tests.unit.cli.check.making import (
+from tests.unit.cli.check.datasets import (
     ALIGNED,
     PACKED,
     ROWS,
     SHAPE,
     change,
+    check,
+    delete_table,
+    edit_entries,
     flip,
     index,
-    look,
     put,
-    reword,
+    rewrite,
     values,
-    without_its_table,
     write,
-    written_again,
 )
 
 
@@ -123,15 +123,15 @@ def other(split: str, shape: tuple[int, ...] = SHAPE, **data: np.ndarray) -> Cal
 SAME = values(500)["counts"]  # of train/u0.h5
 QUICK = {"quick": True}
 FAULTS = [
-    Fault("index/none", on("train/index.json", Path.unlink), "train/index.json", text="is not there", repairable=True),
+    Fault("index/none", on("train/index.json", Path.unlink), "train/index.json", text="is missing, so", repairable=True),
     Fault("index/lost", on("train/index.json", lambda p: p.write_text("{")), "train/index.json", text="JSON", repairable=True),
-    Fault("index", on("train", lambda p: reword(p, lambda e: e.append({"name": "../u"}))), "train/index.json",
+    Fault("index", on("train", lambda p: edit_entries(p, lambda e: e.append({"name": "../u"}))), "train/index.json",
           text="files.4.name: String should match"),
-    Fault("index/table", on("train", without_its_table), "train/index.json", text="jobs refuse to start; --index writes it again",
+    Fault("index/table", on("train", delete_table), "train/index.json", text="jobs refuse to start; --index writes it again",
           repairable=True),
     Fault("stranger", on("train/x.h5", lambda p: write(p, values(7))), "train/x.h5", text="a loader may leave it out"),
-    Fault("missing", on("train/u2.h5", Path.unlink), "train/u2.h5", text="copy it again from its source, or take its entry out"),
-    Fault("missing", on("train", lambda p: reword(p, lambda e: e.append({"name": "x.rec"}))), "train/x.rec", text="is in"),
+    Fault("missing", on("train/u2.h5", Path.unlink), "train/u2.h5", text="copy it again from its source, or remove its entry"),
+    Fault("missing", on("train", lambda p: edit_entries(p, lambda e: e.append({"name": "x.rec"}))), "train/x.rec", text="is in"),
     Fault("leftover", on("train/.u2.h5.partial", lambda p: p.write_bytes(b"x")), "train/.u2.h5.partial", text="delete it when"),
     Fault("empty", on("test", Path.mkdir), "test", text="holds neither *.h5 nor *.npy; make it again", beside=frozenset({"index"})),
     Fault("empty", lambda made, patch: [shutil.rmtree(made / name) for name in ("train", "validation")], ".", text="nor a folder"),
@@ -139,22 +139,22 @@ FAULTS = [
     Fault("truncated", on("train/u2.h5", lambda p: os.truncate(p, 5000)), "train/u2.h5", text="has 5,000 bytes, the index says"),
     Fault("overlong", on("train/u2.h5", lambda p: os.truncate(p, 1 << 20)), "train/u2.h5", text="has 1,048,576 bytes, the"),
     Fault("bit-flip", on("train/u2.h5", lambda p: flip(p, 9000, 3)), "train/u2.h5", text="copy it from its source, or if it"),
-    Fault("table", on("train/u2.h5", written_again), "train/u2.h5", text="compare it with its source, or --index"),
+    Fault("table", on("train/u2.h5", rewrite), "train/u2.h5", text="compare it with its source, or --index"),
     Fault("unreadable", on("train/u2.h5", lambda p: [p.write_text("no HDF5"), index(p.parent)]), "train/u2.h5", text="cannot be"),
     Fault("rows", on("train/u1.h5", lambda p: put(p, {**values(1), "target": np.ones((5, 3), "f4")})), "train/u1.h5", "target",
           text="has 5 rows, expected 4 as other datasets have it"),
-    Fault("rows", on("train", lambda p: reword(p, lambda e: e[1].update(rows=3))), "train/u1.h5",
+    Fault("rows", on("train", lambda p: edit_entries(p, lambda e: e[1].update(rows=3))), "train/u1.h5",
           text="has 4 rows, expected 3 as index.json has it"),
-    Fault("unwritten", half_written, "train/u0.h5", "counts", text="1 of 4 parts of", beside=frozenset({"compressed"})),
+    Fault("unwritten", half_written, "train/u0.h5", "counts", text="1 of 4 chunks of", beside=frozenset({"compressed"})),
     Fault("compressed", on("train/u0.h5", lambda p: put(p, values(500), **PACKED)), "train/u0.h5", "counts",
-          text="each read unpacks a whole chunk of (1, 16, 16, 16, 4); h5repack -l CONTI"),
-    Fault("layout", inside("train/u0.h5", compact), "train/u0.h5", "target", text="at one place of the file"),
+          text="each read decompresses a whole chunk of (1, 16, 16, 16, 4); h5repack -l CONTI"),
+    Fault("layout", inside("train/u0.h5", compact), "train/u0.h5", "target", text="contiguous values in the file"),
     Fault("layout/elsewhere", inside("train/u0.h5", elsewhere), "train/u0.h5", "target", text="are not checked; direct reads need"),
     Fault("layout/objects", inside("train/u0.h5", lambda file: file.update(text=["a"] * 4)), "train/u0.h5", "text",
           text="its values are not checked", beside=frozenset({"schema"})),
     Fault("chunked", on("train/u0.h5", lambda p: put(p, values(500), chunks=(1, 8, 8, 8, 4))), "train/u0.h5", "counts",
           text="so that a row is 8 reads instead of one"),
-    Fault("unaligned", unaligned, "train/u0.h5", "counts", text="begins at byte 2,048 and not on a page"),
+    Fault("unaligned", unaligned, "train/u0.h5", "counts", text="begins at byte 2,048, not at a page boundary"),
     Fault("nan", inside("train/u1.h5", lambda file: file["target"].__setitem__((2, 1), -np.inf)), "train/u1.h5", "target", 2,
           text="row 2 of 4 holds NaN or infinity"),
     Fault("range", inside("train/u3.h5", lambda file: file["counts"].__setitem__((2, 0, 0, 0, 1), -7)), "train/u3.h5", "counts", 2,
@@ -183,7 +183,7 @@ FAULTS = [
     Fault("remainder", leave, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
           options={**QUICK, "batch": 5}),
     Fault("inodes", lambda made, p: p.setattr(disk, "MANY_FILES", 5), ".", text="6 files of 139 kB on average", options=QUICK),
-    Fault("network", mounted("nfs4"), ".", text="lies on nfs4, one server for all nodes"),
+    Fault("network", mounted("nfs4"), ".", text="is on nfs4, one server for all nodes"),
     Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
 
@@ -192,7 +192,7 @@ FAULTS = [
 def test_a_fault_is_found(made: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     fault.spoil(made, monkeypatch)
     severity, code = KINDS[fault.kind][0], fault.kind.partition("/")[0]
-    outcome = look(made, **fault.options)
+    outcome = check(made, **fault.options)
     first = next(finding for finding in outcome.findings if (finding.severity, finding.code) == (severity, code))
     found = (first.path.relative_to(made).as_posix(), first.dataset, first.row, first.repairable)
     assert found == (fault.path, fault.dataset, fault.row, fault.repairable)
@@ -205,7 +205,7 @@ def test_every_kind_of_finding_has_a_fault() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 5000))
-def test_divide_counts_every_sample(samples: int, batch: int, world: int) -> None:
+def test_divide_into_batches_counts_every_sample(samples: int, batch: int, world: int) -> None:
     found, problems = divide_into_batches(Path(), samples, batch, world)
     left, repeated = found["left_out"], found["repeated"]
     assert found["batches"] * batch + left == samples == found["padded_batches"] * batch - repeated
@@ -219,5 +219,5 @@ def test_options_refuse_all_mistakes_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Options(world=0, batch=-1, step_time=0, seconds=-1)
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["world", "batch", "step_time", "seconds"]
-    with pytest.raises(ConfigError, match="step-time says nothing without the samples of a step"):
+    with pytest.raises(ConfigError, match="step-time needs the samples of a step"):
         Options(step_time=1.0)

@@ -1,4 +1,4 @@
-"""A small data set, and ways to spoil it."""
+"""A small data set, and functions that damage it."""
 
 import hashlib
 import json
@@ -47,15 +47,13 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "index.json").read_text())["files"]
 
 
-def reword(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    """Changes the entries of an index."""
+def edit_entries(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
     about = json.loads((folder / "index.json").read_text())
     change(about["files"])
     (folder / "index.json").write_text(json.dumps(about))
 
 
 def put(path: Path, data: dict[str, Any], **how: Any) -> None:
-    """Another file in the place of one, which the index knows."""
     write(path, data, **how)
     index(path.parent)
 
@@ -72,42 +70,42 @@ def flip(path: Path, byte: int, bit: int) -> None:
     path.write_bytes(data)
 
 
-def told(outcome: Outcome) -> list[tuple[str, str, str, str | None, int | None]]:
+def summarize(outcome: Outcome) -> list[tuple[str, str, str, str | None, int | None]]:
     where = outcome.directory
     return [(f.severity, f.code, f.path.relative_to(where).as_posix(), f.dataset, f.row) for f in outcome.findings]
 
 
-def one(outcome: Outcome, code: str) -> Finding:
+def single_finding(outcome: Outcome, code: str) -> Finding:
     found = [finding for finding in outcome.findings if finding.code == code]
     assert len(found) == 1, outcome.findings
     return found[0]
 
 
-def everything(folder: Path) -> dict[str, bytes]:
+def file_contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def look(folder: Path, **options: Any) -> Outcome:
+def check(folder: Path, **options: Any) -> Outcome:
     return check_dataset(folder, Options(**{"seconds": 0, "threads": 2, **options}))
 
 
-def mend(folder: Path) -> list[str]:
-    return write_indexes(folder, look(folder))
+def write_all_indexes(folder: Path) -> list[str]:
+    return write_indexes(folder, check(folder))
 
 
 def table_of(folder: Path) -> list[str]:
-    """Names of the tables beside an index; there should be one at most."""
+    """Return the names of the tables beside an index; at most one is expected."""
     return [path.name for path in folder.glob("index-*")]
 
 
-def without_its_table(folder: Path) -> None:
+def delete_table(folder: Path) -> None:
     write_index(folder, json.loads((folder / "index.json").read_text()))
     (name,) = table_of(folder)
     (folder / name).unlink()
 
 
-def written_again(path: Path) -> None:
-    """Another file of as many bytes as the one of which the table was made; the index knows it."""
+def rewrite(path: Path) -> None:
+    """Write another file with the size of the one in the table, and update the index."""
     folder, size, data = path.parent, path.stat().st_size, values(77)
     write_index(folder, json.loads((folder / "index.json").read_text()))
     table = json.loads((folder / "index.json").read_text())["table"]
