@@ -125,7 +125,7 @@ def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another class": ({"_class_name": "UNet3DModel"}, "_class_name is 'UNet3DModel'; expected one of UNet2DConditionModel, "),
     "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4; networks here support null only"),
-    "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to a head's 128"),
+    "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to the 128"),
 }  # fmt: skip
 
 
@@ -152,5 +152,5 @@ def test_settings_of_others_that_say_the_same() -> None:
         assert from_config(to_config(cfg)[1], path)[1] == cfg.model_copy(update={"zero": True})
     with pytest.raises(CheckpointError, match="no class for these settings of a FluxConfig: theta 500"):
         save_folder({}, FluxConfig(theta=500.0), path)
-    with pytest.raises(ValueError, match="a token of 6 channels cannot hold 2 x 2 places; give a multiple of 4"):
+    with pytest.raises(ValueError, match="a token of 6 channels cannot hold 2 x 2 pixels; give a multiple of 4"):
         FluxConfig(inputs=6)
