@@ -23,7 +23,7 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}], ids=str)
 def test_cut_equals_whole(axes: dict[str, int]) -> None:
-    """Tokens between the layers are cut too; layers by themselves, without that, are in test_diffusion_tokens.py."""
+    """Tokens between the layers are cut too; layers by themselves, without that, are in test_diffusion_transformers.py."""
     more = [*sharded(CASES[0], "optimizer", "weights"), *sharded(CASES[3], "optimizer", "weights")] if "replicate" in axes else []
     cut_equals_whole(axes, CASES + more)
 
