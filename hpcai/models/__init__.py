@@ -1,1 +1,1 @@
-"""Scientific models; each folder stands alone."""
+"""Scientific models. Packages do not import one another."""

@@ -75,7 +75,7 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def said(ours: Any, theirs: Any) -> tuple[Tensor, Tensor]:
+def outputs(ours: Any, theirs: Any) -> tuple[Tensor, Tensor]:
     """What the two networks say of one sample."""
     draw, cfg = torch.Generator().manual_seed(0), ours.cfg
 
@@ -108,7 +108,7 @@ def said(ours: Any, theirs: Any) -> tuple[Tensor, Tensor]:
 
 
 def compared(ours: nn.Module, theirs: nn.Module) -> None:
-    found, right = said(ours.zero_grad() or ours.double().eval(), theirs.zero_grad() or theirs.double().eval())
+    found, right = outputs(ours.zero_grad() or ours.double().eval(), theirs.zero_grad() or theirs.double().eval())
     torch.testing.assert_close(found, right, rtol=0, atol=1e-10 * max(1, right.abs().max().item()))
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for value in (found, right):

@@ -68,7 +68,7 @@ def test_on_a_schedule_input_target_weight_and_loss(says: Says, dtype: torch.dty
 
 @pytest.mark.parametrize("each", [True, False], ids=["of_each_sample", "host_numbers"])
 @pytest.mark.parametrize("says", SAYS)
-def test_what_is_said_as_sample_as_noise_and_as_v(says: Says, each: bool) -> None:
+def test_predictions_as_sample_as_noise_and_as_v(says: Says, each: bool) -> None:
     known, objective = numbers("vp"), Objective(schedule("sd2", prediction_type=says))
     alpha, sigma = objective.alpha_sigma(known["timesteps"])
     some = [slice(None)] if each else [slice(i, i + 1) for i in range(len(alpha))]

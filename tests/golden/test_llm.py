@@ -126,7 +126,7 @@ def test_published_sizes(preset: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_saved_is_what_was_read(case: str, tmp_path: Path) -> None:
+def test_saved_is_loaded(case: str, tmp_path: Path) -> None:
     model = LLM.load(home(case))
     llm.save_folder(model.state_dict(), model.cfg, tmp_path, shard=100_000)
     again = LLM.load(tmp_path)
@@ -180,7 +180,7 @@ def test_new_adapters_change_nothing_yet() -> None:
         llm.adapt(LLM.load(home("llama31_tiny")), LoRAConfig(targets=("query",)))
 
 
-SAID = {
+ERRORS = {
     "adapter_of_another_model": "layers.0.self_attn.q_proj.lora_A.weight is [2, 10], expected [2, 8]; it is of another model",
     "adapter_for_absent_modules": "query_key_value.lora_A.weight belongs to no layer of the model; is it an adapter",
     "adapter_of_unknown_kind": "adapter_config.json: an adapter of kind 'IA3'; expected a plain LORA",
@@ -198,13 +198,13 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("fault", SAID)
-def test_what_is_wrong_with_a_folder_is_told_in_one_line_that_names_it(fault: str) -> None:
+@pytest.mark.parametrize("fault", ERRORS)
+def test_errors_of_a_folder_are_one_line_that_names_it(fault: str) -> None:
     folder, good = DATA / "llm" / "broken" / fault, LLM.load(DATA / "llm" / "broken" / "good")
     with pytest.raises(HpcaiError) as told_of:
         llm.load_adapter(good, folder) if fault.startswith("adapter") else LLM.load(folder)
     text = str(told_of.value)
-    assert text.startswith(str(folder)) and SAID[fault] in text and "\n" not in text, text
+    assert text.startswith(str(folder)) and ERRORS[fault] in text and "\n" not in text, text
     found = arrays("llm/broken/good")  # an adapter that is refused changes nothing
     with torch.no_grad():
         logits = good.double()(torch.from_numpy(found["ids"]))
@@ -243,7 +243,7 @@ def test_generated_tokens(case: str) -> None:
     assert model.model.layers[0].self_attn.update_cache is None
 
 
-def test_filters_leave_what_they_shall() -> None:
+def test_filters() -> None:
     found, known = arrays("llm/sampling/filters"), told("llm/sampling/filters")
     logits, seen = torch.from_numpy(found["logits"]), torch.zeros(*found["logits"].shape, dtype=torch.bool)
     seen.scatter_(1, torch.from_numpy(found["ids"]), True)
@@ -257,7 +257,7 @@ def test_filters_leave_what_they_shall() -> None:
         assert filter_logits(ties, torch.zeros_like(ties, dtype=torch.bool), SamplingConfig(**setting)).isfinite().sum() == kept
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+def test_tokens_are_sampled_by_their_probability() -> None:
     logits, cfg = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]), SamplingConfig(temperature=1.0)
     chances = [(i + 0.5) / 1000 for i in range(1000)]
     drawn = sample_tokens(logits.expand(1000, 4), torch.zeros(1000, 4, dtype=torch.bool), cfg, chances).bincount(minlength=4)

@@ -172,7 +172,7 @@ def trained(model: LLM) -> Step:
 
 @pytest.mark.parametrize("documents", ["joined", "apart"])
 @pytest.mark.parametrize("kind", OURS)
-def test_what_bench_llm_compares_with_has_the_same_loss(kind: str, documents: str) -> None:
+def test_the_reference_of_bench_llm_has_the_same_loss(kind: str, documents: str) -> None:
     subject, ours = Benchmark(), ours_of(kind).double().train()
     rows = DataConfig(batch=2, evaluation_batch=2, workers=1, documents=documents)
     cfg = BenchmarkConfig(model=ours.cfg, data=rows)
@@ -192,7 +192,7 @@ def test_what_bench_llm_compares_with_has_the_same_loss(kind: str, documents: st
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama3, tied"])
-def test_they_read_what_a_run_leaves(kind: str, tmp_path: Path) -> None:
+def test_they_read_the_files_of_a_run(kind: str, tmp_path: Path) -> None:
     step = trained(ours_of(kind))
     folder, model, ids = left(step, tmp_path), step.model.double(), tokens_for(50)
     close(model(ids), theirs_from(folder)(ids).logits)

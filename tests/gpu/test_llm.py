@@ -56,7 +56,7 @@ def mean(values: dict[str, Any]) -> float:
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=cuda_alone)], ids=["texts", "documents"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
 @pytest.mark.parametrize("model", MODELS)
-def test_captured_is_eager_whatever_is_computed_again(model: str, precision: str, packed: bool) -> None:
+def test_captured_is_eager_with_any_recomputation(model: str, precision: str, packed: bool) -> None:
     precisely()
     steps = [new_step(model, precision=precision), *(
         new_step(model, again, precision=precision, capture="whole") for again in ("none", "selective", "layers")

@@ -29,7 +29,7 @@ def model_of(sizes: dict[str, Any]) -> LLM:
 
 @pytest.mark.parametrize("cfg", WAYS, ids=["greedy", "drawn"])
 @pytest.mark.parametrize("sizes", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_recorded_steps_say_what_others_say(sizes: dict[str, Any], cfg: SamplingConfig) -> None:
+def test_captured_steps_generate_as_eager_ones(sizes: dict[str, Any], cfg: SamplingConfig) -> None:
     model = model_of(sizes).double()
     right = complete(model, PROMPTS, cfg, seed=3, capture=False)
     assert complete(model, PROMPTS, cfg, seed=3, graph=GRAPH) == right
@@ -37,7 +37,7 @@ def test_recorded_steps_say_what_others_say(sizes: dict[str, Any], cfg: Sampling
 
 
 @pytest.mark.parametrize("narrow", ["weights", "autocast"])
-def test_a_step_that_is_recorded_waits_for_nothing(narrow: str) -> None:
+def test_a_captured_step_waits_for_nothing(narrow: str) -> None:
     model = model_of(LLAMA)
     if narrow == "weights":
         model.bfloat16()

@@ -28,7 +28,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_cut_equals_whole(axes: dict[str, int]) -> None:
+def test_sharded_equals_full(axes: dict[str, int]) -> None:
     """Rows of one document, of several, and with adapters."""
     cases: list[Case] = [{"model": "tied"}, {"model": "gpt", "packed": True}, {"model": "llama", "adapted": True}]
     if list(axes) == ["pipeline"]:
@@ -38,7 +38,7 @@ def test_cut_equals_whole(axes: dict[str, int]) -> None:
     cut_equals_whole(axes, cases)
 
 
-def test_a_checkpoint_goes_from_one_cut_to_others(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resharded(tmp_path: Path) -> None:
     case = {"model": "tied", "layers": 4}
     places = [{"pipeline": 2, "tensor": 2}, {}, {"pipeline": 4}, {"context": 2, "tensor": 2}]
     checkpoints_go_round([(axes, case) for axes in places], tmp_path)
@@ -53,7 +53,7 @@ def parts_of_a_folder(mesh: Mesh) -> Pieces:
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}], ids=str)
-def test_each_rank_reads_its_part_of_a_folder(axes: dict[str, int]) -> None:
+def test_each_rank_reads_its_shard_of_a_folder(axes: dict[str, int]) -> None:
     found = joined([[p for p in rank if p[0].endswith("weight")] for rank in on_ranks(axes, parts_of_a_folder)])
     whole = LLM.load(DATA / "llm" / "llama31_tiny" / "hf")
     for name, parameter in whole.named_parameters():
@@ -74,5 +74,5 @@ def refused(mesh: Mesh, changes: dict[str, Any]) -> str:
     ({"pipeline": 4}, {"layers": 1}, "pipeline: 1 blocks cannot be split into 4 stages"),
     ({"pipeline": 4}, {"layers": 2}, "done"),  # the first stage and the last have words besides
 ])  # fmt: skip
-def test_what_cannot_be_cut_is_refused(axes: dict[str, int], changes: dict[str, Any], text: str) -> None:
+def test_errors_of_sharding(axes: dict[str, int], changes: dict[str, Any], text: str) -> None:
     assert all(text in told for told in on_ranks(axes, refused, changes))

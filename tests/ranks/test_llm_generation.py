@@ -36,7 +36,7 @@ def built(mesh: Mesh, sizes: dict[str, Any]) -> tuple[LLM, Any]:
     return model, act
 
 
-def said(mesh: Mesh) -> list[Any]:
+def outputs(mesh: Mesh) -> list[Any]:
     found: list[Any] = []
     for sizes in (LLAMA | SOME, GPT | SOME):
         model, act = built(mesh, sizes)
@@ -54,14 +54,14 @@ def said(mesh: Mesh) -> list[Any]:
 
 
 @cache
-def said_by_one() -> list[Any]:
-    return said(Mesh({}))
+def outputs_of_one() -> list[Any]:
+    return outputs(Mesh({}))
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_a_cut_model_says_what_a_whole_one_says(axes: dict[str, int]) -> None:
-    for found in on_ranks(axes, said):
-        for own, whole in zip(found, said_by_one(), strict=True):
+def test_a_sharded_model_generates_as_a_full_one(axes: dict[str, int]) -> None:
+    for found in on_ranks(axes, outputs):
+        for own, whole in zip(found, outputs_of_one(), strict=True):
             if isinstance(own[0], float):
                 np.testing.assert_allclose(own, whole, rtol=0, atol=1e-11)
             else:
@@ -82,7 +82,7 @@ def trained_after(mesh: Mesh) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("axes", [{"context": 2, "tensor": 2}, {"pipeline": 2, "context": 2}], ids=str)
-def test_a_model_is_cut_as_before_once_a_text_is_said(axes: dict[str, int]) -> None:
+def test_generation_restores_the_sharded_model(axes: dict[str, int]) -> None:
     (right, _), = on_ranks({}, trained_after)  # fmt: skip
     for before, after in on_ranks(axes, trained_after):
         assert before == after and before in (0.0, pytest.approx(right, abs=1e-10))

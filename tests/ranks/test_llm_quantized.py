@@ -50,7 +50,7 @@ def frozen(mesh: Mesh) -> Pieces:
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_cut_equals_whole(axes: dict[str, int]) -> None:
+def test_sharded_equals_full(axes: dict[str, int]) -> None:
     cases = [EIGHT]
     if axes == {"context": 2, "tensor": 2}:
         cases += [EIGHT | {"model": "tied"}]  # whose layers are computed again
@@ -94,7 +94,7 @@ def gone_on(mesh: Mesh, folder: Path, before: str, after: str) -> tuple[list[Pie
 
 
 @pytest.mark.parametrize(("before", "after"), [("8bit", "8bit"), ("as they are", "8bit"), ("8bit", "bf16")])
-def test_a_run_goes_on_from_the_same_file_with_frozen_weights_of_any_bits(before: str, after: str, tmp_path: Path) -> None:
+def test_a_run_resumes_with_frozen_weights_in_any_format(before: str, after: str, tmp_path: Path) -> None:
     ranks = on_ranks({"replicate": 2, "tensor": 2}, gone_on, tmp_path, before, after)
     saved, read = (joined([rank[which][0] for rank in ranks]) for which in (0, 1))
     assert len(saved) > 10
@@ -128,5 +128,5 @@ def merged(mesh: Mesh) -> Pieces:
     return still(model.requires_grad_(False))
 
 
-def test_merged_parts_are_those_of_the_merged_whole() -> None:
+def test_merged_shards_are_those_of_the_merged_model() -> None:
     same(joined(on_ranks({"replicate": 2, "tensor": 2}, merged)), joined([merged(Mesh({}))]))

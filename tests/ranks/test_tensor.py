@@ -23,7 +23,7 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}], ids=str)
 def test_sharded_equals_unsharded(axes: dict[str, int]) -> None:
-    """With sequence parallelism; test_diffusion_tokens.py tests tensor parallelism without it."""
+    """With sequence parallelism; test_diffusion_transformers.py tests tensor parallelism without it."""
     more = [*sharded(CASES[0], "optimizer", "weights"), *sharded(CASES[3], "optimizer", "weights")] if "replicate" in axes else []
     cut_equals_whole(axes, CASES + more)
 

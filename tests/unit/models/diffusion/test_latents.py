@@ -52,7 +52,7 @@ class Recorder(nn.Module):
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_latents_are_drawn_from_moments_by_counted_numbers_and_scaled(kind: str) -> None:
+def test_latents_are_sampled_from_moments_by_counter_and_scaled(kind: str) -> None:
     made, whole = model(kind), batch(kind=kind)
     recorder = made.network = Recorder(made.network)
     loss(made, whole)
@@ -67,7 +67,7 @@ def test_latents_are_drawn_from_moments_by_counted_numbers_and_scaled(kind: str)
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_a_share_of_training_samples_has_the_empty_text_and_guidance_compares_with_it(kind: str) -> None:
+def test_a_fraction_of_training_samples_has_the_empty_text_and_guidance_compares_with_it(kind: str) -> None:
     made, whole = model(kind, unconditional=0.4), batch(100, kind)
     recorder = made.network = Recorder(made.network)
     loss(made, whole)
@@ -87,7 +87,7 @@ def test_a_share_of_training_samples_has_the_empty_text_and_guidance_compares_wi
     torch.testing.assert_close(made.sample(few, size=(2, 8, 8), sampler=sampler, unconditional=nothing), found, rtol=0, atol=0)
 
 
-def test_what_says_nothing_of_each_condition() -> None:
+def test_unconditional_of_each_condition() -> None:
     words = {"inputs": 1, "outputs": 1, "tokens": None, "channels": (8,), "blocks": 1, "attention": ("none",), "middle": "none",
              "heads": (1,), "groups": 4, "classes": 5, "parameters": 3, "field": 1}  # fmt: skip
     made = Diffusion(DiffusionConfig.model_validate({"unet": words}))
@@ -101,7 +101,7 @@ def test_what_says_nothing_of_each_condition() -> None:
 
 @pytest.mark.parametrize("kind", WORDS)
 @pytest.mark.parametrize("form", ["folder", "ours"])
-def test_training_may_begin_with_weights_of_others(kind: str, form: str, tmp_path: Path) -> None:
+def test_training_may_begin_with_weights_of_diffusers(kind: str, form: str, tmp_path: Path) -> None:
     made = model(kind).float()
     if form == "folder":
         save_folder(made.network.state_dict(), made.cfg.network, tmp_path)

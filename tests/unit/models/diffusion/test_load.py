@@ -63,7 +63,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_with_a_folder_is_told(fault: str, tmp_path: Path) -> None:
+def test_errors_of_a_folder(fault: str, tmp_path: Path) -> None:
     damage, kind, texts = FAULTS[fault]
     folder = shutil.copytree(HOME / "ok", tmp_path / "net")
     damage(folder)
@@ -83,7 +83,7 @@ def test_good_folders_are_read(folder: str) -> None:
     assert not net.training and net.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_is_wrong_with_several_files_is_told(tmp_path: Path) -> None:
+def test_errors_of_several_files(tmp_path: Path) -> None:
     folder = shutil.copytree(HOME / "ok_sharded", tmp_path / "net")
     index = folder / f"{FILE}.index.json"
     whole = json.loads(index.read_text())
@@ -103,7 +103,7 @@ def test_what_is_wrong_with_several_files_is_told(tmp_path: Path) -> None:
         ("transformer_layers_per_block", 2), ("of_a_later_version", "something"), ("up_block_types", ["UpBlock2D"]),
     ],
 )  # fmt: skip
-def test_settings_that_no_network_here_honours_are_named(name: str, value: Any, tmp_path: Path) -> None:
+def test_unsupported_settings_are_named(name: str, value: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(HOME / "ok", tmp_path / "net")
     configured(**{name: value})(folder)
     with pytest.raises(ConfigError, match=rf"config.json: {name} "):
@@ -121,7 +121,7 @@ NETS = {
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("shard", [10**9, 5000])
-def test_what_is_written_is_read_again(name: str, shard: int, tmp_path: Path) -> None:
+def test_written_folders_are_read_again(name: str, shard: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     cfg = NETS[name]
     net = UNet(cfg) if isinstance(cfg, UNetConfig) else VAE(cfg)

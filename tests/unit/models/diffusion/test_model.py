@@ -67,7 +67,7 @@ def finished(*found: dict[str, Any]) -> dict[str, float]:
     return told
 
 
-def test_ensembles_are_measured_beside_the_loss_however_samples_lie_in_batches() -> None:
+def test_ensemble_scores_do_not_depend_on_batches() -> None:
     made, whole = model("flow"), batch()
     told = finished(ensemble_scores(made, whole, members=4))
     parts = [ensemble_scores(made, some(whole, which), members=4) for which in torch.tensor([5, 2, 0, 1, 4, 3]).split(2)]
@@ -84,7 +84,7 @@ def test_ensembles_are_measured_beside_the_loss_however_samples_lie_in_batches()
     assert max(same[name] for name in ("crps", "rmse", "spectrum_error", "ks")) < 1e-15, "members that are the truth"
 
 
-def test_few_at_once_is_many_at_once() -> None:
+def test_samples_do_not_depend_on_batch_size() -> None:
     made, whole = model("edm"), batch()
     every = made.sample(whole.condition, 4, size=(1, 8, 8))
     few = made.sample(whole.condition, 4, size=(1, 8, 8), batch_size=5)
@@ -92,7 +92,7 @@ def test_few_at_once_is_many_at_once() -> None:
     assert not torch.equal(made.sample(whole.condition, 4, size=(1, 8, 8), seed=1), every)
 
 
-def test_a_residual_is_what_a_sample_differs_by_from_its_coarse_field() -> None:
+def test_a_residual_is_the_difference_from_the_coarse_field() -> None:
     made, plain, whole = model(residual=0.5), model(), batch()
     inside = made.subtract_coarse(whole.sample, whole.condition)
     torch.testing.assert_close(made.add_coarse(inside, whole.condition), whole.sample, rtol=1e-12, atol=1e-12)
@@ -122,7 +122,7 @@ def test_physical_units_and_sizes() -> None:
         made.sample(Condition(field=torch.zeros(2, 1, 2, 2)), indices=torch.arange(3))
 
 
-def test_parameters_by_name_and_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_by_name_and_errors(caplog: pytest.LogCaptureFixture) -> None:
     known = {"parameters": ["Omega_m", "sigma_8"], "low": [0.1, 0.6], "high": [0.5, 1.0], "parameter_units": ["", ""]}
     words = {"size": [1, 8, 8], "fields": {**FIELDS, **known}}
     made = Diffusion(DiffusionConfig.model_validate({"unet": {**UNET, "parameters": 2}, **WAYS["flow"], **words}, strict=False))

@@ -33,7 +33,7 @@ def test_normal_numbers_of_a_stream_are_those_of_the_reference(case: dict[str, A
 
 @DTYPES
 @DRAWS
-def test_a_sample_has_its_numbers_in_any_order_and_company(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_numbers_do_not_depend_on_order_and_batch(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
     whole = draw(11, NOISE, INDEX, EPOCH, SIZE, dtype=dtype)
     assert whole.shape == (5, *SIZE) and whole.dtype == dtype
     order = torch.tensor([3, 1, 4, 0, 2])
@@ -46,7 +46,7 @@ def test_a_sample_has_its_numbers_in_any_order_and_company(draw: Callable[..., T
 
 @DTYPES
 @DRAWS
-def test_a_box_has_the_numbers_of_the_whole(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_a_box_has_the_numbers_of_the_full_sample(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
     whole = draw(11, NOISE, INDEX, EPOCH, SIZE, dtype=dtype)
     choices = [(slice(None), slice(a, a + 1 + n // 2), slice(n - 1, n), slice(1, 1)) for n, a in zip(SIZE, (1, 2, 1, 3))]
     for box in product(*choices):
@@ -55,7 +55,7 @@ def test_a_box_has_the_numbers_of_the_whole(draw: Callable[..., Tensor], dtype: 
     assert torch.equal(draw(11, NOISE, INDEX, EPOCH, SIZE, box=(slice(-1, None),), dtype=dtype), whole[:, -1:])
 
 
-def test_no_two_numbers_of_a_run_share_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_numbers_of_a_run_share_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first and the last of what each part of a counter may be."""
     seen: list[tuple[int, ...]] = []
     real = philox._words
@@ -79,7 +79,7 @@ def test_the_host_reads_nothing_and_copies_nothing_to_the_device() -> None:
             uniforms(11, TIMES, INDEX[:batch], EPOCH[:batch])
 
 
-def test_what_cannot_be_told_apart_is_refused() -> None:
+def test_values_out_of_bounds_are_errors() -> None:
     for words, text in (
         ({"seed": -1}, "seed is -1"),
         ({"use": 2**19}, "use 524288 in epoch 0; expected uses below 2"),

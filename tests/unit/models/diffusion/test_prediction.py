@@ -27,21 +27,21 @@ def times(of: Objective, count: int) -> Tensor:
     return of.sample_times(torch.linspace(0.05, 0.9, count, dtype=torch.float64), some(count, seed=1))
 
 
-def test_a_variance_that_is_also_said_does_not_count() -> None:
+def test_a_predicted_variance_is_ignored() -> None:
     of = objective("epsilon")
     noised = of.add_noise(some(2, 4, 3, 3), some(2, 4, 3, 3, seed=2), torch.tensor([3.0, 500.0]))
     said = some(2, 8, 3, 3, seed=3)
     torch.testing.assert_close(of.loss(said, noised), of.loss(said[:, :4], noised), rtol=0, atol=0)
 
 
-def test_levels_are_whole_and_each_is_trained_equally_often() -> None:
+def test_levels_are_integers_and_uniform() -> None:
     of, uniform = objective("v", levels=50), (torch.arange(1000) + 0.5) / 1000
     assert torch.bincount(of.sample_times(uniform, uniform).long()).tolist() == [20] * 50
     narrow = torch.tensor([0.0, 1.0], dtype=torch.bfloat16)
     assert of.sample_times(narrow, uniform[:2]).tolist() == [0, 49], "narrow numbers round to 1"
 
 
-def test_the_target_of_edm_loses_no_places_where_there_is_little_noise() -> None:
+def test_the_target_of_edm_loses_no_digits_at_small_sigma() -> None:
     """The difference x0 - c_skip x, divided by c_out, is off by 1e-4 here."""
     of, x0, noise = objective("edm"), some(1, 3, 8, 8), some(1, 3, 8, 8, seed=2)
     narrow, wide = (of.add_noise(x0.to(dtype), noise.to(dtype), torch.tensor([1e-3])) for dtype in (torch.float32, torch.float64))
@@ -61,6 +61,6 @@ def test_nothing_in_a_step_reads_the_device(says: str) -> None:
     (["prediction_type=edm", "min_snr=5"], "min_snr is for epsilon, v and x0; prediction_type is edm"),
     (["prediction_type=v", "times=logit_normal"], "times logit_normal is for flow; prediction_type is v"),
 ])  # fmt: skip
-def test_settings_that_do_not_go_together_are_refused(words: list[str], told: str) -> None:
+def test_inconsistent_settings_are_errors(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load(ObjectiveConfig, overrides=words)

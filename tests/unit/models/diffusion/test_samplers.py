@@ -58,14 +58,14 @@ def test_a_sample_depends_on_its_own_noise_alone_and_no_step_reads_the_device(wa
         torch.testing.assert_close(alone, whole[i : i + 1], rtol=1e-11, atol=1e-11)
 
 
-def test_the_last_step_asks_for_no_noise() -> None:
+def test_the_last_step_needs_no_noise() -> None:
     asked = list[int]()
     way = "v", "ddim", "trailing"
     draw_samples(mixing, objective(), cfg(way, steps=4, eta=1.0), some(*SHAPE), step_noise=lambda i: (asked.append(i), fresh(i))[1])
     assert asked == [0, 1, 2]
 
 
-def test_steps_come_one_by_one_and_the_last_is_what_is_drawn() -> None:
+def test_steps_are_lazy_and_the_last_is_the_sample() -> None:
     of, calls = objective("flow"), list[float]()
 
     def network(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
@@ -92,7 +92,7 @@ def test_steps_come_one_by_one_and_the_last_is_what_is_drawn() -> None:
     ("edm", {"method": "heun", "spacing": "karras", "churn": 4.0}, "adds noise in steps; give step_noise"),
     ("v", {"method": "dpm++", "eta": 0.5, "shift": 2.0}, "(?s)eta 0.5.*\n.*shift 2"),
 ])  # fmt: skip
-def test_settings_that_do_not_go_together_are_refused_before_the_first_step(says: str, more: dict[str, Any], told: str) -> None:
+def test_inconsistent_settings_are_errors_before_the_first_step(says: str, more: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         sample(never, objective(says), SamplerConfig(**more), some(*SHAPE))
 
@@ -102,13 +102,13 @@ def test_settings_that_do_not_go_together_are_refused_before_the_first_step(says
     ("epsilon", {"spacing": "linspace"}, "set spacing to leading or train v"),
     ("v", {"method": "heun", "spacing": "linspace"}, "sigma / alpha is infinite; set spacing to karras or leading"),
 ])  # fmt: skip
-def test_a_level_of_noise_alone_is_refused_where_nothing_can_be_made_of_it(says: str, more: dict[str, Any], told: str) -> None:
+def test_a_level_of_pure_noise_is_an_error_for_some_methods(says: str, more: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         plan_steps(objective(says, zero_snr=True), SamplerConfig(**more))
     assert plan_steps(objective(says, zero_snr=True), SamplerConfig(**more | {"spacing": "leading"}))[0].alpha > 0
 
 
-def test_a_condition_and_none_must_have_the_same_parts() -> None:
+def test_conditional_and_unconditional_must_have_the_same_fields() -> None:
     parts = Condition(), Condition(classes=torch.zeros(3))
     for pair, told in ((parts, "condition has no classes, the other one has"), (parts[::-1], "unconditional has no classes")):
         with pytest.raises(ConfigError, match=told):

@@ -91,7 +91,7 @@ def test_distances_of_features_are_those_of_the_formulas() -> None:
         near(found[name], SETS[stored], 1e-9)
 
 
-def test_sums_over_four_parts_are_those_of_the_whole() -> None:
+def test_sums_over_four_batches_are_those_of_one() -> None:
     torch.manual_seed(0)
     members, truth = torch.randn(5, 8, 6, 4), torch.randn(8, 6, 4).mul(4).round().div(4)
     at, edges = scores.shells((6, 4), (3.0, 2.0)), torch.linspace(-2, 2, 9)
@@ -109,7 +109,7 @@ def test_sums_over_four_parts_are_those_of_the_whole() -> None:
         assert len(whole) and finished(*(way(*part) for part in parts)) == pytest.approx(whole, rel=1e-10, abs=1e-12), way
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_are_errors() -> None:
     at = scores.shells((4, 4))
     for call, text in (
         (lambda: scores.ensemble_sums(X[:1], Y), "2 members at least"),

@@ -43,11 +43,11 @@ def samples() -> tuple[Tensor, Tensor]:
     return torch.randn(SAMPLES, 2, 8, 8, generator=draw), torch.rand(SAMPLES, generator=draw)
 
 
-def asked(kind: str) -> Condition:
+def condition(kind: str) -> Condition:
     return Condition(classes=torch.tensor([0, 2, 3])) if kind == "dit" else ASKED
 
 
-def test_classes_are_left_out_in_training_alone() -> None:
+def test_classes_are_dropped_in_training_only() -> None:
     model, (x, time), seen = network("dit", dropout=0.5), samples(), []
     for block in model.transformer_blocks:
         block.norm1.emb.class_embedder.register_forward_hook(lambda _, given, out: seen.append(given[0]))
@@ -61,16 +61,16 @@ def test_classes_are_left_out_in_training_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_a_new_one_says_nothing_where_its_last_weights_are_zero(kind: str) -> None:
+def test_a_new_network_returns_zero_if_its_last_weights_are_zero(kind: str) -> None:
     model, (x, time) = network(kind, zero=True), samples()
-    assert not model(x, time, asked(kind)).any()
+    assert not model(x, time, condition(kind)).any()
     zero = {name.removesuffix(".weight") for name, p in model.named_parameters() if name.endswith("weight") and not p.any()}
     modulations = [name for name, _ in model.named_modules() if name.endswith(("norm1.linear", "context.linear", "norm.linear"))]
     assert zero == {*modulations, *(("proj_out_1", "proj_out_2") if kind == "dit" else ("norm_out.linear", "proj_out"))}
     assert all(p.any() != name.endswith("bias") for name, p in network(kind).named_parameters())
 
 
-def test_a_modulated_norm_is_the_formula_and_keeps_its_input_alone() -> None:
+def test_modulate_is_the_formula_and_saves_its_input_only() -> None:
     draw = torch.Generator().manual_seed(2)
     given = [torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6), (2, 6), (2, 6))]
     with kept(nn.ParameterList(given)) as bytes_:
@@ -85,11 +85,11 @@ def test_a_modulated_norm_is_the_formula_and_keeps_its_input_alone() -> None:
 # ---- what is computed again
 
 
-def learnt(kind: str, recompute: str, **autocast: Any) -> list[Tensor]:
+def gradients(kind: str, recompute: str, **autocast: Any) -> list[Tensor]:
     """Gradients."""
     model = network(kind, recompute=recompute)
     with torch.autocast("cpu", **{"enabled": False, **autocast}):
-        found = model(*samples(), asked(kind))
+        found = model(*samples(), condition(kind))
     found.square().sum().backward()
     return [p.grad for p in model.parameters()]
 
@@ -97,24 +97,24 @@ def learnt(kind: str, recompute: str, **autocast: Any) -> list[Tensor]:
 @pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
 @pytest.mark.parametrize("kind", SIZES)
 def test_gradients_are_the_same_to_the_bit(kind: str, autocast: dict[str, Any]) -> None:
-    expected = learnt(kind, "none", **autocast)
+    expected = gradients(kind, "none", **autocast)
     for way in WAYS[1:]:
-        assert all(map(torch.equal, learnt(kind, way, **autocast), expected)), way
+        assert all(map(torch.equal, gradients(kind, way, **autocast), expected)), way
 
 
 # ---- parts of a step
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind: str) -> None:
+def test_linear_layers_use_float8_but_modulations_and_the_outermost(kind: str) -> None:
     model, (x, time) = network(kind), samples()
-    before = model(x, time, asked(kind))
+    before = model(x, time, condition(kind))
     enable_float8(model, StepConfig(matmul="fp8"), torch.device("cpu"))
     names = {name for name, part in model.named_modules() if isinstance(part, FusedLinear)}
     assert not [name for name in names if "embed" in name or "norm" in name or name.startswith("proj")]
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and "transformer_blocks" in name]
     assert names == {name for name in linears if "norm" not in name} and names
-    found = model(x, time, asked(kind))
+    found = model(x, time, condition(kind))
     assert 0 < (found - before).norm() < 0.2 * before.norm()
     found.square().sum().backward()
     assert len(repeated_blocks(model)) == (2 if kind == "dit" else 4), "which are compiled and gathered one by one"
@@ -125,18 +125,18 @@ def test_layers_multiply_in_8_bits_but_those_of_few_rows_and_the_outermost(kind:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another class": ({"_class_name": "UNet3DModel"}, "_class_name is 'UNet3DModel'; expected one of UNet2DConditionModel, "),
     "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4; networks here support null only"),
-    "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to a head's 128"),
+    "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to the 128"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_settings_that_cannot_be_had_are_named(case: str) -> None:
+def test_unsupported_settings_are_named(case: str) -> None:
     found, told = OTHERS[case]
     with pytest.raises(ConfigError, match=told):
         from_config(found, Path("config.json"))
 
 
-def test_settings_of_others_that_say_the_same() -> None:
+def test_equivalent_settings_of_diffusers() -> None:
     old = {
         "_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0", "activation_fn": "gelu-approximate", "out_channels": 8,
         "attention_bias": True, "cross_attention_dim": None, "norm_elementwise_affine": False, "norm_type": "ada_norm_zero",
@@ -152,5 +152,5 @@ def test_settings_of_others_that_say_the_same() -> None:
         assert from_config(to_config(cfg)[1], path)[1] == cfg.model_copy(update={"zero": True})
     with pytest.raises(CheckpointError, match="no class for these settings of a FluxConfig: theta 500"):
         save_folder({}, FluxConfig(theta=500.0), path)
-    with pytest.raises(ValueError, match="a token of 6 channels cannot hold 2 x 2 places; give a multiple of 4"):
+    with pytest.raises(ValueError, match="a token of 6 channels cannot hold 2 x 2 pixels; give a multiple of 4"):
         FluxConfig(inputs=6)

@@ -94,7 +94,7 @@ def test_a_periodic_network_moves_with_its_sample(
 # ---- conditions
 
 
-def test_a_coarse_field_counts_as_the_same_field_on_all_places_and_parameters_count_for_their_sample() -> None:
+def test_a_coarse_field_is_resized_and_parameters_belong_to_their_sample() -> None:
     net, x, field, values = made(field=2, parameters=3), drawn(BATCH, 2, 8, 8), drawn(BATCH, 2, 4, 2), drawn(BATCH, 3)
     given = Condition(field=field, parameters=values)
     with torch.no_grad():
@@ -116,12 +116,12 @@ def test_a_coarse_field_counts_as_the_same_field_on_all_places_and_parameters_co
         ({"heads": (2, 5)}, "not a multiple of 5 heads"),
     ],
 )
-def test_settings_that_do_not_fit_are_told(words: dict[str, Any], text: str) -> None:
+def test_errors_of_settings(words: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         UNetConfig(**{**SMALL, "attention": ("self", "self"), "middle": "self", **words})
 
 
-def test_inputs_that_do_not_fit_are_told() -> None:
+def test_errors_of_inputs() -> None:
     x = drawn(BATCH, 2, 8, 8)
     plain, cross, given = made(), made(kind="cross"), Condition(tokens=drawn(BATCH, 5, 6))
     coarse = made(field=1, periodic=(True, False))

@@ -34,7 +34,7 @@ def model_of(kind: str) -> LLM:
     return model
 
 
-def without_memory(model: LLM, prompt: list[int], cfg: SamplingConfig, seed: int, stop: int) -> list[int]:
+def without_cache(model: LLM, prompt: list[int], cfg: SamplingConfig, seed: int, stop: int) -> list[int]:
     """All of the text through the model for every token of it."""
     random, said, seen = torch.Generator().manual_seed(seed), list[int](), torch.zeros(1, 25, dtype=torch.bool)
     seen[0, prompt] = True
@@ -50,9 +50,9 @@ def without_memory(model: LLM, prompt: list[int], cfg: SamplingConfig, seed: int
 
 @pytest.mark.parametrize("cfg", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_remembering_and_recording_change_no_token(kind: str, cfg: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_and_capture_change_no_token(kind: str, cfg: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind)
-    free = [without_memory(model, prompt, cfg, 5 + row, -1) for row, prompt in enumerate(PROMPTS)]
+    free = [without_cache(model, prompt, cfg, 5 + row, -1) for row, prompt in enumerate(PROMPTS)]
     assert all(len(text) == 20 for text in free) and len({*map(tuple, free)}) > 1
     stop = free[0][5]
     right = [text[: text.index(stop) + 1] if stop in text else text for text in free]
@@ -76,7 +76,7 @@ def test_remembering_and_recording_change_no_token(kind: str, cfg: SamplingConfi
     assert alone == right
 
 
-def test_who_asks_can_end_a_text() -> None:
+def test_the_caller_can_end_a_text() -> None:
     given, rows = generate(model_of("llama"), PROMPTS, GREEDY), []
     for row in given:
         rows.append(row)
@@ -87,14 +87,14 @@ def test_who_asks_can_end_a_text() -> None:
     assert next(given, "none") == "none" and next(given, "none") == "none"
 
 
-def test_tokens_beyond_those_of_a_tokenizer_are_never_chosen() -> None:
+def test_tokens_beyond_those_of_a_tokenizer_are_never_sampled() -> None:
     model = model_of("llama")
     for cfg in (GREEDY, SamplingConfig(most=20, temperature=100.0)):
         assert max(max(text) for text in complete(model, PROMPTS, cfg)) > 12
         assert max(max(text) for text in complete(model, PROMPTS, cfg, vocab_size=13)) <= 12
 
 
-def test_memory_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
+def test_a_cache_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
     model, most = LLM(LLMConfig(vocabulary=512, width=64, layers=1, heads=2, inner=160, positions=512)).eval(), 256
     with FlopCounterMode(display=False) as with_memory:
         complete(model, [[1] * 8], SamplingConfig(most=most))
@@ -113,7 +113,7 @@ class Unable(Tape):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
-def test_a_step_that_cannot_be_recorded_is_told_and_graphs_go_before_the_processes_part() -> None:
+def test_a_step_that_cannot_be_captured_is_an_error_and_graphs_are_reset_before_process_groups() -> None:
     given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Unable)
     with pytest.raises(ConfigError, match="cannot be captured: operation not permitted when .* capturing; give capture=False"):
         list(given)
@@ -127,7 +127,7 @@ def test_a_step_that_cannot_be_recorded_is_told_and_graphs_go_before_the_process
     assert not tape.operations and list(given) == []  # type: ignore[union-attr]
 
 
-def test_how_likely_texts_are_does_not_depend_on_those_beside_them() -> None:
+def test_likelihoods_do_not_depend_on_the_rest_of_the_batch() -> None:
     model = model_of("llama")
     pairs = [([1, 2], [3]), ([5], [6, 7, 8, 9]), ([3, 4, 5, 6, 7], [1, 2]), ([0], [0])]
     right = []

@@ -15,7 +15,7 @@ GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu",
 WAYS = ("none", "selective", "layers")
 
 
-def learnt(changes: dict[str, Any], recompute: str, layers: int, packed: bool = True, **autocast: Any) -> tuple[list[Tensor], int]:
+def trained(changes: dict[str, Any], recompute: str, layers: int, packed: bool = True, **autocast: Any) -> tuple[list[Tensor], int]:
     """Gradients, and bytes of what is kept but parameters."""
     torch.manual_seed(0)
     model = LLM(LLMConfig(**changes, layers=layers, recompute=recompute))
@@ -30,17 +30,17 @@ def learnt(changes: dict[str, Any], recompute: str, layers: int, packed: bool = 
 @pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
 @pytest.mark.parametrize("changes", [LLAMA, {**GPT, "dropout": 0.1}], ids=["llama", "gpt with dropout"])
 def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], autocast: dict[str, Any]) -> None:
-    expected, _ = learnt(changes, "none", 2, **autocast)
+    expected, _ = trained(changes, "none", 2, **autocast)
     for way in WAYS[1:]:
-        assert all(map(torch.equal, learnt(changes, way, 2, **autocast)[0], expected)), way
+        assert all(map(torch.equal, trained(changes, way, 2, **autocast)[0], expected)), way
 
 
 @pytest.mark.parametrize("changes", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_bytes_that_a_layer_keeps(changes: dict[str, Any]) -> None:
+def test_bytes_of_saved_tensors_of_a_layer(changes: dict[str, Any]) -> None:
     """In units of the channels of its tokens, beside some numbers of each row: means, deviations, sums of exponentials."""
     found = {}
     for way in WAYS:
-        two, three = (learnt(changes, way, layers, packed=False)[1] for layers in (2, 3))
+        two, three = (trained(changes, way, layers, packed=False)[1] for layers in (2, 3))
         found[way] = (three - two) / (3 * 16 * 32 * 4)
     cfg = LLMConfig(**changes)
     inner, keys = cfg.inner / cfg.width, cfg.kv_heads * cfg.head_dim / cfg.width

@@ -39,7 +39,7 @@ def found(positions: Tensor, size: int = 6) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("first", WAYS)
-def test_angles_are_the_same_whoever_asked_first(first: str) -> None:
+def test_angles_do_not_depend_on_the_first_caller(first: str) -> None:
     turned = torch.arange(9)[:, None].double() * llm.rotary_frequencies(CFG, 6).double()
     right = torch.cat((turned, turned), -1)[None]
     for way in (first, *WAYS):
@@ -53,7 +53,7 @@ def test_angles_are_the_same_whoever_asked_first(first: str) -> None:
     (x * found(torch.arange(9)[None])[0]).sum().backward()  # not inference tensors, which autograd refuses
 
 
-def test_frequencies_are_made_once_for_settings_and_size_but_on_a_gpu_by_each_call(
+def test_frequencies_are_cached_on_a_cpu_and_computed_by_each_call_on_a_gpu(
     made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph would read memory that others have by then, or they what is made when it is replayed."""

@@ -88,7 +88,7 @@ def test_a_text_ends_before_the_first_stop_wherever_tokens_end(stop: list[str], 
         assert made.asked == next(n for n in range(len(ids) + 1) if any(each in tokenizer.decode(ids[:n]) for each in stop))
 
 
-def test_what_may_begin_a_stop_waits_and_is_told_when_it_is_none() -> None:
+def test_a_possible_stop_is_held_back_until_it_is_none() -> None:
     saying = TextStreamer(Tokenizer.byte_level(), {256}, ["aab", "ac"])
     assert [saying.add(ord(letter)) for letter in "xaaax"] == ["x", "", "", "a", "aax"]
     assert saying.add(ord("a")) == "" and saying.finish() == "a"
@@ -110,7 +110,7 @@ def test_several_texts_end_each_on_its_own(scripted: Any) -> None:
 # ---- a real model
 
 
-def test_one_text_many_texts_and_tokens_say_the_same() -> None:
+def test_one_text_many_texts_and_tokens_are_the_same() -> None:
     model = new_model(Tokenizer.byte_level())
     words: dict[str, Any] = {"temperature": 1.5, "top_k": 50, "most": 30, "seed": 3}
     alone = str(model.generate("ab", **words))
@@ -119,7 +119,7 @@ def test_one_text_many_texts_and_tokens_say_the_same() -> None:
     assert str(model.generate("ab", most=30)) == bytes(t for (t,) in ids if t is not None and t < 256).decode("utf-8", "replace")
 
 
-def test_a_text_begins_with_what_texts_begin_with() -> None:
+def test_a_text_begins_with_start_tokens() -> None:
     model, golden = new_model(Tokenizer.byte_level()), Tokenizer.load(GOLDEN)
     assert text.prompt_tokens(model, "") == [256] and text.prompt_tokens(model, "a") == [256, 97]
     assert text.start_tokens(golden) == (golden.prefix or [golden.bos])
@@ -127,7 +127,7 @@ def test_a_text_begins_with_what_texts_begin_with() -> None:
         model.generate("a" * 64)
 
 
-def test_a_chat_is_told_by_the_template(scripted: Any) -> None:
+def test_a_chat_is_rendered_by_the_template(scripted: Any) -> None:
     tokenizer = Tokenizer.load(GOLDEN)
     model, messages = new_model(tokenizer, vocabulary=tokenizer.size + 3), [{"role": "user", "content": "Hello"}]
     prompt = tokenizer.chat(messages, True)[0]
@@ -140,7 +140,7 @@ def test_a_chat_is_told_by_the_template(scripted: Any) -> None:
         new_model(Tokenizer.byte_level()).chat(messages)
 
 
-def test_further_ends_are_those_of_generation_config(tmp_path: Path) -> None:
+def test_further_stop_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
     new_model().save(tmp_path / "model.safetensors")
     Tokenizer.byte_level().save(tmp_path)
     for found, right in (({"eos_token_id": [5, 256]}, {5, 256}), ({"eos_token_id": 7}, {7, 256}), ({}, {256})):

@@ -99,7 +99,7 @@ def test_a_text_comes_back_and_no_token_has_more_than_three_digits(trained: Toke
     assert max(len(token) for token in tokens if token.isdigit()) == 3
 
 
-def test_a_tokenizer_is_kept_and_another_spelling_of_it_is_the_same(trained: Tokenizer, tmp_path: Path) -> None:
+def test_a_tokenizer_is_saved_and_another_layout_of_it_is_the_same(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path)
     assert Tokenizer.load(tmp_path).identity == Tokenizer.load(tmp_path / "tokenizer.json").identity == trained.identity
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -117,7 +117,7 @@ def test_a_tokenizer_is_kept_and_another_spelling_of_it_is_the_same(trained: Tok
 
 
 @pytest.mark.parametrize("make", [Tokenizer.byte_level, lambda: Tokenizer.load(GOLDEN), metaspace], ids=["bytes", "BPE", "spaces"])
-def test_a_stream_says_what_all_ids_say_at_once(make: Callable[[], Tokenizer]) -> None:
+def test_a_stream_decodes_as_all_ids_at_once(make: Callable[[], Tokenizer]) -> None:
     one = make()
     for text in ["a few plain words, and more", "naïve 😀 words — 你好", "a\ufffdb"]:
         stream, ids = one.stream(), one.encode(text)
@@ -159,7 +159,7 @@ def test_templates_may_be_several_or_a_file_of_their_own(tmp_path: Path) -> None
         ("x", "text", "messages: a str, expected a list such as"),
     ],
 )
-def test_a_wrong_template_or_message_is_refused(tmp_path: Path, template: str, messages: Any, error: str) -> None:
+def test_a_wrong_template_or_message_is_an_error(tmp_path: Path, template: str, messages: Any, error: str) -> None:
     with pytest.raises(DataError, match=error):
         Tokenizer.load(answering(tmp_path / "t", template)).chat(messages)
 
@@ -182,7 +182,7 @@ def test_a_file_that_does_not_fit_itself_is_named(tmp_path: Path, change: Any, e
         Tokenizer.load(changed(tmp_path / "t", change))
 
 
-def test_what_has_no_end_no_such_id_or_no_such_character_is_refused(tmp_path: Path) -> None:
+def test_unknown_ids_characters_and_a_missing_end_are_errors(tmp_path: Path) -> None:
     one = Tokenizer.load(changed(tmp_path / "t", lambda content, config: config.pop("eos_token")))
     with pytest.raises(DataError, match="names no token that ends a text; give tokenizer_config.json"):
         one.encode_document("a")

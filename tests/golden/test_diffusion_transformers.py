@@ -71,7 +71,7 @@ def test_outputs_in_float32_and_under_autocast(case: str) -> None:
     assert found.dtype == torch.bfloat16 and (found - right).norm() < 0.04 * right.norm()
 
 
-def test_tables_of_times_and_places() -> None:
+def test_embeddings_of_times_and_positions() -> None:
     stored, (_, time, _) = given("dit_tiny/dit", torch.float32)
     close(sinusoidal_embedding(time, 256, torch.float64, 127).float(), stored["time_proj"], 1.2e-4)  # theirs are float32
     cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"), HOME)[1]

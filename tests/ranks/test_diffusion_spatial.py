@@ -92,7 +92,7 @@ def told(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("cfg", "axes"), CASES, ids=told)
-def test_a_network_whose_samples_are_cut_is_the_network(cfg: UNetConfig, axes: dict[str, int]) -> None:
+def test_a_network_with_sharded_samples_equals_the_full_one(cfg: UNetConfig, axes: dict[str, int]) -> None:
     on_ranks(axes, compare, cfg)
 
 
@@ -144,7 +144,7 @@ TRAINED = [(MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height
 
 
 @pytest.mark.parametrize(("cfg", "axes"), TRAINED, ids=told)
-def test_cut_samples_train_and_are_drawn_as_on_one_process(cfg: UNetConfig, axes: dict[str, int]) -> None:
+def test_sharded_samples_train_and_are_generated_as_on_one_rank(cfg: UNetConfig, axes: dict[str, int]) -> None:
     losses, weights, rows = whole(cfg)
     ranks = on_ranks(axes, trained, cfg)
     copies = {"loss", "truth", "members", "field", "parameters"} if "replicate" in axes else set()
@@ -162,7 +162,7 @@ LARGE = UNetConfig(
 )  # fmt: skip
 
 
-def kept(mesh: Mesh) -> tuple[int, int]:
+def saved_and_sent_bytes(mesh: Mesh) -> tuple[int, int]:
     """Bytes that a process keeps for the backward pass, and sends to others."""
     size, found = (32, 16, 16), dict[int, int]()
     model = diffusion.parallelize(UNet(LARGE), mesh, size)
@@ -180,8 +180,8 @@ def kept(mesh: Mesh) -> tuple[int, int]:
     return sum(found.values()), cast(diffusion.Slabs, model.grid).cut.comm_volume.bytes_sent if mesh.model_parallel.size > 1 else 0
 
 
-def test_a_process_keeps_no_more_than_its_part() -> None:
-    whole, _ = kept(single_process())
+def test_a_rank_saves_no_more_than_its_shard() -> None:
+    whole, _ = saved_and_sent_bytes(single_process())
     for axes, share in (({"depth": 2}, 0.45), ({"depth": 2, "height": 2}, 0.27)):
-        for own, sent in on_ranks(axes, kept):
+        for own, sent in on_ranks(axes, saved_and_sent_bytes):
             assert own < share * whole and sent < own, (axes, own / whole, sent / own)

@@ -79,7 +79,7 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Batch]:
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_cut_equals_whole(axes: dict[str, int]) -> None:
+def test_sharded_equals_full(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": name} for name in MODELS]
     if "replicate" in axes:  # whose copies leave out other classes
         shards = ("none", "optimizer", "weights") if "tensor" in axes else ("weights",)

@@ -27,7 +27,7 @@ def test_texts_have_the_ids_of_the_reference_and_come_back(tokenizer: Tokenizer,
     assert tokenizer.special.isdisjoint(plain) and tokenizer.decode(plain, skip_special=True) == case["text"]
 
 
-def test_a_character_is_told_when_it_is_whole(tokenizer: Tokenizer) -> None:
+def test_a_character_is_decoded_when_it_is_complete(tokenizer: Tokenizer) -> None:
     case = STRINGS["partial_utf8"]
     stream = tokenizer.stream()
     assert [stream.add(token) for token in case["ids"]] == ["", "", "", case["decoded_prefixes"][-1]] and stream.finish() == ""
@@ -46,6 +46,6 @@ def test_chats_have_the_ids_and_the_mask_of_the_reference(tokenizer: Tokenizer, 
 
 
 @pytest.mark.parametrize("case", CHATS["errors"], ids=lambda case: case["error"])
-def test_a_chat_that_the_template_refuses_is_refused_with_its_words(tokenizer: Tokenizer, case: dict[str, Any]) -> None:
+def test_a_chat_that_the_template_rejects_is_an_error_with_its_message(tokenizer: Tokenizer, case: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=case["error"]):
         tokenizer.chat(case["messages"])
