@@ -75,7 +75,7 @@ def gdt(superposed: Tensor, true: Tensor, mask: Tensor, limits: Sequence[float] 
     """Return the global distance test (Zemla 2003): the fraction of atoms within each limit in angstrom, averaged. The limits are
     those of GDT-TS; half of them give GDT-HA. With one superposition of all atoms, it is a lower bound of a search over many.
 
-    fitted and true [B, R, 3], mask [B, R] -> [B]
+    superposed and true [B, R, 3], mask [B, R] -> [B]
     """
     distances = torch.linalg.vector_norm(superposed - true, dim=-1)
     within = torch.stack([(distances <= limit).to(mask.dtype) for limit in limits]).mean(0)
