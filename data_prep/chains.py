@@ -18,7 +18,7 @@ from data_prep import moments, store
 from data_prep.store import Field
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode
-from hpcai.models.openfold.residues import GAP, ATOM_ORDER, UNKNOWN
+from hpcai.models.openfold.residues import ATOM_ORDER, GAP, UNKNOWN
 from hpcai.models.openfold.structures import Chain
 
 Array = NDArray[Any]

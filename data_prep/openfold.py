@@ -59,7 +59,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold.alignments import read_alignments, read_hhr
 from hpcai.models.openfold.residues import GAP
 from hpcai.models.openfold.structures import Chain, Entry, read_mmcif
-from hpcai.models.openfold.templates import Match, too_few_atoms, select_hits, rejection_reason
+from hpcai.models.openfold.templates import Match, rejection_reason, select_hits, too_few_atoms
 
 WORK = ".convert"
 MADE = "simulated: folded by data_prep.proteins, not nature"

@@ -12,7 +12,7 @@ import torch
 from apps.deepcam.settings import Config
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Selection
-from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, spatial_cut

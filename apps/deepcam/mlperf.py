@@ -1,6 +1,6 @@
 """What the MLPerf log of DeepCAM says beside the common lines. No torch here."""
 
-from hpcai.mllog import Benchmark, Entry, decay_factor, if_lamb, in_steps, peak_factor, decay_name, if_decay
+from hpcai.mllog import Benchmark, Entry, decay_factor, decay_name, if_decay, if_lamb, in_steps, peak_factor
 
 BENCHMARK = Benchmark(
     name="deepcam",

@@ -43,7 +43,7 @@ from hpcai.models.diffusion import (
 )
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
-from hpcai.nn import Conv2d, GroupNorm, LayerNorm, upsample_conv, periodic
+from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic, upsample_conv
 from hpcai.nn.conv import Conv3d
 
 _GPU = torch.cuda.is_available()

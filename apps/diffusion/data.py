@@ -18,7 +18,7 @@ from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Selection
 from hpcai.data.loader import Source
 from hpcai.data.sampler import Endless
-from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import DataError

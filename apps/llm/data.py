@@ -13,9 +13,9 @@ from apps.llm.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import Blend, Endless, Sampler
-from hpcai.data.splits import Samples, Zip, sharded_sampler, make_loader, open_loaders, open_split
+from hpcai.data.splits import Samples, Zip, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
-from hpcai.dist.collectives import broadcast_object, broadcast_from_first
+from hpcai.dist.collectives import broadcast_from_first, broadcast_object
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_deferred, parallelize
 from hpcai.models.llm.load import load_weights, read_settings, resolve_run

@@ -95,7 +95,7 @@ def continue_one(cfg: GenerateConfig, mesh: Any) -> None:
 def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
     """Write how each text of a file goes on that has no line in ``out`` yet. Raises DataError for a line that is no prompt, or is
     too long for the model, and for an ``out`` that is of other prompts, before any text is made."""
-    from hpcai.dist.collectives import broadcast_object, all_gather_object
+    from hpcai.dist.collectives import all_gather_object, broadcast_object
     from hpcai.models.llm.generation import check_prompts
     from hpcai.models.llm.text import complete_texts, prompt_tokens
 

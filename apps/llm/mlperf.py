@@ -1,6 +1,6 @@
 """What the MLPerf logs of language models say beside the common lines. No torch here."""
 
-from hpcai.mllog import DISCLOSED, Benchmark, Entry, in_steps, decay_name
+from hpcai.mllog import DISCLOSED, Benchmark, Entry, decay_name, in_steps
 
 _COMMON = (
     Entry("seed", "train.seed"),

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from hpcai.config import PositiveFloat, NonNegativeInt, PositiveInt, Settings
+from hpcai.config import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from hpcai.models.llm import LLMConfig, LoRAConfig
 from hpcai.settings import Context, LoaderConfig, MeshConfig, Pipeline, ReportConfig, RunConfig, StepConfig, Tensor, TrainConfig
 

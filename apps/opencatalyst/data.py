@@ -13,10 +13,10 @@ import torch
 from apps.opencatalyst.settings import Config
 from hpcai.data import Rows
 from hpcai.data.sampler import Balanced, Sampler
-from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, make_batch, build_structure_for_model, graph_sizes
+from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, build_structure_for_model, graph_sizes, make_batch
 from hpcai.programs import command_of
 from hpcai.train import MicroBatches
 

@@ -1,6 +1,6 @@
 """What the MLPerf log of OpenCatalyst says beside the common lines. No torch here."""
 
-from hpcai.mllog import Benchmark, Entry, decay_factor, in_steps, if_decay
+from hpcai.mllog import Benchmark, Entry, decay_factor, if_decay, in_steps
 
 BENCHMARK = Benchmark(
     name="oc20",

@@ -49,7 +49,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     """
     import torch
 
-    from hpcai.dist.collectives import broadcast_object, all_gather_object
+    from hpcai.dist.collectives import all_gather_object, broadcast_object
     from hpcai.models.openfold import OpenFold, folding, parallelize
     from hpcai.train.auto_settings import has_fast_bf16
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from hpcai.cli.report.picture import Table, arrays
-from hpcai.cli.report.theme import WIDTH, Theme, panel_title, format_score, escape_mathtext
+from hpcai.cli.report.theme import WIDTH, Theme, escape_mathtext, format_score, panel_title
 from hpcai.errors import DataError
 from hpcai.models.openfold.residues import ATOM_ORDER, UNKNOWN
 from hpcai.models.openfold.scores import superpose

@@ -13,11 +13,11 @@ from apps.unet3d.settings import AugmentConfig, Config
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Selection
 from hpcai.data.sampler import LargestFirst
-from hpcai.data.splits import Samples, sharded_sampler, make_loader, open_loaders, open_split
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.kernels import philox
-from hpcai.models.unet3d import Batch, UNet3DConfig, spatial_cut, plan_windows
+from hpcai.models.unet3d import Batch, UNet3DConfig, plan_windows, spatial_cut
 from hpcai.programs import command_of
 
 FIELDS: dict[str, Any] = {

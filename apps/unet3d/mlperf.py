@@ -1,6 +1,6 @@
 """What the MLPerf log of the 3D U-Net says beside the common lines. No torch here."""
 
-from hpcai.mllog import Benchmark, Entry, in_unit, decay_factor, if_decay
+from hpcai.mllog import Benchmark, Entry, decay_factor, if_decay, in_unit
 
 _DROPS = ("none", "steps")  # MLPerf Training has no key for a rate that slopes: its checker then misses a line
 

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from hpcai.config import NonNegativeInt, PositiveInt, Settings, UnitInterval, NonNegativeFloat
+from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings, UnitInterval
 from hpcai.models.unet3d import UNet3DConfig
 from hpcai.settings import (
     CheckpointConfig,

@@ -34,7 +34,7 @@ from hpcai.cli import apps
 from hpcai.cli.script import Site, arguments_line, assign, find_site, list_sites, render
 from hpcai.config import load
 from hpcai.errors import ConfigError, HpcaiError, MeshError
-from hpcai.schema import join_names, close_matches
+from hpcai.schema import close_matches, join_names
 from hpcai.settings import RunConfig, mesh_shape
 
 _STOP_BEFORE = 180

@@ -32,8 +32,8 @@ from hpcai.data.collate import tree_map
 from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
-from hpcai.train.flight_recorder import read_bundle
 from hpcai.train.checkpoint_reader import list_checkpoints
+from hpcai.train.flight_recorder import read_bundle
 from hpcai.train.step import Step
 
 _PATIENCE = 1e6  # seconds; a run that hung is replayed until it hangs again

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from hpcai.dist.collectives import ReduceScatter, get_backend, all_gather, sum_once, all_to_all
+from hpcai.dist.collectives import ReduceScatter, all_gather, all_to_all, get_backend, sum_once
 from hpcai.dist.mesh import Axis
+from hpcai.dynamo import disable_dynamo
 from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
-from hpcai.dynamo import disable_dynamo
 
 
 class _Seam(Seam):

@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce
 from hpcai.dist.mesh import Axis
+from hpcai.dynamo import disable_dynamo
 from hpcai.errors import DataError
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
-from hpcai.dynamo import disable_dynamo
 
 
 class LocalChunk(nn.Module):

@@ -22,18 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.dist.collectives import sum_once, all_reduce
+from hpcai.dist.collectives import all_reduce, sum_once
 from hpcai.dist.mesh import Axis
+from hpcai.dynamo import disable_dynamo
 from hpcai.errors import MeshError
 from hpcai.kernels.triton_support import on_gpu
 from hpcai.nn.batchnorm import BatchNorm
-from hpcai.nn.upsample_conv import UpsampleConv
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.instancenorm import InstanceNorm
+from hpcai.nn.upsample_conv import UpsampleConv
 from hpcai.parallel.batchnorm import AllReduce, replace_norms
 from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.parallel.halo import CommVolume, ConvArgs, HaloConvolution, HaloExchange, HaloPlan, Range
-from hpcai.dynamo import disable_dynamo
 
 Sizes = tuple[int, ...]  # by dim: D, H, W
 Inputs = Callable[[Sequence[int]], tuple[Any, ...]]

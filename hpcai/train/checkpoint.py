@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from hpcai import __version__
-from hpcai.dist.collectives import broadcast_object, broadcast_from_first, gather_distinct, all_reduce_, gather_to_first
+from hpcai.config import Settings
+from hpcai.dist.collectives import all_reduce_, broadcast_from_first, broadcast_object, gather_distinct, gather_to_first
 from hpcai.dist.host import gc_disabled
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import fsync
-from hpcai.config import Settings
 from hpcai.errors import CheckpointError
 from hpcai.nn.weights import PretrainedMixin
 from hpcai.parallel.sharding import FlatShard, replica_axes, shard_spec

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collectives import broadcast_object, gather_distinct, all_reduce_min, gather_rows_to_first
+from hpcai.dist.collectives import all_reduce_min, broadcast_object, gather_distinct, gather_rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.settings import AXES

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collectives import hash_text, gather_distinct, all_gather_numbers, all_reduce_
+from hpcai.dist.collectives import all_gather_numbers, all_reduce_, gather_distinct, hash_text
 from hpcai.dist.energy import RaplCounters
-from hpcai.dist.host import ManualGC, GpuCounters, check_power_cap, warm_up_collectives
+from hpcai.dist.host import GpuCounters, ManualGC, check_power_cap, warm_up_collectives
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.sharding import shard_spec

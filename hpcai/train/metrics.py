@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.dist.collectives import broadcast_object, gather_distinct, all_reduce_
+from hpcai.dist.collectives import all_reduce_, broadcast_object, gather_distinct
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 

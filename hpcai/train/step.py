@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collectives import gather_distinct, all_gather_object, all_reduce_min, all_reduce_
+from hpcai.dist.collectives import all_gather_object, all_reduce_, all_reduce_min, gather_distinct
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.nn.deferred_init import materialize, record_names

@@ -24,7 +24,7 @@ from hpcai.models.openfold import attention, evoformer, layers, objective
 from hpcai.nn import BatchNorm, Conv2d, layernorm
 from hpcai.parallel.axial import AllToAll
 from hpcai.parallel.batchnorm import AllReduce
-from hpcai.train.evaluation import TrainingRanksEvaluation, InlineEvaluation
+from hpcai.train.evaluation import InlineEvaluation, TrainingRanksEvaluation
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 

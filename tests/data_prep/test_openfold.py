@@ -20,7 +20,7 @@ from hpcai.models.openfold.alignments import Alignment, encode, read_alignments,
 from hpcai.models.openfold.features import FeatureConfig, featurize
 from hpcai.models.openfold.residues import GAP, RESTYPES
 from hpcai.models.openfold.structures import read_mmcif, write_structure
-from hpcai.models.openfold.templates import template_features, read_templates
+from hpcai.models.openfold.templates import read_templates, template_features
 from tests.data_prep.making import Promises, content, found_harm, goes_on_when_killed, loaded, plain, put, remembering, runner
 from tests.proteins import chain as drawn
 

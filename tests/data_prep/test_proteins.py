@@ -6,8 +6,8 @@ import pytest
 from data_prep import proteins
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues
-from hpcai.models.openfold.residues import ATOM14_NAMES, GAP, RESTYPES, ATOM_ORDER
-from hpcai.models.openfold.targets import pseudo_beta, compute_targets
+from hpcai.models.openfold.residues import ATOM14_NAMES, ATOM_ORDER, GAP, RESTYPES
+from hpcai.models.openfold.targets import compute_targets, pseudo_beta
 
 LENGTHS = {0: 64, 1: 72, 9: 80, 11: 72}          # by seed: sheets, and from 9 on helices
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from apps.llm.settings import DataConfig
 from apps.llm.benchmarks import Benchmark, BenchmarkConfig
+from apps.llm.settings import DataConfig
 from hpcai import dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete

@@ -18,8 +18,8 @@ from hpcai.train import rng
 from hpcai.train.capture import _WARMUP_STEPS as WARM
 from hpcai.train.capture import batch_signature
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.profile import Profile, span
 from hpcai.train.checkpoint_reader import Progress
+from hpcai.train.profile import Profile, span
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GRAPH, cuda_alone
 

@@ -15,9 +15,9 @@ from hpcai.data.layout import npy_layout
 from hpcai.data.loader import Loader
 from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
 from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.loop import fit
 from hpcai.train.run import Result, Run
-from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GRAPH, ON_GPU, nothing_waits, precisely
 

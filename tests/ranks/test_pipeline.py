@@ -16,7 +16,7 @@ from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.compiling import repeated_blocks
 from hpcai.train.evaluation import evaluate, predict
-from hpcai.train.step import Step, SingleStage
+from hpcai.train.step import SingleStage, Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case, checkpoints_go_round, cut_equals_whole
 

@@ -42,8 +42,8 @@ from hpcai.cli.benchmarks import Case, Workload, find_workload
 from hpcai.data import Endless
 from hpcai.dist.host import GpuCounters
 from hpcai.train import Step
-from hpcai.train.replica_check import NEVER
 from hpcai.train.capture import close_all
+from hpcai.train.replica_check import NEVER
 
 _CAPTURED, _COMPILED = "step.capture=whole", "step.compile=blocks"
 VARIANTS: Mapping[str, Sequence[str]] = {

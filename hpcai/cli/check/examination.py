@@ -19,7 +19,7 @@ from hpcai.cli.findings import SEVERITIES
 from hpcai.cli.progress import Progress
 from hpcai.data.direct import ALIGN
 from hpcai.data.index import INDEX
-from hpcai.data.table import HEAD_BYTES, CONTIGUOUS, head_checksum
+from hpcai.data.table import CONTIGUOUS, HEAD_BYTES, head_checksum
 from hpcai.errors import DataError
 
 MAX_EXTRA = 0.05  # a larger share of surplus bytes in the reads of a row, due to its offset, is worth a rewrite

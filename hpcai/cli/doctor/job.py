@@ -21,7 +21,7 @@ from hpcai.cli.doctor.findings import Report, diagnose
 from hpcai.cli.doctor.rank_report import RankReport, inspect_rank
 from hpcai.cli.findings import printable
 from hpcai.dist import RankInfo, start, watchdog
-from hpcai.dist.collectives import broadcast_object, all_gather_object, gather_to_first
+from hpcai.dist.collectives import all_gather_object, broadcast_object, gather_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
 from hpcai.stop import ignore_broken_pipe

@@ -21,11 +21,11 @@ from hpcai.nn.deferred_init import deferred
 from hpcai.parallel.data_parallel import MAX_BF16_RANKS
 from hpcai.parallel.pipeline_stages import balanced_split
 from hpcai.plan import machines
+from hpcai.plan.cost import Cost, estimate_cost
 from hpcai.plan.loader_queue import max_samples, simulate_waits
 from hpcai.plan.machines import Machine
-from hpcai.plan.step_trace import Event, StepTracer, Trace, Communication, traced_job
-from hpcai.plan.cost import Cost, estimate_cost
-from hpcai.plan.pipeline_schedule import SequentialStages, Pass, StageTrace, peak_memory, simulate_schedule
+from hpcai.plan.pipeline_schedule import Pass, SequentialStages, StageTrace, peak_memory, simulate_schedule
+from hpcai.plan.step_trace import Communication, Event, StepTracer, Trace, traced_job
 from hpcai.train import Step
 
 Overrides = Sequence[str]

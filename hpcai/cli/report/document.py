@@ -11,7 +11,7 @@ import numpy as np
 from hpcai import startup
 from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import Plot
-from hpcai.log import format_duration, format_energy, format_number, format_rate, format_bytes
+from hpcai.log import format_bytes, format_duration, format_energy, format_number, format_rate
 
 Images = Mapping[Plot, tuple[bytes, bytes]]               # light and dark PNG of each plot
 

@@ -13,7 +13,7 @@ from hpcai.cli import apps
 from hpcai.cli.report.picture import Picture, Table
 from hpcai.cli.report.theme import PALETTE
 from hpcai.errors import DataError
-from hpcai.log import METRICS, select_metrics, read_metrics
+from hpcai.log import METRICS, read_metrics, select_metrics
 
 Series = tuple[np.ndarray, np.ndarray]                   # steps, values
 

@@ -21,7 +21,7 @@ from hpcai.data.index import write_json
 from hpcai.data.stage.copy import Ring, RingCopy, write_error
 from hpcai.data.stage.exchange import Exchange, open_exchange
 from hpcai.data.stage.plan import RECORD, expand_on_node, read_record, scan
-from hpcai.dist.collectives import broadcast_from_first, all_gather_object, all_reduce_
+from hpcai.dist.collectives import all_gather_object, all_reduce_, broadcast_from_first
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, HpcaiError, LaunchError
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from hpcai.kernels.activations import geglu
 from hpcai.nn.conv import Conv2d, Conv3d
-from hpcai.nn.upsample_conv import UpsampleConv, fold_upsampling
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.layernorm import LayerNorm
-from hpcai.nn.periodic import PeriodicConv2d, PeriodicConv3d
 from hpcai.nn.matmul import fused_linear
+from hpcai.nn.periodic import PeriodicConv2d, PeriodicConv3d
+from hpcai.nn.upsample_conv import UpsampleConv, fold_upsampling
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 # Pixels per channel from which ``UpsampleConv`` gains more than its sums of weights cost: 4 maps of 8 x 8 for 256 channels (25 ms

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import PositiveFloat, NonNegativeInt, PositiveInt, Rate, Settings, NonNegativeFloat
+from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Settings
 
 Recompute = Literal["none", "selective", "layers"]
 Levels = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]

@@ -24,8 +24,8 @@ from hpcai.models.diffusion.transformer import (
     run_block,
     split_heads,
 )  # fmt: skip
-from hpcai.nn.recompute import cheap
 from hpcai.nn.matmul import fused_linear
+from hpcai.nn.recompute import cheap
 from hpcai.nn.weights import PretrainedMixin
 
 

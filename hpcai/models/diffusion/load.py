@@ -18,7 +18,7 @@ from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
 from hpcai.nn.deferred_init import read_on_materialize
-from hpcai.nn.safetensors_files import save_sharded, open_tensors
+from hpcai.nn.safetensors_files import open_tensors, save_sharded
 
 if TYPE_CHECKING:
     from hpcai.models.diffusion.model import Diffusion

@@ -16,7 +16,7 @@ from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
 from hpcai.kernels.layernorm import _autocast_dtype
 from hpcai.models.diffusion.condition import Condition
-from hpcai.nn.recompute import recompute_cheap, cheap
+from hpcai.nn.recompute import cheap, recompute_cheap
 
 TIME_CHANNELS = 256  # of the sinusoidal embedding of times
 _ZERO_INIT, _EMBEDDINGS = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")

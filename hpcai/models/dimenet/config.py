@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import PositiveFloat, NonNegativeInt, PositiveInt, Settings, NonNegativeFloat
+from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 
 class ObjectiveConfig(Settings):

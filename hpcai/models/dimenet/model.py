@@ -18,8 +18,8 @@ from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph, Structure, check_structure, collate
 from hpcai.models.dimenet.neighbour_table import gather, index_select, reverse_edges, scatter, segment_sum
-from hpcai.nn.inference import inference_mode
 from hpcai.nn.double_backward import silu
+from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin
 
 

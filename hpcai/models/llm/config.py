@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import PositiveFloat, PositiveInt, Rate, Settings, UnitInterval, NonNegativeFloat
+from hpcai.config import NonNegativeFloat, PositiveFloat, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn import weights
 from hpcai.nn.deferred_init import read_on_materialize
-from hpcai.nn.safetensors_files import LazyTensor, save_sharded, open_tensors
+from hpcai.nn.safetensors_files import LazyTensor, open_tensors, save_sharded
 
 _INDEX, _FILE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # buffers in older files

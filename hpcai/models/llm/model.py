@@ -23,10 +23,10 @@ from hpcai.kernels.rotary import apply_rotary
 from hpcai.kernels.triton_support import on_cpu
 from hpcai.kernels.varlen_attention import varlen_attention
 from hpcai.models.llm.config import LLMConfig, RotaryConfig
-from hpcai.nn.recompute import recompute_cheap, cheap
-from hpcai.nn.lm_head import LMHead
 from hpcai.nn.layernorm import LayerNorm
+from hpcai.nn.lm_head import LMHead
 from hpcai.nn.matmul import fused_linear
+from hpcai.nn.recompute import cheap, recompute_cheap
 from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.nn.seam import Seam
 from hpcai.nn.weights import PretrainedMixin

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcai.errors import DataError
-from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 from hpcai.gzip_file import gunzip
+from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 
 _ADVICE = "make it again, or leave it out"
 _COMPLEX_FILES = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows that pair chains, and templates

@@ -2,7 +2,7 @@
 
 from typing import Any, Self
 
-from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings, NonNegativeFloat
+from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Rate, Settings
 from hpcai.errors import ConfigError
 
 

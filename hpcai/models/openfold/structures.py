@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpcai.errors import DataError
+from hpcai.gzip_file import gunzip
 from hpcai.lazy import import_optional
 from hpcai.models.openfold.residues import ATOM_ORDER, ATOM_TYPES, RESNAMES, RESTYPES, UNKNOWN
-from hpcai.gzip_file import gunzip
 
 _ADVICE = "fetch it again, or leave it out"
 RESTYPE_ORDER = {letter: number for number, letter in enumerate(RESTYPES)}

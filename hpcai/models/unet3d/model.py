@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpcai.models.unet3d.config import UNet3DConfig
 from hpcai.models.unet3d.volume import normalise, resample, resampled_shape, validate
 from hpcai.models.unet3d.windows import SlidingWindow
-from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, DivisibleShape
+from hpcai.nn import Conv3d, ConvTranspose3d, DivisibleShape, InstanceNorm
 from hpcai.nn.conv import channels_last
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin

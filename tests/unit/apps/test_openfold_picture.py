@@ -10,7 +10,7 @@ from apps.openfold import picture
 from apps.openfold.picture import Chain
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
-from hpcai.models.openfold.residues import RESTYPES, ATOM_ORDER
+from hpcai.models.openfold.residues import ATOM_ORDER, RESTYPES
 from tests import pages
 from tests.pages import subtitle
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hpcai.kernels import float8, triton_support
 from hpcai.kernels.float8 import quantize, scaled_mm
+from hpcai.plan.cost import estimate_cost
 from hpcai.plan.machines import find_machine
 from hpcai.plan.step_trace import Kernel, traced_job
-from hpcai.plan.cost import estimate_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2

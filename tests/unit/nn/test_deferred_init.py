@@ -24,7 +24,7 @@ from hpcai.dist.mesh import Axis
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models import cosmoflow, deepcam, dimenet, openfold, unet3d
 from hpcai.nn import init_trace
-from hpcai.nn.deferred_init import deferred, read_on_materialize, materialize, record_names
+from hpcai.nn.deferred_init import deferred, materialize, read_on_materialize, record_names
 from hpcai.parallel.sharding import shard_
 
 

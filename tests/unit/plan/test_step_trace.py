@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpcai.dist.collectives import ReduceScatter, broadcast_object, all_gather_object, all_gather, all_reduce_, all_to_all
+from hpcai.dist.collectives import ReduceScatter, all_gather, all_gather_object, all_reduce_, all_to_all, broadcast_object
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.kernels import triton_support

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hpcai import dist, train
-from hpcai.cli.subprocesses import fork_processes
 from hpcai.cli.replay import search_non_finite
+from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import DataError
 from hpcai.settings import ReportConfig, RunConfig, StepConfig, TrainConfig
 from hpcai.train import flight_recorder, rng
