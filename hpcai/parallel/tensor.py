@@ -86,7 +86,7 @@ def cut_head(head: LMHead, axis: Axis, sequence: int | None = None) -> None:
 
 def freeze(linear: nn.Linear, kind: WeightFormat) -> None:
     """Hold the weight of ``linear``, in place, in the bits of ``kind``, without gradients; one that was cut stays cut. Ranks that
-    hold parts of its inputs call this together, or, where it has no numbers yet, ``make`` (``hpcai.nn.deferred_init``). Raises
+    hold parts of its inputs call this together, or, where it has no numbers yet, ``materialize`` (``deferred_init``). Raises
     ConfigError where the layer is of another kind."""
     found = next((frozen for frozen, before in _FROZEN.items() if type(linear) is before), None)
     if found is None:

@@ -111,7 +111,7 @@ class Down(nn.Module):
 class Up(nn.Module):
     """Twice as many places along each dim, or one less, each with the value of the nearest, and a convolution of them.
 
-    [B, C, ...] -> [B, C, ...] of ``sizes``, or twice as large. Where all sides are doubled the two may be one (``Doubled``).
+    [B, C, ...] -> [B, C, ...] of ``sizes``, or twice as large. Where all sides are doubled the two may be one (``UpsampleConv``).
     """
 
     joined = True
