@@ -111,7 +111,7 @@ class Downsample(nn.Module):
 class Upsample(nn.Module):
     """Nearest-neighbour upsampling and a convolution.   [B, C, ...] -> [B, C, ...] of ``sizes``, by default doubled
 
-    If all sides are doubled, the two may be fused (``hpcai.nn.upsample_conv``).
+    If all sides are doubled, the two may be fused (``UpsampleConv``).
     """
 
     fused = True

@@ -39,10 +39,10 @@ class Net(nn.Module):
 silu.calls = 0  # type: ignore[attr-defined]
 
 
-def train(enabled: bool, **autocast: Any) -> tuple[list[Tensor], int]:
+def train(recompute: bool, **autocast: Any) -> tuple[list[Tensor], int]:
     silu.calls = 0  # type: ignore[attr-defined]
     net, x = Net(), torch.arange(20.0).view(5, 4) / 10
-    with torch.autocast("cpu", **{"enabled": False, **autocast}), recompute_cheap(enabled):
+    with torch.autocast("cpu", **{"enabled": False, **autocast}), recompute_cheap(recompute):
         y = net(x)
     y.float().square().sum().backward()
     return [y.detach(), *(p.grad for p in net.parameters() if p.grad is not None)], silu.calls  # type: ignore[attr-defined]
