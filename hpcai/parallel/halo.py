@@ -44,7 +44,7 @@ class HaloPlan:
     period: int = 0
 
     @property
-    def held(self) -> Range:
+    def local(self) -> Range:
         return self.held_ranges[self.axis.rank]
 
     @property
@@ -77,7 +77,7 @@ class HaloPlan:
     @cached_property
     def local_wraps(self) -> list[Range]:
         """The needed ranges beyond the ends of the full dim that this rank holds itself."""
-        return self._overlaps(self.needed, self.held, beyond_ends=True)
+        return self._overlaps(self.needed, self.local, beyond_ends=True)
 
     @cached_property
     def sends(self) -> list[tuple[int, Range]]:
@@ -89,7 +89,7 @@ class HaloPlan:
     @property
     def is_local(self) -> bool:
         """Whether this rank needs exactly the range that it holds, and no other rank needs any of it."""
-        return self.needed == self.held and not (self.pad_before or self.pad_after or self.sends)
+        return self.needed == self.local and not (self.pad_before or self.pad_after or self.sends)
 
 
 def _to_last(x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class CommVolume:
 
 
 def start_exchange(x: Tensor, plan: HaloPlan, volume: CommVolume) -> PendingExchange:
-    exchange = PendingExchange(x, plan.dim, plan.axis, plan.sends, plan.receives, plan.held[0])
+    exchange = PendingExchange(x, plan.dim, plan.axis, plan.sends, plan.receives, plan.local[0])
     volume.add(exchange)
     return exchange
 
@@ -172,8 +172,8 @@ def assemble(x: Tensor, slices: Sequence[Tensor], plan: HaloPlan, fill: float = 
             parts.append(_empty_like(x, dim, count).fill_(fill))
 
     add_fill(min(plan.needed[0], end) - first)
-    local = [(plan.held[0], intersect(plan.held, plan.needed), x)]
-    local += [(part[0] + plan.held[0] - plan.wrap(part)[0], part, x) for part in plan.local_wraps]
+    local = [(plan.local[0], intersect(plan.local, plan.needed), x)]
+    local += [(part[0] + plan.local[0] - plan.wrap(part)[0], part, x) for part in plan.local_wraps]
     pieces = [(part[0], part, tensor) for (_, part), tensor in zip(plan.receives, slices)] + local
     for origin, part, tensor in sorted(pieces, key=lambda piece: piece[1]):
         low, high = intersect(part, (first, end))
@@ -208,7 +208,7 @@ def reduce_halo(
     needed range. ``exchange``: The gradients from other ranks, if they are already on their way."""
     dim, start = plan.dim, plan.needed[0] - plan.pad_before
     exchange = exchange or start_reduce(pieces, plan, volume)
-    held = plan.held
+    held = plan.local
     first, piece = max(pieces, key=lambda item: item[1].shape[dim])  # a piece that covers all is used in place
     low, high = start + first, start + first + piece.shape[dim]
     if low <= held[0] and held[1] <= high:
@@ -373,7 +373,7 @@ def _split_interior(plan: HaloPlan, conv: ConvArgs, weight: Tensor) -> tuple[tup
     start = plan.needed[0] - plan.pad_before
     size = plan.needed[1] + plan.pad_after - start
     count = (size - span) // stride + 1
-    low, high = (index - start for index in intersect(plan.held, plan.needed))
+    low, high = (index - start for index in intersect(plan.local, plan.needed))
     first, end = -(-low // stride), (high - span) // stride + 1
     if conv.output_padding is not None or end - first < _MIN_INTERIOR:
         return _UNSPLIT

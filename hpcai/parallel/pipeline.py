@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the blocks of a model are split into stages on several ranks, run by torch's schedules of microbatches.
+"""Pipeline parallelism: the blocks of a model are split into stages on several ranks, run by torch's schedules of micro-batches.
 
 GPipe: Huang et al., NeurIPS 2019; with several stages per rank, breadth first: Lamy-Poirier, MLSys 2023. 1F1B and interleaved 1F1B:
 Narayanan et al., SC21. Zero bubble and ZB-V, for two stages per rank: Qi et al., ICLR 2024.
@@ -30,11 +30,11 @@ _SCHEDULES = {  # with one stage per rank, and with several
     "zero-bubble": ("ScheduleInterleavedZeroBubble",) * 2, "zero-bubble-v": ("", "ScheduleZBVZeroBubble"),
 }  # fmt: skip
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")  # torch's format, such as 2F0
-_MAX_SCHEDULES = 4  # schedules that are cached, with their buffers, by shape of microbatches
+_MAX_SCHEDULES = 4  # schedules that are cached, with their buffers, by shape of micro-batches
 
 
 class Pipeline:
-    """Runs ``Stages`` of ``model`` along the mesh axis ``pipeline``, by a schedule over microbatches.
+    """Runs ``Stages`` of ``model`` along the mesh axis ``pipeline``, by a schedule over micro-batches.
 
     The forward pass must be a chain of ``first``, ``blocks`` and ``last``, each called with the output of the one before; code
     between them runs on every stage. One tensor is sent between stages, and replaces the first argument of the model's call there.
@@ -62,15 +62,15 @@ class Pipeline:
     # ---- training
 
     def backward(self, loss_fn: LossFunction, microbatches: Sequence[Any], context: ContextFactory) -> list[Values]:
-        """Accumulate gradients of the first output of ``loss_fn(model, microbatch)`` over all microbatches, and return its second
+        """Accumulate gradients of the first output of ``loss_fn(model, microbatch)`` over all micro-batches, and return its second
         output, detached, for each, on all stages.
 
         ``loss_fn`` is pure and calls its model once. Every stage runs it under ``context()`` up to that call, the last stage to its
-        end. Raises ConfigError if it does not, or if there are too few microbatches or several shapes.
+        end. Raises ConfigError if it does not, or if there are too few micro-batches or several shapes.
         """
         calls = [capture_call(loss_fn, self.model, part, context) for part in microbatches]
         if len(shapes := {call.shapes for call in calls}) > 1:
-            raise ConfigError(f"a pipeline needs microbatches of one shape, but the model is called with {len(shapes)} in one step")
+            raise ConfigError(f"a pipeline needs micro-batches of one shape, but a step calls the model with {len(shapes)}")
         if self.schedule.startswith("zero") and calls[0].has_grad_args:
             raise ConfigError(
                 "the loss calls the model with an argument other than the first that requires gradients, which "
@@ -83,7 +83,7 @@ class Pipeline:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = self._build_schedule(len(microbatches), specs)
         self._step = _Step(loss_fn, microbatches, calls, context, [{} for _ in microbatches])
-        numbers = torch.arange(len(microbatches))  # torch splits these indices in place of the microbatches
+        numbers = torch.arange(len(microbatches))  # torch splits these indices in place of the micro-batches
         self._schedules[key].step(number=numbers, target=numbers)
         values, self._step = self._step.values, _Step()
         return self._broadcast_values(values)
@@ -94,7 +94,7 @@ class Pipeline:
         return lambda stage, hidden: self._run_microbatch(stage, 0, hidden)
 
     def order(self, microbatches: int) -> list[list[tuple[str, int, int]]]:
-        """Return the actions (kind, stage, microbatch) of each rank in order. Kinds are F (forward), B (backward), I (gradients of
+        """Return the actions (kind, stage, micro-batch) of each rank in order. Kinds are F (forward), B (backward), I (gradients of
         inputs) and W (gradients of weights). Raises ConfigError as ``backward`` does."""
         schedule = self._build_schedule(microbatches, [_TensorSpec((1,), torch.float32)] * self.count)
         if self.schedule == "gpipe" and self.count == self.axis.size:  # torch has no list of actions for these two
@@ -118,7 +118,7 @@ class Pipeline:
         return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output.contiguous()
 
     def _run_microbatch(self, stage: int, number: int, hidden: Any) -> Tensor:
-        """Run one stage on one microbatch; the last stage returns the loss [1]."""
+        """Run one stage on one micro-batch; the last stage returns the loss [1]."""
         step = self._step
         call = step.calls[number]
         if call.has_grad_args and stage != self.stages.local_stages[0]:  # each stage needs its own graph
@@ -236,7 +236,7 @@ class Pipeline:
 
 
 class _Stage(nn.Module):
-    """The module that torch's schedules call with the hidden state, except on the first stage, and the microbatch index [1]."""
+    """The module that torch's schedules call with the hidden state, except on the first stage, and the micro-batch index [1]."""
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _Stage(nn.Module):
 
 @dataclass
 class _Step:
-    """The current microbatches, which stages look up by index."""
+    """The current micro-batches, which stages look up by index."""
 
     loss_fn: Any = None
     microbatches: Sequence[Any] = ()

@@ -1,7 +1,7 @@
 """Spatial parallelism: a volume or map is sharded over ranks, one sample on many GPUs.
 
     partition = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, size=(128, 128, 128))
-    y = model(partition.shard(x))                               # slabs in, slabs out
+    y = model(partition.take_shard(x))                          # slabs in, slabs out
 
 A dim of S voxels is split at S*r/n, at every resolution of the network: the size of a level determines the range of each rank. A
 level with fewer than ``min_size`` voxels per rank is replicated. The losses of the ranks add up to the loss, so gradients are
@@ -101,7 +101,7 @@ class SpatialPartition:
         """Return the slices of D, H, W that this rank holds."""
         return tuple(slice(*self.local_range(dim, n)) for dim, n in enumerate(size, 2))
 
-    def shard(self, x: Tensor) -> Tensor:
+    def take_shard(self, x: Tensor) -> Tensor:
         """Select this rank's shard.   [B, C, D, H, W] -> [B, C, D/n, H/m, W]"""
         box: Any = (..., *self.local_slices(x.shape[2:]))
         return x[box]
@@ -136,7 +136,7 @@ class SpatialPartition:
         sizes = " or ".join(" x ".join(map(str, s)) for s in table) or "nothing"
         raise MeshError(
             f"spatial: {layer} got a shard of {' x '.join(map(str, local))} voxels; the planned volumes have {sizes} there on this "
-            "rank; plan another size with plan_size(model, partition, size), or pass partition.shard(volume)"
+            "rank; plan another size with plan_size(model, partition, size), or pass partition.take_shard(volume)"
         )
 
     def record_size(self, layer: str, size: Sizes) -> None:

@@ -64,7 +64,7 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
 
 
 def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any]:
-    """Return weights and statistics of this rank, and those for evaluation; one process has the groups as microbatches."""
+    """Return weights and statistics of this rank, and those for evaluation; one process has the groups as micro-batches."""
     model, alone = new_model(), mesh.world == 1
     model.flat.eval()
     names, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]

@@ -48,8 +48,8 @@ def example() -> tuple[Tensor, ...]:
 def attend(mesh: Mesh, regather: bool, packed: bool) -> tuple[list[np.ndarray], int, bool]:
     """Return the output and gradients of q, k, v on this rank, the number of all-gathers, and whether full tensors were saved."""
     *tensors, documents = example()
-    own = LocalChunk(mesh["context"], 2)
-    q, k, v, gradient = (own(tensor).clone().requires_grad_() for tensor in tensors)
+    local = LocalChunk(mesh["context"], 2)
+    q, k, v, gradient = (local(tensor).clone().requires_grad_() for tensor in tensors)
     gathered: list[StorageWeakRef] = []
     gather = _GatheredKV.gather
 

@@ -168,7 +168,7 @@ def test_a_checkpoint_loads_with_every_number_of_stages(tmp_path: Path, model: s
 
 
 def broken_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
-    """A loss that is not finite in one microbatch, where only the gradient of the head is not finite."""
+    """A loss that is not finite in one micro-batch, where only the gradient of the head is not finite."""
     factor = torch.where(part["tokens"][0, 0] == WORDS - 1, torch.nan, 0.0)
     return {"loss": loss(model, part)["loss"] + factor * model.head.weight.sum()}
 

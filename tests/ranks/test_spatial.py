@@ -30,38 +30,38 @@ def filled(model: nn.Module) -> nn.Module:
 def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: dict[str, Any], passes: int = 2,
             small: float = 1e-10) -> None:  # fmt: skip
     """Compare a sharded network with the full one, forward and backward, on every rank, over several passes."""
-    whole = filled(make())
-    model = deepcopy(whole)
+    full = filled(make())
+    model = deepcopy(full)
     keys = list(model.state_dict())
     names = ("depth", "height", "width")[-len(size) :]
-    cut = parallelize_spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **words)
+    partition = parallelize_spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **words)
     assert list(model.state_dict()) == keys
     x = torch.randn(passes, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
-    own = cut.shard(x).clone().requires_grad_()
+    local = partition.take_shard(x).clone().requires_grad_()
     x.requires_grad_()
     for _ in range(passes):  # no state may remain for the next pass
-        y_whole, y = whole(x), model(own)
-        where = cut.local_slices(y_whole.shape[2:])
+        y_whole, y = full(x), model(local)
+        where = partition.local_slices(y_whole.shape[2:])
         assert y.shape == y_whole[(..., *where)].shape
         torch.testing.assert_close(y, y_whole[(..., *where)], rtol=small, atol=small)
         weights = torch.randn(y_whole.shape, generator=torch.Generator().manual_seed(3)).double()
         share = 1.0
-        for dim, axis in cut.axes.items():  # a replicated output counts once over all ranks
-            share /= axis.size if not cut.is_sharded(dim, y_whole.shape[dim]) else 1
-        for model_, x_ in ((whole, x), (model, own)):
+        for dim, axis in partition.axes.items():  # a replicated output counts once over all ranks
+            share /= axis.size if not partition.is_sharded(dim, y_whole.shape[dim]) else 1
+        for model_, x_ in ((full, x), (model, local)):
             model_.zero_grad()
             x_.grad = None
         (y_whole * weights).square().sum().backward()
         ((y * weights[(..., *where)]).square().sum() * share).backward()
-        worst = ("x", float((own.grad - cut.shard(x.grad)).abs().max() / x.grad.abs().max()))
-        largest = max(float(p.grad.abs().max()) for p in whole.parameters())  # a bias before a norm has a gradient of 0
-        for (name, a), b in zip(whole.named_parameters(), model.parameters()):
+        worst = ("x", float((local.grad - partition.take_shard(x.grad)).abs().max() / x.grad.abs().max()))
+        largest = max(float(p.grad.abs().max()) for p in full.parameters())  # a bias before a norm has a gradient of 0
+        for (name, a), b in zip(full.named_parameters(), model.parameters()):
             axes = getattr(b, "sum_axes", ())
-            assert [axis.name for axis in axes] == [axis.name for axis in cut.axes.values()]
+            assert [axis.name for axis in axes] == [axis.name for axis in partition.axes.values()]
             gradient = all_reduce_(b.grad.clone(), *axes)
             worst = max(worst, (name, float((gradient - a.grad).abs().max()) / largest), key=lambda v: v[1])
         assert worst[1] < small, worst
-        for (name, a), b in zip(whole.named_buffers(), model.buffers()):
+        for (name, a), b in zip(full.named_buffers(), model.buffers()):
             torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -198,25 +198,25 @@ class Regressor(nn.Module):
 def losses(mesh: Mesh) -> None:
     whole = filled(Regressor())
     model: Any = deepcopy(whole)
-    cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
-    model.once, model.total = ReplicatedOnce(cut), SpatialSum(cut)
+    partition = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
+    model.once, model.total = ReplicatedOnce(partition), SpatialSum(partition)
     x = torch.randn(2, 2, 16, 8, 4, generator=torch.Generator().manual_seed(5)).double()
-    expected, found = whole.loss(x), model.loss(cut.shard(x))
+    expected, found = whole.loss(x), model.loss(partition.take_shard(x))
     expected.backward()
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
     for (name, a), b in zip(whole.named_parameters(), model.parameters()):
         torch.testing.assert_close(all_reduce_(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
-    with cut.disabled():
+    with partition.disabled():
         torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
-    slab, other = cut.shard(x).clone().requires_grad_(), x.clone().requires_grad_()
+    slab, other = partition.take_shard(x).clone().requires_grad_(), x.clone().requires_grad_()
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(6)).double()
-    ((cut.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # both share one gradient, which must not be modified
+    ((partition.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # they share a gradient, which must not be modified
     assert slab.grad is not None and other.grad is not None
     torch.testing.assert_close(other.grad, weights, rtol=0, atol=0)
-    torch.testing.assert_close(slab.grad, cut.shard(weights) * mesh.model_parallel.size, rtol=1e-12, atol=0)
+    torch.testing.assert_close(slab.grad, partition.take_shard(weights) * mesh.model_parallel.size, rtol=1e-12, atol=0)
     twin = deepcopy(model)
-    torch.testing.assert_close(twin(cut.shard(x)), model(cut.shard(x)), rtol=0, atol=0)
+    torch.testing.assert_close(twin(partition.take_shard(x)), model(partition.take_shard(x)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
@@ -256,13 +256,13 @@ def refusals(mesh: Mesh) -> list[str]:
     texts = [error_text(parallelize_spatial, model, axes, (8, 8, 8)) for model in models]
     parallelize_spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # over channels, for each voxel
     model = Itself(nn.ReLU())
-    cut = parallelize_spatial(model, axes, (8, 8, 8))
+    partition = parallelize_spatial(model, axes, (8, 8, 8))
     texts.append(error_text(model, torch.zeros(1, 2, 8, 8, 8)))
     texts += [error_text(parallelize_spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
-    texts.append(error_text(plan_size, model, cut, (9, 8, 8)))
-    plan_size(model, cut, (12, 8, 6))
+    texts.append(error_text(plan_size, model, partition, (9, 8, 8)))
+    plan_size(model, partition, (12, 8, 6))
     for size in ((8, 8, 8), (12, 8, 6)):
-        model(cut.shard(torch.zeros(1, 2, *size)))
+        model(partition.take_shard(torch.zeros(1, 2, *size)))
     return texts
 
 
