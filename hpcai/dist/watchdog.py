@@ -1,8 +1,8 @@
 """A watchdog: if one rank fails, all ranks stop, and rank 0 prints the traceback of the first failure.
 
 Every rank has one connection to a hub, a thread on rank 0. A failing rank sends its error; the connection of a killed rank closes.
-The hub prints the first failure and stops all ranks. There is no polling and no heartbeat, which a long C call that holds the
-interpreter lock would miss. A rank may request that all ranks stop after the same step (``next_step_boundary``).
+The hub prints the first failure and stops all ranks. There is no polling, and no heartbeat that a long C call could delay by
+holding the interpreter lock. A rank may request that all ranks stop after the same step (``next_step_boundary``).
 
 A main thread inside a collective or a long computation cannot be interrupted, so its process is ended. A lost hub counts as a
 failure of rank 0, which therefore leaves last. The hub listens on the loopback interface if all ranks share a node, and ignores
@@ -32,7 +32,7 @@ import torch.distributed as torch_dist
 from hpcai.dist.step_boundary import StepBoundary
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 
-# All in seconds
+# Delays and timeouts in seconds
 _CAUSE_DELAY = 0.3  # a consequence on another rank ("connection closed by peer") may arrive before its cause
 _REFUSAL_DELAY = 2.0  # for all ranks to report an HpcaiError, which is printed once if it is the same on all
 _HUB_TIMEOUT = 8.0  # of a failing rank

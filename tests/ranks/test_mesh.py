@@ -1,4 +1,4 @@
-"""Groups of the mesh: made by their members when they are first used, shared by axes of the same ranks, and right."""
+"""Groups of the mesh: created by their members on first use, and shared by axes of the same ranks."""
 
 import copy
 from datetime import timedelta
@@ -15,12 +15,12 @@ from tests.ranks.launch import on_ranks
 
 
 def groups() -> int:
-    """Groups that this process is in, besides that of the job."""
+    """Return the number of groups of this process besides that of the job."""
     return len(torch_dist.distributed_c10d._world.pg_map) - 1
 
 
 def members(axis: Axis) -> list[int]:
-    """Who answers along ``axis``, by the numbers of the job."""
+    """Return the ranks of ``axis`` in the job, after collectives over it."""
     ranks = all_gather_object(torch_dist.get_rank(), axis)
     assert axis.group is None or torch_dist.get_process_group_ranks(axis.group) == ranks
     assert ranks[axis.rank] == torch_dist.get_rank() and len(ranks) == axis.size
@@ -41,19 +41,19 @@ def uses(mesh: Mesh) -> list[list[int]]:
     assert both is mesh.flatten("replicate", "depth") and (both.name, both.rank) == ("replicate x depth", mesh.rank)
     assert both.group is mesh.peers.group and mesh.flatten("depth") is depth
     assert mesh.flatten("height", "depth").group is depth.group
-    aside = mesh.background_axis("model_parallel")
-    assert groups() == 3 and aside is mesh.background_axis("model_parallel")
-    assert aside.group is not depth.group and members(aside) == found[0]
+    background = mesh.background_axis("model_parallel")
+    assert groups() == 3 and background is mesh.background_axis("model_parallel")
+    assert background.group is not depth.group and members(background) == found[0]
     others = mesh.new_background_axis("model_parallel"), mesh.new_background_axis("model_parallel")
-    assert groups() == 5 and len({axis.group for axis in (aside, *others)}) == 3 and members(others[1]) == found[0]
+    assert groups() == 5 and len({axis.group for axis in (background, *others)}) == 3 and members(others[1]) == found[0]
     twin = mesh.background_copy(norms)
-    assert groups() == 6 and twin[0].all_reduce.axes == (mesh.background_axis("replicate"),), "and its copy a channel, for a thread"
-    again = Mesh(mesh.sizes, 4, mesh.rank)
-    assert members(again["depth"]) == found[0] and again["depth"].group is depth.group and groups() == 6
+    assert groups() == 6 and twin[0].all_reduce.axes == (mesh.background_axis("replicate"),), "its background copy has a background axis"
+    second = Mesh(mesh.sizes, 4, mesh.rank)
+    assert members(second["depth"]) == found[0] and second["depth"].group is depth.group and groups() == 6
     return found
 
 
-def test_a_group_appears_when_it_is_used_and_axes_of_the_same_ranks_share_it() -> None:
+def test_groups_are_created_on_first_use_and_shared_by_axes_of_the_same_ranks() -> None:
     found = on_ranks({"replicate": 2, "depth": 2}, uses, fresh=True)
     assert found == [[[d, d + 1], [r, r + 2], [0, 1, 2, 3], [rank]] for rank in range(4) for d, r in [(rank // 2 * 2, rank % 2)]]
 
@@ -64,41 +64,42 @@ def parts(mesh: Mesh) -> list[list[int]]:
     devices = mesh.device_mesh(between, within)
     assert devices.mesh.tolist() == [[0, 1], [2, 3]] and devices is mesh.device_mesh(*mesh.split("replicate", 2, ""))
     assert [devices.get_group(i) for i in (0, 1)] == [between.group, within.group] and groups() == 2
-    whole = mesh.device_mesh(mesh["replicate"])
-    assert whole.get_group() is torch_dist.group.WORLD and whole.mesh.tolist() == [0, 1, 2, 3]
+    flat = mesh.device_mesh(mesh["replicate"])
+    assert flat.get_group() is torch_dist.group.WORLD and flat.mesh.tolist() == [0, 1, 2, 3]
     other = Mesh({"replicate": 2, "depth": 2}, 4, mesh.rank)
-    turned = other.device_mesh(other["depth"], other["replicate"])
-    assert turned.mesh.tolist() == [[0, 2], [1, 3]] and groups() == 2, "these pairs have their groups from before"
+    transposed = other.device_mesh(other["depth"], other["replicate"])
+    assert transposed.mesh.tolist() == [[0, 2], [1, 3]] and groups() == 2, "the groups of these pairs existed already"
     return [members(between), members(within)]
 
 
-def test_the_parts_of_an_axis_and_device_meshes_have_these_groups_too() -> None:
+def test_split_axes_and_device_meshes_share_these_groups() -> None:
     found = on_ranks({"replicate": 4}, parts, fresh=True)
     assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
 
 
 def unequal(mesh: Mesh) -> tuple[int, list[list[int]]]:
-    made = groups()
-    torch_dist.new_group([1, 2])  # a person's own, that not every rank of a line is in
+    before = groups()
+    torch_dist.new_group([1, 2])  # a user's group, without some ranks of a dimension
     between, _ = mesh.split("replicate", 2, "step.shard_within")
-    return made, [members(axis) for axis in (mesh.link, mesh.peers, mesh["depth"], mesh.model_parallel, mesh["replicate"], between)]
+    axes = mesh.link, mesh.peers, mesh["depth"], mesh.model_parallel, mesh["replicate"], between
+    return before, [members(axis) for axis in axes]
 
 
-def test_members_of_a_line_may_be_in_different_numbers_of_other_groups() -> None:
+def test_members_of_a_dimension_may_be_in_different_numbers_of_groups() -> None:
     found = on_ranks({"replicate": 4, "depth": 2, "evaluate": 2}, unequal, fresh=True, timeout=30)
-    assert [made for made, _ in found] == [1, 1, 0, 0, 0, 0, 0, 0, 1, 1], "the link is there at once"
+    assert [before for before, _ in found] == [1, 1, 0, 0, 0, 0, 0, 0, 1, 1], "the link has its group at once"
     train = [*range(8)]
     assert found[0][1] == [[0, 8], train, [0, 1], [0, 1], [0, 2, 4, 6], [0, 4]]
     assert found[3][1] == [[3], train, [2, 3], [2, 3], [1, 3, 5, 7], [3, 7]]
     assert found[9][1] == [[1, 9], [8, 9], [8, 9], [8, 9], [9], [9]]
 
 
-def patience(mesh: Mesh) -> list[float]:
+def timeouts(mesh: Mesh) -> list[float]:
     mesh = Mesh(mesh.sizes, mesh.job.size, mesh.job.rank, timeout=timedelta(seconds=77))
     cpu = torch.device("cpu")
     groups: list[Any] = [axis.group for axis in (mesh["depth"], mesh.background_axis("depth"), mesh.link)]
     return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
 
 
-def test_ranks_wait_for_one_another_as_long_as_they_are_told() -> None:
-    assert on_ranks({"depth": 2, "evaluate": 2}, patience, fresh=True) == [[77, 1800, 7 * 86400]] * 4
+def test_timeouts_of_groups() -> None:
+    assert on_ranks({"depth": 2, "evaluate": 2}, timeouts, fresh=True) == [[77, 1800, 7 * 86400]] * 4

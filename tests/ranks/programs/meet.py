@@ -1,4 +1,4 @@
-"""Every rank says its place and what it computed with the others, one JSON line each, and ends with a code: meet.py SIZES CODE"""
+"""Print rank, world and results of collectives of every rank, one JSON line each, and exit with a code: meet.py SIZES CODE"""
 
 import json
 import os
@@ -12,7 +12,7 @@ from hpcai import dist
 from hpcai.dist.collectives import all_reduce_
 
 sizes = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {"replicate": -1}
-here = dist.read_rank_info()
+info = dist.read_rank_info()
 with dist.start(sizes) as mesh:
     total = torch.tensor([float(mesh.rank)], dtype=torch.float64)
     if mesh.world > 1:
@@ -23,19 +23,19 @@ with dist.start(sizes) as mesh:
         if mesh[name].group is not None:
             torch_dist.all_reduce(part, group=mesh[name].group)
         along[name] = [mesh[name].rank, mesh[name].size, part.item()]
-    said = {
-        "launcher": here.launcher,
+    result = {
+        "launcher": info.launcher,
         "rank": mesh.rank,
         "world": mesh.world,
-        "local_rank": here.local_rank,
-        "local_world": here.local_world,
+        "local_rank": info.local_rank,
+        "local_world": info.local_world,
         "total": total.item(),
         "along": along,
         "mpi": "mpi4py.MPI" in sys.modules,
     }
 threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-os.write(1, (json.dumps(said | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())
-with dist.start(sizes) as mesh:  # the same processes may meet again, and have groups anew
+os.write(1, (json.dumps(result | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())
+with dist.start(sizes) as mesh:  # a second start in the same processes, with new groups
     for axis in (mesh["replicate"], mesh["depth"], mesh.peers):
         assert all_reduce_(torch.ones(1), axis).item() == axis.size
     sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -25,8 +25,8 @@ def watchdogs(world: int) -> Iterator[list[Watchdog]]:
     try:
         yield ranks
     finally:
-        for rank in reversed(ranks):
-            rank._leave(None)
+        for member in reversed(ranks):
+            member._leave(None)
 
 
 def stops(world: int, ranks: list[Watchdog], requests: dict[int, int], work: Callable[[int, int], None]) -> list[int | None]:
