@@ -217,8 +217,9 @@ class _Theirs(nn.Module):
         self.cfg, self.space, cells = cfg, blocks.Space(cfg.dims, cfg.periodic), cfg.patch**cfg.dims
         inputs, outputs = cells * (cfg.inputs + cfg.field), cells * cfg.outputs
         same = cfg.model_copy(update={"inputs": inputs, "outputs": outputs, "field": 0, "patch": 1, "periodic": ()})
-        configs = ((name, config) for name, kind in DIFFUSERS_CLASSES.items() if (config := kind.to_config(same)))
-        name, words = next(configs, (None, None))
+        name, words = next(
+            ((name, words) for name, kind in DIFFUSERS_CLASSES.items() if (words := kind.to_config(same))), (None, None)
+        )
         if name is None or len({*cfg.periodic}) > 1:
             raise ConfigError(f"diffusers has no network for model.unet {cfg!r}; leave --peers out")
         self.net = getattr(import_module("diffusers"), name).from_config(words)

@@ -51,7 +51,7 @@ def not_finite(state: dict[str, Tensor]) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]] = {
-    "a tensor too many": (weighed(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, for which")),
+    "a tensor too many": (weighed(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, which no module")),
     "a setting that is missing": (configured(in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
     "not finite": (weighed(not_finite), CheckpointError, (FILE, CONV, "not finite")),
     "a pointer": (

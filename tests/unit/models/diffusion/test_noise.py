@@ -66,9 +66,8 @@ def test_no_two_numbers_of_a_run_share_bits(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(philox, "_words", watched)
     index, last = torch.tensor([0, 1, 2**32, 2**40 - 1]), 2**44 - 4
-    uses = NOISE, TIMES, SAMPLER_STEPS, 2**19 - 1
-    for seed, use, epoch, place in product((0, 1, 2**63 - 1), uses, (0, 1, 2**23 - 1), (0, last)):
-        normals(seed, use, index, epoch, (2**44,), box=(slice(place, place + 1),))
+    for seed, use, epoch, at in product((0, 1, 2**63 - 1), (NOISE, TIMES, SAMPLER_STEPS, 2**19 - 1), (0, 1, 2**23 - 1), (0, last)):
+        normals(seed, use, index, epoch, (2**44,), box=(slice(at, at + 1),))
     assert len(set(seen)) == len(seen) == 3 * 4 * 3 * 2 * 4
 
 

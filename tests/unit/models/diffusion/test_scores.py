@@ -98,7 +98,7 @@ def test_sums_over_four_batches_are_those_of_one() -> None:
     ways: list[tuple[Any, tuple[Tensor, ...], tuple[int, ...]]] = [
         (scores.ensemble_sums, (members, truth), (1, 0)),
         (scores.rank_sums, (members, truth), (1, 0)),
-        (partial(scores.spectrum_sums, at=at), (members[0], truth), (0, 0)),
+        (partial(scores.spectrum_sums, bins=at), (members[0], truth), (0, 0)),
         (partial(scores.one_point_sums, edges=edges), (members[0], truth), (0, 0)),
         (partial(scores.fid_to_sums, mean=torch.zeros(6), covariance=torch.eye(6)), (torch.randn(40, 6),), (0,)),
         (scores.clip_sums, (torch.randn(20, 6), torch.randn(20, 6)), (0, 0)),
