@@ -51,8 +51,8 @@ class Settings(pydantic.BaseModel):
     """
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants",
-        json_schema_extra=lambda schema, kind: schema.update(renamed=kind.renamed),
+        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True,
+        ser_json_inf_nan="constants", json_schema_extra=lambda schema, kind: schema.update(renamed=kind.renamed),
     )  # fmt: skip
     renamed: ClassVar[dict[str, str]] = {}
     """Earlier names of fields, which files and overrides of the previous version have, and today's."""
@@ -318,7 +318,8 @@ class _Input:
         suggested: set[Key] = set()
         for old, new in self.schema.apply_renames(self.tree):
             self.origins[new] = origin = self.origin(old)
-            sys.stderr.write(f"{origin.text}: {format_key(old)} is now {format_key(new)}; the next version does not read the old name\n")
+            text = f"{format_key(old)} is now {format_key(new)}; the next version does not read the old name"
+            sys.stderr.write(f"{origin.text}: {text}\n")
         for key in list(self.schema.unknown_keys(self.tree)):
             near, parent = self.schema.suggest(key), _lookup(self.tree, key[:-1])
             suggested |= set(near)

@@ -38,7 +38,8 @@ def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor])
     given = min(_GIVEN, len(some[0]) // 2)
     with step.average.applied(), step.autocast():
         ends = [] if tokenizer.eos is None else [tokenizer.eos]
-        made = complete(step.model, [row[:given] for row in some], _SAMPLING, ends, vocab_size=tokenizer.size, pipeline=step.pipeline)
+        prompts = [row[:given] for row in some]
+        made = complete(step.model, prompts, _SAMPLING, ends, vocab_size=tokenizer.size, pipeline=step.pipeline)
     if not rows:
         return
     texts = [list(map(tokenizer.decode, (row[:given], new, row[given : given + _MADE]))) for row, new in zip(some, made)]

@@ -70,7 +70,7 @@ class Loader:
         on_bad_sample: ``stop`` raises; ``skip`` delivers the next good sample of the order, and lists it in ``skipped``. With
             ``last_batch="keep"`` a bad sample always raises: a metric must cover all samples.
         batch_transform: Applied to ``(batch, step)``, with the batch on the device; ``step`` counts over all epochs, from 0.
-        scatter: Prepare each sample on one rank of a replica and scatter it to the others; ``auto``: if the source is ``replicated``.
+        scatter: Prepare each sample on one rank of a replica and scatter it to the others; ``auto``: for a ``replicated`` source.
 
     Raises DataError if the batch size is no multiple of replicas and micro-batches.
     """
@@ -95,8 +95,8 @@ class Loader:
         self._scatters = mesh.model_parallel.size > 1 and (replicated if scatter == "auto" else scatter)
         if self._scatters and not replicated:
             raise DataError(
-                f"{name}: data.scatter, but a {type(source).__name__} is not declared as replicated: each of {mesh.model_parallel.size} ranks "
-                "of a model replica may prepare its own shard of a sample; set data.scatter to false"
+                f"{name}: data.scatter, but a {type(source).__name__} is not `replicated`: each of "
+                f"{mesh.model_parallel.size} ranks of a model replica may prepare its own shard; set data.scatter to false"
             )
         self._validate(batch, accumulate, mesh)
         self._epoch_order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
@@ -132,7 +132,8 @@ class Loader:
             raise DataError(f"{name}: {samples} samples for {replicas} replicas; make more data or start fewer ranks")
         if self._on_bad_sample == "skip" and mesh.model_parallel.size > 1 and not self._scatters:
             raise DataError(
-                f"{name}: on_bad_sample=skip, but each of {mesh.model_parallel.size} ranks of a model replica prepares the sample; set it to stop, or data.scatter to true if the source is replicated"
+                f"{name}: on_bad_sample=skip, but each of {mesh.model_parallel.size} ranks of a model replica prepares the sample; "
+                "set it to stop, or data.scatter to true if the source is replicated"
             )
         if self._scatters:
             logger.info("%s: each sample is prepared on one of %d ranks and scattered on", name, mesh.model_parallel.size)

@@ -85,7 +85,7 @@ def vocab_parallel_head(head: LMHead, axis: Axis, sequence: int | None = None) -
 
 
 def quantize(linear: nn.Linear, kind: WeightFormat) -> None:
-    """Quantize the weight of ``linear`` in place, without gradients; a sharded layer stays sharded. This is collective for a layer
+    """Quantize the weight of ``linear`` in place, without gradients; a sharded layer stays sharded. It is collective for a layer
     with sharded inputs; for a deferred one, materializing it is (``deferred_init``). Raises ConfigError for another type of
     layer."""
     quantized_class = next((quantized for quantized, unquantized in _QUANTIZED.items() if type(linear) is unquantized), None)

@@ -36,8 +36,8 @@ class StageTrace:
 
 @dataclass
 class SequentialStages:
-    """Traces the stages of a rank in turn, in place of ``pipeline`` (``train.step.ForwardBackward``). ``hidden``: shape and dtype of the
-    output of all stages but the last; None: those of the first stage of this rank."""
+    """Traces the stages of a rank in turn, in place of ``pipeline`` (``train.step.ForwardBackward``). ``hidden``: shape and dtype
+    of the output of all stages but the last; None: those of the first stage of this rank."""
 
     tracer: StepTracer
     pipeline: Pipeline

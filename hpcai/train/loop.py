@@ -222,7 +222,8 @@ class _Training:
         self.profile.after_step(self.progress.step)
         report = self.progress.step % self.cfg.report_every == 0
         next_reading = self.progress.step + (self.cfg.report_every if report else 1)
-        check_replicas = self.cfg.replica_check_every is not None and next_reading - self._replicas_checked > self.cfg.replica_check_every
+        interval = self.cfg.replica_check_every
+        check_replicas = interval is not None and next_reading - self._replicas_checked > interval
         self._start_reading(report, check_replicas)
         if not self.reports_lag:
             self._log_reading()

@@ -71,7 +71,8 @@ class MetricSums:
         sums = {name: [next(remaining) for _ in kind] for name, (_, kind) in kinds.items()}
         # One rank computes a metric and broadcasts it, so that all ranks decide by the same value.
         finished = [_finish(name, totals[name][1], sums[name]) for name, (rank, _) in kinds.items() if rank == axis.rank]
-        results += chain.from_iterable(broadcast_object(finished, axis, rank) for rank in sorted({rank for rank, _ in kinds.values()}))
+        senders = sorted({rank for rank, _ in kinds.values()})
+        results += chain.from_iterable(broadcast_object(finished, axis, rank) for rank in senders)
         return _merge_unique(results)
 
     def all_reduce(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:

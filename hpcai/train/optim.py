@@ -131,8 +131,8 @@ class Optimizer:
             if lars:
                 fused_optimizer.lars_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), state.segments, ratio, lr=self.lr, scale=scale,
-                    found_inf=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed, offset=state.flat_param.offset,
-                    **self._copies(state),
+                    found_inf=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed,
+                    offset=state.flat_param.offset, **self._copies(state),
                 )  # fmt: skip
             else:
                 fused_optimizer.lamb_update_(

@@ -48,7 +48,8 @@ class ReplicaCheck:
         [] int64"""
         # Master weights: bf16 weights are rounded from them in every step, which would hide a flipped bit.
         master = self.optimizer.full_weights()
-        self._fingerprints = torch.stack([fingerprint(master.get(name, numbers)) for name, numbers, _ in self.reducer.replicated_tensors()])
+        replicated = self.reducer.replicated_tensors()
+        self._fingerprints = torch.stack([fingerprint(master.get(name, numbers)) for name, numbers, _ in replicated])
         first = torch.full((), NEVER, dtype=torch.int64, device=self.mesh.device)
         for axes, indices in self._groups:
             local = self._fingerprints[indices]

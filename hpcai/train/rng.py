@@ -31,7 +31,7 @@ def seed_step(seed: int, replica: int, step: int) -> None:
 @contextmanager
 def seeds(seed: int) -> Iterator[None]:
     """Context manager for building models: parameters are created and sharded without memory, and ``Step`` initializes them
-    (``deferred_init``). Other random numbers are the same on all ranks. Steps have seeds of their own, different for each replica."""
+    (``deferred_init``). Other random numbers are the same on all ranks. Steps have their own seeds, different for each replica."""
     startup.begin("network")
     seed_all(seed)
     with deferred(seed):

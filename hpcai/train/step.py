@@ -87,7 +87,8 @@ class Step:
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
         each = cfg.clip_per == "sample"
         if each and mesh.model_parallel.size > 1:
-            raise ConfigError(f"step.clip_per is sample, but a sample is sharded over {mesh.model_parallel.size} ranks; set it to batch")
+            ranks = mesh.model_parallel.size
+            raise ConfigError(f"step.clip_per is sample, but a sample is sharded over {ranks} ranks; set it to batch")
         stages = mesh["pipeline"].size
         if stages > 1 and pipeline is None:
             raise ConfigError(f"mesh.pipeline is {stages}, but the step has no pipeline; give pipeline=Pipeline(model, mesh)")

@@ -15,7 +15,7 @@ from hpcai.train.optim import Optimizer
 
 
 class WeightAverage:
-    """Average of the weights: a += (1 - step.ema_decay)*(w - a) after each step, from the initial weights. Without ``step.ema_decay``
+    """Average of the weights: a += (1 - step.ema_decay)*(w - a) after each step, from the initial weights. Without that setting
     it is the weights themselves. The optimizer averages the parameters in the pass that updates them. Floating-point buffers are
     averaged here."""
 
@@ -45,7 +45,8 @@ class WeightAverage:
         """Context manager: the model holds the averaged weights, with synchronised buffers, and gets its own back afterwards. All
         training ranks enter it together. Weights are copied into the same memory, so captured CUDA graphs stay valid."""
         self.sync_buffers()
-        rows = [(s.flat_param.weights, s.weights, s.average) for s in self.optimizer.states] if self.cfg.ema_decay is not None else []
+        states = self.optimizer.states if self.cfg.ema_decay is not None else []
+        rows = [(s.flat_param.weights, s.weights, s.average) for s in states]
         saved = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]
         buffers = [(live, live.clone(), self._averages.get(name)) for name, live in self._buffers.items()]
         self._load([(live, mean) for live, _, mean in saved + buffers if mean is not None], shared=bool(saved))

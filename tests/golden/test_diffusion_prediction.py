@@ -78,12 +78,14 @@ def test_predictions_as_sample_as_noise_and_as_v(says: Says, each: bool) -> None
         x0, noise = objective.to_x0(said, x, a, s), objective.to_noise(said, x, a, s)
         close(x0, said if says == "x0" else known[f"x0_from_{says}"][at])
         close(noise, said if says == "epsilon" else known[f"epsilon_from_{says}"][at])
-        close(Objective(schedule("sd2", prediction_type="v")).target(x0, noise, a, s), said if says == "v" else known[f"v_from_{says}"][at])
+        velocity = Objective(schedule("sd2", prediction_type="v")).target(x0, noise, a, s)
+        close(velocity, said if says == "v" else known[f"v_from_{says}"][at])
 
 
 def test_edm() -> None:
     known, cfg = numbers("edm"), told(f"{FOLDER}/settings")["edm"]
-    objective = Objective(ObjectiveConfig(prediction_type="edm", sigma_data=cfg["sigma_data"], mean=cfg["P_mean"], deviation=cfg["P_std"]))
+    sizes = {"sigma_data": cfg["sigma_data"], "mean": cfg["P_mean"], "deviation": cfg["P_std"]}
+    objective = Objective(ObjectiveConfig(prediction_type="edm", **sizes))
     noised = objective.add_noise(known["x0"], known["noise"], known["sigma"])
     close(noised.input, known["network_input"])
     close(noised.time, known["c_noise"])

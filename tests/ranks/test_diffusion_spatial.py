@@ -99,7 +99,8 @@ def test_a_network_with_sharded_samples_equals_the_full_one(cfg: UNetConfig, axe
 def model_of(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
     size = (cfg.inputs, *SIZES[cfg])
     shape = DiffusionConfig(
-        unet=cfg, size=size, objective={"prediction_type": "flow"}, sampler={"method": "heun", "steps": 2, "guidance": 2.0, "rescale": 0.7},
+        unet=cfg, size=size, objective={"prediction_type": "flow"},
+        sampler={"method": "heun", "steps": 2, "guidance": 2.0, "rescale": 0.7},
         residual=0.5 if cfg.field else None, unconditional=0.3 if cfg.field else 0.0,
     )  # fmt: skip
     model = Diffusion(shape, seed=3)

@@ -47,7 +47,7 @@ def uses(mesh: Mesh) -> list[list[int]]:
     others = mesh.new_background_axis("model_parallel"), mesh.new_background_axis("model_parallel")
     assert groups() == 5 and len({axis.group for axis in (background, *others)}) == 3 and members(others[1]) == found[0]
     twin = mesh.background_copy(norms)
-    assert groups() == 6 and twin[0].all_reduce.axes == (mesh.background_axis("replicate"),), "its background copy has a background axis"
+    assert groups() == 6 and twin[0].all_reduce.axes == (mesh.background_axis("replicate"),), "its copy has a background axis"
     second = Mesh(mesh.sizes, 4, mesh.rank)
     assert members(second["depth"]) == found[0] and second["depth"].group is depth.group and groups() == 6
     return found

@@ -105,7 +105,8 @@ def divided(mesh: Mesh, shard: str) -> list[str]:
         step(batches(4, 2, mesh.rank)[0])
         step.reducer.wait()
         if struck and mesh.rank == 1:
-            next(numbers for name, numbers, _ in step.reducer.replicated_tensors() if name == "first.weight").view(torch.int32)[0] ^= 1
+            tensors = {name: numbers for name, numbers, _ in step.reducer.replicated_tensors()}
+            tensors["first.weight"].view(torch.int32)[0] ^= 1
         try:
             step.replica_check.raise_if_divergent(int(step.first_failures(compare=True)[1].item()), step.count)
         except DivergedError as error:

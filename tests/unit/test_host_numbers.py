@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2] / "hpcai"
 PARTS = "models/**/*", "nn/*", "kernels/*", "parallel/*", "train/step", "train/optim", "train/weight_averaging", "train/metrics"
 MAKERS = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "FloatTensor", "LongTensor"}
 BEGIN = {
-    "forward", "backward", "loss", "zero_grad", "reduce", "all_gather_parameters", "wait", "sums", "__call__", "_update", "all_reduce",
+    "forward", "backward", "loss", "zero_grad", "reduce", "all_gather_parameters", "wait", "sums", "__call__", "_update",
+    "all_reduce",
 }  # fmt: skip
 """Where a step enters these folders, beside every function of the kernels; with them goes each function that they name, and so on.
 Names alone are compared, which finds too many rather than too few; ``__init__`` is left out."""

@@ -16,7 +16,7 @@ from hpcai.settings import LoaderConfig, ScheduleConfig, StepConfig, TrainConfig
         (StepConfig, {"capture": "whole", "shard": "weights"}, "capture whole with shard weights is not supported"),
         (StepConfig, {"shard_within": 2}, "shard_within is 2, but nothing is sharded"),
         (StepConfig, {"clip_per": "sample", "clip": 0.1, "shard": "weights"}, "clip_per is sample, but shard is weights"),
-        (LoaderConfig, {"scatter": True, "reader": "gds"}, "reader gds gives samples on the GPU of each process; set scatter to auto"),
+        (LoaderConfig, {"scatter": True, "reader": "gds"}, "reader gds gives samples on the GPU of each process; set scatter to"),
         (ScheduleConfig, {"decay": "steps", "decay_at": (3.0, 1.0), "decay_to": (0.5, 0.1)}, "must rise"),
         (TrainConfig, {"metric": "x", "better": "higher", "hopeless": 0.9, "target": 0.5}, "hopeless 0.9 is better than"),
     ],

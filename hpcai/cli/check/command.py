@@ -94,7 +94,8 @@ def report_lines(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
     yield from findings.lines(outcome.findings)
     yield from _figures(outcome.figures)
     figures, samples = outcome.figures, sum(split.samples for split in outcome.splits)
-    summary = f"{figures['files']:,} files, {samples:,} samples, {log.format_bytes(figures['bytes'])} in {figures['seconds']:,.1f} s"
+    size = log.format_bytes(figures["bytes"])
+    summary = f"{figures['files']:,} files, {samples:,} samples, {size} in {figures['seconds']:,.1f} s"
     scope = "sizes and headers of " if outcome.options.quick else ""
     yield f"{findings.verdict(outcome.findings, strict)}: {scope}{summary}; {findings.counts(outcome.findings)}"
 
@@ -102,8 +103,8 @@ def report_lines(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
 def _splits(outcome: "Outcome") -> Iterator[tuple[str, str]]:
     for split in outcome.splits:
         verified = f"SHA-256 of {split.verified:,} verified" if split.verified else "no SHA-256 verified"
-        counts = f"{pluralize(split.files, 'file')}, {pluralize(split.samples, 'sample')}, {log.format_bytes(split.bytes)}, {verified}"
-        yield "this folder" if split.name == "." else split.name, counts
+        counts = f"{pluralize(split.files, 'file')}, {pluralize(split.samples, 'sample')}, {log.format_bytes(split.bytes)}"
+        yield "this folder" if split.name == "." else split.name, f"{counts}, {verified}"
         yield from (("", f"{field}: {kind}") for field, kind in split.fields.items())
         if (division := split.division) is not None:
             remainder_text = "drop leaves {left_out:,} out; pad makes {padded_batches:,}, repeating {repeated:,}"

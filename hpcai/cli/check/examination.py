@@ -155,7 +155,8 @@ class _Examination:
         if widest is None or widest.kind != "contiguous" or not widest.offset % ALIGN or widest.row_bytes % ALIGN:
             return
         if widest.nbytes >= MIN_ALIGNED_BYTES and MAX_EXTRA * widest.row_bytes < ALIGN:
-            self.add("unaligned", file.path, widest.name, offset=widest.offset, width=log.format_bytes(widest.row_bytes), advice=advice)
+            width = log.format_bytes(widest.row_bytes)
+            self.add("unaligned", file.path, widest.name, offset=widest.offset, width=width, advice=advice)
 
     # ---- content
 

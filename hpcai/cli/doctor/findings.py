@@ -205,7 +205,8 @@ def _folders(report: Report) -> Rule:
         for operation in ("write", "read"):
             rates = {rank: getattr(seen, operation) for rank, seen in usable.items() if getattr(seen, operation)}
             for rank in slow_outliers({rank: 1 / rate for rank, rate in rates.items()}, 2.0):
-                fields = {"found": format_bytes(rates[rank]), "want": format_bytes(statistics.median(rates.values())), "do": operation}
+                median = format_bytes(statistics.median(rates.values()))
+                fields = {"found": format_bytes(rates[rank]), "want": median, "do": operation}
                 yield "rate", [rank], {"path": folders[rank].path, **fields}
     for path, ranks in group_ranks({rank: folder.path for rank, folder in run.items() if folder.seen is False}):
         yield "shared", ranks, {"path": path, "first": run[0].path}

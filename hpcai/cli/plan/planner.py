@@ -228,7 +228,7 @@ class Planner:
             if fit.held > _USABLE_MEMORY * machine.capacity:
                 break
         raise InfeasibleError(
-            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; split samples further"
+            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; split samples more"
         )
 
     def plan_job(self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = ()) -> Job:
@@ -263,7 +263,8 @@ class Planner:
         if prepare is None:
             return 0.0
         seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
-        stalls = simulate_waits(seconds, step, workers, max_samples(workers, per_replica, 0, 1), "ready", batch=per_replica, ranks=ways)
+        queue = max_samples(workers, per_replica, 0, 1)
+        stalls = simulate_waits(seconds, step, workers, queue, "ready", batch=per_replica, ranks=ways)
         return float(stalls[_LOADER_WARMUP:].mean())
 
     def plan_jobs(self, gpus: int, ways: Sequence[int], machine: Machine, evaluating: int = 0) -> list[Job]:
@@ -381,7 +382,9 @@ class _PipelineStep:
 
     def fit(self) -> Fit:
         last, cost = self.stage_count - 1, cache(self._pass_cost)
-        ready = simulate_schedule(self.orders, last, lambda kind, stage: cost(kind, stage).seconds, lambda *stages: self._transfer(*stages)[0])
+        ready = simulate_schedule(
+            self.orders, last, lambda kind, stage: cost(kind, stage).seconds, lambda *stages: self._transfer(*stages)[0]
+        )
         steps, peaks, held_bytes = [], [], []
         for rank, (order, finished) in enumerate(zip(self.orders, ready)):
             step_cost, held, extra = self._step_cost(rank)

@@ -77,7 +77,8 @@ def load_deferred(model: LLM, folder: str | Path) -> LLM:
     tensors = _open_weights(folder, model.cfg) if folder.is_dir() else open_tensors(folder)
     source = folder if (folder / _INDEX).exists() or not folder.is_dir() else folder / _FILE
     model.folder = folder if folder.is_dir() else folder.parent
-    read_on_materialize(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
+    shared = {"lm_head.weight": "model.embed_tokens.weight"} if model.cfg.tied else {}
+    read_on_materialize(model, source, lambda name: shared.get(name, name))
     for name, parameter in model.named_parameters():
         parameter.origin = str(tensors[name].path.resolve())  # type: ignore[attr-defined]
     return model

@@ -63,7 +63,7 @@ class Adapter(nn.Module):
 
 
 def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
-    """Add adapters to the layers named in ``cfg.targets``, in place, and freeze all other weights, in the format ``cfg.base_dtype``.
+    """Add adapters to the layers named in ``cfg.targets``, in place, and freeze all other weights, in ``cfg.base_dtype``.
     Collective over all ranks of a sharded model. Raises ConfigError for a target that names no layer, and if the model already has
     adapters."""
     if any(True for _ in _adapted_layers(model)):

@@ -52,7 +52,7 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
 
 
 def build_pipeline(model: LLM, mesh: Mesh, **kwargs: Any) -> Pipeline | None:
-    """Split the layers of ``model`` over ``pipeline``, and return the ``Pipeline`` for ``Step(..., pipeline=)``; None if its size is 1.
+    """Split the layers of ``model`` over ``pipeline``, and return the ``Pipeline`` for ``Step(..., pipeline=)``; None if it is 1.
     ``kwargs``: schedule and sizes of ``Pipeline``."""
     if mesh["pipeline"].size == 1:
         return None

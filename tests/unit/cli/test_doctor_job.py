@@ -212,7 +212,8 @@ def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypat
     folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("3\n")
-    assert rank_report.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path) == (Gpu(2, "A100", "aaaa-bbbb", "0000:c1:00.0", 40.0, 3), "")
+    gpu = Gpu(2, "A100", "aaaa-bbbb", "0000:c1:00.0", 40.0, 3)
+    assert rank_report.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path) == (gpu, "")
     (folder / "numa_node").write_text("-1\n")
     found, _ = rank_report.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path)
     assert found is not None and found.node is None
@@ -255,7 +256,8 @@ def test_a_folder_is_measured_and_left_unchanged(tmp_path: Path) -> None:
 
 
 def lagging(answers: Sequence[str | None], world: int | None = None) -> str:
-    return deadline.describe_lagging({rank: RankStatus(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}, world)
+    statuses = {rank: RankStatus(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}
+    return deadline.describe_lagging(statuses, world)
 
 
 def test_lagging_ranks_are_named() -> None:

@@ -28,7 +28,8 @@ def _layout(p: torch.Tensor) -> torch.memory_format:
 
 
 def new(model: nn.Module, cfg: StepConfig) -> Optimizer:
-    return Optimizer(GradientReducer(model, dist.single_process(torch.device("cpu")), decays=match_decay_names(model, cfg)).flat_parameters, cfg)
+    reducer = GradientReducer(model, dist.single_process(torch.device("cpu")), decays=match_decay_names(model, cfg))
+    return Optimizer(reducer.flat_parameters, cfg)
 
 
 def run(cfg: StepConfig) -> nn.Module:

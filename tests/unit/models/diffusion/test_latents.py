@@ -23,7 +23,8 @@ WORDS: dict[str, Any] = {
 def model(kind: str = "unet", **words: Any) -> Diffusion:
     torch.manual_seed(0)
     latents = {"scale": 0.5, "shift": 0.25, "tokens": (3, 6), "pooled": 4 if kind == "flux" else None}
-    known = {"unet": None, kind: WORDS[kind], "latents": latents, "objective": {"prediction_type": "flow"}, "sampler": {"method": "euler"}}
+    flow = {"objective": {"prediction_type": "flow"}, "sampler": {"method": "euler"}}
+    known = {"unet": None, kind: WORDS[kind], "latents": latents, **flow}
     made = Diffusion(DiffusionConfig.model_validate(known | words), seed=3).double()
     for name in ("tokens", "pooled"):
         empty = getattr(made, f"no_{name}")
