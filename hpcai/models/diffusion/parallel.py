@@ -63,8 +63,8 @@ class Slabs(Grid):
             if isinstance(module, Upsample):
                 module.is_sharded = True
         axes = {axis.name: axis for axis in self.cut.axes.values()}
-        kinds = {SpatialAttention: _ShardedAttention}
-        self.cut = parallelize_spatial(network, axes, patches, inputs=partial(_example, network), kinds=kinds)
+        inputs = partial(_example, network)
+        self.cut = parallelize_spatial(network, axes, patches, inputs=inputs, kinds={SpatialAttention: _ShardedAttention})
         network.grid, self._network = self, network
         self._sizes[self._local_size(size)] = tuple(size)
 
