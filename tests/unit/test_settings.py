@@ -27,5 +27,4 @@ def test_inconsistent_settings_are_an_error(kind: type[Settings], kwargs: dict[s
 
 
 def test_samples_read_by_gds_are_not_sent() -> None:
-    cases: tuple[dict[str, Any], ...] = {}, {"once": True}, {"reader": "gds"}
-    assert [LoaderConfig(**kwargs).loader_kwargs()["once"] for kwargs in cases] == ["auto", True, False]
+    assert [LoaderConfig(**cfg).loader_kwargs()["once"] for cfg in ({}, {"once": True}, {"reader": "gds"})] == ["auto", True, False]
