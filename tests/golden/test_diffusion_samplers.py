@@ -57,7 +57,7 @@ class Mixture:
 
 
 def padded() -> list[list[list[float]]]:
-    """Weights, means and deviations of both mixtures, the shorter one padded with a component of weight zero."""
+    """Weights, means and deviations of both mixtures, the shorter one padded with a component of negligible weight."""
     cond, uncond = (list(KNOWN["mixtures"][name].values()) for name in ("cond", "uncond"))
     return [cond, [[*part, more] for part, more in zip(uncond, (1e-300, 0.0, 1.0))]]
 
