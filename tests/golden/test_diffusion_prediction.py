@@ -1,4 +1,4 @@
-"""What networks are trained to say of noisy samples, against formulas in float64 (tests/data/diffusion/objectives)."""
+"""Prediction types against formulas in float64 (tests/data/diffusion/objectives)."""
 
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ SAYS: list[Says] = ["epsilon", "v", "x0"]
 
 
 def numbers(name: str) -> dict[str, Tensor]:
-    """As float64, also what is stored in float32 since nothing is lost by it."""
+    """Read as float64, also arrays that are stored in float32 without loss."""
     return {key: torch.from_numpy(value).double() for key, value in arrays(f"{FOLDER}/{name}").items()}
 
 
