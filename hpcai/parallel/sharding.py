@@ -281,7 +281,7 @@ def flatten(tensor: Tensor, parameter: Tensor) -> Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
-def unflatten(name: str, parameter: nn.Parameter, decays: bool, replica_axes: tuple[Axis, ...] = ()) -> FlatParameter:
+def as_flat_parameter(name: str, parameter: nn.Parameter, decays: bool, replica_axes: tuple[Axis, ...] = ()) -> FlatParameter:
     """Return a flat parameter that is one parameter in its own memory, with the gradient that autograd left: nothing is copied."""
 
     def gradient() -> Tensor | None:
