@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.diffusion.config import ObjectiveConfig
-from hpcai.models.diffusion.prediction import NoisySample, Objective, loss_weights, snr
+from hpcai.models.diffusion.prediction import NoisySample, Objective, alphas_cumprod, loss_weights
 from hpcai.models.diffusion.samplers import apply_guidance, karras_sigmas, shift_times
 from tests.stored import arrays, check_thinned, told
 
@@ -37,7 +37,7 @@ def close(found: Tensor | np.ndarray, known: Tensor | np.ndarray, tolerance: flo
 
 @pytest.mark.parametrize("name", ["sd2", "linear", "cosine", "sd2_zero_snr", "linear_zero_snr"])
 def test_schedules(name: str) -> None:
-    close(snr(schedule(name)), arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
+    close(alphas_cumprod(schedule(name)), arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
 
 
 @pytest.mark.parametrize("says", SAYS)
