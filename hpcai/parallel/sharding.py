@@ -298,6 +298,4 @@ def check_dense(parameters: dict[str, nn.Parameter]) -> None:
     """Raise ConfigError for a parameter whose elements are not contiguous in memory, in any order of dims."""
     for name, parameter in parameters.items():
         if sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride())) + 1 != parameter.numel():
-            raise ConfigError(
-                f"parameter {name} has gaps or overlaps in memory (strides {parameter.stride()}); make it contiguous"
-            )
+            raise ConfigError(f"parameter {name} has gaps or overlaps in memory (strides {parameter.stride()}); make it contiguous")
