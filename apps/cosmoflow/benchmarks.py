@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.cosmoflow.data import Universes, batches, rows_of
+from apps.cosmoflow.data import Universes, build_loader, open_rows
 from apps.cosmoflow.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Workload
 from hpcai.dist import Mesh
@@ -61,7 +61,7 @@ class Benchmark(Workload):
         model: Any = parallelize(CosmoFlow(cfg.model), mesh)
         if "kernels" not in enabled:
             for block in model.conv_seq:
-                block.__class__, block.conv.__class__ = _Usual, _Whole
+                block.__class__, block.conv.__class__ = _ReferenceBlock, _ReferenceConv
         if "channels-last" not in enabled:
             model.to(memory_format=torch.contiguous_format).conv_seq.__class__ = _Contiguous
         return model
@@ -71,15 +71,15 @@ class Benchmark(Workload):
         return counts, random.uniform(-1, 1, len(cfg.model.parameters)).astype(np.float32)
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return batches(Universes(rows_of(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **kwargs)
+        return build_loader(Universes(open_rows(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **kwargs)
 
 
-class _Usual(Block):
+class _ReferenceBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool3d(F.leaky_relu(self.conv(x), NEGATIVE_SLOPE), 2)
 
 
-class _Whole(Conv3d):
+class _ReferenceConv(Conv3d):
     def forward(self, x: Tensor) -> Tensor:
         return nn.Conv3d.forward(self, x)
 

@@ -32,7 +32,7 @@ class Universes(Samples):
             return None
         if self.turn is None:
             return {"counts": self.part}
-        axes, flips = self._turn(index, epoch)
+        axes, flips = self._draw_turn(index, epoch)
         box, size = list(self.part), self.rows.shapes["counts"][0]
         for dim, axis in enumerate(axes):
             first, end, _ = self.part[dim].indices(size)
@@ -42,10 +42,10 @@ class Universes(Samples):
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         counts = values["counts"]
         if self.turn is not None:
-            counts = turned(counts, *self._turn(index, epoch), self.rows.reader.memory)
+            counts = permute_and_flip(counts, *self._draw_turn(index, epoch), self.rows.reader.memory)
         return Batch(counts, values["target"])
 
-    def _turn(self, index: int, epoch: int) -> tuple[list[int], tuple[int, ...]]:
+    def _draw_turn(self, index: int, epoch: int) -> tuple[list[int], tuple[int, ...]]:
         """One of the 48 turns and mirrors of a cube, all equally likely: axes in their new order, and which of these are
         mirrored."""
         rng = np.random.default_rng([self.turn or 0, epoch, index])
@@ -53,7 +53,7 @@ class Universes(Samples):
         return axes, tuple(axis for axis in range(3) if rng.integers(2))
 
 
-def turned(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: MemoryPool) -> Any:
+def permute_and_flip(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: MemoryPool) -> Any:
     """A cube with its axes in another order, some of them mirrored.   [D, H, W, C] -> [D, H, W, C]"""
     if isinstance(counts, torch.Tensor):
         side = torch.cuda.Stream(counts.device)  # not the one that trains, behind which it would wait
@@ -65,29 +65,29 @@ def turned(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: Mem
 
 
 @contextmanager
-def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConfig]]:
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConfig]]:
     """Loaders for training (None on processes that only evaluate) and validation, and the model's settings completed by what the
     data know."""
-    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
+    train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
     cut = spatial_cut(mesh)
     part = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
-    words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= sharded_sampler(train, cfg.data, batch, seed)
-    turn, held = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last_batch": "keep"}
+    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
+    kwargs |= sharded_sampler(train, cfg.data, batch, seed)
+    turn, eval_kwargs = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last_batch": "keep"}
     with open_loaders(
         mesh,
-        lambda: batches(Universes(train, turn, part), batch, cfg, mesh, **words),
-        lambda: batches(Universes(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, **held),
+        lambda: build_loader(Universes(train, turn, part), batch, cfg, mesh, **kwargs),
+        lambda: build_loader(Universes(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, **eval_kwargs),
     ) as (training, held_out, _):
-        yield training, held_out, _completed(cfg, train)
+        yield training, held_out, _complete_model_config(cfg, train)
 
 
-def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
-    return make_loader(source, batch, cfg.data, mesh, {"counts": "DHWC", "target": ""}, Batch, **words)
+def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs: Any) -> Loader:
+    return make_loader(source, batch, cfg.data, mesh, {"counts": "DHWC", "target": ""}, Batch, **kwargs)
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     model, data = cfg.model, cfg.data
     remedy = (
         f"make data with: {command_of('data_prep.cosmoflow')} simulate {data.directory} --size {model.size}, "
@@ -98,26 +98,26 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     return open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
 
 
-def _completed(cfg: Config, rows: Rows) -> CosmoFlowConfig:
+def _complete_model_config(cfg: Config, rows: Rows) -> CosmoFlowConfig:
     """The model's settings with what the data know: physical ranges, and the statistics of the input where they are wanted."""
-    model, about = cfg.model, rows.metadata
-    if model.low is None and "low" in about:
-        if tuple(about["parameters"]) != model.parameters:
-            found, asked = about["parameters"], list(model.parameters)
-            raise DataError(f"{rows.folder}: holds the parameters {found}, the settings say model.parameters={asked}")
-        model = model.model_copy(update={"low": tuple(about["low"]), "high": tuple(about["high"]), "units": tuple(about["units"])})
+    model, metadata = cfg.model, rows.metadata
+    if model.low is None and "low" in metadata:
+        if tuple(metadata["parameters"]) != model.parameters:
+            actual, expected = metadata["parameters"], list(model.parameters)
+            raise DataError(f"{rows.folder}: holds the parameters {actual}, the settings say model.parameters={expected}")
+        model = model.model_copy(update={"low": tuple(metadata["low"]), "high": tuple(metadata["high"]), "units": tuple(metadata["units"])})
     if cfg.data.whiten and model.mean is None:
         path = cfg.data.directory / "statistics.json"
         try:
-            about = json.loads(path.read_text())["splits"]["train"]["log1p"]
-            mean, mix = about["mean"], whitening(np.array(about["covariance"]))
+            metadata = json.loads(path.read_text())["splits"]["train"]["log1p"]
+            mean, mix = metadata["mean"], whitening_matrix(np.array(metadata["covariance"]))
         except (OSError, ValueError, KeyError, np.linalg.LinAlgError) as problem:
             raise DataError(f"{path}: no statistics of the input ({problem!r}); set data.whiten=false") from problem
         model = model.model_copy(update={"mean": tuple(mean), "mix": tuple(map(tuple, mix.tolist()))})
     return model
 
 
-def whitening(covariance: np.ndarray) -> np.ndarray:
+def whitening_matrix(covariance: np.ndarray) -> np.ndarray:
     """The symmetric matrix W with which W C W is the identity, for a covariance C. The same matter at several redshifts is nearly
     the same input several times; what tells one cosmology from another is the small difference.   [C, C] -> [C, C]"""
     values, vectors = np.linalg.eigh(covariance)

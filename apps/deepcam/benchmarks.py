@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from apps.deepcam.data import Maps, batches, rows_of
+from apps.deepcam.data import Maps, build_loader, open_rows
 from apps.deepcam.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Workload, swap_classes
 from hpcai.dist import Mesh
@@ -89,7 +89,7 @@ class Benchmark(Workload):
     def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= enabled else 1)
         if "kernels" not in enabled:
-            swap_classes(model, {BatchNorm: _Usual, Conv2d: _Plain, ConvTranspose2d: _PlainTransposed})
+            swap_classes(model, {BatchNorm: _ReferenceNorm, Conv2d: _ReferenceConv, ConvTranspose2d: _ReferenceConvTranspose})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
         return model
@@ -100,10 +100,10 @@ class Benchmark(Workload):
         return fields, (rare * random.integers(1, len(cfg.model.classes), rare.shape)).astype(np.uint8)
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return batches(Maps(rows_of(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **kwargs)
+        return build_loader(Maps(open_rows(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **kwargs)
 
 
-class _Usual(BatchNorm):
+class _ReferenceNorm(BatchNorm):
     def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         y = nn.BatchNorm2d.forward(self, x)
         if plus is not None:
@@ -111,7 +111,7 @@ class _Usual(BatchNorm):
         return F.relu(y, inplace=True) if self.relu else y
 
 
-class _Plain(Conv2d):
+class _ReferenceConv(Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self._is_product(x) or self.stride == (1, 1):
             return nn.Conv2d.forward(self, x)
@@ -119,7 +119,7 @@ class _Plain(Conv2d):
         return F.conv2d(x[:, :, ::down, ::across], self.weight, self.bias)
 
 
-class _PlainTransposed(ConvTranspose2d):
+class _ReferenceConvTranspose(ConvTranspose2d):
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         return nn.ConvTranspose2d.forward(self, x, output_size)
 

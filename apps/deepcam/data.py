@@ -20,24 +20,24 @@ from hpcai.programs import command_of
 
 
 @contextmanager
-def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig, tuple[int, int]]]:
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig, tuple[int, int]]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures, the model's settings completed by what
     the data know, and the size of the maps."""
-    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
+    train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     batch, seed = cfg.data.batch, cfg.train.seed
-    words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= sharded_sampler(train, cfg.data, batch, seed)
-    held: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
-    copies, cut = mesh["replicate"].size, spatial_cut(mesh)
+    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
+    kwargs |= sharded_sampler(train, cfg.data, batch, seed)
+    eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
+    replicas, cut = mesh["replicate"].size, spatial_cut(mesh)
     part = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, part)
     with open_loaders(
         mesh,
-        lambda: batches(Maps(train, None, part), batch, cfg, mesh, **words),
-        lambda: batches(Maps(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held),
-        (lambda: batches(few, copies, cfg, mesh, name="pictures", **held)) if len(few) else None,
+        lambda: build_loader(Maps(train, None, part), batch, cfg, mesh, **kwargs),
+        lambda: build_loader(Maps(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", **eval_kwargs),
+        (lambda: build_loader(few, replicas, cfg, mesh, name="pictures", **eval_kwargs)) if len(few) else None,
     ) as (training, held_out, pictures):
-        yield training, held_out, pictures, _completed(cfg, train), train.shapes["mask"]
+        yield training, held_out, pictures, _complete_model_config(cfg, train), train.shapes["mask"]
 
 
 class Maps(Samples):
@@ -55,11 +55,11 @@ class Maps(Samples):
         return Batch(values["fields"], values["mask"])
 
 
-def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
-    return make_loader(source, batch, cfg.data, mesh, {"fields": "HWC", "mask": "HW"}, Batch, **words)
+def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs: Any) -> Loader:
+    return make_loader(source, batch, cfg.data, mesh, {"fields": "HWC", "mask": "HW"}, Batch, **kwargs)
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data, count = cfg.data, len(cfg.model.variables)
     remedy = (
         f"make data with: {command_of('data_prep.deepcam')} simulate {data.directory}, "
@@ -69,9 +69,9 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     rows = open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
     height, width = rows.shapes["fields"][:2]
     if height % STRIDE or width % STRIDE or rows.shapes["mask"] != (height, width):
-        found = f"maps of {height} x {width} cells with masks of {' x '.join(map(str, rows.shapes['mask']))}"
+        actual = f"maps of {height} x {width} cells with masks of {' x '.join(map(str, rows.shapes['mask']))}"
         raise DataError(
-            f"{rows.folder}: holds {found}; expected both alike, in multiples of {STRIDE}, the network's output stride; "
+            f"{rows.folder}: holds {actual}; expected both alike, in multiples of {STRIDE}, the network's output stride; "
             "cut the maps before they are converted, or simulate others"
         )
     names = rows.metadata.get("variables")
@@ -80,14 +80,14 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     return rows
 
 
-def _completed(cfg: Config, rows: Rows) -> DeepCamConfig:
+def _complete_model_config(cfg: Config, rows: Rows) -> DeepCamConfig:
     """The model's settings with what the data know: range of each variable, frequency of each class."""
     model, path = cfg.model, cfg.data.directory / "statistics.json"
     if model.low is not None and model.frequencies is not None:
         return model
     try:
-        about = json.loads(path.read_text())["splits"]["train"]
-        low, high, share = about["fields"]["minimum"], about["fields"]["maximum"], about["mask"]["frequency"]
+        statistics = json.loads(path.read_text())["splits"]["train"]
+        low, high, frequencies = statistics["fields"]["minimum"], statistics["fields"]["maximum"], statistics["mask"]["frequency"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise DataError(
             f"{path}: no statistics of the training maps ({problem!r}); make them with data_prep.deepcam, "
@@ -95,10 +95,10 @@ def _completed(cfg: Config, rows: Rows) -> DeepCamConfig:
         ) from problem
     changes: dict[str, Any] = {} if model.low is not None else {"low": tuple(low), "high": tuple(high)}
     if model.frequencies is None:
-        rare = [name for name, part in zip(model.classes, share) if not part]
+        rare = [name for name, part in zip(model.classes, frequencies) if not part]
         if rare:
             raise DataError(f"{path}: no training map holds a {rare[0]}; give more maps, or set model.frequencies")
-        changes["frequencies"] = tuple(share)
+        changes["frequencies"] = tuple(frequencies)
     try:
         return DeepCamConfig.model_validate(model.model_dump() | changes)
     except ValueError as problem:

@@ -15,6 +15,6 @@ classes, caption, table, draw = masks.classes, *(partial(each, KIND) for each in
 
 def read(path: Path) -> Masks:
     """Precipitable water is in colours, pressure at sea level in lines."""
-    found, _ = masks.read(path, color="TMQ", lines="PSL")
-    found.note = ", north up"
-    return found
+    result, _ = masks.read(path, color="TMQ", lines="PSL")
+    result.note = ", north up"
+    return result

@@ -13,17 +13,17 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.diffusion.data import network, samples, write_ensembles
+    from apps.diffusion.data import build_model, build_loaders, write_ensembles
     from hpcai import dist, train
     from hpcai.models import diffusion
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("diffusion", cfg, mesh, BENCHMARKS.get(cfg.benchmark or "")) as run,
-        samples(cfg, mesh) as (training, validation, drawn, shape),
+        build_loaders(cfg, mesh) as (training, validation, drawn, shape),
     ):
         with train.seeds(cfg.train.seed):
-            model = network(cfg, shape, mesh)
+            model = build_model(cfg, shape, mesh)
         step = train.Step(model, diffusion.loss, cfg.step, mesh)
         metric = partial(diffusion.ensemble_scores, members=cfg.data.scored) if cfg.data.scored else diffusion.score
         metric = partial(metric, offset=cfg.data.evaluation_place)

@@ -20,8 +20,8 @@ import yaml
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from apps.diffusion.data import Fields, rows_of
-from apps.diffusion.latents import Encoded
+from apps.diffusion.data import Fields, open_rows
+from apps.diffusion.latents import EncodedImages
 from apps.diffusion.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.config import PositiveInt
@@ -95,10 +95,10 @@ class Benchmark(Workload):
     def complete_settings(self, cfg: Any) -> Any:
         """With the size of a sample, and random first weights throughout: of zeros all gradients before them would be zeros."""
         net = cfg.model.unet.model_copy(update={"zero": False})
-        found = {"unet": net, "size": (net.inputs, *[cfg.side] * net.dims)}
+        updates = {"unet": net, "size": (net.inputs, *[cfg.side] * net.dims)}
         if net.tokens:
-            found["latents"] = LatentsConfig(tokens=(cfg.text, net.tokens))
-        return cfg.model_copy(update={"model": cfg.model.model_copy(update=found)})
+            updates["latents"] = LatentsConfig(tokens=(cfg.text, net.tokens))
+        return cfg.model_copy(update={"model": cfg.model.model_copy(update=updates)})
 
     def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
         ends = "; periodic ends without a copy" if any(cfg.model.unet.periodic) else ""
@@ -111,8 +111,8 @@ class Benchmark(Workload):
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         """Latents, and the fields of small.yaml, whose sides are 64."""
-        found = yaml.safe_load((Path(__file__).parent / "configs/small.yaml").read_text())
-        return [(), ("side=64", f"data.batch={found['data']['batch']}", f"model={json.dumps(found['model'])}")]
+        small = yaml.safe_load((Path(__file__).parent / "configs/small.yaml").read_text())
+        return [(), ("side=64", f"data.batch={small['data']['batch']}", f"model={json.dumps(small['model'])}")]
 
     def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
         return nullcontext() if "channels-last" in enabled else _contiguous()
@@ -151,18 +151,18 @@ class Benchmark(Workload):
     def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
         cfg = super().write_files(cfg, rows, splits)
         net = cfg.model.unet
-        about = {"kind": "latents", "latents": net.inputs, "size": [cfg.side] * net.dims, "tokens": [cfg.text, net.tokens]}
+        metadata = {"kind": "latents", "latents": net.inputs, "size": [cfg.side] * net.dims, "tokens": [cfg.text, net.tokens]}
         for folder in (cfg.data.directory / split for split in splits if net.tokens):
             files = [{"name": path.name, "rows": rows, "bytes": path.stat().st_size} for path in folder.glob("*.h5")]
-            write_index(folder, {"files": files, **about})
+            write_index(folder, {"files": files, **metadata})
         return cfg
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return make_loader(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
+        return make_loader(_source(cfg, open_rows(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 def _source(cfg: Any, rows: Any) -> Any:
-    return (Encoded if cfg.model.unet.tokens else Fields)(rows)
+    return (EncodedImages if cfg.model.unet.tokens else Fields)(rows)
 
 
 # ---- plain forms
@@ -180,7 +180,7 @@ class _GEGLU(blocks.GEGLU):
         return value * F.gelu(gate)
 
 
-def _padded(x: Tensor, dims: Sequence[int]) -> Tensor:
+def _circular_pad(x: Tensor, dims: Sequence[int]) -> Tensor:
     sides = [int(dim in dims) for dim in range(2, x.ndim) for _ in range(2)]
     return F.pad(x, sides[::-1], mode="circular")
 
@@ -188,28 +188,28 @@ def _padded(x: Tensor, dims: Sequence[int]) -> Tensor:
 @contextmanager
 def _contiguous() -> Iterator[None]:
     """Inside, nothing makes channels-last memory of what lies in contiguous memory."""
-    copied = ("from_tokens", "fold_upsampling")
-    every: list[tuple[Any, str, Any]] = [(blocks, name, partial(_copied, getattr(blocks, name))) for name in copied]
-    every += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
-    every += [(module, "circular_pad", _padded) for module in (upsample_conv, periodic)]
-    ours = [(module, name, getattr(module, name)) for module, name, _ in every]
+    names = ("from_tokens", "fold_upsampling")
+    patches: list[tuple[Any, str, Any]] = [(blocks, name, partial(_call_contiguous, getattr(blocks, name))) for name in names]
+    patches += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
+    patches += [(module, "circular_pad", _circular_pad) for module in (upsample_conv, periodic)]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in patches]
     try:
-        for module, name, function in every:
+        for module, name, function in patches:
             setattr(module, name, function)
         yield
     finally:
-        for module, name, function in ours:
+        for module, name, function in originals:
             setattr(module, name, function)
 
 
-def _copied(function: Callable[..., Tensor], *given: Any) -> Tensor:
-    return function(*given).contiguous()
+def _call_contiguous(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args).contiguous()
 
 
 # ---- the same network in diffusers
 
 
-class _Theirs(nn.Module):
+class _DiffusersNetwork(nn.Module):
     """What diffusers has no word for is around its network: fields, patches and periodic ends."""
 
     def __init__(self, cfg: UNetConfig) -> None:
@@ -217,12 +217,12 @@ class _Theirs(nn.Module):
         self.cfg, self.space, cells = cfg, blocks.Space(cfg.dims, cfg.periodic), cfg.patch**cfg.dims
         inputs, outputs = cells * (cfg.inputs + cfg.field), cells * cfg.outputs
         same = cfg.model_copy(update={"inputs": inputs, "outputs": outputs, "field": 0, "patch": 1, "periodic": ()})
-        name, words = next(
-            ((name, words) for name, kind in DIFFUSERS_CLASSES.items() if (words := kind.to_config(same))), (None, None)
+        name, kwargs = next(
+            ((name, kwargs) for name, kind in DIFFUSERS_CLASSES.items() if (kwargs := kind.to_config(same))), (None, None)
         )
         if name is None or len({*cfg.periodic}) > 1:
             raise ConfigError(f"diffusers has no network for model.unet {cfg!r}; leave --peers out")
-        self.net = getattr(import_module("diffusers"), name).from_config(words)
+        self.net = getattr(import_module("diffusers"), name).from_config(kwargs)
         for part in self.net.modules() if any(cfg.periodic) else ():
             if isinstance(part, nn.Conv2d):
                 part.padding_mode = "circular"
@@ -237,7 +237,7 @@ class _Theirs(nn.Module):
 def _diffusers(cfg: Any, batch: Batch) -> Implementation:
     least = UNetConfig(channels=(32,), attention=("none",), middle="none", heads=(1,), tokens=None, blocks=1)
     model: Any = Diffusion(cfg.model.model_copy(update={"unet": least}), cfg.train.seed)
-    model.cfg, model.network = cfg.model, _Theirs(cfg.model.unet)
+    model.cfg, model.network = cfg.model, _DiffusersNetwork(cfg.model.unet)
     return Implementation(model.to(batch.sample.device), loss)
 
 

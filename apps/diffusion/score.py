@@ -32,8 +32,8 @@ from hpcai.models.diffusion import SamplerConfig
 
 logger = logging.getLogger(__name__)
 _COLUMN = "caption"  # of a table of captions
-_SEAL = re.compile(r" [0-9a-f]{12}$")  # of a network's weights, after its name
-_TOLD = 10  # times at which it is told how far judging has come
+_DIGEST = re.compile(r" [0-9a-f]{12}$")  # of a network's weights, after its name
+_PROGRESS_LINES = 10  # times at which it is told how far judging has come
 
 
 class ScoreConfig(Settings):
@@ -90,9 +90,9 @@ class ScoreConfig(Settings):
         return self
 
 
-def run(words: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """Judge by what the words of a command line say."""
-    sys.argv[1:] = list(words)
+    sys.argv[1:] = list(args)
     config.run(ScoreConfig, main)
 
 
@@ -101,14 +101,14 @@ def main(cfg: ScoreConfig) -> None:
 
     with dist.start(cfg.mesh) as mesh:
         log.setup(mesh.job.rank, mesh.job.size)
-        begun = Judging(cfg, mesh)
-        for one in weights_of(cfg, mesh):
-            found = begun.score(one.path)
+        scorer = Scorer(cfg, mesh)
+        for weights in iterate_weights(cfg, mesh):
+            metrics = scorer.score(weights.path)
             if mesh.is_first:
-                at = "" if one.step is None else f"step {one.step:<8}"
-                for name, value in found.items():
+                at = "" if weights.step is None else f"step {weights.step:<8}"
+                for name, value in metrics.items():
                     print(f"{at}{name:20}{value:,}" if isinstance(value, int) else f"{at}{name:20}{value:.6g}", flush=True)
-                note(cfg.weights, one, found)
+                log_mlperf_result(cfg.weights, weights, metrics)
 
 
 # ---- which weights
@@ -121,7 +121,7 @@ class Weights(NamedTuple):
     """when the checkpoint was whole, in seconds since 1970"""
 
 
-def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
+def iterate_weights(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
     """What is to be judged. Of a checkpoint the first process exports the weights into a file in the run's folder, which goes once
     they are judged. Raises DataError for a run without checkpoints, or whose events do not tell of one."""
     from hpcai.dist.collectives import broadcast_object
@@ -131,13 +131,13 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
         yield Weights(cfg.weights)
         return
     times = {event["step"]: event["time"] for event in log.read_metrics(cfg.weights / log.METRICS) if event["kind"] == "checkpoint"}
-    every = broadcast_object(list_checkpoints(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.peers)
-    if not every or (unknown := [path for path in every if step_number(path) not in times]):
-        what = f"{unknown[0]}: not in {log.METRICS}" if every else f"{cfg.weights}: has no checkpoint"
+    checkpoints = broadcast_object(list_checkpoints(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.peers)
+    if not checkpoints or (unknown := [path for path in checkpoints if step_number(path) not in times]):
+        what = f"{unknown[0]}: not in {log.METRICS}" if checkpoints else f"{cfg.weights}: has no checkpoint"
         raise DataError(f"{what}; give weights=RUN of a run that has kept some, or leave checkpoints out")
     path = cfg.weights / ".judged.safetensors"
     try:
-        for checkpoint in every:
+        for checkpoint in checkpoints:
             problem = ""
             try:
                 if mesh.is_first:
@@ -152,31 +152,31 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
             path.unlink(missing_ok=True)
 
 
-def note(folder: Path, one: Weights, found: dict[str, float]) -> None:
+def log_mlperf_result(folder: Path, weights: Weights, metrics: dict[str, float]) -> None:
     """Tell the MLPerf log of a run in ``folder`` what a checkpoint is worth, where the benchmark has such goals and the run has
     ended. Where it cannot be told, a warning says why."""
     path = folder / "mlperf.log"
-    if one.step is None or one.saved is None or not path.is_file():
+    if weights.step is None or weights.saved is None or not path.is_file():
         return
     benchmark = BENCHMARKS.get(config.load(Config, folder / "settings.yaml", []).benchmark or "")
     if benchmark is None or not benchmark.goals:
         return
-    if missing := [goal.label for goal in benchmark.goals if goal.metric not in found]:
-        logger.warning("%s: not told of step %d, for which %s is not known", path, one.step, missing[0])
+    if missing := [goal.label for goal in benchmark.goals if goal.metric not in metrics]:
+        logger.warning("%s: not told of step %d, for which %s is not known", path, weights.step, missing[0])
         return
     try:
-        reached = judge_checkpoint(path, benchmark, one.step, one.saved, found, int(found["captions"]))
+        reached = judge_checkpoint(path, benchmark, weights.step, weights.saved, metrics, int(metrics["captions"]))
     except DataError as problem:  # such as that the run goes on
-        logger.warning("step %d: %s", one.step, problem)
+        logger.warning("step %d: %s", weights.step, problem)
         return
-    wanted = " and ".join(f"{goal.label} {goal.target:g}" for goal in benchmark.goals)
-    logger.info("%s: step %s %s %s", path, one.step, "reaches" if reached else "does not reach", wanted)
+    goals = " and ".join(f"{goal.label} {goal.target:g}" for goal in benchmark.goals)
+    logger.info("%s: step %s %s %s", path, weights.step, "reaches" if reached else "does not reach", goals)
 
 
 # ---- captions
 
 
-def captions_of(path: Path, count: int | None = None) -> list[str]:
+def read_captions(path: Path, count: int | None = None) -> list[str]:
     """Raises DataError, which names the line, for a caption that is missing."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -186,24 +186,24 @@ def captions_of(path: Path, count: int | None = None) -> list[str]:
         rows = csv.DictReader(text.splitlines(), delimiter="\t" if path.suffix == ".tsv" else ",")
         if _COLUMN not in (rows.fieldnames or ()):
             raise DataError(f"{path}: its columns are {', '.join(rows.fieldnames or ('none',))}; expected one named {_COLUMN}")
-        found = [(row[_COLUMN] or "").strip() for row in rows]
+        captions = [(row[_COLUMN] or "").strip() for row in rows]
     else:
-        found = [line.strip() for line in text.splitlines()]
-    found = found[:count]
-    if not found or not all(found):
-        where = f"row {found.index('') + 1} has" if found else "there is"
+        captions = [line.strip() for line in text.splitlines()]
+    captions = captions[:count]
+    if not captions or not all(captions):
+        where = f"row {captions.index('') + 1} has" if captions else "there is"
         raise DataError(f"{path}: {where} no caption; expected one in each")
-    return found
+    return captions
 
 
 # ---- images and their scores
 
 
-class Judging:
+class Scorer:
     """The networks that are the same for all weights."""
 
     def __init__(self, cfg: ScoreConfig, mesh: Any) -> None:
-        from apps.diffusion.judges import Clip, Features, statistics
+        from apps.diffusion.feature_networks import Clip, Features, read_statistics
         from data_prep import encoders
         from hpcai.dist.collectives import broadcast_object
         from hpcai.train.auto_settings import has_fast_bf16
@@ -211,15 +211,15 @@ class Judging:
         assert cfg.captions is not None
         mesh.check_axes("score", "replicate", "tensor")
         self.cfg, self.mesh = cfg, mesh
-        self.captions: list[str] = broadcast_object(captions_of(cfg.captions, cfg.count) if mesh.is_first else [], mesh.peers)
+        self.captions: list[str] = broadcast_object(read_captions(cfg.captions, cfg.count) if mesh.is_first else [], mesh.peers)
         on_gpu = mesh.device.type == "cuda"
-        self.narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and on_gpu and has_fast_bf16(mesh.device))
-        self.true = None if cfg.statistics is None else statistics(cfg.statistics)
+        self.use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and on_gpu and has_fast_bf16(mesh.device))
+        self.true_statistics = None if cfg.statistics is None else read_statistics(cfg.statistics)
         self.features = None if cfg.features is None else Features(cfg.features, mesh.device)
         self.clip = None if cfg.clip is None else Clip(cfg.clip, mesh.device)
-        precision = "bfloat16" if self.narrow else "float32"
-        asked = encoders.chosen(cfg.model, cfg.vae, cfg.tokens, cfg.pooled, None, cfg.long == "cut", precision, str(mesh.device))
-        self.opened = encoders.opened(asked)
+        precision = "bfloat16" if self.use_bf16 else "float32"
+        chosen = encoders.chosen(cfg.model, cfg.vae, cfg.tokens, cfg.pooled, None, cfg.long == "cut", precision, str(mesh.device))
+        self.opened = encoders.opened(chosen)
 
     def score(self, path: Path) -> dict[str, float]:
         """All scores of the model at ``path``, the same on all processes."""
@@ -227,20 +227,20 @@ class Judging:
 
         from hpcai.train.metrics import MetricSums
 
-        model, copies, measured = self.model(path), self.mesh["replicate"], MetricSums()
-        mine = range(copies.rank, len(self.captions), copies.size)
-        some = max(1, len(mine) // _TOLD)
-        for at in range(0, len(mine), self.cfg.batch):
-            numbers = mine[at : at + self.cfg.batch]
+        model, replicas, sums = self.load_model(path), self.mesh["replicate"], MetricSums()
+        indices = range(replicas.rank, len(self.captions), replicas.size)
+        interval = max(1, len(indices) // _PROGRESS_LINES)
+        for at in range(0, len(indices), self.cfg.batch):
+            numbers = indices[at : at + self.cfg.batch]
             with torch.no_grad():
-                images = self.images(model, numbers)
-                measured.add(self.judged(images, [self.captions[number] for number in numbers]), len(numbers))
+                images = self.generate_images(model, numbers)
+                sums.add(self.score_sums(images, [self.captions[number] for number in numbers]), len(numbers))
             done = at + len(numbers)
-            if done // some > at // some:
-                logger.info("%s: %d of %d captions", path, min(done * copies.size, len(self.captions)), len(self.captions))
-        return measured.reduce(copies, self.mesh.device, uneven=True) | {"captions": len(self.captions)}
+            if done // interval > at // interval:
+                logger.info("%s: %d of %d captions", path, min(done * replicas.size, len(self.captions)), len(self.captions))
+        return sums.reduce(replicas, self.mesh.device, uneven=True) | {"captions": len(self.captions)}
 
-    def model(self, path: Path) -> Any:
+    def load_model(self, path: Path) -> Any:
         """Over the mesh. Raises ConfigError for one whose samples are no images, or that was trained with other networks."""
         import torch
 
@@ -252,39 +252,39 @@ class Judging:
         settings = read_settings(file, "diffusion", DiffusionConfig)
         if settings is None or settings.latents is None:
             raise ConfigError(f"{file}: its samples are no latents, of which images are made; give weights of a model of latents")
-        self._fits(file, settings)
+        self._check_encoders(file, settings)
         with deferred():
             model = load_deferred(Diffusion(settings), path, partial(parallelize, mesh=self.mesh))
-        return materialize(model, self.mesh.device, dtype=torch.bfloat16 if self.narrow else torch.float32).eval()
+        return materialize(model, self.mesh.device, dtype=torch.bfloat16 if self.use_bf16 else torch.float32).eval()
 
-    def _fits(self, file: Path, settings: Any) -> None:
+    def _check_encoders(self, file: Path, settings: Any) -> None:
         latents, vae, texts = settings.latents, self.opened.vae, self.opened.texts
         if vae is None or vae.cfg.latents != settings.size[0]:
-            found = "no autoencoder" if vae is None else f"latents of {vae.cfg.latents} channels"
-            raise ConfigError(f"{self.opened.asked.vae}: {found}; {file} makes latents of {settings.size[0]}, by {latents.vae}")
+            actual = "no autoencoder" if vae is None else f"latents of {vae.cfg.latents} channels"
+            raise ConfigError(f"{self.opened.asked.vae}: {actual}; {file} makes latents of {settings.size[0]}, by {latents.vae}")
         for name in ("tokens", "pooled"):
-            wanted = getattr(latents, name)
-            if wanted is None:
+            expected = getattr(latents, name)
+            if expected is None:
                 continue
-            wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+            expected = expected if isinstance(expected, tuple) else (expected,)
             size = tuple(texts[name].shape) if name in texts else None
-            if size != wanted:
-                told = f"no encoder of {name}" if size is None else f"{texts[name].folder}: {name} {list(size)}"
-                asked = f"{list(wanted)} of {', '.join(latents.encoders)}"
-                raise ConfigError(f"{told}; {file} was trained with {asked}: name that one")
-        self._same(file, latents)
+            if size != expected:
+                actual = f"no encoder of {name}" if size is None else f"{texts[name].folder}: {name} {list(size)}"
+                trained = f"{list(expected)} of {', '.join(latents.encoders)}"
+                raise ConfigError(f"{actual}; {file} was trained with {trained}: name that one")
+        self._check_identities(file, latents)
 
-    def _same(self, file: Path, latents: Any) -> None:
+    def _check_identities(self, file: Path, latents: Any) -> None:
         """Data that came with latents or vectors do not say by which networks these were made."""
-        known = [one for one in (latents.vae, *latents.encoders) if _SEAL.search(one)]
-        if not known:
+        recorded = [name for name in (latents.vae, *latents.encoders) if _DIGEST.search(name)]
+        if not recorded:
             return
         vae, encoders = self.opened.asked.identities()
-        found = [one for one in (vae, *encoders) if one is not None]
-        if missing := [one for one in known if one[-12:] not in {other[-12:] for other in found}]:
-            raise ConfigError(f"{file} was trained with {missing[0]}, found are {', '.join(found)}; name the folder of that one")
+        identities = [name for name in (vae, *encoders) if name is not None]
+        if missing := [name for name in recorded if name[-12:] not in {other[-12:] for other in identities}]:
+            raise ConfigError(f"{file} was trained with {missing[0]}, found are {', '.join(identities)}; name the folder of that one")
 
-    def images(self, model: Any, numbers: Sequence[int]) -> Any:
+    def generate_images(self, model: Any, numbers: Sequence[int]) -> Any:
         """From 0 to 1, as files of 8 bits have them.   [B, 3, H, W]"""
         import torch
 
@@ -292,23 +292,23 @@ class Judging:
 
         captions = [self.captions[number] for number in numbers]
         named = [f"{self.cfg.captions}: caption {number + 1}" for number in numbers]
-        told = {name: one.encode(captions, named)[0] for name, one in self.opened.texts.items() if getattr(model.cfg.latents, name)}
-        with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.narrow):
-            drawn = model.sample(Condition(**told), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
+        conditions = {name: encoder.encode(captions, named)[0] for name, encoder in self.opened.texts.items() if getattr(model.cfg.latents, name)}
+        with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.use_bf16):
+            drawn = model.sample(Condition(**conditions), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
         latents = drawn.float() / model.cfg.latents.scale + model.cfg.latents.shift
         images = self.opened.decoded(latents).to(self.mesh.device) / 2 + 0.5
         if not images.isfinite().all():
             raise DataError("images have numbers that are not finite; look at the weights, or set precision to fp32")
         return (images * 255).round() / 255
 
-    def judged(self, images: Any, captions: Sequence[str]) -> dict[str, Any]:
+    def score_sums(self, images: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Sums of scores."""
         from hpcai.models.diffusion import scores
 
-        found: dict[str, Any] = {}
-        if self.features is not None and self.true is not None:
-            found["fid"] = scores.fid_to_sums(self.features(images), *self.true)
+        sums: dict[str, Any] = {}
+        if self.features is not None and self.true_statistics is not None:
+            sums["fid"] = scores.fid_to_sums(self.features(images), *self.true_statistics)
         if self.clip is not None:
-            found["clip"] = scores.clip_sums(self.clip.images(images), self.clip.texts(captions))
-        return found
+            sums["clip"] = scores.clip_sums(self.clip.embed_images(images), self.clip.embed_texts(captions))
+        return sums
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from apps.opencatalyst.data import FIELDS, Frames, Ladder, frame, joined, rows_of
+from apps.opencatalyst.data import FIELDS, Frames, SizeBuckets, parse_frame, collate_frames, open_rows
 from apps.opencatalyst.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload
 from hpcai.data.splits import make_loader
@@ -72,38 +72,38 @@ class Benchmark(Workload):
         return model
 
     def implementations(self, cfg: BenchmarkConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
-        return {"plain": lambda: _listed(self.build(cfg, mesh, frozenset()), cfg, batch)}
+        return {"plain": lambda: _triplet_implementation(self.build(cfg, mesh, frozenset()), cfg, batch)}
 
     def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
         atoms = np.stack(np.meshgrid(*map(np.arange, _SLAB), indexing="ij"), -1).reshape(-1, 3)
         count, sides = len(atoms) + 1, np.array(_SLAB) * _SPACING + [0, 0, 12.0]
-        places = np.concatenate([atoms * _SPACING, [[0.5 * _SPACING, 0.5 * _SPACING, _SLAB[2] * _SPACING - 0.7]]])
+        positions = np.concatenate([atoms * _SPACING, [[0.5 * _SPACING, 0.5 * _SPACING, _SLAB[2] * _SPACING - 0.7]]])
         values = {
             "atoms": np.int32(count), "triplets": np.int64(0), "edges": np.int32(0), "energy": np.float64(random.normal()),
             "cell": np.diag(sides), "pbc": np.ones(3, np.uint8), "numbers": np.append(random.integers(20, 80, count - 1), 8),
-            "positions": (places + random.normal(0, 0.05, (count, 3))).astype(np.float32),
-            "forces": random.normal(size=(count, 3)).astype(np.float32), "fixed": (places[:, 2] < 2 * _SPACING),
+            "positions": (positions + random.normal(0, 0.05, (count, 3))).astype(np.float32),
+            "forces": random.normal(size=(count, 3)).astype(np.float32), "fixed": (positions[:, 2] < 2 * _SPACING),
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 
     def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
-        frames = [frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
-        return joined(frames, cfg.step.accumulate, _ladder(cfg, len(frames)) if cfg.padded else None)
+        frames = [parse_frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
+        return collate_frames(frames, cfg.step.accumulate, _size_buckets(cfg, len(frames)) if cfg.padded else None)
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        ladder = _ladder(cfg, cfg.data.batch // mesh["replicate"].size)
-        source = Frames(rows_of(cfg, split, mesh), cfg.model, cfg.step.accumulate, ladder)
+        buckets = _size_buckets(cfg, cfg.data.batch // mesh["replicate"].size)
+        source = Frames(open_rows(cfg, split, mesh), cfg.model, cfg.step.accumulate, buckets)
         return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
-def _ladder(cfg: BenchmarkConfig, frames: int) -> Ladder | None:
+def _size_buckets(cfg: BenchmarkConfig, frames: int) -> SizeBuckets | None:
     """Room for as many neighbours as there can be, so that all batches of so many frames have one shape."""
     each, most = int(np.prod(_SLAB)) + 1, cfg.model.most
     count = each * frames
-    return Ladder(Sizes(count + 1, count * most + 1, most, 2 * most, each)) if most else None
+    return SizeBuckets(Sizes(count + 1, count * most + 1, most, 2 * most, each)) if most else None
 
 
-class _Listed(nn.Module):
+class _TripletModel(nn.Module):
     """A network with triplets, of which those of one batch are listed before."""
 
     def __init__(self, net: Any, cfg: DimeNetConfig, batch: Batch | None) -> None:
@@ -118,8 +118,8 @@ class _Listed(nn.Module):
         return Prediction(energy, nn.functional.pad(forces, (0, 0, 0, len(graph.positions) - count)))
 
 
-def _listed(net: Any, cfg: BenchmarkConfig, batch: Any, scaled: Any = None) -> Implementation:
-    model: Any = _Listed(net, cfg.model, batch)
+def _triplet_implementation(net: Any, cfg: BenchmarkConfig, batch: Any, scaled: Any = None) -> Implementation:
+    model: Any = _TripletModel(net, cfg.model, batch)
     scaled = scaled or net
     model.scale, model.offset = scaled.scale, scaled.offset
     return Implementation(model, loss)
@@ -127,8 +127,8 @@ def _listed(net: Any, cfg: BenchmarkConfig, batch: Any, scaled: Any = None) -> I
 
 def _pyg(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
     """PyTorch Geometric's own ``forward`` knows no periodic images and needs a compiled extension: its modules are called here."""
-    theirs = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_kwargs(cfg.model))
-    return _listed(theirs, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))
+    network = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_kwargs(cfg.model))
+    return _triplet_implementation(network, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))
 
 
 Benchmark.peers = {"pyg": Peer("torch_geometric", _pyg)}

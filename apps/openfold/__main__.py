@@ -13,20 +13,20 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.openfold.data import chains, keep_structures, network
+    from apps.openfold.data import build_loaders, save_structures, build_model
     from hpcai import dist, train
     from hpcai.models import openfold
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("openfold", cfg, mesh, BENCHMARK) as run,
-        chains(cfg, mesh) as (training, validation, pictures),
+        build_loaders(cfg, mesh) as (training, validation, pictures),
     ):
         with train.seeds(cfg.train.seed):
-            model = openfold.parallelize(network(cfg), mesh)
+            model = openfold.parallelize(build_model(cfg), mesh)
         step = train.Step(model, partial(openfold.loss, cfg=cfg.objective), cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=openfold.score, run=run)
-        run.finish(step, result, openfold.predict_structures, pictures, partial(keep_structures, run, cfg.data))
+        run.finish(step, result, openfold.predict_structures, pictures, partial(save_structures, run, cfg.data))
     raise SystemExit(result.exit_code)
 
 

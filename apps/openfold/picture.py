@@ -59,8 +59,8 @@ class Chain:
 
     def superpose(self) -> np.ndarray:
         """Predicted CA in the frame of the true ones; where none is known, in the frame in which they came.   [N, 3]"""
-        places = self.predicted, np.nan_to_num(self.true), self.known
-        return superpose(*(torch.from_numpy(each)[None] for each in places))[0].numpy()
+        coordinates = self.predicted, np.nan_to_num(self.true), self.known
+        return superpose(*(torch.from_numpy(each)[None] for each in coordinates))[0].numpy()
 
     @cached_property
     def errors(self) -> np.ndarray:
@@ -85,36 +85,36 @@ class Chain:
 
 
 def read(path: Path) -> list[Chain]:
-    found = arrays(path, LEGEND)
-    residues, aatype = found["residues"].astype(np.int64), found["aatype"]
+    content = arrays(path, LEGEND)
+    residues, aatype = content["residues"].astype(np.int64), content["aatype"]
     sums = {"R": residues.sum(), "S": (residues**2).sum()}
-    if residues.min() < 1 or sums["R"] != len(aatype) or sums["S"] != len(found["distance"]):
+    if residues.min() < 1 or sums["R"] != len(aatype) or sums["S"] != len(content["distance"]):
         raise DataError(f"residues is {residues.min()} to {residues.max()}, their sum {sums['R']} and the sum of their squares"
-                        f" {sums['S']}; expected whole numbers from 1 on with R = {len(aatype)} and S = {len(found['distance'])}")
+                        f" {sums['S']}; expected whole numbers from 1 on with R = {len(aatype)} and S = {len(content['distance'])}")
     if aatype.min() < 0 or aatype.max() > UNKNOWN:
         raise DataError(f"aatype is {aatype.min()} to {aatype.max()}, expected 0 to {UNKNOWN}, which is X")
-    beta, seen = pseudo_beta(aatype, found["true"], found["mask"], "true")
-    known = found["mask"][:, ATOM_ORDER["CA"]] == 1
+    beta, seen = pseudo_beta(aatype, content["true"], content["mask"], "true")
+    known = content["mask"][:, ATOM_ORDER["CA"]] == 1
     # The page shows two atoms of each residue.
-    alpha = {name: found[name][:, ATOM_ORDER["CA"]].astype(float) for name in ("predicted", "true")}
+    alpha = {name: content[name][:, ATOM_ORDER["CA"]].astype(float) for name in ("predicted", "true")}
     alpha["true"][~known] = math.nan
     beta = np.where(seen[:, None] > 0, beta, math.nan)
-    rows = {**alpha, "beta": beta, "plddt": found["plddt"], "lddt": found["lddt"]}
+    rows = {**alpha, "beta": beta, "plddt": content["plddt"], "lddt": content["lddt"]}
     parts = [np.split(values, np.cumsum(residues)[:-1]) for values in rows.values()]
-    matrices = np.split(found["distance"], np.cumsum(residues**2)[:-1])
+    matrices = np.split(content["distance"], np.cumsum(residues**2)[:-1])
     return [
         Chain(name=name, distance=matrix.reshape(count, count), **dict(zip(rows, each)))
-        for name, count, matrix, *each in zip(found["names"].tolist(), residues, matrices, *parts)
+        for name, count, matrix, *each in zip(content["names"].tolist(), residues, matrices, *parts)
     ]
 
 
-def spread(found: list[Chain]) -> list[int]:
+def select_shown(chains: list[Chain]) -> list[int]:
     """The numbers of the chains that are drawn, evenly from the first to the last."""
-    return [int(m) for m in np.linspace(0, len(found) - 1, min(len(found), ROWS)).round()]
+    return [int(m) for m in np.linspace(0, len(chains) - 1, min(len(chains), ROWS)).round()]
 
 
-def caption(found: list[Chain]) -> str:
-    total, shown = len(found), len(spread(found))
+def caption(chains: list[Chain]) -> str:
+    total, shown = len(chains), len(select_shown(chains))
     which = f"{total:,} validation chain{'s' * (total > 1)}"
     if total > shown:
         which = f"{shown} of {which}, evenly from the first to the last"
@@ -124,27 +124,27 @@ def caption(found: list[Chain]) -> str:
             " and what the network expects of it, pLDDT. What is not in the true structure is left blank.")
 
 
-def table(found: list[Chain]) -> Table:
-    scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in found])
+def table(chains: list[Chain]) -> Table:
+    scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in chains])
     means = [float(each[np.isfinite(each)].mean()) if np.isfinite(each).any() else math.nan for each in scores.T]
-    note = (f"Means over {len(found):,} chains: lDDT-Cα {format_score(means[0], 1)}, pLDDT {format_score(means[1], 1)}, GDT-TS"
+    note = (f"Means over {len(chains):,} chains: lDDT-Cα {format_score(means[0], 1)}, pLDDT {format_score(means[1], 1)}, GDT-TS"
             f" {format_score(means[2], 1)}, RMSD {format_score(means[3])} Å. lDDT-Cα and pLDDT are means over residues, 0 to 100;"
             " an evaluation's lddt is over distances, 0 to 1. GDT-TS is of one superposition by all Cα, a lower bound of the"
             " official score, which seeks the best for each cutoff.")
     head, rows = ("chain", "residues", "in the truth", "lDDT-Cα", "pLDDT", "GDT-TS", "RMSD of Cα [Å]"), []
-    for chain, (*row, rmsd) in zip(found, scores):
+    for chain, (*row, rmsd) in zip(chains, scores):
         counts = f"{len(chain.plddt):,}", f"{chain.known.sum():,}"
         rows.append((chain.name, *counts, *(format_score(each, 1) for each in row), format_score(rmsd)))
     return Table("Prediction per chain", note, head, rows)
 
 
-def draw(found: list[Chain], theme: Theme) -> Figure:
-    chains = [found[m] for m in spread(found)]
-    figure = Figure(figsize=(WIDTH, 1.2 + 3.6 * len(chains)))
-    rows = figure.subplots(len(chains), 4, squeeze=False)
+def draw(chains: list[Chain], theme: Theme) -> Figure:
+    shown = [chains[m] for m in select_shown(chains)]
+    figure = Figure(figsize=(WIDTH, 1.2 + 3.6 * len(shown)))
+    rows = figure.subplots(len(shown), 4, squeeze=False)
     # Far residues fade into the paper.
     scale = {"norm": Normalize(NEAR, FAR), "cmap": matplotlib.colormaps[theme.values].reversed(), "interpolation": "nearest"}
-    for chain, (fold, predicted, true, scores) in zip(chains, rows):
+    for chain, (fold, predicted, true, scores) in zip(shown, rows):
         _fold(fold, chain, theme)
         image = _distances(predicted, true, chain, scale, theme)
         _scores(scores, chain, theme)
@@ -170,9 +170,9 @@ def _fold(axes: Axes, chain: Chain, theme: Theme) -> None:
     axes.set(xlim=(-half, half), ylim=(-half, half), aspect="equal")  # a prediction that has flown apart leaves the truth large
     axes.grid(False)
     axes.set_xlabel("Å")
-    told = f"lDDT {format_score(chain.mean_lddt(), 1)}, GDT-TS {chain.gdt_ts():.1f}, RMSD {chain.rmsd():.2f} Å"
+    description = f"lDDT {format_score(chain.mean_lddt(), 1)}, GDT-TS {chain.gdt_ts():.1f}, RMSD {chain.rmsd():.2f} Å"
     name = chain.name if len(chain.name) <= LETTERS else chain.name[: LETTERS - 1] + "…"
-    panel_title(axes, escape_mathtext(name), f"{len(chain.plddt):,} residues, {told if chain.known.any() else 'no truth'}", theme)
+    panel_title(axes, escape_mathtext(name), f"{len(chain.plddt):,} residues, {description if chain.known.any() else 'no truth'}", theme)
 
 
 def _view(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
@@ -191,9 +191,9 @@ def _distances(predicted: Axes, true: Axes, chain: Chain, scale: dict[str, Any],
     distance, between = chain.distance.astype(float), np.linalg.norm(chain.beta[:, None] - chain.beta, axis=2)
     count, known = len(between), int(np.isfinite(chain.beta).all(1).sum())
     near = (between < FAR) & ~np.eye(count, dtype=bool)
-    said = f"MAE {np.abs(distance - between)[near].mean():.2f} Å where true is below {FAR:g}" if near.any() else "MAE –"
+    mae = f"MAE {np.abs(distance - between)[near].mean():.2f} Å where true is below {FAR:g}" if near.any() else "MAE –"
     for axes, values, title, under in (
-        (predicted, distance, "Distances, predicted", said),
+        (predicted, distance, "Distances, predicted", mae),
         (true, between, "Distances, true", f"{known:,} of {count:,} residues known"),
     ):
         image = axes.imshow(np.ma.masked_invalid(values), extent=(0.5, count + 0.5, count + 0.5, 0.5), **scale)

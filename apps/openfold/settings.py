@@ -49,13 +49,13 @@ class AxesConfig(MeshConfig, Axial):
     """The axes of the processes: copies of the network, each with its own proteins, cut over ``axial``."""
 
 
-def _enough(features: FeatureConfig, axial: int, templates: int) -> None:
+def _check_shards(features: FeatureConfig, axial: int, templates: int) -> None:
     """Raise ValueError where some of the processes that a protein is cut over would have none of its residues or sequences."""
     counts = ("crop", features.crop, 0), ("clusters", features.clusters, templates), ("extra", features.extra, 0)
     for name, count, more in counts:
         if count is not None and count + more < axial > 1:
-            told = f"features.{name} is {count}" + f", with {more} templates" * (more > 0)
-            raise ValueError(f"mesh.axial is {axial}, but {told}: less than one for each process; make either fit")
+            description = f"features.{name} is {count}" + f", with {more} templates" * (more > 0)
+            raise ValueError(f"mesh.axial is {axial}, but {description}: less than one for each process; make either fit")
 
 
 class FoldConfig(Settings):
@@ -79,7 +79,7 @@ class FoldConfig(Settings):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        _enough(self.features, self.mesh.axial, 0)
+        _check_shards(self.features, self.mesh.axial, 0)
         return self
 
 
@@ -111,5 +111,5 @@ class Config(RunConfig):
             raise ValueError("features.templates is 0, but the network has a part for templates; set model.template to null")
         if data.epoch is not None and data.epoch < data.batch:
             raise ValueError(f"data.epoch is {data.epoch}, less than one batch of {data.batch} (data.batch)")
-        _enough(self.features, self.mesh.axial, self.features.templates)
+        _check_shards(self.features, self.mesh.axial, self.features.templates)
         return self

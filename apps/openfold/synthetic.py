@@ -8,7 +8,7 @@ from hpcai.models.openfold.alignments import Alignment
 from hpcai.models.openfold.structures import Chain
 
 
-def chain(length: int, draw: np.random.Generator) -> Chain:
+def random_chain(length: int, draw: np.random.Generator) -> Chain:
     """Residues along a random walk, their atoms anywhere about them."""
     aatype = draw.integers(0, 20, length)
     mask = residues.ATOM37_EXISTS[aatype].astype("float32")
@@ -17,11 +17,11 @@ def chain(length: int, draw: np.random.Generator) -> Chain:
     return Chain("synthetic", sequence, aatype, (positions * mask[..., None]).astype("float32"), mask, mask, 2.0, None, "none")
 
 
-def alignment(of: Chain, rows: int, draw: np.random.Generator) -> Alignment:
+def random_alignment(protein: Chain, rows: int, draw: np.random.Generator) -> Alignment:
     """Relatives that share 30 to 90 % of the residues; 2 % of the places have deletions."""
-    shape = rows, len(of.aatype)
+    shape = rows, len(protein.aatype)
     changed = draw.random(shape, np.float32) < draw.uniform(0.1, 0.7, (rows, 1))
-    msa = np.where(changed, draw.integers(0, 22, shape, np.int8), of.aatype.astype(np.int8))
+    msa = np.where(changed, draw.integers(0, 22, shape, np.int8), protein.aatype.astype(np.int8))
     deletions = draw.integers(1, 20, shape, np.int32) * (draw.random(shape, np.float32) < 0.02)
-    msa[0], deletions[0] = of.aatype, 0
+    msa[0], deletions[0] = protein.aatype, 0
     return Alignment(msa, deletions, [f"row {number}" for number in range(rows)])

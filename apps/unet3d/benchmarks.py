@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.unet3d.data import FIELDS, Volumes, rows_of
+from apps.unet3d.data import FIELDS, Volumes, open_rows
 from apps.unet3d.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
@@ -63,7 +63,7 @@ class Benchmark(Workload):
     def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(UNet3D(cfg.model), mesh)
         if "kernels" not in enabled:
-            swap_classes(model, {InstanceNorm: _Usual, Conv3d: _Plain, ConvTranspose3d: _PlainTransposed})
+            swap_classes(model, {InstanceNorm: _ReferenceNorm, Conv3d: _ReferenceConv, ConvTranspose3d: _ReferenceConvTranspose})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
         return model
@@ -81,7 +81,7 @@ class Benchmark(Workload):
         return Batch(*(torch.from_numpy(np.stack(column)) for column in list(zip(*samples))[:2]))
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return make_loader(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
+        return make_loader(_Stacked(open_rows(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 class _Stacked(Volumes):
@@ -101,18 +101,18 @@ def _reference(model: Any, batch: Batch) -> dict[str, Tensor]:
     return {"loss": (F.cross_entropy(logits, label) + (1 - dice).mean()) / 2}
 
 
-class _Usual(InstanceNorm):
+class _ReferenceNorm(InstanceNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = F.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
         return F.relu(y, inplace=True) if self.activation else y
 
 
-class _Plain(Conv3d):
+class _ReferenceConv(Conv3d):
     def forward(self, x: Tensor) -> Tensor:
         return nn.Conv3d.forward(self, x)
 
 
-class _PlainTransposed(ConvTranspose3d):
+class _ReferenceConvTranspose(ConvTranspose3d):
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         return nn.ConvTranspose3d.forward(self, x, output_size)
 
@@ -134,8 +134,8 @@ def _monai(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
 
     widths = (*cfg.model.filters, cfg.model.filters[-1])
     down = [1] + [2] * (len(widths) - 1)
-    words = {"kernel_size": [3] * len(widths), "strides": down, "upsample_kernel_size": down[1:], "filters": widths}
-    net = import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **words)
+    kwargs = {"kernel_size": [3] * len(widths), "strides": down, "upsample_kernel_size": down[1:], "filters": widths}
+    net = import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **kwargs)
     return Implementation(net, _reference)
 
 

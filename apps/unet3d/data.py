@@ -26,24 +26,24 @@ FIELDS: dict[str, Any] = {
 
 
 @contextmanager
-def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures."""
-    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
+    train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     cut = spatial_cut(mesh)
     crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.local_slices(cfg.model.window), cfg.data.repeat)
-    words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
-    words |= sharded_sampler(train, cfg.data, cfg.data.batch, cfg.train.seed)
+    kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
+    kwargs |= sharded_sampler(train, cfg.data, cfg.data.batch, cfg.train.seed)
     few = Volumes(validation, cfg.data.pictures)
     with open_loaders(
         mesh,
-        lambda: make_loader(crops, cfg.data.batch, cfg.data, mesh, **words),
-        lambda: _held(Volumes(validation), cfg, mesh, "validation"),
-        (lambda: _held(few, cfg, mesh, "pictures")) if len(few) else None,
-    ) as found:
-        yield found
+        lambda: make_loader(crops, cfg.data.batch, cfg.data, mesh, **kwargs),
+        lambda: _evaluation_loader(Volumes(validation), cfg, mesh, "validation"),
+        (lambda: _evaluation_loader(few, cfg, mesh, "pictures")) if len(few) else None,
+    ) as loaders:
+        yield loaders
 
 
-def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
+def _evaluation_loader(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
     """Validation volumes, the one with most windows first, each for the copies that are free first."""
     _, group = mesh.split("replicate", cfg.data.window_group, "data.window_group")
     costs = [source.windows(index, cfg.model) for index in range(len(source))]
@@ -51,22 +51,22 @@ def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
     return make_loader(source, sampler.groups, cfg.data, mesh, name=name, sampler=sampler, last_batch="keep")
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
     remedy = f"make data with: {command_of('data_prep.kits19')} simulate {data.directory}, or set data.directory to what is there"
     rows = open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
-    about = rows.metadata.get("spacing_mm")
-    if about is not None and not np.allclose(about, cfg.model.spacing_mm):
-        found, asked = (" x ".join(f"{n:g}" for n in row) for row in (about, cfg.model.spacing_mm))
-        raise DataError(f"{rows.folder}: voxels of {found} mm, but model.spacing_mm is {asked}; make data of that, or set it")
+    spacing = rows.metadata.get("spacing_mm")
+    if spacing is not None and not np.allclose(spacing, cfg.model.spacing_mm):
+        actual, expected = (" x ".join(f"{n:g}" for n in row) for row in (spacing, cfg.model.spacing_mm))
+        raise DataError(f"{rows.folder}: voxels of {actual} mm, but model.spacing_mm is {expected}; make data of that, or set it")
     if split == "train":
         for index in range(len(rows)):
             shape = rows.shape(index, "image")
             if any(n < w for n, w in zip(shape, cfg.model.window)):
-                found, asked = (" x ".join(map(str, row)) for row in (shape, cfg.model.window))
+                actual, expected = (" x ".join(map(str, row)) for row in (shape, cfg.model.window))
                 raise DataError(
-                    f"{rows.describe(index)}: a volume of {found}, smaller than the window (model.window {asked}); make data with "
-                    f"data_prep.kits19 --least {asked.replace(' x ', ' ')}, or lower the window"
+                    f"{rows.describe(index)}: a volume of {actual}, smaller than the window (model.window {expected}); make data with "
+                    f"data_prep.kits19 --least {expected.replace(' x ', ' ')}, or lower the window"
                 )
     return rows
 
@@ -105,7 +105,7 @@ class Crops(Samples):
 
     def sample(self, index: int, epoch: int) -> Batch:
         volume = index % len(self.rows)
-        crop = self.choose(index, epoch)
+        crop = self.draw_crop(index, epoch)
         values = self.rows.read(volume, self._box(crop))
         copy = self.rows.reader.memory.copy
         image: Any = copy(np.flip(values["image"], crop.flips))
@@ -116,12 +116,12 @@ class Crops(Samples):
             image = image + normal(crop.seed, self.window, self.box) * np.float32(crop.noise)
         return Batch(image, label)
 
-    def choose(self, index: int, epoch: int) -> Crop:
+    def draw_crop(self, index: int, epoch: int) -> Crop:
         cfg, rng = self.cfg, np.random.default_rng([self.seed, epoch, index])
         volume = index % len(self.rows)
         shape = self.rows.shape(volume, "image")
         wanted = rng.random() < cfg.foreground
-        corner = self._around(volume, shape, rng) if wanted else None
+        corner = self._foreground_corner(volume, shape, rng) if wanted else None
         if corner is None:
             corner = tuple(int(rng.integers(n - w + 1)) for n, w in zip(shape, self.window))
         flips = tuple(dim for dim in range(3) if rng.random() < cfg.flip)
@@ -129,9 +129,9 @@ class Crops(Samples):
         noise = float(rng.uniform(0, cfg.noise)) if rng.random() < cfg.noisy else 0.0
         return Crop((corner[0], corner[1], corner[2]), flips, factor, noise, int(rng.integers(2**62)))
 
-    def _around(self, volume: int, shape: Sequence[int], rng: np.random.Generator) -> tuple[int, ...] | None:
+    def _foreground_corner(self, volume: int, shape: Sequence[int], rng: np.random.Generator) -> tuple[int, ...] | None:
         """The corner of a crop that holds a piece of some class, or as much of it as fits; None where there is no piece."""
-        boxes = self.rows.read(volume, _NOTHING)["boxes"]
+        boxes = self.rows.read(volume, _NO_VOXELS)["boxes"]
         present = [[box for box in kind if box[3] > box[0]] for kind in boxes]
         present = [kind for kind in present if kind]
         if not present:
@@ -152,7 +152,7 @@ class Crops(Samples):
         return {"image": box, "label": box}
 
 
-_NOTHING: Selection = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
+_NO_VOXELS: Selection = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
 
 
 def normal(seed: int, window: Sequence[int], box: Sequence[tuple[int, int]]) -> np.ndarray:

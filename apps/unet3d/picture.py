@@ -21,11 +21,11 @@ classes, caption, table, draw = masks.classes, *(partial(each, KIND) for each in
 
 def read(path: Path) -> Masks:
     """One axial slice of each volume, with the front of the body in the first row."""
-    found, more = masks.read(path, optional=("spacing_mm",))
+    result, more = masks.read(path, optional=("spacing_mm",))
     spacing = more.get("spacing_mm", np.ones(2))
     if spacing.shape != (2,) or spacing.dtype.kind not in "fiu" or not (np.isfinite(spacing).all() and spacing.min() > 0):
         raise DataError(f"spacing_mm is {spacing.tolist()}, expected two numbers above 0, of rows and of columns")
-    found.aspect, found.limits = float(spacing[0] / spacing[1]), SOFT if found.units[0] == "HU" else None
+    result.aspect, result.limits = float(spacing[0] / spacing[1]), SOFT if result.units[0] == "HU" else None
     each = " x ".join(f"{n:g}" for n in spacing)
-    found.note = f" of {each} mm, the part with organs; the front is on top, the patient's right on the left"
-    return found
+    result.note = f" of {each} mm, the part with organs; the front is on top, the patient's right on the left"
+    return result

@@ -252,7 +252,7 @@ def test_the_network_of_diffusers_is_the_same(words: list[str]) -> None:
 def _strided() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 8, 48, 72).contiguous(memory_format=torch.channels_last).requires_grad_()
-    plain = deepcam._Plain(8, 16, 1, 2, bias=False).to(memory_format=torch.channels_last)
+    plain = deepcam._ReferenceConv(8, 16, 1, 2, bias=False).to(memory_format=torch.channels_last)
     y = plain(x)
     y.square().sum().backward()
     z = nn.functional.conv2d(x.detach().contiguous(), plain.weight, stride=2)

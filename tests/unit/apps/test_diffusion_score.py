@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from apps.diffusion import score
-from apps.diffusion.score import Judging, ScoreConfig, captions_of
+from apps.diffusion.score import Scorer, ScoreConfig, read_captions
 from data_prep import encoders
 from hpcai import config
 from hpcai.dist.mesh import Mesh
@@ -130,7 +130,7 @@ def asked(**more: Any) -> ScoreConfig:
 
 
 def scored(mesh: Mesh, cfg: ScoreConfig) -> dict[str, float]:
-    return Judging(cfg, mesh).score(cfg.weights)
+    return Scorer(cfg, mesh).score(cfg.weights)
 
 
 @torch.no_grad()
@@ -289,5 +289,5 @@ def test_captions_of_tables_are_those_of_lines(tmp_path: Path) -> None:
         with (tmp_path / name).open("w", newline="") as file:
             rows = [["image_id", "id", "caption"], *([n, n + 5, text] for n, text in enumerate(texts))]
             csv.writer(file, delimiter=parted).writerows(rows)
-        assert captions_of(tmp_path / name) == captions_of(tmp_path / "a.txt") == texts
-    assert captions_of(tmp_path / "a.tsv", 2) == texts[:2]
+        assert read_captions(tmp_path / name) == read_captions(tmp_path / "a.txt") == texts
+    assert read_captions(tmp_path / "a.tsv", 2) == texts[:2]

@@ -10,7 +10,7 @@ from hpcai.config import PositiveInt, Settings
 from hpcai.errors import DataError
 
 
-class AskConfig(Settings):
+class PromptingConfig(Settings):
     """Which model is asked, and where it computes."""
 
     weights: Path = Path("runs/llm")
@@ -26,7 +26,7 @@ class AskConfig(Settings):
     mesh: AxesConfig = AxesConfig()
 
 
-def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
+def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
     """The model, cut over ``mesh``, with its tokenizer, and its stages where it has some. Where weights are cut, each process reads
     its part of them; those of GPT-2's own files, and of a model in stages that is given an adapter, are read whole and cut."""
     import torch
@@ -37,30 +37,30 @@ def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
     from hpcai.train.auto_settings import has_fast_bf16
 
     settings = read_settings(cfg.weights)
-    narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
-    where: dict[str, Any] = {"device": mesh.device, "dtype": torch.bfloat16 if narrow else torch.float32}
-    is_cut, in_stages = mesh["tensor"].size * mesh["pipeline"].size > 1, mesh["pipeline"].size > 1
-    same_names = settings.rotary is not None or resolve_run(cfg.weights).is_file()
-    by_parts = is_cut and same_names and not (in_stages and cfg.adapter is not None)
-    if by_parts:
+    use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
+    placement: dict[str, Any] = {"device": mesh.device, "dtype": torch.bfloat16 if use_bf16 else torch.float32}
+    is_sharded, has_stages = mesh["tensor"].size * mesh["pipeline"].size > 1, mesh["pipeline"].size > 1
+    llama_names = settings.rotary is not None or resolve_run(cfg.weights).is_file()
+    sharded_load = is_sharded and llama_names and not (has_stages and cfg.adapter is not None)
+    if sharded_load:
         with deferred():
             model = parallelize(LLM(settings), mesh)
-        act = build_pipeline(model, mesh)
-        materialize(load_deferred(model, cfg.weights), **where)
+        pipeline = build_pipeline(model, mesh)
+        materialize(load_deferred(model, cfg.weights), **placement)
     else:
-        model = LLM.load(cfg.weights).to(where["dtype"])
+        model = LLM.load(cfg.weights).to(placement["dtype"])
     if cfg.adapter is not None:
         load_adapter(model, cfg.adapter)
         merge(model)
-    if not by_parts:
-        act = build_pipeline(parallelize(model, mesh), mesh)
-        model.to(**where)
+    if not sharded_load:
+        pipeline = build_pipeline(parallelize(model, mesh), mesh)
+        model.to(**placement)
     if cfg.tokenizer is not None:
         model.tokenizer = Tokenizer.load(cfg.tokenizer)
-    return model.eval(), act
+    return model.eval(), pipeline
 
 
-def json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Number and object of each line that is not blank. Raises DataError, which names the line, for one that is no JSON object."""
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
@@ -70,9 +70,9 @@ def json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError) as problem:
             raise DataError(f"{path}: line {number}: not JSON ({problem}); expected {expected}") from problem
-        if not isinstance(found, dict):
-            raise DataError(f"{path}: line {number}: a JSON {type(found).__name__}, expected {expected}")
-        yield number, found
+        if not isinstance(value, dict):
+            raise DataError(f"{path}: line {number}: a JSON {type(value).__name__}, expected {expected}")
+        yield number, value
