@@ -1,6 +1,6 @@
 """Train CosmoFlow:  python -m apps.cosmoflow apps/cosmoflow/configs/small.yaml [step.lr=2e-3 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from apps.cosmoflow.mlperf import BENCHMARK

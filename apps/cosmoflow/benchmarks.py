@@ -1,7 +1,7 @@
-"""CosmoFlow to be measured:  hpcai bench cosmoflow | hpcai ablate cosmoflow [model.size=128 data.batch=4 ...]
+"""Benchmark of CosmoFlow:  hpcai bench cosmoflow | hpcai ablate cosmoflow [model.size=128 data.batch=4 ...]
 
-The plain form has torch's layers in their usual order, contiguous. Universes are random counts. They are neither turned nor
-whitened, and nothing is dropped out, so that all arrangements compute the same.
+The plain form has torch's layers in their usual order, contiguous. Universes are random counts, without augmentation, whitening or
+dropout, so that all variants compute the same.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _EOS = PublishedRate(
 
 
 class BenchmarkConfig(Config):
-    """A CosmoFlow run of a size that is measured in minutes."""
+    """A CosmoFlow run that is benchmarked in minutes."""
 
     model: CosmoFlowConfig = CosmoFlowConfig(size=128 if _GPU else 64)
     data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1)
@@ -44,8 +44,8 @@ class Benchmark(Workload):
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [
-            Switch("kernels", "convolutions that halve a single small volume (on a CPU), and pooling before the rectifier"),
-            Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
+            Switch("kernels", "strided convolutions of a single small volume (on a CPU), and pooling before the activation"),
+            Switch("channels-last", "weights and activations in channels-last memory, the layout of the files"),
         ]
 
     def complete_settings(self, cfg: BenchmarkConfig) -> BenchmarkConfig:

@@ -20,8 +20,8 @@ from hpcai.programs import command_of
 
 
 class Universes(Samples):
-    """Universes of one split: counts [D, H, W, C] int16 and target [P] float32. ``turn`` seeds a random turn of each, a pure
-    function of (seed, epoch, index). ``part``: the box of the turned cube that this process holds."""
+    """Universes of one split: counts [D, H, W, C] int16 and target [P] float32. ``turn`` seeds a random symmetry of each, a pure
+    function of (seed, epoch, index). ``part``: the shard of the transformed cube of this rank."""
 
     def __init__(self, rows: Rows, turn: int | None, part: Sequence[slice] = ()) -> None:
         super().__init__(rows)
@@ -46,28 +46,27 @@ class Universes(Samples):
         return Batch(counts, values["target"])
 
     def _draw_turn(self, index: int, epoch: int) -> tuple[list[int], tuple[int, ...]]:
-        """One of the 48 turns and mirrors of a cube, all equally likely: axes in their new order, and which of these are
-        mirrored."""
+        """Draw one of the 48 symmetries of a cube, uniformly: the axes in their new order, and the flipped ones among them."""
         rng = np.random.default_rng([self.turn or 0, epoch, index])
         axes = [int(axis) for axis in rng.permutation(3)]
         return axes, tuple(axis for axis in range(3) if rng.integers(2))
 
 
 def permute_and_flip(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: MemoryPool) -> Any:
-    """A cube with its axes in another order, some of them mirrored.   [D, H, W, C] -> [D, H, W, C]"""
+    """Return a cube with its axes permuted, then flipped.   [D, H, W, C] -> [D, H, W, C]"""
     if isinstance(counts, torch.Tensor):
-        side = torch.cuda.Stream(counts.device)  # not the one that trains, behind which it would wait
+        side = torch.cuda.Stream(counts.device)  # not the stream of training, behind which it would wait
         with torch.cuda.stream(side):
             cube = counts.permute(*axes, 3).flip(flips)
-        side.synchronize()  # the loader goes on with it in another stream
+        side.synchronize()  # the loader uses it in another stream
         return cube
     return memory.copy(np.flip(counts.transpose(*axes, 3), flips))
 
 
 @contextmanager
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConfig]]:
-    """Loaders for training (None on processes that only evaluate) and validation, and the model's settings completed by what the
-    data know."""
+    """Yield loaders for training (None on ranks that only evaluate) and validation, and the settings of the model, completed from
+    the data."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
     cut = spatial_cut(mesh)
@@ -91,7 +90,7 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     model, data = cfg.model, cfg.data
     remedy = (
         f"make data with: {command_of('data_prep.cosmoflow')} simulate {data.directory} --size {model.size}, "
-        "or set data.directory, model.size and model.channels to what is there"
+        "or set data.directory, model.size and model.channels to those of existing data"
     )
     cube = (model.size,) * 3
     fields = {"counts": ("int16", (*cube, model.channels)), "target": ("float32", (len(model.parameters),))}
@@ -99,13 +98,14 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 
 def _complete_model_config(cfg: Config, rows: Rows) -> CosmoFlowConfig:
-    """The model's settings with what the data know: physical ranges, and the statistics of the input where they are wanted."""
+    """Return the settings of the model with physical ranges of the data and, for whitening, statistics of the input."""
     model, metadata = cfg.model, rows.metadata
     if model.low is None and "low" in metadata:
         if tuple(metadata["parameters"]) != model.parameters:
             actual, expected = metadata["parameters"], list(model.parameters)
-            raise DataError(f"{rows.folder}: holds the parameters {actual}, the settings say model.parameters={expected}")
-        model = model.model_copy(update={"low": tuple(metadata["low"]), "high": tuple(metadata["high"]), "units": tuple(metadata["units"])})
+            raise DataError(f"{rows.folder}: has the parameters {actual}, but model.parameters is {expected}")
+        low, high, units = (tuple(metadata[name]) for name in ("low", "high", "units"))
+        model = model.model_copy(update={"low": low, "high": high, "units": units})
     if cfg.data.whiten and model.mean is None:
         path = cfg.data.directory / "statistics.json"
         try:
@@ -118,13 +118,13 @@ def _complete_model_config(cfg: Config, rows: Rows) -> CosmoFlowConfig:
 
 
 def whitening_matrix(covariance: np.ndarray) -> np.ndarray:
-    """The symmetric matrix W with which W C W is the identity, for a covariance C. The same matter at several redshifts is nearly
-    the same input several times; what tells one cosmology from another is the small difference.   [C, C] -> [C, C]"""
+    """Return the symmetric matrix W for which W C W is the identity, for a covariance C. The same matter at several redshifts gives
+    nearly equal channels; their small differences distinguish cosmologies.   [C, C] -> [C, C]"""
     values, vectors = np.linalg.eigh(covariance)
     return (vectors / np.sqrt(np.maximum(values, 1e-6 * values[-1]))) @ vectors.T
 
 
 def write_pairs(path: Path, pairs: dict[str, torch.Tensor], model: CosmoFlowConfig) -> None:
-    """Predicted and true parameters of the validation universes, in physical units where the data name them.   [N, P]"""
+    """Write predicted and true parameters of the validation universes, in physical units if the data have them.   [N, P]"""
     values = {name: (to_physical(rows, model) if model.low else rows).numpy() for name, rows in pairs.items()}
     np.savez(path, names=np.array(model.parameters), units=np.array(model.units), **values)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The picture of a run: predicted against true cosmological parameters of the validation universes.   N universes, P parameters"""
+"""The figure of a run: predicted against true cosmological parameters of the validation universes.   N universes, P parameters"""
 
 import statistics
 from pathlib import Path
@@ -26,7 +26,7 @@ def read(path: Path) -> list[Pair]:
 
 
 def caption(results: list[Pair]) -> str:
-    return (f"{len(results[0].true):,} validation samples. A network that has learned nothing always gives the mean (dashed): R² 0."
+    return (f"{len(results[0].true):,} validation samples. The baseline (dashed) predicts the mean: R² 0."
             " A perfect one lies on the diagonal: R² 1.")
 
 

@@ -1,6 +1,6 @@
 """Train DeepCAM:  python -m apps.deepcam apps/deepcam/configs/small.yaml [step.lr=2e-3 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from apps.deepcam.mlperf import BENCHMARK

@@ -1,12 +1,12 @@
-"""DeepCAM to be measured:  hpcai bench deepcam | hpcai ablate deepcam [model.divide=8 data.batch=2 ...]
+"""Benchmark of DeepCAM:  hpcai bench deepcam | hpcai ablate deepcam [model.divide=8 data.batch=2 ...]
 
-The plain form has torch's layers one after the other, contiguous. Maps are random fields between 0 and 1, where a few cells are of
-a class other than the first.
+The plain form has torch's separate layers, contiguous. Maps are random fields between 0 and 1, with a few pixels of a class other
+than the first.
 
-Batch norms over few cells amplify rounding at the first weights. At the default size on a CPU (a quarter of the widths, one map of
-192 x 288) torch's own float32 gradient is there 2e-2 away from that in float64, in channels-last memory 4e-2 (torch 2.13 adds up
-the moments of a channel to six digits there), and that under bfloat16 has little in common with it: a cosine of 0.4. In float64 all
-arrangements agree to 1e-12.
+At the initial weights, batch norms over few pixels amplify rounding. At the default size on a CPU (a quarter of the widths, one map
+of 192 x 288) torch's float32 gradient differs by 2e-2 from that in float64, in channels-last memory by 4e-2 (torch 2.13 sums the
+moments of a channel to six digits there), and under bfloat16 it has a cosine of only 0.4 to it. In float64 all variants agree to
+1e-12.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Cells = Annotated[int, Field(ge=STRIDE, multiple_of=STRIDE)]
 
 _GPU = torch.cuda.is_available()
 _GROUP = "group batch norm"
-_RARE = 0.02  # share of the cells that are of some class other than the first
+_RARE = 0.02  # fraction of pixels of a class other than the first
 
 
 _EOS = PublishedRate(
@@ -48,7 +48,7 @@ class MapConfig(Config):
 
 
 class BenchmarkConfig(MapConfig):
-    """A DeepCAM run of a size that is measured in minutes."""
+    """A DeepCAM run that is benchmarked in minutes."""
 
     model: DeepCamConfig = DeepCamConfig(divide=1 if _GPU else 4)
     data: DataConfig = DataConfig(batch=(2 if _GPU else 1) * (read_rank_info().world or 1), workers=4 if _GPU else 1)
@@ -66,11 +66,11 @@ class Benchmark(Workload):
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1
-        why_not = "one process: statistics are shared among copies" if alone else "batchnorm_group is 1" if group == 1 else None
+        why_not = "one rank: statistics are shared among replicas" if alone else "batchnorm_group is 1" if group == 1 else None
         return [
-            Switch("kernels", "batch norm, sum and rectifier in one pass on a GPU, 1 x 1 convolutions as products on a CPU"),
-            Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
-            Switch(_GROUP, f"batchnorm_group={group}, which costs messages (with kernels only)", why_not),
+            Switch("kernels", "batch norm, sum and ReLU fused on a GPU, 1 x 1 convolutions as matrix products on a CPU"),
+            Switch("channels-last", "weights and activations in channels-last memory, the layout of the files"),
+            Switch(_GROUP, f"batchnorm_group={group}, which costs communication (with kernels only)", why_not),
         ]
 
     def complete_settings(self, cfg: BenchmarkConfig) -> BenchmarkConfig:
@@ -79,7 +79,7 @@ class Benchmark(Workload):
         return cfg.model_copy(update={"model": cfg.model.model_copy(update={"frequencies": (1 / classes,) * classes} | given)})
 
     def duplicate_replicas(self, cfg: BenchmarkConfig) -> int:
-        """Copies of a group see the same maps, so that the statistics of one are those of all."""
+        """Return the replicas that read the same maps: those of a group, so that the statistics of each are those of all."""
         return cfg.batchnorm_group
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
@@ -115,7 +115,7 @@ class _ReferenceConv(Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self._is_product(x) or self.stride == (1, 1):
             return nn.Conv2d.forward(self, x)
-        down, across = self.stride  # cells are picked first: the gradient of strided weights may end the process (``Conv2d``)
+        down, across = self.stride  # slice first: the gradient of strided weights may end the process (``Conv2d``)
         return F.conv2d(x[:, :, ::down, ::across], self.weight, self.bias)
 
 

@@ -1,4 +1,4 @@
-"""Maps of the weather as samples.   B batch, H W the map, V variables."""
+"""Weather maps as samples.   B batch, H W the map, V variables."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ from hpcai.programs import command_of
 
 @contextmanager
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig, tuple[int, int]]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures, the model's settings completed by what
-    the data know, and the size of the maps."""
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures, the settings of the model, completed
+    from the data, and the size of the maps."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     batch, seed = cfg.data.batch, cfg.train.seed
     kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
@@ -41,8 +41,8 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Deep
 
 
 class Maps(Samples):
-    """Maps of one split: fields [H, W, V] float32 in physical units and mask [H, W] uint8; ``count``: the first of them only;
-    ``part``: the box of each map that this process holds."""
+    """Maps of one split: fields [H, W, V] float32 in physical units and mask [H, W] uint8. ``count``: the first ones only.
+    ``part``: the shard of each map of this rank."""
 
     def __init__(self, rows: Rows, count: int | None = None, part: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
@@ -63,25 +63,25 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data, count = cfg.data, len(cfg.model.variables)
     remedy = (
         f"make data with: {command_of('data_prep.deepcam')} simulate {data.directory}, "
-        "or set data.directory and model.variables to what is there"
+        "or set data.directory and model.variables to those of existing data"
     )
     fields: Any = {"fields": ("float32", (None, None, count)), "mask": ("uint8", (None, None))}
     rows = open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
     height, width = rows.shapes["fields"][:2]
     if height % STRIDE or width % STRIDE or rows.shapes["mask"] != (height, width):
-        actual = f"maps of {height} x {width} cells with masks of {' x '.join(map(str, rows.shapes['mask']))}"
+        actual = f"maps of {height} x {width} pixels with masks of {' x '.join(map(str, rows.shapes['mask']))}"
         raise DataError(
-            f"{rows.folder}: holds {actual}; expected both alike, in multiples of {STRIDE}, the network's output stride; "
-            "cut the maps before they are converted, or simulate others"
+            f"{rows.folder}: holds {actual}; expected equal sizes, multiples of {STRIDE}, the network's output stride; "
+            "crop the maps before they are converted, or simulate others"
         )
     names = rows.metadata.get("variables")
     if names is not None and tuple(names) != cfg.model.variables:
-        raise DataError(f"{rows.folder}: holds the variables {names}, the settings say model.variables={list(cfg.model.variables)}")
+        raise DataError(f"{rows.folder}: has the variables {names}, but model.variables is {list(cfg.model.variables)}")
     return rows
 
 
 def _complete_model_config(cfg: Config, rows: Rows) -> DeepCamConfig:
-    """The model's settings with what the data know: range of each variable, frequency of each class."""
+    """Return the settings of the model with the range of each variable and the frequency of each class in the data."""
     model, path = cfg.model, cfg.data.directory / "statistics.json"
     if model.low is not None and model.frequencies is not None:
         return model
@@ -90,7 +90,7 @@ def _complete_model_config(cfg: Config, rows: Rows) -> DeepCamConfig:
         low, high, frequencies = statistics["fields"]["minimum"], statistics["fields"]["maximum"], statistics["mask"]["frequency"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise DataError(
-            f"{path}: no statistics of the training maps ({problem!r}); make them with data_prep.deepcam, "
+            f"{path}: no statistics of the training maps ({problem!r}); write them with data_prep.deepcam, "
             "or set model.low, model.high and model.frequencies"
         ) from problem
     changes: dict[str, Any] = {} if model.low is not None else {"low": tuple(low), "high": tuple(high)}
@@ -106,7 +106,7 @@ def _complete_model_config(cfg: Config, rows: Rows) -> DeepCamConfig:
 
 
 def write_maps(path: Path, maps: dict[str, torch.Tensor], model: DeepCamConfig) -> None:
-    """Some validation maps, with what is in them and what the model sees.   fields [N, H, W, V], true and predicted [N, H, W]"""
+    """Write some validation maps with true and predicted masks.   fields [N, H, W, V], true and predicted [N, H, W]"""
     arrays = {name: values.numpy() for name, values in maps.items()}
     names = {name: np.array(getattr(model, name)) for name in ("variables", "units", "classes")}
     np.savez_compressed(path, **names, **arrays)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Train a diffusion model:  python -m apps.diffusion apps/diffusion/configs/small.yaml [step.lr=2e-3 ...]
-Judge its images:        python -m apps.diffusion score weights=FOLDER captions=FILE model=FOLDER clip=FOLDER ...
+Evaluate its images:     python -m apps.diffusion score weights=FOLDER captions=FILE model=FOLDER clip=FOLDER ...
 
-The same lines run alone, or behind mpiexec, srun or torchrun.
+The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 import sys
@@ -13,7 +13,7 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.diffusion.data import build_model, build_loaders, write_ensembles
+    from apps.diffusion.data import build_loaders, build_model, write_ensembles
     from hpcai import dist, train
     from hpcai.models import diffusion
 

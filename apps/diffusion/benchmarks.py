@@ -1,7 +1,7 @@
-"""A U-Net for diffusion to be measured:  hpcai bench diffusion | hpcai ablate diffusion [model.unet.channels='[64, 128]' ...]
+"""Benchmark of a diffusion U-Net:  hpcai bench diffusion | hpcai ablate diffusion [model.unet.channels='[64, 128]' ...]
 
-The plain form has torch's layers one after the other in contiguous memory: a norm, then its activation; maps doubled, then
-convolved; around periodic ends ``F.pad``. Noise and times are counted in all forms, so that all have the same loss.
+The plain form has torch's separate layers in contiguous memory: a norm, then its activation; upsampling, then convolution;
+``F.pad`` at periodic boundaries. Noise and times come from counter-based generators in all forms, so that all have the same loss.
 Samples are random: moments of latents with a text each, or fields with their coarse counterparts.
 """
 
@@ -47,30 +47,30 @@ from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic, upsample_conv
 from hpcai.nn.conv import Conv3d
 
 _GPU = torch.cuda.is_available()
-_FACTOR = 4  # places of a field along one of the coarse one
+_FACTOR = 4  # pixels of a field for one of the coarse field, along each dim
 _MLPERF = "MLPerf Training v4.0, NVIDIA: images between logged steps (github.com/mlcommons/training_results_v4.0)"
-_CONDITIONS = "float16, moments and texts made before, loader included"
+_CONDITIONS = "float16, moments and texts precomputed, loader included"
 _NODE = PublishedRate(128.4, "H200", f"8 GPUs, 64 images each, {_CONDITIONS}", _MLPERF)
 _NODES = PublishedRate(110.5, "H100", f"64 GPUs, 16 images each, {_CONDITIONS}", _MLPERF)
 
 
 class RandomConfig(Config):
-    """A run of a U-Net, and how large random samples are."""
+    """A run of a U-Net, and the size of random samples."""
 
     side: PositiveInt = 64
-    """places along each dim"""
+    """pixels along each dim"""
     text: PositiveInt = 77
     """tokens"""
 
     @model_validator(mode="after")
     def _has_a_unet(self) -> Self:
         if self.model.unet is None:
-            raise ValueError("model.unet is null; a U-Net is measured here, other networks are not")
+            raise ValueError("model.unet is null; this benchmark has no other network, set model.unet")
         return self
 
 
 class BenchmarkConfig(RandomConfig):
-    """A run of a size that is measured in minutes."""
+    """A run that is benchmarked in minutes."""
 
     side: PositiveInt = 64 if _GPU else 32
     model: DiffusionConfig = DiffusionConfig() if _GPU else DiffusionConfig(
@@ -93,7 +93,7 @@ class Benchmark(Workload):
     )
 
     def complete_settings(self, cfg: Any) -> Any:
-        """With the size of a sample, and random first weights throughout: of zeros all gradients before them would be zeros."""
+        """Set the size of a sample, and random initial weights everywhere: behind zero weights all gradients would be zero."""
         net = cfg.model.unet.model_copy(update={"zero": False})
         updates = {"unet": net, "size": (net.inputs, *[cfg.side] * net.dims)}
         if net.tokens:
@@ -101,16 +101,16 @@ class Benchmark(Workload):
         return cfg.model_copy(update={"model": cfg.model.model_copy(update=updates)})
 
     def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
-        ends = "; periodic ends without a copy" if any(cfg.model.unet.periodic) else ""
+        ends = "; periodic padding without a copy" if any(cfg.model.unet.periodic) else ""
         return [
-            Switch("kernels", "group norms with their SiLU, GEGLU and layer norms that keep only what they are given"),
-            Switch("products", "convolutions of one place as products (on a CPU)"),
-            Switch("up", "maps doubled and convolved in one, with a transposed convolution"),
+            Switch("kernels", "group norms with their SiLU, GEGLU and layer norms that save only their inputs"),
+            Switch("products", "1 x 1 convolutions as matrix products (on a CPU)"),
+            Switch("up", "upsampling and convolution fused, as a transposed convolution"),
             Switch("channels-last", f"weights and activations in channels-last memory from end to end{ends}"),
         ]
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        """Latents, and the fields of small.yaml, whose sides are 64."""
+        """Return overrides for latents, and for the 64 x 64 fields of small.yaml."""
         small = yaml.safe_load((Path(__file__).parent / "configs/small.yaml").read_text())
         return [(), ("side=64", f"data.batch={small['data']['batch']}", f"model={json.dumps(small['model'])}")]
 
@@ -187,7 +187,7 @@ def _circular_pad(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 @contextmanager
 def _contiguous() -> Iterator[None]:
-    """Inside, nothing makes channels-last memory of what lies in contiguous memory."""
+    """Context manager: no operation converts contiguous tensors to channels-last."""
     names = ("from_tokens", "fold_upsampling")
     patches: list[tuple[Any, str, Any]] = [(blocks, name, partial(_call_contiguous, getattr(blocks, name))) for name in names]
     patches += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
@@ -210,7 +210,7 @@ def _call_contiguous(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class _DiffusersNetwork(nn.Module):
-    """What diffusers has no word for is around its network: fields, patches and periodic ends."""
+    """A network of diffusers, with what it lacks around it: fields, patches and periodic padding."""
 
     def __init__(self, cfg: UNetConfig) -> None:
         super().__init__()

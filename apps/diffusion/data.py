@@ -1,6 +1,6 @@
 """Fields as samples, each with its coarse counterpart, and the loaders of a run.
 
-B samples, C channels, S and s places along each dim, P parameters
+B samples, C channels, S and s pixels along each dim, P parameters
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,20 +29,20 @@ _EVAL_KWARGS: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
 
 
 class Turn(NamedTuple):
-    """What becomes of a field: it is moved along each dim by so many places, its dims are put in an order, and some mirrored."""
+    """A symmetry transform of a field: a periodic shift along each dim, a permutation of its dims, and flips."""
 
     shift: tuple[int, ...]
     order: tuple[int, ...]
     flips: tuple[int, ...] = ()
 
     def apply(self, x: Any, moves: Sequence[int]) -> Any:
-        """``x`` [C, *S], moved by ``moves`` in place of ``shift``: a view of it, or a copy where it is moved."""
+        """Return ``x`` [C, *S] transformed, with ``moves`` in place of ``shift``: a view of it, or of a shifted copy."""
         dims = tuple(range(1, x.ndim))
         moved = np.roll(x, moves, dims) if any(moves) else x
         return np.flip(moved.transpose(0, *(1 + dim for dim in self.order)), tuple(1 + dim for dim in self.flips))
 
     def source_box(self, box: Sequence[slice], size: Sequence[int]) -> list[tuple[int, int]]:
-        """Where a box of the turned field lies in the moved one, along each dim of ``size``."""
+        """Return the range of a box of the transformed field in the shifted field, along each dim of ``size``."""
         ranges = []
         for dim, n in enumerate(size):
             first, end, _ = box[self.order.index(dim)].indices(n)
@@ -51,9 +51,9 @@ class Turn(NamedTuple):
 
 
 class Fields(Samples):
-    """Fields of one split: high [C, *S], and of low [C, *s] and parameters [P] what the model is conditioned on, float32. ``turn``
-    seeds a random shift and turn of each, a pure function of (seed, epoch, index). ``count``: the first of them only. ``box``: the
-    places of high that this process holds, a slice of each dim; of the first dim as a rule no others are read."""
+    """Fields of one split: high [C, *S], and the conditions of the model among low [C, *s] and parameters [P], float32. ``turn``
+    seeds a random symmetry transform of each, a pure function of (seed, epoch, index). ``count``: the first fields only. ``box``:
+    the shard of high of this rank, a slice of each dim; along the first dim usually only this shard is read."""
 
     def __init__(self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
@@ -78,7 +78,7 @@ class Fields(Samples):
         return Batch(high, number, when, low, values.get("parameters"))
 
     def draw_turn(self, index: int, epoch: int) -> Turn:
-        """By whole cells of ``low``, so that these stay the means of theirs."""
+        """Draw the transform of a sample. It shifts by multiples of a cell of ``low``: cells stay the means of their pixels."""
         dims = len(self._size)
         if self.turn is None:
             return Turn((0,) * dims, tuple(range(dims)))
@@ -88,19 +88,19 @@ class Fields(Samples):
         return Turn(tuple(shift), tuple(order), tuple(dim for dim in range(dims) if self._is_isotropic and random.integers(2)))
 
     def _row_range(self, turn: Turn) -> tuple[int, int] | None:
-        """The rows of the file that this process needs; None where they are not in one piece."""
-        (first, end), n = turn.before(self.box, self._size)[0], self._size[0]
+        """Return the rows of the file that this rank needs; None if they are not contiguous."""
+        (first, end), n = turn.source_box(self.box, self._size)[0], self._size[0]
         begin = (first - turn.shift[0]) % n
         return None if begin + end - first > n else (begin, begin + end - first)
 
     def _local(self, high: Any, turn: Turn) -> Any:
-        rows, ranges = self._row_range(turn), turn.before(self.box, self._size)
+        rows, ranges = self._row_range(turn), turn.source_box(self.box, self._size)
         moves = turn.shift if rows is None else (0, *turn.shift[1:])
         slices = [slice(*range_) for range_ in ranges]
         if rows is not None:
             slices[0] = slice(None)
         moved = np.roll(high, moves, tuple(range(1, high.ndim))) if any(moves) else high
-        return self._copy(turn.of(moved[(slice(None), *slices)], ()))
+        return self._copy(turn.apply(moved[(slice(None), *slices)], ()))
 
     def _copy(self, x: Any) -> Any:
         return self.rows.reader.memory.copy(x)
@@ -108,8 +108,8 @@ class Fields(Samples):
 
 @contextmanager
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionConfig]]:
-    """Loaders for training (None on processes that only evaluate), validation and ensembles, and the model's settings completed by
-    what the data know."""
+    """Yield loaders for training (None on ranks that only evaluate), validation and ensembles, and the settings of the model,
+    completed from the data."""
     encoded = broadcast_from_first(partial(latents.read_metadata, cfg.data.directory / "train"), mesh.peers)
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     seed, data = cfg.train.seed, cfg.data
@@ -128,18 +128,18 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
 
 
 def local_box(shape: DiffusionConfig, mesh: Mesh) -> Sequence[slice]:
-    """The places of a sample that this process holds; empty where it holds all."""
+    """Return the shard of a sample of this rank, a slice of each dim; empty if samples are not sharded."""
     grid = None if shape.unet is None else Slabs(shape.unet, mesh)
     return grid.box(shape.size[1:]) if grid is not None and grid.cut.axes else ()
 
 
 def _ensemble_loader(source: Source, cfg: Config, mesh: Mesh) -> Loader:
-    """A sample at a time for each copy: an ensemble of it is a batch."""
+    """Return a loader with one sample per replica: its ensemble is a batch."""
     return make_loader(source, mesh["replicate"].size, cfg.data, mesh, **_EVAL_KWARGS, name="drawn")
 
 
 def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
-    """Of the fields those that the model is conditioned on, or of latents their texts."""
+    """Open a split: the datasets that the model reads, fields and their conditions or latents and their texts."""
     data, network, shards = cfg.data, cfg.model.network, cfg.data.shards if split == "train" else 1
     folder = data.directory / split
     if encoded := broadcast_from_first(partial(latents.read_metadata, folder), mesh.peers):
@@ -155,8 +155,8 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 
 def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
-    """The model's settings with the size of a sample and what it is in physical units. Raises DataError where they say otherwise
-    than the data."""
+    """Return the settings of the model with the size of a sample and its physical units. Raises DataError if settings contradict
+    the data."""
     model, metadata, size = cfg.model, rows.metadata, tuple(rows.shape(0, "high"))
     if model.size and model.size != size:
         actual, expected = list(size), list(model.size)
@@ -165,7 +165,7 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
     if model.unet is not None and (model.unet.periodic or (False,) * len(wraps)) != wraps:
         flags = [str(wrap).lower() for wrap in wraps]
         raise DataError(
-            f"{rows.folder}: its dims are periodic as [{', '.join(flags)}], model.unet.periodic says otherwise; set it to that"
+            f"{rows.folder}: its dims are periodic as [{', '.join(flags)}], model.unet.periodic is another list; set it to that"
         )
     fields = FieldsConfig(
         names=tuple(metadata["channels"]), units=tuple(metadata["channel_units"]), mean=tuple(metadata["mean"]),
@@ -177,7 +177,7 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
 
 
 def build_model(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
-    """The model over the mesh, of random weights or those that ``cfg.start`` names, to be built within ``train.seeds``."""
+    """Build the model on the mesh with random weights or those of ``cfg.start``, within ``train.seeds``."""
     model = Diffusion(shape, cfg.train.seed)
     latents.set_empty_text(model, cfg.data.directory)
     shard = partial(parallelize, mesh=mesh)
@@ -185,8 +185,9 @@ def build_model(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
 
 
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig) -> None:
-    """Ensembles for conditions of validation samples, as the model sees them, and how to undo that.
-    truth [N, C, *S], members [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
+    """Write ensembles for validation samples, normalized as for the model, and the metadata to undo that.
+
+    Shape: truth [N, C, *S], members [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
     metadata = {} if model.fields is None else model.fields.model_dump()
     arrays: dict[str, Any] = {f"about_{name}": np.array(value) for name, value in metadata.items() if value is not None}
     np.savez_compressed(path, **arrays, **{name: value.numpy() for name, value in rows.items()})  # type: ignore[arg-type]

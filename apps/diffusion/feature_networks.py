@@ -1,6 +1,6 @@
-"""The networks that the user brings to judge images: one whose features are compared (FID), and a CLIP, which compares with texts.
+"""Networks of the user that score images: one for the features of FID, and a CLIP for the agreement with texts.
 
-B images or texts, H and W places, F features, J channels in which a CLIP compares
+B images or texts, H and W pixels, F features, J channels of CLIP's joint embedding
 """
 
 import json
@@ -20,7 +20,7 @@ from hpcai.errors import ConfigError, DataError
 
 
 class Statistics(NamedTuple):
-    """Of the features of true images."""
+    """Mean and covariance of the features of true images."""
 
     mean: Tensor
     """[F]"""
@@ -29,27 +29,27 @@ class Statistics(NamedTuple):
 
 
 def read_statistics(path: Path) -> Statistics:
-    """From an .npz with mu and sigma, as MLPerf and pytorch-fid write it. Raises DataError for other contents."""
+    """Read an .npz with mu and sigma, as written by MLPerf and pytorch-fid. Raises DataError for other contents."""
     try:
         content = arrays(path, {"mu": "real F", "sigma": "real F F"})
         if not all(np.isfinite(x).all() for x in content.values()):
-            raise DataError("mu or sigma has numbers that are not finite")
-    except Exception as problem:  # zipfile has errors of its own for a damaged file
+            raise DataError("mu or sigma has elements that are not finite")
+    except Exception as problem:  # zipfile raises its own errors for a damaged file
         raise DataError(f"{path}: {problem}; expected an .npz with mu [F] and sigma [F, F] of features") from problem
     return Statistics(*(torch.from_numpy(content[name].astype(np.float64)) for name in ("mu", "sigma")))
 
 
 class Features:
-    """Those of a network that ``package.module:name`` of the user's makes. Code that the user names is run, so that no file has to
-    hold any: torch.export and TorchScript files hold programs, and the former are unpickled. The network gets images from 0 to 1,
-    and brings them to the size that it wants itself."""
+    """Features of a network that the user's ``package.module:name`` returns. It is imported code rather than a torch.export or
+    TorchScript file, since these hold programs, and the former are unpickled. The network gets images in [0, 1] of any size, and
+    resizes them itself."""
 
     def __init__(self, named: str, device: torch.device) -> None:
         module, _, name = named.partition(":")
         try:
             make = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as problem:
-            raise ConfigError(f"features is {named!r}, which is not there ({problem}); give package.module:name") from problem
+            raise ConfigError(f"features is {named!r}, which cannot be imported ({problem}); give package.module:name") from problem
         network = make()
         if not isinstance(network, nn.Module):
             raise ConfigError(f"features: {named}() is a {type(network).__name__}; expected a torch module")
@@ -60,20 +60,20 @@ class Features:
         features = self.network(images)
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(images):
             description = list(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
-            raise DataError(f"features: {self.named} makes {description} of {len(images)} images; expected [{len(images)}, F]")
+            raise DataError(f"features: {self.named} returned {description} for {len(images)} images; expected [{len(images)}, F]")
         if not features.isfinite().all():
-            raise DataError(f"features: {self.named} makes numbers that are not finite")
+            raise DataError(f"features: {self.named} returned elements that are not finite")
         return features
 
 
 class Clip:
-    """A CLIP, whose folder transformers has written: config.json, model.safetensors, preprocessor_config.json and its tokenizer."""
+    """A CLIP from a folder of transformers: config.json, model.safetensors, preprocessor_config.json and its tokenizer."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         kind = _read_json(folder / "config.json").get("model_type")
         if kind != "clip":
             raise ConfigError(
-                f"{folder}: model_type is {kind!r}, without projections of images and texts that can be compared; name a whole "
+                f"{folder}: model_type is {kind!r}, without a joint embedding of images and texts; name a full "
                 "CLIP (model_type 'clip')"
             )
         preprocessor = _read_json(folder / "preprocessor_config.json")
@@ -85,25 +85,25 @@ class Clip:
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as problem:
             path = folder / "preprocessor_config.json"
             raise DataError(f"{path}: no size, image_mean and image_std of three channels ({problem!r}); fetch it again") from None
-        transformers = needed("transformers", f"judging images by {folder}", "latents")
+        transformers = needed("transformers", f"scoring images by {folder}", "latents")
         kwargs: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         try:
             network, info = transformers.CLIPModel.from_pretrained(folder, **kwargs)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, ImportError, KeyError, RuntimeError) as problem:
             raise DataError(f"{folder}: cannot be read as a CLIP ({str(problem)[:300]}); save it again") from problem
-        # transformers makes up what a file does not have.
+        # transformers initializes missing weights at random.
         if missing := sorted(info["missing_keys"]):
             raise DataError(f"{folder}: has no {missing[0]}, one of {len(missing)} weights of a CLIP; save it again")
         if network.config.vision_config.image_size != self.side:
             image_size = network.config.vision_config.image_size
-            raise DataError(f"{folder}: preprocessor_config.json makes images of {self.side}, config.json wants {image_size}")
+            raise DataError(f"{folder}: preprocessor_config.json resizes to {self.side}, config.json has {image_size}")
         self.folder, self.device = folder, device
         self.network = network.float().to(device).eval().requires_grad_(False)
         self.length = int(network.config.text_config.max_position_embeddings)
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """Images from 0 to 1, whose middle is taken.   [B, 3, H, W] -> [B, J]"""
+        """Embed the center crops of images in [0, 1].   [B, 3, H, W] -> [B, J]"""
         factor = self.side / min(images.shape[2:])
         height, width = (max(self.side, round(factor * n)) for n in images.shape[2:])
         x = functional.interpolate(images, (height, width), mode="bicubic", antialias=True).clamp(0, 1)
@@ -113,7 +113,7 @@ class Clip:
         return embeddings
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """Of a text that is too long its beginning.   B texts -> [B, J]"""
+        """Embed texts, truncated to the maximum length.   B texts -> [B, J]"""
         kwargs: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.length, "return_tensors": "pt"}
         inputs = self.tokenizer(list(texts), **kwargs).to(self.device)
         inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
@@ -127,5 +127,5 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"holds a {type(value).__name__}")
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path}: cannot be read ({problem}); name the folder of a CLIP as transformers saves it") from problem
+        raise ConfigError(f"{path}: cannot be read ({problem}); name the folder of a CLIP saved by transformers") from problem
     return value

@@ -1,6 +1,6 @@
 """Latents of images as samples, each with its text.
 
-L channels of a latent, h w its places, N tokens of a text, J channels of one
+L channels of a latent, h w its pixels, N tokens of a text, J channels of a token
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ _EMPTY_TEXT = "nothing.npz"
 
 
 class EncodedImages(Samples):
-    """What an autoencoder says of an image, means and logarithms of variances, [2L, h, w], and of its text tokens [N, J] and
-    pooled [J], float16. ``count``: the first of them only. ``box``: the places of the image that this process holds."""
+    """Images encoded by an autoencoder, means and logarithms of variances [2L, h, w], and their texts, tokens [N, J] and pooled
+    [J], float16. ``count``: the first samples only. ``box``: the shard of an image of this rank."""
 
     def __init__(self, rows: Rows, count: int | None = None, box: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
@@ -41,18 +41,18 @@ class EncodedImages(Samples):
 
 
 def read_metadata(folder: Path) -> dict[str, Any] | None:
-    """What the index of a split says of latents; None for a split of fields, or without an index."""
+    """Read the metadata of latents from the index of a split; None for a split of fields, or without an index."""
     content = read_index(folder / INDEX)[0] if (folder / INDEX).is_file() else {}
     return content if content.get("kind") == "latents" else None
 
 
 def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the values of a row those that the network of ``cfg`` is trained on, by what the index says (``known``). Raises DataError
-    where the data are for another."""
+    """Return dtypes and shapes of the datasets that the network of ``cfg`` reads, by the ``metadata`` of the index. Raises
+    DataError if the data are for another network."""
     network, channels = cfg.model.network, latent_channels(cfg.model)
     if metadata["latents"] != channels:
         has = f"latents of {metadata['latents']} channels, made by {metadata['vae']}"
-        raise DataError(f"{folder}: {has}; the network of model sees {channels}. Encode the images with another autoencoder")
+        raise DataError(f"{folder}: {has}; the network of model expects {channels}. Encode the images with another autoencoder")
     fields: dict[str, Any] = {"moments": ("float16", (2 * channels, *metadata["size"]))}
     for name in ("tokens", "pooled"):
         expected = getattr(network, name, None)
@@ -61,23 +61,23 @@ def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str,
         stored = metadata.get(name)
         stored_channels = stored[-1] if isinstance(stored, list) else stored
         if stored_channels != expected:
-            description = "no texts" if stored is None else f"{name} of {stored_channels} channels, of {', '.join(metadata['encoders'])}"
-            raise DataError(f"{folder}: {description}; the network of model sees {name} of {expected}. Encode texts with another encoder")
+            texts = "no texts" if stored is None else f"{name} of {stored_channels} channels, of {', '.join(metadata['encoders'])}"
+            raise DataError(f"{folder}: {texts}; the network of model expects {name} of {expected}. Encode with another encoder")
         fields[name] = ("float16", tuple(stored) if isinstance(stored, list) else (stored,))
     if getattr(network, "field", 0) or getattr(network, "parameters", 0) or getattr(network, "classes", None):
-        raise DataError(f"{folder}: latents with texts; the network of model also sees fields, parameters or classes")
+        raise DataError(f"{folder}: latents with texts; the network of model also expects fields, parameters or classes")
     return fields | ({"level": ("int64", ())} if "level" in metadata.get("fields", {}) else {})
 
 
 def latent_channels(model: DiffusionConfig) -> int:
-    """Of a sample."""
+    """Return the channels of a latent."""
     inputs: int = model.network.inputs
     return inputs // 4 if model.flux is not None else inputs
 
 
 def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
-    """The model's settings with the size of a latent, how it is scaled and who made it. Raises DataError where they say otherwise
-    than the data."""
+    """Return the settings of the model with the size of a latent, its scaling and its encoders. Raises DataError if settings
+    contradict the data."""
     model, folder, metadata = cfg.model, rows.folder, rows.metadata
     size = latent_channels(model), *metadata["size"]
     if model.size and model.size != size:
@@ -99,7 +99,7 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
 
 
 def set_empty_text(model: Diffusion, directory: Path) -> None:
-    """Let ``model`` know the empty text. Raises DataError where its data have none, or one of another size."""
+    """Copy the embedding of the empty text into ``model``. Raises DataError if the data have none, or one of another size."""
     empty = {name: x for name in ("tokens", "pooled") if (x := getattr(model, f"no_{name}")) is not None}
     path = directory / _EMPTY_TEXT
     if not empty:

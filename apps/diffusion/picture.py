@@ -1,4 +1,4 @@
-"""The picture of a run: coarse fields, what the model makes of them, and the truth; power by scale; the truth's rank among members.
+"""The figure of a run: coarse fields, generated ensembles and the truth; power by scale; rank of the truth among members.
 
 N samples, K of them drawn, M members, C channels, S cells along each dim
 """
@@ -27,14 +27,14 @@ SHOWN, COLUMNS = 3, 3                                    # samples that are draw
 
 @dataclass
 class Ensembles:
-    """Fields as the model sees them, and what follows from them."""
+    """Normalized fields, as for the model, and their ensembles."""
 
     names: list[str]                                     # of the channels
     field: np.ndarray | None                              # [N, C, *s]
     truth: Tensor                                        # [N, C, *S]
     members: Tensor                                      # [N, M, C, *S]
-    smooth: Tensor                                       # [N, C, *S] cubic interpolation of that, or the truth's mean
-    box: list[float]                                     # how long each dim is
+    smooth: Tensor                                       # [N, C, *S] cubic interpolation of field, or the truth's mean
+    box: list[float]                                     # length of each dim
     unit: str
 
 
@@ -45,7 +45,7 @@ def read(path: Path) -> Ensembles:
         legend |= {"field": "real N C " + dims.replace("S", "s")} if "field" in file else {}
     content = arrays(path, legend, ("about_names", "about_box", "about_box_units", "about_periodic"))
     if not all(np.isfinite(content[name]).all() for name in legend):
-        raise DataError("some numbers are not finite")
+        raise DataError("some elements are not finite")
     truth, members = (torch.from_numpy(content[name]) for name in ("truth", "members"))
     names = content.get("about_names", np.array([f"channel {n}" for n in range(truth.shape[1])])).astype(str).tolist()
     periodic = content.get("about_periodic", np.zeros(truth.ndim - 2, bool))
@@ -61,7 +61,7 @@ def read(path: Path) -> Ensembles:
 
 
 def resize_cubic(field: np.ndarray, dim: int, size: int, wraps: bool) -> np.ndarray:
-    """``field`` at ``size`` places along ``dim``, by the cubic convolution of four neighbours (Keys 1981, a = -0.75 as torch)."""
+    """Resize ``field`` to ``size`` along ``dim`` by cubic convolution of four neighbours (Keys 1981, a = -0.75 as in torch)."""
     have = field.shape[dim]
     at = (np.arange(size) + 0.5) * have / size - 0.5
     first = np.floor(at).astype(int)
@@ -77,9 +77,9 @@ def resize_cubic(field: np.ndarray, dim: int, size: int, wraps: bool) -> np.ndar
 
 def caption(ensembles: Ensembles) -> str:
     count, members = ensembles.members.shape[:2]
-    return (f"{count} validation samples, {members} members of each. A member is one field that could be behind the coarse one."
-            " Power: of all members beside that of the truth; band: nine tenths of the members. Rank: how many members lie below"
-            " the truth, at each cell; level where members and truth are drawn alike.")
+    return (f"{count} validation samples, {members} members of each. A member is one possible field for the coarse one."
+            " Power: of all members beside that of the truth; band: 5th to 95th percentile. Rank: number of members below the"
+            " truth, at each cell; uniform if members and truth have the same distribution.")
 
 
 def draw(ensembles: Ensembles, theme: Theme) -> Figure:
@@ -110,7 +110,7 @@ def _fields(figure: Any, ensembles: Ensembles, shown: int, theme: Theme) -> None
 
 
 def _plane(field: Any) -> Any:
-    """A map, or the middle of a volume."""
+    """Return a map, or the middle slice of a volume."""
     return field if field.ndim == 2 else field[len(field) // 2]
 
 
@@ -123,17 +123,17 @@ def _power(axes: Axes, ensembles: Ensembles, theme: Theme) -> None:
     axes.plot(scale, member_power.mean((0, 1)), color=theme.main, label="members")
     axes.plot(scale, true.mean(0), color=theme.ink, linestyle="--", label="truth")
     if ensembles.field is not None:
-        axes.plot(scale, smooth.mean(0), color=theme.faint, label="cubic interpolation of it")
+        axes.plot(scale, smooth.mean(0), color=theme.faint, label="cubic interpolation")
     floor = float(true.mean(0).min()) / 30
-    axes.set(xscale="log", yscale="log", xlabel=f"wave number [radians per {ensembles.unit}]", ylabel=f"power of {ensembles.names[0]}")
+    axes.set(xscale="log", yscale="log", xlabel=f"wave number [rad/{ensembles.unit}]", ylabel=f"power of {ensembles.names[0]}")
     axes.set_ylim(bottom=floor)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend()
-    panel_title(axes, "Power by scale", "what is not in the coarse field must be made", theme)
+    panel_title(axes, "Power by scale", "small scales are not in the coarse field", theme)
 
 
 def spectra(fields: Tensor, box: list[float]) -> tuple[Tensor, Tensor]:
-    """Wave numbers [K] and power of each field [..., K], without the mean."""
+    """Return wave numbers [K] and the power of each field [..., K], without the mean."""
     sizes = fields.shape[-len(box) :]
     at = scores.shells(sizes, box)
     power = scores.spectrum(fields.reshape(-1, *sizes), at)
@@ -147,8 +147,8 @@ def _ranks(axes: Axes, ensembles: Ensembles, theme: Theme) -> None:
     axes.axhline(1.0, color=theme.ink, linewidth=1)
     axes.grid(False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="members below the truth", ylabel="share, 1 where level")
-    panel_title(axes, "Rank of the truth", "high at both ends: members are too much alike", theme)
+    axes.set(xlabel="members below the truth", ylabel="density, 1 if uniform")
+    panel_title(axes, "Rank of the truth", "high at both ends: too little spread", theme)
 
 
 def table(ensembles: Ensembles) -> Table:
@@ -159,7 +159,7 @@ def table(ensembles: Ensembles) -> Table:
         metrics, plain = finish(*sums), float((ensembles.smooth[:, channel] - truth).abs().mean())
         crps, skill = metrics["crps"], metrics["spread_over_skill"]
         rows.append([name, f"{crps:.3f}", f"{plain:.3f}", f"{crps / plain:.2f}", f"{skill:.2f}"])
-    note = ("CRPS: how far members are from the truth, less how far from one another, in units of the field's deviation; of one"
-            " field it is the mean absolute error. Spread over skill: 1 where members differ as much as their mean errs.")
+    note = ("CRPS: mean distance of members from the truth, minus half of that between members, in units of the field's deviation;"
+            " of one field it is the mean absolute error. Spread over skill: 1 if the spread equals the error of the mean.")
     plainly = "of their mean" if ensembles.field is None else "of the cubic field"
     return Table("Ensembles beside one field", note, ("", "CRPS", plainly, "ratio", "spread / skill"), rows)

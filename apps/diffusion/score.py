@@ -1,14 +1,14 @@
-"""Judge images that a model draws for captions, such as MLPerf's 30,000 of COCO:
+"""Evaluate images that a model generates for captions, such as MLPerf's 30,000 of COCO:
 
     python -m apps.diffusion score weights=RUN captions=FILE model=PIPELINE features=PACKAGE.MODULE:NAME statistics=FILE clip=FOLDER
 
-``fid``: how far the features of the images are, as a distribution, from those of true ones (Heusel et al. 2017). ``clip_cosine``:
-how well each image agrees with its caption, by a CLIP. What FID and CLIP are measured by is the user's: a network that gives
-features, their statistics over true images, the folder of a CLIP. Captions are shared out among copies of the model
-(``mesh.replicate``); an image depends on the seed and the number of its caption alone. With ``checkpoints=true`` all checkpoints
-that the run has kept are judged, and the MLPerf log of a run that has ended is told.
+``fid``: the Frechet distance between the features of the images and of true ones (Heusel et al. 2017). ``clip_cosine``: the
+agreement of each image with its caption, by a CLIP. The user provides the networks: one for features, statistics of these over true
+images, and the folder of a CLIP. Captions are distributed over model replicas (``mesh.replicate``); an image depends only on the
+seed and the number of its caption. ``checkpoints=true`` evaluates all checkpoints that the run has kept, and appends the results to
+the MLPerf log of a run that has ended.
 
-B captions, L channels of a latent, h w its places
+B captions, L channels of a latent, h w its pixels
 """
 
 import csv
@@ -32,45 +32,45 @@ from hpcai.models.diffusion import SamplerConfig
 
 logger = logging.getLogger(__name__)
 _COLUMN = "caption"  # of a table of captions
-_DIGEST = re.compile(r" [0-9a-f]{12}$")  # of a network's weights, after its name
-_PROGRESS_LINES = 10  # times at which it is told how far judging has come
+_DIGEST = re.compile(r" [0-9a-f]{12}$")  # hash of a network's weights, after its name
+_PROGRESS_LINES = 10  # of an evaluation
 
 
 class ScoreConfig(Settings):
-    """Images that are drawn, and the networks that judge them."""
+    """Generation of images, and the networks that score them."""
 
     weights: Path = Path("runs/sd2")
-    """folder of a run, or safetensors file of ours"""
+    """folder of a run, or safetensors file of hpcai"""
     checkpoints: bool = False
-    """whether all checkpoints that the run has kept are judged, in order, in place of what it has left for people"""
+    """evaluate all checkpoints that the run has kept, in order, instead of its final weights"""
     captions: Path | None = None
-    """a caption on each line; of .tsv and .csv the column "caption" """
+    """file with a caption on each line; of .tsv and .csv the column "caption" """
     count: PositiveInt | None = None
-    """the first of them alone; null: all"""
+    """number of captions, from the first; null: all"""
     model: Path | None = None
-    """pipeline of diffusers: its folders vae, text_encoder, tokenizer ...; or its parts:"""
+    """pipeline of diffusers with folders vae, text_encoder, tokenizer ...; or name its parts:"""
     vae: Path | None = None
-    """the autoencoder that made the latents"""
+    """autoencoder of the latents"""
     tokens: Path | None = None
-    """encoder of captions whose last hidden states the model was trained with"""
+    """text encoder whose last hidden states the model was trained with"""
     pooled: Path | None = None
-    """encoder of captions whose pooled output it was trained with"""
+    """text encoder whose pooled output it was trained with"""
     long: Literal["refuse", "cut"] = "refuse"
-    """what is done with captions that are too long for the encoder; a CLIP that judges sees the beginning of each"""
+    """refuse or truncate captions that are too long for the encoder; the CLIP of the score always truncates"""
     features: str | None = None
-    """package.module:name of what makes, when it is called, a torch module: images [B, 3, H, W] from 0 to 1 -> features [B, F]"""
+    """package.module:name of a function that returns a torch module: images [B, 3, H, W] in [0, 1] -> features [B, F]"""
     statistics: Path | None = None
     """.npz with mean `mu` and covariance `sigma` of the features of true images"""
     clip: Path | None = None
-    """folder of a CLIP as transformers has it"""
+    """folder of a CLIP in transformers' format"""
     batch: PositiveInt = 8
-    """images that a copy of the model draws together"""
+    """images in a batch of a model replica"""
     seed: int = 0
-    """of the noise that images begin with"""
+    """of the initial noise"""
     sampler: SamplerConfig | None = None
-    """how images are drawn; null: as the model's own settings say"""
+    """sampler of images; null: that of the model's settings"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """of weights and of what is computed until there are images; auto: bf16 on a GPU that is fast with it"""
+    """of weights and computation up to the images; auto: bf16 on a GPU with fast bf16"""
     mesh: AxesConfig = AxesConfig()
 
     @model_validator(mode="after")
@@ -78,20 +78,20 @@ class ScoreConfig(Settings):
         if self.captions is None:
             raise ValueError("captions is null; name a file with a caption on each line")
         if self.model is None and self.vae is None:
-            raise ValueError("neither model nor vae is given, and no latent becomes an image; name a pipeline or an autoencoder")
+            raise ValueError("neither model nor vae is given, so latents cannot be decoded; name a pipeline or an autoencoder")
         if self.model is not None and (self.vae or self.tokens or self.pooled):
-            raise ValueError("model is given beside vae, tokens or pooled; name a whole pipeline, or its parts")
+            raise ValueError("model is given beside vae, tokens or pooled; name a full pipeline, or its parts")
         if (self.features is None) != (self.statistics is None):
             raise ValueError("features and statistics go together: name both, for FID, or neither")
         if self.features is None and self.clip is None:
-            raise ValueError("nothing judges the images: give features and statistics, for FID, or clip")
+            raise ValueError("no score is set: give features and statistics, for FID, or clip")
         if self.features is not None and not all(self.features.partition(":")):
             raise ValueError(f"features is {self.features!r}; expected package.module:name")
         return self
 
 
 def run(args: Sequence[str]) -> None:
-    """Judge by what the words of a command line say."""
+    """Run the command with its command-line arguments."""
     sys.argv[1:] = list(args)
     config.run(ScoreConfig, main)
 
@@ -118,12 +118,12 @@ class Weights(NamedTuple):
     path: Path
     step: int | None = None
     saved: float | None = None
-    """when the checkpoint was whole, in seconds since 1970"""
+    """time of the completed checkpoint, in seconds since 1970"""
 
 
 def iterate_weights(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
-    """What is to be judged. Of a checkpoint the first process exports the weights into a file in the run's folder, which goes once
-    they are judged. Raises DataError for a run without checkpoints, or whose events do not tell of one."""
+    """Yield the weights to evaluate. Rank 0 exports those of a checkpoint into a temporary file in the folder of the run. Raises
+    DataError for a run without checkpoints, or if one is missing in its events."""
     from hpcai.dist.collectives import broadcast_object
     from hpcai.train.checkpoint_reader import export, list_checkpoints, step_number
 
@@ -153,8 +153,8 @@ def iterate_weights(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
 
 
 def log_mlperf_result(folder: Path, weights: Weights, metrics: dict[str, float]) -> None:
-    """Tell the MLPerf log of a run in ``folder`` what a checkpoint is worth, where the benchmark has such goals and the run has
-    ended. Where it cannot be told, a warning says why."""
+    """Append the metrics of a checkpoint to the MLPerf log of the run in ``folder``, if its benchmark has goals for them. Logs a
+    warning if they cannot be appended, such as while the run goes on."""
     path = folder / "mlperf.log"
     if weights.step is None or weights.saved is None or not path.is_file():
         return
@@ -162,7 +162,7 @@ def log_mlperf_result(folder: Path, weights: Weights, metrics: dict[str, float])
     if benchmark is None or not benchmark.goals:
         return
     if missing := [goal.label for goal in benchmark.goals if goal.metric not in metrics]:
-        logger.warning("%s: not told of step %d, for which %s is not known", path, weights.step, missing[0])
+        logger.warning("%s: step %d is not appended, since %s is missing", path, weights.step, missing[0])
         return
     try:
         reached = judge_checkpoint(path, benchmark, weights.step, weights.saved, metrics, int(metrics["captions"]))
@@ -177,7 +177,7 @@ def log_mlperf_result(folder: Path, weights: Weights, metrics: dict[str, float])
 
 
 def read_captions(path: Path, count: int | None = None) -> list[str]:
-    """Raises DataError, which names the line, for a caption that is missing."""
+    """Read captions. Raises DataError with the number of the first empty line or row."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
@@ -200,7 +200,7 @@ def read_captions(path: Path, count: int | None = None) -> list[str]:
 
 
 class Scorer:
-    """The networks that are the same for all weights."""
+    """Generates images and scores them, with networks that are the same for all weights."""
 
     def __init__(self, cfg: ScoreConfig, mesh: Any) -> None:
         from apps.diffusion.feature_networks import Clip, Features, read_statistics
@@ -222,7 +222,7 @@ class Scorer:
         self.opened = encoders.opened(chosen)
 
     def score(self, path: Path) -> dict[str, float]:
-        """All scores of the model at ``path``, the same on all processes."""
+        """Return all scores of the model at ``path``, equal on all ranks."""
         import torch
 
         from hpcai.train.metrics import MetricSums
@@ -241,7 +241,7 @@ class Scorer:
         return sums.reduce(replicas, self.mesh.device, uneven=True) | {"captions": len(self.captions)}
 
     def load_model(self, path: Path) -> Any:
-        """Over the mesh. Raises ConfigError for one whose samples are no images, or that was trained with other networks."""
+        """Load a model on the mesh. Raises ConfigError if its samples are no latents, or if it was trained with other encoders."""
         import torch
 
         from hpcai.models.diffusion import Diffusion, DiffusionConfig, load_deferred, parallelize
@@ -251,7 +251,7 @@ class Scorer:
         file = path / "model.safetensors" if path.is_dir() else path
         settings = read_settings(file, "diffusion", DiffusionConfig)
         if settings is None or settings.latents is None:
-            raise ConfigError(f"{file}: its samples are no latents, of which images are made; give weights of a model of latents")
+            raise ConfigError(f"{file}: its samples are no latents, which decode to images; give weights of a model of latents")
         self._check_encoders(file, settings)
         with deferred():
             model = load_deferred(Diffusion(settings), path, partial(parallelize, mesh=self.mesh))
@@ -261,7 +261,7 @@ class Scorer:
         latents, vae, texts = settings.latents, self.opened.vae, self.opened.texts
         if vae is None or vae.cfg.latents != settings.size[0]:
             actual = "no autoencoder" if vae is None else f"latents of {vae.cfg.latents} channels"
-            raise ConfigError(f"{self.opened.asked.vae}: {actual}; {file} makes latents of {settings.size[0]}, by {latents.vae}")
+            raise ConfigError(f"{self.opened.asked.vae}: {actual}; {file} expects latents of {settings.size[0]}, by {latents.vae}")
         for name in ("tokens", "pooled"):
             expected = getattr(latents, name)
             if expected is None:
@@ -275,34 +275,35 @@ class Scorer:
         self._check_identities(file, latents)
 
     def _check_identities(self, file: Path, latents: Any) -> None:
-        """Data that came with latents or vectors do not say by which networks these were made."""
+        """Compare the hashes of encoders. Downloaded latents and text embeddings lack those of the networks that encoded them."""
         recorded = [name for name in (latents.vae, *latents.encoders) if _DIGEST.search(name)]
         if not recorded:
             return
         vae, encoders = self.opened.asked.identities()
         identities = [name for name in (vae, *encoders) if name is not None]
         if missing := [name for name in recorded if name[-12:] not in {other[-12:] for other in identities}]:
-            raise ConfigError(f"{file} was trained with {missing[0]}, found are {', '.join(identities)}; name the folder of that one")
+            raise ConfigError(f"{file} was trained with {missing[0]}, given are {', '.join(identities)}; name its folder")
 
     def generate_images(self, model: Any, numbers: Sequence[int]) -> Any:
-        """From 0 to 1, as files of 8 bits have them.   [B, 3, H, W]"""
+        """Generate images in [0, 1], rounded to 8 bits.   [B, 3, H, W]"""
         import torch
 
         from hpcai.models.diffusion import Condition
 
         captions = [self.captions[number] for number in numbers]
         named = [f"{self.cfg.captions}: caption {number + 1}" for number in numbers]
-        conditions = {name: encoder.encode(captions, named)[0] for name, encoder in self.opened.texts.items() if getattr(model.cfg.latents, name)}
+        encoders = {name: encoder for name, encoder in self.opened.texts.items() if getattr(model.cfg.latents, name)}
+        condition = Condition(**{name: encoder.encode(captions, named)[0] for name, encoder in encoders.items()})
         with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.use_bf16):
-            drawn = model.sample(Condition(**conditions), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
+            drawn = model.sample(condition, seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
         latents = drawn.float() / model.cfg.latents.scale + model.cfg.latents.shift
         images = self.opened.decoded(latents).to(self.mesh.device) / 2 + 0.5
         if not images.isfinite().all():
-            raise DataError("images have numbers that are not finite; look at the weights, or set precision to fp32")
+            raise DataError("images have pixels that are not finite; check the weights, or set precision to fp32")
         return (images * 255).round() / 255
 
     def score_sums(self, images: Any, captions: Sequence[str]) -> dict[str, Any]:
-        """Sums of scores."""
+        """Return the sums of the scores of a batch."""
         from hpcai.models.diffusion import scores
 
         sums: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Train a language model:  python -m apps.llm apps/llm/configs/small.yaml [step.lr=2e-3 ...]
-Continue texts:         python -m apps.llm generate weights=FOLDER prompt="..." [temperature=0.8 ...]
-Judge a model:          python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl
+Generate texts:         python -m apps.llm generate weights=FOLDER prompt="..." [temperature=0.8 ...]
+Evaluate a model:       python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl
 
-The same lines run alone, or behind mpiexec, srun or torchrun.
+The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 import sys
@@ -22,7 +22,7 @@ class Run(Config):
 
 
 def main(cfg: Config) -> None:
-    from apps.llm.data import complete_settings, build_model, build_loaders
+    from apps.llm.data import build_loaders, build_model, complete_settings
     from apps.llm.texts import save_texts, save_tokenizer
     from hpcai import dist, train
     from hpcai.models import llm

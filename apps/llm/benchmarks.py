@@ -1,7 +1,7 @@
-"""A language model to be measured:  hpcai bench llm | hpcai ablate llm [model.width=512 ...]
+"""Benchmark of a language model:  hpcai bench llm | hpcai ablate llm [model.width=512 ...]
 
-The plain form makes all logits, and takes their cross entropy by torch. Rows are random tokens of a few documents each, as long as
-the model may read.
+The plain form computes all logits and their cross entropy with torch. Rows are random tokens of a few documents each, with the
+maximum length of the model.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.llm.data import METADATA, TextMetadata, Texts, read_metadata, open_rows
+from apps.llm.data import METADATA, TextMetadata, Texts, open_rows, read_metadata
 from apps.llm.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
@@ -38,7 +38,7 @@ _NEMO = PublishedRate(
 
 
 class BenchmarkConfig(Config):
-    """A language model of a size that is measured in minutes."""
+    """A language model that is benchmarked in minutes."""
 
     model: LLMConfig = _LARGE if _GPU else _SMALL
     data: DataConfig = DataConfig(batch=_ROWS, evaluation_batch=_ROWS, workers=1, documents="joined", pictures=0)
@@ -61,13 +61,13 @@ class Benchmark(Workload):
     )  # fmt: skip
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:
-        """The mean, as other apps give it: all rows have as many tokens that count."""
+        """Return the mean, as other apps do: all rows have equally many tokens in the loss."""
         total, count = loss(model, batch)["loss"]
         return {"loss": total / count}
 
     def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
-        cut = "words are cut, and their entropy has one form" if mesh["tensor"].size > 1 else None
-        return [Switch("logits", "cross entropy of some tokens at a time, not of all logits together", cut)]
+        cut = "the vocabulary is sharded, and its cross entropy has one form" if mesh["tensor"].size > 1 else None
+        return [Switch("logits", "cross entropy of a few tokens at a time, not of all logits together", cut)]
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         return [(), ("data.documents=apart",)]
@@ -101,7 +101,7 @@ class Benchmark(Workload):
 
 
 def _random_metadata(cfg: Any) -> TextMetadata:
-    """Rows of random tokens."""
+    """Return the metadata of rows of random tokens."""
     model = cfg.model
     kind: Any = "uint16" if model.vocabulary <= 1 << 16 else "uint32"
     return TextMetadata(
@@ -120,8 +120,8 @@ class _AllLogits(LMHead):
 
 def _transformers(cfg: Any, batch: Batch) -> Implementation:
     package: Any = import_module("transformers")
-    kwargs, cached = hub_config(cfg.model, torch.float32), {"use_cache": False}  # with one it reads no positions for documents
-    if kwargs["model_type"] == "gpt2":  # which drops a tenth in three places
+    kwargs, cached = hub_config(cfg.model, torch.float32), {"use_cache": False}  # a cache would ignore positions of documents
+    if kwargs["model_type"] == "gpt2":  # its default is a dropout of 0.1 in three layers
         kwargs |= {"resid_pdrop": cfg.model.dropout, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     peer = package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model(**kwargs))
 

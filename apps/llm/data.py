@@ -1,4 +1,4 @@
-"""Rows of tokens as samples: of one folder, or a blend of several.   T targets of a row"""
+"""Rows of tokens as samples, from one folder or a blend of several.   T targets of a row"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ METADATA = "text.json"
 
 
 class TextMetadata(BaseModel):
-    """What ``text.json`` tells of a folder of rows."""
+    """The contents of ``text.json``, the metadata of a folder of rows."""
 
     sequence: PositiveInt
     vocabulary: PositiveInt
@@ -37,7 +37,7 @@ class TextMetadata(BaseModel):
 
     @property
     def fields(self) -> Fields:
-        """Datasets of a file."""
+        """The HDF5 datasets of a file."""
         answers: Fields = {"answers": ("int32", ()), "spans": ("int32", ("answers", 2))} if self.answers else {}
         return {"tokens": (self.type, (self.sequence + 1,)), "bytes": ("int32", ()), "documents": ("int32", ()),
                 "ends": ("int32", ("documents",)), **answers}  # fmt: skip
@@ -45,12 +45,13 @@ class TextMetadata(BaseModel):
 
 @contextmanager
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures."""
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
     data, folders = cfg.data, [cfg.data.directory, *map(Path, cfg.data.blend)]
     metadata = [broadcast_from_first(partial(read_metadata, folder), mesh.peers) for folder in folders]
     _check_folders(cfg, folders, metadata)
     _check_tokenizer(folders[0], metadata[0], mesh)
-    parts = [Texts(open_rows(cfg, "train", mesh, each, info), info, data.documents, data.learn) for each, info in zip(folders, metadata)]
+    pairs = zip(folders, metadata)
+    parts = [Texts(open_rows(cfg, "train", mesh, folder, m), m, data.documents, data.learn) for folder, m in pairs]
     validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0])
     train = Zip(parts) if len(parts) > 1 else parts[0]
     kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}
@@ -80,10 +81,10 @@ def _sampler(cfg: Config, parts: Sequence["Texts"]) -> dict[str, Sampler]:
 
 
 class Texts(Samples):
-    """Rows of one split as ``Batch`` without its first dim; ``count``: the first of them only.
+    """Rows of one split as ``Batch`` without its first dim. ``count``: the first rows only.
 
-    A token that ends a document is read in the next one, so that it is what a text of its own begins with; where the tokenizer
-    puts a token of its own before a text, that one is, and is not learnt. ``counts``: all tokens, or those of answers.
+    The end token of a document belongs to the next document as input, so that every document begins with it. If the tokenizer puts
+    a token before each text, documents begin with that, and it is no target. ``counts``: targets are all tokens, or the answers.
     """
 
     replicated = True
@@ -95,7 +96,7 @@ class Texts(Samples):
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         metadata, tokens, ends = self.metadata, np.asarray(values["tokens"], np.int64), np.asarray(values["ends"])
         if tokens.max() >= metadata.vocabulary:
-            raise DataError(f"{self.describe(index)}: token {tokens.max()}, the vocabulary has {metadata.vocabulary}; make it again")
+            raise DataError(f"{self.describe(index)}: token {tokens.max()}, vocabulary {metadata.vocabulary}; convert it again")
         positions = np.arange(len(tokens), dtype=np.int32)
         documents = np.searchsorted(ends if metadata.before else ends - 1, positions, side="right").astype(np.int32)
         counted = np.ones(len(tokens), bool)
@@ -110,7 +111,7 @@ class Texts(Samples):
 
 
 def read_metadata(folder: Path) -> TextMetadata:
-    """What ``text.json`` says. Raises DataError where there is none."""
+    """Read ``text.json``. Raises DataError if it is missing or invalid."""
     path = folder / METADATA
     try:
         return TextMetadata.model_validate_json(path.read_bytes())
@@ -130,17 +131,17 @@ def open_rows(cfg: Config, split: str, mesh: Mesh, folder: Path | None = None, m
 
 
 def _check_folders(cfg: Config, folders: Sequence[Path], metadata: Sequence[TextMetadata]) -> None:
-    """Raise where folders are not of one kind, not for this model, or not of the tokenizer that weights were trained with."""
+    """Raise ConfigError if folders differ in kind, do not fit the model, or have another tokenizer than the weights."""
     first, model, data = metadata[0], cfg.model, cfg.data
     for folder, other in zip(folders[1:], metadata[1:]):
         for name in ("tokenizer", "sequence", "type", "answers"):
             ours, theirs = (str(getattr(info, name))[:12] for info in (first, other))
             if ours != theirs:
-                raise ConfigError(f"{folder}: {name} is {theirs}, that of {folders[0]} is {ours}; a blend has one for all")
+                raise ConfigError(f"{folder}: {name} is {theirs}, that of {folders[0]} is {ours}; a blend needs equal ones")
     if first.vocabulary > model.vocabulary:
         raise ConfigError(
-            f"{folders[0]}: its tokenizer has {first.vocabulary:,} tokens, model.vocabulary is {model.vocabulary:,}; set it to as "
-            "many or more, or make rows with the tokenizer of the model"
+            f"{folders[0]}: its tokenizer has {first.vocabulary:,} tokens, model.vocabulary is {model.vocabulary:,}; set it to at "
+            "least as many, or convert rows with the tokenizer of the model"
         )
     if first.sequence > model.positions:
         raise ConfigError(f"{folders[0]}: rows of {first.sequence} tokens, model.positions is {model.positions}; make shorter rows")
@@ -151,20 +152,20 @@ def _check_folders(cfg: Config, folders: Sequence[Path], metadata: Sequence[Text
         if theirs != first.tokenizer:
             raise ConfigError(
                 f"{folders[0]}: rows made with the tokenizer {first.tokenizer[:12]}, start.weights {cfg.start.weights} has "
-                f"{theirs[:12]}: its weights know other tokens; convert with --tokenizer {cfg.start.weights}"
+                f"{theirs[:12]}: its weights were trained with other tokens; convert with --tokenizer {cfg.start.weights}"
             )
 
 
 def _check_tokenizer(folder: Path, metadata: TextMetadata, mesh: Mesh) -> None:
-    """Raise on all processes where the tokenizer beside the rows, which the run's own will be, is not the one that made them."""
+    """Raise DataError on all ranks if the tokenizer beside the rows, which the run copies, is not the one that encoded them."""
     problem = ""
     if mesh.is_first:
         try:
             identity = Tokenizer.load(folder).identity
             if identity != metadata.tokenizer:
                 problem = (
-                    f"{folder / CONTENT}: is the tokenizer {identity[:12]}, the rows were made with {metadata.tokenizer[:12]} ({METADATA}); "
-                    "put that one there, or make the rows again"
+                    f"{folder / CONTENT}: has tokenizer {identity[:12]}, {METADATA} names {metadata.tokenizer[:12]} for the rows; "
+                    "copy that one there, or convert the rows again"
                 )
         except DataError as error:
             problem = str(error)
@@ -173,8 +174,8 @@ def _check_tokenizer(folder: Path, metadata: TextMetadata, mesh: Mesh) -> None:
 
 
 def complete_settings(cfg: Config) -> Config:
-    """``cfg`` in whose model that of ``start.weights``, or vocabulary and positions of the data, are in place of defaults. Raises
-    ConfigError where weights have other sizes than those that are set."""
+    """Return ``cfg`` with defaults of the model replaced by the settings of ``start.weights``, or by vocabulary and positions of
+    the data. Raises ConfigError if a setting differs from that of the weights."""
     fields = LLMConfig.model_fields.items()
     explicit = {name: value for name, field in fields if (value := getattr(cfg.model, name)) != field.get_default()}
     folder, free = cfg.start.weights, {"dropout", "recompute", "deviation", "positions"}
@@ -190,8 +191,8 @@ def complete_settings(cfg: Config) -> Config:
 
 
 def build_model(cfg: Config, mesh: Mesh) -> LLM:
-    """The model over the mesh, of random weights or those that are named, to be built within ``train.seeds``: then no process makes
-    it whole, but for one of GPT-2's files, which have other tensors."""
+    """Build the model on the mesh with random or loaded weights, within ``train.seeds``. No rank materializes the full model,
+    except from GPT-2's own files, which have other tensors."""
     folder = cfg.start.weights
     is_gpt = folder is not None and cfg.model.rotary is None and resolve_run(folder).is_dir()
     model = parallelize(load_weights(folder, cfg.model) if folder and is_gpt else LLM(cfg.model), mesh)

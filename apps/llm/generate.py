@@ -1,9 +1,9 @@
-"""Continue texts:  python -m apps.llm generate weights=FOLDER prompt="Once upon a time" [temperature=0.8 mesh.tensor=2 ...]
+"""Generate texts:  python -m apps.llm generate weights=FOLDER prompt="Once upon a time" [temperature=0.8 mesh.tensor=2 ...]
 
-What ``prompt=`` says is a text as it stands; without it and without ``file=`` the prompt is read from standard input. One text is
-shown while it is written. Many come from a file, a prompt on each line, or in each line of .jsonl {"text": "..."} or {"messages":
-[{"role": "...", "content": "..."}, ...]}, and go into ``out=`` as lines of JSON; where that file is there, what it lacks is added.
-Copies of the model (``mesh.replicate``) share prompts out among them.
+``prompt=`` is a literal text. Without it and ``file=`` the prompt is read from standard input. Its continuation is streamed. A
+file has many prompts: one on each line, or in .jsonl an object {"text": "..."} or {"messages": [{"role": "...",
+"content": "..."}, ...]} on each line. Results are appended to ``out=`` as JSON lines; prompts that have one there are skipped.
+Prompts are distributed over model replicas (``mesh.replicate``).
 """
 
 import json
@@ -24,20 +24,20 @@ EXPECTED = 'a line such as {"text": "Once upon"} or {"messages": [{"role": "user
 
 
 class GenerateConfig(PromptingConfig, SamplingConfig):
-    """Texts that a model is to continue."""
+    """Prompts and sampling of text generation."""
 
     prompt: str | None = None
-    """one text"""
+    """one prompt"""
     file: Path | None = None
-    """texts, each a line of a file; of .jsonl in each line an object with a text, or with the messages of a chat"""
+    """file with a prompt on each line; of .jsonl an object with a text, or with the messages of a chat"""
     out: Path | None = None
-    """file of JSON lines for what is made of `file`; null: standard output"""
+    """file of JSON lines for the results of `file`; null: standard output"""
     stop: tuple[str, ...] = ()
-    """texts of which the first that is said ends a text, and is left out"""
+    """stop strings: the first one generated ends the text, and is left out"""
     seed: int = 0
-    """of the choice of tokens; the text of each line of a file has a seed of its own"""
+    """of sampling; each line of a file has a seed of its own"""
     capture: bool = True
-    """whether a GPU is told of a token in one call (a CUDA graph)"""
+    """capture a decode step as a CUDA graph"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -46,12 +46,12 @@ class GenerateConfig(PromptingConfig, SamplingConfig):
         if self.out is not None and self.file is None:
             raise ValueError("out is given, but file is not: one text goes to standard output; give file, or leave out")
         if not all(self.stop):
-            raise ValueError("stop has a text without letters, which would end every text at once; leave it out")
+            raise ValueError("stop has an empty string, which would end every text at once; leave it out")
         return self
 
     @property
-    def generation_kwargs(self) -> dict[str, Any]:
-        """What generation is told."""
+    def sampling(self) -> dict[str, Any]:
+        """The keyword arguments of generation."""
         return {"stop": self.stop, "capture": self.capture, **{name: getattr(self, name) for name in SamplingConfig.model_fields}}
 
 
@@ -61,8 +61,8 @@ class Prompt(NamedTuple):
 
 
 def run(args: Sequence[str]) -> None:
-    """Continue what the words of a command line say."""
-    # A prompt may look like any YAML; in JSON's quotes it is text.
+    """Run the command with its command-line arguments."""
+    # A prompt may look like YAML; in JSON's quotes it is text.
     sys.argv[1:] = [f"prompt={json.dumps(word[7:])}" if word.startswith("prompt=") else word for word in args]
     config.run(GenerateConfig, main)
 
@@ -78,14 +78,14 @@ def main(cfg: GenerateConfig) -> None:
 
 
 def stream_prompt(cfg: GenerateConfig, mesh: Any) -> None:
-    """Show how one text goes on, while it does. Copies beside the first have nothing to do."""
+    """Stream the continuation of one prompt to standard output, by the first replica only."""
     from hpcai.dist.collectives import broadcast_object
     from hpcai.models.llm.text import continue_text
 
     text = cfg.prompt if cfg.prompt is not None else broadcast_object(sys.stdin.read() if mesh.is_first else "", mesh.peers)
     if mesh["replicate"].rank == 0:
         model, pipeline = load_model(cfg, mesh)
-        for piece in continue_text(model, text, seed=cfg.seed, pipeline=pipeline, **cfg.words):
+        for piece in continue_text(model, text, seed=cfg.seed, pipeline=pipeline, **cfg.sampling):
             if mesh.is_first:
                 print(piece, end="", flush=True)
         if mesh.is_first:
@@ -93,8 +93,8 @@ def stream_prompt(cfg: GenerateConfig, mesh: Any) -> None:
 
 
 def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
-    """Write how each text of a file goes on that has no line in ``out`` yet. Raises DataError for a line that is no prompt, or is
-    too long for the model, and for an ``out`` that is of other prompts, before any text is made."""
+    """Write the continuation of each prompt of a file that has no line in ``out`` yet. Before any is generated, raises DataError
+    for a line that is no prompt or is too long for the model, and if ``out`` belongs to other prompts."""
     from hpcai.dist.collectives import all_gather_object, broadcast_object
     from hpcai.models.llm.generation import check_prompts
     from hpcai.models.llm.text import complete_texts, prompt_tokens
@@ -105,9 +105,9 @@ def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
     model, pipeline = load_model(cfg, mesh)
 
     def tokens(prompt: Prompt) -> list[int]:
-        if "messages" in prompt.given:
-            return list(model.tokenizer.chat(prompt.given["messages"], True)[0])
-        return prompt_tokens(model, prompt.given["text"])
+        if "messages" in prompt.content:
+            return list(model.tokenizer.chat(prompt.content["messages"], True)[0])
+        return prompt_tokens(model, prompt.content["text"])
 
     encoded: list[tuple[Prompt, list[int]]] = []
     for prompt in prompts:
@@ -120,14 +120,14 @@ def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
     todo = [each for each in encoded if each[0].line not in done]
     if mesh.is_first:
         sys.stderr.write(f"{len(todo)} of {len(prompts)} texts to continue\n")
-    runs = [list(some) for _, some in groupby(todo, lambda each: "messages" in each[0].given)]
+    runs = [list(some) for _, some in groupby(todo, lambda each: "messages" in each[0].content)]
     batches = [each[at : at + cfg.batch] for each in runs for at in range(0, len(each), cfg.batch)]
     replicas = mesh["replicate"]
     for first in range(0, len(batches), replicas.size):
         local_batch = batches[first + replicas.rank] if first + replicas.rank < len(batches) else []
-        seeds, fresh = [cfg.seed + prompt.line for prompt, _ in local_batch], any("messages" in prompt.given for prompt, _ in local_batch)
-        texts = complete_texts(model, [ids for _, ids in local_batch], seed=seeds, fresh=fresh, pipeline=pipeline, **cfg.words)
-        records = [{"line": prompt.line, **prompt.given, "completion": text} for (prompt, _), text in zip(local_batch, texts)]
+        seeds, fresh = [cfg.seed + p.line for p, _ in local_batch], any("messages" in p.content for p, _ in local_batch)
+        texts = complete_texts(model, [ids for _, ids in local_batch], seed=seeds, fresh=fresh, pipeline=pipeline, **cfg.sampling)
+        records = [{"line": prompt.line, **prompt.content, "completion": text} for (prompt, _), text in zip(local_batch, texts)]
         gathered = all_gather_object(records if mesh.model_parallel.rank == 0 else [], mesh.peers)
         if mesh.is_first:
             _write(cfg.out, [line for lines in gathered for line in lines])
@@ -143,7 +143,7 @@ def _write(out: Path | None, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file. Raises DataError, which names the line, for one that is none."""
+    """Read the prompts of a file. Raises DataError with the number of a line that is no prompt."""
     if path.suffix != ".jsonl":
         try:
             lines = path.read_bytes().decode("utf-8").splitlines()
@@ -157,13 +157,13 @@ def read_prompts(path: Path) -> list[Prompt]:
                 raise DataError(f"{path}: line {number}: has {', '.join(content) or 'nothing'}, expected {EXPECTED}")
             prompts.append(Prompt(number, content))
     if not prompts:
-        raise DataError(f"{path}: holds no prompt, expected one on each line")
+        raise DataError(f"{path}: has no prompt, expected one on each line")
     return prompts
 
 
 def read_completed(out: Path | None, path: Path, prompts: Sequence[Prompt]) -> set[int]:
-    """The lines of ``path`` that have a text in ``out`` already; half a line at its end, where a run was stopped, is cut off.
-    Raises DataError for a file that was not made of these prompts."""
+    """Return the lines of ``path`` that have a result in ``out``, after truncating an incomplete last line of an interrupted run.
+    Raises DataError if ``out`` belongs to other prompts."""
     if out is None:
         return set()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,10 +171,10 @@ def read_completed(out: Path | None, path: Path, prompts: Sequence[Prompt]) -> s
         return set()
     with out.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
-    contents, done = {prompt.line: prompt.given for prompt in prompts}, set[int]()
-    for number, line in read_json_lines(out, "what this command writes; choose another out"):
+    contents, done = {prompt.line: prompt.content for prompt in prompts}, set[int]()
+    for number, line in read_json_lines(out, "a line that this command writes; choose another out"):
         content = {name: value for name, value in line.items() if name not in ("line", "completion")}
         if contents.get(line.get("line", 0)) != content:
-            raise DataError(f"{out}: line {number}: is of another prompt than those of {path}; choose another out")
+            raise DataError(f"{out}: line {number}: belongs to no prompt of {path}; choose another out")
         done.add(line["line"])
     return done

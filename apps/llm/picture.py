@@ -1,4 +1,4 @@
-"""The picture of a run: bits per byte of held-out text beside those of compressors, loss by position, and texts that it continues.
+"""The figure of a run: bits per byte of held-out text beside compressors, loss by position, and continued texts.
 
 K codes, M texts, T positions
 """
@@ -21,13 +21,13 @@ BINS = 24                                                # of positions
 
 @dataclass
 class Texts:
-    """What a model says of rows that it has not seen."""
+    """Scores of a model on held-out rows, and texts that it continued."""
 
     names: list[str]                                     # of codes, the model last
     bits: np.ndarray                                     # [K] per byte
-    positions: np.ndarray                                # [T] nats of a token, by how many tokens stand before it in its row
+    positions: np.ndarray                                # [T] nats of a token, by its position in the row
     counts: np.ndarray                                   # [T] tokens
-    texts: list[list[str]]                               # [M] of three: what is given, made, and true
+    texts: list[list[str]]                               # [M] of three: prompt, generated, true
 
 
 def read(path: Path) -> Texts:
@@ -43,9 +43,9 @@ def read(path: Path) -> Texts:
 def caption(texts: Texts) -> str:
     tokens = f"{int(texts.counts.sum()):,} tokens of validation rows."
     if not texts.names:
-        return tokens + " Only some of them count, so that no compressor can be compared."
-    return (f"{tokens} Whatever gives each token a probability is a compressor. gzip, xz and the frequencies begin with nothing, on"
-            " all of this very text at once; the model knows other texts of its kind, and sees a row at a time.")
+        return tokens + " Only some of them are scored, so compressors cannot be compared."
+    return (f"{tokens} A probability for each token is a compressor. gzip, xz and the frequencies start untrained, on all of this"
+            " text at once; the model was trained on similar texts, and reads one row at a time.")
 
 
 def draw(texts: Texts, theme: Theme) -> Figure:
@@ -85,5 +85,5 @@ def _positions(axes: Axes, texts: Texts, theme: Theme) -> None:
 def table(texts: Texts) -> Table | None:
     if not texts.texts:
         return None
-    note = "The beginnings of held-out rows; what the model makes of them at temperature 0.8 and top_p 0.95; how they go on."
-    return Table("Texts that it continues", note, ("given", "made", "true"), texts.texts, text=True)
+    note = "Beginnings of held-out rows; the model's continuations at temperature 0.8 and top_p 0.95; the true continuations."
+    return Table("Continued texts", note, ("prompt", "generated", "true"), texts.texts, text=True)

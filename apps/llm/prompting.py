@@ -1,4 +1,4 @@
-"""A trained model over the mesh that is asked for texts, or how likely texts are."""
+"""Trained models for generation and scoring on a mesh, and the JSON lines of their inputs."""
 
 import json
 from collections.abc import Iterator
@@ -11,24 +11,26 @@ from hpcai.errors import DataError
 
 
 class PromptingConfig(Settings):
-    """Which model is asked, and where it computes."""
+    """A trained model and the mesh that it runs on."""
 
     weights: Path = Path("runs/llm")
-    """folder as Hugging Face has it, folder of a run, or safetensors file of ours"""
+    """folder in Hugging Face's format, folder of a run, or safetensors file of hpcai"""
     adapter: Path | None = None
-    """folder of an adapter, as peft or a run leaves it; null: none"""
+    """folder of an adapter, written by peft or a run; null: none"""
     tokenizer: Path | None = None
-    """tokenizer.json or the folder that holds it; null: the one beside the weights"""
+    """tokenizer.json or its folder; null: the one beside the weights"""
     batch: PositiveInt = 8
-    """texts that go through a copy of the model together"""
+    """texts in a batch of a model replica"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """of weights and of what is computed; auto: bf16 on a GPU that is fast with it"""
+    """of weights and computation; auto: bf16 on a GPU with fast bf16"""
     mesh: AxesConfig = AxesConfig()
 
 
 def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
-    """The model, cut over ``mesh``, with its tokenizer, and its stages where it has some. Where weights are cut, each process reads
-    its part of them; those of GPT-2's own files, and of a model in stages that is given an adapter, are read whole and cut."""
+    """Return the model, sharded over ``mesh``, and its pipeline, or None without pipeline stages.
+
+    Each rank reads only its shard of the weights, except from GPT-2's own files and for pipeline stages with an adapter: these are
+    read in full, then sharded."""
     import torch
 
     from hpcai.models.llm import LLM, Tokenizer, build_pipeline, load_adapter, load_deferred, merge, parallelize
@@ -61,7 +63,8 @@ def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
 
 
 def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and object of each line that is not blank. Raises DataError, which names the line, for one that is no JSON object."""
+    """Yield the number and the object of each line that is not blank. Raises DataError with the number of a line that is no JSON
+    object."""
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as problem:

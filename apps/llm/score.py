@@ -1,8 +1,8 @@
-"""Judge a model:  python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl [mesh.tensor=2 ...]
+"""Evaluate a model:  python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl [mesh.tensor=2 ...]
 
-Of rows of text, as ``data_prep.text`` makes them: nats of a token (loss), perplexity, bits per byte. Of questions, each a line
-{"context": "...", "choices": ["...", ...], "answer": 0}: how often the likeliest choice is the answer (accuracy), and how often the
-one that is likeliest by its length in bytes is (accuracy_norm).
+For rows of ``data_prep.text``: nats of a token (loss), perplexity, bits per byte. For questions, each a line
+{"context": "...", "choices": ["...", ...], "answer": 0}: the fraction whose most likely choice is the answer (accuracy), and the
+same for log likelihoods divided by the length of the choice in bytes (accuracy_norm).
 """
 
 import math
@@ -23,18 +23,18 @@ EXPECTED = '{"context": "The sky is", "choices": [" blue", " green"], "answer": 
 
 
 class ScoreConfig(PromptingConfig):
-    """Texts or questions by which a model is judged."""
+    """Rows or questions for the evaluation of a model."""
 
     data: Path | None = None
-    """folder of rows as `data_prep.text` makes them, whose validation rows count"""
+    """folder of rows of `data_prep.text`; its validation rows are scored"""
     rows: PositiveInt | None = None
-    """the first of them, which alone count; null: all"""
+    """number of rows to score, from the first; null: all"""
     documents: Literal["apart", "joined"] = "apart"
-    """apart: a token sees those of its own document; joined: all before it in its row"""
+    """apart: a token attends within its document; joined: to all before it in its row"""
     judge: Literal["all", "answers"] = "all"
-    """which tokens of rows count"""
+    """tokens of rows that are scored"""
     tasks: Path | None = None
-    """questions with choices, one on each line of JSON"""
+    """file of JSON lines, each a question with choices"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -44,7 +44,7 @@ class ScoreConfig(PromptingConfig):
 
 
 def run(args: Sequence[str]) -> None:
-    """Judge by what the words of a command line say."""
+    """Run the command with its command-line arguments."""
     sys.argv[1:] = list(args)
     config.run(ScoreConfig, main)
 
@@ -60,7 +60,7 @@ def main(cfg: ScoreConfig) -> None:
 
 
 def score(cfg: ScoreConfig, mesh: Any) -> dict[str, float]:
-    """All numbers, alike on all processes."""
+    """Return all metrics, equal on all ranks."""
     from hpcai.dist.collectives import broadcast_object
 
     tasks = None if cfg.tasks is None else broadcast_object(read_tasks(cfg.tasks) if mesh.is_first else [], mesh.peers)
@@ -93,15 +93,15 @@ def score_rows(cfg: ScoreConfig, mesh: Any, model: Any, pipeline: Any) -> dict[s
                 sums += torch.stack([torch.as_tensor(x, dtype=torch.float64, device=mesh.device) for x in pair])
     nats, tokens, bits, of_bytes = all_reduce_(sums, mesh.peers).tolist()
     if not tokens:
-        raise DataError(f"{cfg.data}: no token of its validation rows counts; set judge to all")
+        raise DataError(f"{cfg.data}: no token of its validation rows is scored; set judge to all")
     loss = nats / tokens
     per_byte = {"bits_per_byte": bits / of_bytes} if of_bytes else {}
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **per_byte, "tokens": int(tokens), "rows": len(texts)}
 
 
 def open_rows(cfg: ScoreConfig, model: Any) -> Any:
-    """Validation rows of a folder as samples. Raises DataError for a folder that is none, ConfigError for one of another tokenizer
-    than the model's, whose rows are too long for it, or that lacks answers where they are to be judged."""
+    """Return the validation rows of a folder as samples. Raises DataError if the folder has none, ConfigError if it has another
+    tokenizer than the model, rows too long for it, or no answers although ``judge`` is answers."""
     from apps.llm.data import Texts, read_metadata
     from hpcai.data import Rows
     from hpcai.models.llm.text import has_tokenizer
@@ -112,12 +112,13 @@ def open_rows(cfg: ScoreConfig, model: Any) -> Any:
         raise ConfigError(f"{cfg.data}: its rows have no answers, but judge is answers; set it to all")
     if metadata.sequence > model.cfg.positions or metadata.vocabulary > model.cfg.vocabulary:
         description = f"rows of {metadata.sequence} tokens of {metadata.vocabulary}, the model has {model.cfg.positions} positions"
-        raise ConfigError(f"{cfg.data}: {description} and knows {model.cfg.vocabulary} tokens; make other rows")
+        raise ConfigError(f"{cfg.data}: {description} and a vocabulary of {model.cfg.vocabulary}; convert other rows")
     if has_tokenizer(model) and (own := model.tokenizer.identity) != metadata.tokenizer:
         description = f"rows of the tokenizer {metadata.tokenizer[:12]}, the model has {own[:12]}"
-        raise ConfigError(f"{cfg.data}: {description}; take rows of that one")
+        raise ConfigError(f"{cfg.data}: {description}; convert rows with that one")
     remedy = f"make rows with: {command_of('data_prep.text')} convert SOURCE {cfg.data} --tokenizer FILE"
-    return Texts(Rows(cfg.data / "validation", metadata.fields, remedy, reader="buffered"), metadata, cfg.documents, cfg.judge, cfg.rows)
+    rows = Rows(cfg.data / "validation", metadata.fields, remedy, reader="buffered")
+    return Texts(rows, metadata, cfg.documents, cfg.judge, cfg.rows)
 
 
 # ---- questions
@@ -131,16 +132,16 @@ class Task(NamedTuple):
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Questions with choices. Raises DataError, which names the line, for one that is none."""
+    """Read questions with choices. Raises DataError with the number of a line that is none."""
     tasks = []
     for number, line in read_json_lines(path, EXPECTED):
         context, answer, choices = line.get("context"), line.get("answer"), line.get("choices")
         choices = choices if isinstance(choices, list) and all(isinstance(each, str) and each for each in choices) else []
         if not isinstance(context, str) or len(choices) < 2 or type(answer) is not int or not 0 <= answer < len(choices):
-            raise DataError(f"{path}: line {number}: no question, expected {EXPECTED}, with an answer from 0 on")
+            raise DataError(f"{path}: line {number}: no question, expected {EXPECTED}, with 0 <= answer < choices")
         tasks.append(Task(number, context, choices, answer))
     if not tasks:
-        raise DataError(f"{path}: holds no question, expected lines such as {EXPECTED}")
+        raise DataError(f"{path}: has no question, expected lines such as {EXPECTED}")
     return tasks
 
 
@@ -166,8 +167,8 @@ def score_tasks(cfg: ScoreConfig, mesh: Any, model: Any, pipeline: Any, tasks: S
 
 
 def encode_choice(model: Any, task: Task, choice: str, path: Path | None) -> tuple[list[int], list[int]]:
-    """Tokens of a context, and those that a choice adds to it. White space at the end of a context belongs to the choice, with
-    which tokenizers join it. Of a context that is too long its end is taken."""
+    """Return the tokens of a context, and those that a choice adds to it. White space at the end of a context is encoded with the
+    choice, since tokenizers join them. A context that is too long is truncated from its beginning."""
     from hpcai.models.llm.text import start_tokens
 
     tokenizer, context = model.tokenizer, task.context.rstrip()

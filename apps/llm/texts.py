@@ -1,4 +1,4 @@
-"""What a run keeps for people to see: bits per byte beside those of compressors, loss by position, texts that it continues.
+"""Text samples of a run for its report: bits per byte beside compressors, loss by position, continued texts.
 
 N rows of T targets
 """
@@ -19,36 +19,37 @@ from hpcai import dist, train
 from hpcai.models.llm import SamplingConfig, Tokenizer, complete
 from hpcai.models.llm.tokenizer import CONFIG, CONTENT, TEMPLATE
 
-_TEXTS, _PROMPT_TOKENS, _NEW_TOKENS = 6, 64, 128  # texts that are continued, tokens of each that are given, and that are made
+_TEXTS, _PROMPT_TOKENS, _NEW_TOKENS = 6, 64, 128  # continued texts, prompt tokens and generated tokens of each
 _SAMPLING = SamplingConfig(most=_NEW_TOKENS, temperature=0.8, top_p=0.95)
 
 
 def save_tokenizer(run: train.Run, cfg: Config) -> None:
-    """Keep the tokenizer of the rows, so that the folder of the run speaks."""
+    """Copy the tokenizer of the rows into the folder of the run, which can then generate text."""
     for name in (CONTENT, CONFIG, TEMPLATE):
         if (source := cfg.data.directory / name).is_file():
             run.write_file(name, lambda path, source=source: shutil.copyfile(source, path))
 
 
 def save_texts(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:
-    """Keep ``text.npz`` of the rows that ``entropies`` gives, which the first process has. All processes call this together."""
+    """Write ``text.npz`` from the rows of ``entropies``, which rank 0 has. All ranks call this together."""
     tokenizer = Tokenizer.load(cfg.data.directory)
     some = rows["tokens"][:: max(1, len(rows["tokens"]) // _TEXTS)][:_TEXTS].tolist() if rows else []
     some = dist.broadcast_object(some, step.mesh.peers)
-    prompt_length = min(_PROMPT_TOKENS, len(some[0]) // 2)
+    length = min(_PROMPT_TOKENS, len(some[0]) // 2)
     with step.average.applied(), step.autocast():
         ends = [] if tokenizer.eos is None else [tokenizer.eos]
-        prompts = [row[:prompt_length] for row in some]
+        prompts = [row[:length] for row in some]
         completions = complete(step.model, prompts, _SAMPLING, ends, vocab_size=tokenizer.size, pipeline=step.pipeline)
     if not rows:
         return
-    texts = [list(map(tokenizer.decode, (row[:prompt_length], new, row[prompt_length : prompt_length + _NEW_TOKENS]))) for row, new in zip(some, completions)]
+    pieces = [(row[:length], new, row[length : length + _NEW_TOKENS]) for row, new in zip(some, completions)]
+    texts = [list(map(tokenizer.decode, piece)) for piece in pieces]
     run.write_file("text.npz", lambda path: write_texts(path, rows, measure_codes(rows, tokenizer), texts))
 
 
 def measure_codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, float]:
-    """Bits per byte of the text of rows by the model, by compressors, and by its tokens' frequencies alone; nothing where only some
-    of its tokens count."""
+    """Return the bits per byte of the text of rows by the model, by compressors, and by the frequencies of tokens; {} if not all
+    tokens are scored."""
     tokens, nats = rows["tokens"].numpy(), rows["nats"].double()
     if not rows["counted"].all():
         return {}
@@ -64,8 +65,8 @@ def measure_codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, fl
 
 
 def adaptive_code_bits(tokens: np.ndarray, size: int) -> float:
-    """Bits of ``tokens`` where each costs by how often it came before: the probability of the n-th is (count + 1/2) / (n + size/2)
-    (Krichevsky and Trofimov 1981).   [N]"""
+    """Return the bits of ``tokens`` [N] in an adaptive code: the probability of the n-th is (count so far + 1/2) / (n + size/2)
+    (Krichevsky and Trofimov 1981)."""
     counts = torch.from_numpy(np.bincount(tokens, minlength=size)).double()
     half = torch.full((), 0.5).double()
     together = torch.lgamma(counts + half).sum() - size * torch.lgamma(half)
@@ -73,7 +74,8 @@ def adaptive_code_bits(tokens: np.ndarray, size: int) -> float:
 
 
 def write_texts(path: Path, rows: dict[str, Tensor], codes: dict[str, float], texts: list[list[str]]) -> None:
-    """Mean loss of each position [T] in nats, names and bits per byte of codes [K], and texts [M, 3]: given, made, true."""
+    """Write the mean loss of each position [T] in nats, names and bits per byte of codes [K], and texts [M, 3]: prompt, generated,
+    true."""
     counted = rows["counted"].double()
     by_position: Any = rows["nats"].double().sum(0) / counted.sum(0).clamp(min=1)
     np.savez_compressed(

@@ -1,6 +1,6 @@
 """Train DimeNet++:  python -m apps.opencatalyst apps/opencatalyst/configs/small.yaml [step.lr=2e-3 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Frames of atoms as samples, and batches of them as graphs.   N atoms, E edges"""
+"""Frames of atoms as samples, and their batches as graphs.   N atoms, E edges"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
 
 @contextmanager
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DimeNetConfig]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures, and the model's settings completed by
-    what the data know."""
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures, and the settings of the model,
+    completed from the data."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     model = _complete_model_config(cfg, train)
     replicas, parts = mesh["replicate"].size, cfg.step.accumulate
@@ -56,27 +56,27 @@ def _sampler(cfg: Config, rows: Rows) -> dict[str, Sampler]:
 
 @dataclass(frozen=True)
 class SizeBuckets:
-    """Sizes of batches in steps of a tenth, all at once, so that there are few of them."""
+    """Geometric size buckets of batches: all sizes grow together by a factor of 1.1, so that there are few shapes."""
 
     sizes: Sizes
 
     @classmethod
-    def from_rows(cls, rows: Rows, frames: int, most: int | None) -> "Ladder":
-        """The ladder that begins at what ``frames`` frames have on average."""
+    def from_rows(cls, rows: Rows, frames: int, most: int | None) -> "SizeBuckets":
+        """Return buckets that begin at the mean sizes of ``frames`` frames."""
         atoms, edges = rows.column("atoms"), rows.column("edges")
         wide = most or int((edges / np.maximum(atoms, 1)).max()) + 1
         mean = [int(column.mean() * frames) + 1 for column in (atoms, edges)]
         return cls(Sizes(mean[0], mean[1], wide, wide + wide // 2, int(atoms.max())))
 
     def smallest_fit(self, structures: Sequence[Structure]) -> Sizes:
-        """The lowest step that these structures fit."""
+        """Return the smallest bucket that these structures fit."""
         steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(graph_sizes(structures), self.sizes))
         return Sizes(*(int(np.ceil(size * 1.1**steps)) for size in self.sizes))
 
 
 class Frames(Samples):
-    """Frames of one split with the neighbours of their atoms; ``count``: the first of them only. Batches are joined, and in
-    ``parts`` micro-batches where a step has several."""
+    """Frames of one split with the neighbours of their atoms. ``count``: the first frames only. A batch is one graph, or ``parts``
+    micro-batches if a step has several."""
 
     replicated = True
 
@@ -94,17 +94,17 @@ class Frames(Samples):
 
 
 def parse_frame(values: dict[str, Any], model: DimeNetConfig, location: str) -> Frame:
-    """What a file has of a frame, with its neighbours."""
+    """Return a frame of a file, with its neighbours."""
     structure = build_structure_for_model(values["numbers"], values["positions"], values["cell"], values["pbc"], model, location)
     return Frame(structure, float(values["energy"]), values["forces"], 1 - values["fixed"])
 
 
 def collate_frames(frames: list[Frame], parts: int = 1, buckets: SizeBuckets | None = None) -> Any:
-    """One batch, or as many micro-batches."""
+    """Return one batch, or ``parts`` micro-batches."""
     each = len(frames) // parts
 
     def batch(some: list[Frame]) -> Batch:
-        return make_batch(some, buckets.least([f.structure for f in some]) if buckets else Sizes())
+        return make_batch(some, buckets.smallest_fit([f.structure for f in some]) if buckets else Sizes())
 
     batches = [batch(frames[k * each : (k + 1) * each]) for k in range(parts)]
     return MicroBatches(batches) if parts > 1 else batches[0]
@@ -117,7 +117,7 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 
 def _complete_model_config(cfg: Config, rows: Rows) -> DimeNetConfig:
-    """The model's settings with what the data know: mean energy, and the size of a force."""
+    """Return the settings of the model with the mean energy and the RMS force of the data."""
     model, path = cfg.model, cfg.data.directory / "statistics.json"
     if model.mean is not None and model.scale is not None:
         return model
@@ -126,12 +126,12 @@ def _complete_model_config(cfg: Config, rows: Rows) -> DimeNetConfig:
         values = {"mean": float(statistics["energy"]["mean"]), "scale": float(statistics["forces"]["rms"])}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise DataError(
-            f"{path}: no statistics of the training frames ({problem!r}); make them with data_prep.opencatalyst, or set model.mean "
-            "and model.scale"
+            f"{path}: no statistics of the training frames ({problem!r}); write them with data_prep.opencatalyst, or set "
+            "model.mean and model.scale"
         ) from problem
     return model.model_copy(update={name: value for name, value in values.items() if getattr(model, name) is None})
 
 
 def write_pairs(path: Path, pairs: dict[str, torch.Tensor]) -> None:
-    """What is true beside what the model says: energy [B, 2] eV; forces [A, 2, 3] eV/angstrom and numbers [A] of free atoms."""
+    """Write true and predicted values: energy [B, 2] eV; forces [A, 2, 3] eV/angstrom and numbers [A] of free atoms."""
     np.savez_compressed(path, **{name: values.numpy() for name, values in pairs.items()})  # type: ignore[arg-type]

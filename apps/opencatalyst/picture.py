@@ -1,4 +1,4 @@
-"""The picture of a run: energies and forces of validation frames of atoms, what the network says over what is true.
+"""The figure of a run: predicted against true energies and forces of validation frames of atoms.
 
 B frames, A free atoms in them
 """
@@ -25,7 +25,7 @@ SYMBOLS = (
 
 
 def read(path: Path) -> list[Pair]:
-    """Forces, energies, and the forces on each element."""
+    """Read forces, energies, and the forces on each element."""
     energy, forces, numbers = arrays(path, {"energy": "real B 2", "forces": "real A 2 3", "numbers": "whole A"}).values()
     symbols = SYMBOLS.split()
     frames, atoms = np.isfinite(energy).all(1), np.isfinite(forces).all((1, 2))
@@ -35,7 +35,7 @@ def read(path: Path) -> list[Pair]:
     if numbers.min() < 1 or numbers.max() > len(symbols):
         raise DataError(f"numbers is {numbers.min()} to {numbers.max()}, expected atomic numbers 1 to {len(symbols)}")
     forces, numbers = forces[atoms].astype(float), numbers[atoms]
-    # Most forces are small and a few are a hundred times as large: on a linear axis all but those few would be one cell.
+    # Most forces are small and a few are a hundred times as large: on a linear axis the others would share one bin.
     small = float(np.median(np.abs(forces[:, 0]))) or 1.0
 
     def force(name: str, values: np.ndarray) -> Pair:
@@ -47,9 +47,9 @@ def read(path: Path) -> list[Pair]:
 
 
 def caption(results: list[Pair]) -> str:
-    return (f"{len(results[1].true):,} validation frames, {len(results[0].true) // 3:,} free atoms in them. A perfect network lies on"
-            " the diagonal; one that has learned nothing says that no force acts, and gives the mean for every energy (dashed)."
-            " Axes of forces are linear near 0 and logarithmic far from it.")
+    return (f"{len(results[1].true):,} validation frames, {len(results[0].true) // 3:,} free atoms in them. A perfect network lies"
+            " on the diagonal; the baseline (dashed) predicts no force and the mean energy. Axes of forces are linear near 0 and"
+            " logarithmic far from it.")
 
 
 def draw(results: list[Pair], theme: Theme) -> Figure:

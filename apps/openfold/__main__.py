@@ -1,7 +1,7 @@
 """Train OpenFold:  python -m apps.openfold apps/openfold/configs/small.yaml [step.lr=2e-3 ...]
-Fold chains:     python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [mesh.axial=8 ...]
+Predict:         python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [mesh.axial=8 ...]
 
-The same lines run alone, or behind mpiexec, srun or torchrun.
+The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 import sys
@@ -13,7 +13,7 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.openfold.data import build_loaders, save_structures, build_model
+    from apps.openfold.data import build_loaders, build_model, save_structures
     from hpcai import dist, train
     from hpcai.models import openfold
 

@@ -1,4 +1,4 @@
-"""Protein chains as samples, and batches of them with as many passes as their step has drawn.   R residues, P passes"""
+"""Protein chains as samples, and batches of them with the sampled number of passes.   R residues, P passes"""
 
 import hashlib
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures."""
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
     data, features = cfg.data, cfg.features
     train, validation = (open_rows(cfg, split, FIELDS, mesh) for split in ("train", "validation"))
     has_templates = (data.directory / "templates").is_dir()
@@ -53,9 +53,10 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     _check_lengths(validation, held_rows, mesh["axial"].size)
     uncropped = features.model_copy(update={"crop": None})
     kwargs: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
+    recycling = RecyclingTransform(features.recycles, cfg.train.seed)
 
     def held_out(rows: np.ndarray, name: str) -> Loader:
-        """Whole chains, the longest first, each for the copy that is free first."""
+        """Return a loader of uncropped chains, longest first, each assigned to the least loaded replica."""
         source = Chains(validation, rows, uncropped, cfg.train.seed, templates, training=False)
         sampler = LargestFirst(source.column("residues").astype(float) ** 2, mesh["replicate"].size)
         return make_loader(source, sampler.groups, data, mesh, name=name, sampler=sampler, last_batch="keep")
@@ -63,7 +64,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     few = held_rows[np.linspace(0, len(held_rows) - 1, min(data.pictures, len(held_rows))).round().astype(int)]
     with open_loaders(
         mesh,
-        lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=RecyclingTransform(features.recycles, cfg.train.seed), **kwargs),
+        lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=recycling, **kwargs),
         lambda: held_out(held_rows, "validation"),
         (lambda: held_out(few, "pictures")) if len(few) else None,
     ) as loaders:
@@ -72,12 +73,12 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
 
 def open_rows(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
     data = cfg.data
-    remedy = f"make data with: {command_of('data_prep.openfold')} simulate {data.directory}, or set data.directory to what is there"
+    remedy = f"make data with: {command_of('data_prep.openfold')} simulate {data.directory}, or change data.directory"
     return open_split(data.directory / split, fields, remedy, data, mesh)
 
 
 def _select_released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
-    """Rows of chains that were released between two days, or on a day that is not known."""
+    """Return the rows of chains released between two days, or on an unknown day."""
     day = rows.column("release")
     begin, end = (None if each is None else (each - date(1970, 1, 1)).days for each in (first, last))
     selected = (day == _UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))
@@ -87,10 +88,10 @@ def _select_released(rows: Rows, first: date | None, last: date | None) -> np.nd
 
 
 def _check_lengths(rows: Rows, selected: np.ndarray, ranks: int) -> None:
-    """Raise DataError for whole chains of which some of the ``ranks`` processes that share them would have nothing."""
+    """Raise DataError if a full chain is too short to shard over ``ranks`` ranks."""
     residues = rows.column("residues")
     for row in selected[residues[selected] < ranks][:1]:
-        location = f"{rows.describe(int(row))}: {residues[row]} residues for the {ranks} processes of mesh.axial"
+        location = f"{rows.describe(int(row))}: {residues[row]} residues for the {ranks} ranks of mesh.axial"
         raise DataError(f"{location}; take this chain out, or set mesh.axial to {residues[row]} or less")
 
 
@@ -103,19 +104,20 @@ def _sampler(cfg: Config, source: "Chains") -> Sampler:
 
 
 def sampling_weights(residues: np.ndarray, cluster_size: np.ndarray) -> np.ndarray:
-    """How often a chain is drawn: long ones more, those of many relatives less, as in MLPerf HPC.   [N] each"""
+    """Return the sampling weights of chains: long ones more, those in large clusters less, as in MLPerf HPC.   [N] each"""
     return np.clip(residues, 256, 512) / 512 / np.sqrt(np.maximum(cluster_size, 1))
 
 
 class Chains(Samples):
-    """The chains of a split that stand in ``kept``, with the features of all passes; ``templates``: where those of their hits are.
-    In training index i + k * N is chain i, drawn once more."""
+    """The ``selected`` chains of a split, with the features of all passes. ``templates``: the rows of their template hits. In
+    training index i + k * N is a further sample of chain i."""
 
     replicated = True
 
     def __init__(
-        self, rows: Rows, selected: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *, training: bool = True
-    ) -> None:
+        self, rows: Rows, selected: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *,
+        training: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(rows)
         if not len(selected):
             raise DataError(f"{rows.folder}: none of {len(rows)} chains is left by the settings of data; change those")
@@ -138,7 +140,7 @@ class Chains(Samples):
         row = self._row(index)
         values = self.rows.read(row)
         chain, alignment = parse_chain(values, self.rows.describe(row))
-        # A held-out chain is the same each time.
+        # The features of a held-out chain are the same each time.
         number, epoch = (index, epoch) if self.training else (row, 0)
         seed, templates = self.seed, self._templates(values, row)
         features = featurize(chain, alignment, templates, self.cfg, seed=seed, epoch=epoch, index=number, training=self.training)
@@ -150,15 +152,15 @@ class Chains(Samples):
         if rows is None or not count:
             return None
         if len(values["hit_places"]) != count * length:
-            text = f"{len(values['hit_places'])} places of {count} templates for {length} residues"
-            raise DataError(f"{self.rows.describe(row)}: {text}, expected {count * length}; make it again with data_prep.openfold")
+            text = f"{len(values['hit_places'])} positions of {count} templates for {length} residues"
+            raise DataError(f"{self.rows.describe(row)}: {text}, expected {count * length}; convert it again by data_prep.openfold")
         positions = values["hit_places"].reshape(count, length)
 
         def take(hits: np.ndarray) -> dict[str, np.ndarray]:
             at = values["hit_row"][hits]
             if at.min() < 0 or at.max() >= len(rows):
                 location = f"{self.rows.describe(row)}: rows {at.min()} to {at.max()} of {rows.folder}, which has {len(rows)}"
-                raise DataError(f"{location}; make both again with data_prep.openfold")
+                raise DataError(f"{location}; convert both again with data_prep.openfold")
             return template_features([rows.read(int(k)) for k in at], positions[hits], values["hit_sum_probs"][hits])
 
         return Templates(count, take)
@@ -173,7 +175,7 @@ class Chains(Samples):
 
 
 def parse_chain(values: dict[str, Any], location: str) -> tuple[Chain, Alignment]:
-    """What a file has of a chain. Raises DataError where its alignment does not fit."""
+    """Parse the structure and the alignment of a chain. Raises DataError if the alignment has another length."""
     aatype, mask = values["aatype"].astype(np.int64), values["mask"].astype(np.float32)
     depth, rest = divmod(len(values["msa"]), len(aatype))
     if rest or not depth:
@@ -188,8 +190,8 @@ def parse_chain(values: dict[str, Any], location: str) -> tuple[Chain, Alignment
 
 @dataclass(frozen=True)
 class RecyclingTransform:
-    """The first passes of a batch alone, as many as its step has drawn: the same on all processes, and each number from 1 to
-    ``most`` + 1 once in as many steps."""
+    """Keeps the first passes of a batch, as many as its step samples: the same number on all ranks, and each from 1 to ``most`` + 1
+    once in ``most`` + 1 steps."""
 
     most: int
     seed: int
@@ -200,7 +202,7 @@ class RecyclingTransform:
 
 
 def draw_passes(seed: int, step: int, most: int) -> int:
-    """Passes of a 0-based step: one more than its recycles, of which ``most`` + 1 steps have each number once."""
+    """Return the passes of a 0-based step: its recycles, each number of which occurs once in ``most`` + 1 steps, plus one."""
     block, position = divmod(step, most + 1)
     return 1 + int(np.random.default_rng([seed, block]).permutation(most + 1)[position])
 
@@ -209,7 +211,7 @@ def draw_passes(seed: int, step: int, most: int) -> int:
 
 
 def build_model(cfg: Config) -> OpenFold:
-    """The network, with the weights that ``cfg.start`` names. Raises CheckpointError where they are other ones, or do not fit."""
+    """Build the network, and load the weights of ``cfg.start``. Raises CheckpointError if their hash differs or they do not fit."""
     model, path = OpenFold(cfg.model), cfg.start.weights
     if path is None:
         return model
@@ -232,8 +234,8 @@ def build_model(cfg: Config) -> OpenFold:
 
 
 def save_structures(run: Run, data: DataConfig, predictions: dict[str, torch.Tensor]) -> None:
-    """``structures.npz`` for the report, and each predicted chain as structures/NAME.cif with its confidence for B-factors."""
-    if not predictions:  # another process has them
+    """Write ``structures.npz`` for the report, and each predicted chain as structures/NAME.cif with pLDDT as B-factors."""
+    if not predictions:  # another rank has them
         return
     rows = Rows(data.directory / "validation", FIELDS, reader="buffered")
     names = [name.decode() for name in rows.column("name")[predictions["index"].numpy()]]

@@ -1,7 +1,7 @@
-"""Fold chains:  python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [out=folds mesh.axial=8 ...]
+"""Predict structures:  python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [out=folds mesh.axial=8 ...]
 
-Chains are dealt to the copies of the network, the longest first, each to the one that has least to do; with ``mesh.axial`` the
-processes of a copy fold a chain together, each with its share of the memory. A chain whose file is there is not folded again.
+Chains are assigned to replicas of the network, longest first, each to the least loaded one. With ``mesh.axial`` a chain is sharded
+over the ranks of a replica, which divides its memory. A chain whose output file exists is not folded again.
 """
 
 import os
@@ -22,7 +22,7 @@ class Chain(NamedTuple):
 
 
 def run(args: Sequence[str]) -> None:
-    """Fold what the words of a command line say; the first two that are no settings are chains and alignments."""
+    """Run the command with its command-line arguments; the first two that are no settings are chains and alignments."""
     names, settings = ["chains", "alignments"], []
     for word in args:
         plain = "=" not in word and not word.startswith("-") and not word.endswith((".yaml", ".yml"))
@@ -42,10 +42,9 @@ def main(cfg: FoldConfig) -> None:
 
 
 def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
-    """Fold all chains that have no file yet -> why some could not be, which were passed over, on any process.
+    """Fold all chains that have no output file yet. Return the errors of the skipped ones, of all ranks.
 
-    Raises DataError for chains or alignments that are not there, and, where several processes fold a chain together, for the first
-    one that is too long for the memory of one of them.
+    Raises DataError for missing chains or alignments, with ``mesh.axial`` also for a chain that exceeds the memory of a rank.
     """
     import torch
 
@@ -66,11 +65,11 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
 
     def read(chain: Chain, home: Path | None) -> tuple[dict[str, Any], str]:
-        """What the network reads of a chain, or why one of the processes that would fold it cannot."""
+        """Return the features of a chain, or the first error on the ranks that fold it together."""
         features, why, axial = {}, "", mesh["axial"].size
         try:
             if len(chain.sequence) < axial:
-                raise DataError(f"{len(chain.sequence)} residues for {axial} processes; fold it with a smaller mesh.axial")
+                raise DataError(f"{len(chain.sequence)} residues for {axial} ranks; fold it with a smaller mesh.axial")
             features = folding.prepare_features(model, chain.sequence, home, recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)
         except DataError as problem:
             why = str(problem)
@@ -84,7 +83,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
                 with torch.autocast(mesh.device.type, torch.bfloat16, enabled=use_bf16):
                     structure = folding.predict(model, chain.sequence, features)
         except DataError as problem:
-            if mesh.model_parallel.size > 1:  # another process of this copy is in the middle of it
+            if mesh.model_parallel.size > 1:  # other ranks of this replica are still folding it
                 raise DataError(f"{chain.name}: {problem}") from problem
             why = str(problem)
         if why:
@@ -95,14 +94,15 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
         if mesh.model_parallel.rank == 0:
             part = files[number].with_name(f".{chain.name}.part.{cfg.form}")
             structure.write(part, chain.name)
-            os.replace(part, files[number])  # never half a file
-            summary = f"{len(chain.sequence):,} residues, mean pLDDT {structure.plddt.mean():.1f}, {time.perf_counter() - began:.1f} s"
+            os.replace(part, files[number])  # atomic: never a partial file
+            length, seconds = len(chain.sequence), time.perf_counter() - began
+            summary = f"{length:,} residues, mean pLDDT {structure.plddt.mean():.1f}, {seconds:.1f} s"
             print(f"{files[number]}: {summary}", flush=True)
     return [problem for rank_problems in all_gather_object(problems, mesh.peers) for problem in rank_problems]
 
 
 def assign_chains(lengths: Sequence[int], replicas: int) -> list[list[int]]:
-    """Which chains each copy folds, the longest first: each goes to the copy that has least to do, by squares of residues."""
+    """Assign chains to replicas, longest first, each to the least loaded one; the cost is the square of the length."""
     work, assignments = [0] * replicas, [list[int]() for _ in range(replicas)]
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         least = work.index(min(work))
@@ -112,7 +112,7 @@ def assign_chains(lengths: Sequence[int], replicas: int) -> list[list[int]]:
 
 
 def find_alignments(name: str, folder: Path | None, chains: int) -> Path | None:
-    """The folder of a chain's alignments. Raises DataError where it is not there."""
+    """Return the folder of a chain's alignments. Raises DataError if it is missing."""
     if folder is None:
         return None
     if (folder / name).is_dir():
@@ -123,8 +123,8 @@ def find_alignments(name: str, folder: Path | None, chains: int) -> Path | None:
 
 
 def read_fasta(path: Path) -> list[Chain]:
-    """Names (the first word after ">") and sequences, in the order of the file. Raises DataError for a file that is none, chains of
-    one name, and names that cannot be those of files."""
+    """Read names (the first word after ">") and sequences, in the order of the file. Raises DataError for an invalid file,
+    duplicate names, and names that are no valid file names."""
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as problem:
@@ -134,15 +134,15 @@ def read_fasta(path: Path) -> list[Chain]:
         if line.startswith(">"):
             name = (line[1:].split() or [""])[0]
             if not name or name in sequences or Path(name).name != name or name.startswith("."):
-                why = "is there twice" if name in sequences else "cannot be the name of a file"
+                why = "occurs twice" if name in sequences else "is no valid file name"
                 raise DataError(f"{path}: line {number}: the name {name!r} {why}; expected another one for each chain")
             sequences[name] = []
         elif line.strip():
             if not sequences:
-                raise DataError(f"{path}: line {number}: {line[:20]!r} stands before a line that begins with '>'")
+                raise DataError(f"{path}: line {number}: {line[:20]!r} precedes the first line that begins with '>'")
             sequences[next(reversed(sequences))].append(line.strip())
     if not sequences:
-        raise DataError(f"{path}: holds no chain, expected lines that begin with '>' and sequences below them")
+        raise DataError(f"{path}: has no chain, expected lines that begin with '>' and sequences below them")
     if empty := [name for name, lines in sequences.items() if not lines]:
         raise DataError(f"{path}: the chain {empty[0]} has no sequence")
     return [Chain(name, "".join(lines)) for name, lines in sequences.items()]

@@ -1,5 +1,4 @@
-"""Chains and alignments made of random numbers, to be measured with."""
-
+"""Random chains and alignments for benchmarks."""
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from hpcai.models.openfold.structures import Chain
 
 
 def random_chain(length: int, draw: np.random.Generator) -> Chain:
-    """Residues along a random walk, their atoms anywhere about them."""
+    """Return a chain with residues along a random walk, and atoms at random around them."""
     aatype = draw.integers(0, 20, length)
     mask = residues.ATOM37_EXISTS[aatype].astype("float32")
     positions = draw.normal(0, 2.2, (length, 1, 3)).cumsum(0) + draw.normal(0, 1.5, (length, 37, 3))
@@ -18,7 +17,7 @@ def random_chain(length: int, draw: np.random.Generator) -> Chain:
 
 
 def random_alignment(protein: Chain, rows: int, draw: np.random.Generator) -> Alignment:
-    """Relatives that share 30 to 90 % of the residues; 2 % of the places have deletions."""
+    """Return an alignment of sequences that share 30 to 90 % of the residues; 2 % of the positions have deletions."""
     shape = rows, len(protein.aatype)
     changed = draw.random(shape, np.float32) < draw.uniform(0.1, 0.7, (rows, 1))
     msa = np.where(changed, draw.integers(0, 22, shape, np.int8), protein.aatype.astype(np.int8))

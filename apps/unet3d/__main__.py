@@ -1,6 +1,6 @@
 """Train the 3D U-Net:  python -m apps.unet3d apps/unet3d/configs/small.yaml [step.lr=0.2 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from apps.unet3d.mlperf import BENCHMARK

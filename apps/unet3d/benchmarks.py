@@ -1,7 +1,7 @@
-"""The 3D U-Net to be measured:  hpcai bench unet3d | hpcai ablate unet3d [model.window='[64, 64, 64]' ...]
+"""Benchmark of the 3D U-Net:  hpcai bench unet3d | hpcai ablate unet3d [model.window='[64, 64, 64]' ...]
 
-The plain form has torch's layers one after the other, contiguous; ``channels_last`` is that in the other layout. Its loss is
-written as MLPerf's reference has it. Volumes are random, and as large as the window.
+The plain form has torch's separate layers, contiguous; ``channels_last`` is the same in the other layout. Its loss is written as in
+MLPerf's reference. Volumes are random, with the size of the window.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ _NODE = PublishedRate(
 
 
 class BenchmarkConfig(Config):
-    """A 3D U-Net run of a size that is measured in minutes."""
+    """A 3D U-Net run that is benchmarked in minutes."""
 
     model: UNet3DConfig = UNet3DConfig(window=(_SIDE, _SIDE, _SIDE))
     data: DataConfig = DataConfig(batch=2 if _GPU else 1, workers=4 if _GPU else 1)
@@ -53,7 +53,7 @@ class Benchmark(Workload):
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [
-            Switch("kernels", "instance norm and rectifier in one pass, and the fastest convolution for each shape (on a CPU)"),
+            Switch("kernels", "instance norm fused with ReLU, and the fastest convolution for each shape (on a CPU)"),
             Switch("channels-last", "weights and activations in channels-last memory"),
         ]
 
@@ -85,14 +85,14 @@ class Benchmark(Workload):
 
 
 class _Stacked(Volumes):
-    """Volumes of one size, as batches."""
+    """Volumes of equal size, stacked to batches."""
 
     def collate(self, samples: list[Batch]) -> Any:
         return Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*samples)))
 
 
 def _reference(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Cross entropy, and dice of a softmax and of one-hot labels, as MLPerf's reference writes them."""
+    """Return the loss as in MLPerf's reference: cross entropy, and dice of a softmax and one-hot labels."""
     logits, label = model(batch.image[:, None]).float(), batch.label.long()
     guess = F.softmax(logits, 1)[:, 1:]
     true = F.one_hot(label, logits.shape[1]).permute(0, 4, 1, 2, 3).float()[:, 1:]
@@ -129,7 +129,7 @@ class _Contiguous(UNet3D):
 
 
 def _monai(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
-    """The network of nnU-Net in MONAI, whose blocks have leaky rectifiers."""
+    """Return the network of nnU-Net in MONAI, whose blocks have leaky ReLUs."""
     from importlib import import_module
 
     widths = (*cfg.model.filters, cfg.model.filters[-1])

@@ -1,4 +1,4 @@
-"""The 3D U-Net to be planned:  hpcai plan unet3d --gpus 8 768 | hpcai plan unet3d --check"""
+"""Plan 3D U-Net runs:  hpcai plan unet3d --gpus 8 768 | hpcai plan unet3d --check"""
 
 from typing import Any
 

@@ -275,7 +275,7 @@ def test_fields_are_supported_and_other_networks_are_refused() -> None:
     for case in subject.default_overrides(False):
         cfg = subject.complete_settings(config.load(subject.settings, None, case))
         assert len(subject.random_sample(cfg, np.random.default_rng(0))) == 2
-    with pytest.raises(ConfigError, match="model.unet is null; a U-Net is measured here"):
+    with pytest.raises(ConfigError, match="model.unet is null; this benchmark has no other network"):
         config.load(subject.settings, None, ["model.unet=null", "model.dit={}"])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apps.cosmoflow.data import Universes, open_rows, permute_and_flip, build_loaders, whitening_matrix
+from apps.cosmoflow.data import Universes, build_loaders, open_rows, permute_and_flip, whitening_matrix
 from apps.cosmoflow.settings import Config
 from hpcai import config, dist
 from hpcai.data import MemoryPool
@@ -74,7 +74,7 @@ def test_whitening_is_one_matrix_whatever_the_signs_of_the_eigenvectors() -> Non
 
 
 def test_other_parameters_than_those_of_the_data_are_refused(data: Path) -> None:
-    with pytest.raises(DataError, match=r"holds the parameters \['Omega_m'"):
+    with pytest.raises(DataError, match=r"has the parameters \['Omega_m'"):
         build_loaders(settings(data, "model.parameters=[a,b,c,d]"), dist.single_process()).__enter__()
 
 

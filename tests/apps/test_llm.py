@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from apps.llm.data import Texts, read_metadata, open_rows
+from apps.llm.data import Texts, open_rows, read_metadata
 from apps.llm.settings import Config
 from data_prep import text
 from hpcai import config, dist
@@ -47,7 +47,7 @@ def spoil(data: Path, kind: str) -> None:
 
 class TestPromises(Promises):
     leaves = ["config.json", "text.npz", "tokenizer.json", "tokenizer_config.json"]
-    shows = "Texts that it continues"
+    shows = "Continued texts"
     exactly: list[str] = []
     jobs = ["2 mesh.context=2", "4 mesh.tensor=2 step.shard=optimizer", "3 mesh.evaluate=1",
             "4 mesh.pipeline=2 mesh.tensor=2 step.accumulate=2 stages.schedule=gpipe"]  # fmt: skip
@@ -65,11 +65,11 @@ class TestPromises(Promises):
         ("token", (), "token 300"),
         ("vocabulary", (), "has 5,000 tokens, model.vocabulary is 260"), ("sequence", (), "tokens"), ("type", (), "type: Input"),
         ("no text.json", (), "data_prep.text python"), ("no tokenizer.json", (), "tokenizer.json: cannot be read"),
-        ("tokenizer", (), "the rows were made with"), ("", ("data.directory=/nowhere",), "data_prep.text python"),
-        ("", ("data.reader=dali",), "take auto, direct or hdf5"), ("", ("data.epoch=4",), "less than one batch of 8"),
+        ("tokenizer", (), "has tokenizer "), ("", ("data.directory=/nowhere",), "data_prep.text python"),
+        ("", ("data.reader=dali",), "set it to auto, direct or hdf5"), ("", ("data.epoch=4",), "less than one batch of 8"),
         ("", ("model.positions=16",), "rows of 32 tokens, model.positions is 16"),
         ("", ("data.learn=answers",), "convert with --chat or --answer"),
-        ("", ("lora={rank: 2}",), "start.weights is null"), ("", ("report.sinks=[mlperf]",), "say which of MLPerf's"),
+        ("", ("lora={rank: 2}",), "start.weights is null"), ("", ("report.sinks=[mlperf]",), "set it to the MLPerf benchmark"),
     ]  # fmt: skip
     spoil = staticmethod(spoil)
 
@@ -138,7 +138,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_made(
     monkeypatch.setattr("apps.llm.data.build_model", lambda *_: pytest.fail("a model was made"))
     monkeypatch.setattr("apps.llm.data.build_loaders", lambda *_: pytest.fail("data were read"))
     words, begin = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.process_time()
-    APP.refuses(data, tmp_path / "run", words, "a process needs", capsys)
+    APP.refuses(data, tmp_path / "run", words, "a rank needs", capsys)
     assert time.process_time() - begin < 10 and not (tmp_path / "run").exists()
 
 
@@ -158,7 +158,7 @@ def test_weights_of_other_sizes_and_tokenizers_are_refused(
     for name in ("config.json", "model.safetensors"):
         (other / name).write_bytes((start / name).read_bytes())
     Tokenizer.train(["a text of another kind"] * 9, 257 + 9).save(other)
-    APP.refuses(data, tmp_path / "run", [f"start.weights={other}"], "its weights know other tokens", capsys)
+    APP.refuses(data, tmp_path / "run", [f"start.weights={other}"], "its weights were trained with other tokens", capsys)
 
 
 def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None:

@@ -180,7 +180,8 @@ def test_memory_is_that_of_a_recorded_step(name: str) -> None:
 
 def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
     """Llama 2 7B with 16 bytes a parameter, and its activations by the formula of its layers."""
-    found = memory.estimate_bytes(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=nowhere"]), 1)
+    cfg = config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=nowhere"])
+    found = memory.estimate_bytes(cfg, 1)
     count = LLMConfig().num_parameters
     held = [found[part] for part in ("weights", "gradients", "optimizer")]
     assert held == pytest.approx([2 * count, 2 * count, 12 * count], rel=1e-4)
@@ -227,7 +228,7 @@ def test_operations_of_a_token_are_those_that_others_count() -> None:
 def test_what_surely_does_not_fit_is_refused_with_what_needs_less() -> None:
     mesh: Any = SimpleNamespace(job=SimpleNamespace(size=8), device=torch.device("cpu"))
     cfg = config.load(Config, None, ["data.directory=nowhere", "step.precision=bf16-params", "data.batch=8"])
-    with pytest.raises(MeshError, match=r"about 1\d\d GB, there are 80 \(optimizer 80\.9, .*step.shard=optimizer or weights"):
+    with pytest.raises(MeshError, match=r"about 1\d\d GB, available are 80 \(optimizer 80\.9, .*step.shard to optimizer or weights"):
         memory.check_memory(cfg, mesh, 80e9)
     counted = need(cfg, 8)
     memory.check_memory(cfg, mesh, 0.9 * counted)  # it is an estimate
@@ -256,9 +257,9 @@ def test_settings_are_shown_with_what_they_need_and_can_be_run(tmp_path: Path) -
     code += "; print('# torch', 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines = [line for line in told.splitlines() if line.startswith("# ")]
-    assert lines[0] == "# GB of the process that needs most, of 8 (replicate 2 x tensor 4), about:"
+    assert lines[0] == "# GB of the rank that needs most, of 8 (replicate 2 x tensor 4), about:"
     assert any(line.startswith("#   weights ") for line in lines) and "# 6,738,415,616 parameters" in lines
-    assert "# 524,288 tokens a step: 128 rows of 4096" in lines and lines[-2].startswith("# 46.09 G multiplications")
+    assert "# 524,288 tokens a step: 128 rows of 4096" in lines and lines[-2].startswith("# 46.09 GFLOP a token")
     assert lines[-1] == "# torch False"
     (tmp_path / "again.yaml").write_text(told)
     assert config.load(Config, tmp_path / "again.yaml").mesh.tensor == 4

@@ -210,7 +210,7 @@ def folds_where_rank_2_cannot_read(mesh: Mesh, chains: Path, out: Path) -> list[
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("", "holds no chain"), ("MKV", "line 1: 'MKV' stands before"), (">a\nMK\n>a\nMK", "line 3: the name 'a' is there twice"),
+    ("", "has no chain"), ("MKV", "line 1: 'MKV' precedes"), (">a\nMK\n>a\nMK", "line 3: the name 'a' occurs twice"),
     (">a\n>b\nMK", "the chain a has no sequence"), ("\xff", "cannot be read as FASTA"),
 ])  # fmt: skip
 def test_a_file_that_is_no_fasta_is_refused(text: str, says: str, tmp_path: Path) -> None:
@@ -365,8 +365,8 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, kind: str, text: st
 @pytest.mark.parametrize(("ranks", "words", "text"), [
     (4, "mesh.axial=3", "mesh axial 3 needs a multiple of 3 processes, but 4 were started"),
     (3, "mesh.axial=3 data.batch=3", "mesh.axial is 3, which does not divide the "),
-    (4, "mesh.axial=4 features.crop=3", "mesh.axial is 4, but features.crop is 3: less than one for each process"),
-    (4, "mesh.axial=4 features.extra=3", "mesh.axial is 4, but features.extra is 3: less than one for each process"),
+    (4, "mesh.axial=4 features.crop=3", "mesh.axial is 4, but features.crop is 3: less than one per rank"),
+    (4, "mesh.axial=4 features.extra=3", "mesh.axial is 4, but features.extra is 3: less than one per rank"),
 ])  # fmt: skip
 def test_a_cut_that_does_not_fit_is_refused_before_training(data: Path, tmp_path: Path, ranks: int, words: str, text: str) -> None:
     codes, said = ended(APP.command(data, tmp_path / "run", *words.split()), tmp_path / "said", ranks)
@@ -377,7 +377,7 @@ def test_a_cut_that_does_not_fit_is_refused_before_training(data: Path, tmp_path
 def test_a_whole_chain_that_is_too_short_to_be_cut_is_named_before_training(data: Path) -> None:
     rows = Rows(data / "validation", FIELDS)
     _check_lengths(rows, np.arange(6), int(rows.column("residues").min()))
-    with pytest.raises(DataError, match=r"validation/\S+ row \d+: \d+ residues for the 99 processes of mesh.axial; take"):
+    with pytest.raises(DataError, match=r"validation/\S+ row \d+: \d+ residues for the 99 ranks of mesh.axial; take"):
         _check_lengths(rows, np.arange(6), 99)
 
 

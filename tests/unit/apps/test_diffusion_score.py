@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from apps.diffusion import score
-from apps.diffusion.score import Scorer, ScoreConfig, read_captions
+from apps.diffusion.score import ScoreConfig, Scorer, read_captions
 from data_prep import encoders
 from hpcai import config
 from hpcai.dist.mesh import Mesh

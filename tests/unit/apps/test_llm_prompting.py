@@ -99,7 +99,7 @@ def test_a_file_of_prompts_becomes_lines_and_is_gone_on_with(home: Path, tmp_pat
     assert "2 of 5 texts" in command(generate.run, *words, f"out={out}")[1] and out.read_text() == whole
     assert "0 of 5 texts" in command(generate.run, *words, f"out={out}")[1] and out.read_text() == whole
     lines(path, [*PROMPTS[:2], {"text": "another"}])
-    assert "out.jsonl: line 3: is of another prompt than those of" in command(generate.run, *words, f"out={out}", code=1)[1]
+    assert "out.jsonl: line 3: belongs to no prompt of" in command(generate.run, *words, f"out={out}", code=1)[1]
 
 
 @pytest.mark.parametrize(("row", "text"), [
@@ -113,7 +113,7 @@ def test_a_line_that_is_no_prompt_is_refused_by_number(row: str, text: str, home
 
 def test_settings_that_do_not_go_together_are_refused_before_torch(command: Any) -> None:
     for words, told in ((["prompt=a", "file=b"], "prompt and file are both given"), (["out=a"], "out is given, but file is not"),
-                        (['stop=[""]'], "stop has a text without letters")):  # fmt: skip
+                        (['stop=[""]'], "stop has an empty string")):  # fmt: skip
         assert told in command(generate.run, *words, code=2)[1]
     assert "neither data nor tasks" in command(score.run, code=2)[1]
     code = "import sys, apps.llm.generate, apps.llm.score; sys.exit('torch' in sys.modules)"
