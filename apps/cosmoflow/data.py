@@ -99,18 +99,17 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 def _complete_model_config(cfg: Config, rows: Rows) -> CosmoFlowConfig:
     """Return the settings of the model with physical ranges of the data and, for whitening, statistics of the input."""
-    model, metadata = cfg.model, rows.metadata
-    if model.low is None and "low" in metadata:
-        if tuple(metadata["parameters"]) != model.parameters:
-            actual, expected = metadata["parameters"], list(model.parameters)
+    model, info = cfg.model, rows.metadata
+    if model.low is None and "low" in info:
+        if tuple(info["parameters"]) != model.parameters:
+            actual, expected = info["parameters"], list(model.parameters)
             raise DataError(f"{rows.folder}: has the parameters {actual}, but model.parameters is {expected}")
-        low, high, units = (tuple(metadata[name]) for name in ("low", "high", "units"))
-        model = model.model_copy(update={"low": low, "high": high, "units": units})
+        model = model.model_copy(update={"low": tuple(info["low"]), "high": tuple(info["high"]), "units": tuple(info["units"])})
     if cfg.data.whiten and model.mean is None:
         path = cfg.data.directory / "statistics.json"
         try:
-            metadata = json.loads(path.read_text())["splits"]["train"]["log1p"]
-            mean, mix = metadata["mean"], whitening_matrix(np.array(metadata["covariance"]))
+            info = json.loads(path.read_text())["splits"]["train"]["log1p"]
+            mean, mix = info["mean"], whitening_matrix(np.array(info["covariance"]))
         except (OSError, ValueError, KeyError, np.linalg.LinAlgError) as problem:
             raise DataError(f"{path}: no statistics of the input ({problem!r}); set data.whiten=false") from problem
         model = model.model_copy(update={"mean": tuple(mean), "mix": tuple(map(tuple, mix.tolist()))})

@@ -292,10 +292,9 @@ class Scorer:
 
         captions = [self.captions[number] for number in numbers]
         named = [f"{self.cfg.captions}: caption {number + 1}" for number in numbers]
-        encoders = {name: encoder for name, encoder in self.opened.texts.items() if getattr(model.cfg.latents, name)}
-        condition = Condition(**{name: encoder.encode(captions, named)[0] for name, encoder in encoders.items()})
+        texts = {name: e.encode(captions, named)[0] for name, e in self.opened.texts.items() if getattr(model.cfg.latents, name)}
         with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.use_bf16):
-            drawn = model.sample(condition, seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
+            drawn = model.sample(Condition(**texts), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
         latents = drawn.float() / model.cfg.latents.scale + model.cfg.latents.shift
         images = self.opened.decoded(latents).to(self.mesh.device) / 2 + 0.5
         if not images.isfinite().all():

@@ -50,8 +50,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     metadata = [broadcast_from_first(partial(read_metadata, folder), mesh.peers) for folder in folders]
     _check_folders(cfg, folders, metadata)
     _check_tokenizer(folders[0], metadata[0], mesh)
-    pairs = zip(folders, metadata)
-    parts = [Texts(open_rows(cfg, "train", mesh, folder, m), m, data.documents, data.learn) for folder, m in pairs]
+    parts = [Texts(open_rows(cfg, "train", mesh, f, m), m, data.documents, data.learn) for f, m in zip(folders, metadata)]
     validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0])
     train = Zip(parts) if len(parts) > 1 else parts[0]
     kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}

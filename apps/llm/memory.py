@@ -140,24 +140,23 @@ def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]
     keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # key heads that are replicated on several ranks
     layer = (m.num_parameters - _embedding_parameters(cfg)) / m.layers / n + 2 * keys * m.head_dim * m.width / n
     ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
-    breakdown = _state_bytes(cfg, sizes, local_layers * layer + ends, trained=cfg.lora is None)
+    nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends, trained=cfg.lora is None)
     adapters = _adapter_parameters(cfg) * local_layers / m.layers / n if cfg.lora else 0.0
-    breakdown["adapters"] = sum(_state_bytes(cfg, sizes, adapters, trained=True).values())
+    nbytes["adapters"] = sum(_state_bytes(cfg, sizes, adapters, trained=True).values())
     saved, boundary = (_saved_activations(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
     in_flight = _micro_batches_in_flight(cfg, sizes, rank)
-    breakdown["activations"] = local_layers * saved * in_flight
+    nbytes["activations"] = local_layers * saved * in_flight
     if sizes.pipeline > 1:  # inputs and outputs of stages and their gradients, for each micro-batch (torch's stages)
         stages = cfg.stages.per_rank
-        breakdown["messages"] = boundary * (step.accumulate * (2.0 * stages - first - last) + in_flight * (stages - last))
+        nbytes["messages"] = boundary * (step.accumulate * (2.0 * stages - first - last) + in_flight * (stages - last))
     cast = hidden != product and step.matmul != "fp8"
-    breakdown["copies"] = product * local_layers * layer * cast if m.recompute != "layers" else 0.0
+    nbytes["copies"] = product * local_layers * layer * cast if m.recompute != "layers" else 0.0
     recomputed = _saved_activations(cfg, sizes, tokens, "none") + product * layer * cast if m.recompute == "layers" else 0.0
-    head = _loss_head(cfg, sizes, tokens) if last else 0.0
-    breakdown["layer or head"] = max(_layer_backward(cfg, sizes, tokens) + recomputed, head)
+    nbytes["layer or head"] = max(_layer_backward(cfg, sizes, tokens) + recomputed, _loss_head(cfg, sizes, tokens) if last else 0.0)
     weight = 2 if step.precision == "bf16-params" else max(hidden, 4)
     in_transit = (weight + max(hidden, 4)) * (layer if cfg.lora is None else adapters / local_layers)
-    breakdown["gathered"] = weight * (ends + 2 * layer) + in_transit if shards else 0.0
-    return breakdown
+    nbytes["gathered"] = weight * (ends + 2 * layer) + in_transit if shards else 0.0
+    return nbytes
 
 
 def _embedding_parameters(cfg: Config) -> int:

@@ -107,18 +107,17 @@ def open_rows(cfg: ScoreConfig, model: Any) -> Any:
     from hpcai.models.llm.text import has_tokenizer
 
     assert cfg.data is not None
-    metadata = read_metadata(cfg.data)
-    if cfg.judge == "answers" and not metadata.answers:
+    info = read_metadata(cfg.data)
+    if cfg.judge == "answers" and not info.answers:
         raise ConfigError(f"{cfg.data}: its rows have no answers, but judge is answers; set it to all")
-    if metadata.sequence > model.cfg.positions or metadata.vocabulary > model.cfg.vocabulary:
-        description = f"rows of {metadata.sequence} tokens of {metadata.vocabulary}, the model has {model.cfg.positions} positions"
+    if info.sequence > model.cfg.positions or info.vocabulary > model.cfg.vocabulary:
+        description = f"rows of {info.sequence} tokens of {info.vocabulary}, the model has {model.cfg.positions} positions"
         raise ConfigError(f"{cfg.data}: {description} and a vocabulary of {model.cfg.vocabulary}; convert other rows")
-    if has_tokenizer(model) and (own := model.tokenizer.identity) != metadata.tokenizer:
-        description = f"rows of the tokenizer {metadata.tokenizer[:12]}, the model has {own[:12]}"
+    if has_tokenizer(model) and (own := model.tokenizer.identity) != info.tokenizer:
+        description = f"rows of the tokenizer {info.tokenizer[:12]}, the model has {own[:12]}"
         raise ConfigError(f"{cfg.data}: {description}; convert rows with that one")
     remedy = f"make rows with: {command_of('data_prep.text')} convert SOURCE {cfg.data} --tokenizer FILE"
-    rows = Rows(cfg.data / "validation", metadata.fields, remedy, reader="buffered")
-    return Texts(rows, metadata, cfg.documents, cfg.judge, cfg.rows)
+    return Texts(Rows(cfg.data / "validation", info.fields, remedy, reader="buffered"), info, cfg.documents, cfg.judge, cfg.rows)
 
 
 # ---- questions

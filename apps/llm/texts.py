@@ -39,11 +39,10 @@ def save_texts(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Te
     with step.average.applied(), step.autocast():
         ends = [] if tokenizer.eos is None else [tokenizer.eos]
         prompts = [row[:length] for row in some]
-        completions = complete(step.model, prompts, _SAMPLING, ends, vocab_size=tokenizer.size, pipeline=step.pipeline)
+        outputs = complete(step.model, prompts, _SAMPLING, ends, vocab_size=tokenizer.size, pipeline=step.pipeline)
     if not rows:
         return
-    pieces = [(row[:length], new, row[length : length + _NEW_TOKENS]) for row, new in zip(some, completions)]
-    texts = [list(map(tokenizer.decode, piece)) for piece in pieces]
+    texts = [list(map(tokenizer.decode, (r[:length], new, r[length : length + _NEW_TOKENS]))) for r, new in zip(some, outputs)]
     run.write_file("text.npz", lambda path: write_texts(path, rows, measure_codes(rows, tokenizer), texts))
 
 

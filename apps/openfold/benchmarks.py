@@ -130,8 +130,8 @@ class Benchmark(Workload):
         values = {
             "residues": len(protein.aatype), "letters": rows.msa.size, "name": b"synthetic", "resolution": 2.0, "release": 0,
             "cluster_size": 1, "hits": 0, "places": 0, "aatype": protein.aatype, "positions": protein.positions,
-            "mask": protein.mask, "msa": rows.msa.reshape(-1), "deletions": rows.deletions.reshape(-1), "hit_row": [], "hit_sum_probs": [],
-            "hit_places": [],
+            "mask": protein.mask, "msa": rows.msa.reshape(-1), "deletions": rows.deletions.reshape(-1), "hit_row": [],
+            "hit_sum_probs": [], "hit_places": [],
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 
@@ -156,7 +156,7 @@ def use_reference(enabled: Enabled = frozenset()) -> Iterator[None]:
     def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias).permute(0, 3, 1, 2)
 
-    def unchunked(function: Callable[[slice], Tensor], count: int, *_: Any) -> Tensor:
+    def single(function: Callable[[slice], Tensor], count: int, *_: Any) -> Tensor:
         return function(slice(0, count))
 
     def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -174,9 +174,7 @@ def use_reference(enabled: Enabled = frozenset()) -> Iterator[None]:
             (evoformer, "channels_first", channels_first), (attentions, "channels_first", channels_first),
         ],
         "outer product": [(evoformer, "outer_product", outer_product.reference)],
-        "parts": [
-            (evoformer, "map_chunks", unchunked), (layers, "map_chunks", unchunked), (objective, "chunk_size", lambda *_: 1 << 60),
-        ],
+        "parts": [(evoformer, "map_chunks", single), (layers, "map_chunks", single), (objective, "chunk_size", lambda *_: 1 << 60)],
     }  # fmt: skip
     patches = [form for switch, group in forms.items() if switch not in enabled for form in group]
     originals = [(module, name, getattr(module, name)) for module, name, _ in patches]

@@ -53,7 +53,6 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     _check_lengths(validation, held_rows, mesh["axial"].size)
     uncropped = features.model_copy(update={"crop": None})
     kwargs: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
-    recycling = RecyclingTransform(features.recycles, cfg.train.seed)
 
     def held_out(rows: np.ndarray, name: str) -> Loader:
         """Return a loader of uncropped chains, longest first, each assigned to the least loaded replica."""
@@ -64,7 +63,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     few = held_rows[np.linspace(0, len(held_rows) - 1, min(data.pictures, len(held_rows))).round().astype(int)]
     with open_loaders(
         mesh,
-        lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=recycling, **kwargs),
+        lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=Recycling(features.recycles, cfg.train.seed), **kwargs),
         lambda: held_out(held_rows, "validation"),
         (lambda: held_out(few, "pictures")) if len(few) else None,
     ) as loaders:
@@ -109,32 +108,31 @@ def sampling_weights(residues: np.ndarray, cluster_size: np.ndarray) -> np.ndarr
 
 
 class Chains(Samples):
-    """The ``selected`` chains of a split, with the features of all passes. ``templates``: the rows of their template hits. In
-    training index i + k * N is a further sample of chain i."""
+    """Chains of a split, a ``subset`` of its rows, with the features of all passes. ``templates``: rows of their template hits.
+    In training index i + k * N is a further sample of chain i."""
 
     replicated = True
 
     def __init__(
-        self, rows: Rows, selected: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *,
-        training: bool = True,
-    ) -> None:  # fmt: skip
+        self, rows: Rows, subset: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *, training: bool = True
+    ) -> None:
         super().__init__(rows)
-        if not len(selected):
+        if not len(subset):
             raise DataError(f"{rows.folder}: none of {len(rows)} chains is left by the settings of data; change those")
-        self.selected, self.cfg, self.seed, self.templates, self.training = selected, cfg, seed, templates, training
+        self.subset, self.cfg, self.seed, self.templates, self.training = subset, cfg, seed, templates, training
 
     def __len__(self) -> int:
-        return len(self.selected)
+        return len(self.subset)
 
     def column(self, name: str) -> np.ndarray:
         """[N]"""
-        return self.rows.column(name)[self.selected]
+        return self.rows.column(name)[self.subset]
 
     def describe(self, index: int) -> str:
         return self.rows.describe(self._row(index))
 
     def _row(self, index: int) -> int:
-        return int(self.selected[index % len(self)])
+        return int(self.subset[index % len(self)])
 
     def sample(self, index: int, epoch: int) -> dict[str, Any]:
         row = self._row(index)
@@ -189,7 +187,7 @@ def parse_chain(values: dict[str, Any], location: str) -> tuple[Chain, Alignment
 
 
 @dataclass(frozen=True)
-class RecyclingTransform:
+class Recycling:
     """Keeps the first passes of a batch, as many as its step samples: the same number on all ranks, and each from 1 to ``most`` + 1
     once in ``most`` + 1 steps."""
 

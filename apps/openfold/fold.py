@@ -81,7 +81,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
         try:
             if not why:
                 with torch.autocast(mesh.device.type, torch.bfloat16, enabled=use_bf16):
-                    structure = folding.predict(model, chain.sequence, features)
+                    result = folding.predict(model, chain.sequence, features)
         except DataError as problem:
             if mesh.model_parallel.size > 1:  # other ranks of this replica are still folding it
                 raise DataError(f"{chain.name}: {problem}") from problem
@@ -93,11 +93,10 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
             continue
         if mesh.model_parallel.rank == 0:
             part = files[number].with_name(f".{chain.name}.part.{cfg.form}")
-            structure.write(part, chain.name)
+            result.write(part, chain.name)
             os.replace(part, files[number])  # atomic: never a partial file
-            length, seconds = len(chain.sequence), time.perf_counter() - began
-            summary = f"{length:,} residues, mean pLDDT {structure.plddt.mean():.1f}, {seconds:.1f} s"
-            print(f"{files[number]}: {summary}", flush=True)
+            text = f"{len(chain.sequence):,} residues, mean pLDDT {result.plddt.mean():.1f}, {time.perf_counter() - began:.1f} s"
+            print(f"{files[number]}: {text}", flush=True)
     return [problem for rank_problems in all_gather_object(problems, mesh.peers) for problem in rank_problems]
 
 

@@ -252,10 +252,10 @@ CALL = (
 )  # fmt: skip
 WRONG = [
     ({"captions": None}, ConfigError, "captions is null"),
-    ({"features": "some_features:flat"}, DataError, r"makes \[2, 3, 16, 16\] of 2 images; expected \[2, F\]"),
+    ({"features": "some_features:flat"}, DataError, r"returned \[2, 3, 16, 16\] for 2 images; expected \[2, F\]"),
     ({"statistics": "captions.txt"}, DataError, "captions.txt: .*; expected an .npz"),
     ({"clip": "pickled"}, DataError, "pickled: cannot be read as a CLIP"),
-    ({"weights": "other.safetensors"}, ConfigError, r"with vae 0123456789ab, found are vae \w{12}, text_encoder \w{12}"),
+    ({"weights": "other.safetensors"}, ConfigError, r"with vae 0123456789ab, given are vae \w{12}, text_encoder \w{12}"),
     ({"captions": "long.txt"}, DataError, "long.txt: caption 2: a caption of 11 tokens, .*text_encoder takes 9"),
 ]  # fmt: skip
 
