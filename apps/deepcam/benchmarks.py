@@ -79,7 +79,7 @@ class Benchmark(Workload):
         return cfg.model_copy(update={"model": cfg.model.model_copy(update={"frequencies": (1 / classes,) * classes} | given)})
 
     def duplicate_replicas(self, cfg: BenchmarkConfig) -> int:
-        """Return the replicas that read the same maps: those of a group, so that the statistics of each are those of all."""
+        """Return the number of replicas that read the same maps: those of a group, so that their statistics are equal."""
         return cfg.batchnorm_group
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:

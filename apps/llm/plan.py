@@ -3,7 +3,7 @@
 Other settings are planned for their own number of steps:  hpcai plan llm apps/llm/configs/gpt3.yaml --gpus 512 1024
 
 The model is sharded over ``tensor``, and over pipeline and context as set; each row of a batch is a micro-batch. Steps are planned
-without torch.compile: NVIDIA's published kernels were fused by hand.
+without torch.compile: NVIDIA's published code is fused by hand.
 """
 
 from typing import Any

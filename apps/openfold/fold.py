@@ -75,7 +75,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
             why = str(problem)
         return features, next(filter(None, all_gather_object(why, mesh.model_parallel)), "")
 
-    for number in (missing[place] for place in local_chains):
+    for number in (missing[index] for index in local_chains):
         chain, began = todo[number], time.perf_counter()
         features, why = read(chain, alignments[number])
         try:

@@ -30,9 +30,9 @@ def test_there_are_48_turns_and_each_keeps_the_redshifts_apart() -> None:
     cube = np.arange(4 * 4 * 4 * 2).reshape(4, 4, 4, 2)
     source: Any = Universes.__new__(Universes)
     source.turn = 3
-    assert len({permute_and_flip(cube, *source._turn(i, 0), MEMORY).tobytes() for i in range(2000)}) == 48
+    assert len({permute_and_flip(cube, *source._draw_turn(i, 0), MEMORY).tobytes() for i in range(2000)}) == 48
     for i in range(20):
-        once = permute_and_flip(cube, *source._turn(i, 0), MEMORY)
+        once = permute_and_flip(cube, *source._draw_turn(i, 0), MEMORY)
         assert sorted(once[..., 0].ravel()) == sorted(cube[..., 0].ravel())
         neighbours = {
             abs(int(a) - int(b)) for axis in range(3) for a, b in zip(once.take(0, axis).ravel(), once.take(1, axis).ravel())
