@@ -21,21 +21,21 @@ from hpcai.programs import command_of
 
 class Universes(Samples):
     """Universes of one split: counts [D, H, W, C] int16 and target [P] float32. ``turn`` seeds a random symmetry of each, a pure
-    function of (seed, epoch, index). ``part``: the shard of the transformed cube of this rank."""
+    function of (seed, epoch, index). ``shard``: the box of the transformed cube of this rank."""
 
-    def __init__(self, rows: Rows, turn: int | None, part: Sequence[slice] = ()) -> None:
+    def __init__(self, rows: Rows, turn: int | None, shard: Sequence[slice] = ()) -> None:
         super().__init__(rows)
-        self.turn, self.part = turn, tuple(part)
+        self.turn, self.shard = turn, tuple(shard)
 
     def selection(self, index: int, epoch: int) -> Selection | None:
-        if not self.part:
+        if not self.shard:
             return None
         if self.turn is None:
-            return {"counts": self.part}
+            return {"counts": self.shard}
         axes, flips = self._draw_turn(index, epoch)
-        box, size = list(self.part), self.rows.shapes["counts"][0]
+        box, size = list(self.shard), self.rows.shapes["counts"][0]
         for dim, axis in enumerate(axes):
-            first, end, _ = self.part[dim].indices(size)
+            first, end, _ = self.shard[dim].indices(size)
             box[axis] = slice(size - end, size - first) if dim in flips else slice(first, end)
         return {"counts": box}
 
@@ -70,14 +70,14 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlow
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
     cut = spatial_cut(mesh)
-    part = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
+    shard = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
     kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     kwargs |= sharded_sampler(train, cfg.data, batch, seed)
     turn, eval_kwargs = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last_batch": "keep"}
     with open_loaders(
         mesh,
-        lambda: build_loader(Universes(train, turn, part), batch, cfg, mesh, **kwargs),
-        lambda: build_loader(Universes(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, **eval_kwargs),
+        lambda: build_loader(Universes(train, turn, shard), batch, cfg, mesh, **kwargs),
+        lambda: build_loader(Universes(validation, None, shard), cfg.data.evaluation_batch, cfg, mesh, **eval_kwargs),
     ) as (training, held_out, _):
         yield training, held_out, _complete_model_config(cfg, train)
 

@@ -29,12 +29,12 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Deep
     kwargs |= sharded_sampler(train, cfg.data, batch, seed)
     eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
     replicas, cut = mesh["replicate"].size, spatial_cut(mesh)
-    part = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
-    few = Maps(validation, cfg.data.pictures, part)
+    shard = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
+    few = Maps(validation, cfg.data.pictures, shard)
     with open_loaders(
         mesh,
-        lambda: build_loader(Maps(train, None, part), batch, cfg, mesh, **kwargs),
-        lambda: build_loader(Maps(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", **eval_kwargs),
+        lambda: build_loader(Maps(train, None, shard), batch, cfg, mesh, **kwargs),
+        lambda: build_loader(Maps(validation, None, shard), cfg.data.evaluation_batch, cfg, mesh, name="validation", **eval_kwargs),
         (lambda: build_loader(few, replicas, cfg, mesh, name="pictures", **eval_kwargs)) if len(few) else None,
     ) as (training, held_out, pictures):
         yield training, held_out, pictures, _complete_model_config(cfg, train), train.shapes["mask"]
@@ -42,14 +42,14 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Deep
 
 class Maps(Samples):
     """Maps of one split: fields [H, W, V] float32 in physical units and mask [H, W] uint8. ``count``: the first ones only.
-    ``part``: the shard of each map of this rank."""
+    ``shard``: the box of each map of this rank."""
 
-    def __init__(self, rows: Rows, count: int | None = None, part: Sequence[slice] = ()) -> None:
+    def __init__(self, rows: Rows, count: int | None = None, shard: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
-        self._part = part
+        self._shard = shard
 
     def selection(self, index: int, epoch: int) -> Selection | None:
-        return {"fields": self._part, "mask": self._part} if self._part else None
+        return {"fields": self._shard, "mask": self._shard} if self._shard else None
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         return Batch(values["fields"], values["mask"])

@@ -87,15 +87,15 @@ class Crop:
 
 class Crops(Samples):
     """A random, augmented crop of each volume: image [d, h, w] float32 and label [d, h, w] uint8, a pure function of
-    (seed, epoch, index). ``part``: the shard of the crop of this rank; nothing else is read. ``repeat``: crops of each volume in an
+    (seed, epoch, index). ``shard``: the box of the crop of this rank; nothing else is read. ``repeat``: crops of each volume in an
     epoch."""
 
     def __init__(
-        self, rows: Rows, window: Sequence[int], cfg: AugmentConfig, seed: int, part: Sequence[slice], repeat: int = 1,
+        self, rows: Rows, window: Sequence[int], cfg: AugmentConfig, seed: int, shard: Sequence[slice], repeat: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(rows)
         self.window, self.cfg, self.seed, self.repeat = tuple(window), cfg, seed, repeat
-        self.box = [part_.indices(n)[:2] for part_, n in zip(part, window)]
+        self.box = [part_.indices(n)[:2] for part_, n in zip(shard, window)]
 
     def __len__(self) -> int:
         return len(self.rows) * self.repeat

@@ -169,7 +169,7 @@ def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None
     words = [str(APP.small), *APP.quick, f"data.directory={data}", f"data.blend={{{other}: 0.5}}"]
     cfg = config.load(Config, words[0], words[1:])
     with build_loaders(cfg, dist.single_process()) as (training, _, _):
-        assert len(training) == 4 and training.size == 8, "24 rows, and half as many"
+        assert len(training) == 4 and training.batch_size == 8, "24 rows, and half as many"
         for epoch in range(2):
             order = training.sampler.order(epoch)
             seen = [count + int(part.sum()) for count, part in zip(seen, (order < 24, order >= 24))]

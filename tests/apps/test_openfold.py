@@ -278,7 +278,7 @@ def test_a_chain_that_is_drawn_again_is_another_sample(data: Path) -> None:
     assert len(set(drawn.tolist())) == 40 and set((drawn % len(source)).tolist()) == set(range(len(source)))
     once = _sampler(cfg.model_copy(update={"data": cfg.data.model_copy(update={"draw": "once"})}), source).order(3)
     assert sorted(once) == list(range(len(source)))
-    held = Chains(source.rows, source.selected, source.cfg, 0, training=False)
+    held = Chains(source.rows, source.subset, source.cfg, 0, training=False)
     np.testing.assert_array_equal(held.sample(0, 0)["msa_feat"], held.sample(0, 7)["msa_feat"])
 
 
