@@ -368,7 +368,7 @@ def test_unavailable_switches_of_openfold() -> None:
     assert "those of torch" in str(why["layer norms"]) and "step.compile=blocks" in str(why["compile"]) and "cut chains" not in why
     assert {"attention", "gates", "triangles", "outer product", "parts"} <= subject.available_switches(cfg, MESH)
     cut = subject.switches(made("openfold", "data.batch=3")[1], Mesh({"axial": 2}, 2))[-1]
-    assert (cut.name, cut.why_not) == ("cut chains", "data.batch is 3, no multiple of 2 copies")
+    assert (cut.name, cut.why_not) == ("cut chains", "data.batch is 3, no multiple of 2 ranks")
 
 
 def test_each_switch_of_openfold_changes_the_functions_called() -> None:

@@ -180,8 +180,7 @@ def test_memory_is_that_of_a_recorded_step(name: str) -> None:
 
 def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
     """Llama 2 7B with 16 bytes a parameter, and its activations by the formula of its layers."""
-    cfg = config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=nowhere"])
-    found = memory.estimate_bytes(cfg, 1)
+    found = memory.estimate_bytes(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=no"]), 1)
     count = LLMConfig().num_parameters
     held = [found[part] for part in ("weights", "gradients", "optimizer")]
     assert held == pytest.approx([2 * count, 2 * count, 12 * count], rel=1e-4)

@@ -184,7 +184,7 @@ def test_a_chain_that_cannot_be_folded_is_told_and_the_others_are_folded(
     problems = on_ranks({"axial": 4}, folds_where_rank_2_cannot_read, chains, tmp_path / "out")
     assert problems == [problems[0]] * 4 and len(problems[0]) == 3
     told_ = {why.split(":")[0]: why for why in problems[0]}
-    assert "tiny: 3 residues for 4 processes" in told_["tiny"] and "character 3 of 7 is '1'" in told_["odd"]
+    assert "tiny: 3 residues for 4 ranks" in told_["tiny"] and "character 3 of 7 is '1'" in told_["odd"]
     assert told_["lost"] == "lost: the disk of rank 2 is gone"
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(SEQUENCES)
     monkeypatch.setattr(command, "fold", lambda *_: problems[0])

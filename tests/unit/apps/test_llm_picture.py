@@ -30,7 +30,7 @@ def test_the_page_shows_bits_and_texts_with_their_lines(tmp_path: Path, monkeypa
     write_texts(tmp_path / "text.npz", rows(), CODES, TEXTS)
     run = pages.evaluated(tmp_path, "llm", "lower", {"loss": 2.0, "bits_per_byte": 1.6}, {"loss": 1.9, "bits_per_byte": 1.5})
     found = pages.read_by_people(run)
-    for words in ("Held-out text", "200 tokens of validation rows", "prompt generated true", "return &lt;b&gt;x", "bits_per_byte 1.5"):
+    for words in ("Held-out text", "200 tokens of validation rows", "prompt generated", "return &lt;b&gt;x", "bits_per_byte 1.5"):
         assert words in found, words
     assert pages.shows_something(picture, run.predictions, monkeypatch)
 
