@@ -22,7 +22,6 @@ from hpcai.nn import Conv3d
 
 _GPU = torch.cuda.is_available()
 
-
 _EOS = PublishedRate(
     224.0, "H100", "32 GPUs, 1 universe each, loader included",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",

@@ -33,7 +33,6 @@ _GPU = torch.cuda.is_available()
 _GROUP = "group batch norm"
 _RARE = 0.02  # fraction of pixels of a class other than the first
 
-
 _EOS = PublishedRate(
     81.7, "H100", "16 GPUs, 8 maps each, loader included",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",

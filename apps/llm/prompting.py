@@ -63,8 +63,7 @@ def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
 
 
 def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the object of each line that is not blank. Raises DataError with the number of a line that is no JSON
-    object."""
+    """Yield number and object of each line that is not blank. Raises DataError with the number of a line that is no JSON object."""
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as problem:

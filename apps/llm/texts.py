@@ -47,8 +47,7 @@ def save_texts(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Te
 
 
 def measure_codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the bits per byte of the text of rows by the model, by compressors, and by the frequencies of tokens; {} if not all
-    tokens are scored."""
+    """Return the bits per byte of rows by the model, compressors and frequencies of tokens; {} if not all tokens are scored."""
     tokens, nats = rows["tokens"].numpy(), rows["nats"].double()
     if not rows["counted"].all():
         return {}
@@ -73,8 +72,7 @@ def adaptive_code_bits(tokens: np.ndarray, size: int) -> float:
 
 
 def write_texts(path: Path, rows: dict[str, Tensor], codes: dict[str, float], texts: list[list[str]]) -> None:
-    """Write the mean loss of each position [T] in nats, names and bits per byte of codes [K], and texts [M, 3]: prompt, generated,
-    true."""
+    """Write the mean loss by position [T] in nats, names and bits per byte of codes [K], and texts [M, 3]: prompt, generated, true."""
     counted = rows["counted"].double()
     by_position: Any = rows["nats"].double().sum(0) / counted.sum(0).clamp(min=1)
     np.savez_compressed(

@@ -26,7 +26,6 @@ _GPU = torch.cuda.is_available()
 _SLAB = (4, 4, 5)  # atoms along each side
 _SPACING = 2.5  # angstrom
 
-
 _EOS = PublishedRate(
     318.0, "H100", "64 GPUs, 16 frames each, loader included, frames of all sizes",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",

@@ -41,9 +41,7 @@ from hpcai.nn import layernorm as norms
 
 _GPU = torch.cuda.is_available()
 _CUT = "cut chains"
-# sizes of MLPerf HPC
 _MLPERF_SIZES = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
-
 
 _EOS = PublishedRate(
     0.553, "H100", "128 GPUs, 1 chain each, 1 to 4 passes equally often, unsharded chains, loader included",
@@ -151,8 +149,7 @@ class Benchmark(Workload):
 
 @contextmanager
 def use_reference(enabled: Enabled = frozenset()) -> Iterator[None]:
-    """Context manager: compute the network and its loss by unfused, unchunked operations of torch, except for the ``enabled``
-    switches."""
+    """Context manager: compute network and loss by unfused, unchunked operations of torch, except for ``enabled`` switches."""
     def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias).permute(0, 3, 1, 2)
 

@@ -74,8 +74,7 @@ class Chain:
     def gdt_ts(self) -> float:
         """Return GDT-TS, 0 to 100, after the one superposition by all known CA; NaN if none is known.
 
-        The official score optimizes the superposition for each cutoff: this is a lower bound of it.
-        """
+        The official score optimizes the superposition for each cutoff: this is a lower bound of it."""
         return 100 * float(np.mean(self.errors[:, None] <= GDT_TS)) if self.known.any() else math.nan
 
     def mean_lddt(self) -> float:

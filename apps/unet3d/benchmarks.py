@@ -24,7 +24,6 @@ from hpcai.settings import StepConfig
 _GPU = torch.cuda.is_available()
 _SIDE = 128 if _GPU else 64
 
-
 _NODE = PublishedRate(
     76.2, "H200", "8 GPUs, 7 crops each, loader included, volumes cached",
     "MLPerf Training v4.0, NVIDIA: median logged rate (github.com/mlcommons/training_results_v4.0)",

@@ -86,9 +86,8 @@ class Crop:
 
 
 class Crops(Samples):
-    """A random, augmented crop of each volume: image [d, h, w] float32 and label [d, h, w] uint8, a pure function of
-    (seed, epoch, index). ``shard``: the box of the crop of this rank; nothing else is read. ``repeat``: crops of each volume in an
-    epoch."""
+    """A random, augmented crop of each volume: image [d, h, w] float32 and label [d, h, w] uint8, a pure function of (seed, epoch,
+    index). ``shard``: the box of the crop of this rank; nothing else is read. ``repeat``: crops of each volume in an epoch."""
 
     def __init__(
         self, rows: Rows, window: Sequence[int], cfg: AugmentConfig, seed: int, shard: Sequence[slice], repeat: int = 1,
