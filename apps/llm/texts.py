@@ -72,7 +72,7 @@ def adaptive_code_bits(tokens: np.ndarray, size: int) -> float:
 
 
 def write_texts(path: Path, rows: dict[str, Tensor], codes: dict[str, float], texts: list[list[str]]) -> None:
-    """Write the mean loss by position [T] in nats, names and bits per byte of codes [K], and texts [M, 3]: prompt, generated, true."""
+    """Write mean losses by position [T] in nats, names and bits/byte of codes [K], and texts [M, 3]: prompt, generated, true."""
     counted = rows["counted"].double()
     by_position: Any = rows["nats"].double().sum(0) / counted.sum(0).clamp(min=1)
     np.savez_compressed(
