@@ -41,8 +41,8 @@ from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
-PATIENCE = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
-LARGE = 1 << 24                                 # values of a row that are measured at once
+TIMEOUT = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
+LARGE_ROW = 1 << 24                                 # values of a row that are measured at once
 Record = dict[str, Any]
 Refused = Sequence[tuple[str, str]]             # items that could not be used: where each is, and why
 
@@ -61,20 +61,20 @@ class Field(NamedTuple):
     classes: int = 0                            # how many there are to count
 
     @property
-    def parts(self) -> str | None:
+    def row_lengths(self) -> str | None:
         """The dataset that tells how this one is cut, where it is flat."""
         return self.shape[0] if self.shape and isinstance(self.shape[0], str) else None
 
-    def told(self, shape: Sequence[Any]) -> dict[str, Any]:
+    def to_json(self, shape: Sequence[Any]) -> dict[str, Any]:
         """The entry of the field in an index."""
-        about = {"low": self.low, "high": self.high, "blank": self.blank, "key": self.key or None, "unit": self.unit}
-        return {"dtype": self.dtype, "shape": list(shape), **{name: value for name, value in about.items() if value is not None}}
+        entry = {"low": self.low, "high": self.high, "blank": self.blank, "key": self.key or None, "unit": self.unit}
+        return {"dtype": self.dtype, "shape": list(shape), **{name: value for name, value in entry.items() if value is not None}}
 
 
 Fields = Mapping[str, Field]
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
+def _no_entries(*_: Any) -> dict[str, Any]:
     return {}
 
 
@@ -84,47 +84,47 @@ class Contents:
     one's."""
 
     fields: Fields
-    measure: Callable[[h5py.File], dict[str, Any]] = _nothing       # sums of a file, besides those that the fields ask for
-    merge: Callable[[Sequence[Record]], dict[str, Any]] = _nothing  # statistics of a split from its records, likewise
+    measure: Callable[[h5py.File], dict[str, Any]] = _no_entries       # sums of a file, besides those that the fields ask for
+    merge: Callable[[Sequence[Record]], dict[str, Any]] = _no_entries  # statistics of a split from its records, likewise
     varies: bool = False                                            # each file has samples of a shape of its own
 
     @property
-    def sample(self) -> str:
+    def sample_field(self) -> str:
         return next(iter(self.fields))
 
     @property
-    def parts(self) -> list[str]:
-        return list(dict.fromkeys(field.parts for field in self.fields.values() if field.parts))
+    def row_lengths(self) -> list[str]:
+        return list(dict.fromkeys(field.row_lengths for field in self.fields.values() if field.row_lengths))
 
-    def sums(self, file: h5py.File) -> dict[str, Any]:
+    def compute_sums(self, file: h5py.File) -> dict[str, Any]:
         """The sums of a file, from which the statistics of a split follow."""
-        found: dict[str, Any] = {}
+        sums: dict[str, Any] = {}
         for name, field in self.fields.items():
             if name in file and field.channels is not None:
-                found[name] = moments.join(map(moments.measure, _columns(file[name], field.channels)))
+                sums[name] = moments.merge(map(moments.compute, _channels_last(file[name], field.channels)))
             elif name in file and field.classes:
-                counts = (np.bincount(cells[:, 0], minlength=field.classes) for cells in _columns(file[name], len(field.shape)))
-                found[name] = np.sum(list(counts), axis=0).tolist()
-        return {**found, **self.measure(file)}
+                counts = (np.bincount(x[:, 0], minlength=field.classes) for x in _channels_last(file[name], len(field.shape)))
+                sums[name] = np.sum(list(counts), axis=0).tolist()
+        return {**sums, **self.measure(file)}
 
-    def statistics(self, records: Sequence[Record]) -> dict[str, Any]:
-        found: dict[str, Any] = {"rows": sum(record["rows"] for record in records)}
+    def compute_statistics(self, records: Sequence[Record]) -> dict[str, Any]:
+        statistics: dict[str, Any] = {"rows": sum(record["rows"] for record in records)}
         for name, field in self.fields.items():
             parts = [record["sums"][name] for record in records if name in record["sums"]]
             if parts and field.channels is not None:
-                found[name] = moments.summary(parts)
+                statistics[name] = moments.summarize(parts)
             elif parts and field.classes:
                 cells = np.sum(parts, axis=0)
-                found[name] = {"cells": cells.tolist(), "frequency": (cells / cells.sum()).tolist()}
-        return {**found, **self.merge(records)}
+                statistics[name] = {"cells": cells.tolist(), "frequency": (cells / cells.sum()).tolist()}
+        return {**statistics, **self.merge(records)}
 
 
-def _columns(values: h5py.Dataset, dim: int) -> Iterator[np.ndarray]:
+def _channels_last(values: h5py.Dataset, dim: int) -> Iterator[np.ndarray]:
     """Rows, or slices of large ones, with one dim last and the others as one.   [cells, C] each"""
     for row in range(values.shape[0]):
-        one = values[row][..., None] if dim == values.ndim - 1 else np.moveaxis(values[row], dim, -1)
-        for part in one if one.size > LARGE else [one]:
-            yield part.reshape(-1, one.shape[-1])
+        array = values[row][..., None] if dim == values.ndim - 1 else np.moveaxis(values[row], dim, -1)
+        for part in array if array.size > LARGE_ROW else [array]:
+            yield part.reshape(-1, array.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Job:
 
 
 @contextmanager
-def rows_file(
+def create_file(
     path: Path, rows: int, fields: Fields, attributes: dict[str, Any], lengths: Mapping[str, int] | None = None,
 ) -> Iterator[h5py.File]:  # fmt: skip
     """A new file with room for the rows of each field: written beside its place, flushed to the disk and renamed, or not there at
@@ -152,7 +152,7 @@ def rows_file(
         # Data on a page boundary can be read past the page cache.
         with h5py.File(partial, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
             for name, field in fields.items():
-                shape = (lengths or {})[field.parts] if field.parts else rows, *field.shape[bool(field.parts) :]
+                shape = (lengths or {})[field.row_lengths] if field.row_lengths else rows, *field.shape[bool(field.row_lengths) :]
                 file.create_dataset(name, shape, field.dtype)
             file.attrs.update({**attributes, "version": hpcai.__version__})
             yield file
@@ -164,15 +164,15 @@ def rows_file(
 
 def write_rows(path: Path, fields: Fields, rows: Sequence[Mapping[str, Any]], attributes: dict[str, Any]) -> None:
     """A file of the values of each row, which may have more of them than the file; the lengths of what is flat are among them."""
-    lengths = {field.parts: sum(row[field.parts] for row in rows) for field in fields.values() if field.parts}
-    with rows_file(path, len(rows), fields, attributes, lengths) as file:
+    lengths = {field.row_lengths: sum(row[field.row_lengths] for row in rows) for field in fields.values() if field.row_lengths}
+    with create_file(path, len(rows), fields, attributes, lengths) as file:
         for name, field in fields.items():
-            if not field.parts:
+            if not field.row_lengths:
                 file[name][...] = np.array([row[name] for row in rows], field.dtype)
                 continue
             begin = 0
             for row in rows:
-                end = begin + row[field.parts]
+                end = begin + row[field.row_lengths]
                 file[name][begin:end] = np.reshape(row[name], (end - begin, *field.shape[1:])).astype(field.dtype)
                 begin = end
 
@@ -181,9 +181,9 @@ def read_rows(file: h5py.File, fields: Fields, first: int = 0, end: int | None =
     """The rows from ``first`` to ``end`` of a file, each with its part of what is flat."""
     columns = []
     for name, field in fields.items():
-        if field.parts:
-            cuts = np.append(0, np.cumsum(file[field.parts][:end], dtype=np.int64))[first:]
-            columns.append(np.split(file[name][cuts[0] : cuts[-1]], cuts[1:-1] - cuts[0]))
+        if field.row_lengths:
+            offsets = np.append(0, np.cumsum(file[field.row_lengths][:end], dtype=np.int64))[first:]
+            columns.append(np.split(file[name][offsets[0] : offsets[-1]], offsets[1:-1] - offsets[0]))
         else:
             columns.append(file[name][first:end])
     return (dict(zip(fields, row)) for row in zip(*columns))
@@ -210,26 +210,26 @@ def record_path(path: Path) -> Path:
     return path.parent / ".records" / f"{path.name}.json"
 
 
-def make_file(job: Job) -> None:
+def write_file(job: Job) -> None:
     """Writes the file and its record."""
     refused = job.write(job.path)
     with h5py.File(job.path, "r") as file:
-        rows, *shape = file[job.contents.sample].shape
+        rows, *shape = file[job.contents.sample_field].shape
         record: Record = {
             "name": job.path.name, "rows": rows, "bytes": job.path.stat().st_size, "sha256": digest(job.path), "shape": shape,
-            "sums": job.contents.sums(file), "refused": list(refused or ()),
-            "lengths": {name: int(file[name][...].sum()) for name in job.contents.parts},
+            "sums": job.contents.compute_sums(file), "refused": list(refused or ()),
+            "lengths": {name: int(file[name][...].sum()) for name in job.contents.row_lengths},
         }  # fmt: skip
     write_json(record_path(job.path), record)
 
 
-def finished(job: Job) -> bool:
+def is_finished(job: Job) -> bool:
     """Whether the file is there, with the rows that it should have, of the size that its record states."""
     record = record_path(job.path)
     if not (job.path.is_file() and record.is_file()):
         return False
-    stated = read_json(record)
-    return stated.get("bytes") == job.path.stat().st_size and job.rows in (None, stated.get("rows"))
+    contents = read_json(record)
+    return contents.get("bytes") == job.path.stat().st_size and job.rows in (None, contents.get("rows"))
 
 
 # ---- one folder
@@ -254,70 +254,72 @@ def split_of(index: int, seed: int, validation: float, test: float) -> str:
     return "test" if math.floor((block + 1) * share) > math.floor(block * share) else "validation"
 
 
-def claim(out: Path, recipe: dict[str, Any]) -> None:
+def claim_folder(out: Path, recipe: dict[str, Any]) -> None:
     """Takes an empty folder, or one that was begun with the same recipe."""
     path = out / "recipe.json"
     # This must be asked first: another rank writes its recipe before it makes a split.
-    begun = any((out / split).exists() for split in SPLITS)
+    has_splits = any((out / split).exists() for split in SPLITS)
     if not path.is_file():
-        if begun:
+        if has_splits:
             raise ConfigError(f"{out}: holds train, validation or test, made otherwise (no recipe.json); choose a new folder")
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, recipe)
         return
-    before = read_json(path)
-    keys = [key for key in {**before, **recipe} if before.get(key) != recipe.get(key)]
+    previous = read_json(path)
+    keys = [key for key in {**previous, **recipe} if previous.get(key) != recipe.get(key)]
     if keys:
-        changed = [f"{key} {before.get(key)} (now {recipe.get(key)})" for key in keys]
+        changed = [f"{key} {previous.get(key)} (now {recipe.get(key)})" for key in keys]
         raise ConfigError(f"{out}: was made with {', '.join(changed)}; choose a new folder, or repeat those settings")
 
 
-def refuse_strangers(out: Path, jobs: Sequence[Job], advice: str) -> None:
+def refuse_unplanned_files(out: Path, jobs: Sequence[Job], advice: str) -> None:
     """Files that this run would not make must not end up in its folders unseen, nor rows be lost that another run made."""
     for job in jobs:
         record = record_path(job.path)
-        held = read_json(record).get("rows", 0) if job.rows and job.path.is_file() and record.is_file() else 0
-        if job.rows and held > job.rows:
-            raise ConfigError(f"{job.path}: holds {held} samples, this run would make {job.rows}; {advice}")
+        rows = read_json(record).get("rows", 0) if job.rows and job.path.is_file() and record.is_file() else 0
+        if job.rows and rows > job.rows:
+            raise ConfigError(f"{job.path}: holds {rows} samples, this run would make {job.rows}; {advice}")
     planned = {job.path for job in jobs}
     folders = {*(out / split for split in SPLITS), *(path.parent for path in planned)}
-    there = {path for folder in folders for path in folder.glob("*.h5")}
-    extra = sorted(there - planned)
+    present = {path for folder in folders for path in folder.glob("*.h5")}
+    extra = sorted(present - planned)
     if extra:
         raise ConfigError(f"{extra[0]}: one of {len(extra)} files that this run would not make; {advice}")
 
 
-def finish(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]) -> tuple[int, int, list[list[str]]]:
+def write_indexes(
+    out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]
+) -> tuple[int, int, list[list[str]]]:
     """Writes the index of every folder, and statistics. Returns bytes and rows of all files, and what was refused."""
     statistics: dict[str, Any] = {"format": 1, "version": hpcai.__version__, "splits": {}, "settings": settings}
     indexes: dict[str, Any] = {}
     refused: list[list[str]] = []
-    contents = {job.path.parent.name: job.contents for job in jobs}
-    for folder in sorted(contents, key=[*SPLITS, *contents].index):
-        one = contents[folder]
+    by_folder = {job.path.parent.name: job.contents for job in jobs}
+    for folder in sorted(by_folder, key=[*SPLITS, *by_folder].index):
+        spec = by_folder[folder]
         records = [read_json(record_path(path)) for path in sorted(job.path for job in jobs) if path.parent.name == folder]
-        shapes = {tuple(len(record["shape"]) * [None] if one.varies else record["shape"]) for record in records}
+        shapes = {tuple(len(record["shape"]) * [None] if spec.varies else record["shape"]) for record in records}
         if len(shapes) > 1:
             raise DataError(f"{out / folder}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
         shape = list(shapes.pop())
-        told = ("name", "rows", "bytes", "sha256", *(["shape"] if one.varies else []), *(["lengths"] if one.parts else []))
+        keys = ("name", "rows", "bytes", "sha256", *(["shape"] if spec.varies else []), *(["lengths"] if spec.row_lengths else []))
         indexes[folder] = {
-            "files": [{key: record[key] for key in told} for record in records], **({} if one.varies else {"shape": shape}),
-            "fields": {name: field.told(shape if None in field.shape else field.shape) for name, field in one.fields.items()},
+            "files": [{key: record[key] for key in keys} for record in records], **({} if spec.varies else {"shape": shape}),
+            "fields": {name: field.to_json(shape if None in field.shape else field.shape) for name, field in spec.fields.items()},
             **header,
         }  # fmt: skip
-        (statistics["splits"] if folder in SPLITS else statistics)[folder] = one.statistics(records)
+        (statistics["splits"] if folder in SPLITS else statistics)[folder] = spec.compute_statistics(records)
         refused += [each for record in records for each in record["refused"]]
     write_json(out / "statistics.json", statistics)
     for folder, index in indexes.items():
         write_index(out / folder, index)
-        for left in (out / folder).rglob(".*.partial"):         # of files and of their records
-            left.unlink(missing_ok=True)
+        for partial in (out / folder).rglob(".*.partial"):         # of files and of their records
+            partial.unlink(missing_ok=True)
     files = [(file["bytes"], file["rows"], folder in SPLITS) for folder, index in indexes.items() for file in index["files"]]
     return sum(size for size, _, _ in files), sum(rows for _, rows, sample in files if sample), refused
 
 
-def indexed(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
+def iter_files(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
     """(path, entry, index) of every file of the splits."""
     splits = [split for split in SPLITS if (out / split).is_dir()]
     if not splits:
@@ -331,69 +333,69 @@ def indexed(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
 # ---- the work
 
 
-def launched() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Rank and number of processes of the launcher that started this one, or (0, 1)."""
-    here = read_rank_info()
-    if here.world is None:                       # PMIx states no size in the environment
+    info = read_rank_info()
+    if info.world is None:                       # PMIx states no size in the environment
         from mpi4py import MPI
 
         return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    return here.rank, here.world
+    return info.rank, info.world
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Cores that this process may use, shared with the other ranks of its machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bound = usable < (os.cpu_count() or 1)       # a bound rank has these cores for itself
     return usable if bound else max(1, usable // (read_rank_info().local_world or 1))
 
 
-def make_share(jobs: Sequence[Job], workers: int, label: str) -> None:
+def run_local_jobs(jobs: Sequence[Job], workers: int, label: str) -> None:
     """Makes what is missing of this rank's share."""
-    rank, size = launched()
-    make([job for job in jobs[rank::size] if not finished(job)], make_file, workers, label)
+    rank, size = rank_and_size()
+    run_parallel([job for job in jobs[rank::size] if not is_finished(job)], write_file, workers, label)
 
 
-def gather(tasks: Mapping[Path, Callable[[], dict[str, Any]]], workers: int, label: str) -> Iterator[dict[str, Any]]:
+def all_gather_results(tasks: Mapping[Path, Callable[[], dict[str, Any]]], workers: int, label: str) -> Iterator[dict[str, Any]]:
     """Return the results of all tasks, in order, on every rank. The ranks share the tasks; each result is a file of JSON, which a
     later run goes on from."""
-    rank, size = launched()
-    make([task for task in [*tasks.items()][rank::size] if not task[0].is_file()], _note, workers, label)
+    rank, size = rank_and_size()
+    run_parallel([task for task in [*tasks.items()][rank::size] if not task[0].is_file()], _write_result, workers, label)
     _wait(list(tasks), Path.is_file, str)
     return map(read_json, tasks)
 
 
-def _note(task: tuple[Path, Callable[[], dict[str, Any]]]) -> None:
+def _write_result(task: tuple[Path, Callable[[], dict[str, Any]]]) -> None:
     write_json(task[0], task[1]())
 
 
-def make(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str) -> None:
+def run_parallel(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str) -> None:
     """Calls work on every job, in this process or in several; the first error stops it and is raised."""
-    with _progress(len(jobs), label) as step:
+    with _progress_bar(len(jobs), label) as step:
         if workers == 1 or len(jobs) < 2:
             for job in jobs:
                 work(job)
                 step()
             return
         # A fresh interpreter per worker: forking a process that may hold threads (HDF5, a test runner) is not safe.
-        pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _leave_interrupts)
+        pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _ignore_interrupts)
         try:
-            for done in as_completed([pool.submit(work, job) for job in jobs]):
-                done.result()
+            for future in as_completed([pool.submit(work, job) for job in jobs]):
+                future.result()
                 step()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _leave_interrupts() -> None:
+def _ignore_interrupts() -> None:
     """Ctrl-C reaches every process of the terminal; the parent alone answers it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
-def _progress(total: int, label: str) -> Iterator[Callable[[], None]]:
-    speak = launched()[0] == 0
-    if speak and sys.stdout.isatty():
+def _progress_bar(total: int, label: str) -> Iterator[Callable[[], None]]:
+    visible = rank_and_size()[0] == 0
+    if visible and sys.stdout.isatty():
         from rich.progress import Progress
 
         with Progress(transient=True) as bar:
@@ -404,30 +406,30 @@ def _progress(total: int, label: str) -> Iterator[Callable[[], None]]:
 
     def step() -> None:
         state["done"] += 1
-        if speak and time.monotonic() >= state["next"]:
+        if visible and time.monotonic() >= state["next"]:
             state["next"] = time.monotonic() + 10
             print(f"{label}: {state['done']:.0f} of {total}", flush=True)
 
     yield step
 
 
-def wait_for(jobs: Sequence[Job]) -> None:
+def wait_for_files(jobs: Sequence[Job]) -> None:
     """Waits for the files of the other ranks. Raises DataError after ``PATIENCE`` seconds without a new one."""
-    _wait(jobs, finished, lambda job: job.path)
+    _wait(jobs, is_finished, lambda job: job.path)
 
 
-def _wait(missing: Sequence[Any], there: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:
-    last, told = time.monotonic(), 0.0
-    while still := [one for one in missing if not there(one)]:
-        if len(still) < len(missing):
+def _wait(missing: Sequence[Any], is_done: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:
+    last, logged = time.monotonic(), 0.0
+    while remaining := [item for item in missing if not is_done(item)]:
+        if len(remaining) < len(missing):
             last = time.monotonic()
-        elif time.monotonic() - last > PATIENCE:
+        elif time.monotonic() - last > TIMEOUT:
             raise DataError(
-                f"{name(still[0])}: not made, and no file came from another rank for {PATIENCE:.0f} s; look whether a rank ended "
-                "early, then repeat the command: finished files are kept"
+                f"{name(remaining[0])}: not made, and no file came from another rank for {TIMEOUT:.0f} s; look whether a rank "
+                "ended early, then repeat the command: finished files are kept"
             )
-        if launched()[0] == 0 and time.monotonic() - told > 30:
-            told = time.monotonic()
-            print(f"waiting for {len(still)} files of the other ranks", flush=True)
-        missing = still
+        if rank_and_size()[0] == 0 and time.monotonic() - logged > 30:
+            logged = time.monotonic()
+            print(f"waiting for {len(remaining)} files of the other ranks", flush=True)
+        missing = remaining
         time.sleep(0.2)

@@ -21,8 +21,8 @@ from hpcai.errors import DataError
 
 GZIP = b"\x1f\x8b\x08"
 FRAME = 16                                      # bytes of a record that are not payload
-LONGEST = 1 << 28                               # bytes of a record; a universe of 128^3 in four redshifts has 2^24
-LARGEST_TARGET = 1.5                            # targets are scaled to [-1, 1]; more is another kind of file
+MAX_RECORD = 1 << 28                               # bytes of a record; a universe of 128^3 in four redshifts has 2^24
+MAX_TARGET = 1.5                            # targets are scaled to [-1, 1]; more is another kind of file
 
 
 def _masked_crc(data: bytes) -> int:
@@ -31,15 +31,15 @@ def _masked_crc(data: bytes) -> int:
 
 
 # tf.train.Example, declared here: TensorFlow is not needed to read its files. Types: 2 float, 9 string, 11 message, 12 bytes.
-_MANY, _FLOAT, _STRING, _MESSAGE, _BYTES = 3, 2, 9, 11, 12
+_REPEATED, _FLOAT, _STRING, _MESSAGE, _BYTES = 3, 2, 9, 11, 12
 _NESTED = {"label": 1, "type": _MESSAGE}
 _EXAMPLE = {"name": "example.proto", "package": "tensorflow", "syntax": "proto3", "messageType": [
-    {"name": "BytesList", "field": [{"name": "value", "number": 1, "label": _MANY, "type": _BYTES}]},
-    {"name": "FloatList", "field": [{"name": "value", "number": 1, "label": _MANY, "type": _FLOAT}]},
+    {"name": "BytesList", "field": [{"name": "value", "number": 1, "label": _REPEATED, "type": _BYTES}]},
+    {"name": "FloatList", "field": [{"name": "value", "number": 1, "label": _REPEATED, "type": _FLOAT}]},
     {"name": "Feature", "field": [{"name": "bytes_list", "number": 1, **_NESTED, "typeName": ".tensorflow.BytesList"},
                                   {"name": "float_list", "number": 2, **_NESTED, "typeName": ".tensorflow.FloatList"}]},
     {"name": "Features",
-     "field": [{"name": "feature", "number": 1, **_NESTED, "label": _MANY, "typeName": ".tensorflow.Features.FeatureEntry"}],
+     "field": [{"name": "feature", "number": 1, **_NESTED, "label": _REPEATED, "typeName": ".tensorflow.Features.FeatureEntry"}],
      "nestedType": [{"name": "FeatureEntry", "options": {"mapEntry": True}, "field": [
          {"name": "key", "number": 1, "label": 1, "type": _STRING},
          {"name": "value", "number": 2, **_NESTED, "typeName": ".tensorflow.Feature"}]}]},
@@ -83,7 +83,7 @@ def _read(file: IO[bytes], size: int, path: Path, at: str) -> bytes:
         raise DataError(f"{path}: damaged gzip in the record at {at} ({error}); fetch the file again") from None
 
 
-def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
+def read_payloads(path: Path) -> Iterator[tuple[str, bytes]]:
     """(where, payload) of every record. Raises DataError with file and byte offset for a record that is cut off or corrupt."""
     file, suffix = _open(path)
     with file:
@@ -100,8 +100,8 @@ def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
             if not _is_header(head):
                 raise DataError(f"{path}: wrong checksum of the length in the record at {at}: corrupt; fetch the file again")
             (length,) = struct.unpack("<Q", head[:8])
-            if length > LONGEST:
-                found = f"{length:,} bytes, expected at most {LONGEST:,}"
+            if length > MAX_RECORD:
+                found = f"{length:,} bytes, expected at most {MAX_RECORD:,}"
                 raise DataError(f"{path}: the record at {at} says that it has {found}; fetch the file again")
             body = _read(file, length + 4, path, at)
             if len(body) < length + 4:
@@ -114,9 +114,9 @@ def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
             offset += length + FRAME
 
 
-def samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:
+def read_samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:
     """(where, counts [D, H, W, C] with D = H = W from the size, target [P]) of every record."""
-    for at, payload in payloads(path):
+    for at, payload in read_payloads(path):
         where = f"{path}: record at {at}"
         example = _example_class()()
         try:
@@ -131,17 +131,17 @@ def samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16],
         if edge < 1 or edge**3 * 2 * channels != len(raw):
             raise DataError(f"{where}: {len(raw)} bytes are no cube of {channels} int16 channels; see --channels")
         target = np.array(features["y"].float_list.value, np.float32)
-        refuse_target(target, where)
+        validate_target(target, where)
         counts = np.frombuffer(raw, "<i2").reshape(edge, edge, edge, channels).astype(np.int16, copy=False)
-        refuse_counts(counts, where)
+        validate_counts(counts, where)
         yield where, counts, target
 
 
-def refuse_target(target: NDArray[np.float32], where: str) -> None:
-    if not (np.abs(target) <= LARGEST_TARGET).all():         # NaN is not
-        raise DataError(f"{where}: target {target.tolist()}, expected finite numbers within [-{LARGEST_TARGET}, {LARGEST_TARGET}]")
+def validate_target(target: NDArray[np.float32], where: str) -> None:
+    if not (np.abs(target) <= MAX_TARGET).all():         # NaN is not
+        raise DataError(f"{where}: target {target.tolist()}, expected finite numbers within [-{MAX_TARGET}, {MAX_TARGET}]")
 
 
-def refuse_counts(counts: NDArray[np.int16], where: str) -> None:
+def validate_counts(counts: NDArray[np.int16], where: str) -> None:
     if counts.min() < 0:
         raise DataError(f"{where}: a count of {counts.min()}, expected none below 0; these are no particle counts")

@@ -218,8 +218,9 @@ class Judging:
         self.features = None if cfg.features is None else Features(cfg.features, mesh.device)
         self.clip = None if cfg.clip is None else Clip(cfg.clip, mesh.device)
         precision = "bfloat16" if self.narrow else "float32"
-        asked = encoders.chosen(cfg.model, cfg.vae, cfg.tokens, cfg.pooled, None, cfg.long == "cut", precision, str(mesh.device))
-        self.opened = encoders.opened(asked)
+        asked = encoders.resolve_networks(cfg.model, cfg.vae, cfg.tokens, cfg.pooled, None, cfg.long == "cut", precision,
+                                          str(mesh.device))  # fmt: skip
+        self.opened = encoders.load_networks(asked)
 
     def score(self, path: Path) -> dict[str, float]:
         """All scores of the model at ``path``, the same on all processes."""
@@ -258,10 +259,10 @@ class Judging:
         return materialize(model, self.mesh.device, dtype=torch.bfloat16 if self.narrow else torch.float32).eval()
 
     def _fits(self, file: Path, settings: Any) -> None:
-        latents, vae, texts = settings.latents, self.opened.vae, self.opened.texts
+        latents, vae, texts = settings.latents, self.opened.vae, self.opened.text_encoders
         if vae is None or vae.cfg.latents != settings.size[0]:
             found = "no autoencoder" if vae is None else f"latents of {vae.cfg.latents} channels"
-            raise ConfigError(f"{self.opened.asked.vae}: {found}; {file} makes latents of {settings.size[0]}, by {latents.vae}")
+            raise ConfigError(f"{self.opened.cfg.vae}: {found}; {file} makes latents of {settings.size[0]}, by {latents.vae}")
         for name in ("tokens", "pooled"):
             wanted = getattr(latents, name)
             if wanted is None:
@@ -279,7 +280,7 @@ class Judging:
         known = [one for one in (latents.vae, *latents.encoders) if _SEAL.search(one)]
         if not known:
             return
-        vae, encoders = self.opened.asked.identities()
+        vae, encoders = self.opened.cfg.identities()
         found = [one for one in (vae, *encoders) if one is not None]
         if missing := [one for one in known if one[-12:] not in {other[-12:] for other in found}]:
             raise ConfigError(f"{file} was trained with {missing[0]}, found are {', '.join(found)}; name the folder of that one")
@@ -292,11 +293,12 @@ class Judging:
 
         captions = [self.captions[number] for number in numbers]
         named = [f"{self.cfg.captions}: caption {number + 1}" for number in numbers]
-        told = {name: one.encode(captions, named)[0] for name, one in self.opened.texts.items() if getattr(model.cfg.latents, name)}
+        told = {name: encoder.encode(captions, named)[0] for name, encoder in self.opened.text_encoders.items()
+                if getattr(model.cfg.latents, name)}  # fmt: skip
         with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.narrow):
             drawn = model.sample(Condition(**told), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
         latents = drawn.float() / model.cfg.latents.scale + model.cfg.latents.shift
-        images = self.opened.decoded(latents).to(self.mesh.device) / 2 + 0.5
+        images = self.opened.decode(latents).to(self.mesh.device) / 2 + 0.5
         if not images.isfinite().all():
             raise DataError("images have numbers that are not finite; look at the weights, or set precision to fp32")
         return (images * 255).round() / 255

@@ -128,7 +128,7 @@ def test_many_records_in_one_file_however_packed(packed, tmp_path):
 def test_a_plain_record_that_begins_like_gzip_is_plain(tmp_path):
     file = tmp_path / "a"
     file.write_bytes(framed(bytes(0x088B1F)))                # its length begins with the three bytes of gzip
-    assert [len(payload) for _, payload in tfrecord.payloads(file)] == [0x088B1F]
+    assert [len(payload) for _, payload in tfrecord.read_payloads(file)] == [0x088B1F]
 
 
 def test_limit_takes_the_first_files(public, tmp_path):
@@ -208,5 +208,5 @@ def test_a_missing_package_names_the_extra(package, tmp_path, monkeypatch):
     tfrecord._example_class.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[cosmoflow\]"):
-        list(tfrecord.samples(file, 4))
+        list(tfrecord.read_samples(file, 4))
     tfrecord._example_class.cache_clear()

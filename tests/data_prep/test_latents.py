@@ -163,7 +163,7 @@ def by_hand(pipeline: Path, number: int, text: str | None = None) -> dict[str, t
 
 def numbers(count: int = IMAGES, held: int = 3) -> dict[str, list[int]]:
     """Which samples each split has."""
-    mask = latents.held_out(count, held, 0)
+    mask = latents.validation_mask(count, held, 0)
     return {"train": np.flatnonzero(~mask).tolist(), "validation": np.flatnonzero(mask).tolist()}
 
 
@@ -286,13 +286,13 @@ def test_images_lie_as_they_are_seen_and_fill_the_size(tmp_path: Path) -> None:
     seen = np.zeros((30, 20, 3), np.uint8)
     seen[:15] = 255                                                             # light above
     Image.fromarray(np.rot90(seen).copy()).save(path, exif=exif, quality=95)
-    found = captioned.fitted(captioned.Sample("x", image=path), (20, 16), False)
-    larger = captioned.fitted(captioned.Sample("x", image=path), (60, 40), True)
+    found = captioned.resize_and_crop(captioned.Sample("x", image=path), (20, 16), False)
+    larger = captioned.resize_and_crop(captioned.Sample("x", image=path), (60, 40), True)
     assert larger.shape == (3, 60, 40) and larger[:, :26].min() > 0.8 and larger[:, 34:].max() < -0.8
     assert found.shape == (3, 20, 16) and found[:, :8].min() > 0.8 and found[:, -8:].max() < -0.8
     gray = Image.fromarray(np.full((16, 16), 200, np.uint8))
     gray.save(tmp_path / "gray.webp", lossless=True)
-    found = captioned.fitted(captioned.Sample("x", image=tmp_path / "gray.webp"), (16, 16), False)
+    found = captioned.resize_and_crop(captioned.Sample("x", image=tmp_path / "gray.webp"), (16, 16), False)
     assert (found == torch.tensor(200 / 127.5 - 1)).all()
 
 
@@ -393,7 +393,7 @@ def test_times_are_of_validation_alone_and_a_limit_takes_the_first(tmp_path: Pat
     assert convert(folder, tmp_path / "out", "--validation", 0.3, "--limit", 15, "--workers", 1) == 0
     train, held = (whole(tmp_path / "out" / split) for split in ("train", "validation"))
     assert "level" not in train and len(train["moments"]) == 10
-    these = np.flatnonzero(latents.held_out(15, 0.3, 0))
+    these = np.flatnonzero(latents.validation_mask(15, 0.3, 0))
     assert held["level"].tolist() == (these % 8).tolist() and len(these) == 5
     assert all((row == flux(int(n), None)[1]["tokens"]).all() for row, n in zip(held["tokens"], these))
 
@@ -518,10 +518,10 @@ def test_other_images_and_an_out_within_them_are_refused(
 def test_without_transformers_the_error_says_what_to_install(
     source: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    encoders.opened.cache_clear()
+    encoders.load_networks.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"needs transformers: pip install 'hpcai-suite\[latents\]'"):
-        encoders.opened(encoders.chosen(pipeline, None, None, None, N, False, "float32", "cpu"))
+        encoders.load_networks(encoders.resolve_networks(pipeline, None, None, None, N, False, "float32", "cpu"))
     assert convert(source, tmp_path, "--vae", pipeline / "vae", *SMALL) == 0    # images need none
 
 

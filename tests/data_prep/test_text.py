@@ -30,7 +30,7 @@ from tests.stored import DATA
 GOLDEN = str(DATA / "llm" / "tokenizer")
 T = 32
 SMALL = ["--sequence", T, "--held-out", 0.3, "--each", 7, "--seed", 3]
-FIELDS, ANSWERS = (packing.fields(T, Tokenizer.byte_level(), answers) for answers in (False, True))
+FIELDS, ANSWERS = (packing.make_fields(T, Tokenizer.byte_level(), answers) for answers in (False, True))
 OF_TEXT = {f"notes/{n}.txt": f"note {n}: " + "word " * n + f"– ½ {n}\n" for n in range(24)} | {"read me.md": "# Title\n\nsmall\n"}
 OF_LINES = [f'"{n}" says\n' + "ab " * (n % 7) for n in range(40)]
 OF_TABLE = [f"row {n} " + "é" * n for n in range(30)]
@@ -77,8 +77,8 @@ def bytes_of(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PART", 200)
-    monkeypatch.setattr(text, "FILES", 3)
+    monkeypatch.setattr(text, "SHARD_BYTES", 200)
+    monkeypatch.setattr(text, "MAX_FILES", 3)
 
 
 def rows_of(out: Path, split: str, fields: Any = FIELDS) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def test_parts_processes_and_ranks_change_nothing(
     words = ["--tokenizer", "bytes", *SMALL]
     small_parts(monkeypatch)
     monkeypatch.setattr(documents, "BLOCK", 7)
-    monkeypatch.setattr(documents, "_FEED", 5)
+    monkeypatch.setattr(documents, "_ZSTD_BLOCK", 5)
     assert convert(source, tmp_path / "two", *words, workers=2) == 0
     assert len(list((tmp_path / "two" / ".work").glob("*.tokens"))) > 20
     assert content(tmp_path / "two") == content(bytes_of)
@@ -244,14 +244,14 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest
 def test_a_long_text_is_read_in_parts_and_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = "".join(f"  line {n}: é {'x' * (n % 5)}\n\n" + "\tmore 12345\nflush left\n" * (n % 3) for n in range(400))
     write(tmp_path / "in", {"a.txt": whole.encode()})
-    monkeypatch.setattr(documents, "PIECE", 100)
+    monkeypatch.setattr(documents, "TEXT_CHUNK", 100)
     monkeypatch.setattr(documents, "BLOCK", 33)
-    assert len(list(documents.texts(tmp_path / "in" / "a.txt"))) > 50
+    assert len(list(documents.read_text(tmp_path / "in" / "a.txt"))) > 50
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", GOLDEN, "--sequence", 2, "--held-out", 0) == 0
     rows, one = rows_of(tmp_path / "out", "train", FIELDS | {"tokens": store.Field("uint16", (3,))}), Tokenizer.load(GOLDEN)
     expected = one.encode_document(whole)
     assert [token for row in rows for token in row["tokens"][:2].tolist()] == expected[: 2 * len(rows)]
-    assert "".join(documents.texts(tmp_path / "in" / "a.txt")) == whole
+    assert "".join(documents.read_text(tmp_path / "in" / "a.txt")) == whole
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_file_that_is_cut_anywhere_has_each_document_once(tmp_path: Path, name
 
     def read(begin: int, end: int, path: Path = path) -> list[Any]:
         piece = documents.Piece(path, name, begin, end)
-        return [(documents.before(piece) + line, item) for line, item in documents.read(piece, [])]
+        return [(documents.count_before(piece) + line, item) for line, item in documents.read_documents(piece, [])]
 
     whole = read(0, len(data))
     assert len(whole) >= 3
@@ -272,7 +272,7 @@ def test_a_file_that_is_cut_anywhere_has_each_document_once(tmp_path: Path, name
 
 
 def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "PIECE", 10)
+    monkeypatch.setattr(documents, "TEXT_CHUNK", 10)
     monkeypatch.setattr(documents, "BLOCK", 8)
     good = {f"{n}.txt": f"good {n}\n".encode() * 5 for n in (1, 3)}
     write(tmp_path / "in", {**good, "2.txt": b"some line\n" * 9 + b"\xff"})
@@ -307,9 +307,9 @@ def test_the_library_is_what_comes_with_python_and_not_tests_or_packages(python:
 
 
 def test_the_real_library_is_found() -> None:
-    names = {source.name for source in text.library()}
+    names = {source.name for source in text.library_sources()}
     assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= names
-    assert 4e6 < sum(source.path.stat().st_size for source in text.library()) < 2e7
+    assert 4e6 < sum(source.path.stat().st_size for source in text.library_sources()) < 2e7
     assert not [name for name in names if "/test/" in name or "packages" in name]
 
 
@@ -319,7 +319,7 @@ def test_a_tokenizer_is_not_trained_on_what_is_held_out_and_not_twice(tmp_path: 
     assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
     one = Tokenizer.load(tmp_path / "out")
     assert len(one.encode(" words")) < 3 and len(one.encode(" zyzzyva")) > 6
-    monkeypatch.delattr(text, "trained")
+    monkeypatch.delattr(text, "train_tokenizer")
     assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
 
 
@@ -502,8 +502,8 @@ def test_another_source_and_an_out_within_it_are_refused(bytes_of: Path, source:
 
 
 def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "LINE", 1000)
+    monkeypatch.setattr(documents, "MAX_LINE", 1000)
     monkeypatch.setattr(documents, "BLOCK", 100)
     write(tmp_path, {"a.jsonl": b'{"text": "a"}\n' + b"x" * 1200})
     with pytest.raises(DataError, match="a.jsonl: the line from byte 14 on is longer than"):
-        list(documents.lines(tmp_path / "a.jsonl"))
+        list(documents.read_lines(tmp_path / "a.jsonl"))

@@ -12,7 +12,7 @@ SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val_id", "val"
 
 
 @dataclass(frozen=True)
-class Origin:
+class SourceFile:
     """A source file."""
 
     path: Path
@@ -22,7 +22,7 @@ class Origin:
     relative: bool                              # energies are told less a reference
 
 
-def files(root: Path) -> dict[str, list[Path]]:
+def find_files(root: Path) -> dict[str, list[Path]]:
     """Source files of each split, or of all under ""."""
     if root.is_file():
         if trajectories.kind(root) is None:
@@ -32,53 +32,53 @@ def files(root: Path) -> dict[str, list[Path]]:
         raise ConfigError(f"{root}: no such file or folder")
     named = {split: folder for split, names in SPLIT_NAMES.items() for name in names[::-1] if (folder := root / name).is_dir()}
     folders = named if "train" in named else {"": root}
-    found = {split: [path for path in sorted(folder.rglob("*")) if path.is_file() and trajectories.kind(path)]
+    files = {split: [path for path in sorted(folder.rglob("*")) if path.is_file() and trajectories.kind(path)]
              for split, folder in folders.items()}  # fmt: skip
     for split, folder in folders.items():
-        if not found[split]:
+        if not files[split]:
             raise ConfigError(f"{folder}: holds no file that ends with {', '.join(trajectories.ENDINGS)}; name another SOURCE")
-    return found
+    return files
 
 
-def origin(path: Path, root: Path, by_system: bool) -> Origin:
+def inspect_file(path: Path, root: Path, by_system: bool) -> SourceFile:
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix()
-    told, labels = trajectories.systems(path), None     # OC20's lists spare a look at the atoms
-    found: list[int | None] = []
+    listed, labels = trajectories.systems(path), None     # OC20's lists spare a look at the atoms
+    systems: list[int | None] = []
     for number, item in enumerate(trajectories.items(path, name)):
-        system = told[number] if number < len(told) else None
-        if (labels is None and number < 9) or (by_system and not told):
+        system = listed[number] if number < len(listed) else None
+        if (labels is None and number < 9) or (by_system and not listed):
             try:
                 frame = item()
                 labels, system = labels or frame.labels, system or frame.system
             except DataError:
                 pass                            # told when it is its turn
-        found.append(system if by_system else None)
-    if not found:
+        systems.append(system if by_system else None)
+    if not systems:
         raise DataError(f"{path}: holds no frames; {trajectories.AGAIN}")
-    return Origin(path, name, tuple(found), labels, trajectories.has_references(path) is not None)
+    return SourceFile(path, name, tuple(systems), labels, trajectories.has_references(path) is not None)
 
 
-def source(origins: Sequence[Origin], options: argparse.Namespace) -> dict[str, str]:
+def describe_source(origins: Sequence[SourceFile], options: argparse.Namespace) -> dict[str, str]:
     """Entries of the index about the source. Labels of several methods in one set are refused: their energies have other zeros."""
-    told = [(origin.labels or options.label, origin.relative) for origin in origins]
-    kinds, advice = list(dict.fromkeys(told)), "convert them one by one"
-    silent = [origin for origin, (labels, relative) in zip(origins, told) if labels is None and not relative]
+    methods = [(origin.labels or options.label, origin.relative) for origin in origins]
+    kinds, advice = list(dict.fromkeys(methods)), "convert them one by one"
+    unlabelled = [origin for origin, (labels, relative) in zip(origins, methods) if labels is None and not relative]
     if len(kinds) > 1:
-        one, other = (f"{origins[told.index(kind)].path.name} has {kind[0] or 'labels of unknown method'}"
+        first, second = (f"{origins[methods.index(kind)].path.name} has {kind[0] or 'labels of unknown method'}"
                       f"{', energies less a reference' if kind[1] else ''}" for kind in kinds[:2])  # fmt: skip
-        raise ConfigError(f"{options.source}: {one}, {other}; {advice}; --label names the method of files that do not tell it")
-    if len(silent) > 1:
-        raise ConfigError(f"{options.source}: {len(silent)} files such as {silent[0].path.name} do not tell how their labels were "
+        raise ConfigError(f"{options.source}: {first}, {second}; {advice}; --label names the method of files that do not tell it")
+    if len(unlabelled) > 1:
+        raise ConfigError(f"{options.source}: {len(unlabelled)} files such as {unlabelled[0].path.name} do not tell how their labels were "
                           f"computed; if by one method, name it, as in --label 'DFT (VASP)'; otherwise {advice}")  # fmt: skip
-    labels, relative = told[0]
+    labels, relative = methods[0]
     return {"name": options.source.name, "labels": options.label or labels or "not stated",
             "energy": "less a reference" if relative else "total"}  # fmt: skip
 
 
-def splits(origins: dict[str, list[Origin]], options: argparse.Namespace) -> dict[str, list[tuple[Origin, list[int]]]]:
+def split_frames(origins: dict[str, list[SourceFile]], options: argparse.Namespace) -> dict[str, list[tuple[SourceFile, list[int]]]]:
     """The frames of each split."""
     if "" not in origins:
-        return {split: [(origin, list(range(len(origin.systems)))) for origin in group] for split, group in origins.items()}
+        return {split: [(inspect_file, list(range(len(inspect_file.systems)))) for inspect_file in group] for split, group in origins.items()}
     group = origins[""]
     if options.hold_last:
         only, last = group[0], options.hold_last
@@ -88,9 +88,9 @@ def splits(origins: dict[str, list[Origin]], options: argparse.Namespace) -> dic
         cut = len(only.systems) - last
         return {"train": [(only, list(range(cut)))], "validation": [(only, list(range(cut, cut + last)))]}
     order = list(dict.fromkeys(system for origin in group for system in origin.systems))
-    where = {system: store.split_of(n, options.seed, options.validation, options.test) for n, system in enumerate(order)}
-    one = f"{options.source} has {len(order)} systems" if len(order) > 1 else f"{options.source} is of one system (--hold-last N?)"
-    command.refuse_empty(list(where.values()), options, one)
-    parts = {split: [(origin, [n for n, system in enumerate(origin.systems) if where[system] == split]) for origin in group]
-             for split in store.SPLITS if split in where.values()}  # fmt: skip
-    return {split: [(origin, picked) for origin, picked in part if picked] for split, part in parts.items()}
+    split_by_system = {system: store.split_of(n, options.seed, options.validation, options.test) for n, system in enumerate(order)}
+    request = f"{options.source} has {len(order)} systems" if len(order) > 1 else f"{options.source} is of one system (--hold-last N?)"
+    command.require_splits(list(split_by_system.values()), options, request)
+    parts = {split: [(origin, [n for n, system in enumerate(origin.systems) if split_by_system[system] == split]) for origin in group]
+             for split in store.SPLITS if split in split_by_system.values()}  # fmt: skip
+    return {split: [(inspect_file, picked) for inspect_file, picked in part if picked] for split, part in parts.items()}
