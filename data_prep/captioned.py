@@ -141,7 +141,7 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
             if (rest := file.read(512)) != bytes(512):
                 raise tarfile.ReadError("cut off" if not rest else f"what is at byte {end:,} is no member")
     except (tarfile.TarError, OSError, EOFError) as problem:
-        raise DataError(f"{path}: not a whole tar ({problem}); {REMEDY}") from problem
+        raise DataError(f"{path}: not a complete tar ({problem}); {REMEDY}") from problem
     for name, members in samples.items():
         yield {"name": name, "caption": "txt" in members, "members": members}
 
@@ -236,14 +236,14 @@ def _arrow_errors(path: Path) -> Iterator[None]:
     except HpcaiError:
         raise
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
-        raise DataError(f"{path}: not a whole table ({str(problem)[:200]}); {REMEDY}") from problem
+        raise DataError(f"{path}: not a complete table ({str(problem)[:200]}); {REMEDY}") from problem
 
 
 def _load_npy(data: bytes, where: str) -> Array:
     try:
         return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
     except (ValueError, OSError, EOFError, SyntaxError) as problem:
-        raise DataError(f"{where}: not a whole .npy ({problem}); {REMEDY}") from problem
+        raise DataError(f"{where}: not a complete .npy ({problem}); {REMEDY}") from problem
 
 
 def _decode_flux(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) -> Sample:

@@ -457,5 +457,4 @@ def describe_refusal(problem: Exception, where: object) -> tuple[str, str]:
 
 def subsample(items: Sequence[Any], count: int) -> Sequence[Any]:
     """Return at most ``count`` of the items, evenly spaced."""
-
     return items[:: max(1, -(-len(items) // max(1, count)))] if count else []

@@ -1,12 +1,12 @@
-"""Documents of text files of any size, each range of a file on its own, in bounded memory.
+"""Readers of documents in text files of any size: each range of a file can be read alone, in bounded memory.
 
     any text                  the file is a document
-    .jsonl .ndjson .json      each line is one, an object
-    .parquet                  each row is one
-    .fasta .fa .faa .a3m      each sequence is one, without gaps, and in A3M without insertions (lower-case letters)
+    .jsonl .ndjson .json      each line is a document, a JSON object
+    .parquet                  each row is a document
+    .fasta .fa .faa .a3m      each sequence is a document, without gaps, and in A3M without insertions (lower-case letters)
 
-All but .parquet also end with .gz or .zst. What cannot be used is told with its file and line, not raised, where the rest of a
-file can still be read; a file that is cut off is an error.
+All but .parquet may be compressed: .gz or .zst. An unusable document is yielded as ``Unusable`` if the rest of the file can be
+read; a truncated file raises DataError.
 """
 
 import gzip
@@ -22,47 +22,47 @@ from data_prep.extras import needed
 from hpcai.errors import DataError
 
 BLOCK = 1 << 20                                 # bytes
-MAX_LINE = 1 << 28                                  # bytes of the longest line
-TEXT_CHUNK = 1 << 20                                 # characters of a text that are looked at together, at least
-TABLE_ROWS = 256                                     # rows of .parquet in memory
-_ZSTD_BLOCK = 1 << 12                                 # bytes of .zst, which may be 32,000 times as many
-REMEDY = "copy or make it again"
+MAX_LINE = 1 << 28                              # bytes
+TEXT_CHUNK = 1 << 20                            # characters of a text that are read together, at least
+TABLE_ROWS = 256                                # rows of .parquet in memory
+_ZSTD_BLOCK = 1 << 12                           # compressed bytes, which may decompress to 32,000 times as many
+REMEDY = "copy or write it again"
 PACKED = (".gz", ".zst")
 KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "table", ".fasta": "sequences", ".fa": "sequences",
          ".faa": "sequences", ".a3m": "aligned"}  # fmt: skip
 
 
 class NotTextError(DataError):
-    """A file that is no text; the message names it."""
+    """A file is no text; the message has its name."""
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """A document that cannot be used, and why."""
+    """The reason why a document cannot be used."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: what begins in these bytes of its text, or the row groups of a table."""
+    """A range of a file: the documents that begin in these bytes of its text, or the row groups of a table."""
 
     path: Path
-    name: str                                   # from its SOURCE
+    name: str                                   # relative to its SOURCE
     begin: int
     end: int
-    split: str | None = None                    # where all of it goes
+    split: str | None = None                    # the split of all its documents, if given
 
 
 def file_kind(path: Path) -> str:
-    """text, lines, table, sequences or aligned."""
+    """Return ``text``, ``lines``, ``table``, ``sequences`` or ``aligned``."""
     plain = path.with_suffix("") if path.suffix in PACKED else path
     return KINDS.get(plain.suffix.lower(), "text")
 
 
 def file_size(path: Path) -> tuple[int, int, str]:
-    """What a file can be cut by (bytes of its text, row groups of a table), bytes of its text, SHA-256 of the file. Raises
-    DataError for a file that is cut off or damaged, where its format tells."""
+    """Return the number of units by which a file can be split (bytes of its text, row groups of a table), the bytes of its text,
+    and the SHA-256 of the file. Raises DataError for a truncated or damaged file, if its format shows that."""
     if file_kind(path) == "table":
         with _open_table(path) as table:
             groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
@@ -72,7 +72,7 @@ def file_size(path: Path) -> tuple[int, int, str]:
 
 
 def count_before(piece: Piece) -> int:
-    """Lines of a file (rows of a table) that begin before a piece of it."""
+    """Return the number of lines of a file (rows of a table) before a piece of it."""
     if not piece.begin:
         return 0
     if file_kind(piece.path) == "table":
@@ -82,8 +82,8 @@ def count_before(piece: Piece) -> int:
 
 
 def read_documents(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """The documents that begin in a piece, each with its line (row), of which the first of the piece is 1: an iterator of parts of
-    a text; the object of a line or row; a sequence; or what is Bad. ``columns`` are those of a table that are needed."""
+    """Yield the documents that begin in a piece, each after its line (row) counted from 1 in the piece: an iterator of chunks of a
+    text, the object of a line or row, a sequence, or ``Unusable``. Only ``columns`` of a table are read."""
     kind = file_kind(piece.path)
     if kind == "text":
         yield 1, read_text(piece.path)
@@ -103,8 +103,8 @@ def read_documents(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, 
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """A text in parts of a million characters or more, cut where a line begins with no space, so that the words of a tokenizer stay
-    whole. Raises NotTextError, with the line, for what is not UTF-8."""
+    """Yield a text in chunks of a million characters or more. A chunk begins with a line without leading space, so that no word of
+    a tokenizer is split. Raises NotTextError, with the line, if the text is not UTF-8."""
     buffered, length = list[str](), 0
     for number, (_, line) in enumerate(read_lines(path), 1):
         try:
@@ -127,9 +127,9 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def read_lines(path: Path, begin: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Place and bytes, with their ends, of the lines that begin at byte ``begin`` or later. Raises DataError for a line above
-    256 MiB."""
-    offset = max(begin - 1, 0)                      # a line may begin just at ``begin``: the byte before tells
+    """Yield offset and bytes, with the newline, of the lines that begin at byte ``begin`` or later. Raises DataError if a line is
+    longer than 256 MiB."""
+    offset = max(begin - 1, 0)                  # a line begins at ``begin`` if the byte before is a newline
     skip, buffered, length = begin > 0, list[bytes](), 0
     for block in read_blocks(path, offset):
         first, *others = block.split(b"\n")
@@ -160,7 +160,7 @@ def _open_table(path: Path) -> Any:
     try:
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
-        raise DataError(f"{path}: not a whole Parquet file ({str(problem)[:200]}); {REMEDY}") from problem
+        raise DataError(f"{path}: not a complete Parquet file ({str(problem)[:200]}); {REMEDY}") from problem
 
 
 def _read_rows(piece: Piece, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -215,7 +215,7 @@ def _clean_sequence(row: bytes, aligned: bool) -> str | Unusable:
 
 
 def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, from one of them on. Raises DataError where it is cut off or damaged."""
+    """Yield the decompressed bytes of a file from offset ``begin``. Raises DataError if the file is truncated or damaged."""
     try:
         with path.open("rb") as file:
             if path.suffix == ".gz":
@@ -230,9 +230,9 @@ def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
                     yield block[begin:]
                 begin = max(begin - len(block), 0)
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        raise DataError(f"{path}: damaged or cut off ({problem}); {REMEDY}") from problem
+        raise DataError(f"{path}: damaged or truncated ({problem}); {REMEDY}") from problem
     except OSError as problem:
-        raise DataError(f"{path}: cannot be read ({problem.strerror}); mend that, or leave it out") from problem
+        raise DataError(f"{path}: cannot be read ({problem.strerror}); repair that, or leave it out") from problem
 
 
 def _read_gzip(file: IO[bytes]) -> Iterator[bytes]:
@@ -242,7 +242,7 @@ def _read_gzip(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _read_zstd(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    """Its frames, one after the other. zstandard's own readers take the end of the file for the end of a frame."""
+    """Yield the decompressed frames. The readers of zstandard would accept a truncated last frame."""
     zstandard = needed("zstandard", "Zstandard", "llm")
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, buffered = None, bytearray()
@@ -259,6 +259,6 @@ def _read_zstd(file: IO[bytes], path: Path) -> Iterator[bytes]:
             yield bytes(buffered)
             buffered.clear()
     if frame is not None:
-        raise DataError(f"{path}: cut off within a frame; {REMEDY}")
+        raise DataError(f"{path}: truncated within a frame; {REMEDY}")
     if buffered:
         yield bytes(buffered)

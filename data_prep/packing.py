@@ -1,4 +1,4 @@
-"""Rows of tokens: what a file of them holds, and how it is cut from a stream of documents.   R rows, T targets of a row"""
+"""Files of packed rows of tokens: their datasets, and their content from a stream of documents.   R rows, T targets of a row"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ def token_dtype(tokenizer: Tokenizer) -> str:
 
 
 def shard_path(work: Path, number: int) -> Path:
-    """The JSON file about the documents of a share; their tokens are beside it."""
+    """Return the path of the JSON file with the documents of a shard. Their tokens are in a file beside it."""
     return work / f"share_{number:06d}.json"
 
 
-def find_spans(mask: Array) -> Array:
-    """Begin and end of each run of True.   [N] to [*, 2]"""
+def to_spans(mask: Array) -> Array:
+    """Return begin and end of each run of True.   Shape: mask [N] -> [*, 2]"""
     return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
 
 
@@ -44,7 +44,7 @@ def make_fields(sequence: int, tokenizer: Tokenizer, answers: bool) -> store.Fie
 
 @dataclass(frozen=True, eq=False)
 class FilePlan:
-    """The documents of a file of ours, in their order: share, place and number of tokens, place and number of answers.   [D]"""
+    """The D documents of an output file, in order: for each its shard, begin and number of tokens, first and number of answers."""
 
     work: Path
     shard: Array
@@ -52,13 +52,13 @@ class FilePlan:
     tokens: Array
     span: Array
     answers: Array
-    offset: int                                 # tokens of the first that belong to the file before
+    offset: int                                 # tokens of the first document that are in the file before
     rows: int
     sequence: int
 
 
 def pack(plan: FilePlan, tokenizer_path: str, answers: bool, path: Path) -> None:
-    """A file of rows."""
+    """Write a file of rows."""
     tokenizer, rows, sequence = load_tokenizer(tokenizer_path), plan.rows, plan.sequence
     dtype, total = token_dtype(tokenizer), plan.rows * plan.sequence + 1
     ends = np.cumsum(plan.tokens) - plan.offset
@@ -72,7 +72,7 @@ def pack(plan: FilePlan, tokenizer_path: str, answers: bool, path: Path) -> None
     values: dict[str, Array] = {"bytes": widths.reshape(rows, sequence).sum(1), "ends": columns,
                                 "documents": np.bincount(numbers, minlength=rows)}  # fmt: skip
     if answers:
-        spans = [find_spans(row) + 1 for row in mask[1:].reshape(rows, sequence)]
+        spans = [to_spans(row) + 1 for row in mask[1:].reshape(rows, sequence)]
         values |= {"answers": np.array([len(row) for row in spans]), "spans": np.concatenate(spans)}
     lengths = {"documents": len(columns), **({"answers": len(values["spans"])} if answers else {})}
     with store.create_file(path, rows, make_fields(sequence, tokenizer, answers), {"kind": "converted"}, lengths) as file:
@@ -83,7 +83,7 @@ def pack(plan: FilePlan, tokenizer_path: str, answers: bool, path: Path) -> None
 
 
 def _copy_tokens(flat: Array, mask: Array | None, plan: FilePlan, ends: Array, documents: Array) -> None:
-    """The documents ``some``, all of one share, at their places."""
+    """Copy the tokens of ``documents``, all of one shard, to their positions in ``flat``, and set the mask of answers."""
     path = shard_path(plan.work, int(plan.shard[documents[0]]))
     raw = path.with_suffix(".tokens")
     try:
@@ -95,7 +95,7 @@ def _copy_tokens(flat: Array, mask: Array | None, plan: FilePlan, ends: Array, d
                 file.seek((int(plan.begin[document]) + first - (end - tokens)) * flat.itemsize)
                 values = np.fromfile(file, flat.dtype.newbyteorder("<"), last - first)
                 if len(values) < last - first:
-                    raise OSError("it is cut off")
+                    raise OSError("it is truncated")
                 flat[first:last] = values
                 if mask is not None:
                     span = int(plan.span[document])
@@ -106,8 +106,8 @@ def _copy_tokens(flat: Array, mask: Array | None, plan: FilePlan, ends: Array, d
 
 
 def ends_in_rows(ends: Array, rows: int, sequence: int) -> tuple[Array, Array]:
-    """Row of each end within it, and where: ``ends`` are exclusive, of the stream. An end that is the first token of a row is also
-    the last of the row before.   [*] each"""
+    """Return row and column of each of the exclusive ``ends`` of documents in the stream. An end that is the first token of a row
+    is also the last of the row before, and occurs twice.   Shape: [*] each"""
     row, column = (ends - 1) // sequence, (ends - 1) % sequence + 1
     twice = (column == 1) & (row > 0)
     row, column = np.append(row, row[twice] - 1), np.append(column, np.full(int(twice.sum()), sequence + 1))

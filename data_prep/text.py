@@ -1,26 +1,26 @@
-"""Text for language models: documents to tokens, shuffled, in rows.
+"""Text for language models: tokenized, shuffled documents, packed into rows.
 
     python -m data_prep.text convert SOURCE ... OUT --tokenizer FILE|bytes|train:2048    files and folders: see data_prep.documents
-    python -m data_prep.text python OUT         the standard library of the Python that runs: 8 to 10 MB, no network needed
-    python -m data_prep.text check OUT          files against their index, every row and document looked at, some shown
+    python -m data_prep.text python OUT         the standard library of this Python: 8 to 10 MB, without a network
+    python -m data_prep.text check OUT          verify all files, rows and documents, and print some rows
 
-    OUT/{train,validation}/*.h5, R rows of a stream of documents, each of which ends with a token that says so
-        "tokens" uint16 [R, T + 1]; uint32 where the vocabulary is larger   a row's last token is the first of the next row, so
-                                                                            that each is once what is to be said next
-        "bytes" int32 [R]       UTF-8 bytes of what is to be said in a row: tokens 1 to T, where there are answers those of them
-        "documents" int32 [R]   how many "ends" follow          "ends" int32 [*]        of documents, exclusive, 1 to T + 1
-        "answers" int32 [R]     how many "spans" follow         "spans" int32 [*, 2]    begin and end of answers, within 1 to T + 1;
+    OUT/{train,validation}/*.h5, R rows of a stream of documents, each with an end token
+        "tokens" uint16 [R, T + 1]; uint32 if the vocabulary is larger      the last token of a row is the first of the next row, so
+                                                                            that each token is a target once
+        "bytes" int32 [R]       UTF-8 bytes of the targets of a row (tokens 1 to T), or of the answers among them
+        "documents" int32 [R]   number of "ends" of the row     "ends" int32 [*]        of documents, exclusive, 1 to T + 1
+        "answers" int32 [R]     number of "spans" of the row    "spans" int32 [*, 2]    begin and end of answers, within 1 to T + 1;
                                                                                         both only with --chat or --prompt, --answer
-    OUT/tokenizer.json, tokenizer_config.json     with which the rows were made
+    OUT/tokenizer.json, tokenizer_config.json     the tokenizer of the rows
     OUT/text.json                   sequence (T), identity of the tokenizer, vocabulary, counts of each split, sources with SHA-256
-    OUT/skipped.json                documents that cannot be used: where, and why
-    OUT/.work                       tokens of each part of the sources, which a run that was stopped goes on from; may be deleted
+    OUT/skipped.json                location and reason for each unusable document
+    OUT/.work                       tokens of each shard of the sources, for resumption; may be deleted
 
-What is held out is told by a hash of the group of a document: its file, with --group folder the folder of that, for lines and rows
-the field that --group names, or the document itself. So more files move nothing from one split to the other, and copies of a line
-or row are in one. Documents are shuffled by a permutation of their index, a function of the seed: memory grows with the documents
-(some 100 bytes each), not with the text. Everything is a pure function of sources and options; ranks, processes and stops change
-nothing.
+The split of a document is decided by a hash of its group: its file, with --group folder the folder of the file, for lines and rows
+the field that --group names, or the document itself. More files thus move no document to the other split, and duplicates of a line
+or row are in the same split. Documents are shuffled by a permutation of their indices, a function of the seed: memory grows with
+the number of documents (some 100 bytes each), not with the text. The output is a pure function of sources and options; ranks,
+processes and interruptions do not change it.
 """
 
 import argparse
@@ -44,32 +44,21 @@ import hpcai
 from data_prep import command, documents, store
 from data_prep.command import option
 from data_prep.documents import NotTextError, Piece, Unusable
-from data_prep.packing import (
-    Array,
-    FilePlan,
-    find_spans,
-    load_tokenizer,
-    make_fields,
-    measure,
-    merge,
-    pack,
-    shard_path,
-    token_dtype,
-)
+from data_prep.packing import Array, FilePlan, load_tokenizer, make_fields, measure, merge, pack, shard_path, to_spans, token_dtype
 from hpcai.data.index import commit_file, write_json
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.tokenizer import BYTES, CONTENT, Tokenizer
 
 WORK, METADATA = ".work", "text.json"
-SHARD_BYTES = 1 << 26                                  # bytes of text that a stop may lose, at most
-FILE_BYTES = 1 << 25                                  # bytes of the tokens of a file
-TOKENIZER_BYTES = 1 << 26                                # bytes of text that a tokenizer is trained on, at most
-MAX_PACKED_PARTS = 32                                 # of a packed file, which each of them unpacks from the beginning
-MAX_FILES = 1000                                    # of a part, at most
-FILES_PER_TASK = 64                                     # files whose sizes one process looks at
-MAX_LISTED = 1000                                     # documents of a part that skipped.json lists, at most
+SHARD_BYTES = 1 << 26                           # text of a shard: an interruption loses so many bytes at most
+FILE_BYTES = 1 << 25                            # tokens of a file
+TOKENIZER_BYTES = 1 << 26                       # text on which a tokenizer is trained, at most
+MAX_PACKED_PARTS = 32                           # pieces of a compressed file, each of which decompresses it from the beginning
+MAX_FILES = 1000                                # files of a shard
+FILES_PER_TASK = 64                             # files whose sizes one task measures
+MAX_LISTED = 1000                               # documents of a shard that skipped.json lists
 SPLITS, FOLDER = store.SPLITS[:2], "folder"
-# Besides what is installed and tests: tables of characters, the manual as one text, and what was made for Python 2.
+# Excluded besides installed packages and tests: tables of characters, the manual as one text, code for Python 2.
 EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "turtledemo")
 
 
@@ -80,10 +69,10 @@ fraction = command.option_type("fraction of 0 to 1", float, lambda value: 0 <= v
 sequence_length = command.option_type("whole number from 2 to 2^30", int, lambda value: 2 <= value <= 1 << 30)
 @dataclass(frozen=True)
 class LibrarySettings(command.Settings):
-    """How rows are made of documents of the standard library."""
+    """Settings of rows of the standard library."""
 
     tokenizer: str = option("train:2048", f"tokenizer.json, its folder, {BYTES}, or train:N", metavar="FILE")
-    sequence: int = option(256, "tokens of a row that are said next", metavar="T", type=sequence_length)
+    sequence: int = option(256, "targets of a row, in tokens", metavar="T", type=sequence_length)
     held_out: float = option(0.05, "fraction of the files for validation", metavar="F", type=float)
     seed: int = option(0, "of the order", type=command.natural)
     each: int | None = option(None, "rows of a file; without it 32 MB of them", type=command.positive)
@@ -91,16 +80,16 @@ class LibrarySettings(command.Settings):
 
 @dataclass(frozen=True)
 class TextSettings(LibrarySettings):
-    """Settings of every kind of documents."""
+    """Settings of rows of any kind of document."""
 
     tokenizer: str = option(None, f"tokenizer.json, its folder, {BYTES}, or train:2048", metavar="FILE", required=True)
-    sequence: int = option(1024, "tokens of a row that are said next", metavar="T", type=sequence_length)
+    sequence: int = option(1024, "targets of a row, in tokens", metavar="T", type=sequence_length)
     held_out: float = option(None, "fraction of the groups for validation; without it 0.02", metavar="F", type=float)
     field: str = option(None, "of lines and rows; without it text, with --chat messages", metavar="NAME")
-    group: str | None = option(None, f"field of what is held out together, or {FOLDER}: files of one are", metavar="NAME")
-    chat: bool = option(False, "the field holds messages, of which what the assistant says is learned", action="store_true")
+    group: str | None = option(None, f"field whose equal values are held out together, or {FOLDER}", metavar="NAME")
+    chat: bool = option(False, "the field holds messages; those of the assistant are learned", action="store_true")
     prompt: str | None = option(None, "field of a question, which is not learned", metavar="NAME")
-    answer: str | None = option(None, "field of its answer, which is", metavar="NAME")
+    answer: str | None = option(None, "field of its answer, which is learned", metavar="NAME")
 
     @property
     def has_answers(self) -> bool:
@@ -112,7 +101,7 @@ class TextSettings(LibrarySettings):
         return [name for name in dict.fromkeys([*named, self.group]) if name]
 
     def values(self, record: Mapping[str, Any]) -> list[Any] | Unusable:
-        """Return the text of a line or row, and after it the name of its group."""
+        """Return the texts of a line or row, and last the name of its group."""
         missing = [name for name in self.columns if name not in record]
         if missing:
             has = ", ".join(map(str, [*record][:12])) or "none"
@@ -127,7 +116,7 @@ class TextSettings(LibrarySettings):
         return [*(texts or values[:1]), group]
 
     def group_of_file(self, piece: Piece) -> str:
-        """The group of what is no line or row: its file, or the folder that this is in."""
+        """Return the group of a document that is no line or row: its file, or the folder of the file."""
         return piece.name.rpartition("/")[0] or piece.name if self.group == FOLDER else piece.name
 
     def split(self, group: str, piece: Piece) -> str:
@@ -149,16 +138,16 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A file, as it is called within what was named."""
+    """A source file, and its name relative to the given file or folder."""
 
     path: Path
     name: str
-    root: int                                   # number of what was named
+    root: int                                   # index of the given file or folder
     split: str | None = None
 
 
 def find_sources(roots: Sequence[Path], held_out: Sequence[Path], only: Sequence[str], out: Path) -> list[Source]:
-    """All files of ``roots``, and of ``held_out``, which are for validation."""
+    """Return all files of ``roots``, and of ``held_out``, which are for validation."""
     sources: list[Source] = []
     for number, root in enumerate([*roots, *held_out]):
         split = None if not held_out else SPLITS[number >= len(roots)]
@@ -180,30 +169,30 @@ def find_sources(roots: Sequence[Path], held_out: Sequence[Path], only: Sequence
 
 
 def library_sources() -> list[Source]:
-    """The source of the standard library, without tests and what was installed."""
+    """Return the source files of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     return [Source(root / name, name.as_posix(), 0) for name in names if not set(name.parts) & set(EXCLUDED)]
 
 
 def file_sizes(sources: Sequence[Source]) -> dict[str, Any]:
-    """Sizes and digests of files, of which packed ones are read to their end."""
+    """Return the sizes and digests of files. Compressed files are read to their end."""
     return {"files": [documents.file_size(source.path) for source in sources]}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one process makes tokens of at a time."""
+    """The unit of work of a process: pieces of text that it tokenizes."""
 
     pieces: tuple[Piece, ...]
     weight: int                                 # bytes of text
 
 
 def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequence[int]) -> list[Shard]:
-    """Large files in pieces, small ones together."""
+    """Split large files into pieces, and join small ones."""
     shards: list[Shard] = []
     pieces: list[Piece] = []
-    weight, limit_bytes = 0, min(SHARD_BYTES, max(SHARD_BYTES // 16, sum(weights) // 64))     # small sets are shared out too
+    weight, limit_bytes = 0, min(SHARD_BYTES, max(SHARD_BYTES // 16, sum(weights) // 64))     # small sets are distributed too
 
     def close() -> None:
         nonlocal weight
@@ -231,11 +220,11 @@ def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequen
 # ---- documents to tokens
 
 
-Chunks = Iterator[tuple[list[int], list[int] | None]]    # ids, and which of them are an answer
+Chunks = Iterator[tuple[list[int], list[int] | None]]       # token ids, and the mask of answers
 
 
 def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer) -> tuple[str, Chunks] | Unusable | None:
-    """Split and tokens of what was read, or why it cannot be used; None where it says nothing."""
+    """Return split and tokens of a document, the reason why it is unusable, or None if it is empty."""
     if isinstance(document, Unusable):
         return document
     if isinstance(document, Mapping):
@@ -246,7 +235,7 @@ def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tok
     else:
         texts, group = [iter([document]) if isinstance(document, str) else document], settings.group_of_file(piece)
         if settings.has_answers:
-            return Unusable("no field of anything, expected .jsonl or .parquet with --chat, --prompt and --answer")
+            return Unusable("has no fields, expected .jsonl or .parquet with --chat, --prompt and --answer")
     split = settings.split(group, piece)
     if settings.chat:
         return split, _tokenize_chat(texts[0], tokenizer)
@@ -281,9 +270,9 @@ def _tokenize_chat(messages: Any, tokenizer: Tokenizer) -> Chunks:
 
 
 def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, Any]:
-    """Writes the tokens of a share. Gives of each document how many they are, whether it is held out, how many answers it has and
-    where; and what cannot be used."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"          # processes are the parallelism here
+    """Write the tokens of a shard. Return for each document the number of tokens, the split, the number and the spans of its
+    answers; and the unusable documents."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"          # processes run in parallel instead
     tokenizer = load_tokenizer(settings.tokenizer)
     records: list[dict[str, Any]] = []
     bad: list[tuple[str, str]] = []
@@ -316,7 +305,8 @@ def _location(piece: Piece, line: int) -> str:
 def _write_document(
     item: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer, file: IO[bytes]
 ) -> dict[str, Any] | Unusable | None:
-    """A document as it is noted, after its tokens; or why it cannot be used, perhaps after some of them; None where it is empty."""
+    """Write the tokens of a document, and return its record; the reason why it is unusable, perhaps after some tokens; or None if
+    it is empty."""
     dtype, tokens, masks = np.dtype(token_dtype(tokenizer)).newbyteorder("<"), 0, list[int]()
     try:
         result = tokenize(item, piece, settings, tokenizer)
@@ -333,7 +323,7 @@ def _write_document(
         if not isinstance(item, Mapping | str):
             raise
         return Unusable(str(problem))
-    spans = find_spans(np.array(masks, bool))
+    spans = to_spans(np.array(masks, bool))
     if settings.has_answers and not len(spans):
         return Unusable("nothing that is an answer")
     return {"tokens": tokens, "held": int(split == SPLITS[1]), "answers": len(spans), "spans": spans.tolist()}
@@ -343,8 +333,8 @@ def _write_document(
 
 
 def train_tokenizer(size: int, shards: Sequence[Shard], settings: TextSettings) -> Tokenizer:
-    """A tokenizer of the beginnings of all shares, without what is held out."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"          # the same on any machine, and no threads before processes are made
+    """Train a tokenizer on the beginnings of all shards, without documents that are held out."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"          # equal results on any machine, and no threads before processes start
     fraction = min(1.0, TOKENIZER_BYTES / max(1, sum(shard.weight for shard in shards)))
     return Tokenizer.train(_training_texts(shards, fraction, settings), size)
 
@@ -361,7 +351,7 @@ def _training_texts(shards: Sequence[Shard], fraction: float, settings: TextSett
 
 
 def _document_texts(item: Any, piece: Piece, settings: TextSettings) -> Iterator[str]:
-    """The texts of a document for training; none where it cannot be used."""
+    """Yield the texts of a document for training; none if it is unusable or held out."""
     group = settings.group_of_file(piece)
     if isinstance(item, Mapping):
         values = settings.values(item)
@@ -372,7 +362,7 @@ def _document_texts(item: Any, piece: Piece, settings: TextSettings) -> Iterator
     try:
         yield from (part for part in parts if part.isascii() or part == part.encode("utf-8", "replace").decode())
     except NotTextError:
-        return                                  # told when it is its turn
+        return                                  # reported when the document is tokenized
 
 
 # ---- convert
@@ -401,13 +391,13 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
     sizes = [size for result in store.all_gather_results(size_tasks, options.workers, "sizes") for size in result["files"]]
     shards = make_shards(sources, *([size[n] for size in sizes] for n in (0, 1)))
     if tokenizer is None:
-        # Other versions of the library may train another one.
+        # Another version of the library may train another tokenizer.
         tokenizer = Tokenizer.load(out) if (out / CONTENT).is_file() else train_tokenizer(size, shards, settings)
     tokenizer.save(out)
     settings = replace(settings, tokenizer=str(out))
     paths = [shard_path(work, number) for number in range(len(shards))]
     tasks = {path: partial(encode_shard, share, settings, path.with_suffix(".tokens")) for path, share in zip(paths, shards)}
-    columns: list[list[Array]] = []             # of each share
+    columns: list[list[Array]] = []             # of each shard
     refused, bad, empty = list[tuple[str, str]](), 0, 0
     for result in store.all_gather_results(tasks, options.workers, "tokens"):
         columns.append([np.array(result[name], np.int64) for name in ("tokens", "held", "answers")])
@@ -418,7 +408,7 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
         command.write_skipped(out, refused)
         where, why = refused[0]
         raise DataError(f"{bad} of {good + bad} documents cannot be used, listed in {out / command.SKIPPED}; the first: {where}: "
-                        f"{why}; more than --bad {options.bad:g}: mend them, or allow more")  # fmt: skip
+                        f"{why}; more than --bad {options.bad:g}: repair them, or allow more")  # fmt: skip
     if empty:
         command.print_rank_0(f"{empty} documents are empty and left out")
     file_plans, counts = _plan_files(work, columns, options, tokenizer)
@@ -443,7 +433,7 @@ def _write_metadata(metadata: dict[str, Any], out: Path) -> None:
 
 
 def _parse_options(options: argparse.Namespace) -> tuple[TextSettings, Tokenizer | None, int]:
-    """What to read, and the tokenizer, or the size of one that is to be trained."""
+    """Return the settings, the tokenizer or None, and the vocabulary size of a tokenizer to train."""
     if (options.prompt is None) != (options.answer is None):
         raise ConfigError("--prompt and --answer: expected both, the fields of a question and of its answer")
     if options.chat and options.prompt is not None:
@@ -460,18 +450,18 @@ def _parse_options(options: argparse.Namespace) -> tuple[TextSettings, Tokenizer
         if not size.isdigit() or not 257 <= int(size) < 1 << 32:
             raise ConfigError(f"--tokenizer {options.tokenizer}: expected train: and a size from 257 to 2^32, such as train:2048")
         if options.chat:
-            raise ConfigError("--chat: a tokenizer that is trained here has no template of chats; name the file of one that has")
+            raise ConfigError("--chat: a newly trained tokenizer has no chat template; name the file of one that has")
         return settings, None, int(size)
     tokenizer = Tokenizer.load(options.tokenizer)
-    _ = tokenizer.end_tokens                        # refused before the work
+    _ = tokenizer.end_tokens                        # raises before the work
     if options.chat and not tokenizer.has_generation_blocks:
-        raise ConfigError(f"--chat: {options.tokenizer} has no template of chats that tells answers by {{% generation %}} blocks; "
+        raise ConfigError(f"--chat: {options.tokenizer} has no chat template that marks answers by {{% generation %}} blocks; "
                           "put such a template into its tokenizer_config.json")  # fmt: skip
     return settings, tokenizer, tokenizer.size
 
 
 def _frame(tokenizer: Tokenizer) -> list[Any]:
-    """What else decides the tokens of a document."""
+    """Return the special tokens and the digest of the chat template, on which the tokens of a document depend too."""
     template = json.dumps(tokenizer.config.get("chat_template"))
     return [tokenizer.prefix, tokenizer.end_tokens, hashlib.sha256(template.encode()).hexdigest()[:16]]
 
@@ -479,7 +469,7 @@ def _frame(tokenizer: Tokenizer) -> list[Any]:
 def _plan_files(
     work: Path, columns: Sequence[Sequence[Array]], options: argparse.Namespace, tokenizer: Tokenizer
 ) -> tuple[list[tuple[Path, FilePlan]], dict[str, dict[str, int]]]:
-    """The files of rows with their documents, and counts of each split."""
+    """Return the files of rows with their documents, and counts of each split."""
     tokens, held, answers = (np.concatenate(parts) for parts in zip(*columns))
     shard = np.repeat(np.arange(len(columns), dtype=np.int32), [len(part[0]) for part in columns])
     begin, span = (np.concatenate([np.cumsum(part[which]) - part[which] for part in columns]) for which in (0, 2))
@@ -513,7 +503,7 @@ def _plan_files(
 
 
 def _describe_sources(roots: Sequence[Path], sources: Sequence[Source], sizes: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Of each that was named: its files, bytes of text, and SHA-256, that of a folder of those of its files."""
+    """Return the number of files, bytes of text and SHA-256 of each source. That of a folder is the hash of those of its files."""
     entries = []
     for number, root in enumerate(roots):
         members = [n for n, source in enumerate(sources) if source.root == number]
@@ -528,18 +518,18 @@ def _describe_sources(roots: Sequence[Path], sources: Sequence[Source], sizes: S
 
 
 def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the faults of rows and tokenizer, and print documents of validation that are in train too, and some rows."""
+    """Yield the faults of rows and tokenizer. Print the number of duplicates and of documents in both splits, and some rows."""
     out, metadata, tokenizer = prepared.out, store.read_json(prepared.out / METADATA), Tokenizer.load(prepared.out)
     for path, entry in {out / METADATA: metadata, **{file.parent / "index.json": x for file, _, x in prepared.files}}.items():
         if entry["tokenizer"] != tokenizer.identity:
-            text = f"made with the tokenizer {entry['tokenizer'][:12]}, that of the folder is {tokenizer.identity[:12]}"
-            yield f"{path}: {text}; put the right one there"
+            text = f"written with the tokenizer {entry['tokenizer'][:12]}, that of the folder is {tokenizer.identity[:12]}"
+            yield f"{path}: {text}; restore the right one"
     hashes: dict[str, Array] = {}
     for split in metadata["splits"]:
         paths = sorted(path for path in prepared.paths if path.parent.name == split)
         hashes[split] = yield from _check_rows(paths, metadata, tokenizer)
         if copies := len(hashes[split]) - len(np.unique(hashes[split])):
-            print(f"{split}: {copies} of {len(hashes[split])} documents are copies of others")
+            print(f"{split}: {copies} of {len(hashes[split])} documents are duplicates")
     if len(hashes) == 2 and (shared := int(np.isin(hashes["validation"], hashes["train"]).sum())):
         print(f"warning: {shared} documents of validation are in train too")
     for path, row in command.subsample(prepared.locations, options.check_count):
@@ -550,7 +540,7 @@ def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Ite
 
 def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Tokenizer) -> Generator[str, None, Array]:
     """Yield the faults of the rows of a split, and return a hash of each document."""
-    sequence, advice = metadata["sequence"], "delete the file and make it again"
+    sequence, advice = metadata["sequence"], "delete the file and convert again"
     hashes: list[int] = []
     last, running = None, hashlib.blake2b(digest_size=8)
     for path in paths:
@@ -562,7 +552,7 @@ def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Toke
             yield f"{path}: row {at} does not begin with the last token of the row before; {advice}"
         row, ends = np.repeat(np.arange(len(tokens)), columns["documents"]), columns["ends"].astype(np.int64)
         if len(row) != len(ends):
-            yield f"{path}: {len(ends)} ends, 'documents' says {len(row)}; {advice}"
+            yield f"{path}: {len(ends)} ends, expected {len(row)} by 'documents'; {advice}"
             continue
         rising = np.diff(row * (sequence + 2) + ends, prepend=0) > 0
         if not rising.all():
@@ -584,7 +574,7 @@ def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Toke
 
 
 def _answer_masks(columns: Mapping[str, Array], sequence: int) -> Array:
-    """Which tokens of rows, but the first, are answers.   [R, T]"""
+    """Return the mask of target tokens that are answers.   Shape: [R, T]"""
     mask = np.zeros((len(columns["answers"]), sequence + 1), bool)
     for row, (begin, end) in zip(np.repeat(np.arange(len(mask)), columns["answers"]), columns["spans"]):
         mask[row, begin:end] = True
@@ -592,8 +582,8 @@ def _answer_masks(columns: Mapping[str, Array], sequence: int) -> Array:
 
 
 BUILDER = command.DatasetBuilder(
-    "text", "Text for language models: documents to tokens, shuffled, in rows.", "llm",
-    command.Check("Files against index.json, every row and document looked at.", check, ("rows", 2, "how many are shown"), False),
+    "text", "Text for language models: tokenized, shuffled documents, packed into rows.", "llm",
+    command.Check("Verify files, rows and documents.", check, ("rows", 2, "rows to print"), False),
     (command.Convert(f"Text, {', '.join(documents.KINDS)}, all but tables also {' or '.join(documents.PACKED)}.", TextSettings,
                      convert, add_source),
      command.Convert("The standard library of the Python that runs.", LibrarySettings, python, lambda parser: None, "python")),

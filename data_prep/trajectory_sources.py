@@ -1,4 +1,4 @@
-"""What a conversion of trajectories begins with: which files there are, what computed their labels, which frames are held out."""
+"""Source files of a conversion of trajectories: the method of their labels, and the split of their frames."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ class SourceFile:
     """A source file."""
 
     path: Path
-    name: str                                   # in its set
+    name: str                                   # path relative to SOURCE
     systems: tuple[int | None, ...]             # of each frame
-    labels: str | None                          # what the file says of how they were computed
-    relative: bool                              # energies are told less a reference
+    labels: str | None                          # the method of the labels, if the file has it
+    relative: bool                              # energies are relative to a reference
 
 
 def find_files(root: Path) -> dict[str, list[Path]]:
-    """Source files of each split, or of all under ""."""
+    """Return the source files of each split, or all files under "". Raises ConfigError if there are none."""
     if root.is_file():
         if trajectories.kind(root) is None:
             raise ConfigError(f"{root}: unknown ending, expected one of {', '.join(trajectories.ENDINGS)}")
@@ -41,8 +41,9 @@ def find_files(root: Path) -> dict[str, list[Path]]:
 
 
 def inspect_file(path: Path, root: Path, by_system: bool) -> SourceFile:
+    """Read the labels' method, and with ``by_system`` the system of each frame. Raises DataError if there are no frames."""
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix()
-    listed, labels = trajectories.systems(path), None     # OC20's lists spare a look at the atoms
+    listed, labels = trajectories.systems(path), None       # with the lists of OC20 the atoms need not be read
     systems: list[int | None] = []
     for number, item in enumerate(trajectories.items(path, name)):
         system = listed[number] if number < len(listed) else None
@@ -51,46 +52,47 @@ def inspect_file(path: Path, root: Path, by_system: bool) -> SourceFile:
                 frame = item()
                 labels, system = labels or frame.labels, system or frame.system
             except DataError:
-                pass                            # told when it is its turn
+                pass                            # reported when the frame is converted
         systems.append(system if by_system else None)
     if not systems:
         raise DataError(f"{path}: holds no frames; {trajectories.AGAIN}")
     return SourceFile(path, name, tuple(systems), labels, trajectories.has_references(path) is not None)
 
 
-def describe_source(origins: Sequence[SourceFile], options: argparse.Namespace) -> dict[str, str]:
-    """Entries of the index about the source. Labels of several methods in one set are refused: their energies have other zeros."""
-    methods = [(origin.labels or options.label, origin.relative) for origin in origins]
+def describe_source(files: Sequence[SourceFile], options: argparse.Namespace) -> dict[str, str]:
+    """Return the entries of the index about the source. Raises ConfigError for several methods of labels: their energies have
+    different zeros."""
+    methods = [(file.labels or options.label, file.relative) for file in files]
     kinds, advice = list(dict.fromkeys(methods)), "convert them one by one"
-    unlabelled = [origin for origin, (labels, relative) in zip(origins, methods) if labels is None and not relative]
+    unlabelled = [file for file, (labels, relative) in zip(files, methods) if labels is None and not relative]
     if len(kinds) > 1:
-        first, second = (f"{origins[methods.index(kind)].path.name} has {kind[0] or 'labels of unknown method'}"
-                      f"{', energies less a reference' if kind[1] else ''}" for kind in kinds[:2])  # fmt: skip
-        raise ConfigError(f"{options.source}: {first}, {second}; {advice}; --label names the method of files that do not tell it")
+        first, second = (f"{files[methods.index(kind)].path.name} has {kind[0] or 'labels of unknown method'}"
+                         f"{', energies less a reference' if kind[1] else ''}" for kind in kinds[:2])  # fmt: skip
+        raise ConfigError(f"{options.source}: {first}, {second}; {advice}; --label names the method of files without one")
     if len(unlabelled) > 1:
-        raise ConfigError(f"{options.source}: {len(unlabelled)} files such as {unlabelled[0].path.name} do not tell how their labels were "
-                          f"computed; if by one method, name it, as in --label 'DFT (VASP)'; otherwise {advice}")  # fmt: skip
+        raise ConfigError(f"{options.source}: {len(unlabelled)} files such as {unlabelled[0].path.name} have no method of their "
+                          f"labels; if it is one, name it, as in --label 'DFT (VASP)'; otherwise {advice}")  # fmt: skip
     labels, relative = methods[0]
     return {"name": options.source.name, "labels": options.label or labels or "not stated",
             "energy": "less a reference" if relative else "total"}  # fmt: skip
 
 
-def split_frames(origins: dict[str, list[SourceFile]], options: argparse.Namespace) -> dict[str, list[tuple[SourceFile, list[int]]]]:
-    """The frames of each split."""
-    if "" not in origins:
-        return {split: [(inspect_file, list(range(len(inspect_file.systems)))) for inspect_file in group] for split, group in origins.items()}
-    group = origins[""]
+def split_frames(files: dict[str, list[SourceFile]], options: argparse.Namespace) -> dict[str, list[tuple[SourceFile, list[int]]]]:
+    """Return the frames of each split, by file. All frames of a system are in one split."""
+    if "" not in files:
+        return {split: [(file, list(range(len(file.systems)))) for file in group] for split, group in files.items()}
+    group = files[""]
     if options.hold_last:
         only, last = group[0], options.hold_last
         if len(group) > 1 or last >= len(only.systems):
-            found = f"{len(group)} files" if len(group) > 1 else f"{len(only.systems)} frames"
-            raise ConfigError(f"--hold-last {last}: {options.source} has {found}, expected one trajectory of more frames than that")
+            count = f"{len(group)} files" if len(group) > 1 else f"{len(only.systems)} frames"
+            raise ConfigError(f"--hold-last {last}: {options.source} has {count}, expected one trajectory of more frames than that")
         cut = len(only.systems) - last
         return {"train": [(only, list(range(cut)))], "validation": [(only, list(range(cut, cut + last)))]}
-    order = list(dict.fromkeys(system for origin in group for system in origin.systems))
-    split_by_system = {system: store.split_of(n, options.seed, options.validation, options.test) for n, system in enumerate(order)}
-    request = f"{options.source} has {len(order)} systems" if len(order) > 1 else f"{options.source} is of one system (--hold-last N?)"
-    command.require_splits(list(split_by_system.values()), options, request)
-    parts = {split: [(origin, [n for n, system in enumerate(origin.systems) if split_by_system[system] == split]) for origin in group]
-             for split in store.SPLITS if split in split_by_system.values()}  # fmt: skip
-    return {split: [(inspect_file, picked) for inspect_file, picked in part if picked] for split, part in parts.items()}
+    order = list(dict.fromkeys(system for file in group for system in file.systems))
+    split_of = {system: store.split_of(n, options.seed, options.validation, options.test) for n, system in enumerate(order)}
+    parts = {split: [(file, [n for n, key in enumerate(file.systems) if split_of[key] == split]) for file in group]
+    command.require_splits(list(split_of.values()), options, found)
+    parts = {split: [(file, [n for n, s in enumerate(file.systems) if split_of[s] == split]) for file in group]
+             for split in store.SPLITS if split in split_of.values()}  # fmt: skip
+    return {split: [(file, frames) for file, frames in part if frames] for split, part in parts.items()}

@@ -427,7 +427,7 @@ def member(name: str, data: bytes) -> Callable[[Path], None]:
 
 WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "broken image": ("images", overwrite("06.png", encoded(picture(6))[:300]), [], "06.png: cannot be read as an image"),
-    "broken npy": ("images", overwrite("05.npy", npy(picture(5))[:300]), [], "05.npy: not a whole .npy"),
+    "broken npy": ("images", overwrite("05.npy", npy(picture(5))[:300]), [], "05.npy: not a complete .npy"),
     "16 bits": ("images", lambda folder: Image.fromarray(np.zeros((20, 20), np.uint16)).save(folder / "06.png"), [],
                 "06.png: pixels of more than 8 bits"),
     "floats": ("images", overwrite("05.npy", npy(np.zeros((20, 20, 3)))), [], "05.npy: holds latents, where others are images"),
@@ -439,8 +439,8 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "no pooled": ("images", nothing, ["--pooled", "t5"], "t5 has no pooled output"),
     "nothing for training": ("images", nothing, ["--validation", "10"], "none is left for train"),
     "empty": ("images", lambda folder: [path.unlink() for path in folder.iterdir()], [], "holds no image"),
-    "tar within a member": ("tars", lambda folder: cut_tar(folder, lambda size: 1800), [], "00001.tar: not a whole tar"),
-    "tar between members": ("tars", lambda folder: cut_tar(folder, lambda size: 512 + 512), [], "00001.tar: not a whole tar"),
+    "tar within a member": ("tars", lambda folder: cut_tar(folder, lambda size: 1800), [], "00001.tar: not a complete tar"),
+    "tar between members": ("tars", lambda folder: cut_tar(folder, lambda size: 512 + 512), [], "00001.tar: not a complete tar"),
     "NaN": ("tars", member("000000006.npy", npy(np.full((1, 8, 8, 8), np.nan, np.float32))), [],
             "000000006: moments holds nan, expected numbers within 65504"),
     "too large": ("tars", member("000000006.npy", npy(np.full((1, 8, 8, 8), 7e4, np.float32))), [], "moments holds 70000"),
@@ -450,9 +450,9 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "an image": ("tars", member("000000006.npy", npy(picture(1))), [], "000000006: no latents, where others have one"),
     "another autoencoder": ("tars", nothing, ["--vae", "vae"], "makes latents of 2 channels, those of"),
     "arrow cut off": ("flux", lambda folder: (lambda path: path.write_bytes(path.read_bytes()[:-3000]))(
-        folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow"), [], "data-00001-of-00002.arrow: not a whole table"),
+        folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow"), [], "data-00001-of-00002.arrow: not a complete table"),
     "arrow lost": ("flux", lambda folder: (folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow").unlink(), [],
-                   "data-00001-of-00002.arrow: not a whole table"),
+                   "data-00001-of-00002.arrow: not a complete table"),
     "empty caption": ("flux", overwrite("empty_encodings/clip_empty.npy", npy(np.zeros((1, 4)))), [],
                       "clip_empty.npy: [1, 4], expected [1, 3]"),
     "no time": ("flux", lambda folder: arrow(folder / "val", [flux(n, None if n == 2 else n)[0] for n in range(4)]), [],

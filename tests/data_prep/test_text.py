@@ -377,12 +377,12 @@ def test_check_tells_counts_copies_and_a_sample(bytes_of: Path, tmp_path: Path, 
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
     assert text.main(["check", str(tmp_path / "out")]) == 0
     told = capsys.readouterr().out
-    assert "documents are copies of others" in told
+    assert "documents are duplicates" in told
     assert "documents of validation are in train too" in told
 
 
 @pytest.mark.parametrize(("change", "error"), [
-    (put("tokens", (2, 5), 300), "'tokens'"), (put("ends", 0, 0), "'ends'"), (put("documents", 0, 90), "ends, 'documents' says"),
+    (put("tokens", (2, 5), 300), "'tokens'"), (put("ends", 0, 0), "'ends'"), (put("documents", 0, 90), "ends, expected"),
     (put("tokens", (2, T), 7), "rows_000000.h5: row 3 does not begin with the last token of the row before"),
     (put("tokens", (6, T), 7), "rows_000001.h5: row 0 does not begin with the last token of the row before"),
     (put("ends", 0, 2), "a document ends with another token"), (put("bytes", 3, 9), "row 3: 'bytes' is 9, expected"),
@@ -395,7 +395,7 @@ def test_check_names_another_tokenizer(bytes_of: Path, tmp_path: Path, capsys: p
     out = shutil.copytree(bytes_of, tmp_path / "out")
     Tokenizer.load(GOLDEN).save(out)
     assert text.main(["check", str(out)]) == 1
-    assert f"{out / 'text.json'}: made with the tokenizer {Tokenizer.byte_level().identity[:12]}" in capsys.readouterr().out
+    assert f"{out / 'text.json'}: written with the tokenizer {Tokenizer.byte_level().identity[:12]}" in capsys.readouterr().out
 
 
 # ---- what cannot be used
@@ -416,7 +416,7 @@ def test_bad_lines_are_listed_with_file_and_line_wherever_a_part_begins(
     words = [tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--held-out", 0]
     assert convert(*words) == 2
     error = capsys.readouterr().err
-    assert "16 of 186 documents cannot be used, listed in" in error and "more than --bad 0.01: mend them, or allow more" in error
+    assert "16 of 186 documents cannot be used, listed in" in error and "more than --bad 0.01: repair them, or allow more" in error
     assert "the first: " in error and "a.jsonl: line 7: not JSON" in error
     assert convert(*words, "--bad", 0.2) == 0
     found = {Path(where).name: reason for where, reason in loaded(tmp_path / "out" / "skipped.json")["unusable"].items()}
@@ -442,11 +442,11 @@ def table() -> bytes:
 
 
 REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
-    "gzip cut off": ({"a.txt.gz": cut(gzip.compress(bytes(range(99)) * 99))}, [], "a.txt.gz: damaged or cut off"),
-    "not gzip": ({"a.jsonl.gz": b"plain"}, [], "a.jsonl.gz: damaged or cut off (Not a gzipped file"),
-    "zst cut off": ({"a.jsonl.zst": zstandard.compress(bytes(range(99)) * 99)[:-3]}, [], "a.jsonl.zst: cut off within a frame"),
+    "gzip cut off": ({"a.txt.gz": cut(gzip.compress(bytes(range(99)) * 99))}, [], "a.txt.gz: damaged or truncated"),
+    "not gzip": ({"a.jsonl.gz": b"plain"}, [], "a.jsonl.gz: damaged or truncated (Not a gzipped file"),
+    "zst cut off": ({"a.jsonl.zst": zstandard.compress(bytes(range(99)) * 99)[:-3]}, [], "a.jsonl.zst: truncated within a frame"),
     "not zst": ({"a.txt.zst": b"plain text"}, [], "a.txt.zst: damaged (zstd decompress"),
-    "parquet cut off": ({"a.parquet": cut(table())}, [], "a.parquet: not a whole Parquet file"),
+    "parquet cut off": ({"a.parquet": cut(table())}, [], "a.parquet: not a complete Parquet file"),
     "column": ({"a.parquet": table()}, [], "a.parquet: no column 'text'; it has body: name one with --field"),
     "too short": ({"a.txt": b"few"}, [], "train: 4 tokens of 1 documents, not one row of 33; take a smaller --sequence"),
     "none held out": ({"a.txt": b"few " * 99}, ["--held-out", 0.001], "not one row of 33; raise --held-out, name other files by"),
@@ -455,11 +455,11 @@ REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
     "no tokenizer": ({"a.txt": b"a"}, ["--tokenizer", "nowhere"], "nowhere: cannot be read (No such file or directory); expected"),
     "small vocabulary": ({"a.txt": b"a"}, ["--tokenizer", "train:12"], "--tokenizer train:12: expected train: and a size from 257"),
     "large vocabulary": ({"a.txt": b"a"}, ["--tokenizer", "train:4294967296"], "train: and a size from 257 to 2^32"),
-    "no template": ({"a.txt": b"a"}, ["--chat"], "--chat: bytes has no template of chats that tells answers"),
-    "template of none": ({"a.txt": b"a"}, ["--chat", "--tokenizer", "train:300"], "that is trained here has no template"),
+    "no template": ({"a.txt": b"a"}, ["--chat"], "--chat: bytes has no chat template that marks answers"),
+    "template of none": ({"a.txt": b"a"}, ["--chat", "--tokenizer", "train:300"], "a newly trained tokenizer has no chat template"),
     "half a pair": ({"a.txt": b"a"}, ["--prompt", "q"], "--prompt and --answer: expected both"),
     "fraction": ({"a.txt": b"a"}, ["--held-out", 1], "--held-out 1: expected a fraction of 0 or more and less than 1"),
-    "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "no field of anything, expected .jsonl or .parquet"),
+    "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "has no fields, expected .jsonl or .parquet"),
     "no messages": ({"a.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}'}, ["--chat", "--tokenizer", GOLDEN],
                     "a.jsonl: line 1: nothing that is an answer"),
     "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool"}]}'}, ["--chat", "--tokenizer", GOLDEN],
