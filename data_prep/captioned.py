@@ -1,14 +1,14 @@
-"""Images or latents with their captions, in the forms in which such sets are published, each sample by itself.
+"""Readers of images or latents with captions, in the formats in which such sets are published.
 
-    a folder            NAME.png .jpg .jpeg .webp .npy at any depth; captions are NAME.txt beside them
+    a folder            NAME.png .jpg .jpeg .webp .npy at any depth, with captions NAME.txt beside them
     *.tar               webdataset: members KEY.png and so on, KEY.txt
                         KEY.npy, KEY.txt: MLPerf's Stable Diffusion, moments float32 [1, 2L, h, w]
     *.arrow             MLPerf's Flux.1: __key__, mean, logvar [L, h, w], t5_encodings [N, J], clip_encodings [J'], timestep
 
-Each array of MLPerf's Flux.1 is the bytes of a .npy of uint16, the upper halves of float32: bfloat16. Arrow files are those that
-datasets.save_to_disk writes: a stream, named in state.json.
+Each array of MLPerf's Flux.1 is the bytes of a .npy of uint16, the upper halves of float32: bfloat16. Arrow files are streams, as
+datasets.save_to_disk writes them and lists them in state.json.
 
-L channels of a latent   h w its places   N tokens of J numbers   J' numbers of a text as a whole
+L channels of a latent   h w its pixels   N tokens of J elements   J' elements of a pooled text vector
 """
 
 import io
@@ -34,14 +34,14 @@ Entry = dict[str, Any]
 
 STATE = "state.json"
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "npy")
-CHUNK = 4096                                    # images of a folder that are listed together
-REMEDY = "copy or make it again, or leave it out"
+CHUNK = 4096                                    # images of a folder in a shard
+REMEDY = "copy or write it again, or leave it out"
 COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_encodings": "pooled"}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a source: a tar, a table, or some images of a folder."""
+    """A shard of a source: a tar file, a table, or some images of a folder."""
 
     path: Path
     names: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class Shard:
 
 @dataclass
 class Sample:
-    """What a source has of a sample. ``image`` is a file, its bytes, or uint8 [H, W, 3]; moments [2L, h, w], tokens [N, J], pooled
-    [J'] are floating numbers."""
+    """The data of a sample. ``image`` is a file, its bytes, or uint8 [H, W, 3]; moments [2L, h, w], tokens [N, J] and pooled [J']
+    have a floating-point type."""
 
     name: str
     caption: str | None = None
@@ -65,17 +65,17 @@ class Sample:
     level: int | None = None
 
 
-# ---- which samples there are
+# ---- listings
 
 
 def find_shards(folder: Path) -> list[Shard]:
-    """All parts of a source, in order. Raises ConfigError for a folder that holds nothing of use."""
+    """Return all shards of a source, in order. Raises ConfigError if the folder has no samples."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; SOURCE is a folder of images, of .tar, or of .arrow files")
     saved = [folder] if (folder / STATE).is_file() else sorted(path.parent for path in folder.glob(f"*/{STATE}"))
     if saved:
         return [Shard(table / name) for table in saved for name in _arrow_files(table / STATE)]
-    for ending in (".tar", ".arrow"):           # tables beside tars tell of those
+    for ending in (".tar", ".arrow"):           # tables beside tar files are their metadata
         if found := sorted(path for path in folder.rglob(f"*{ending}") if not path.name.startswith(".")):
             return [Shard(path) for path in found]
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix[1:].lower() in IMAGE_SUFFIXES)
@@ -93,7 +93,7 @@ def _arrow_files(path: Path) -> list[str]:
 
 
 def list_samples(shard: Shard) -> dict[str, Any]:
-    """The samples of a shard, so that those who read some of them need not look for them."""
+    """List the samples of a shard, so that any of them can be read directly. Raises DataError if there are none."""
     entries = list(_iter_entries(shard))
     if not entries:
         raise DataError(f"{shard.path}: holds no sample; leave it out")
@@ -101,7 +101,7 @@ def list_samples(shard: Shard) -> dict[str, Any]:
 
 
 def read_entries(path: Path, numbers: Sequence[int]) -> list[Entry]:
-    """Some samples of a listing."""
+    """Return some entries of a listing."""
     entries = store.read_json(path)["entries"]
     return [entries[number] for number in numbers]
 
@@ -119,7 +119,7 @@ def _iter_entries(shard: Shard) -> Iterator[Entry]:
 
 
 def _tar_entries(path: Path) -> Iterator[Entry]:
-    """Places of the members of each sample."""
+    """Yield each sample with offset and size of its members. Raises DataError if the tar is damaged or truncated."""
     samples: dict[str, dict[str, list[int]]] = {}
     try:
         end = 0
@@ -134,23 +134,23 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
                 key, _, ending = name.partition(".")
                 members = samples.setdefault(f"{folder}/{key}" if folder else key, {})
                 if members.setdefault(ending.lower(), [member.offset_data, member.size])[0] != member.offset_data:
-                    raise tarfile.ReadError(f"{member.name} is there twice")
+                    raise tarfile.ReadError(f"{member.name} occurs twice")
         with path.open("rb") as file:
             file.seek(end)
-            # tarfile takes damage after the first member for the end, and so it does where a file stops.
+            # tarfile accepts damage after the first member, or the end of the file, as the end of the archive.
             if (rest := file.read(512)) != bytes(512):
-                raise tarfile.ReadError("cut off" if not rest else f"what is at byte {end:,} is no member")
+                raise tarfile.ReadError("truncated" if not rest else f"the data at byte {end:,} is no member")
     except (tarfile.TarError, OSError, EOFError) as problem:
         raise DataError(f"{path}: not a complete tar ({problem}); {REMEDY}") from problem
     for name, members in samples.items():
         yield {"name": name, "caption": "txt" in members, "members": members}
 
 
-# ---- what a sample is
+# ---- samples
 
 
 def read_samples(shard: Shard, entries: Sequence[Entry]) -> Iterator[Sample]:
-    """Raises DataError that names file and member for what cannot be read."""
+    """Yield the samples of some entries of a shard. Raises DataError, with file and member, if one cannot be read."""
     if shard.kind == "table":
         yield from _table_samples(shard.path, entries)
     elif shard.kind == "tar":
@@ -185,9 +185,9 @@ def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
     def data(ending: str) -> bytes:
         offset, size = members[ending]
         file.seek(offset)
-        if len(found := file.read(size)) < size:
-            raise DataError(f"{name}.{ending}: cut off; {REMEDY}")
-        return found
+        if len(content := file.read(size)) < size:
+            raise DataError(f"{name}.{ending}: truncated; {REMEDY}")
+        return content
 
     sample = Sample(name, _decode_text(data("txt"), f"{name}.txt") if "txt" in members else None)
     ending = next((suffix for suffix in IMAGE_SUFFIXES if suffix in members), None)
@@ -212,8 +212,8 @@ def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
 
 
 def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """Parts of a table, each after its first row, of the columns that are there. What is passed over in a mapped stream is not
-    read."""
+    """Yield the batches of a table, each after the number of its first row, with those of ``columns`` that exist. Skipped parts of
+    the memory-mapped stream are not read."""
     arrow, ipc = (needed(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
     with _arrow_errors(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
         names, begin = _select_columns(path, stream.schema.names, columns), 0
@@ -247,11 +247,11 @@ def _load_npy(data: bytes, where: str) -> Array:
 
 
 def _decode_flux(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) -> Sample:
-    """A sample of MLPerf's Flux.1."""
+    """Decode the arrays of a sample of MLPerf's Flux.1."""
     arrays = {}
     for part, (data, where) in parts.items():
         if data is None:
-            raise DataError(f"{where}: holds nothing, expected the bytes of a .npy; {REMEDY}")
+            raise DataError(f"{where}: empty, expected the bytes of a .npy; {REMEDY}")
         arrays[part] = bfloat16_to_float32(_load_npy(data, where), where)
     mean, logvar = arrays.pop("mean", None), arrays.pop("logvar", None)
     if mean is None or logvar is None or mean.shape != logvar.shape or mean.ndim != 3:
@@ -264,16 +264,16 @@ def _decode_flux(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) 
 
 
 def bfloat16_to_float32(values: Array, where: str) -> Array:
-    """float32 from the upper halves of its bits; floating numbers as they are."""
+    """Convert the bits of bfloat16, as uint16, to float32, and return floating-point values unchanged."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     if values.dtype.kind != "f":
-        raise DataError(f"{where}: holds {values.dtype}, expected uint16, the bits of bfloat16, or floating numbers; {REMEDY}")
+        raise DataError(f"{where}: holds {values.dtype}, expected uint16, the bits of bfloat16, or floating-point values; {REMEDY}")
     return values
 
 
 def read_empty_caption(path: Path) -> Array:
-    """The vectors of an empty caption.   [1, ...]"""
+    """Read the vectors of an empty caption.   Shape: [1, ...]"""
     return bfloat16_to_float32(_load_npy(_read_bytes(path), str(path)), str(path))
 
 
@@ -298,8 +298,8 @@ def _check_moments(values: Array, where: str) -> Array:
 
 
 def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Tensor:
-    """The middle of an image, made smaller until it has the height or the width of ``size``, bicubic over the area that a pixel
-    comes from.   [3, H, W], -1 to 1"""
+    """Return an image [3, H, W], -1 to 1, resized to cover ``size`` (bicubic, antialiased) and cropped at its centre. Raises
+    DataError if it is smaller than ``size``, unless ``enlarge``."""
     pixels = torch.from_numpy(_decode_image(sample).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
     sides = pixels.shape[1:]
     if min(side - target for side, target in zip(sides, size)) < 0 and not enlarge:
@@ -314,7 +314,7 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Ten
 
 
 def _decode_image(sample: Sample) -> Array:
-    """[H, W, 3], uint8"""
+    """Return the pixels as uint8 [H, W, 3]."""
     if isinstance(sample.image, np.ndarray):
         return sample.image
     from PIL import Image, ImageOps
@@ -327,5 +327,5 @@ def _decode_image(sample: Sample) -> Array:
     except Exception as problem:                # Pillow's readers fail in a dozen ways
         raise DataError(f"{sample.name}: cannot be read as an image ({problem}); {REMEDY}") from problem
     if mode[0] in "IF":
-        raise DataError(f"{sample.name}: pixels of more than 8 bits (mode {mode}); make it an image of 8 bits")
+        raise DataError(f"{sample.name}: pixels of more than 8 bits (mode {mode}); convert it to 8 bits")
     return values

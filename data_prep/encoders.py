@@ -1,6 +1,6 @@
-"""The frozen networks that make latents of images and vectors of captions: folders as diffusers and transformers have them.
+"""Frozen networks that encode images to latents and captions to vectors, from folders of diffusers and transformers.
 
-B captions   N tokens of J numbers   J' numbers of a caption as a whole
+B captions   N tokens of J elements   J' elements of a pooled text vector
 """
 
 import hashlib
@@ -20,24 +20,24 @@ from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
 
-T5_LENGTH = 256                                 # tokens that Flux.1-schnell and MLPerf give it
+T5_LENGTH = 256                                 # tokens of a caption in Flux.1-schnell and MLPerf
 CLASSES = {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"}
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The folders of networks, and how they work. A text encoder's folder comes with that of its tokenizer."""
+    """The folders of the networks, and the settings of inference. A text encoder is a pair of its folder and its tokenizer's."""
 
     vae: Path | None
     tokens: tuple[Path, Path] | None
     pooled: tuple[Path, Path] | None
-    length: int | None                          # tokens of a caption; None for as many as the encoder usually gets
-    truncate: bool                                   # captions that are longer
+    length: int | None                          # tokens of a caption; None: the usual number of the encoder
+    truncate: bool                              # longer captions, which otherwise raise
     precision: str
     device: str
 
     def identities(self) -> tuple[str | None, list[str]]:
-        """Of the autoencoder, and of the encoders: name and the first digits of the SHA-256 of the weights."""
+        """Return the identities of the autoencoder and of the text encoders."""
         vae = None if self.vae is None else identity(self.vae)
         return vae, [identity(pair[0]) for pair in (self.tokens, self.pooled) if pair is not None]
 
@@ -46,13 +46,13 @@ def resolve_networks(
     model: Path | None, vae: Path | None, tokens: Path | None, pooled: Path | None, length: int | None, truncate: bool,
     precision: str, device: str,
 ) -> NetworkConfig:  # fmt: skip
-    """Networks named singly, or by the folder of a pipeline. Raises ConfigError."""
+    """Return the networks of single folders, or of the folder of a pipeline. Raises ConfigError if a folder does not fit."""
     encoders: dict[str, tuple[Path, Path] | None] = {
         name: None if path is None else (path, _tokenizer_folder(path)) for name, path in (("tokens", tokens), ("pooled", pooled))
     }
     if model is not None:
         if vae or tokens or pooled:
-            raise ConfigError("--model and --vae, --tokens, --pooled: expected a whole pipeline, or its parts")
+            raise ConfigError("--model and --vae, --tokens, --pooled: expected a pipeline, or its parts")
         vae, first, second = model / "vae", model / "text_encoder", model / "text_encoder_2"
         if second.is_dir():
             if _encoder_type(second) != "t5":
@@ -74,7 +74,7 @@ def resolve_networks(
 
 
 def _tokenizer_folder(folder: Path) -> Path:
-    """The folder of the tokenizer of an encoder: the same, or its neighbour in a pipeline."""
+    """Return the folder of the tokenizer of an encoder: the same folder, or the one beside it in a pipeline."""
     beside = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
     names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "spiece.model")
     return folder if any((folder / name).is_file() for name in names) or beside == folder else beside
@@ -93,7 +93,7 @@ def _encoder_type(folder: Path) -> str:
 
 @lru_cache(8)
 def identity(folder: Path) -> str:
-    """Name of a folder, and the first digits of the SHA-256 of its weights."""
+    """Return the name of a folder, and the first digits of the SHA-256 of its weights."""
     digest = hashlib.sha256()
     for path in _weight_files(folder):
         with path.open("rb") as file:
@@ -103,7 +103,7 @@ def identity(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that are read of a folder, in order."""
+    """Return the weight files of a folder, in order."""
     for stem in ("diffusion_pytorch_model.safetensors", "model.safetensors", "pytorch_model.bin"):
         if (index := folder / f"{stem}.index.json").is_file():
             try:
@@ -116,12 +116,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class TextEncoder:
-    """An encoder of captions: to its last hidden states, or to its pooled output."""
+    """A text encoder that returns its last hidden states, or its pooled output."""
 
     def __init__(self, folder: Path, tokenizer: Path, pooled: bool, cfg: NetworkConfig) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         transformers = needed("transformers", f"encoding captions by {folder}", "latents")
-        transformers.logging.set_verbosity_error()          # it lists what a whole CLIP has besides the encoder; we ask what lacks
+        transformers.logging.set_verbosity_error()          # it lists all unused weights of CLIP; missing ones are checked below
         self.folder, self.pooled, self.truncate, self.device = folder, pooled, cfg.truncate, cfg.device
         kind = json.loads((folder / "config.json").read_text())["model_type"]
         try:
@@ -131,27 +131,27 @@ class TextEncoder:
         except (OSError, ValueError, ImportError, KeyError, RuntimeError) as problem:
             reason = f"cannot be read with its tokenizer {tokenizer} ({str(problem)[:300]})"
             raise DataError(f"{folder}: {reason}; save it again") from problem
-        # transformers makes up what a file does not have.
+        # transformers initializes missing weights at random.
         if missing := sorted(info["missing_keys"]):
             raise DataError(f"{folder}: has no {missing[0]}, one of {len(missing)} weights of a {CLASSES[kind]}; save it again")
         if self.tokenizer.pad_token is None:
-            raise DataError(f"{tokenizer}: tells no pad_token, which fills up captions; name it in tokenizer_config.json")
+            raise DataError(f"{tokenizer}: has no pad_token to pad captions; name it in tokenizer_config.json")
         self.network = network.to(device=cfg.device, dtype=getattr(torch, cfg.precision)).eval().requires_grad_(False)
         max_length = T5_LENGTH if kind == "t5" else int(network.config.max_position_embeddings)
         length = max_length if pooled or cfg.length is None else cfg.length
         if kind != "t5" and length > max_length:
-            raise ConfigError(f"--length {length}: {folder} knows {max_length} places")
+            raise ConfigError(f"--length {length}: {folder} has {max_length} positions")
         self.length = length
         self.shape = (network.config.hidden_size,) if pooled else (length, network.config.hidden_size)
 
     def encode(self, captions: Sequence[str], names: Sequence[str]) -> tuple[Tensor, int]:
-        """Vectors [B, N, J] or [B, J'], and how many captions were cut. All tokens count alike, those that fill up too, as in the
-        pipelines of diffusers and in MLPerf. Raises DataError for captions that are too long."""
+        """Return vectors [B, N, J] or [B, J'], and the number of truncated captions. There is no attention mask: padding tokens are
+        attended to, as in the pipelines of diffusers and in MLPerf. Raises DataError if a caption is too long."""
         lengths = [len(ids) for ids in self.tokenizer(list(captions), verbose=False)["input_ids"]]
         long = [number for number, length in enumerate(lengths) if length > self.length]
         if long and not self.truncate:
             reason = f"a caption of {lengths[long[0]]} tokens, {self.folder} takes {self.length}"
-            raise DataError(f"{names[long[0]]}: {reason}; shorten it, or have such be cut (long)")
+            raise DataError(f"{names[long[0]]}: {reason}; shorten it, or truncate (long: cut)")
         kwargs: dict[str, Any] = {"padding": "max_length", "max_length": self.length, "truncation": True, "return_tensors": "pt"}
         ids = self.tokenizer(list(captions), **kwargs)["input_ids"].to(self.device)
         with torch.inference_mode():
@@ -161,21 +161,21 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class LoadedNetworks:
-    """Networks that are there."""
+    """The loaded networks of a configuration."""
 
     cfg: NetworkConfig
     vae: VAE | None
     text_encoders: dict[str, TextEncoder]
 
     def encode(self, images: Tensor) -> Tensor:
-        """Means, and logarithms of variances from -30 to 20.   [B, 3, H, W] -> [B, 2L, h, w]"""
+        """Return means, and logarithms of variances from -30 to 20.   Shape: [B, 3, H, W] -> [B, 2L, h, w]"""
         assert self.vae is not None
         with torch.inference_mode():
             latents = self.vae.encode(images.to(self.cfg.device, getattr(torch, self.cfg.precision)))
             return torch.cat((latents.mean, latents.logvar), 1).float().cpu()
 
     def decode(self, means: Tensor) -> Tensor:
-        """[B, L, h, w] -> [B, 3, H, W], -1 to 1"""
+        """Decode latents to images, -1 to 1.   Shape: [B, L, h, w] -> [B, 3, H, W]"""
         assert self.vae is not None
         with torch.inference_mode():
             return self.vae.decode(means.to(self.cfg.device, getattr(torch, self.cfg.precision))).float().clamp(-1, 1).cpu()

@@ -1,27 +1,27 @@
-"""Images with captions as what a latent diffusion model trains on: moments of their latents, vectors of their captions.
+"""Training data of latent diffusion models: moments of the latents of images, vectors of their captions.
 
     python -m data_prep.latents convert SOURCE OUT --model DIR     a pipeline of diffusers: vae/, text_encoder/, tokenizer/ ...
-    python -m data_prep.latents convert SOURCE OUT --vae DIR --tokens DIR --pooled DIR      its parts, those that are wanted
-    python -m data_prep.latents convert MLPERF OUT                 latents and vectors that are there are taken as they are
-    python -m data_prep.latents check OUT                          files against their index, values, a picture
+    python -m data_prep.latents convert SOURCE OUT --vae DIR --tokens DIR --pooled DIR      any of its parts
+    python -m data_prep.latents convert MLPERF OUT                 copies latents and vectors of the source
+    python -m data_prep.latents check OUT                          verify files and values, draw a picture
 
     SOURCE is a folder of images, of webdataset .tar, or MLPerf's Stable Diffusion or Flux.1 (data_prep.captioned), or holds such
     folders: train (cc12m_preprocessed), validation (val, coco_preprocessed), empty_encodings.
 
     OUT/{train,validation}/*.h5, R samples
-        "moments" float16 [R, 2L, h, w]   means, then logarithms of variances (-30 to 20), of latents as the autoencoder has them
-        "tokens" float16 [R, N, J]        last hidden states of an encoder of captions
-        "pooled" float16 [R, J']          pooled output of one
-        "level" int64 [R]                 time of a validation sample, where the source gives one (MLPerf's Flux.1: 0 to 7)
+        "moments" float16 [R, 2L, h, w]   means, then logarithms of variances (-30 to 20), of latents of the autoencoder, unscaled
+        "tokens" float16 [R, N, J]        last hidden states of a text encoder
+        "pooled" float16 [R, J']          pooled output of a text encoder
+        "level" int64 [R]                 time of a validation sample, if the source has it (MLPerf's Flux.1: 0 to 7)
     OUT/nothing.npz                       "tokens" [N, J] and "pooled" [J'] of the empty caption
-    OUT/.work                             where the samples of the sources lie; may be deleted
+    OUT/.work                             listings of the samples of the sources; may be deleted
 
-What a model sees is (latent - shift) * scale. The index, which a reader has as ``rows.metadata``, states these, sizes, and which
-networks made the values. Images are made smaller until they just cover --size, and their middle is taken. Which samples are held
-out is a permutation that the seed decides. A value is a function of its sample, the networks and the options, to rounding: the
-device and how many images are encoded at a time may change its last digit.
+The input of a model is (latent - shift) * scale. The index, ``rows.metadata`` of a reader, has both, sizes, and the identities of
+the networks. Images are resized to cover --size, and cropped at their centre. The samples that are held out are chosen by a
+permutation, a function of the seed. A value is a function of its sample, the networks and the options, to rounding: device and
+batch size may change its last digit.
 
-R rows of a file   L channels of a latent   h w its places   N tokens of J numbers   J' numbers of a caption as a whole
+R rows of a file   L channels of a latent   h w its pixels   N tokens of J elements   J' elements of a pooled text vector
 """
 
 import argparse
@@ -52,12 +52,12 @@ WORK, EMPTY_CAPTION = ".work", "nothing.npz"
 SPLIT_FOLDERS = {"train": ("train", "cc12m_preprocessed"), "validation": ("validation", "val", "coco_preprocessed")}
 EMPTY_FOLDER, EMPTY_FILES = "empty_encodings", {"tokens": "t5_empty.npy", "pooled": "clip_empty.npy"}
 MLPERF_SCALING = {4: (0.18215, 0.0), 16: (0.3611, 0.1159)}      # scale and shift by latent channels: Stable Diffusion, Flux.1
-VAE_SCALE_FACTOR = 8                                      # of an image's side is a latent's, in both
-FILE_BYTES = 1 << 26                                  # bytes of a file, about
-TRUNCATED = {"tokens": "tokens_cut", "pooled": "pooled_cut"}     # attributes of a file: how many captions were cut
+VAE_SCALE_FACTOR = 8                            # side of an image over that of its latent, in both
+FILE_BYTES = 1 << 26                            # of a file, about
+TRUNCATED = {"tokens": "tokens_cut", "pooled": "pooled_cut"}    # attributes of a file: number of truncated captions
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 MIN_LOGVAR, MAX_LOGVAR = -30.0, 20.0
-LEVELS = 8                                      # of noise, at which samples that are held out are measured
+LEVELS = 8                                      # of noise, at which the validation loss is measured
 
 
 # ---- options
@@ -74,42 +74,42 @@ share = command.option_type("number of samples, or fraction below 1", float, lam
 
 @dataclass(frozen=True)
 class LatentSettings(command.Settings):
-    """How samples are encoded, and which are held out."""
+    """Settings of the encoding of samples, and of the split."""
 
     size: tuple[int, int] = option((512, 512), "of images: 512, or 512x768", metavar="HxW", type=image_size)
-    enlarge: bool = option(False, "make smaller images larger, which are otherwise refused", action="store_true")
+    enlarge: bool = option(False, "enlarge smaller images, which are otherwise refused", action="store_true")
     length: int | None = option(None, "tokens of a caption; without it 77 of CLIP, 256 of T5", type=command.positive)
-    long: str = option("refuse", "what is done with longer captions", choices=("refuse", "cut"))
+    long: str = option("refuse", "refuse or truncate longer captions", choices=("refuse", "cut"))
     precision: str = option("float32", "of the networks", choices=("float32", "bfloat16"))
     rows: int | None = option(None, "of a file; without it 64 MB of them", type=command.positive)
-    limit: int | None = option(None, "at most so many samples, the first", type=command.positive)
+    limit: int | None = option(None, "use only the first N samples", type=command.positive)
     validation: float = option(None, "samples held out, or a fraction of them; without it 0.02", type=share)
-    seed: int = option(0, "of which samples those are", type=command.natural)
+    seed: int = option(0, "of the choice of these samples", type=command.natural)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="images, .tar, MLPerf's layouts, or folders of them by split")
     parser.add_argument("--model", type=Path, metavar="DIR", help="pipeline of diffusers: its folders vae, text_encoder ...")
-    parser.add_argument("--vae", type=Path, metavar="DIR", help="autoencoder alone, as diffusers has it")
-    parser.add_argument("--device", default="auto", metavar="NAME", help="auto: a GPU where there is one, each process its own")
+    parser.add_argument("--vae", type=Path, metavar="DIR", help="autoencoder of diffusers")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto: a GPU for each process, if there are any")
 
-    parser.add_argument("--tokens", type=Path, metavar="DIR", help="encoder whose last hidden states are wanted: CLIP or T5")
-    parser.add_argument("--pooled", type=Path, metavar="DIR", help="encoder whose pooled output is wanted: CLIP")
+    parser.add_argument("--tokens", type=Path, metavar="DIR", help="text encoder, for its last hidden states: CLIP or T5")
+    parser.add_argument("--pooled", type=Path, metavar="DIR", help="text encoder, for its pooled output: CLIP")
     parser.add_argument("--nothing", type=Path, metavar="DIR", help=f"has {' and '.join(EMPTY_FILES.values())}; or {EMPTY_FOLDER}")
-    parser.add_argument("--batch", metavar="N", type=command.positive, default=16, help="samples that are encoded at a time")
+    parser.add_argument("--batch", metavar="N", type=command.positive, default=16, help="samples that are encoded together")
 
 
-# ---- what the files hold
+# ---- datasets
 
 
-FIELDS = {      # samples are told apart by their latents: many may have one caption
+FIELDS = {      # latents identify a sample: several may have the same caption
     "moments": Field("float16", key=True), "tokens": Field("float16"), "pooled": Field("float16"),
     "level": Field("int64", (), 0, LEVELS - 1),
 }  # fmt: skip
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    """Moments of each channel of the means, and how many captions were cut."""
+    """Return the moments of each channel of the means, and the number of truncated captions."""
     rows, channels = file["moments"].shape[:2]
     means = (file["moments"][row, : channels // 2].reshape(channels // 2, -1).T for row in range(rows))
     cut = {name: int(file.attrs[name]) for name in TRUNCATED.values() if name in file.attrs}
@@ -125,7 +125,7 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
 
 
 def find_sources(root: Path) -> dict[str, list[Shard]]:
-    """The parts of each split, or under "" those that are to be split."""
+    """Return the shards of each split, or under "" those of a source without splits."""
     folders = {split: folder for split, names in SPLIT_FOLDERS.items() for name in names[::-1] if (folder := root / name).is_dir()}
     if "train" not in folders:
         return {"": captioned.find_shards(root)}
@@ -133,7 +133,7 @@ def find_sources(root: Path) -> dict[str, list[Shard]]:
 
 
 def fingerprint_shards(parts: Sequence[Shard], root: Path) -> str:
-    """How many files there are, and a digest of their names and sizes."""
+    """Return the number of files, and a digest of their names and sizes."""
     paths = [path for part in parts for path in ([part.path / name for name in part.names] or [part.path])]
     lines = [f"{path.relative_to(root).as_posix()} {path.stat().st_size if path.is_file() else 'missing'}" for path in paths]
     return command.fingerprint(lines, "files, names and sizes")
@@ -141,12 +141,12 @@ def fingerprint_shards(parts: Sequence[Shard], root: Path) -> str:
 
 @dataclass(frozen=True)
 class ListedShard:
-    """The samples of a part of a source."""
+    """A shard of a source with the listing of its samples."""
 
     shard: Shard
-    path: Path                                  # of their listing
+    path: Path                                  # of the listing
     rows: int
-    uncaptioned: tuple[str, ...]                       # samples without a caption, the first of them
+    uncaptioned: tuple[str, ...]                # the first sample without a caption, if any
     captions: int
 
 
@@ -160,7 +160,7 @@ def list_shards(parts: Sequence[Shard], folder: Path, workers: int) -> list[List
 
 
 def validation_mask(total: int, share: float, seed: int) -> Array:
-    """Which samples are for validation: a number of them, or a fraction.   [total]"""
+    """Return the mask of validation samples, a number or a fraction of all.   Shape: [total]"""
     count = int(share) if share >= 1 else math.floor(share * total + 0.5)
     mask = np.zeros(total, bool)
     mask[store.generator(seed, 0, 0).permutation(total)[:count]] = True
@@ -172,19 +172,19 @@ def validation_mask(total: int, share: float, seed: int) -> Array:
 
 @dataclass(frozen=True)
 class EncodeArgs:
-    """How rows are made of samples."""
+    """The settings of ``write_latents``, the same for all files of a split."""
 
     networks: NetworkConfig
-    size: tuple[int, int] | None                # of an image; None where latents are there
+    size: tuple[int, int] | None                # of an image; None if the source has latents
     enlarge: bool
-    encoded: tuple[str, ...]                    # of tokens and pooled, those that are made of captions
+    encoded: tuple[str, ...]                    # those of "tokens" and "pooled" that are encoded from captions
     batch: int
     threads: int
     fields: tuple[tuple[str, Field], ...]
 
 
 def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int], path: Path) -> None:
-    """A file of some samples of a part of a source."""
+    """Write a file of some samples of a shard."""
     shard, entries = source.shard, captioned.read_entries(source.path, numbers)
     truncated = {TRUNCATED[name]: 0 for name in args.encoded}
     with store.create_file(path, len(entries), dict(args.fields), {"origin": shard.path.name}) as file:
@@ -197,7 +197,7 @@ def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int],
 
 
 def _prefetch(args: EncodeArgs, shard: Shard, entries: Sequence[Entry]) -> Iterator[tuple[list[Sample], list[Tensor | None]]]:
-    """Samples with their images, of which those of the next batch are made ready meanwhile."""
+    """Yield batches of samples with their images. Images of the next batch are prepared in threads meanwhile."""
     ends = [*range(0, len(entries), args.batch), len(entries)]
     fit = partial(_prepare_image, args)
     with ThreadPoolExecutor(args.threads) as pool:
@@ -217,14 +217,14 @@ def _prepare_image(args: EncodeArgs, sample: Sample) -> Tensor | None:
     if args.size is None:
         return None
     if sample.image is None:
-        raise DataError(f"{sample.name}: holds latents, where others are images; convert them by themselves")
+        raise DataError(f"{sample.name}: holds latents, where others are images; convert them separately")
     return captioned.resize_and_crop(sample, args.size, args.enlarge)
 
 
 def _encode_batch(
     args: EncodeArgs, samples: Sequence[Sample], images: Sequence[Tensor | None], truncated: dict[str, int],
 ) -> dict[str, Array]:  # fmt: skip
-    """The rows of samples."""
+    """Return the values of each dataset for a batch of samples."""
     fields, names = dict(args.fields), [sample.name for sample in samples]
     columns: dict[str, Array] = {}
     if args.size is not None:
@@ -242,8 +242,8 @@ def _encode_batch(
 def _stored_values(sample: Sample, name: str, shape: tuple[int, ...]) -> Array:
     values = getattr(sample, name)
     if values is None or (name == "level" and (not isinstance(values, int) or not 0 <= values < LEVELS)):
-        found = "no latents" if name == "moments" else f"{name} {values}"
-        raise DataError(f"{sample.name}: {found}, where others have one; {captioned.REMEDY}")
+        text = "no latents" if name == "moments" else f"{name} {values}"
+        raise DataError(f"{sample.name}: {text}, where others have one; {captioned.REMEDY}")
     if np.shape(values) != shape:
         raise DataError(f"{sample.name}: {name} is {list(np.shape(values))}, expected {list(shape)} as in the first sample; "
                         f"{captioned.REMEDY}")  # fmt: skip
@@ -251,7 +251,7 @@ def _stored_values(sample: Sample, name: str, shape: tuple[int, ...]) -> Array:
 
 
 def _to_float16(values: Array, name: str, names: Sequence[str]) -> Array:
-    """In float16, which neither NaN nor values above 65504 may enter."""
+    """Convert to float16. Raises DataError for NaN and for values beyond 65504."""
     wide = values.astype(np.float32)
     for number in np.flatnonzero(~(np.abs(wide) <= FLOAT16_MAX).reshape(len(wide), -1).all(1))[:1]:
         row = wide[number]
@@ -285,7 +285,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
               for split, group in shards.items()}  # fmt: skip
     args, header = _plan_encoding(options, networks, shards, firsts, vae, text_encoders)
     if args.size is not None or args.encoded:
-        options.workers = 1                     # networks fill a device: processes are ranks then, workers the threads that read
+        options.workers = 1                     # networks fill a device: one process per rank, whose workers are reader threads
     jobs = list(_make_jobs(out, settings, args, shards, firsts))
     text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_format_size(header['image'])}, latents of "
             f"{_format_size([header['latents'], *header['size']])}; {_describe_networks(header)}")  # fmt: skip
@@ -302,7 +302,7 @@ def _plan_encoding(
     options: argparse.Namespace, networks: NetworkConfig, shards: dict[str, list[ListedShard]], firsts: dict[str, Sample],
     vae: str | None, text_encoders: list[str],
 ) -> tuple[EncodeArgs, dict[str, Any]]:  # fmt: skip
-    """How rows are made, and what the index says of all, by the first sample of each split."""
+    """Return the settings of the encoding and the header of the index, from the first sample of each split."""
     all_shards = [shard for group in shards.values() for shard in group]
     rows, captions = sum(shard.rows for shard in all_shards), sum(shard.captions for shard in all_shards)
     first = next(iter(firsts.values()))
@@ -313,7 +313,7 @@ def _plan_encoding(
         where, others = f"{first_bare.shard.path}: {first_bare.uncaptioned[0]}", f"as {rows - captions} of {rows} samples"
         raise DataError(f"{where}: no caption, {others}; write one, which may be empty, or leave them out")
     if encoded and not captions:
-        command.print_rank_0("there are no captions: no vectors of texts are made")
+        command.print_rank_0("there are no captions: no text vectors are written")
         encoded = []
     if captions and not encoded and not stored:
         command.print_rank_0(f"{captions} captions are left out: no encoder is named by --tokens, --pooled or --model")
@@ -347,21 +347,21 @@ def _plan_encoding(
 def _latent_layout(
     options: argparse.Namespace, networks: NetworkConfig, first: Sample
 ) -> tuple[tuple[int, ...], list[int], float, float]:
-    """Shape of moments, size of the images they come from, scale and shift."""
+    """Return the shape of moments, the size of their images, scale and shift."""
     cfg = None if networks.vae is None else encoders.vae_config(networks.vae)
     factor = VAE_SCALE_FACTOR if cfg is None else 2 ** (len(cfg.channels) - 1)
     if first.moments is None:
         assert cfg is not None
         if any(side % factor for side in options.size):
             raise ConfigError(f"--size {_format_size(options.size)}: expected multiples of {factor}, by which {networks.vae} "
-                              "makes sides smaller")  # fmt: skip
+                              "downsamples")  # fmt: skip
         return (2 * cfg.latents, *(side // factor for side in options.size)), list(options.size), cfg.scale, cfg.shift
     shape = first.moments.shape
     if cfg is not None and 2 * cfg.latents != shape[0]:
-        raise ConfigError(f"{networks.vae}: makes latents of {cfg.latents} channels, those of {first.name} have {shape[0] // 2}")
+        raise ConfigError(f"{networks.vae}: has latents of {cfg.latents} channels, those of {first.name} have {shape[0] // 2}")
     if cfg is None and shape[0] // 2 not in MLPERF_SCALING:
-        found = f"latents of {shape[0] // 2} channels, MLPerf's have 4 or 16"
-        raise ConfigError(f"{first.name}: {found}; name their autoencoder by --vae")
+        text = f"latents of {shape[0] // 2} channels, MLPerf's have 4 or 16"
+        raise ConfigError(f"{first.name}: {text}; name their autoencoder by --vae")
     scale, shift = MLPERF_SCALING[shape[0] // 2] if cfg is None else (cfg.scale, cfg.shift)
     return shape, [factor * side for side in shape[1:]], scale, shift
 
@@ -400,7 +400,7 @@ def _describe_networks(header: dict[str, Any]) -> str:
 
 
 def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any]) -> None:
-    """What takes the place of a caption that is left out."""
+    """Write the vectors of the empty caption, which replace those of captions that are dropped in training."""
     path, vectors = options.out / EMPTY_CAPTION, {}
     folders = (options.nothing, options.source / EMPTY_FOLDER, options.source.parent / EMPTY_FOLDER)
     folder = next((path for path in folders if path is not None and path.is_dir()), None)
@@ -427,32 +427,32 @@ def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: 
 
 
 def _print_statistics(out: Path) -> None:
-    """Sizes of the splits, and whether latents are of about unit size, as a model wants them."""
+    """Print the sizes of the splits, and the root mean square of the scaled latents, which should be about 1."""
     for split, part in store.read_json(out / "statistics.json")["splits"].items():
         index, means = store.read_json(out / split / "index.json"), part["means"]
         scaled = [(np.array(means["mean"]) - index["shift"]) * index["scale"], np.array(means["deviation"]) * index["scale"]]
         size = float(np.sqrt(np.mean(scaled[0] ** 2 + scaled[1] ** 2)))
-        print(f"{split}: {part['rows']} samples, latents as a model sees them are {size:.3f} (root mean square)")
+        print(f"{split}: {part['rows']} samples, root mean square of scaled latents {size:.3f}")
         if not 0.4 <= size <= 2.5:
             print("warning: expected about 1; is the scale of the autoencoder that of its weights?")
         for name, count in part["cut"].items():
             if count:
-                print(f"{split}: {count} captions were cut for {name.removesuffix('_cut')}")
+                print(f"{split}: {count} captions were truncated for {name.removesuffix('_cut')}")
 
 
 # ---- check
 
 
 def check_latents(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
-    """Values that no moments can have, and what is wrong with the empty caption."""
+    """Yield the mistakes of moments and of the empty caption."""
     out, index = prepared.out, prepared.index
     if index.get("kind") != "latents":
-        raise DataError(f"{out}: was not made by data_prep.latents; name another folder")
+        raise DataError(f"{out}: was not written by data_prep.latents; name another folder")
     for path in prepared.paths:
         with h5py.File(path, "r") as file:
             logvar = file["moments"][:, file["moments"].shape[1] // 2 :]
         if logvar.min() < MIN_LOGVAR or logvar.max() > MAX_LOGVAR:
-            yield f"{path}: logarithms of variances outside {MIN_LOGVAR:g} to {MAX_LOGVAR:g}; make the file again"
+            yield f"{path}: logarithms of variances outside {MIN_LOGVAR:g} to {MAX_LOGVAR:g}; convert again"
     yield from _check_empty_caption(out, index)
     _print_statistics(out)
 
@@ -461,7 +461,7 @@ def _check_empty_caption(out: Path, index: dict[str, Any]) -> Iterator[str]:
     path = out / EMPTY_CAPTION
     if not path.is_file():
         if index["tokens"] or index["pooled"]:
-            print(f"{path.name} is not there: no caption can be left out in training")
+            print(f"{path.name} does not exist: no caption can be dropped in training")
         return
     with np.load(path) as arrays:
         for name, values in arrays.items():

@@ -1,4 +1,4 @@
-"""OUT/samples.png: a few samples of a data set, drawn from what its index says of its datasets."""
+"""OUT/samples.png: plots of some samples of any data set, by the datasets of its index."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from data_prep import store
 
 NAME = "samples.png"
 SAMPLES, PANELS = 4, 5                          # columns; rows at most, of the largest datasets
-MIN_VALUES = 8                                       # values of what is drawn
+MIN_VALUES = 8                                  # of a dataset that is drawn
 
 
 def draw(locations: list[tuple[Path, int]], index: dict[str, Any], path: Path) -> None:
-    """A column for each of the samples, which are given by file and row, and a panel for each of their datasets."""
+    """Draw a column for each sample, given as (path, row), and a panel for each of its largest datasets."""
     from matplotlib.figure import Figure
 
     fields = {name: store.Field(entry["dtype"], tuple(entry["shape"])) for name, entry in index["fields"].items()}
@@ -39,7 +39,7 @@ def draw(locations: list[tuple[Path, int]], index: dict[str, Any], path: Path) -
 
 
 def _panel(axis: Any, values: np.ndarray) -> None:
-    """An image, in the middle of all dims but the two longest; curves of what has few columns."""
+    """Draw an image of the two longest dims, in the middle of the others, or curves if there are few columns."""
     while values.ndim > 2:
         short = int(np.argmin(values.shape))
         values = values.take(values.shape[short] // 2, short)

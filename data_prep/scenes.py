@@ -1,6 +1,6 @@
-"""Random scenes of the idealised atmosphere: cyclones, rivers, and things that look like them and are neither.
+"""Random scenes of the idealised atmosphere: cyclones, rivers, and objects that look like them and are neither.
 
-Objects are so many per area that the globe holds about 6 tropical cyclones and 8 rivers.
+The density of objects is that of a globe with about 6 tropical cyclones and 8 rivers.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Bands = Sequence[tuple[float, float, float]]            # south, north, area as 
 
 
 def _bands(grid: Grid, low: float, high: float, inset: float) -> tuple[Bands, float, float]:
-    """Parts of a grid between two latitudes of either hemisphere, and the longitudes to choose from."""
+    """Return the parts of a grid between two latitudes of either hemisphere, and the range of longitudes."""
     south, north, west, east = grid.box
     if grid.periodic:
         east = west + 360
@@ -36,7 +36,7 @@ def _bands(grid: Grid, low: float, high: float, inset: float) -> tuple[Bands, fl
 def _random_positions(
     random: np.random.Generator, grid: Grid, globe: float, low: float, high: float, inset: float
 ) -> list[tuple[float, float]]:
-    """Latitudes and longitudes of random objects: on average ``globe`` of them between two latitudes of the whole sphere."""
+    """Draw latitudes and longitudes of objects: on average ``globe`` of them between two latitudes of the full sphere."""
     bands, west, east = _bands(grid, low, high, inset)
     areas = np.array([area for *_, area in bands])
     full_area = float(np.sin(np.radians(high)) - np.sin(np.radians(low)))
@@ -51,7 +51,7 @@ def _random_positions(
 
 
 def _curve(latitude: float, longitude: float, length: float, angle: float, bend: float) -> tuple[Three, Three]:
-    """Control points of a river about a place, poleward and eastward; length in m, angle from the east in degrees."""
+    """Return the control points of a river about a point, poleward and eastward; length in m, angle from the east in degrees."""
     sign = 1 if latitude > 0 else -1
     half = length / 2 / RADIUS * 180 / np.pi
     north, east = half * np.sin(np.radians(angle)), half * np.cos(np.radians(angle)) / np.cos(np.radians(latitude))
@@ -60,7 +60,7 @@ def _curve(latitude: float, longitude: float, length: float, angle: float, bend:
 
 
 def draw(grid: Grid, random: np.random.Generator) -> Scene:
-    """A random scene. The numbers of objects are those of a globe in proportion to area."""
+    """Draw a random scene. The numbers of objects are those of a globe, in proportion to area."""
     season = float(random.uniform(-1, 1))
     hour = float(random.uniform(0, 2 * np.pi))
     spectrum = np.array((0.5, 0.9, 1.0, 0.9, 0.7, 0.5)) * random.uniform(0.4, 1.6, (2, 6))
@@ -88,10 +88,10 @@ def draw(grid: Grid, random: np.random.Generator) -> Scene:
         length, angle = float(uniform(2.6e6, 4.6e6)), float(uniform(22, 55))
         lat, lon = _curve(latitude, longitude, length, angle, float(uniform(-0.05, 0.25)))
         rivers.append(River(lat, lon, float(uniform(1.5e5, 2.6e5)), float(uniform(18, 32)), float(uniform(13, 24))))
-        if random.random() < 0.8:                      # the low whose cold front it is, on the poleward side
+        if random.random() < 0.8:                      # the low of this cold front, on the poleward side
             at = lat[2] + np.sign(latitude) * uniform(-2, 2), lon[2] - uniform(5, 10)
             vortices.append(Vortex(float(at[0]), float(at[1]), float(uniform(800, 2800)), float(uniform(4e5, 7e5)), None, "cold"))
-    # None of what follows is a cyclone or a river, though each has something of one.
+    # The following objects resemble a cyclone or a river, and are neither.
     for latitude, longitude in _random_positions(random, grid, 6, 26, 50, 2):
         vortices.append(Vortex(latitude, longitude, float(uniform(800, 3000)), float(uniform(2.5e5, 5e5)), None, "cold"))
     for latitude, longitude in _random_positions(random, grid, 5, 9, 24, 3):
@@ -118,5 +118,5 @@ def _distance(latitude: float, longitude: float, other: Vortex) -> float:
 
 
 def sample(grid: Grid, random: np.random.Generator) -> NDArray[np.float32]:
-    """The fields of a random scene.   [H, W, 16]"""
+    """Return the fields of a random scene.   Shape: [H, W, 16]"""
     return Weather(grid, draw(grid, random)).fields()

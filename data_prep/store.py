@@ -2,7 +2,7 @@
 
     OUT/recipe.json             the settings that determine every value; a run with other settings is refused
     OUT/<split>/<name>.h5       datasets of R rows each, contiguous
-    OUT/<split>/.records/       one JSON file per finished file: rows, size, SHA-256, sums, refused items; a resumed run relies on it
+    OUT/<split>/.records/       one JSON file per finished file: rows, size, SHA-256, sums, refused items; for resumption
     OUT/<split>/index.json      written after all files; if samples vary in shape, each of "files" has its "shape"
     OUT/statistics.json         statistics of each split, and the settings
 
@@ -240,8 +240,8 @@ def generator(seed: int, stream: int, index: int) -> np.random.Generator:
 
 
 def split_of(index: int, seed: int, validation: float, test: float) -> str:
-    """Return the split of a sample. One of every 1/held neighbours is held out, so that n samples have n * fraction of a split, give
-    or take one. It is drawn at random from stream 0 for each block: a periodic choice could follow a period of the data."""
+    """Return the split of a sample. One of every 1/held neighbours is held out, so that n samples have n * fraction of a split,
+    give or take one. It is drawn at random from stream 0 for each block: a periodic choice could follow a period of the data."""
     held, part = (Fraction(f).limit_denominator(10**6) for f in (validation + test, test))
     if not held:
         return "train"

@@ -21,8 +21,8 @@ from hpcai.errors import DataError
 
 GZIP = b"\x1f\x8b\x08"
 FRAME = 16                                      # bytes of a record that are not payload
-MAX_RECORD = 1 << 28                               # bytes of a record; a universe of 128^3 in four redshifts has 2^24
-MAX_TARGET = 1.5                            # targets are scaled to [-1, 1]; more is another kind of file
+MAX_RECORD = 1 << 28                            # bytes of a record; a universe of 128^3 in four redshifts has 2^24
+MAX_TARGET = 1.5                                # targets are scaled to [-1, 1]; larger values mean another kind of file
 
 
 def _masked_crc(data: bytes) -> int:
@@ -30,7 +30,7 @@ def _masked_crc(data: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-# tf.train.Example, declared here: TensorFlow is not needed to read its files. Types: 2 float, 9 string, 11 message, 12 bytes.
+# tf.train.Example, declared without TensorFlow. Types: 2 float, 9 string, 11 message, 12 bytes.
 _REPEATED, _FLOAT, _STRING, _MESSAGE, _BYTES = 3, 2, 9, 11, 12
 _NESTED = {"label": 1, "type": _MESSAGE}
 _EXAMPLE = {"name": "example.proto", "package": "tensorflow", "syntax": "proto3", "messageType": [
@@ -59,7 +59,7 @@ def _example_class() -> Any:
 
 
 def is_tfrecord(head: bytes) -> bool:
-    """Whether a file that begins so is a TFRecord file or a gzip file: from its first 12 bytes."""
+    """Return whether the first 12 bytes are those of a TFRecord or gzip file."""
     return head[:3] == GZIP or _is_header(head)
 
 
@@ -70,7 +70,7 @@ def _is_header(head: bytes) -> bool:
 def _open(path: Path) -> tuple[IO[bytes], str]:
     with path.open("rb") as file:
         head = file.read(12)
-    # A plain record can begin with the bytes of gzip; its checksum then proves that it is one.
+    # A plain record can begin with the magic bytes of gzip; then its checksum is right.
     if head[:3] == GZIP and not _is_header(head):
         return cast(IO[bytes], gzip.open(path, "rb")), " of the decompressed file"
     return path.open("rb"), ""
@@ -84,7 +84,7 @@ def _read(file: IO[bytes], size: int, path: Path, at: str) -> bytes:
 
 
 def read_payloads(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(where, payload) of every record. Raises DataError with file and byte offset for a record that is cut off or corrupt."""
+    """Yield (location, payload) of every record. Raises DataError, with file and byte offset, if one is truncated or corrupt."""
     file, suffix = _open(path)
     with file:
         offset = 0
@@ -96,17 +96,17 @@ def read_payloads(path: Path) -> Iterator[tuple[str, bytes]]:
                     raise DataError(f"{path}: empty, expected at least one record; fetch the file again")
                 return
             if len(head) < 12:
-                raise DataError(f"{path}: cut off in the record at {at}: {len(head)} bytes of a header of 12; fetch the file again")
+                raise DataError(f"{path}: truncated in the record at {at}: {len(head)} bytes of a header of 12; fetch it again")
             if not _is_header(head):
                 raise DataError(f"{path}: wrong checksum of the length in the record at {at}: corrupt; fetch the file again")
             (length,) = struct.unpack("<Q", head[:8])
             if length > MAX_RECORD:
-                found = f"{length:,} bytes, expected at most {MAX_RECORD:,}"
-                raise DataError(f"{path}: the record at {at} says that it has {found}; fetch the file again")
+                text = f"{length:,} bytes, expected at most {MAX_RECORD:,}"
+                raise DataError(f"{path}: the header of the record at {at} has {text}; fetch the file again")
             body = _read(file, length + 4, path, at)
             if len(body) < length + 4:
-                found = f"{len(body)} bytes after the header, expected {length + 4}"
-                raise DataError(f"{path}: cut off in the record at {at}: {found}; fetch the file again")
+                text = f"{len(body)} bytes after the header, expected {length + 4}"
+                raise DataError(f"{path}: truncated in the record at {at}: {text}; fetch the file again")
             payload = body[:-4]
             if struct.unpack("<I", body[-4:])[0] != _masked_crc(payload):
                 raise DataError(f"{path}: wrong checksum of the payload in the record at {at}: corrupt; fetch the file again")
@@ -115,13 +115,13 @@ def read_payloads(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def read_samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:
-    """(where, counts [D, H, W, C] with D = H = W from the size, target [P]) of every record."""
+    """Yield (location, counts [D, H, W, C] with D = H = W from the size, target [P]) of every record."""
     for at, payload in read_payloads(path):
         where = f"{path}: record at {at}"
         example = _example_class()()
         try:
             example.ParseFromString(payload)
-        except Exception:                       # protobuf's DecodeError, whose class depends on the implementation
+        except Exception:                       # DecodeError of protobuf, whose class depends on the implementation
             raise DataError(f"{where}: not a tf.train.Example, although its checksum is right; is it a CosmoFlow file?") from None
         features = example.features.feature
         if len(features["x"].bytes_list.value) != 1 or not features["y"].float_list.value:
@@ -138,7 +138,7 @@ def read_samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.in
 
 
 def validate_target(target: NDArray[np.float32], where: str) -> None:
-    if not (np.abs(target) <= MAX_TARGET).all():         # NaN is not
+    if not (np.abs(target) <= MAX_TARGET).all():         # also refuses NaN
         raise DataError(f"{where}: target {target.tolist()}, expected finite numbers within [-{MAX_TARGET}, {MAX_TARGET}]")
 
 

@@ -91,8 +91,8 @@ def split_frames(files: dict[str, list[SourceFile]], options: argparse.Namespace
         return {"train": [(only, list(range(cut)))], "validation": [(only, list(range(cut, cut + last)))]}
     order = list(dict.fromkeys(system for file in group for system in file.systems))
     split_of = {system: store.split_of(n, options.seed, options.validation, options.test) for n, system in enumerate(order)}
-    parts = {split: [(file, [n for n, key in enumerate(file.systems) if split_of[key] == split]) for file in group]
-    command.require_splits(list(split_of.values()), options, found)
+    text = f"{options.source} has {len(order)} systems" if len(order) > 1 else f"{options.source} is of one system (--hold-last N?)"
+    command.require_splits(list(split_of.values()), options, text)
     parts = {split: [(file, [n for n, s in enumerate(file.systems) if split_of[s] == split]) for file in group]
              for split in store.SPLITS if split in split_of.values()}  # fmt: skip
     return {split: [(file, frames) for file, frames in part if frames] for split, part in parts.items()}

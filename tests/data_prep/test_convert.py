@@ -155,12 +155,12 @@ FIRST = len(record(0))
 @pytest.mark.parametrize(
     "data, words",
     [
-        (lambda: record(0) + record(1)[:-40], ["cut off", f"byte {FIRST}: "]),
-        (lambda: record(0) + record(1)[:7], ["cut off", f"byte {FIRST}: 7 bytes of a header of 12"]),
+        (lambda: record(0) + record(1)[:-40], ["truncated", f"byte {FIRST}: "]),
+        (lambda: record(0) + record(1)[:7], ["truncated", f"byte {FIRST}: 7 bytes of a header of 12"]),
         (lambda: _flip(record(0), 100), ["checksum of the payload", "byte 0"]),
         (lambda: record(0) + _flip(record(1), 3), ["checksum of the length", f"byte {FIRST}"]),
         (lambda: gzip.compress(record(0))[:-60], ["damaged gzip", "byte 0 of the decompressed file"]),
-        (lambda: gzip.compress(record(0) + record(1)[:-9]), ["cut off", f"byte {FIRST} of the decompressed file"]),
+        (lambda: gzip.compress(record(0) + record(1)[:-9]), ["truncated", f"byte {FIRST} of the decompressed file"]),
         (lambda: b"not a record at all", ["begins with bytes 6e 6f"]), (lambda: b"", ["is empty"]),
         (lambda: framed(b"\x08\x96\x01 no example"), ["not a tf.train.Example"]),
         (lambda: framed(example(bytes(100), [0, 0, 0, 0])), ["100 bytes are no cube of 4 int16 channels", "--channels"]),
@@ -185,7 +185,7 @@ def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):
     _harmed(public / "train" / "u_003.tfrecord", record(3)[:-1])
     assert convert(public, tmp_path / "out", "--rows-per-file", "1", workers="2") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "u_003.tfrecord: cut off in the record at byte 0" in error
+    assert error.startswith("error: ") and error.count("\n") == 1 and "u_003.tfrecord: truncated in the record at byte 0" in error
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def test_long_captions_are_refused_by_name_or_cut_and_counted(
     assert convert(*words[:1], tmp_path / "cut", *words[2:], "--long", "cut") == 0
     said = capsys.readouterr().out
     split = "train" if 4 in numbers()["train"] else "validation"
-    assert f"{split}: 1 captions were cut for tokens" in said and f"{split}: 1 captions were cut for pooled" in said
+    assert f"{split}: 1 captions were truncated for tokens" in said and f"{split}: 1 captions were truncated for pooled" in said
     row = numbers()[split].index(4)
     assert whole(tmp_path / "cut" / split)["tokens"][row] == pytest.approx(by_hand(pipeline, 4, long)["tokens"].numpy(), abs=2e-3)
 
@@ -434,7 +434,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "small image": ("images", overwrite("06.png", encoded(picture(6, 20, 12))), [], "06.png: 20 x 12, smaller than --size 16 x 16"),
     "no caption": ("images", lambda folder: (folder / "07.txt").unlink(), [], "07.npy: no caption, as 1 of 10 samples"),
     "size": ("images", nothing, ["--size", "18"], "--size 18 x 18: expected multiples of 4"),
-    "places": ("images", nothing, ["--tokens", "clip", "--length", "10"], "knows 9 places"),
+    "places": ("images", nothing, ["--tokens", "clip", "--length", "10"], "has 9 positions"),
     "no autoencoder": ("images", nothing, ["--vae", ""], "an image, which needs an autoencoder"),
     "no pooled": ("images", nothing, ["--pooled", "t5"], "t5 has no pooled output"),
     "nothing for training": ("images", nothing, ["--validation", "10"], "none is left for train"),
@@ -448,7 +448,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
                       "000000006: moments is [8, 8, 9], expected [8, 8, 8]"),
     "no moments": ("tars", member("000000006.npy", npy(np.zeros((8, 8), np.float32))), [], "000000006.npy: holds float32 [8, 8]"),
     "an image": ("tars", member("000000006.npy", npy(picture(1))), [], "000000006: no latents, where others have one"),
-    "another autoencoder": ("tars", nothing, ["--vae", "vae"], "makes latents of 2 channels, those of"),
+    "another autoencoder": ("tars", nothing, ["--vae", "vae"], "has latents of 2 channels, those of"),
     "arrow cut off": ("flux", lambda folder: (lambda path: path.write_bytes(path.read_bytes()[:-3000]))(
         folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow"), [], "data-00001-of-00002.arrow: not a complete table"),
     "arrow lost": ("flux", lambda folder: (folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow").unlink(), [],
