@@ -299,7 +299,7 @@ def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, A
 
 
 def _plan_encoding(
-    options: argparse.Namespace, networks: NetworkConfig, shards: dict[str, list[ListedShard]], firsts: dict[str, Sample],
+    options: argparse.Namespace, cfg: NetworkConfig, shards: dict[str, list[ListedShard]], firsts: dict[str, Sample],
     vae: str | None, text_encoders: list[str],
 ) -> tuple[EncodeArgs, dict[str, Any]]:  # fmt: skip
     """Return the settings of the encoding and the header of the index, from the first sample of each split."""
@@ -307,7 +307,7 @@ def _plan_encoding(
     rows, captions = sum(shard.rows for shard in all_shards), sum(shard.captions for shard in all_shards)
     first = next(iter(firsts.values()))
     stored = [name for name in ("tokens", "pooled") if getattr(first, name) is not None]
-    encoded = [name for name in ("tokens", "pooled") if name not in stored and getattr(networks, name) is not None]
+    encoded = [name for name in ("tokens", "pooled") if name not in stored and getattr(cfg, name) is not None]
     if 0 < captions < rows and encoded:
         first_bare = next(shard for shard in all_shards if shard.uncaptioned)
         where, others = f"{first_bare.shard.path}: {first_bare.uncaptioned[0]}", f"as {rows - captions} of {rows} samples"
@@ -318,14 +318,13 @@ def _plan_encoding(
     if captions and not encoded and not stored:
         command.print_rank_0(f"{captions} captions are left out: no encoder is named by --tokens, --pooled or --model")
     if first.moments is None:
-        if networks.vae is None:
+        if cfg.vae is None:
             raise ConfigError(f"{first.name}: an image, which needs an autoencoder; name one by --vae or --model")
         if first.image is None:
             raise DataError(f"{first.name}: no image and no latents; {captioned.REMEDY}")
-    folders = {name: getattr(networks, name) if name in (*encoded, *stored) else None for name in ("tokens", "pooled")}
-    networks = replace(networks, vae=networks.vae if first.moments is None else None, tokens=folders["tokens"],
-                       pooled=folders["pooled"])  # fmt: skip
-    shape, image, scale, shift = _latent_layout(options, networks, first)
+    folders = {name: getattr(cfg, name) if name in (*encoded, *stored) else None for name in ("tokens", "pooled")}
+    networks = replace(cfg, vae=cfg.vae if first.moments is None else None, tokens=folders["tokens"], pooled=folders["pooled"])
+    shape, image, scale, shift = _latent_layout(options, cfg, first)
     shapes = {"moments": shape}
     for name in ("tokens", "pooled"):
         if name in stored:
