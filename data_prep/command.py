@@ -243,8 +243,7 @@ class PreparedDataset:
 
 @dataclass(frozen=True)
 class Simulate:
-    """The command ``simulate``. ``count`` is the option with the number of samples: name, default and help. ``plan`` returns None
-    if nothing is left to do."""
+    """The command ``simulate``. ``count``: name, default and help of the number of samples. ``plan``: None if nothing is to do."""
 
     help: str
     settings: type[Recipe]
@@ -332,8 +331,7 @@ class DatasetBuilder:
         return 2
 
     def run(self, options: argparse.Namespace) -> int:
-        """Write the missing files of this rank. Rank 0 then writes index and statistics, checks all files, and prints the next
-        command."""
+        """Write the missing files of this rank. Rank 0 then writes index and statistics, and checks all files."""
         simulates = isinstance(options.spec, Simulate)
         if not simulates:
             for source in (value for value in vars(options).values() if isinstance(value, Path)):
@@ -359,7 +357,7 @@ class DatasetBuilder:
         if rank:
             return 0
         store.wait_for_files(all_jobs)
-        total_bytes, rows, refused = store.write_indexes(options.out, all_jobs, plan.header, recipe)
+        total_bytes, rows, refused = store.finalize(options.out, all_jobs, plan.header, recipe)
         seconds, processes = time.monotonic() - begin, f"ranks: {size}, processes of each: {options.workers}"
         print(f"{len(all_jobs)} files, {total_bytes / 1e6:,.1f} MB in {options.out}, {seconds:.1f} s ({processes})", flush=True)
         if plan.finalize:

@@ -197,6 +197,4 @@ def vae_config(vae: Path) -> VAEConfig:
 def load_networks(cfg: NetworkConfig) -> LoadedNetworks:
     vae = None if cfg.vae is None else _load_vae(cfg.vae).to(device=cfg.device, dtype=getattr(torch, cfg.precision))
     folders = {"tokens": cfg.tokens, "pooled": cfg.pooled}
-    return LoadedNetworks(
-        cfg, vae, {name: TextEncoder(*pair, name == "pooled", cfg) for name, pair in folders.items() if pair is not None}
-    )
+    return LoadedNetworks(cfg, vae, {k: TextEncoder(*pair, k == "pooled", cfg) for k, pair in folders.items() if pair is not None})

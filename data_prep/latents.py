@@ -92,7 +92,6 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="pipeline of diffusers: its folders vae, text_encoder ...")
     parser.add_argument("--vae", type=Path, metavar="DIR", help="autoencoder of diffusers")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto: a GPU for each process, if there are any")
-
     parser.add_argument("--tokens", type=Path, metavar="DIR", help="text encoder, for its last hidden states: CLIP or T5")
     parser.add_argument("--pooled", type=Path, metavar="DIR", help="text encoder, for its pooled output: CLIP")
     parser.add_argument("--nothing", type=Path, metavar="DIR", help=f"has {' and '.join(EMPTY_FILES.values())}; or {EMPTY_FOLDER}")
@@ -324,7 +323,7 @@ def _plan_encoding(
             raise DataError(f"{first.name}: no image and no latents; {captioned.REMEDY}")
     folders = {name: getattr(cfg, name) if name in (*encoded, *stored) else None for name in ("tokens", "pooled")}
     networks = replace(cfg, vae=cfg.vae if first.moments is None else None, tokens=folders["tokens"], pooled=folders["pooled"])
-    shape, image, scale, shift = _latent_layout(options, cfg, first)
+    shape, image, scale, shift = _layout(options, cfg, first)
     shapes = {"moments": shape}
     for name in ("tokens", "pooled"):
         if name in stored:
@@ -343,9 +342,7 @@ def _plan_encoding(
     return args, header
 
 
-def _latent_layout(
-    options: argparse.Namespace, networks: NetworkConfig, first: Sample
-) -> tuple[tuple[int, ...], list[int], float, float]:
+def _layout(options: argparse.Namespace, networks: NetworkConfig, first: Sample) -> tuple[tuple[int, ...], list[int], float, float]:
     """Return the shape of moments, the size of their images, scale and shift."""
     cfg = None if networks.vae is None else encoders.vae_config(networks.vae)
     factor = VAE_SCALE_FACTOR if cfg is None else 2 ** (len(cfg.channels) - 1)

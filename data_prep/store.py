@@ -143,8 +143,8 @@ class Job:
 def create_file(
     path: Path, rows: int, fields: Fields, attributes: dict[str, Any], lengths: Mapping[str, int] | None = None,
 ) -> Iterator[h5py.File]:  # fmt: skip
-    """Create a file with datasets for ``rows`` rows of each field. It is written under a temporary name, flushed to the disk and
-    renamed, or removed on an error. ``lengths`` has the total lengths of ragged datasets."""
+    """Create a file with datasets for ``rows`` rows of each field, atomically: with a temporary name, flushed to the disk, renamed.
+    ``lengths`` has the total lengths of ragged datasets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -286,9 +286,7 @@ def refuse_unplanned_files(out: Path, jobs: Sequence[Job], advice: str) -> None:
         raise ConfigError(f"{extra[0]}: one of {len(extra)} files that this run would not make; {advice}")
 
 
-def write_indexes(
-    out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]
-) -> tuple[int, int, list[list[str]]]:
+def finalize(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]) -> tuple[int, int, list[list[str]]]:
     """Write the index of every folder, and statistics.json. Return bytes and rows of all files, and the refused items."""
     statistics: dict[str, Any] = {"format": 1, "version": hpcai.__version__, "splits": {}, "settings": settings}
     indexes: dict[str, Any] = {}
@@ -356,8 +354,7 @@ def run_local_jobs(jobs: Sequence[Job], workers: int, label: str) -> None:
 
 
 def all_gather_results(tasks: Mapping[Path, Callable[[], dict[str, Any]]], workers: int, label: str) -> Iterator[dict[str, Any]]:
-    """Return the results of all tasks, in order, on every rank. The tasks are distributed over the ranks. Each result is written to
-    a JSON file, from which a later run resumes."""
+    """Distribute tasks over ranks, and return all results, in order, on every rank. Each is kept in a JSON file, for resumption."""
     rank, size = rank_and_size()
     run_parallel([task for task in [*tasks.items()][rank::size] if not task[0].is_file()], _write_result, workers, label)
     _wait(list(tasks), Path.is_file, str)

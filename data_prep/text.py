@@ -270,8 +270,7 @@ def _tokenize_chat(messages: Any, tokenizer: Tokenizer) -> Chunks:
 
 
 def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, Any]:
-    """Write the tokens of a shard. Return for each document the number of tokens, the split, the number and the spans of its
-    answers; and the unusable documents."""
+    """Write the tokens of a shard. Return tokens, split, answers and their spans of each document, and the unusable documents."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"          # processes run in parallel instead
     tokenizer = load_tokenizer(settings.tokenizer)
     records: list[dict[str, Any]] = []
@@ -305,8 +304,7 @@ def _location(piece: Piece, line: int) -> str:
 def _write_document(
     item: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer, file: IO[bytes]
 ) -> dict[str, Any] | Unusable | None:
-    """Write the tokens of a document, and return its record; the reason why it is unusable, perhaps after some tokens; or None if
-    it is empty."""
+    """Write the tokens of a document. Return its record, the reason why it is unusable (perhaps after some tokens), or None."""
     dtype, tokens, masks = np.dtype(token_dtype(tokenizer)).newbyteorder("<"), 0, list[int]()
     try:
         result = tokenize(item, piece, settings, tokenizer)

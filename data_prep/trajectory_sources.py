@@ -41,7 +41,6 @@ def find_files(root: Path) -> dict[str, list[Path]]:
 
 
 def inspect_file(path: Path, root: Path, by_system: bool) -> SourceFile:
-    """Read the labels' method, and with ``by_system`` the system of each frame. Raises DataError if there are no frames."""
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix()
     listed, labels = trajectories.systems(path), None       # with the lists of OC20 the atoms need not be read
     systems: list[int | None] = []
@@ -60,8 +59,7 @@ def inspect_file(path: Path, root: Path, by_system: bool) -> SourceFile:
 
 
 def describe_source(files: Sequence[SourceFile], options: argparse.Namespace) -> dict[str, str]:
-    """Return the entries of the index about the source. Raises ConfigError for several methods of labels: their energies have
-    different zeros."""
+    """Return the index entries of the source. Raises ConfigError for several methods of labels: the zeros of energy differ."""
     methods = [(file.labels or options.label, file.relative) for file in files]
     kinds, advice = list(dict.fromkeys(methods)), "convert them one by one"
     unlabelled = [file for file, (labels, relative) in zip(files, methods) if labels is None and not relative]
