@@ -1,4 +1,4 @@
-"""Makers of the files that the apps read, from a raw public format or from a simulator. They need no torch."""
+"""Converters and simulators of the data sets that the apps read. Most need no torch."""
 
 from pkgutil import extend_path
 

@@ -1,14 +1,14 @@
-"""Images or latents with their captions, in the forms in which such sets are published, each sample by itself.
+"""Readers of images or latents with captions, in the formats in which such sets are published.
 
-    a folder            NAME.png .jpg .jpeg .webp .npy at any depth; captions are NAME.txt beside them
+    a folder            NAME.png .jpg .jpeg .webp .npy at any depth, with captions NAME.txt beside them
     *.tar               webdataset: members KEY.png and so on, KEY.txt
                         KEY.npy, KEY.txt: MLPerf's Stable Diffusion, moments float32 [1, 2L, h, w]
     *.arrow             MLPerf's Flux.1: __key__, mean, logvar [L, h, w], t5_encodings [N, J], clip_encodings [J'], timestep
 
-Each array of MLPerf's Flux.1 is the bytes of a .npy of uint16, the upper halves of float32: bfloat16. Arrow files are those that
-datasets.save_to_disk writes: a stream, named in state.json.
+Each array of MLPerf's Flux.1 is the bytes of a .npy of uint16, the upper halves of float32: bfloat16. Arrow files are streams, as
+datasets.save_to_disk writes them and lists them in state.json.
 
-L channels of a latent   h w its places   N tokens of J numbers   J' numbers of a text as a whole
+L channels of a latent   h w its pixels   N tokens of J elements   J' elements of a pooled text vector
 """
 
 import io
@@ -33,15 +33,15 @@ Array = NDArray[Any]
 Entry = dict[str, Any]
 
 STATE = "state.json"
-PICTURES = ("png", "jpg", "jpeg", "webp", "npy")
-CHUNK = 4096                                    # images of a folder that are listed together
-AGAIN = "copy or make it again, or leave it out"
+IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "npy")
+CHUNK = 4096                                    # images of a folder in a shard
+REMEDY = "copy or write it again, or leave it out"
 COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_encodings": "pooled"}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a source: a tar, a table, or some images of a folder."""
+    """A shard of a source: a tar file, a table, or some images of a folder."""
 
     path: Path
     names: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class Shard:
 
 @dataclass
 class Sample:
-    """What a source has of a sample. ``image`` is a file, its bytes, or uint8 [H, W, 3]; moments [2L, h, w], tokens [N, J], pooled
-    [J'] are floating numbers."""
+    """The data of a sample. ``image`` is a file, its bytes, or uint8 [H, W, 3]; moments [2L, h, w], tokens [N, J] and pooled [J']
+    have a floating-point type."""
 
     name: str
     caption: str | None = None
@@ -65,52 +65,52 @@ class Sample:
     level: int | None = None
 
 
-# ---- which samples there are
+# ---- listings
 
 
-def shards(folder: Path) -> list[Shard]:
-    """All parts of a source, in order. Raises ConfigError for a folder that holds nothing of use."""
+def find_shards(folder: Path) -> list[Shard]:
+    """Return all shards of a source, in order. Raises ConfigError if the folder has no samples."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; SOURCE is a folder of images, of .tar, or of .arrow files")
     saved = [folder] if (folder / STATE).is_file() else sorted(path.parent for path in folder.glob(f"*/{STATE}"))
     if saved:
-        return [Shard(one / name) for one in saved for name in _saved(one / STATE)]
-    for ending in (".tar", ".arrow"):           # tables beside tars tell of those
+        return [Shard(table / name) for table in saved for name in _arrow_files(table / STATE)]
+    for ending in (".tar", ".arrow"):           # tables beside tar files are their metadata
         if found := sorted(path for path in folder.rglob(f"*{ending}") if not path.name.startswith(".")):
             return [Shard(path) for path in found]
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix[1:].lower() in PICTURES)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix[1:].lower() in IMAGE_SUFFIXES)
     names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     if not names:
-        raise ConfigError(f"{folder}: holds no image ({', '.join(PICTURES)}), no .tar or .arrow; name another SOURCE")
+        raise ConfigError(f"{folder}: holds no image ({', '.join(IMAGE_SUFFIXES)}), no .tar or .arrow; name another SOURCE")
     return [Shard(folder, tuple(names[start : start + CHUNK])) for start in range(0, len(names), CHUNK)]
 
 
-def _saved(path: Path) -> list[str]:
+def _arrow_files(path: Path) -> list[str]:
     try:
-        return [str(one["filename"]) for one in store.read_json(path)["_data_files"]]
+        return [str(entry["filename"]) for entry in store.read_json(path)["_data_files"]]
     except (LookupError, TypeError) as problem:
-        raise DataError(f"{path}: no _data_files with a filename ({problem!r}); {AGAIN}") from None
+        raise DataError(f"{path}: no _data_files with a filename ({problem!r}); {REMEDY}") from None
 
 
-def listing(shard: Shard) -> dict[str, Any]:
-    """The samples of a shard, so that those who read some of them need not look for them."""
-    found = list(_entries(shard))
-    if not found:
+def list_samples(shard: Shard) -> dict[str, Any]:
+    """List the samples of a shard, so that any of them can be read directly. Raises DataError if there are none."""
+    entries = list(_iter_entries(shard))
+    if not entries:
         raise DataError(f"{shard.path}: holds no sample; leave it out")
-    return {"entries": found}
+    return {"entries": entries}
 
 
-def entries_of(path: Path, numbers: Sequence[int]) -> list[Entry]:
-    """Some samples of a listing."""
-    found = store.read_json(path)["entries"]
-    return [found[number] for number in numbers]
+def read_entries(path: Path, numbers: Sequence[int]) -> list[Entry]:
+    """Return some entries of a listing."""
+    entries = store.read_json(path)["entries"]
+    return [entries[number] for number in numbers]
 
 
-def _entries(shard: Shard) -> Iterator[Entry]:
+def _iter_entries(shard: Shard) -> Iterator[Entry]:
     if shard.kind == "tar":
-        yield from _of_tar(shard.path)
+        yield from _tar_entries(shard.path)
     elif shard.kind == "table":
-        for begin, batch in _batches(shard.path, ("__key__",)):
+        for begin, batch in _read_batches(shard.path, ("__key__",)):
             for row, name in enumerate(batch.column(0).to_pylist(), begin):
                 yield {"name": name, "row": row, "caption": False}
     else:
@@ -118,9 +118,9 @@ def _entries(shard: Shard) -> Iterator[Entry]:
             yield {"name": name, "caption": (shard.path / name).with_suffix(".txt").is_file()}
 
 
-def _of_tar(path: Path) -> Iterator[Entry]:
-    """Places of the members of each sample."""
-    found: dict[str, dict[str, list[int]]] = {}
+def _tar_entries(path: Path) -> Iterator[Entry]:
+    """Yield each sample with offset and size of its members. Raises DataError if the tar is damaged or truncated."""
+    samples: dict[str, dict[str, list[int]]] = {}
     try:
         end = 0
         with tarfile.open(path, "r:") as tar:
@@ -132,97 +132,97 @@ def _of_tar(path: Path) -> Iterator[Entry]:
                 if name.startswith("."):
                     continue
                 key, _, ending = name.partition(".")
-                members = found.setdefault(f"{folder}/{key}" if folder else key, {})
+                members = samples.setdefault(f"{folder}/{key}" if folder else key, {})
                 if members.setdefault(ending.lower(), [member.offset_data, member.size])[0] != member.offset_data:
-                    raise tarfile.ReadError(f"{member.name} is there twice")
+                    raise tarfile.ReadError(f"{member.name} occurs twice")
         with path.open("rb") as file:
             file.seek(end)
-            # tarfile takes damage after the first member for the end, and so it does where a file stops.
+            # tarfile accepts damage after the first member, or the end of the file, as the end of the archive.
             if (rest := file.read(512)) != bytes(512):
-                raise tarfile.ReadError("cut off" if not rest else f"what is at byte {end:,} is no member")
+                raise tarfile.ReadError("truncated" if not rest else f"the data at byte {end:,} is no member")
     except (tarfile.TarError, OSError, EOFError) as problem:
-        raise DataError(f"{path}: not a whole tar ({problem}); {AGAIN}") from problem
-    for name, members in found.items():
+        raise DataError(f"{path}: not a complete tar ({problem}); {REMEDY}") from problem
+    for name, members in samples.items():
         yield {"name": name, "caption": "txt" in members, "members": members}
 
 
-# ---- what a sample is
+# ---- samples
 
 
-def read(shard: Shard, entries: Sequence[Entry]) -> Iterator[Sample]:
-    """Raises DataError that names file and member for what cannot be read."""
+def read_samples(shard: Shard, entries: Sequence[Entry]) -> Iterator[Sample]:
+    """Yield the samples of some entries of a shard. Raises DataError, with file and member, if one cannot be read."""
     if shard.kind == "table":
-        yield from _of_table(shard.path, entries)
+        yield from _table_samples(shard.path, entries)
     elif shard.kind == "tar":
         with shard.path.open("rb") as file:
             for entry in entries:
-                yield _of_members(file, shard.path, entry)
+                yield _tar_sample(file, shard.path, entry)
     else:
         for entry in entries:
             path = shard.path / entry["name"]
-            caption = _text(_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
-            found = _picture(_bytes(path), "npy", str(path)) if path.suffix.lower() == ".npy" else {"image": path}
-            yield Sample(str(path), caption, **found)
+            caption = _decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
+            values = _image_or_moments(_read_bytes(path), "npy", str(path)) if path.suffix.lower() == ".npy" else {"image": path}
+            yield Sample(str(path), caption, **values)
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as problem:
-        raise DataError(f"{path}: cannot be read ({problem.strerror}); {AGAIN}") from problem
+        raise DataError(f"{path}: cannot be read ({problem.strerror}); {REMEDY}") from problem
 
 
-def _text(data: bytes, where: str) -> str:
+def _decode_text(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as problem:
         raise DataError(f"{where}: byte 0x{data[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8)") from None
 
 
-def _of_members(file: IO[bytes], path: Path, entry: Entry) -> Sample:
+def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
     name, members = f"{path}: {entry['name']}", entry["members"]
 
     def data(ending: str) -> bytes:
         offset, size = members[ending]
         file.seek(offset)
-        if len(found := file.read(size)) < size:
-            raise DataError(f"{name}.{ending}: cut off; {AGAIN}")
-        return found
+        if len(content := file.read(size)) < size:
+            raise DataError(f"{name}.{ending}: truncated; {REMEDY}")
+        return content
 
-    sample = Sample(name, _text(data("txt"), f"{name}.txt") if "txt" in members else None)
-    ending = next((one for one in PICTURES if one in members), None)
+    sample = Sample(name, _decode_text(data("txt"), f"{name}.txt") if "txt" in members else None)
+    ending = next((suffix for suffix in IMAGE_SUFFIXES if suffix in members), None)
     if ending is None:
         has = ", ".join(members) or "nothing"
-        raise DataError(f"{name}: no image or moments ({', '.join(PICTURES)}); it has {has}: leave it out")
-    for key, value in _picture(data(ending), ending, f"{name}.{ending}").items():
+        raise DataError(f"{name}: no image or moments ({', '.join(IMAGE_SUFFIXES)}); it has {has}: leave it out")
+    for key, value in _image_or_moments(data(ending), ending, f"{name}.{ending}").items():
         setattr(sample, key, value)
     return sample
 
 
-def _of_table(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
-    wanted, at = [entry["row"] for entry in entries], 0
-    for begin, batch in _batches(path, ("__key__", *COLUMNS, "timestep")):
-        while at < len(wanted) and wanted[at] < begin + batch.num_rows:
-            row = {name: batch.column(name)[wanted[at] - begin].as_py() for name in batch.schema.names}
+def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
+    rows, at = [entry["row"] for entry in entries], 0
+    for begin, batch in _read_batches(path, ("__key__", *COLUMNS, "timestep")):
+        while at < len(rows) and rows[at] < begin + batch.num_rows:
+            row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
             sample = Sample(f"{path}: {row['__key__']}", level=row.get("timestep"))
-            yield _encoded(sample, {part: (row[name], f"{sample.name}: {name}") for name, part in COLUMNS.items() if name in row})
+            yield _decode_flux(sample, {key: (row[name], f"{sample.name}: {name}") for name, key in COLUMNS.items() if name in row})
             at += 1
-        if at == len(wanted):
+        if at == len(rows):
             return
 
 
-def _batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """Parts of a table, each after its first row, of the columns that are there. What is passed over in a mapped stream is not
-    read."""
+def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the batches of a table, each after the number of its first row, with those of ``columns`` that exist. Skipped parts of
+    the memory-mapped stream are not read."""
     arrow, ipc = (needed(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
-    with _arrow(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
-        names, begin = _named(path, stream.schema.names, columns), 0
+    with _arrow_errors(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
+        names, begin = _select_columns(path, stream.schema.names, columns), 0
         for batch in stream:
             yield begin, batch.select(names)
             begin += batch.num_rows
 
 
-def _named(path: Path, has: Sequence[str], columns: Sequence[str]) -> list[str]:
+def _select_columns(path: Path, has: Sequence[str], columns: Sequence[str]) -> list[str]:
     missing = [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]
     if missing:
         raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
@@ -230,91 +230,91 @@ def _named(path: Path, has: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _arrow(path: Path) -> Iterator[None]:
+def _arrow_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except HpcaiError:
         raise
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
-        raise DataError(f"{path}: not a whole table ({str(problem)[:200]}); {AGAIN}") from problem
+        raise DataError(f"{path}: not a complete table ({str(problem)[:200]}); {REMEDY}") from problem
 
 
-def _array(data: bytes, where: str) -> Array:
+def _load_npy(data: bytes, where: str) -> Array:
     try:
         return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
     except (ValueError, OSError, EOFError, SyntaxError) as problem:
-        raise DataError(f"{where}: not a whole .npy ({problem}); {AGAIN}") from problem
+        raise DataError(f"{where}: not a complete .npy ({problem}); {REMEDY}") from problem
 
 
-def _encoded(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) -> Sample:
-    """A sample of MLPerf's Flux.1."""
-    found = {}
+def _decode_flux(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) -> Sample:
+    """Decode the arrays of a sample of MLPerf's Flux.1."""
+    arrays = {}
     for part, (data, where) in parts.items():
         if data is None:
-            raise DataError(f"{where}: holds nothing, expected the bytes of a .npy; {AGAIN}")
-        found[part] = bfloat16(_array(data, where), where)
-    mean, logvar = found.pop("mean", None), found.pop("logvar", None)
+            raise DataError(f"{where}: empty, expected the bytes of a .npy; {REMEDY}")
+        arrays[part] = bfloat16_to_float32(_load_npy(data, where), where)
+    mean, logvar = arrays.pop("mean", None), arrays.pop("logvar", None)
     if mean is None or logvar is None or mean.shape != logvar.shape or mean.ndim != 3:
-        shapes = [None if one is None else list(one.shape) for one in (mean, logvar)]
-        raise DataError(f"{sample.name}: mean and logvar are {shapes[0]} and {shapes[1]}, expected the same [L, h, w]; {AGAIN}")
+        shapes = [None if array is None else list(array.shape) for array in (mean, logvar)]
+        raise DataError(f"{sample.name}: mean and logvar are {shapes[0]} and {shapes[1]}, expected the same [L, h, w]; {REMEDY}")
     sample.moments = np.concatenate((mean, logvar))
-    for part, values in found.items():
+    for part, values in arrays.items():
         setattr(sample, part, values)
     return sample
 
 
-def bfloat16(values: Array, where: str) -> Array:
-    """float32 from the upper halves of its bits; floating numbers as they are."""
+def bfloat16_to_float32(values: Array, where: str) -> Array:
+    """Convert the bits of bfloat16, as uint16, to float32, and return floating-point values unchanged."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     if values.dtype.kind != "f":
-        raise DataError(f"{where}: holds {values.dtype}, expected uint16, the bits of bfloat16, or floating numbers; {AGAIN}")
+        raise DataError(f"{where}: holds {values.dtype}, expected uint16, the bits of bfloat16, or floating-point values; {REMEDY}")
     return values
 
 
-def empty(path: Path) -> Array:
-    """The vectors of an empty caption.   [1, ...]"""
-    return bfloat16(_array(_bytes(path), str(path)), str(path))
+def read_empty_caption(path: Path) -> Array:
+    """Read the vectors of an empty caption.   Shape: [1, ...]"""
+    return bfloat16_to_float32(_load_npy(_read_bytes(path), str(path)), str(path))
 
 
-def _picture(data: bytes, ending: str, where: str) -> dict[str, Any]:
+def _image_or_moments(data: bytes, ending: str, where: str) -> dict[str, Any]:
     if ending != "npy":
         return {"image": data}
-    values = _array(data, where)
+    values = _load_npy(data, where)
     if values.dtype == np.uint8 and values.ndim == 3 and values.shape[2] == 3:
         return {"image": values}
-    return {"moments": _moments(values, where)}
+    return {"moments": _check_moments(values, where)}
 
 
-def _moments(values: Array, where: str) -> Array:
+def _check_moments(values: Array, where: str) -> Array:
     shape = values.shape[1:] if values.ndim == 4 and values.shape[0] == 1 else values.shape
     if values.dtype.kind != "f" or len(shape) != 3 or shape[0] % 2:
         found, expected = f"{values.dtype} {list(values.shape)}", "an image uint8 [H, W, 3], or moments float32 [1, 2L, h, w]"
-        raise DataError(f"{where}: holds {found}, expected {expected}; {AGAIN}")
+        raise DataError(f"{where}: holds {found}, expected {expected}; {REMEDY}")
     return values.reshape(shape)
 
 
 # ---- images
 
 
-def fitted(sample: Sample, size: tuple[int, int], enlarge: bool) -> Tensor:
-    """The middle of an image, made smaller until it has the height or the width of ``size``, bicubic over the area that a pixel
-    comes from.   [3, H, W], -1 to 1"""
-    pixels = torch.from_numpy(_pixels(sample).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
+def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Tensor:
+    """Return an image [3, H, W], -1 to 1, resized to cover ``size`` (bicubic, antialiased) and cropped at its centre. Raises
+    DataError if it is smaller than ``size``, unless ``enlarge``."""
+    pixels = torch.from_numpy(_decode_image(sample).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
     sides = pixels.shape[1:]
-    if min(side - asked for side, asked in zip(sides, size)) < 0 and not enlarge:
-        found, asked = (" x ".join(map(str, one)) for one in (sides, size))
-        raise DataError(f"{sample.name}: {found}, smaller than --size {asked}; leave it out, or give --enlarge")
-    factor = max(asked / side for side, asked in zip(sides, size))
+    if min(side - target for side, target in zip(sides, size)) < 0 and not enlarge:
+        found, expected = (" x ".join(map(str, shape)) for shape in (sides, size))
+        raise DataError(f"{sample.name}: {found}, smaller than --size {expected}; leave it out, or give --enlarge")
+    factor = max(target / side for side, target in zip(sides, size))
     if factor != 1:
-        covering = [max(asked, round(side * factor)) for side, asked in zip(sides, size)]
+        covering = [max(target, round(side * factor)) for side, target in zip(sides, size)]
         pixels = functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
-    top, left = ((side - asked) // 2 for side, asked in zip(pixels.shape[1:], size))
+    top, left = ((side - target) // 2 for side, target in zip(pixels.shape[1:], size))
     return pixels[:, top : top + size[0], left : left + size[1]]
 
 
-def _pixels(sample: Sample) -> Array:
-    """[H, W, 3], uint8"""
+def _decode_image(sample: Sample) -> Array:
+    """Return the pixels as uint8 [H, W, 3]."""
     if isinstance(sample.image, np.ndarray):
         return sample.image
     from PIL import Image, ImageOps
@@ -325,7 +325,7 @@ def _pixels(sample: Sample) -> Array:
             mode = opened.mode
             values = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
     except Exception as problem:                # Pillow's readers fail in a dozen ways
-        raise DataError(f"{sample.name}: cannot be read as an image ({problem}); {AGAIN}") from problem
+        raise DataError(f"{sample.name}: cannot be read as an image ({problem}); {REMEDY}") from problem
     if mode[0] in "IF":
-        raise DataError(f"{sample.name}: pixels of more than 8 bits (mode {mode}); make it an image of 8 bits")
+        raise DataError(f"{sample.name}: pixels of more than 8 bits (mode {mode}); convert it to 8 bits")
     return values

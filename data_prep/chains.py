@@ -113,7 +113,7 @@ def _sums(file: h5py.File) -> dict[str, Any]:
     known = file["resolution"][...][file["resolution"][...] > 0]
     columns = {"residues": residues, "depth": letters // residues, "hits": hits, **({"resolution": known} if len(known) else {})}
     return {
-        "columns": {name: moments.measure(values[:, None]) for name, values in columns.items()},
+        "columns": {name: moments.compute(values[:, None]) for name, values in columns.items()},
         "clusters": np.unique(file["cluster"][...]).tolist(), "undated": int((file["release"][...] == UNKNOWN_DAY).sum()),
     }  # fmt: skip
 
@@ -123,7 +123,7 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     names = dict.fromkeys(name for each in sums for name in each["columns"])
     return {
         "clusters": len({number for each in sums for number in each["clusters"]}), "undated": sum(each["undated"] for each in sums),
-        **{name: moments.summary(each["columns"][name] for each in sums if name in each["columns"]) for name in names},
+        **{name: moments.summarize(each["columns"][name] for each in sums if name in each["columns"]) for name in names},
     }  # fmt: skip
 
 

@@ -1,19 +1,18 @@
-"""The frame of all data sets: what a maker declares, and what it need not know of: command line, ranks, going on, checks.
+"""Command line of the data sets: options, distribution over ranks and workers, resumption, checks.
 
-    python -m data_prep.NAME simulate OUT ...           Settings, whose fields are options, to files
-    python -m data_prep.NAME convert SOURCE OUT ...     files of others to ours; what could not be used is counted by reason
-    python -m data_prep.NAME check OUT                  files against index.json, samples looked at anew, a picture
+    python -m data_prep.NAME simulate OUT ...           simulate a data set
+    python -m data_prep.NAME convert SOURCE OUT ...     convert files of another format; refused items are counted by reason
+    python -m data_prep.NAME check OUT                  compare files with index.json, verify some samples, draw a picture
 
-A maker is a module. It declares its datasets (``store.Field``: type, shape, range, unit), its settings (a dataclass of ``Settings``
-or ``Recipe``, whose fields are ``option``), and functions:
+A data set is a module. It declares its datasets (``store.Field``: type, shape, range, unit), its settings (a dataclass of
+``Settings`` or ``Recipe``, whose fields are ``option``), and functions:
 
-    plan(options) -> Plan                   which files there are, and how each is made; one for simulate, one for convert
-    look(prepared, options) -> mistakes     of some samples, made or counted again
+    plan(options) -> Plan                           the files, and how each is written; one for simulate, one for convert
+    check_samples(prepared, options) -> mistakes    of some samples, which are computed again
 
-and puts them together as a ``Maker``, whose ``main`` is the module's. The frame does the rest: each file is written once and
-atomically, by any rank and worker; a stopped run goes on; index.json, statistics.json and skipped.json are written; all is checked
-against the declared fields by what ``hpcai data check`` does; and the last line of a conversion says how many items were refused,
-with the commonest reasons.
+A ``DatasetBuilder`` joins them, and its ``main`` is that of the module. Each file is written once and atomically, by any rank and
+worker; a stopped run resumes; index.json, statistics.json and skipped.json are written; all files are checked against the declared
+fields as by ``hpcai data check``; and the last line of a conversion has the number of refused items, with the commonest reasons.
 """
 
 import argparse
@@ -40,35 +39,35 @@ from hpcai.programs import command_of_app
 
 R = TypeVar("R", bound="Recipe")
 SKIPPED = "skipped.json"
-COPIES = ("leak", "duplicate", "constant")      # findings of a check that are told, and are no mistake of a maker
-TOLD = 3                                        # reasons of a refusal that are told
+WARNINGS = ("leak", "duplicate", "constant")    # findings of a check that are printed, and do not fail it
+MAX_REASONS = 3                                 # reasons of refusals that are printed
 
 
 # ---- options
 
 
-def taking(name: str, kind: Callable[[str], Any], good: Callable[[Any], bool] = lambda value: True) -> Callable[[str], Any]:
-    """The type of an option whose values must be good; ``name`` tells users what it takes."""
+def option_type(name: str, parse: Callable[[str], Any], valid: Callable[[Any], bool] = lambda value: True) -> Callable[[str], Any]:
+    """Return a type for argparse that rejects invalid values; ``name`` describes the valid ones in error messages."""
 
-    def value(text: str) -> Any:
-        found = kind(text)
-        if not good(found):
+    def convert(text: str) -> Any:
+        value = parse(text)
+        if not valid(value):
             raise ValueError
-        return found
+        return value
 
-    value.__name__ = name
-    return value
-
-
-positive = taking("whole number of 1 or more", int, lambda value: value >= 1)
-natural = taking("whole number of 0 or more", int, lambda value: value >= 0)
-workers = taking("whole number of 1 or more, or cores", lambda text: store.cores() if text == "cores" else positive(text))
+    convert.__name__ = name
+    return convert
 
 
-def option(default: Any, text: str, name: str | None = None, **words: Any) -> Any:
-    """A field of settings that is an option of the command line, by its own name or another one."""
-    usual = {} if {"action", "choices"} & words.keys() else {"metavar": "N"}
-    return field(default=default, metadata={"words": {"help": text, **usual, **words}, "name": name})
+positive = option_type("whole number of 1 or more", int, lambda value: value >= 1)
+natural = option_type("whole number of 0 or more", int, lambda value: value >= 0)
+workers = option_type("whole number of 1 or more, or cores", lambda x: store.count_cores() if x == "cores" else positive(x))
+
+
+def option(default: Any, text: str, name: str | None = None, **kwargs: Any) -> Any:
+    """Return a field of ``Settings`` that is also a command-line option, under its own name or ``name``."""
+    defaults = {} if {"action", "choices"} & kwargs.keys() else {"metavar": "N"}
+    return field(default=default, metadata={"kwargs": {"help": text, **defaults, **kwargs}, "name": name})
 
 
 @dataclass(frozen=True)
@@ -76,47 +75,46 @@ class Settings:
     """The settings that determine the content of a file, as fields of a frozen dataclass. Raises ConfigError with all mistakes."""
 
     def __post_init__(self) -> None:
-        if wrong := list(self.mistakes()):
-            raise ConfigError("\n".join(wrong))
+        if mistakes := list(self.mistakes()):
+            raise ConfigError("\n".join(mistakes))
 
     def mistakes(self) -> Iterator[str]:
-        """Yield the mistakes."""
+        """Yield a message for each invalid setting."""
         yield from ()
 
     @classmethod
-    def add_options(cls, made: argparse.ArgumentParser) -> None:
-        for one in fields(cls):
-            if words := one.metadata.get("words"):
-                flag = one.metadata["name"] or one.name
-                made.add_argument(f"--{flag.replace('_', '-')}", dest=one.name, default=one.default, **words)
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        for setting in fields(cls):
+            if kwargs := setting.metadata.get("kwargs"):
+                flag = setting.metadata["name"] or setting.name
+                parser.add_argument(f"--{flag.replace('_', '-')}", dest=setting.name, default=setting.default, **kwargs)
 
     @classmethod
-    def of(cls, options: argparse.Namespace, **others: Any) -> Self:
-        """The settings that options ask for; ``others`` are of fields that are none."""
-        found = {one.name: getattr(options, one.name) for one in fields(cls) if hasattr(options, one.name)} | others
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+    def from_options(cls, options: argparse.Namespace, **extra: Any) -> Self:
+        """Return the settings of parsed options; ``extra`` has the fields that are no options."""
+        values = {item.name: getattr(options, item.name) for item in fields(cls) if hasattr(options, item.name)} | extra
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     @property
-    def text(self) -> str:
+    def json_text(self) -> str:
         return json.dumps(asdict(self), default=str)
 
     @property
-    def told(self) -> dict[str, Any]:
-        """The settings as JSON gives them back, in which tuples are lists."""
-        return dict(json.loads(self.text))
+    def json_dict(self) -> dict[str, Any]:
+        """The settings after a round trip through JSON: tuples are lists."""
+        return dict(json.loads(self.json_text))
 
 
 class Recipe(Settings):
-    """Settings of a simulation, which have ``seed``, ``validation`` and ``test``. A sample is a pure function of these and its
-    number."""
+    """The settings of a simulation. A sample is a pure function of the settings and of its number."""
 
     seed: int
     validation: float
     test: float
 
     def __post_init__(self) -> None:
-        if wrong := [*wrong_fractions(self.validation, self.test), *self.mistakes()]:
-            raise ConfigError("\n".join(wrong))
+        if mistakes := [*check_fractions(self.validation, self.test), *self.mistakes()]:
+            raise ConfigError("\n".join(mistakes))
 
     def generator(self, stream: int, number: int) -> np.random.Generator:
         return store.generator(self.seed, stream, number)
@@ -124,12 +122,12 @@ class Recipe(Settings):
     def split(self, number: int) -> str:
         return store.split_of(number, self.seed, self.validation, self.test)
 
-    def by_split(self, count: int) -> dict[str, list[int]]:
-        """The numbers of each split."""
-        found: dict[str, list[int]] = {split: [] for split in store.SPLITS}
+    def numbers_by_split(self, count: int) -> dict[str, list[int]]:
+        """Return the numbers of the samples of each split."""
+        numbers: dict[str, list[int]] = {split: [] for split in store.SPLITS}
         for number in range(count):
-            found[self.split(number)].append(number)
-        return found
+            numbers[self.split(number)].append(number)
+        return numbers
 
 
 def seed() -> Any:
@@ -140,80 +138,80 @@ def fraction(default: float, of: str) -> Any:
     return option(default, f"fraction of {of}", metavar="F", type=float)
 
 
-def wrong_fractions(validation: float, test: float) -> Iterator[str]:
+def check_fractions(validation: float, test: float) -> Iterator[str]:
     if not (validation >= 0 and test >= 0 and validation + test < 1):
         yield f"--validation {validation} and --test {test}: expected fractions of 0 or more that sum to less than 1"
 
 
-def refuse_empty(splits: Iterable[str], options: argparse.Namespace, asked: str) -> None:
+def require_splits(splits: Iterable[str], options: argparse.Namespace, request: str) -> None:
     for split, share in (("train", 1.0), ("validation", options.validation), ("test", options.test)):
         if share > 0 and split not in splits:
-            raise ConfigError(f"{asked}: none is left for {split}; ask for more, or change the fractions")
+            raise ConfigError(f"{request}: none is left for {split}; ask for more, or change the fractions")
 
 
 # ---- sources
 
 
-def print_once(text: str) -> None:
-    if store.launched()[0] == 0:
+def print_rank_0(text: str) -> None:
+    if store.rank_and_size()[0] == 0:
         print(text, flush=True)
 
 
 def digest(names: Sequence[str]) -> str:
-    """Tells one list of source files from another."""
+    """Return a hash of a list of source files."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
-def listed(names: Sequence[str], what: str = "files, names") -> str:
-    """How many names there are, and their digest."""
-    return f"{len(names)} {what} {digest(names)}"
+def fingerprint(names: Sequence[str], label: str = "files, names") -> str:
+    """Return the number of names and their digest, as text."""
+    return f"{len(names)} {label} {digest(names)}"
 
 
-def source_folders(root: Path, holds: str) -> dict[str, Path]:
-    """The folders of splits in SOURCE, as far as there are some."""
+def source_folders(root: Path, contents: str) -> dict[str, Path]:
+    """Return the existing folders of splits in SOURCE. Raises ConfigError if there is no SOURCE; ``contents`` describes it."""
     if not root.is_dir():
-        raise ConfigError(f"{root}: no such folder; SOURCE holds the folders train, validation, test, or {holds}")
+        raise ConfigError(f"{root}: no such folder; SOURCE holds the folders train, validation, test, or {contents}")
     return {split: root / split for split in store.SPLITS if (root / split).is_dir()}
 
 
-def told_sources(sources: Mapping[str, Sequence[Any]]) -> str:
+def describe_sources(sources: Mapping[str, Sequence[Any]]) -> str:
     return ", ".join(f"{len(files)} for {split}" for split, files in sources.items())
 
 
-def parts_of(items: Sequence[Any], each: int) -> Iterator[tuple[Any, ...]]:
-    return (tuple(items[start : start + each]) for start in range(0, len(items), each))
+def batched(items: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    return (tuple(items[start : start + size]) for start in range(0, len(items), size))
 
 
-# ---- what is made
+# ---- plans and commands
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The files of a data set, those ``beside`` its splits too, which are made last."""
+    """The files of a data set, and the metadata that describe it."""
 
-    recipe: Recipe | dict[str, Any]             # settings of a simulation, or what a conversion is told apart by
+    recipe: Recipe | dict[str, Any]             # settings of a simulation, or the identity of a conversion
     jobs: Sequence[store.Job]
-    header: dict[str, Any]                      # what the index says besides files and fields
-    told: str                                   # is printed before the work
-    beside: Sequence[store.Job] = ()
+    header: dict[str, Any]                      # entries of the index besides files and fields
+    summary: str                                # printed before the work
+    extra_jobs: Sequence[store.Job] = ()        # files outside the splits, written last
     refused: store.Refused = ()                 # items that went into no file
-    unlisted: int = 0                           # more of them, too many to list
-    filtered: store.Refused = ()                # items that the options leave out
-    kept: int | None = None                     # items that went into files; without it the rows of the splits
-    after: Callable[[Path], None] | None = None     # what is written and told when all files are there, on rank 0
-    config: str = "small"                       # the settings of the app that fit
+    unlisted: int = 0                           # number of further refused items, too many to list
+    filtered: store.Refused = ()                # items that the options exclude
+    accepted: int | None = None                 # items that went into files; default: the rows of the splits
+    finalize: Callable[[Path], None] | None = None      # called on rank 0 when all files are written
+    config: str = "small"                       # a configuration of the app that fits the data
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A data set that is checked."""
+class PreparedDataset:
+    """The files of a prepared data set, for checks."""
 
     out: Path
 
     @cached_property
     def files(self) -> list[tuple[Path, dict[str, Any], dict[str, Any]]]:
-        """(path, entry, index) of each."""
-        return list(store.indexed(self.out))
+        """(path, entry in the index, index) of each file of the splits."""
+        return list(store.iter_files(self.out))
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -224,103 +222,102 @@ class Prepared:
         return [path for path, _, _ in self.files]
 
     @property
-    def places(self) -> list[tuple[Path, int]]:
-        """File and row of every sample."""
+    def locations(self) -> list[tuple[Path, int]]:
+        """(path, row) of every sample."""
         return [(path, row) for path, entry, _ in self.files for row in range(entry["rows"])]
 
     @property
     def index(self) -> dict[str, Any]:
         return self.files[0][2]
 
-    def simulated(self, kind: type[R]) -> R | None:
-        """The settings of a simulation; None for what was converted."""
+    def simulation_settings(self, kind: type[R]) -> R | None:
+        """Return the settings of a simulation, or None for a conversion."""
         settings = {key: value for key, value in self.recipe.items() if key != "kind"}
-        return kind.of(argparse.Namespace(**settings)) if self.recipe.get("kind") == "simulate" else None
+        return kind.from_options(argparse.Namespace(**settings)) if self.recipe.get("kind") == "simulate" else None
 
     @property
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """The statistics of each split."""
+        """Statistics by split."""
         return dict(store.read_json(self.out / "statistics.json")["splits"])
 
 
 @dataclass(frozen=True)
 class Simulate:
-    """The command that makes data; ``count`` is the option that tells how many, with its default and help. Its plan may be None:
-    all was done."""
+    """The command ``simulate``. ``count``: name, default and help of the number of samples. ``plan``: None if nothing is to do."""
 
-    text: str
+    help: str
     settings: type[Recipe]
     count: tuple[str, int, str]
     plan: Callable[[argparse.Namespace], Plan | None]
-    add: Callable[[argparse.ArgumentParser], None] = lambda made: None      # options that are no settings
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None    # options that are no settings
     name = "simulate"
 
 
 @dataclass(frozen=True)
 class Convert:
-    """A command that makes our files of others."""
+    """A command that converts files of another format."""
 
-    text: str
+    help: str
     settings: type[Settings]
     plan: Callable[[argparse.Namespace], Plan]
-    add: Callable[[argparse.ArgumentParser], None]          # the sources, and options that are no settings
+    add_arguments: Callable[[argparse.ArgumentParser], None]    # the sources, and options that are no settings
     name: str = "convert"
 
 
 @dataclass(frozen=True)
 class Check:
-    """The command that looks at a data set; ``option`` tells how many samples are looked at anew, with its default and help."""
+    """The command ``check``. ``option`` is the option with the number of samples to verify: name, default and help."""
 
-    text: str
-    look: Callable[[Prepared, argparse.Namespace], Iterator[str]]           # mistakes
-    option: tuple[str, int, str] | None                                     # None: all are
+    help: str
+    check_samples: Callable[[PreparedDataset, argparse.Namespace], Iterator[str]]   # yields mistakes
+    option: tuple[str, int, str] | None         # None: all samples
     picture: bool = True
     name = "check"
 
 
 @dataclass(frozen=True)
-class Maker:
-    """``python -m data_prep.<name>``."""
+class DatasetBuilder:
+    """The commands of a data set, ``python -m data_prep.<name>``, for the app ``app``."""
 
     name: str
-    text: str
+    description: str
     app: str
     check: Check
-    makes: tuple[Simulate | Convert, ...]
+    commands: tuple[Simulate | Convert, ...]
 
     def parser(self) -> argparse.ArgumentParser:
-        top = argparse.ArgumentParser(prog=f"python -m data_prep.{self.name}", description=self.text, allow_abbrev=False)
-        every = (*self.makes, self.check)
-        names = " | ".join(each.name for each in every)
-        commands = top.add_subparsers(dest="command", required=True, metavar=names)
-        for each in every:
-            words: dict[str, Any] = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
-            made = commands.add_parser(each.name, help=each.text, description=each.text, **words)
+        top = argparse.ArgumentParser(prog=f"python -m data_prep.{self.name}", description=self.description, allow_abbrev=False)
+        commands = (*self.commands, self.check)
+        names = " | ".join(each.name for each in commands)
+        subparsers = top.add_subparsers(dest="command", required=True, metavar=names)
+        for each in commands:
+            kwargs: dict[str, Any] = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+            parser = subparsers.add_parser(each.name, help=each.help, description=each.help, **kwargs)
             if isinstance(each, Convert):
-                each.add(made)
-            made.add_argument("out", type=Path, metavar="OUT", help="folder; what a stopped run finished there is kept")
+                each.add_arguments(parser)
+            parser.add_argument("out", type=Path, metavar="OUT", help="folder; finished files of a stopped run are kept")
             if isinstance(each, Simulate):
-                name, many, text = each.count
-                made.add_argument(f"--{name}", metavar="N", type=positive, default=many, help=text)
-                made.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
+                name, count, text = each.count
+                parser.add_argument(f"--{name}", metavar="N", type=positive, default=count, help=text)
+                parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
             if isinstance(each, Check):
-                made.set_defaults(run=self.run_check)
-                self._add_check(made)
+                parser.set_defaults(run=self.run_check)
+                self._add_check_arguments(parser)
             else:
-                each.settings.add_options(made)
-                made.add_argument("--workers", metavar="N", type=workers, default="cores", help="processes of this rank")
-                made.set_defaults(run=self.run, made=each, some=self.check.option and self.check.option[1], picture=True)
+                each.settings.add_options(parser)
+                parser.add_argument("--workers", metavar="N", type=workers, default="cores", help="processes of this rank")
+                parser.set_defaults(run=self.run, spec=each, check_count=self.check.option and self.check.option[1], picture=True)
             if isinstance(each, Simulate):
-                each.add(made)
+                each.add_arguments(parser)
         return top
 
-    def _add_check(self, made: argparse.ArgumentParser) -> None:
+    def _add_check_arguments(self, parser: argparse.ArgumentParser) -> None:
         if self.check.option:
-            name, many, text = self.check.option
-            made.add_argument(f"--{name}", dest="some", metavar="N", type=natural, default=many, help=text)
+            name, count, text = self.check.option
+            parser.add_argument(f"--{name}", dest="check_count", metavar="N", type=natural, default=count, help=text)
         if self.check.picture:
-            drawn = f"draw OUT/{picture.NAME}"
-            made.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=drawn)
+            help_text = f"draw OUT/{picture.NAME}"
+            parser.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=help_text)
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         try:
@@ -329,134 +326,133 @@ class Maker:
         except (HpcaiError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
         except KeyboardInterrupt:
-            print("stopped; the same command goes on from the finished files", file=sys.stderr)
+            print("stopped; the same command resumes after the finished files", file=sys.stderr)
             return 130
         return 2
 
     def run(self, options: argparse.Namespace) -> int:
-        """Makes what is missing of this rank's share; rank 0 then writes index and statistics for all, looks at the whole, and says
-        how to go on."""
-        simulates = isinstance(options.made, Simulate)
+        """Write the missing files of this rank. Rank 0 then writes index and statistics, and checks all files."""
+        simulates = isinstance(options.spec, Simulate)
         if not simulates:
             for source in (value for value in vars(options).values() if isinstance(value, Path)):
                 if source is not options.out and source.resolve() == options.out.resolve():
                     raise ConfigError(f"{options.out}: SOURCE and OUT are the same folder; choose another OUT")
-        plan: Plan | None = options.made.plan(options)
+        plan: Plan | None = options.spec.plan(options)
         if plan is None:
             return 0
-        print_once(plan.told)
+        print_rank_0(plan.summary)
         advice, recipe, jobs = "choose a new folder", plan.recipe, plan.jobs
         if isinstance(recipe, Recipe):
-            name = options.made.count[0]
+            name = options.spec.count[0]
             advice = f"ask for at least as many as it holds (--{name} is {getattr(options, name)}), or {advice}"
-            recipe = {"kind": "simulate", **recipe.told}
-        (rank, size), every, begin = store.launched(), [*jobs, *plan.beside], time.monotonic()
-        store.claim(options.out, recipe)
-        store.refuse_strangers(options.out, every, advice)
-        mine = [*jobs[rank::size], *plan.beside[rank::size]]
-        if kept := sum(map(store.finished, mine)):
-            print_once(f"{kept} of {len(mine)} files are there and are kept")
-        for some in (jobs, plan.beside):
-            store.make_share(some, options.workers, options.command)
+            recipe = {"kind": "simulate", **recipe.json_dict}
+        (rank, size), all_jobs, begin = store.rank_and_size(), [*jobs, *plan.extra_jobs], time.monotonic()
+        store.claim_folder(options.out, recipe)
+        store.refuse_unplanned_files(options.out, all_jobs, advice)
+        local_jobs = [*jobs[rank::size], *plan.extra_jobs[rank::size]]
+        if finished := sum(map(store.is_finished, local_jobs)):
+            print_rank_0(f"{finished} of {len(local_jobs)} files are finished and are kept")
+        for group in (jobs, plan.extra_jobs):
+            store.run_local_jobs(group, options.workers, options.command)
         if rank:
             return 0
-        store.wait_for(every)
-        bytes_of_all, rows, refused = store.finish(options.out, every, plan.header, recipe)
-        took, means = time.monotonic() - begin, f"ranks: {size}, processes of each: {options.workers}"
-        print(f"{len(every)} files, {bytes_of_all / 1e6:,.1f} MB in {options.out}, {took:.1f} s ({means})", flush=True)
-        if plan.after:
-            plan.after(options.out)
-        if simulates and options.check and (verdict := self.run_check(options)):
-            return verdict
+        store.wait_for_files(all_jobs)
+        total_bytes, rows, refused = store.finalize(options.out, all_jobs, plan.header, recipe)
+        seconds, processes = time.monotonic() - begin, f"ranks: {size}, processes of each: {options.workers}"
+        print(f"{len(all_jobs)} files, {total_bytes / 1e6:,.1f} MB in {options.out}, {seconds:.1f} s ({processes})", flush=True)
+        if plan.finalize:
+            plan.finalize(options.out)
+        if simulates and options.check and (status := self.run_check(options)):
+            return status
         if not simulates:
-            tell(Prepared(options.out))
+            print_statistics(PreparedDataset(options.out))
         print(f"next: {command_of_app(self.app, plan.config)} data.directory={shlex.quote(str(options.out))}", flush=True)
         if not simulates:
-            tell_refused(options.out, plan, refused, rows)
+            report_refused(options.out, plan, refused, rows)
         return 0
 
     def run_check(self, options: argparse.Namespace) -> int:
-        """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
-        prepared, check = Prepared(options.out), self.check
-        wrong = examined(prepared)
-        tell(prepared)
-        if not wrong:
-            wrong += check.look(prepared, options)
-        if check.picture and options.picture and not wrong:
+        """Return 0, or print the mistakes and return 1. Raises DataError if the folder cannot be read."""
+        prepared, check = PreparedDataset(options.out), self.check
+        errors = check_index(prepared)
+        print_statistics(prepared)
+        if not errors:
+            errors += check.check_samples(prepared, options)
+        if check.picture and options.picture and not errors:
             path = options.out / picture.NAME
-            picture.draw(list(spread(prepared.places, picture.SAMPLES)), prepared.index, path)
+            picture.draw(list(subsample(prepared.locations, picture.SAMPLES)), prepared.index, path)
             print(f"picture: {path}")
-        for text in wrong[:20]:
+        for text in errors[:20]:
             print(f"wrong: {text}")
-        if len(wrong) > 20:
-            print(f"and {len(wrong) - 20} more")
-        return int(bool(wrong))
+        if len(errors) > 20:
+            print(f"and {len(errors) - 20} more")
+        return int(bool(errors))
 
 
-# ---- what is told
+# ---- output
 
 
-def examined(prepared: Prepared) -> list[str]:
-    """Every file against index.json and its fields: what is wrong."""
+def check_index(prepared: PreparedDataset) -> list[str]:
+    """Compare every file with index.json and the declared fields, and return the mistakes."""
     rows = sum(entry["rows"] for _, entry, _ in prepared.files)
     outcome = check_dataset(prepared.out, Options(seconds=0))
-    wrong = [each for each in outcome.findings if each.severity == "error" and each.code not in COPIES]
-    for each in [each for each in outcome.findings if each.code in COPIES][:TOLD]:
-        print(f"warning: {each.path}: {each.text}")
-    verdict = f"mistakes: {len(wrong)}" if wrong else "equal"
+    errors = [finding for finding in outcome.findings if finding.severity == "error" and finding.code not in WARNINGS]
+    for finding in [finding for finding in outcome.findings if finding.code in WARNINGS][:MAX_REASONS]:
+        print(f"warning: {finding.path}: {finding.text}")
+    verdict = f"mistakes: {len(errors)}" if errors else "equal"
     print(f"{len(prepared.files)} files, {rows} samples against index.json: {verdict}", flush=True)
-    return [f"{each.path}: {f'{each.dataset!r} ' if each.dataset else ''}{each.text}" for each in wrong]
+    return [f"{error.path}: {f'{error.dataset!r} ' if error.dataset else ''}{error.text}" for error in errors]
 
 
-def tell(prepared: Prepared) -> None:
-    """The statistics of each split, a line for each dataset."""
-    for split, part in prepared.statistics.items():
-        print(f"{split}: " + ", ".join(f"{name} {_short(value)}" for name, value in part.items() if not isinstance(value, dict)))
-        for name, value in part.items():
+def print_statistics(prepared: PreparedDataset) -> None:
+    """Print the statistics of each split, one line per dataset."""
+    for split, statistics in prepared.statistics.items():
+        print(f"{split}: " + ", ".join(f"{name} {_format(x)}" for name, x in statistics.items() if not isinstance(x, dict)))
+        for name, value in statistics.items():
             if isinstance(value, dict) and value:
-                print(f"  {name}: {_short(value)}")
+                print(f"  {name}: {_format(value)}")
 
 
-def _short(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_short(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_format(item)}" for name, item in value.items())
     if isinstance(value, list):
-        return " ".join(map(_short, value[:4])) + (" ..." if len(value) > 4 else "")
+        return " ".join(map(_format, value[:4])) + (" ..." if len(value) > 4 else "")
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def list_refused(out: Path, unusable: store.Refused, filtered: store.Refused = ()) -> None:
+def write_skipped(out: Path, unusable: store.Refused, filtered: store.Refused = ()) -> None:
     write_json(out / SKIPPED, {"unusable": dict(unusable), "filtered": dict(filtered)})
 
 
-def tell_refused(out: Path, plan: Plan, refused: Sequence[Sequence[str]], rows: int) -> None:
-    """Lists what a conversion has left out, and counts it by reason in its last line."""
+def report_refused(out: Path, plan: Plan, refused: Sequence[Sequence[str]], rows: int) -> None:
+    """Write skipped.json, and print the number of items that were refused, by reason."""
     unusable = [(where, why) for where, why in (*plan.refused, *refused)]
-    list_refused(out, unusable, plan.filtered)
+    write_skipped(out, unusable, plan.filtered)
     if plan.filtered:
-        print(f"left out by the options: {len(plan.filtered)}, {_by_reason(plan.filtered)}")
-    many, kept = len(unusable) + plan.unlisted, rows if plan.kept is None else plan.kept
-    why = f": {_by_reason(unusable)}; listed in {out / SKIPPED}" if many else ""
-    print(f"refused: {many or 'none'} of {kept + many} items{why}", flush=True)
+        print(f"excluded by the options: {len(plan.filtered)}, {_count_by_reason(plan.filtered)}")
+    count, accepted = len(unusable) + plan.unlisted, rows if plan.accepted is None else plan.accepted
+    why = f": {_count_by_reason(unusable)}; listed in {out / SKIPPED}" if count else ""
+    print(f"refused: {count or 'none'} of {accepted + count} items{why}", flush=True)
 
 
-def _by_reason(items: store.Refused) -> str:
-    """The commonest reasons, each with its count and an example; those that differ in numbers are one."""
-    kinds = Counter(_kind(reason) for _, reason in items)
-    examples = {_kind(reason): f"{where}: {reason}" for where, reason in reversed(items)}
-    told = [f"{count} such as {examples[kind]}" for kind, count in kinds.most_common(TOLD)]
-    return " | ".join(told + ([f"and {len(kinds) - TOLD} other reasons"] if len(kinds) > TOLD else []))
+def _count_by_reason(items: store.Refused) -> str:
+    """Return the commonest reasons, each with its count and an example. Reasons that differ only in numbers are one."""
+    kinds = Counter(_without_numbers(reason) for _, reason in items)
+    examples = {_without_numbers(reason): f"{where}: {reason}" for where, reason in reversed(items)}
+    texts = [f"{count} such as {examples[kind]}" for kind, count in kinds.most_common(MAX_REASONS)]
+    return " | ".join(texts + ([f"and {len(kinds) - MAX_REASONS} other reasons"] if len(kinds) > MAX_REASONS else []))
 
 
-def _kind(reason: str) -> str:
+def _without_numbers(reason: str) -> str:
     return re.sub(r"\d[\d.,]*", "N", reason)
 
 
-def reason(problem: Exception, where: object) -> tuple[str, str]:
-    """An item that is refused."""
+def describe_refusal(problem: Exception, where: object) -> tuple[str, str]:
+    """Return the location of a refused item, and the reason."""
     return str(where), str(problem).removeprefix(f"{where}: ")
 
 
-def spread(items: Sequence[Any], most: int) -> Sequence[Any]:
-    """At most ``most`` of the items, evenly chosen."""
-    return items[:: max(1, -(-len(items) // max(1, most)))] if most else []
+def subsample(items: Sequence[Any], count: int) -> Sequence[Any]:
+    """Return at most ``count`` of the items, evenly spaced."""
+    return items[:: max(1, -(-len(items) // max(1, count)))] if count else []

@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import command, inspection, store, tfrecord, universe
+from data_prep import command, spectrum_check, store, tfrecord, universe
 from data_prep.command import option
 from data_prep.store import Field
 from hpcai.errors import ConfigError, DataError
@@ -83,7 +83,7 @@ def _shaped(*shape: int) -> store.Fields:
 # ---- options
 
 
-numbers = command.taking("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
+numbers = command.option_type("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
 
 
 def _ranges(text: str, usual: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
@@ -100,7 +100,7 @@ def _ranges(text: str, usual: Mapping[str, tuple[float, float]]) -> dict[str, tu
 
 def add_ranges(made: argparse.ArgumentParser, usual: Mapping[str, tuple[float, float]] = MappingProxyType(RANGES)) -> None:
     text = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in usual.items())
-    ranges = command.taking("list such as Omega_m=0.27:0.33,H_0=63:77", partial(_ranges, usual=usual))
+    ranges = command.option_type("list such as Omega_m=0.27:0.33,H_0=63:77", partial(_ranges, usual=usual))
     made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=text, help="change some of them")
 
 
@@ -204,10 +204,10 @@ def write_universe(recipe: Recipe, index: int, path: Path) -> None:
     attributes = {
         **_header(recipe.low, recipe.high), "rounding_variance": variance, "redshifts": np.array(recipe.redshifts),
         "voxel_mpc_h": recipe.voxel, "physical": recipe.physical(index), "seed": recipe.seed, "universe": index,
-        "recipe": recipe.text,
+        "recipe": recipe.json_text,
     }  # fmt: skip
     shape = (recipe.size,) * 3 + (len(recipe.redshifts),)
-    with store.rows_file(path, recipe.cut**3, _shaped(*shape), attributes) as file:
+    with store.create_file(path, recipe.cut**3, _shaped(*shape), attributes) as file:
         for row, cube in enumerate(cubes(counts, recipe.size)):
             file["counts"][row] = cube
         file["target"][...] = recipe.target(index).astype(np.float32)
@@ -215,9 +215,9 @@ def write_universe(recipe: Recipe, index: int, path: Path) -> None:
 
 def simulate(options: argparse.Namespace) -> command.Plan:
     low, high = ends(options)
-    recipe, rows = Recipe.of(options, low=low, high=high), options.cut**3
+    recipe, rows = Recipe.from_options(options, low=low, high=high), options.cut**3
     splits = [recipe.split(index) for index in range(options.universes)]
-    command.refuse_empty(splits, options, f"--universes {options.universes}")
+    command.require_splits(splits, options, f"--universes {options.universes}")
     jobs = [store.Job(options.out / split / f"universe_{index:06d}.h5", partial(write_universe, recipe, index), CONTENTS, rows)
             for index, split in enumerate(splits)]  # fmt: skip
     size = len(jobs) * recipe.cells**3 * len(recipe.redshifts) * 2
@@ -267,7 +267,7 @@ def convert_share(share: Share, path: Path) -> None:
     try:
         _convert_records(share, path, len(share.sources))
     except _OtherRowsError:                     # not the public one record per file: count first
-        _convert_records(share, path, sum(sum(1 for _ in tfrecord.payloads(share.root / source)) for source in share.sources))
+        _convert_records(share, path, sum(sum(1 for _ in tfrecord.read_payloads(share.root / source)) for source in share.sources))
 
 
 class _OtherRowsError(Exception):
@@ -276,12 +276,12 @@ class _OtherRowsError(Exception):
 
 def _convert_records(share: Share, path: Path, rows: int) -> None:
     names: list[str] = []
-    samples = ((source, *sample) for source in share.sources for sample in tfrecord.samples(share.root / source, share.channels))
+    samples = ((name, *sample) for name in share.sources for sample in tfrecord.read_samples(share.root / name, share.channels))
     first = next(samples)                       # a file without a record is an error
     shape, parameters = first[2].shape, len(first[3])
     if parameters != len(PARAMETERS):
         raise DataError(f"{first[1]}: {parameters} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
-    with store.rows_file(path, rows, _shaped(*shape), share.about) as file:
+    with store.create_file(path, rows, _shaped(*shape), share.about) as file:
         for row, (source, where, counts, target) in enumerate(chain([first], samples)):
             if row >= rows:
                 raise _OtherRowsError
@@ -320,25 +320,25 @@ def convert(options: argparse.Namespace) -> command.Plan:
     about = {**_header(low, high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: options.channels], "voxel_mpc_h": 1.0}
     jobs: list[store.Job] = []
     for split, files in sources.items():
-        for number, some in enumerate(command.parts_of(files, options.rows_per_file)):
+        for number, some in enumerate(command.batched(files, options.rows_per_file)):
             share = Share(options.source, some, options.channels, about)
             jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", partial(convert_share, share), CONTENTS))
-    recipe = {"kind": "convert", **Source.of(options).told, "low": list(low), "high": list(high),
-              "sources": {split: command.listed(files) for split, files in sources.items()}}  # fmt: skip
+    recipe = {"kind": "convert", **Source.from_options(options).json_dict, "low": list(low), "high": list(high),
+              "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
     total = sum((options.source / file).stat().st_size for files in sources.values() for file in files)
-    told = f"source files: {command.told_sources(sources)}, {total / 1e6:,.1f} MB in {options.source}"
+    told = f"source files: {command.describe_sources(sources)}, {total / 1e6:,.1f} MB in {options.source}"
     return command.Plan(recipe, jobs, _header(low, high), told)
 
 
-MAKER = command.Maker(
+BUILDER = command.DatasetBuilder(
     "cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public set.", "cosmoflow",
-    command.Check("Files against index.json, spectra against the linear input.", inspection.look,
+    command.Check("Files against index.json, spectra against the linear input.", spectrum_check.check_spectra,
                   ("spectra", 64, "universes whose spectra are measured")),
     (command.Simulate("Universes of cold dark matter, from their four numbers to particle counts.", Recipe,
                       ("universes", 256, "how many; a later run may ask for more"), simulate, add_ranges),
      command.Convert("Public MLPerf TFRecords, plain or gzip.", Source, convert, add_source)),
 )  # fmt: skip
-main, parser = MAKER.main, MAKER.parser
+main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -94,8 +94,8 @@ class Recipe(command.Recipe):
 
 def write_maps(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
     grid = recipe.grid()
-    about = {**_header(grid), "kind": "simulated", "seed": recipe.seed, "samples": list(samples), "recipe": recipe.text}
-    with store.rows_file(path, len(samples), fields(recipe.height, recipe.width), about) as file:
+    about = {**_header(grid), "kind": "simulated", "seed": recipe.seed, "samples": list(samples), "recipe": recipe.json_text}
+    with store.create_file(path, len(samples), fields(recipe.height, recipe.width), about) as file:
         for row, index in enumerate(samples):
             values = scenes.sample(grid, recipe.generator(1, index))
             file["fields"][row], file["mask"][row] = values, detection.detect(grid, values).mask
@@ -103,9 +103,9 @@ def write_maps(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
 
 def simulate(options: argparse.Namespace) -> command.Plan:
     height, width = options.height or (768 if options.globe else 96), options.width or (1152 if options.globe else 144)
-    recipe = Recipe.of(options, height=height, width=width)
-    members = recipe.by_split(options.samples)
-    command.refuse_empty([split for split in members if members[split]], options, f"--samples {options.samples}")
+    recipe = Recipe.from_options(options, height=height, width=width)
+    members = recipe.numbers_by_split(options.samples)
+    command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")
     jobs = _jobs(options, members, partial(write_maps, recipe), height, width)
     size = options.samples * height * width * (4 * len(VARIABLES) + 1)
     told = f"{options.samples} samples of {height} x {width} cells: {size / 1e6:,.0f} MB in {options.out}"
@@ -115,7 +115,7 @@ def simulate(options: argparse.Namespace) -> command.Plan:
 def _jobs(options: argparse.Namespace, members: Any, write: Any, height: int, width: int) -> list[store.Job]:
     contents = store.Contents(fields(height, width))
     return [store.Job(options.out / split / f"samples_{number:06d}.h5", partial(write, share), contents, len(share))
-            for split, every in members.items() for number, share in enumerate(command.parts_of(every, options.rows))]  # fmt: skip
+            for split, every in members.items() for number, share in enumerate(command.batched(every, options.rows))]  # fmt: skip
 
 
 # ---- convert
@@ -133,7 +133,7 @@ def add_source(made: argparse.ArgumentParser) -> None:
 
 def convert_steps(root: Path, shape: tuple[int, int], sources: Sequence[str], path: Path) -> None:
     about = {**_header(Grid.globe(*shape)), "kind": "converted", "origin": "public DeepCAM time steps"}
-    with store.rows_file(path, len(sources), fields(*shape), about) as file:
+    with store.create_file(path, len(sources), fields(*shape), about) as file:
         for row, source in enumerate(sources):
             file["fields"][row], file["mask"][row] = timestep.read(root / source, shape)
         file.create_dataset("source", data=np.array(sources, "S"))
@@ -150,8 +150,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
         raise ConfigError(f"{options.source}: holds no folder train, validation or test; put the files of each split into its own")
     height, width = timestep.read(options.source / next(iter(sources.values()))[0])[1].shape
     recipe = {"kind": "convert", "rows": options.rows, "height": height, "width": width,
-              "sources": {split: command.listed(files) for split, files in sources.items()}}  # fmt: skip
-    told = f"source files: {command.told_sources(sources)}, of {height} x {width} cells in {options.source}"
+              "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
+    told = f"source files: {command.describe_sources(sources)}, of {height} x {width} cells in {options.source}"
     jobs = _jobs(options, sources, partial(convert_steps, options.source, (height, width)), height, width)
     return command.Plan(recipe, jobs, _header(Grid.globe(height, width)), told)
 
@@ -159,12 +159,12 @@ def convert(options: argparse.Namespace) -> command.Plan:
 # ---- check
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def look(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the masks of a simulation that differ from the rule."""
-    recipe = prepared.simulated(Recipe)
+    recipe = prepared.simulation_settings(Recipe)
     if recipe is None:
         return
-    grid, places = recipe.grid(), command.spread(prepared.places, options.some)
+    grid, places = recipe.grid(), command.subsample(prepared.locations, options.check_count)
     for path, row in places:
         with h5py.File(path, "r") as file:
             values, mask = file["fields"][row], file["mask"][row]
@@ -173,14 +173,14 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
     print(f"masks of {len(places)} samples compared with the rule")
 
 
-MAKER = command.Maker(
+BUILDER = command.DatasetBuilder(
     "deepcam", "DeepCAM data: simulate weather maps, check them, or convert the public set.", "deepcam",
     command.Check("Files against index.json, masks against the rule.", look, ("rule", 64, "samples whose masks are made again")),
     (command.Simulate("Weather maps of an idealised atmosphere, with masks of cyclones and rivers.", Recipe,
                       ("samples", 400, "how many; a later run may ask for more"), simulate),
      command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source)),
 )  # fmt: skip
-main, parser = MAKER.main, MAKER.parser
+main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,12 @@
-"""Documents of text files of any size, each range of a file on its own, in bounded memory.
+"""Readers of documents in text files of any size: each range of a file can be read alone, in bounded memory.
 
     any text                  the file is a document
-    .jsonl .ndjson .json      each line is one, an object
-    .parquet                  each row is one
-    .fasta .fa .faa .a3m      each sequence is one, without gaps, and in A3M without insertions (lower-case letters)
+    .jsonl .ndjson .json      each line is a document, a JSON object
+    .parquet                  each row is a document
+    .fasta .fa .faa .a3m      each sequence is a document, without gaps, and in A3M without insertions (lower-case letters)
 
-All but .parquet also end with .gz or .zst. What cannot be used is told with its file and line, not raised, where the rest of a
-file can still be read; a file that is cut off is an error.
+All but .parquet may be compressed: .gz or .zst. An unusable document is yielded as ``Unusable`` if the rest of the file can be
+read; a truncated file raises DataError.
 """
 
 import gzip
@@ -22,243 +22,243 @@ from data_prep.extras import needed
 from hpcai.errors import DataError
 
 BLOCK = 1 << 20                                 # bytes
-LINE = 1 << 28                                  # bytes of the longest line
-PIECE = 1 << 20                                 # characters of a text that are looked at together, at least
-BATCH = 256                                     # rows of .parquet in memory
-_FEED = 1 << 12                                 # bytes of .zst, which may be 32,000 times as many
-AGAIN = "copy or make it again"
+MAX_LINE = 1 << 28                              # bytes
+TEXT_CHUNK = 1 << 20                            # characters of a text that are read together, at least
+TABLE_ROWS = 256                                # rows of .parquet in memory
+_ZSTD_BLOCK = 1 << 12                           # compressed bytes, which may decompress to 32,000 times as many
+REMEDY = "copy or write it again"
 PACKED = (".gz", ".zst")
 KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "table", ".fasta": "sequences", ".fa": "sequences",
          ".faa": "sequences", ".a3m": "aligned"}  # fmt: skip
 
 
 class NotTextError(DataError):
-    """A file that is no text; the message names it."""
+    """A file is no text; the message has its name."""
 
 
 @dataclass(frozen=True)
-class Bad:
-    """A document that cannot be used, and why."""
+class Unusable:
+    """The reason why a document cannot be used."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: what begins in these bytes of its text, or the row groups of a table."""
+    """A range of a file: the documents that begin in these bytes of its text, or the row groups of a table."""
 
     path: Path
-    name: str                                   # from its SOURCE
+    name: str                                   # relative to its SOURCE
     begin: int
     end: int
-    split: str | None = None                    # where all of it goes
+    split: str | None = None                    # the split of all its documents, if given
 
 
-def kind(path: Path) -> str:
-    """text, lines, table, sequences or aligned."""
+def file_kind(path: Path) -> str:
+    """Return ``text``, ``lines``, ``table``, ``sequences`` or ``aligned``."""
     plain = path.with_suffix("") if path.suffix in PACKED else path
     return KINDS.get(plain.suffix.lower(), "text")
 
 
-def size(path: Path) -> tuple[int, int, str]:
-    """What a file can be cut by (bytes of its text, row groups of a table), bytes of its text, SHA-256 of the file. Raises
-    DataError for a file that is cut off or damaged, where its format tells."""
-    if kind(path) == "table":
-        with _table(path) as table:
+def file_size(path: Path) -> tuple[int, int, str]:
+    """Return the number of units by which a file can be split (bytes of its text, row groups of a table), the bytes of its text,
+    and the SHA-256 of the file. Raises DataError for a truncated or damaged file, if its format shows that."""
+    if file_kind(path) == "table":
+        with _open_table(path) as table:
             groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
         return len(groups), sum(group.total_byte_size for group in groups), store.digest(path)
-    many = path.stat().st_size if path.suffix not in PACKED else sum(len(block) for block in stream(path))
-    return many, many, store.digest(path)
+    length = path.stat().st_size if path.suffix not in PACKED else sum(len(block) for block in read_blocks(path))
+    return length, length, store.digest(path)
 
 
-def before(piece: Piece) -> int:
-    """Lines of a file (rows of a table) that begin before a piece of it."""
+def count_before(piece: Piece) -> int:
+    """Return the number of lines of a file (rows of a table) before a piece of it."""
     if not piece.begin:
         return 0
-    if kind(piece.path) == "table":
-        with _table(piece.path) as table:
+    if file_kind(piece.path) == "table":
+        with _open_table(piece.path) as table:
             return sum(table.metadata.row_group(n).num_rows for n in range(piece.begin))
-    return sum(at < piece.begin for at, _ in lines(piece.path))
+    return sum(at < piece.begin for at, _ in read_lines(piece.path))
 
 
-def read(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """The documents that begin in a piece, each with its line (row), of which the first of the piece is 1: an iterator of parts of
-    a text; the object of a line or row; a sequence; or what is Bad. ``columns`` are those of a table that are needed."""
-    what = kind(piece.path)
-    if what == "text":
-        yield 1, texts(piece.path)
-    elif what == "table":
-        yield from enumerate(_rows(piece, columns), 1)
-    elif what == "lines":
-        for number, (at, line) in enumerate(lines(piece.path, piece.begin), 1):
+def read_documents(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the documents that begin in a piece, each after its line (row) counted from 1 in the piece: an iterator of chunks of a
+    text, the object of a line or row, a sequence, or ``Unusable``. Only ``columns`` of a table are read."""
+    kind = file_kind(piece.path)
+    if kind == "text":
+        yield 1, read_text(piece.path)
+    elif kind == "table":
+        yield from enumerate(_read_rows(piece, columns), 1)
+    elif kind == "lines":
+        for number, (at, line) in enumerate(read_lines(piece.path, piece.begin), 1):
             if at >= piece.end:
                 return
             if line.strip():
-                yield number, _object(line)
+                yield number, _parse_object(line)
     else:
-        yield from _sequences(piece, what == "aligned")
+        yield from _read_sequences(piece, kind == "aligned")
 
 
 # ---- text
 
 
-def texts(path: Path) -> Iterator[str]:
-    """A text in parts of a million characters or more, cut where a line begins with no space, so that the words of a tokenizer stay
-    whole. Raises NotTextError, with the line, for what is not UTF-8."""
-    held, many = list[str](), 0
-    for number, (_, line) in enumerate(lines(path), 1):
+def read_text(path: Path) -> Iterator[str]:
+    """Yield a text in chunks of a million characters or more. A chunk begins with a line without leading space, so that no word of
+    a tokenizer is split. Raises NotTextError, with the line, if the text is not UTF-8."""
+    buffered, length = list[str](), 0
+    for number, (_, line) in enumerate(read_lines(path), 1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as problem:
-            found = f"byte 0x{line[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8), or leave it out"
-            raise NotTextError(f"{path}: line {number}: {found}") from None
+            reason = f"byte 0x{line[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8), or leave it out"
+            raise NotTextError(f"{path}: line {number}: {reason}") from None
         if "\0" in text:
             raise NotTextError(f"{path}: line {number}: a NUL byte, expected text; leave the file out")
-        if many >= PIECE and not text[:1].isspace():
-            yield "".join(held)
-            held, many = [], 0
-        held.append(text)
-        many += len(text)
-    if held:
-        yield "".join(held)
+        if length >= TEXT_CHUNK and not text[:1].isspace():
+            yield "".join(buffered)
+            buffered, length = [], 0
+        buffered.append(text)
+        length += len(text)
+    if buffered:
+        yield "".join(buffered)
 
 
 # ---- lines and rows
 
 
-def lines(path: Path, begin: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Place and bytes, with their ends, of the lines that begin at byte ``begin`` or later. Raises DataError for a line above
-    256 MiB."""
-    at = max(begin - 1, 0)                      # a line may begin just at ``begin``: the byte before tells
-    skip, held, many = begin > 0, list[bytes](), 0
-    for block in stream(path, at):
+def read_lines(path: Path, begin: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield offset and bytes, with the newline, of the lines that begin at byte ``begin`` or later. Raises DataError if a line is
+    longer than 256 MiB."""
+    offset = max(begin - 1, 0)                  # a line begins at ``begin`` if the byte before is a newline
+    skip, buffered, length = begin > 0, list[bytes](), 0
+    for block in read_blocks(path, offset):
         first, *others = block.split(b"\n")
-        held.append(first)
-        many += len(first)
-        if many > LINE:
-            raise DataError(f"{path}: the line from byte {at:,} on is longer than {LINE >> 20} MiB; is it text?")
+        buffered.append(first)
+        length += len(first)
+        if length > MAX_LINE:
+            raise DataError(f"{path}: the line from byte {offset:,} on is longer than {MAX_LINE >> 20} MiB; is it text?")
         for other in others:
             if not skip:
-                yield at, b"".join(held) + b"\n"
-            at, skip, held, many = at + many + 1, False, [other], len(other)
-    if many and not skip:
-        yield at, b"".join(held)
+                yield offset, b"".join(buffered) + b"\n"
+            offset, skip, buffered, length = offset + length + 1, False, [other], len(other)
+    if length and not skip:
+        yield offset, b"".join(buffered)
 
 
-def _object(line: bytes) -> Mapping[str, Any] | Bad:
+def _parse_object(line: bytes) -> Mapping[str, Any] | Unusable:
     try:
-        found = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as problem:
-        return Bad(f"byte 0x{line[problem.start]:02x} is not UTF-8")
+        return Unusable(f"byte 0x{line[problem.start]:02x} is not UTF-8")
     except (ValueError, RecursionError) as problem:
-        return Bad(f"not JSON ({problem}), expected an object in one line")
-    return found if isinstance(found, dict) else Bad(f"a JSON {type(found).__name__}, expected an object such as {{'text': '.'}}")
+        return Unusable(f"not JSON ({problem}), expected an object in one line")
+    return value if isinstance(value, dict) else Unusable(f"a JSON {type(value).__name__}, expected an object, as {{'text': '.'}}")
 
 
-def _table(path: Path) -> Any:
+def _open_table(path: Path) -> Any:
     parquet = needed("pyarrow.parquet", "Parquet", "llm")
     try:
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
-        raise DataError(f"{path}: not a whole Parquet file ({str(problem)[:200]}); {AGAIN}") from problem
+        raise DataError(f"{path}: not a complete Parquet file ({str(problem)[:200]}); {REMEDY}") from problem
 
 
-def _rows(piece: Piece, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    with _table(piece.path) as table:
-        has = table.schema_arrow.names
+def _read_rows(piece: Piece, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    with _open_table(piece.path) as table:
+        names = table.schema_arrow.names
         for name in columns:
-            if name not in has:
-                raise DataError(f"{piece.path}: no column '{name}'; it has {', '.join(has)}: name one with --field")
-        batches = table.iter_batches(BATCH, row_groups=[*range(piece.begin, piece.end)], columns=list(columns))
+            if name not in names:
+                raise DataError(f"{piece.path}: no column '{name}'; it has {', '.join(names)}: name one with --field")
+        batches = table.iter_batches(TABLE_ROWS, row_groups=[*range(piece.begin, piece.end)], columns=list(columns))
         try:
             for batch in batches:
                 yield from batch.to_pylist()
         except Exception as problem:            # Arrow's errors, OSError, and for some damage others
-            raise DataError(f"{piece.path}: cannot be read ({str(problem)[:200]}); {AGAIN}") from problem
+            raise DataError(f"{piece.path}: cannot be read ({str(problem)[:200]}); {REMEDY}") from problem
 
 
 # ---- sequences
 
 
-def _sequences(piece: Piece, aligned: bool) -> Iterator[tuple[int, str | Bad]]:
+def _read_sequences(piece: Piece, aligned: bool) -> Iterator[tuple[int, str | Unusable]]:
     parts: list[bytes] | None = None
     begin = 0
-    for number, (at, line) in enumerate(lines(piece.path, piece.begin), 1):
+    for number, (at, line) in enumerate(read_lines(piece.path, piece.begin), 1):
         text = line.strip()
         if at >= piece.end and (parts is None or text.startswith(b">")):
             break
         if text.startswith(b">"):
             if parts is not None:
-                yield begin, _letters(b"".join(parts), aligned)
+                yield begin, _clean_sequence(b"".join(parts), aligned)
             parts, begin = [], number
         elif text and parts is not None:
             parts.append(text)
         elif text and not piece.begin and not text.startswith((b"#", b";")):
-            yield number, Bad(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
+            yield number, Unusable(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
     if parts is not None:
-        yield begin, _letters(b"".join(parts), aligned)
+        yield begin, _clean_sequence(b"".join(parts), aligned)
 
 
 _GAPS = b"-."
-_SMALL = bytes(range(ord("a"), ord("z") + 1))
+_LOWER_CASE = bytes(range(ord("a"), ord("z") + 1))
 
 
-def _letters(row: bytes, aligned: bool) -> str | Bad:
-    kept = row.translate(None, _GAPS + b" \t" + (_SMALL if aligned else b"")).upper().removesuffix(b"*")
-    if not kept.isalpha():
-        odd = kept.translate(None, _SMALL.upper())
-        return Bad(f"{chr(odd[0])!r} in a sequence, expected letters" if odd else "no letters")
-    return kept.decode("ascii")
+def _clean_sequence(row: bytes, aligned: bool) -> str | Unusable:
+    letters = row.translate(None, _GAPS + b" \t" + (_LOWER_CASE if aligned else b"")).upper().removesuffix(b"*")
+    if not letters.isalpha():
+        odd = letters.translate(None, _LOWER_CASE.upper())
+        return Unusable(f"{chr(odd[0])!r} in a sequence, expected letters" if odd else "no letters")
+    return letters.decode("ascii")
 
 
 # ---- bytes
 
 
-def stream(path: Path, begin: int = 0) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, from one of them on. Raises DataError where it is cut off or damaged."""
+def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
+    """Yield the decompressed bytes of a file from offset ``begin``. Raises DataError if the file is truncated or damaged."""
     try:
         with path.open("rb") as file:
             if path.suffix == ".gz":
-                found = _gunzipped(file)
+                blocks = _read_gzip(file)
             elif path.suffix == ".zst":
-                found = _unzst(file, path)
+                blocks = _read_zstd(file, path)
             else:
                 file.seek(begin)
-                found, begin = iter(lambda: file.read(BLOCK), b""), 0
-            for block in found:
+                blocks, begin = iter(lambda: file.read(BLOCK), b""), 0
+            for block in blocks:
                 if begin < len(block):
                     yield block[begin:]
                 begin = max(begin - len(block), 0)
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        raise DataError(f"{path}: damaged or cut off ({problem}); {AGAIN}") from problem
+        raise DataError(f"{path}: damaged or truncated ({problem}); {REMEDY}") from problem
     except OSError as problem:
-        raise DataError(f"{path}: cannot be read ({problem.strerror}); mend that, or leave it out") from problem
+        raise DataError(f"{path}: cannot be read ({problem.strerror}); repair that, or leave it out") from problem
 
 
-def _gunzipped(file: IO[bytes]) -> Iterator[bytes]:
+def _read_gzip(file: IO[bytes]) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=file) as unpacked:
         while block := unpacked.read(BLOCK):
             yield block
 
 
-def _unzst(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    """Its frames, one after the other. zstandard's own readers take the end of the file for the end of a frame."""
+def _read_zstd(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Yield the decompressed frames. The readers of zstandard would accept a truncated last frame."""
     zstandard = needed("zstandard", "Zstandard", "llm")
-    made = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame, held = None, bytearray()
-    while packed := file.read(_FEED):
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame, buffered = None, bytearray()
+    while packed := file.read(_ZSTD_BLOCK):
         while packed:
-            frame = frame or made.decompressobj()
+            frame = frame or decompressor.decompressobj()
             try:
-                held += frame.decompress(packed)
+                buffered += frame.decompress(packed)
             except zstandard.ZstdError as problem:
-                raise DataError(f"{path}: damaged ({problem}); {AGAIN}") from problem
+                raise DataError(f"{path}: damaged ({problem}); {REMEDY}") from problem
             packed = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
-        if len(held) >= BLOCK:
-            yield bytes(held)
-            held.clear()
+        if len(buffered) >= BLOCK:
+            yield bytes(buffered)
+            buffered.clear()
     if frame is not None:
-        raise DataError(f"{path}: cut off within a frame; {AGAIN}")
-    if held:
-        yield bytes(held)
+        raise DataError(f"{path}: truncated within a frame; {REMEDY}")
+    if buffered:
+        yield bytes(buffered)

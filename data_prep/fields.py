@@ -252,21 +252,21 @@ KINDS: dict[str, type[Recipe]] = {"matter": Matter, "volumes": Matter, "weather"
 def standardised(recipe: Recipe, out: Path) -> Recipe:
     """The recipe with mean and deviation: those that the folder was begun with, if all else is equal, or those of the first
     numbers of the training split."""
-    path, asked = out / "recipe.json", {"kind": "simulate", **recipe.told}
+    path, asked = out / "recipe.json", {"kind": "simulate", **recipe.json_dict}
     if path.is_file():
         before = store.read_json(path)
         if before.get("mean") and {**before, "mean": [], "deviation": []} == asked:
             return replace(recipe, mean=tuple(before["mean"]), deviation=tuple(before["deviation"]))
     first = islice((number for number in range(10**6) if recipe.split(number) == "train"), PILOT)
     fields = np.concatenate([recipe.scaled(recipe.made(number)) for number in first])
-    whole = moments.summary([moments.measure(np.moveaxis(fields, 1, -1).reshape(-1, fields.shape[1]))])
+    whole = moments.summarize([moments.compute(np.moveaxis(fields, 1, -1).reshape(-1, fields.shape[1]))])
     mean, deviation = (tuple(float(f"{value:.4g}") for value in whole[key]) for key in ("mean", "deviation"))
     return replace(recipe, mean=mean, deviation=deviation)
 
 
 def write_fields(recipe: Recipe, numbers: Sequence[int], path: Path) -> None:
-    each, about = recipe.each, {**recipe.header(), "seed": recipe.seed, "numbers": list(numbers), "recipe": recipe.text}
-    with store.rows_file(path, each * len(numbers), recipe.fields(), about) as file:
+    each, about = recipe.each, {**recipe.header(), "seed": recipe.seed, "numbers": list(numbers), "recipe": recipe.json_text}
+    with store.create_file(path, each * len(numbers), recipe.fields(), about) as file:
         for place, number in enumerate(numbers):
             values, rows = recipe.made(number), slice(place * each, (place + 1) * each)
             file["high"][rows], file["low"][rows] = recipe.standard(values), recipe.low(values)
@@ -278,11 +278,11 @@ def _asked(options: argparse.Namespace) -> Recipe:
     kind = options.kind
     size = options.size or (32 if kind == "volumes" else 64)
     if kind == "weather":
-        return Weather.of(options, field=kind, size=size)
+        return Weather.from_options(options, field=kind, size=size)
     whole = kind == "volumes"
     cut = {"slabs": 0, "thickness": 0} if whole else {}
     voxel, (low, high) = options.voxel, cosmoflow.ends(options)
-    return Matter.of(options, field=kind, size=size, voxel=(4.0 if whole else 1.0) if voxel is None else voxel, **cut,
+    return Matter.from_options(options, field=kind, size=size, voxel=(4.0 if whole else 1.0) if voxel is None else voxel, **cut,
                      particles=options.particles or (4 if whole else 8), low_end=low, high_end=high)  # fmt: skip
 
 
@@ -294,15 +294,15 @@ def add_kind(made: argparse.ArgumentParser) -> None:
 def simulate(options: argparse.Namespace) -> command.Plan:
     recipe = _asked(options)
     count = -(-options.samples // recipe.each)
-    members = recipe.by_split(count)
-    command.refuse_empty([split for split in members if members[split]], options, f"--samples {options.samples}")
+    members = recipe.numbers_by_split(count)
+    command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")
     recipe = standardised(recipe, options.out)
     contents = store.Contents(recipe.fields())
     jobs = [
         store.Job(options.out / split / f"fields_{place:06d}.h5", partial(write_fields, recipe, numbers), contents,
                   len(numbers) * recipe.each)
         for split, every in members.items()
-        for place, numbers in enumerate(command.parts_of(every, max(1, recipe.rows // recipe.each)))
+        for place, numbers in enumerate(command.batched(every, max(1, recipe.rows // recipe.each)))
     ]  # fmt: skip
     what = "moments" if recipe.field == "weather" else "universes"
     cells = " x ".join(map(str, (len(recipe.mean), *recipe.shape)))
@@ -314,17 +314,17 @@ def simulate(options: argparse.Namespace) -> command.Plan:
 # ---- check
 
 
-def _recipe_of(prepared: command.Prepared) -> Recipe:
+def _recipe_of(prepared: command.PreparedDataset) -> Recipe:
     kind = KINDS.get(prepared.recipe.get("field", ""))
-    recipe = None if kind is None else prepared.simulated(kind)
+    recipe = None if kind is None else prepared.simulation_settings(kind)
     if recipe is None:
         raise DataError(f"{prepared.out}: was not made by data_prep.fields (recipe.json); name another folder")
     return recipe
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def look(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the rows whose ``low`` is not the mean of ``high``, or in which matter is not conserved."""
-    recipe, places = _recipe_of(prepared), command.spread(prepared.places, options.some)
+    recipe, places = _recipe_of(prepared), command.subsample(prepared.locations, options.check_count)
     for path, row in places:
         with h5py.File(path, "r") as file:
             high, low = recipe.undone(file["high"][row]), file["low"][row]
@@ -335,13 +335,13 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
     print(f"low of {len(places)} samples compared with the mean of high")
 
 
-MAKER = command.Maker(
+BUILDER = command.DatasetBuilder(
     "fields", "Fields and their coarse counterparts: simulate and check them.", "diffusion",
     command.Check("Files against index.json, low against high.", look, ("rows", 1000, "samples whose low is made again")),
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
                       ("samples", 1700, "how many, in whole universes; a later run may ask for more"), simulate, add_kind),),
 )  # fmt: skip
-main, parser = MAKER.main, MAKER.parser
+main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -100,7 +100,7 @@ def header(sources: Sequence[dict[str, str]], label: str, cutoff: float, most: i
 def _sums(file: h5py.File) -> dict[str, Any]:
     free = file["forces"][...][file["fixed"][...] == 0].astype(np.float64)
     return {
-        **{name: moments.measure(file[name][...][:, None]) for name in ("energy", "atoms", "edges", "triplets")},
+        **{name: moments.compute(file[name][...][:, None]) for name in ("energy", "atoms", "edges", "triplets")},
         "systems": np.unique(file["system"][...]).tolist(),
         "elements": np.bincount(file["numbers"][...], minlength=ELEMENTS).tolist(),
         "free": len(free), "square": float((free**2).sum()), "absolute": float(np.abs(free).sum()),
@@ -113,7 +113,7 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     sums = [record["sums"] for record in records]
     parts = {}
     for name in ("energy", "atoms", "edges", "triplets"):
-        found = moments.summary(each[name] for each in sums)
+        found = moments.summarize(each[name] for each in sums)
         parts[name] = {key: found[key][0] for key in ("mean", "minimum", "maximum", "deviation")[: 4 if name == "energy" else 3]}
     elements = np.sum([each["elements"] for each in sums], axis=0)
     free, square, absolute = (sum(each[name] for each in sums) for name in ("free", "square", "absolute"))

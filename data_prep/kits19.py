@@ -101,7 +101,7 @@ def _write(
     assert classes is not None
     here = {name: field._replace(shape=ready.shape) if None in field.shape else field for name, field in FIELDS.items()}
     origin = {"original_spacing_mm": list(spacing), "original_shape": list(image.shape)}
-    with store.rows_file(path, 1, here, {**_header(target), **origin, **about}) as file:
+    with store.create_file(path, 1, here, {**_header(target), **origin, **about}) as file:
         file["image"][0], file["label"][0], file["boxes"][0] = ready, classes, boxes(classes)
 
 
@@ -141,7 +141,7 @@ class Recipe(command.Recipe):
 
 def write_phantom(recipe: Recipe, index: int, path: Path) -> None:
     scan = recipe.scan(index)
-    about = {"kind": "simulated", "case": path.stem, "seed": recipe.seed, "index": index, "recipe": recipe.text}
+    about = {"kind": "simulated", "case": path.stem, "seed": recipe.seed, "index": index, "recipe": recipe.json_text}
     _write(path, scan.image, scan.label, scan.spacing_mm, recipe.spacing, recipe.least, about)
 
 
@@ -157,17 +157,17 @@ def add_nifti(made: argparse.ArgumentParser) -> None:
 
 
 def simulate(options: argparse.Namespace) -> command.Plan | None:
-    recipe, names = Recipe.of(options), [f"case_{index:05d}" for index in range(options.cases)]
+    recipe, names = Recipe.from_options(options), [f"case_{index:05d}" for index in range(options.cases)]
     if options.nifti:
-        store.claim(options.out, {"kind": "nifti", **recipe.told})
-        rank, size = store.launched()
+        store.claim_folder(options.out, {"kind": "nifti", **recipe.json_dict})
+        rank, size = store.rank_and_size()
         cases = [(index, options.out / name) for index, name in enumerate(names)][rank::size]
-        store.make(cases, partial(write_nifti, recipe), options.workers, options.command)
+        store.run_parallel(cases, partial(write_nifti, recipe), options.workers, options.command)
         folder = shlex.quote(str(options.out))
-        command.print_once(f"{options.cases} NIfTI cases; next: {command_of('data_prep.kits19')} convert {folder} OUT")
+        command.print_rank_0(f"{options.cases} NIfTI cases; next: {command_of('data_prep.kits19')} convert {folder} OUT")
         return None
     splits = [recipe.split(index) for index in range(options.cases)]
-    command.refuse_empty(splits, options, f"--cases {options.cases}")
+    command.require_splits(splits, options, f"--cases {options.cases}")
     jobs = [store.Job(options.out / split / f"{name}.h5", partial(write_phantom, recipe, index), CONTENTS, 1)
             for index, (name, split) in enumerate(zip(names, splits))]  # fmt: skip
     told = f"{options.cases} cases at {' x '.join(f'{mm:g}' for mm in recipe.spacing)} mm in {options.out}"
@@ -177,7 +177,7 @@ def simulate(options: argparse.Namespace) -> command.Plan | None:
 # ---- convert
 
 
-numbers = command.taking("list of whole numbers such as 3,7", lambda text: [command.natural(part) for part in text.split(",")])
+numbers = command.option_type("list of whole numbers such as 3,7", lambda text: [command.natural(part) for part in text.split(",")])
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def cases_of(root: Path, chosen: Sequence[int] | None) -> tuple[dict[str, list[s
         raise ConfigError(f"{root}: {found[own[0]]} is no labelled case of the public set; name yours for validation: "
                           "--validation-cases 3,7")  # fmt: skip
     if chosen is None and len(labelled) < LABELLED:
-        command.print_once(f"{len(labelled)} of the {LABELLED} labelled cases of the public set are in {root}")
+        command.print_rank_0(f"{len(labelled)} of the {LABELLED} labelled cases of the public set are in {root}")
     splits = {"train": [name for number, name in labelled.items() if number not in held],
               "validation": [name for number, name in labelled.items() if number in held]}  # fmt: skip
     for split, names in splits.items():
@@ -229,24 +229,24 @@ def cases_of(root: Path, chosen: Sequence[int] | None) -> tuple[dict[str, list[s
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    source = Source.of(options)
+    source = Source.from_options(options)
     splits, bare = cases_of(options.source, source.validation_cases)
     how = source.spacing, source.least
     jobs = [store.Job(options.out / split / f"{name}.h5", partial(convert_case, options.source / name, *how), CONTENTS, 1)
             for split, names in splits.items() for name in names]  # fmt: skip
-    sources = {split: command.listed(names, "cases, names") for split, names in splits.items()}
+    sources = {split: command.fingerprint(names, "cases, names") for split, names in splits.items()}
     recipe = {"kind": "convert", "spacing": list(source.spacing), "least": list(source.least), "sources": sources}
     refused = [(name, "has no label in the public set") for name in bare]
-    told = f"cases: {command.told_sources(splits)}"
+    told = f"cases: {command.describe_sources(splits)}"
     return command.Plan(recipe, jobs, _header(source.spacing), told, refused=refused)
 
 
 # ---- check
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def look(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the files whose boxes differ from those of their labels."""
-    chosen = command.spread(prepared.paths, options.some)
+    chosen = command.subsample(prepared.paths, options.check_count)
     for path in chosen:
         with h5py.File(path, "r") as file:
             stated, found = file["boxes"][0], boxes(file["label"][0])
@@ -255,14 +255,14 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
     print(f"boxes of {len(chosen)} cases compared with their labels")
 
 
-MAKER = command.Maker(
+BUILDER = command.DatasetBuilder(
     "kits19", "Kidney tumours in CT: simulate scans, check them, or convert the public set KiTS19.", "unet3d",
     command.Check("Files against index.json, boxes against labels.", look, ("boxes", 8, "cases whose boxes are made again")),
     (command.Simulate("CT scans of made-up abdomens with kidneys and tumours.", Recipe,
                       ("cases", 96, "how many; a later run may ask for more"), simulate, add_nifti),
      command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source)),
 )  # fmt: skip
-main, parser = MAKER.main, MAKER.parser
+main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

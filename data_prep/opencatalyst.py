@@ -31,7 +31,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from data_prep import command, frames, gathering, slabs, store, trajectories
+from data_prep import command, frames, slabs, store, trajectories, trajectory_sources
 from data_prep.command import option
 from data_prep.frames import CONTENTS, Frame, ase
 from hpcai.errors import ConfigError, DataError
@@ -87,17 +87,18 @@ def write_systems(recipe: Recipe, file: int, path: Path) -> None:
     counts = [frames.count(frame, recipe.cutoff, recipe.most, f"system {frame.system}: frame {frame.frame}") for frame in every]
     told = [{"system": one.frames[0].system, "name": one.name, "composition": one.composition, "reference": one.reference}
             for one in made]  # fmt: skip
-    about = {"kind": "simulated", "label": slabs.LABEL, "seed": recipe.seed, "recipe": recipe.text, "systems": json.dumps(told)}
+    about = {"kind": "simulated", "label": slabs.LABEL, "seed": recipe.seed, "recipe": recipe.json_text,
+             "systems": json.dumps(told)}  # fmt: skip
     frames.write(path, every, counts, about)
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
     ase()
-    recipe, name = Recipe.of(options), " x ".join(map(str, options.size))
+    recipe, name = Recipe.from_options(options), " x ".join(map(str, options.size))
     if options.systems % options.each:
         raise ConfigError(f"--systems {options.systems}: expected a multiple of --each {options.each}, the systems of a file")
     splits = [recipe.split(file) for file in range(options.systems // options.each)]
-    command.refuse_empty(splits, options, f"--systems {options.systems} in files of {options.each}")
+    command.require_splits(splits, options, f"--systems {options.systems} in files of {options.each}")
     jobs = [store.Job(options.out / split / f"systems_{file:06d}.h5", partial(write_systems, recipe, file), CONTENTS)
             for file, split in enumerate(splits)]  # fmt: skip
     header = {**frames.header(slabs.SOURCES, slabs.LABEL, recipe.cutoff, recipe.most), "compositions": recipe.compositions()}
@@ -119,7 +120,7 @@ class Source(command.Settings):
     skip_bad: bool = option(False, "leave out and list frames and files that cannot be used", action="store_true")
 
     def mistakes(self) -> Iterator[str]:
-        yield from (*command.wrong_fractions(self.validation, self.test), *_wrong_graph(self.cutoff, self.most))
+        yield from (*command.check_fractions(self.validation, self.test), *_wrong_graph(self.cutoff, self.most))
 
 
 def add_source(made: argparse.ArgumentParser) -> None:
@@ -160,7 +161,7 @@ def convert_share(picks: Sequence[Pick], source: Source, out: Path) -> store.Ref
             except DataError as problem:
                 if not source.skip_bad:
                     raise
-                refused.append(command.reason(problem, where))
+                refused.append(command.describe_refusal(problem, where))
     if not taken:
         raise DataError(f"{out}: none of its {len(refused)} frames can be used, the first because {': '.join(refused[0])}")
     frames.write(out, taken, counts, {"kind": "converted"})
@@ -168,38 +169,38 @@ def convert_share(picks: Sequence[Pick], source: Source, out: Path) -> store.Ref
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    source, root = Source.of(options), options.source
-    files = gathering.files(root)
+    source, root = Source.from_options(options), options.source
+    files = trajectory_sources.find_files(root)
     by_system = "" in files and not source.hold_last and source.validation + source.test > 0
     bad: list[tuple[str, str]] = []
-    origins: dict[str, list[gathering.Origin]] = {}
+    origins: dict[str, list[trajectory_sources.SourceFile]] = {}
     for split, paths in files.items():
         origins[split] = []
         for path in paths:
             try:
-                origins[split].append(gathering.origin(path, root, by_system))
+                origins[split].append(trajectory_sources.inspect_file(path, root, by_system))
             except DataError as problem:
                 if not source.skip_bad:
                     raise
-                bad.append(command.reason(problem, path))
+                bad.append(command.describe_refusal(problem, path))
         if not origins[split]:
             raise DataError(f"{root}: none of its {len(paths)} files can be read, the first because {': '.join(bad[0])}")
-    about = gathering.source([origin for group in origins.values() for origin in group], options)
+    about = trajectory_sources.describe_source([origin for group in origins.values() for origin in group], options)
     jobs: list[store.Job] = []
     count: Counter[str] = Counter()
-    for split, group in gathering.splits(origins, options).items():
+    for split, group in trajectory_sources.split_frames(origins, options).items():
         every = [(origin, n) for origin, picked in group for n in picked]
         count[split] = len(every)
-        for number, some in enumerate(command.parts_of(every, source.frames)):
-            part: dict[gathering.Origin, list[int]] = {}
+        for number, some in enumerate(command.batched(every, source.frames)):
+            part: dict[trajectory_sources.SourceFile, list[int]] = {}
             for origin, n in some:
                 part.setdefault(origin, []).append(n)
             picks = [Pick(one.path, one.name, tuple(rows), one.labels) for one, rows in part.items()]
             path = options.out / split / f"frames_{number:06d}.h5"
             jobs.append(store.Job(path, partial(convert_share, picks, source), CONTENTS))
     names = {split or "all": [f"{origin.name} {len(origin.systems)}" for origin in group] for split, group in origins.items()}
-    told = {split: command.listed(group, "files, names and frames") for split, group in names.items()}
-    recipe = {"kind": "convert", **source.told, "origin": about, "sources": told}
+    told = {split: command.fingerprint(group, "files, names and frames") for split, group in names.items()}
+    recipe = {"kind": "convert", **source.json_dict, "origin": about, "sources": told}
     header = frames.header([about], about["labels"], source.cutoff, source.most)
     text = "frames: " + ", ".join(f"{number} for {split}" for split, number in count.items())
     return command.Plan(recipe, jobs, header, text, refused=bad)
@@ -208,9 +209,9 @@ def convert(options: argparse.Namespace) -> command.Plan:
 # ---- check
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def look(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the frames whose neighbours or labels differ when they are computed again."""
-    chosen = command.spread(prepared.places, options.some)
+    chosen = command.subsample(prepared.locations, options.check_count)
     for path, row in chosen:
         yield from _again(path, row, prepared.index)
     labels = "labels and " if prepared.recipe["kind"] == "simulate" else ""
@@ -239,14 +240,14 @@ def _again(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
             yield f"{where}: the forces sum to {total:.2g} eV/angstrom, expected none; {remedy}"
 
 
-MAKER = command.Maker(
+BUILDER = command.DatasetBuilder(
     "opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.", "opencatalyst",
     command.Check("Files against index.json, counts and labels made again.", look, ("frames", 12, "how many are made again")),
     (command.Simulate("Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", Recipe,
                       ("systems", 60, "how many; a later run may ask for more"), simulate),
      command.Convert(f"Files that end with {', '.join(trajectories.ENDINGS)} to ours.", Source, convert, add_source)),
 )  # fmt: skip
-main, parser = MAKER.main, MAKER.parser
+main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -107,7 +107,7 @@ class Recipe(command.Recipe):
 
 def write_families(recipe: Recipe, number: int, path: Path) -> None:
     made = [one for n in range(number * recipe.each, (number + 1) * recipe.each) for one in recipe.family(n)]
-    chains.write(path, made, {"kind": "simulated", "label": MADE, "seed": recipe.seed, "recipe": recipe.text})
+    chains.write(path, made, {"kind": "simulated", "label": MADE, "seed": recipe.seed, "recipe": recipe.json_text})
 
 
 def write_relatives(families: Path, path: Path) -> None:
@@ -125,9 +125,9 @@ def simulate(options: argparse.Namespace) -> command.Plan:
     if options.families > FAMILIES or options.families % options.each or options.chains % options.families:
         raise ConfigError(f"--chains {options.chains} --families {options.families} --each {options.each}: expected a multiple of "
                           f"--families for chains and of --each for families, {FAMILIES:,} families at most")  # fmt: skip
-    recipe = Recipe.of(options, members=options.chains // options.families)
+    recipe = Recipe.from_options(options, members=options.chains // options.families)
     splits = [recipe.split(file) for file in range(options.families // options.each)]
-    command.refuse_empty(splits, options, f"--families {options.families} in files of {options.each}")
+    command.require_splits(splits, options, f"--families {options.families} in files of {options.each}")
     rows = recipe.each * recipe.members
     jobs = [store.Job(options.out / split / f"families_{file:06d}.h5", partial(write_families, recipe, file), CONTENTS, rows)
             for file, split in enumerate(splits)]  # fmt: skip
@@ -140,9 +140,9 @@ def simulate(options: argparse.Namespace) -> command.Plan:
 # ---- convert: what the structures hold
 
 
-day = command.taking("day such as 2021-09-16", date.fromisoformat)
-share = command.taking("number above 0, 1 at most", float, lambda value: 0 < value <= 1)
-above_zero = command.taking("number above 0", float, lambda value: value > 0)
+day = command.option_type("day such as 2021-09-16", date.fromisoformat)
+share = command.option_type("number above 0, 1 at most", float, lambda value: 0 < value <= 1)
+above_zero = command.option_type("number above 0", float, lambda value: value > 0)
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ def _templates(
         tasks[work / f"hits_{command.digest(about)}.json"] = partial(search, work, share.picks, options.templates)
     names, unread = list[list[str]](), list[tuple[str, str]]()          # of templates, of each share; one file in memory
     counts: list[int] = []
-    for result in store.gather(tasks, options.workers, "hits"):
+    for result in store.all_gather_results(tasks, options.workers, "hits"):
         names.append([name for hits in result["hits"] for name, _, _ in hits])
         counts += map(len, result["hits"])
         unread += _refused(result)
@@ -374,7 +374,7 @@ def _templates(
     named = {name for each in names for name in each}
     middle = f"{np.median(counts):g} at the median"
     some = sum(count > 0 for count in counts)
-    command.print_once(f"templates: {some} of {len(counts)} chains have some, {middle}; {len(named)} structures")
+    command.print_rank_0(f"templates: {some} of {len(counts)} chains have some, {middle}; {len(named)} structures")
     picks = [one for one in found if one.key in named]
     rows = {one.key: row for row, one in enumerate(picks)}
     beside = [store.Job(options.out / TEMPLATES / f"templates_{number:06d}.h5", partial(convert_structures, picks[begin:end]),
@@ -390,7 +390,7 @@ def _refused(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    source = Source.of(options)
+    source = Source.from_options(options)
     structures, folders = _structures(options.structures), _folders(options.alignments)
     if options.validation is None and source.validation_from <= source.released_until:
         raise ConfigError(f"--validation-from {source.validation_from}: expected after --released-until {source.released_until}")
@@ -398,24 +398,24 @@ def convert(options: argparse.Namespace) -> command.Plan:
     members = [name for line in clusters for name in line]
     entities = sum(bool(re.search(r"_\d+$", name)) for name in members) > len(members) / 2
     if entities:
-        command.print_once(f"warning: {options.clusters}: names entities (5ZYH_1), not chains; the structures tell whose they are")
+        command.print_rank_0(f"warning: {options.clusters}: names entities (5ZYH_1), not chains; structures give the chains")
     lists = {name: store.digest(path)[:16] if (path := getattr(options, name)) else None
              for name in ("clusters", "duplicates", "validation")}  # fmt: skip
-    told = {name: command.listed([path.relative_to(root).as_posix() for path in paths], "names") for name, root, paths in
+    told = {name: command.fingerprint([path.relative_to(root).as_posix() for path in paths], "names") for name, root, paths in
             (("structures", options.structures, structures), ("alignments", options.alignments, folders.values()))}  # fmt: skip
-    recipe = {"kind": "convert", **source.told, **lists, **told}
+    recipe = {"kind": "convert", **source.json_dict, **lists, **told}
     if (options.out / "recipe.json").is_file():
-        store.claim(options.out, recipe)        # refused before hours of looking at structures
+        store.claim_folder(options.out, recipe)        # refused before hours of looking at structures
     # Filters may still change.
-    store.claim(options.out / WORK, {"format": 3, "structures": told["structures"], "entities": entities})
+    store.claim_folder(options.out / WORK, {"format": 3, "structures": told["structures"], "entities": entities})
     tasks = {options.out / WORK / f"structures_{number:06d}.json": partial(scan, part, entities)
-             for number, part in enumerate(command.parts_of(structures, SCANNED))}  # fmt: skip
+             for number, part in enumerate(command.batched(structures, SCANNED))}  # fmt: skip
     every, refused = list[Found](), list[tuple[str, str]]()
-    for result in store.gather(tasks, options.workers, "scan"):
+    for result in store.all_gather_results(tasks, options.workers, "scan"):
         every += map(_found, result["chains"])
         refused += _refused(result)
     found = sorted(every, key=lambda one: one.key)
-    command.print_once(f"{len(structures)} structures with {len(found)} chains; cannot be used: {len(refused)}")
+    command.print_rank_0(f"{len(structures)} structures with {len(found)} chains; cannot be used: {len(refused)}")
     if not found:
         raise DataError(f"{options.structures}: none of its {len(structures)} files can be used, the first because {refused[0][1]}")
     of = {name.lower() if entities else key(name): number for number, line in enumerate(clusters) for name in line}
@@ -471,7 +471,7 @@ def _plan(
     near = {cluster for _, cluster in parts["validation"]} - {-1}
     kin = [one for one, cluster in parts["train"] if cluster in near]
     if kin:
-        command.print_once(f"{len(kin)} chains of training, such as {kin[0].name}, are in a cluster with one of validation")
+        command.print_rank_0(f"{len(kin)} chains of training, such as {kin[0].name}, are in a cluster with one of validation")
     for split, those in parts.items():
         if not those:
             some = next(iter(filtered.items()), ("", ""))
@@ -479,7 +479,7 @@ def _plan(
             raise ConfigError(f"none of {len(found)} chains is left for {split}, {some[0]} because: {some[1]}; {advice}")
     undated = sum(one.release is None for one, _ in parts["train"])
     if undated:
-        command.print_once(f"{undated} chains without a release date are taken for training")
+        command.print_rank_0(f"{undated} chains without a release date are taken for training")
     plan = {}
     for split, those in parts.items():
         sizes = Counter(cluster for _, cluster in those)
@@ -523,7 +523,7 @@ def _shares(options: argparse.Namespace, plan: Plan, folders: Mapping[str, Path]
         example = plan["train"][0][0].name
         raise ConfigError(f"--alignments {options.alignments}: holds a folder for none of {has.total()} chains, such as {example}; "
                           "name the folder that has them, of OpenProteinSet: pdb")  # fmt: skip
-    command.print_once("alignments: " + ", ".join(f"{number} chains have {kind}" for kind, number in has.items()))
+    command.print_rank_0("alignments: " + ", ".join(f"{number} chains have {kind}" for kind, number in has.items()))
     return shares
 
 
@@ -536,7 +536,7 @@ def _even(count: int, most: int) -> Iterator[tuple[int, int]]:
 # ---- check
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def look(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the values of the files that no chain can have."""
     lengths: list[int] = []
     for path in sorted((prepared.out / TEMPLATES).glob("*.h5")):
@@ -570,14 +570,14 @@ def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
                     yield f"{where}: hit {hit} {text}, expected -1 to {lengths[at] - 1}; {again}"
 
 
-MAKER = command.Maker(
+BUILDER = command.DatasetBuilder(
     "openfold", "Protein chains with their alignments: simulate families, check them, or convert files.", "openfold",
     command.Check("Files against index.json, every chain looked at.", look, None),
     (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
                       ("families", 64, "a later run may ask for more"), simulate, add_chains),
      command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_sources)),
 )  # fmt: skip
-main, parser = MAKER.main, MAKER.parser
+main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""OUT/samples.png: a few samples of a data set, drawn from what its index says of its datasets."""
+"""OUT/samples.png: plots of some samples of any data set, by the datasets of its index."""
 
 from pathlib import Path
 from typing import Any
@@ -10,36 +10,36 @@ from data_prep import store
 
 NAME = "samples.png"
 SAMPLES, PANELS = 4, 5                          # columns; rows at most, of the largest datasets
-LEAST = 8                                       # values of what is drawn
+MIN_VALUES = 8                                  # of a dataset that is drawn
 
 
-def draw(places: list[tuple[Path, int]], index: dict[str, Any], path: Path) -> None:
-    """A column for each of the samples, which are given by file and row, and a panel for each of their datasets."""
+def draw(locations: list[tuple[Path, int]], index: dict[str, Any], path: Path) -> None:
+    """Draw a column for each sample, given as (path, row), and a panel for each of its largest datasets."""
     from matplotlib.figure import Figure
 
-    fields = {name: store.Field(told["dtype"], tuple(told["shape"])) for name, told in index["fields"].items()}
+    fields = {name: store.Field(entry["dtype"], tuple(entry["shape"])) for name, entry in index["fields"].items()}
     samples = []
-    for file_path, row in places:
+    for file_path, row in locations:
         with h5py.File(file_path, "r") as file:
-            here = {name: field for name, field in fields.items() if name in file}
-            samples.append(next(store.read_rows(file, here, row, row + 1)))
+            present = {name: field for name, field in fields.items() if name in file}
+            samples.append(next(store.read_rows(file, present, row, row + 1)))
     sizes = {name: np.size(value) for name, value in samples[0].items() if np.asarray(value).dtype.kind in "iuf"}
-    shown = sorted((name for name, size in sizes.items() if size >= LEAST), key=lambda name: -sizes[name])[:PANELS]
+    shown = sorted((name for name, size in sizes.items() if size >= MIN_VALUES), key=lambda name: -sizes[name])[:PANELS]
     figure = Figure(figsize=(4 * len(samples), 3 * len(shown)), layout="constrained")
     axes = figure.subplots(len(shown), len(samples), squeeze=False)
-    for column, sample, (file_path, row) in zip(axes.T, samples, places):
+    for column, sample, (file_path, row) in zip(axes.T, samples, locations):
         column[0].set_title(f"{file_path.parent.name}/{file_path.name} row {row}", fontsize=9)
         for axis, name in zip(column, shown):
             _panel(axis, np.squeeze(sample[name]))
             unit = index["fields"][name].get("unit")
             axis.set_ylabel(f"{name}, {unit}" if unit else name, fontsize=9)
-    half = path.with_name(f".{path.name}.partial")
-    figure.savefig(half, dpi=80, format="png")
-    half.replace(path)
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=80, format="png")
+    partial.replace(path)
 
 
 def _panel(axis: Any, values: np.ndarray) -> None:
-    """An image, in the middle of all dims but the two longest; curves of what has few columns."""
+    """Draw an image of the two longest dims, in the middle of the others, or curves if there are few columns."""
     while values.ndim > 2:
         short = int(np.argmin(values.shape))
         values = values.take(values.shape[short] // 2, short)

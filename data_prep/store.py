@@ -1,18 +1,18 @@
-"""The files of a prepared data set, and the work of making them: many files, each made once, by any number of processes.
+"""The files of a prepared data set, each written once, by any number of processes.
 
-    OUT/recipe.json             the settings that decide every value; a run with other settings is refused
+    OUT/recipe.json             the settings that determine every value; a run with other settings is refused
     OUT/<split>/<name>.h5       datasets of R rows each, contiguous
-    OUT/<split>/.records/       one JSON text per finished file: rows, size, SHA-256, sums, refused items; what a resumed run trusts
-    OUT/<split>/index.json      written when all files are there; where samples vary in shape, each of "files" has its "shape"
+    OUT/<split>/.records/       one JSON file per finished file: rows, size, SHA-256, sums, refused items; for resumption
+    OUT/<split>/index.json      written after all files; if samples vary in shape, each of "files" has its "shape"
     OUT/statistics.json         statistics of each split, and the settings
 
-A dataset may also be flat: the parts of all rows one after the other, where another dataset tells the length of each part. Its
-shape then begins with the name of that dataset, and each of "files" has the sum as one of its "lengths".
+A dataset may be ragged: the concatenated elements of all rows, whose lengths are in another dataset. Its shape begins with the name
+of that dataset, and each of "files" has the sum as one of its "lengths".
 
-A workload declares the datasets as Fields, puts them together as Contents, and says by Job how a file is made.
+A workload declares the datasets as Fields, groups them as Contents, and defines by Jobs how files are written.
 
-Ranks share nothing but the folder: rank r of n makes every n-th file, and rank 0 waits for the files of the others. No MPI call
-is needed for that, so the same code runs under mpiexec, srun or alone.
+Ranks share only the folder: rank r of n writes every n-th file, and rank 0 waits for the files of the others. This needs no MPI
+call, so that the same code runs under mpiexec, srun or alone.
 """
 
 import hashlib
@@ -41,118 +41,117 @@ from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
-PATIENCE = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
-LARGE = 1 << 24                                 # values of a row that are measured at once
+TIMEOUT = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
+LARGE_ROW = 1 << 24                             # values of a row that are measured at once
 Record = dict[str, Any]
 Refused = Sequence[tuple[str, str]]             # items that could not be used: where each is, and why
 
 
 class Field(NamedTuple):
-    """A dataset of the files: type and shape of a row, range, unit, and what statistics.json tells of it."""
+    """A dataset of the files: type and shape of a row, range, unit, and its statistics."""
 
     dtype: str
-    shape: tuple[Any, ...] = ()                 # begins with the name of another dataset where it is flat; None for any length
+    shape: tuple[Any, ...] = ()                 # begins with the name of another dataset if ragged; None for any length
     low: float | None = None
     high: float | None = None
-    blank: float | None = None                  # the value that may fill a whole row
-    key: bool = False                           # samples are told apart by it, not by the largest dataset
+    blank: float | None = None                  # the value that may fill all of a row
+    key: bool = False                           # duplicates are found by this dataset, not by the largest
     unit: str | None = None
-    channels: int | None = None                 # the dim of a row whose entries have moments each; past the last: all as one
-    classes: int = 0                            # how many there are to count
+    channels: int | None = None                 # moments are computed per entry of this dim of a row; ndim: of all values
+    classes: int = 0                            # number of classes to count
 
     @property
-    def parts(self) -> str | None:
-        """The dataset that tells how this one is cut, where it is flat."""
+    def row_lengths(self) -> str | None:
+        """The name of the dataset with the length of each row, if this one is ragged."""
         return self.shape[0] if self.shape and isinstance(self.shape[0], str) else None
 
-    def told(self, shape: Sequence[Any]) -> dict[str, Any]:
-        """The entry of the field in an index."""
-        about = {"low": self.low, "high": self.high, "blank": self.blank, "key": self.key or None, "unit": self.unit}
-        return {"dtype": self.dtype, "shape": list(shape), **{name: value for name, value in about.items() if value is not None}}
+    def to_json(self, shape: Sequence[Any]) -> dict[str, Any]:
+        """Return the entry of the field in an index."""
+        entry = {"low": self.low, "high": self.high, "blank": self.blank, "key": self.key or None, "unit": self.unit}
+        return {"dtype": self.dtype, "shape": list(shape), **{name: value for name, value in entry.items() if value is not None}}
 
 
 Fields = Mapping[str, Field]
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
+def _no_entries(*_: Any) -> dict[str, Any]:
     return {}
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The datasets of the files of a folder. The first field is the sample's: where the shape of a row is left open, it is that
-    one's."""
+    """The datasets of the files of a folder. An open shape of a row is that of the first field."""
 
     fields: Fields
-    measure: Callable[[h5py.File], dict[str, Any]] = _nothing       # sums of a file, besides those that the fields ask for
-    merge: Callable[[Sequence[Record]], dict[str, Any]] = _nothing  # statistics of a split from its records, likewise
-    varies: bool = False                                            # each file has samples of a shape of its own
+    measure: Callable[[h5py.File], dict[str, Any]] = _no_entries        # further sums of a file
+    merge: Callable[[Sequence[Record]], dict[str, Any]] = _no_entries   # further statistics of a split, from its records
+    varies: bool = False                                                # the shape of samples varies between files
 
     @property
-    def sample(self) -> str:
+    def sample_field(self) -> str:
         return next(iter(self.fields))
 
     @property
-    def parts(self) -> list[str]:
-        return list(dict.fromkeys(field.parts for field in self.fields.values() if field.parts))
+    def row_lengths(self) -> list[str]:
+        return list(dict.fromkeys(field.row_lengths for field in self.fields.values() if field.row_lengths))
 
-    def sums(self, file: h5py.File) -> dict[str, Any]:
-        """The sums of a file, from which the statistics of a split follow."""
-        found: dict[str, Any] = {}
+    def compute_sums(self, file: h5py.File) -> dict[str, Any]:
+        """Return the sums over a file, from which the statistics of a split are computed."""
+        sums: dict[str, Any] = {}
         for name, field in self.fields.items():
             if name in file and field.channels is not None:
-                found[name] = moments.join(map(moments.measure, _columns(file[name], field.channels)))
+                sums[name] = moments.merge(map(moments.compute, _channels_last(file[name], field.channels)))
             elif name in file and field.classes:
-                counts = (np.bincount(cells[:, 0], minlength=field.classes) for cells in _columns(file[name], len(field.shape)))
-                found[name] = np.sum(list(counts), axis=0).tolist()
-        return {**found, **self.measure(file)}
+                counts = (np.bincount(x[:, 0], minlength=field.classes) for x in _channels_last(file[name], len(field.shape)))
+                sums[name] = np.sum(list(counts), axis=0).tolist()
+        return {**sums, **self.measure(file)}
 
-    def statistics(self, records: Sequence[Record]) -> dict[str, Any]:
-        found: dict[str, Any] = {"rows": sum(record["rows"] for record in records)}
+    def compute_statistics(self, records: Sequence[Record]) -> dict[str, Any]:
+        statistics: dict[str, Any] = {"rows": sum(record["rows"] for record in records)}
         for name, field in self.fields.items():
             parts = [record["sums"][name] for record in records if name in record["sums"]]
             if parts and field.channels is not None:
-                found[name] = moments.summary(parts)
+                statistics[name] = moments.summarize(parts)
             elif parts and field.classes:
                 cells = np.sum(parts, axis=0)
-                found[name] = {"cells": cells.tolist(), "frequency": (cells / cells.sum()).tolist()}
-        return {**found, **self.merge(records)}
+                statistics[name] = {"cells": cells.tolist(), "frequency": (cells / cells.sum()).tolist()}
+        return {**statistics, **self.merge(records)}
 
 
-def _columns(values: h5py.Dataset, dim: int) -> Iterator[np.ndarray]:
-    """Rows, or slices of large ones, with one dim last and the others as one.   [cells, C] each"""
+def _channels_last(values: h5py.Dataset, dim: int) -> Iterator[np.ndarray]:
+    """Yield rows, or slices of large ones, with ``dim`` last and the others flattened.   Shape: [cells, C] each"""
     for row in range(values.shape[0]):
-        one = values[row][..., None] if dim == values.ndim - 1 else np.moveaxis(values[row], dim, -1)
-        for part in one if one.size > LARGE else [one]:
-            yield part.reshape(-1, one.shape[-1])
+        array = values[row][..., None] if dim == values.ndim - 1 else np.moveaxis(values[row], dim, -1)
+        for part in array if array.size > LARGE_ROW else [array]:
+            yield part.reshape(-1, array.shape[-1])
 
 
 @dataclass(frozen=True)
 class Job:
-    """A file to be made, perhaps by another process, to which all of this is sent. ``write`` may give items that it left out."""
+    """A file to write. It is pickled for worker processes. ``write`` may return the items that it refused."""
 
     path: Path
     write: Callable[[Path], Refused | None]
     contents: Contents
-    rows: int | None = None                     # where they are known before
+    rows: int | None = None                     # if known in advance
 
 
 # ---- one file
 
 
 @contextmanager
-def rows_file(
+def create_file(
     path: Path, rows: int, fields: Fields, attributes: dict[str, Any], lengths: Mapping[str, int] | None = None,
 ) -> Iterator[h5py.File]:  # fmt: skip
-    """A new file with room for the rows of each field: written beside its place, flushed to the disk and renamed, or not there at
-    all. ``lengths`` are those of what is flat."""
+    """Create a file with datasets for ``rows`` rows of each field, atomically: with a temporary name, flushed to the disk, renamed.
+    ``lengths`` has the total lengths of ragged datasets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
         # Data on a page boundary can be read past the page cache.
         with h5py.File(partial, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
             for name, field in fields.items():
-                shape = (lengths or {})[field.parts] if field.parts else rows, *field.shape[bool(field.parts) :]
+                shape = (lengths or {})[field.row_lengths] if field.row_lengths else rows, *field.shape[bool(field.row_lengths) :]
                 file.create_dataset(name, shape, field.dtype)
             file.attrs.update({**attributes, "version": hpcai.__version__})
             yield file
@@ -163,27 +162,27 @@ def rows_file(
 
 
 def write_rows(path: Path, fields: Fields, rows: Sequence[Mapping[str, Any]], attributes: dict[str, Any]) -> None:
-    """A file of the values of each row, which may have more of them than the file; the lengths of what is flat are among them."""
-    lengths = {field.parts: sum(row[field.parts] for row in rows) for field in fields.values() if field.parts}
-    with rows_file(path, len(rows), fields, attributes, lengths) as file:
+    """Write a file from the values of each row, which may have further entries. The lengths of ragged datasets are among them."""
+    lengths = {field.row_lengths: sum(row[field.row_lengths] for row in rows) for field in fields.values() if field.row_lengths}
+    with create_file(path, len(rows), fields, attributes, lengths) as file:
         for name, field in fields.items():
-            if not field.parts:
+            if not field.row_lengths:
                 file[name][...] = np.array([row[name] for row in rows], field.dtype)
                 continue
             begin = 0
             for row in rows:
-                end = begin + row[field.parts]
+                end = begin + row[field.row_lengths]
                 file[name][begin:end] = np.reshape(row[name], (end - begin, *field.shape[1:])).astype(field.dtype)
                 begin = end
 
 
 def read_rows(file: h5py.File, fields: Fields, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows from ``first`` to ``end`` of a file, each with its part of what is flat."""
+    """Return the rows from ``first`` to ``end`` of a file, each with its elements of ragged datasets."""
     columns = []
     for name, field in fields.items():
-        if field.parts:
-            cuts = np.append(0, np.cumsum(file[field.parts][:end], dtype=np.int64))[first:]
-            columns.append(np.split(file[name][cuts[0] : cuts[-1]], cuts[1:-1] - cuts[0]))
+        if field.row_lengths:
+            offsets = np.append(0, np.cumsum(file[field.row_lengths][:end], dtype=np.int64))[first:]
+            columns.append(np.split(file[name][offsets[0] : offsets[-1]], offsets[1:-1] - offsets[0]))
         else:
             columns.append(file[name][first:end])
     return (dict(zip(fields, row)) for row in zip(*columns))
@@ -193,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path}: not there; finish the run that writes this folder, or name another folder") from None
+        raise DataError(f"{path}: does not exist; finish the run that writes this folder, or name another folder") from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}); delete it and repeat the run that wrote it") from None
     if not isinstance(content, dict):
@@ -210,39 +209,39 @@ def record_path(path: Path) -> Path:
     return path.parent / ".records" / f"{path.name}.json"
 
 
-def make_file(job: Job) -> None:
-    """Writes the file and its record."""
+def write_file(job: Job) -> None:
+    """Write the file of a job, and its record."""
     refused = job.write(job.path)
     with h5py.File(job.path, "r") as file:
-        rows, *shape = file[job.contents.sample].shape
+        rows, *shape = file[job.contents.sample_field].shape
         record: Record = {
             "name": job.path.name, "rows": rows, "bytes": job.path.stat().st_size, "sha256": digest(job.path), "shape": shape,
-            "sums": job.contents.sums(file), "refused": list(refused or ()),
-            "lengths": {name: int(file[name][...].sum()) for name in job.contents.parts},
+            "sums": job.contents.compute_sums(file), "refused": list(refused or ()),
+            "lengths": {name: int(file[name][...].sum()) for name in job.contents.row_lengths},
         }  # fmt: skip
     write_json(record_path(job.path), record)
 
 
-def finished(job: Job) -> bool:
-    """Whether the file is there, with the rows that it should have, of the size that its record states."""
+def is_finished(job: Job) -> bool:
+    """Return whether the file exists with the size of its record and the rows of the job."""
     record = record_path(job.path)
     if not (job.path.is_file() and record.is_file()):
         return False
-    stated = read_json(record)
-    return stated.get("bytes") == job.path.stat().st_size and job.rows in (None, stated.get("rows"))
+    contents = read_json(record)
+    return contents.get("bytes") == job.path.stat().st_size and job.rows in (None, contents.get("rows"))
 
 
 # ---- one folder
 
 
 def generator(seed: int, stream: int, index: int) -> np.random.Generator:
-    """Random numbers that are a pure function of three numbers."""
+    """Return a random generator that is a pure function of the arguments."""
     return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([seed, stream, index])))
 
 
 def split_of(index: int, seed: int, validation: float, test: float) -> str:
-    """One of every 1/held neighbours is held out, so that n of them hold n * fraction of a split, give or take one. Which one is
-    random, drawn from stream 0 for each block; a periodic choice could follow a period of the data."""
+    """Return the split of a sample. One of every 1/held neighbours is held out, so that n samples have n * fraction of a split,
+    give or take one. It is drawn at random from stream 0 for each block: a periodic choice could follow a period of the data."""
     held, part = (Fraction(f).limit_denominator(10**6) for f in (validation + test, test))
     if not held:
         return "train"
@@ -254,71 +253,71 @@ def split_of(index: int, seed: int, validation: float, test: float) -> str:
     return "test" if math.floor((block + 1) * share) > math.floor(block * share) else "validation"
 
 
-def claim(out: Path, recipe: dict[str, Any]) -> None:
-    """Takes an empty folder, or one that was begun with the same recipe."""
+def claim_folder(out: Path, recipe: dict[str, Any]) -> None:
+    """Write the recipe into a new folder. Raises ConfigError if the folder has another recipe."""
     path = out / "recipe.json"
-    # This must be asked first: another rank writes its recipe before it makes a split.
-    begun = any((out / split).exists() for split in SPLITS)
+    # This must be read first: another rank writes its recipe before it creates a split.
+    has_splits = any((out / split).exists() for split in SPLITS)
     if not path.is_file():
-        if begun:
-            raise ConfigError(f"{out}: holds train, validation or test, made otherwise (no recipe.json); choose a new folder")
+        if has_splits:
+            raise ConfigError(f"{out}: holds train, validation or test without a recipe.json; choose a new folder")
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, recipe)
         return
-    before = read_json(path)
-    keys = [key for key in {**before, **recipe} if before.get(key) != recipe.get(key)]
+    previous = read_json(path)
+    keys = [key for key in {**previous, **recipe} if previous.get(key) != recipe.get(key)]
     if keys:
-        changed = [f"{key} {before.get(key)} (now {recipe.get(key)})" for key in keys]
+        changed = [f"{key} {previous.get(key)} (now {recipe.get(key)})" for key in keys]
         raise ConfigError(f"{out}: was made with {', '.join(changed)}; choose a new folder, or repeat those settings")
 
 
-def refuse_strangers(out: Path, jobs: Sequence[Job], advice: str) -> None:
-    """Files that this run would not make must not end up in its folders unseen, nor rows be lost that another run made."""
+def refuse_unplanned_files(out: Path, jobs: Sequence[Job], advice: str) -> None:
+    """Raise ConfigError if the folders have files that are not planned, or a file with more rows than planned."""
     for job in jobs:
         record = record_path(job.path)
-        held = read_json(record).get("rows", 0) if job.rows and job.path.is_file() and record.is_file() else 0
-        if job.rows and held > job.rows:
-            raise ConfigError(f"{job.path}: holds {held} samples, this run would make {job.rows}; {advice}")
+        rows = read_json(record).get("rows", 0) if job.rows and job.path.is_file() and record.is_file() else 0
+        if job.rows and rows > job.rows:
+            raise ConfigError(f"{job.path}: holds {rows} samples, this run would make {job.rows}; {advice}")
     planned = {job.path for job in jobs}
     folders = {*(out / split for split in SPLITS), *(path.parent for path in planned)}
-    there = {path for folder in folders for path in folder.glob("*.h5")}
-    extra = sorted(there - planned)
+    present = {path for folder in folders for path in folder.glob("*.h5")}
+    extra = sorted(present - planned)
     if extra:
         raise ConfigError(f"{extra[0]}: one of {len(extra)} files that this run would not make; {advice}")
 
 
-def finish(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]) -> tuple[int, int, list[list[str]]]:
-    """Writes the index of every folder, and statistics. Returns bytes and rows of all files, and what was refused."""
+def finalize(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]) -> tuple[int, int, list[list[str]]]:
+    """Write the index of every folder, and statistics.json. Return bytes and rows of all files, and the refused items."""
     statistics: dict[str, Any] = {"format": 1, "version": hpcai.__version__, "splits": {}, "settings": settings}
     indexes: dict[str, Any] = {}
     refused: list[list[str]] = []
-    contents = {job.path.parent.name: job.contents for job in jobs}
-    for folder in sorted(contents, key=[*SPLITS, *contents].index):
-        one = contents[folder]
+    by_folder = {job.path.parent.name: job.contents for job in jobs}
+    for folder in sorted(by_folder, key=[*SPLITS, *by_folder].index):
+        spec = by_folder[folder]
         records = [read_json(record_path(path)) for path in sorted(job.path for job in jobs) if path.parent.name == folder]
-        shapes = {tuple(len(record["shape"]) * [None] if one.varies else record["shape"]) for record in records}
+        shapes = {tuple(len(record["shape"]) * [None] if spec.varies else record["shape"]) for record in records}
         if len(shapes) > 1:
             raise DataError(f"{out / folder}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
         shape = list(shapes.pop())
-        told = ("name", "rows", "bytes", "sha256", *(["shape"] if one.varies else []), *(["lengths"] if one.parts else []))
+        keys = ("name", "rows", "bytes", "sha256", *(["shape"] if spec.varies else []), *(["lengths"] if spec.row_lengths else []))
         indexes[folder] = {
-            "files": [{key: record[key] for key in told} for record in records], **({} if one.varies else {"shape": shape}),
-            "fields": {name: field.told(shape if None in field.shape else field.shape) for name, field in one.fields.items()},
+            "files": [{key: record[key] for key in keys} for record in records], **({} if spec.varies else {"shape": shape}),
+            "fields": {name: field.to_json(shape if None in field.shape else field.shape) for name, field in spec.fields.items()},
             **header,
         }  # fmt: skip
-        (statistics["splits"] if folder in SPLITS else statistics)[folder] = one.statistics(records)
+        (statistics["splits"] if folder in SPLITS else statistics)[folder] = spec.compute_statistics(records)
         refused += [each for record in records for each in record["refused"]]
     write_json(out / "statistics.json", statistics)
     for folder, index in indexes.items():
         write_index(out / folder, index)
-        for left in (out / folder).rglob(".*.partial"):         # of files and of their records
-            left.unlink(missing_ok=True)
+        for partial in (out / folder).rglob(".*.partial"):      # of files and of their records
+            partial.unlink(missing_ok=True)
     files = [(file["bytes"], file["rows"], folder in SPLITS) for folder, index in indexes.items() for file in index["files"]]
     return sum(size for size, _, _ in files), sum(rows for _, rows, sample in files if sample), refused
 
 
-def indexed(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
-    """(path, entry, index) of every file of the splits."""
+def iter_files(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
+    """Yield (path, entry, index) of every file of the splits."""
     splits = [split for split in SPLITS if (out / split).is_dir()]
     if not splits:
         raise DataError(f"{out}: holds no folder train, validation or test; simulate or convert into it first")
@@ -331,69 +330,68 @@ def indexed(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
 # ---- the work
 
 
-def launched() -> tuple[int, int]:
-    """Rank and number of processes of the launcher that started this one, or (0, 1)."""
-    here = read_rank_info()
-    if here.world is None:                       # PMIx states no size in the environment
+def rank_and_size() -> tuple[int, int]:
+    """Return rank and number of processes of the launcher, or (0, 1) without one."""
+    info = read_rank_info()
+    if info.world is None:                      # PMIx sets no size in the environment
         from mpi4py import MPI
 
         return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    return here.rank, here.world
+    return info.rank, info.world
 
 
-def cores() -> int:
-    """Cores that this process may use, shared with the other ranks of its machine."""
+def count_cores() -> int:
+    """Return the number of cores for this process: its share of those that the ranks of its machine have."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    bound = usable < (os.cpu_count() or 1)       # a bound rank has these cores for itself
+    bound = usable < (os.cpu_count() or 1)      # a bound rank shares its cores with no other
     return usable if bound else max(1, usable // (read_rank_info().local_world or 1))
 
 
-def make_share(jobs: Sequence[Job], workers: int, label: str) -> None:
-    """Makes what is missing of this rank's share."""
-    rank, size = launched()
-    make([job for job in jobs[rank::size] if not finished(job)], make_file, workers, label)
+def run_local_jobs(jobs: Sequence[Job], workers: int, label: str) -> None:
+    """Write the missing files of this rank: every n-th of n ranks."""
+    rank, size = rank_and_size()
+    run_parallel([job for job in jobs[rank::size] if not is_finished(job)], write_file, workers, label)
 
 
-def gather(tasks: Mapping[Path, Callable[[], dict[str, Any]]], workers: int, label: str) -> Iterator[dict[str, Any]]:
-    """Return the results of all tasks, in order, on every rank. The ranks share the tasks; each result is a file of JSON, which a
-    later run goes on from."""
-    rank, size = launched()
-    make([task for task in [*tasks.items()][rank::size] if not task[0].is_file()], _note, workers, label)
+def all_gather_results(tasks: Mapping[Path, Callable[[], dict[str, Any]]], workers: int, label: str) -> Iterator[dict[str, Any]]:
+    """Distribute tasks over ranks, and return all results, in order, on every rank. Each is kept in a JSON file, for resumption."""
+    rank, size = rank_and_size()
+    run_parallel([task for task in [*tasks.items()][rank::size] if not task[0].is_file()], _write_result, workers, label)
     _wait(list(tasks), Path.is_file, str)
     return map(read_json, tasks)
 
 
-def _note(task: tuple[Path, Callable[[], dict[str, Any]]]) -> None:
+def _write_result(task: tuple[Path, Callable[[], dict[str, Any]]]) -> None:
     write_json(task[0], task[1]())
 
 
-def make(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str) -> None:
-    """Calls work on every job, in this process or in several; the first error stops it and is raised."""
-    with _progress(len(jobs), label) as step:
+def run_parallel(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str) -> None:
+    """Call ``work`` on every job, in this process or in several. The first error cancels the others and is raised."""
+    with _progress_bar(len(jobs), label) as step:
         if workers == 1 or len(jobs) < 2:
             for job in jobs:
                 work(job)
                 step()
             return
-        # A fresh interpreter per worker: forking a process that may hold threads (HDF5, a test runner) is not safe.
-        pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _leave_interrupts)
+        # A new interpreter per worker: forking a process that may have threads (HDF5, a test runner) is not safe.
+        pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _ignore_interrupts)
         try:
-            for done in as_completed([pool.submit(work, job) for job in jobs]):
-                done.result()
+            for future in as_completed([pool.submit(work, job) for job in jobs]):
+                future.result()
                 step()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C reaches every process of the terminal; the parent alone answers it."""
+def _ignore_interrupts() -> None:
+    """Ignore SIGINT, which a terminal sends to all processes: the parent stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
-def _progress(total: int, label: str) -> Iterator[Callable[[], None]]:
-    speak = launched()[0] == 0
-    if speak and sys.stdout.isatty():
+def _progress_bar(total: int, label: str) -> Iterator[Callable[[], None]]:
+    visible = rank_and_size()[0] == 0
+    if visible and sys.stdout.isatty():
         from rich.progress import Progress
 
         with Progress(transient=True) as bar:
@@ -404,30 +402,30 @@ def _progress(total: int, label: str) -> Iterator[Callable[[], None]]:
 
     def step() -> None:
         state["done"] += 1
-        if speak and time.monotonic() >= state["next"]:
+        if visible and time.monotonic() >= state["next"]:
             state["next"] = time.monotonic() + 10
             print(f"{label}: {state['done']:.0f} of {total}", flush=True)
 
     yield step
 
 
-def wait_for(jobs: Sequence[Job]) -> None:
-    """Waits for the files of the other ranks. Raises DataError after ``PATIENCE`` seconds without a new one."""
-    _wait(jobs, finished, lambda job: job.path)
+def wait_for_files(jobs: Sequence[Job]) -> None:
+    """Wait for the files of the other ranks. Raises DataError after ``TIMEOUT`` seconds without a new one."""
+    _wait(jobs, is_finished, lambda job: job.path)
 
 
-def _wait(missing: Sequence[Any], there: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:
-    last, told = time.monotonic(), 0.0
-    while still := [one for one in missing if not there(one)]:
-        if len(still) < len(missing):
+def _wait(missing: Sequence[Any], is_done: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:
+    last, logged = time.monotonic(), 0.0
+    while remaining := [item for item in missing if not is_done(item)]:
+        if len(remaining) < len(missing):
             last = time.monotonic()
-        elif time.monotonic() - last > PATIENCE:
+        elif time.monotonic() - last > TIMEOUT:
             raise DataError(
-                f"{name(still[0])}: not made, and no file came from another rank for {PATIENCE:.0f} s; look whether a rank ended "
-                "early, then repeat the command: finished files are kept"
+                f"{name(remaining[0])}: not written, and no file came from another rank for {TIMEOUT:.0f} s; check whether a rank "
+                "ended early, then repeat the command: finished files are kept"
             )
-        if launched()[0] == 0 and time.monotonic() - told > 30:
-            told = time.monotonic()
-            print(f"waiting for {len(still)} files of the other ranks", flush=True)
-        missing = still
+        if rank_and_size()[0] == 0 and time.monotonic() - logged > 30:
+            logged = time.monotonic()
+            print(f"waiting for {len(remaining)} files of the other ranks", flush=True)
+        missing = remaining
         time.sleep(0.2)

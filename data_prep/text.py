@@ -1,26 +1,26 @@
-"""Text for language models: documents to tokens, shuffled, in rows.
+"""Text for language models: tokenized, shuffled documents, packed into rows.
 
     python -m data_prep.text convert SOURCE ... OUT --tokenizer FILE|bytes|train:2048    files and folders: see data_prep.documents
-    python -m data_prep.text python OUT         the standard library of the Python that runs: 8 to 10 MB, no network needed
-    python -m data_prep.text check OUT          files against their index, every row and document looked at, some shown
+    python -m data_prep.text python OUT         the standard library of this Python: 8 to 10 MB, without a network
+    python -m data_prep.text check OUT          verify all files, rows and documents, and print some rows
 
-    OUT/{train,validation}/*.h5, R rows of a stream of documents, each of which ends with a token that says so
-        "tokens" uint16 [R, T + 1]; uint32 where the vocabulary is larger   a row's last token is the first of the next row, so
-                                                                            that each is once what is to be said next
-        "bytes" int32 [R]       UTF-8 bytes of what is to be said in a row: tokens 1 to T, where there are answers those of them
-        "documents" int32 [R]   how many "ends" follow          "ends" int32 [*]        of documents, exclusive, 1 to T + 1
-        "answers" int32 [R]     how many "spans" follow         "spans" int32 [*, 2]    begin and end of answers, within 1 to T + 1;
+    OUT/{train,validation}/*.h5, R rows of a stream of documents, each with an end token
+        "tokens" uint16 [R, T + 1]; uint32 if the vocabulary is larger      the last token of a row is the first of the next row, so
+                                                                            that each token is a target once
+        "bytes" int32 [R]       UTF-8 bytes of the targets of a row (tokens 1 to T), or of the answers among them
+        "documents" int32 [R]   number of "ends" of the row     "ends" int32 [*]        of documents, exclusive, 1 to T + 1
+        "answers" int32 [R]     number of "spans" of the row    "spans" int32 [*, 2]    begin and end of answers, within 1 to T + 1;
                                                                                         both only with --chat or --prompt, --answer
-    OUT/tokenizer.json, tokenizer_config.json     with which the rows were made
+    OUT/tokenizer.json, tokenizer_config.json     the tokenizer of the rows
     OUT/text.json                   sequence (T), identity of the tokenizer, vocabulary, counts of each split, sources with SHA-256
-    OUT/skipped.json                documents that cannot be used: where, and why
-    OUT/.work                       tokens of each part of the sources, which a run that was stopped goes on from; may be deleted
+    OUT/skipped.json                location and reason for each unusable document
+    OUT/.work                       tokens of each shard of the sources, for resumption; may be deleted
 
-What is held out is told by a hash of the group of a document: its file, with --group folder the folder of that, for lines and rows
-the field that --group names, or the document itself. So more files move nothing from one split to the other, and copies of a line
-or row are in one. Documents are shuffled by a permutation of their index, a function of the seed: memory grows with the documents
-(some 100 bytes each), not with the text. Everything is a pure function of sources and options; ranks, processes and stops change
-nothing.
+The split of a document is decided by a hash of its group: its file, with --group folder the folder of the file, for lines and rows
+the field that --group names, or the document itself. More files thus move no document to the other split, and duplicates of a line
+or row are in the same split. Documents are shuffled by a permutation of their indices, a function of the seed: memory grows with
+the number of documents (some 100 bytes each), not with the text. The output is a pure function of sources and options; ranks,
+processes and interruptions do not change it.
 """
 
 import argparse
@@ -43,56 +43,56 @@ import numpy as np
 import hpcai
 from data_prep import command, documents, store
 from data_prep.command import option
-from data_prep.documents import Bad, NotTextError, Piece
-from data_prep.packing import Array, Stretch, fields, loaded, measure, merge, pack, share_path, spans_of, type_of
+from data_prep.documents import NotTextError, Piece, Unusable
+from data_prep.packing import Array, FilePlan, load_tokenizer, make_fields, measure, merge, pack, shard_path, to_spans, token_dtype
 from hpcai.data.index import commit_file, write_json
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.tokenizer import BYTES, CONTENT, Tokenizer
 
-WORK, ABOUT = ".work", "text.json"
-PART = 1 << 26                                  # bytes of text that a stop may lose, at most
-FILE = 1 << 25                                  # bytes of the tokens of a file
-SAMPLE = 1 << 26                                # bytes of text that a tokenizer is trained on, at most
-MOST_PARTS = 32                                 # of a packed file, which each of them unpacks from the beginning
-FILES = 1000                                    # of a part, at most
-LOOKED = 64                                     # files whose sizes one process looks at
-TOLD = 1000                                     # documents of a part that skipped.json lists, at most
+WORK, METADATA = ".work", "text.json"
+SHARD_BYTES = 1 << 26                           # text of a shard: an interruption loses so many bytes at most
+FILE_BYTES = 1 << 25                            # tokens of a file
+TOKENIZER_BYTES = 1 << 26                       # text on which a tokenizer is trained, at most
+MAX_PACKED_PARTS = 32                           # pieces of a compressed file, each of which decompresses it from the beginning
+MAX_FILES = 1000                                # files of a shard
+FILES_PER_TASK = 64                             # files whose sizes one task measures
+MAX_LISTED = 1000                               # documents of a shard that skipped.json lists
 SPLITS, FOLDER = store.SPLITS[:2], "folder"
-# Besides what is installed and tests: tables of characters, the manual as one text, and what was made for Python 2.
-NOT_PYTHON = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "turtledemo")
+# Excluded besides installed packages and tests: tables of characters, the manual as one text, code for Python 2.
+EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "turtledemo")
 
 
 # ---- options
 
 
-fraction = command.taking("fraction of 0 to 1", float, lambda value: 0 <= value <= 1)
-long = command.taking("whole number from 2 to 2^30", int, lambda value: 2 <= value <= 1 << 30)
+fraction = command.option_type("fraction of 0 to 1", float, lambda value: 0 <= value <= 1)
+sequence_length = command.option_type("whole number from 2 to 2^30", int, lambda value: 2 <= value <= 1 << 30)
 @dataclass(frozen=True)
-class Library(command.Settings):
-    """How rows are made of documents of the standard library."""
+class LibrarySettings(command.Settings):
+    """Settings of rows of the standard library."""
 
     tokenizer: str = option("train:2048", f"tokenizer.json, its folder, {BYTES}, or train:N", metavar="FILE")
-    sequence: int = option(256, "tokens of a row that are said next", metavar="T", type=long)
+    sequence: int = option(256, "targets of a row, in tokens", metavar="T", type=sequence_length)
     held_out: float = option(0.05, "fraction of the files for validation", metavar="F", type=float)
     seed: int = option(0, "of the order", type=command.natural)
     each: int | None = option(None, "rows of a file; without it 32 MB of them", type=command.positive)
 
 
 @dataclass(frozen=True)
-class Reading(Library):
-    """Settings of every kind of documents."""
+class TextSettings(LibrarySettings):
+    """Settings of rows of any kind of document."""
 
     tokenizer: str = option(None, f"tokenizer.json, its folder, {BYTES}, or train:2048", metavar="FILE", required=True)
-    sequence: int = option(1024, "tokens of a row that are said next", metavar="T", type=long)
+    sequence: int = option(1024, "targets of a row, in tokens", metavar="T", type=sequence_length)
     held_out: float = option(None, "fraction of the groups for validation; without it 0.02", metavar="F", type=float)
     field: str = option(None, "of lines and rows; without it text, with --chat messages", metavar="NAME")
-    group: str | None = option(None, f"field of what is held out together, or {FOLDER}: files of one are", metavar="NAME")
-    chat: bool = option(False, "the field holds messages, of which what the assistant says is learned", action="store_true")
+    group: str | None = option(None, f"field whose equal values are held out together, or {FOLDER}", metavar="NAME")
+    chat: bool = option(False, "the field holds messages; those of the assistant are learned", action="store_true")
     prompt: str | None = option(None, "field of a question, which is not learned", metavar="NAME")
-    answer: str | None = option(None, "field of its answer, which is", metavar="NAME")
+    answer: str | None = option(None, "field of its answer, which is learned", metavar="NAME")
 
     @property
-    def answers(self) -> bool:
+    def has_answers(self) -> bool:
         return self.chat or self.prompt is not None
 
     @property
@@ -100,23 +100,23 @@ class Reading(Library):
         named = [self.prompt, self.answer] if self.prompt else [self.field]
         return [name for name in dict.fromkeys([*named, self.group]) if name]
 
-    def values(self, record: Mapping[str, Any]) -> list[Any] | Bad:
-        """Return the text of a line or row, and after it the name of its group."""
+    def values(self, record: Mapping[str, Any]) -> list[Any] | Unusable:
+        """Return the texts of a line or row, and last the name of its group."""
         missing = [name for name in self.columns if name not in record]
         if missing:
             has = ", ".join(map(str, [*record][:12])) or "none"
             option = next(key for key, value in asdict(self).items() if value == missing[0])
-            return Bad(f"no field '{missing[0]}'; it has {has}: name one with --{option}")
-        found = [record[name] for name in self.columns]
-        texts = found if self.group is None else found[:-1]
+            return Unusable(f"no field '{missing[0]}'; it has {has}: name one with --{option}")
+        values = [record[name] for name in self.columns]
+        texts = values if self.group is None else values[:-1]
         texts = [] if self.chat else ["" if text is None else text for text in texts]
         if odd := [text for text in texts if not isinstance(text, str)]:
-            return Bad(f"a {type(odd[0]).__name__} in {', '.join(self.columns)}, expected text")
-        group = json.dumps(found if self.group is None else record[self.group], sort_keys=True, default=str)
-        return [*(texts or found[:1]), group]
+            return Unusable(f"a {type(odd[0]).__name__} in {', '.join(self.columns)}, expected text")
+        group = json.dumps(values if self.group is None else record[self.group], sort_keys=True, default=str)
+        return [*(texts or values[:1]), group]
 
-    def of_file(self, piece: Piece) -> str:
-        """The group of what is no line or row: its file, or the folder that this is in."""
+    def group_of_file(self, piece: Piece) -> str:
+        """Return the group of a document that is no line or row: its file, or the folder of the file."""
         return piece.name.rpartition("/")[0] or piece.name if self.group == FOLDER else piece.name
 
     def split(self, group: str, piece: Piece) -> str:
@@ -126,11 +126,11 @@ class Reading(Library):
         return SPLITS[drawn < self.held_out * 2**64]
 
 
-def add_source(made: argparse.ArgumentParser) -> None:
-    made.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="files, and folders of any depth")
-    made.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, as '*.md'; more than once")
-    made.add_argument("--validation", metavar="PATH", type=Path, action="append", default=[], help="what is held out, not by hash")
-    made.add_argument("--bad", metavar="F", type=fraction, default=0.01, help="fraction of documents that may be unusable")
+def add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="files, and folders of any depth")
+    parser.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, as '*.md'; more than once")
+    parser.add_argument("--validation", metavar="PATH", type=Path, action="append", default=[], help="held out, instead of by hash")
+    parser.add_argument("--bad", metavar="F", type=fraction, default=0.01, help="fraction of documents that may be unusable")
 
 
 # ---- sources
@@ -138,116 +138,116 @@ def add_source(made: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A file, as it is called within what was named."""
+    """A source file, and its name relative to the given file or folder."""
 
     path: Path
     name: str
-    root: int                                   # number of what was named
+    root: int                                   # index of the given file or folder
     split: str | None = None
 
 
-def gathered(roots: Sequence[Path], held_out: Sequence[Path], only: Sequence[str], out: Path) -> list[Source]:
-    """All files of ``roots``, and of ``held_out``, which are for validation."""
-    found: list[Source] = []
+def find_sources(roots: Sequence[Path], held_out: Sequence[Path], only: Sequence[str], out: Path) -> list[Source]:
+    """Return all files of ``roots``, and of ``held_out``, which are for validation."""
+    sources: list[Source] = []
     for number, root in enumerate([*roots, *held_out]):
         split = None if not held_out else SPLITS[number >= len(roots)]
         if root.is_dir() and out.resolve().is_relative_to(root.resolve()):
             raise ConfigError(f"{out}: OUT lies within SOURCE {root}; choose another OUT")
         if root.is_file():
-            found.append(Source(root, root.name, number, split))
+            sources.append(Source(root, root.name, number, split))
         elif root.is_dir():
             names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-            seen = [name for name in names if not any(part.startswith((".", "__pycache__")) for part in name.split("/"))]
-            kept = [name for name in seen if not only or any(fnmatch(name.rpartition("/")[2], one) for one in only)]
-            if not kept:
-                fits = f" that fits --only {' '.join(only)}" if only else ""
-                raise ConfigError(f"{root}: holds no file{fits}; name another SOURCE")
-            found += [Source(root / name, name, number, split) for name in kept]
+            visible = [name for name in names if not any(part.startswith((".", "__pycache__")) for part in name.split("/"))]
+            selected = [name for name in visible if not only or any(fnmatch(name.rpartition("/")[2], glob) for glob in only)]
+            if not selected:
+                condition = f" that fits --only {' '.join(only)}" if only else ""
+                raise ConfigError(f"{root}: holds no file{condition}; name another SOURCE")
+            sources += [Source(root / name, name, number, split) for name in selected]
         else:
             raise ConfigError(f"{root}: no such file or folder; name files or folders of text")
-    return found
+    return sources
 
 
-def library() -> list[Source]:
-    """The source of the standard library, without tests and what was installed."""
+def library_sources() -> list[Source]:
+    """Return the source files of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    return [Source(root / name, name.as_posix(), 0) for name in names if not set(name.parts) & set(NOT_PYTHON)]
+    return [Source(root / name, name.as_posix(), 0) for name in names if not set(name.parts) & set(EXCLUDED)]
 
 
-def look(sources: Sequence[Source]) -> dict[str, Any]:
-    """Sizes and digests of files, of which packed ones are read to their end."""
-    return {"files": [documents.size(source.path) for source in sources]}
+def file_sizes(sources: Sequence[Source]) -> dict[str, Any]:
+    """Return the sizes and digests of files. Compressed files are read to their end."""
+    return {"files": [documents.file_size(source.path) for source in sources]}
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one process makes tokens of at a time."""
+class Shard:
+    """The unit of work of a process: pieces of text that it tokenizes."""
 
     pieces: tuple[Piece, ...]
     weight: int                                 # bytes of text
 
 
-def shares_of(sources: Sequence[Source], units: Sequence[int], weights: Sequence[int]) -> list[Share]:
-    """Large files in pieces, small ones together."""
-    shares: list[Share] = []
-    held: list[Piece] = []
-    weight, most = 0, min(PART, max(PART // 16, sum(weights) // 64))     # small sets are shared out too
+def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequence[int]) -> list[Shard]:
+    """Split large files into pieces, and join small ones."""
+    shards: list[Shard] = []
+    pieces: list[Piece] = []
+    weight, limit_bytes = 0, min(SHARD_BYTES, max(SHARD_BYTES // 16, sum(weights) // 64))     # small sets are distributed too
 
     def close() -> None:
         nonlocal weight
-        if held:
-            shares.append(Share(tuple(held), weight))
-        held.clear()
+        if pieces:
+            shards.append(Shard(tuple(pieces), weight))
+        pieces.clear()
         weight = 0
 
-    for source, many, size in zip(sources, units, weights):
-        kind = documents.kind(source.path)
-        count = 1 if kind == "text" else max(1, -(-size // most))
-        limit = many or 1 if kind == "table" else MOST_PARTS if source.path.suffix in documents.PACKED else count
+    for source, unit_count, size in zip(sources, units, weights):
+        kind = documents.file_kind(source.path)
+        count = 1 if kind == "text" else max(1, -(-size // limit_bytes))
+        limit = unit_count or 1 if kind == "table" else MAX_PACKED_PARTS if source.path.suffix in documents.PACKED else count
         count = min(count, limit)
-        if count > 1 or weight + size > most or len(held) == FILES:
+        if count > 1 or weight + size > limit_bytes or len(pieces) == MAX_FILES:
             close()
-        for begin, end in pairwise(many * number // count for number in range(count + 1)):
-            held.append(Piece(source.path, source.name, begin, end, source.split))
+        for begin, end in pairwise(unit_count * number // count for number in range(count + 1)):
+            pieces.append(Piece(source.path, source.name, begin, end, source.split))
             weight += size // count
             if count > 1:
                 close()
     close()
-    return shares
+    return shards
 
 
 # ---- documents to tokens
 
 
-Coded = Iterator[tuple[list[int], list[int] | None]]    # ids, and which of them are an answer
+Chunks = Iterator[tuple[list[int], list[int] | None]]       # token ids, and the mask of answers
 
 
-def coded(found: Any, piece: Piece, reading: Reading, tokenizer: Tokenizer) -> tuple[str, Coded] | Bad | None:
-    """Split and tokens of what was read, or why it cannot be used; None where it says nothing."""
-    if isinstance(found, Bad):
-        return found
-    if isinstance(found, Mapping):
-        values = reading.values(found)
-        if isinstance(values, Bad):
+def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer) -> tuple[str, Chunks] | Unusable | None:
+    """Return split and tokens of a document, the reason why it is unusable, or None if it is empty."""
+    if isinstance(document, Unusable):
+        return document
+    if isinstance(document, Mapping):
+        values = settings.values(document)
+        if isinstance(values, Unusable):
             return values
         *texts, group = values
     else:
-        texts, group = [iter([found]) if isinstance(found, str) else found], reading.of_file(piece)
-        if reading.answers:
-            return Bad("no field of anything, expected .jsonl or .parquet with --chat, --prompt and --answer")
-    split = reading.split(group, piece)
-    if reading.chat:
-        return split, _conversation(texts[0], tokenizer)
-    if reading.answers:
+        texts, group = [iter([document]) if isinstance(document, str) else document], settings.group_of_file(piece)
+        if settings.has_answers:
+            return Unusable("has no fields, expected .jsonl or .parquet with --chat, --prompt and --answer")
+    split = settings.split(group, piece)
+    if settings.chat:
+        return split, _tokenize_chat(texts[0], tokenizer)
+    if settings.has_answers:
         prompt, answer = texts
-        return (split, _answer(prompt, answer, tokenizer)) if any(texts) else None
+        return (split, _tokenize_answer(prompt, answer, tokenizer)) if any(texts) else None
     parts = iter([texts[0]]) if isinstance(texts[0], str) else texts[0]
     first = next(parts, "")
-    return (split, _plain(first, parts, tokenizer)) if first else None
+    return (split, _tokenize_text(first, parts, tokenizer)) if first else None
 
 
-def _plain(first: str, others: Iterable[str], tokenizer: Tokenizer) -> Coded:
+def _tokenize_text(first: str, others: Iterable[str], tokenizer: Tokenizer) -> Chunks:
     yield tokenizer.prefix, None
     yield tokenizer.encode(first), None
     for text in others:
@@ -255,182 +255,183 @@ def _plain(first: str, others: Iterable[str], tokenizer: Tokenizer) -> Coded:
     yield tokenizer.end_tokens, None
 
 
-def _answer(prompt: str, answer: str, tokenizer: Tokenizer) -> Coded:
+def _tokenize_answer(prompt: str, answer: str, tokenizer: Tokenizer) -> Chunks:
     ids = [*tokenizer.prefix, *tokenizer.encode(prompt)]
     yield ids, [0] * len(ids)
     ids = [*tokenizer.encode(answer), *tokenizer.end_tokens]
     yield ids, [1] * len(ids)
 
 
-def _conversation(messages: Any, tokenizer: Tokenizer) -> Coded:
+def _tokenize_chat(messages: Any, tokenizer: Tokenizer) -> Chunks:
     ids, mask = tokenizer.chat(messages)
     yield ids, mask
     if ids[-len(tokenizer.end_tokens) :] != tokenizer.end_tokens:
         yield tokenizer.end_tokens, [0] * len(tokenizer.end_tokens)
 
 
-def encode(share: Share, reading: Reading, raw: Path) -> dict[str, Any]:
-    """Writes the tokens of a share. Gives of each document how many they are, whether it is held out, how many answers it has and
-    where; and what cannot be used."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"          # processes are the parallelism here
-    tokenizer = loaded(reading.tokenizer)
-    kept: list[dict[str, Any]] = []
+def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, Any]:
+    """Write the tokens of a shard. Return tokens, split, answers and their spans of each document, and the unusable documents."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"          # processes run in parallel instead
+    tokenizer = load_tokenizer(settings.tokenizer)
+    records: list[dict[str, Any]] = []
     bad: list[tuple[str, str]] = []
     counts = {"bad": 0, "empty": 0}
-    raw.parent.mkdir(parents=True, exist_ok=True)
-    partial = raw.with_name(f".{raw.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        for piece in share.pieces:
-            for line, item in documents.read(piece, reading.columns):
+        for piece in shard.pieces:
+            for line, item in documents.read_documents(piece, settings.columns):
                 begin = file.tell()
-                found = _written(item, piece, reading, tokenizer, file)
-                if isinstance(found, dict):
-                    kept.append(found)
+                record = _write_document(item, piece, settings, tokenizer, file)
+                if isinstance(record, dict):
+                    records.append(record)
                     continue
                 file.seek(begin)
                 file.truncate()
-                counts["bad" if found else "empty"] += 1
-                if found and len(bad) < TOLD:
-                    bad.append((_where(piece, line), found.reason))
-    commit_file(partial, raw)
-    columns = {name: [one[name] for one in kept] for name in ("tokens", "held", "answers")}
-    return {**columns, "spans": [span for one in kept for span in one["spans"]], "bad": bad, "counts": counts}
+                counts["bad" if record else "empty"] += 1
+                if record and len(bad) < MAX_LISTED:
+                    bad.append((_location(piece, line), record.reason))
+    commit_file(partial, path)
+    columns = {name: [record[name] for record in records] for name in ("tokens", "held", "answers")}
+    return {**columns, "spans": [span for record in records for span in record["spans"]], "bad": bad, "counts": counts}
 
 
-def _where(piece: Piece, line: int) -> str:
-    unit = {"text": None, "table": "row"}.get(documents.kind(piece.path), "line")
-    return f"{piece.path}: {unit} {documents.before(piece) + line}" if unit else str(piece.path)
+def _location(piece: Piece, line: int) -> str:
+    unit = {"text": None, "table": "row"}.get(documents.file_kind(piece.path), "line")
+    return f"{piece.path}: {unit} {documents.count_before(piece) + line}" if unit else str(piece.path)
 
 
-def _written(item: Any, piece: Piece, reading: Reading, tokenizer: Tokenizer, file: IO[bytes]) -> dict[str, Any] | Bad | None:
-    """A document as it is noted, after its tokens; or why it cannot be used, perhaps after some of them; None where it is empty."""
-    kind, tokens, masks = np.dtype(type_of(tokenizer)).newbyteorder("<"), 0, list[int]()
+def _write_document(
+    item: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer, file: IO[bytes]
+) -> dict[str, Any] | Unusable | None:
+    """Write the tokens of a document. Return its record, the reason why it is unusable (perhaps after some tokens), or None."""
+    dtype, tokens, masks = np.dtype(token_dtype(tokenizer)).newbyteorder("<"), 0, list[int]()
     try:
-        found = coded(item, piece, reading, tokenizer)
-        if not isinstance(found, tuple):
-            return found
-        split, parts = found
+        result = tokenize(item, piece, settings, tokenizer)
+        if not isinstance(result, tuple):
+            return result
+        split, parts = result
         for ids, mask in parts:
-            file.write(np.array(ids, kind).tobytes())
+            file.write(np.array(ids, dtype).tobytes())
             tokens += len(ids)
             masks += mask or ()
     except NotTextError as problem:
-        return Bad(str(problem).removeprefix(f"{piece.path}: "))
+        return Unusable(str(problem).removeprefix(f"{piece.path}: "))
     except DataError as problem:
         if not isinstance(item, Mapping | str):
             raise
-        return Bad(str(problem))
-    spans = spans_of(np.array(masks, bool))
-    if reading.answers and not len(spans):
-        return Bad("nothing that is an answer")
+        return Unusable(str(problem))
+    spans = to_spans(np.array(masks, bool))
+    if settings.has_answers and not len(spans):
+        return Unusable("nothing that is an answer")
     return {"tokens": tokens, "held": int(split == SPLITS[1]), "answers": len(spans), "spans": spans.tolist()}
 
 
 # ---- a tokenizer
 
 
-def trained(size: int, shares: Sequence[Share], reading: Reading) -> Tokenizer:
-    """A tokenizer of the beginnings of all shares, without what is held out."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"          # the same on any machine, and no threads before processes are made
-    share = min(1.0, SAMPLE / max(1, sum(one.weight for one in shares)))
-    return Tokenizer.train(_beginnings(shares, share, reading), size)
+def train_tokenizer(size: int, shards: Sequence[Shard], settings: TextSettings) -> Tokenizer:
+    """Train a tokenizer on the beginnings of all shards, without documents that are held out."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"          # equal results on any machine, and no threads before processes start
+    fraction = min(1.0, TOKENIZER_BYTES / max(1, sum(shard.weight for shard in shards)))
+    return Tokenizer.train(_training_texts(shards, fraction, settings), size)
 
 
-def _beginnings(shares: Sequence[Share], part: float, reading: Reading) -> Iterator[str]:
-    for share in shares:
-        left = share.weight * part
-        items = ((piece, item) for piece in share.pieces for _, item in documents.read(piece, reading.columns))
-        for text in (text for piece, item in items for text in _said(item, piece, reading)):
+def _training_texts(shards: Sequence[Shard], fraction: float, settings: TextSettings) -> Iterator[str]:
+    for shard in shards:
+        remaining = shard.weight * fraction
+        items = ((piece, item) for piece in shard.pieces for _, item in documents.read_documents(piece, settings.columns))
+        for text in (text for piece, item in items for text in _document_texts(item, piece, settings)):
             yield text
-            left -= len(text)
-            if left < 0:
+            remaining -= len(text)
+            if remaining < 0:
                 break
 
 
-def _said(item: Any, piece: Piece, reading: Reading) -> Iterator[str]:
-    """The texts of a document for training; none where it cannot be used."""
-    group = reading.of_file(piece)
+def _document_texts(item: Any, piece: Piece, settings: TextSettings) -> Iterator[str]:
+    """Yield the texts of a document for training; none if it is unusable or held out."""
+    group = settings.group_of_file(piece)
     if isinstance(item, Mapping):
-        values = reading.values(item)
+        values = settings.values(item)
         item, group = (values[:-1], values[-1]) if isinstance(values, list) else ([], "")
     parts = [item] if isinstance(item, str) else item
-    if isinstance(item, Bad) or reading.split(group, piece) != SPLITS[0]:
+    if isinstance(item, Unusable) or settings.split(group, piece) != SPLITS[0]:
         return
     try:
         yield from (part for part in parts if part.isascii() or part == part.encode("utf-8", "replace").decode())
     except NotTextError:
-        return                                  # told when it is its turn
+        return                                  # reported when the document is tokenized
 
 
 # ---- convert
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    sources = gathered(options.source, options.validation, options.only, options.out)
-    return _planned(options, sources, [*options.source, *options.validation])
+    sources = find_sources(options.source, options.validation, options.only, options.out)
+    return _make_plan(options, sources, [*options.source, *options.validation])
 
 
 def python(options: argparse.Namespace) -> command.Plan:
     vars(options).update(field="text", group=None, chat=False, prompt=None, answer=None, bad=0.0, validation=[])
-    return _planned(options, library(), [Path(f"Python {'.'.join(map(str, sys.version_info[:3]))}")])
+    return _make_plan(options, library_sources(), [Path(f"Python {'.'.join(map(str, sys.version_info[:3]))}")])
 
 
-def _planned(options: argparse.Namespace, sources: Sequence[Source], roots: Sequence[Path]) -> command.Plan:
-    loaded.cache_clear()
-    reading, tokenizer, size = _asked(options)
+def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Sequence[Path]) -> command.Plan:
+    load_tokenizer.cache_clear()
+    settings, tokenizer, size = _parse_options(options)
     out, work = options.out, options.out / WORK
-    told = [f"{source.root} {source.split} {source.name} {source.path.stat().st_size}" for source in sources]
+    names = [f"{source.root} {source.split} {source.name} {source.path.stat().st_size}" for source in sources]
     named = {"tokenizer": options.tokenizer if tokenizer is None else tokenizer.identity, "frame": tokenizer and _frame(tokenizer)}
-    recipe = {"kind": "convert", **reading.told, **named, "sources": command.listed(told, "files, names and sizes")}
-    store.claim(out, recipe)
-    looks = {work / f"sizes_{number:06d}.json": partial(look, some)
-             for number, some in enumerate(command.parts_of(sources, LOOKED))}  # fmt: skip
-    sizes = [each for result in store.gather(looks, options.workers, "sizes") for each in result["files"]]
-    shares = shares_of(sources, *([size[n] for size in sizes] for n in (0, 1)))
+    recipe = {"kind": "convert", **settings.json_dict, **named, "sources": command.fingerprint(names, "files, names and sizes")}
+    store.claim_folder(out, recipe)
+    size_tasks = {work / f"sizes_{number:06d}.json": partial(file_sizes, batch)
+             for number, batch in enumerate(command.batched(sources, FILES_PER_TASK))}  # fmt: skip
+    sizes = [size for result in store.all_gather_results(size_tasks, options.workers, "sizes") for size in result["files"]]
+    shards = make_shards(sources, *([size[n] for size in sizes] for n in (0, 1)))
     if tokenizer is None:
-        # Other versions of the library may train another one.
-        tokenizer = Tokenizer.load(out) if (out / CONTENT).is_file() else trained(size, shares, reading)
+        # Another version of the library may train another tokenizer.
+        tokenizer = Tokenizer.load(out) if (out / CONTENT).is_file() else train_tokenizer(size, shards, settings)
     tokenizer.save(out)
-    reading = replace(reading, tokenizer=str(out))
-    paths = [share_path(work, number) for number in range(len(shares))]
-    tasks = {path: partial(encode, share, reading, path.with_suffix(".tokens")) for path, share in zip(paths, shares)}
-    columns: list[list[Array]] = []             # of each share
+    settings = replace(settings, tokenizer=str(out))
+    paths = [shard_path(work, number) for number in range(len(shards))]
+    tasks = {path: partial(encode_shard, share, settings, path.with_suffix(".tokens")) for path, share in zip(paths, shards)}
+    columns: list[list[Array]] = []             # of each shard
     refused, bad, empty = list[tuple[str, str]](), 0, 0
-    for one in store.gather(tasks, options.workers, "tokens"):
-        columns.append([np.array(one[name], np.int64) for name in ("tokens", "held", "answers")])
-        refused += [(where, why) for where, why in one["bad"]]
-        bad, empty = bad + one["counts"]["bad"], empty + one["counts"]["empty"]
+    for result in store.all_gather_results(tasks, options.workers, "tokens"):
+        columns.append([np.array(result[name], np.int64) for name in ("tokens", "held", "answers")])
+        refused += [(where, why) for where, why in result["bad"]]
+        bad, empty = bad + result["counts"]["bad"], empty + result["counts"]["empty"]
     good = sum(len(tokens) for tokens, _, _ in columns)
     if bad > options.bad * (good + bad):
-        command.list_refused(out, refused)
+        command.write_skipped(out, refused)
         where, why = refused[0]
         raise DataError(f"{bad} of {good + bad} documents cannot be used, listed in {out / command.SKIPPED}; the first: {where}: "
-                        f"{why}; more than --bad {options.bad:g}: mend them, or allow more")  # fmt: skip
+                        f"{why}; more than --bad {options.bad:g}: repair them, or allow more")  # fmt: skip
     if empty:
-        command.print_once(f"{empty} documents are empty and left out")
-    plan, about = _plan(work, columns, options, tokenizer)
-    contents = store.Contents(fields(options.sequence, tokenizer, reading.answers), measure, merge)
-    files = [store.Job(path, partial(pack, stretch, str(out), reading.answers), contents, stretch.rows) for path, stretch in plan]
+        command.print_rank_0(f"{empty} documents are empty and left out")
+    file_plans, counts = _plan_files(work, columns, options, tokenizer)
+    contents = store.Contents(make_fields(options.sequence, tokenizer, settings.has_answers), measure, merge)
+    files = [store.Job(path, partial(pack, plan, str(out), settings.has_answers), contents, plan.rows) for path, plan in file_plans]
     header = {"sequence": options.sequence, "vocabulary": tokenizer.size, "tokenizer": tokenizer.identity}
-    whole = {
-        "format": 1, "version": hpcai.__version__, **header, "type": type_of(tokenizer), "answers": reading.answers,
-        "seed": options.seed, "before": tokenizer.prefix, "ending": tokenizer.end_tokens, "splits": about, "unusable": bad,
-        "sources": _told_sources(roots, sources, sizes),
+    metadata = {
+        "format": 1, "version": hpcai.__version__, **header, "type": token_dtype(tokenizer), "answers": settings.has_answers,
+        "seed": options.seed, "before": tokenizer.prefix, "ending": tokenizer.end_tokens, "splits": counts, "unusable": bad,
+        "sources": _describe_sources(roots, sources, sizes),
     }  # fmt: skip
-    told_first = f"vocabulary {tokenizer.size:,} (tokenizer {tokenizer.identity[:12]}), rows of {options.sequence} + 1 tokens"
-    return command.Plan(recipe, files, header, told_first, refused=refused, unlisted=bad - len(refused), kept=good,
-                        after=partial(_write_about, whole))  # fmt: skip
+    summary = f"vocabulary {tokenizer.size:,} (tokenizer {tokenizer.identity[:12]}), rows of {options.sequence} + 1 tokens"
+    return command.Plan(recipe, files, header, summary, refused=refused, unlisted=bad - len(refused), accepted=good,
+                        finalize=partial(_write_metadata, metadata))  # fmt: skip
 
 
-def _write_about(whole: dict[str, Any], out: Path) -> None:
-    for split, part in command.Prepared(out).statistics.items():
-        whole["splits"][split] |= {key: part[key] for key in ("rows", "bytes")}
-        print(f"{split}: {part['bytes'] / part['tokens']:.3f} bytes of UTF-8 {'in answers ' if whole['answers'] else ''}per token")
-    write_json(out / ABOUT, whole)
+def _write_metadata(metadata: dict[str, Any], out: Path) -> None:
+    for split, part in command.PreparedDataset(out).statistics.items():
+        metadata["splits"][split] |= {key: part[key] for key in ("rows", "bytes")}
+        print(f"{split}: {part['bytes'] / part['tokens']:.3f} UTF-8 bytes {'in answers ' if metadata['answers'] else ''}per token")
+    write_json(out / METADATA, metadata)
 
 
-def _asked(options: argparse.Namespace) -> tuple[Reading, Tokenizer | None, int]:
-    """What to read, and the tokenizer, or the size of one that is to be trained."""
+def _parse_options(options: argparse.Namespace) -> tuple[TextSettings, Tokenizer | None, int]:
+    """Return the settings, the tokenizer or None, and the vocabulary size of a tokenizer to train."""
     if (options.prompt is None) != (options.answer is None):
         raise ConfigError("--prompt and --answer: expected both, the fields of a question and of its answer")
     if options.chat and options.prompt is not None:
@@ -441,151 +442,151 @@ def _asked(options: argparse.Namespace) -> tuple[Reading, Tokenizer | None, int]
     if not 0 <= options.held_out < 1:
         raise ConfigError(f"--held-out {options.held_out:g}: expected a fraction of 0 or more and less than 1")
     options.field = options.field or ("messages" if options.chat else "text")
-    reading = Reading.of(options)
+    settings = TextSettings.from_options(options)
     name, _, size = options.tokenizer.partition(":")
     if name == "train" and size:
         if not size.isdigit() or not 257 <= int(size) < 1 << 32:
             raise ConfigError(f"--tokenizer {options.tokenizer}: expected train: and a size from 257 to 2^32, such as train:2048")
         if options.chat:
-            raise ConfigError("--chat: a tokenizer that is trained here has no template of chats; name the file of one that has")
-        return reading, None, int(size)
+            raise ConfigError("--chat: a newly trained tokenizer has no chat template; name the file of one that has")
+        return settings, None, int(size)
     tokenizer = Tokenizer.load(options.tokenizer)
-    _ = tokenizer.end_tokens                        # refused before the work
+    _ = tokenizer.end_tokens                        # raises before the work
     if options.chat and not tokenizer.has_generation_blocks:
-        raise ConfigError(f"--chat: {options.tokenizer} has no template of chats that tells answers by {{% generation %}} blocks; "
+        raise ConfigError(f"--chat: {options.tokenizer} has no chat template that marks answers by {{% generation %}} blocks; "
                           "put such a template into its tokenizer_config.json")  # fmt: skip
-    return reading, tokenizer, tokenizer.size
+    return settings, tokenizer, tokenizer.size
 
 
 def _frame(tokenizer: Tokenizer) -> list[Any]:
-    """What else decides the tokens of a document."""
+    """Return the special tokens and the digest of the chat template, on which the tokens of a document depend too."""
     template = json.dumps(tokenizer.config.get("chat_template"))
     return [tokenizer.prefix, tokenizer.end_tokens, hashlib.sha256(template.encode()).hexdigest()[:16]]
 
 
-def _plan(
+def _plan_files(
     work: Path, columns: Sequence[Sequence[Array]], options: argparse.Namespace, tokenizer: Tokenizer
-) -> tuple[list[tuple[Path, Stretch]], dict[str, dict[str, int]]]:
-    """The files of rows with their documents, and counts of each split."""
+) -> tuple[list[tuple[Path, FilePlan]], dict[str, dict[str, int]]]:
+    """Return the files of rows with their documents, and counts of each split."""
     tokens, held, answers = (np.concatenate(parts) for parts in zip(*columns))
-    share = np.repeat(np.arange(len(columns), dtype=np.int32), [len(part[0]) for part in columns])
+    shard = np.repeat(np.arange(len(columns), dtype=np.int32), [len(part[0]) for part in columns])
     begin, span = (np.concatenate([np.cumsum(part[which]) - part[which] for part in columns]) for which in (0, 2))
-    sequence, files, about = options.sequence, list[tuple[Path, Stretch]](), dict[str, dict[str, int]]()
-    each = options.each or max(1, FILE // ((sequence + 1) * np.dtype(type_of(tokenizer)).itemsize))
+    sequence, files, counts = options.sequence, list[tuple[Path, FilePlan]](), dict[str, dict[str, int]]()
+    rows_per_file = options.each or max(1, FILE_BYTES // ((sequence + 1) * np.dtype(token_dtype(tokenizer)).itemsize))
     for number, split in enumerate(SPLITS):
-        of = np.flatnonzero(held == number)
-        order = of[store.generator(options.seed, 1, number).permutation(len(of))]
+        members = np.flatnonzero(held == number)
+        order = members[store.generator(options.seed, 1, number).permutation(len(members))]
         ends = np.cumsum(tokens[order])
         total = int(ends[-1]) if len(ends) else 0
         rows = max(total - 1, 0) // sequence
         if not rows and (split == "train" or options.held_out or options.validation):
-            found = f"{split}: {total:,} tokens of {len(of)} documents, not one row of {sequence + 1:,}"
-            advice = "take a smaller --sequence, or more text" if number == 0 or len(of) else (
+            found = f"{split}: {total:,} tokens of {len(members)} documents, not one row of {sequence + 1:,}"
+            advice = "take a smaller --sequence, or more text" if number == 0 or len(members) else (
                 "raise --held-out, name other files by --validation PATH, or give --held-out 0")
             raise DataError(f"{found}; {advice}")
         if not rows:
             continue
-        about[split] = {"documents": len(of), "tokens": total, "left_over": total - rows * sequence - 1}
-        for at in range(0, rows, each):
-            last = min(at + each, rows)
+        counts[split] = {"documents": len(members), "tokens": total, "left_over": total - rows * sequence - 1}
+        for at in range(0, rows, rows_per_file):
+            last = min(at + rows_per_file, rows)
             first_token, end = at * sequence, last * sequence + 1
             part = slice(int(np.searchsorted(ends, first_token, "right")), int(np.searchsorted(ends, end, "left")) + 1)
-            some = order[part]
-            before = first_token - int(ends[part.start] - tokens[some[0]])
-            one, two, three, four, five = (column[some] for column in (share, begin, tokens, span, answers))
-            stretch = Stretch(work, one, two, three, four, five, before, last - at, sequence)
-            files.append((options.out / split / f"rows_{at // each:06d}.h5", stretch))
-        command.print_once(f"{split}: {rows:,} rows of {len(of):,} documents, {about[split]['left_over']} tokens left over")
-    return files, about
+            selected = order[part]
+            offset = first_token - int(ends[part.start] - tokens[selected[0]])
+            shards, begins, lengths, spans, answered = (column[selected] for column in (shard, begin, tokens, span, answers))
+            file_plan = FilePlan(work, shards, begins, lengths, spans, answered, offset, last - at, sequence)
+            files.append((options.out / split / f"rows_{at // rows_per_file:06d}.h5", file_plan))
+        command.print_rank_0(f"{split}: {rows:,} rows of {len(members):,} documents, {counts[split]['left_over']} tokens left over")
+    return files, counts
 
 
-def _told_sources(roots: Sequence[Path], sources: Sequence[Source], sizes: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Of each that was named: its files, bytes of text, and SHA-256, that of a folder of those of its files."""
-    told = []
+def _describe_sources(roots: Sequence[Path], sources: Sequence[Source], sizes: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return the number of files, bytes of text and SHA-256 of each source. That of a folder is the hash of those of its files."""
+    entries = []
     for number, root in enumerate(roots):
-        these = [n for n, source in enumerate(sources) if source.root == number]
-        each = [sizes[n][2] for n in these]
-        names = "".join(f"{one}  {sources[n].name}\n" for one, n in zip(each, these))
-        whole = each[0] if len(each) == 1 and root.is_file() else hashlib.sha256(names.encode()).hexdigest()
-        told.append({"name": str(root), "files": len(these), "bytes": sum(sizes[n][1] for n in these), "sha256": whole})
-    return told
+        members = [n for n, source in enumerate(sources) if source.root == number]
+        digests = [sizes[n][2] for n in members]
+        names = "".join(f"{sha256}  {sources[n].name}\n" for sha256, n in zip(digests, members))
+        digest = digests[0] if len(digests) == 1 and root.is_file() else hashlib.sha256(names.encode()).hexdigest()
+        entries.append({"name": str(root), "files": len(members), "bytes": sum(sizes[n][1] for n in members), "sha256": digest})
+    return entries
 
 
 # ---- check
 
 
-def check(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the faults of rows and tokenizer, and print documents of validation that are in train too, and some rows."""
-    out, about, tokenizer = prepared.out, store.read_json(prepared.out / ABOUT), Tokenizer.load(prepared.out)
-    for name, told in {out / ABOUT: about, **{path.parent / "index.json": index for path, _, index in prepared.files}}.items():
-        if told["tokenizer"] != tokenizer.identity:
-            other = f"made with the tokenizer {told['tokenizer'][:12]}, that of the folder is {tokenizer.identity[:12]}"
-            yield f"{name}: {other}; put the right one there"
-    seen: dict[str, Array] = {}
-    for split in about["splits"]:
+def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
+    """Yield the faults of rows and tokenizer. Print the number of duplicates and of documents in both splits, and some rows."""
+    out, metadata, tokenizer = prepared.out, store.read_json(prepared.out / METADATA), Tokenizer.load(prepared.out)
+    for path, entry in {out / METADATA: metadata, **{file.parent / "index.json": x for file, _, x in prepared.files}}.items():
+        if entry["tokenizer"] != tokenizer.identity:
+            text = f"written with the tokenizer {entry['tokenizer'][:12]}, that of the folder is {tokenizer.identity[:12]}"
+            yield f"{path}: {text}; restore the right one"
+    hashes: dict[str, Array] = {}
+    for split in metadata["splits"]:
         paths = sorted(path for path in prepared.paths if path.parent.name == split)
-        seen[split] = yield from _walk(paths, about, tokenizer)
-        if copies := len(seen[split]) - len(np.unique(seen[split])):
-            print(f"{split}: {copies} of {len(seen[split])} documents are copies of others")
-    if len(seen) == 2 and (both := int(np.isin(seen["validation"], seen["train"]).sum())):
-        print(f"warning: {both} documents of validation are in train too")
-    for path, row in command.spread(prepared.places, options.some):
+        hashes[split] = yield from _check_rows(paths, metadata, tokenizer)
+        if copies := len(hashes[split]) - len(np.unique(hashes[split])):
+            print(f"{split}: {copies} of {len(hashes[split])} documents are duplicates")
+    if len(hashes) == 2 and (shared := int(np.isin(hashes["validation"], hashes["train"]).sum())):
+        print(f"warning: {shared} documents of validation are in train too")
+    for path, row in command.subsample(prepared.locations, options.check_count):
         with h5py.File(path, "r") as file:
             text = tokenizer.decode(file["tokens"][row].tolist())
         print(f"{path.parent.name}/{path.name} row {row}: {text[:300]!r}")
 
 
-def _walk(paths: Sequence[Path], about: dict[str, Any], tokenizer: Tokenizer) -> Generator[str, None, Array]:
+def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Tokenizer) -> Generator[str, None, Array]:
     """Yield the faults of the rows of a split, and return a hash of each document."""
-    sequence, again = about["sequence"], "delete the file and make it again"
-    whole: list[int] = []
+    sequence, advice = metadata["sequence"], "delete the file and convert again"
+    hashes: list[int] = []
     last, running = None, hashlib.blake2b(digest_size=8)
     for path in paths:
         with h5py.File(path, "r") as file:
-            tokens, told = file["tokens"][...], {name: file[name][...] for name in file if name != "tokens"}
-        flow = np.append(tokens[:-1, -1] != tokens[1:, 0], False)
-        if flow.any() or last not in (None, tokens[0, 0]):
-            at = int(np.argmax(flow)) + 1 if flow.any() else 0
-            yield f"{path}: row {at} does not begin with the last token of the row before; {again}"
-        row, ends = np.repeat(np.arange(len(tokens)), told["documents"]), told["ends"].astype(np.int64)
+            tokens, columns = file["tokens"][...], {name: file[name][...] for name in file if name != "tokens"}
+        breaks = np.append(tokens[:-1, -1] != tokens[1:, 0], False)
+        if breaks.any() or last not in (None, tokens[0, 0]):
+            at = int(np.argmax(breaks)) + 1 if breaks.any() else 0
+            yield f"{path}: row {at} does not begin with the last token of the row before; {advice}"
+        row, ends = np.repeat(np.arange(len(tokens)), columns["documents"]), columns["ends"].astype(np.int64)
         if len(row) != len(ends):
-            yield f"{path}: {len(ends)} ends, 'documents' says {len(row)}; {again}"
+            yield f"{path}: {len(ends)} ends, expected {len(row)} by 'documents'; {advice}"
             continue
         rising = np.diff(row * (sequence + 2) + ends, prepend=0) > 0
         if not rising.all():
-            yield f"{path}: row {row[np.argmin(rising)]}: ends do not rise; {again}"
+            yield f"{path}: row {row[np.argmin(rising)]}: ends do not rise; {advice}"
             continue
-        if (odd := tokens[row, ends - 1] != about["ending"][-1]).any():
-            yield f"{path}: row {row[np.argmax(odd)]}: a document ends with another token than {about['ending'][-1]}; {again}"
-        said = tokenizer.byte_lengths[tokens[:, 1:]]
-        counts = (said * _masks(told, sequence) if about["answers"] else said).sum(1)
-        for at in np.flatnonzero(counts != told["bytes"])[:1]:
-            yield f"{path}: row {at}: 'bytes' is {told['bytes'][at]}, expected {counts[at]}; {again}"
+        if (odd := tokens[row, ends - 1] != metadata["ending"][-1]).any():
+            yield f"{path}: row {row[np.argmax(odd)]}: a document ends with another token than {metadata['ending'][-1]}; {advice}"
+        lengths = tokenizer.byte_lengths[tokens[:, 1:]]
+        counts = (lengths * _answer_masks(columns, sequence) if metadata["answers"] else lengths).sum(1)
+        for at in np.flatnonzero(counts != columns["bytes"])[:1]:
+            yield f"{path}: row {at}: 'bytes' is {columns['bytes'][at]}, expected {counts[at]}; {advice}"
         last, flat, at = tokens[-1, -1], tokens[:, :-1].ravel(), 0
         for end in (row * sequence + ends)[ends <= sequence].tolist():
             running.update(flat[at:end].tobytes())
-            whole.append(int.from_bytes(running.digest(), "big"))
+            hashes.append(int.from_bytes(running.digest(), "big"))
             running, at = hashlib.blake2b(digest_size=8), end
         running.update(flat[at:].tobytes())
-    return np.array(whole, np.uint64)
+    return np.array(hashes, np.uint64)
 
 
-def _masks(told: Mapping[str, Array], sequence: int) -> Array:
-    """Which tokens of rows, but the first, are answers.   [R, T]"""
-    mask = np.zeros((len(told["answers"]), sequence + 1), bool)
-    for row, (begin, end) in zip(np.repeat(np.arange(len(mask)), told["answers"]), told["spans"]):
+def _answer_masks(columns: Mapping[str, Array], sequence: int) -> Array:
+    """Return the mask of target tokens that are answers.   Shape: [R, T]"""
+    mask = np.zeros((len(columns["answers"]), sequence + 1), bool)
+    for row, (begin, end) in zip(np.repeat(np.arange(len(mask)), columns["answers"]), columns["spans"]):
         mask[row, begin:end] = True
     return mask[:, 1:]
 
 
-MAKER = command.Maker(
-    "text", "Text for language models: documents to tokens, shuffled, in rows.", "llm",
-    command.Check("Files against index.json, every row and document looked at.", check, ("rows", 2, "how many are shown"), False),
-    (command.Convert(f"Text, {', '.join(documents.KINDS)}, all but tables also {' or '.join(documents.PACKED)}.", Reading, convert,
-                     add_source),
-     command.Convert("The standard library of the Python that runs.", Library, python, lambda made: None, "python")),
+BUILDER = command.DatasetBuilder(
+    "text", "Text for language models: tokenized, shuffled documents, packed into rows.", "llm",
+    command.Check("Verify files, rows and documents.", check, ("rows", 2, "rows to print"), False),
+    (command.Convert(f"Text, {', '.join(documents.KINDS)}, all but tables also {' or '.join(documents.PACKED)}.", TextSettings,
+                     convert, add_source),
+     command.Convert("The standard library of the Python that runs.", LibrarySettings, python, lambda parser: None, "python")),
 )  # fmt: skip
-main, parser = MAKER.main, MAKER.parser
+main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,8 +21,8 @@ from hpcai.errors import DataError
 
 GZIP = b"\x1f\x8b\x08"
 FRAME = 16                                      # bytes of a record that are not payload
-LONGEST = 1 << 28                               # bytes of a record; a universe of 128^3 in four redshifts has 2^24
-LARGEST_TARGET = 1.5                            # targets are scaled to [-1, 1]; more is another kind of file
+MAX_RECORD = 1 << 28                            # bytes of a record; a universe of 128^3 in four redshifts has 2^24
+MAX_TARGET = 1.5                                # targets are scaled to [-1, 1]; larger values mean another kind of file
 
 
 def _masked_crc(data: bytes) -> int:
@@ -30,16 +30,16 @@ def _masked_crc(data: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-# tf.train.Example, declared here: TensorFlow is not needed to read its files. Types: 2 float, 9 string, 11 message, 12 bytes.
-_MANY, _FLOAT, _STRING, _MESSAGE, _BYTES = 3, 2, 9, 11, 12
+# tf.train.Example, declared without TensorFlow. Types: 2 float, 9 string, 11 message, 12 bytes.
+_REPEATED, _FLOAT, _STRING, _MESSAGE, _BYTES = 3, 2, 9, 11, 12
 _NESTED = {"label": 1, "type": _MESSAGE}
 _EXAMPLE = {"name": "example.proto", "package": "tensorflow", "syntax": "proto3", "messageType": [
-    {"name": "BytesList", "field": [{"name": "value", "number": 1, "label": _MANY, "type": _BYTES}]},
-    {"name": "FloatList", "field": [{"name": "value", "number": 1, "label": _MANY, "type": _FLOAT}]},
+    {"name": "BytesList", "field": [{"name": "value", "number": 1, "label": _REPEATED, "type": _BYTES}]},
+    {"name": "FloatList", "field": [{"name": "value", "number": 1, "label": _REPEATED, "type": _FLOAT}]},
     {"name": "Feature", "field": [{"name": "bytes_list", "number": 1, **_NESTED, "typeName": ".tensorflow.BytesList"},
                                   {"name": "float_list", "number": 2, **_NESTED, "typeName": ".tensorflow.FloatList"}]},
     {"name": "Features",
-     "field": [{"name": "feature", "number": 1, **_NESTED, "label": _MANY, "typeName": ".tensorflow.Features.FeatureEntry"}],
+     "field": [{"name": "feature", "number": 1, **_NESTED, "label": _REPEATED, "typeName": ".tensorflow.Features.FeatureEntry"}],
      "nestedType": [{"name": "FeatureEntry", "options": {"mapEntry": True}, "field": [
          {"name": "key", "number": 1, "label": 1, "type": _STRING},
          {"name": "value", "number": 2, **_NESTED, "typeName": ".tensorflow.Feature"}]}]},
@@ -59,7 +59,7 @@ def _example_class() -> Any:
 
 
 def is_tfrecord(head: bytes) -> bool:
-    """Whether a file that begins so is a TFRecord file or a gzip file: from its first 12 bytes."""
+    """Return whether the first 12 bytes are those of a TFRecord or gzip file."""
     return head[:3] == GZIP or _is_header(head)
 
 
@@ -70,7 +70,7 @@ def _is_header(head: bytes) -> bool:
 def _open(path: Path) -> tuple[IO[bytes], str]:
     with path.open("rb") as file:
         head = file.read(12)
-    # A plain record can begin with the bytes of gzip; its checksum then proves that it is one.
+    # A plain record can begin with the magic bytes of gzip; then its checksum is right.
     if head[:3] == GZIP and not _is_header(head):
         return cast(IO[bytes], gzip.open(path, "rb")), " of the decompressed file"
     return path.open("rb"), ""
@@ -83,8 +83,8 @@ def _read(file: IO[bytes], size: int, path: Path, at: str) -> bytes:
         raise DataError(f"{path}: damaged gzip in the record at {at} ({error}); fetch the file again") from None
 
 
-def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(where, payload) of every record. Raises DataError with file and byte offset for a record that is cut off or corrupt."""
+def read_payloads(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (location, payload) of every record. Raises DataError, with file and byte offset, if one is truncated or corrupt."""
     file, suffix = _open(path)
     with file:
         offset = 0
@@ -96,17 +96,17 @@ def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
                     raise DataError(f"{path}: empty, expected at least one record; fetch the file again")
                 return
             if len(head) < 12:
-                raise DataError(f"{path}: cut off in the record at {at}: {len(head)} bytes of a header of 12; fetch the file again")
+                raise DataError(f"{path}: truncated in the record at {at}: {len(head)} bytes of a header of 12; fetch it again")
             if not _is_header(head):
                 raise DataError(f"{path}: wrong checksum of the length in the record at {at}: corrupt; fetch the file again")
             (length,) = struct.unpack("<Q", head[:8])
-            if length > LONGEST:
-                found = f"{length:,} bytes, expected at most {LONGEST:,}"
-                raise DataError(f"{path}: the record at {at} says that it has {found}; fetch the file again")
+            if length > MAX_RECORD:
+                text = f"{length:,} bytes, expected at most {MAX_RECORD:,}"
+                raise DataError(f"{path}: the header of the record at {at} has {text}; fetch the file again")
             body = _read(file, length + 4, path, at)
             if len(body) < length + 4:
-                found = f"{len(body)} bytes after the header, expected {length + 4}"
-                raise DataError(f"{path}: cut off in the record at {at}: {found}; fetch the file again")
+                text = f"{len(body)} bytes after the header, expected {length + 4}"
+                raise DataError(f"{path}: truncated in the record at {at}: {text}; fetch the file again")
             payload = body[:-4]
             if struct.unpack("<I", body[-4:])[0] != _masked_crc(payload):
                 raise DataError(f"{path}: wrong checksum of the payload in the record at {at}: corrupt; fetch the file again")
@@ -114,14 +114,14 @@ def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
             offset += length + FRAME
 
 
-def samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:
-    """(where, counts [D, H, W, C] with D = H = W from the size, target [P]) of every record."""
-    for at, payload in payloads(path):
+def read_samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:
+    """Yield (location, counts [D, H, W, C] with D = H = W from the size, target [P]) of every record."""
+    for at, payload in read_payloads(path):
         where = f"{path}: record at {at}"
         example = _example_class()()
         try:
             example.ParseFromString(payload)
-        except Exception:                       # protobuf's DecodeError, whose class depends on the implementation
+        except Exception:                       # DecodeError of protobuf, whose class depends on the implementation
             raise DataError(f"{where}: not a tf.train.Example, although its checksum is right; is it a CosmoFlow file?") from None
         features = example.features.feature
         if len(features["x"].bytes_list.value) != 1 or not features["y"].float_list.value:
@@ -131,17 +131,17 @@ def samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16],
         if edge < 1 or edge**3 * 2 * channels != len(raw):
             raise DataError(f"{where}: {len(raw)} bytes are no cube of {channels} int16 channels; see --channels")
         target = np.array(features["y"].float_list.value, np.float32)
-        refuse_target(target, where)
+        validate_target(target, where)
         counts = np.frombuffer(raw, "<i2").reshape(edge, edge, edge, channels).astype(np.int16, copy=False)
-        refuse_counts(counts, where)
+        validate_counts(counts, where)
         yield where, counts, target
 
 
-def refuse_target(target: NDArray[np.float32], where: str) -> None:
-    if not (np.abs(target) <= LARGEST_TARGET).all():         # NaN is not
-        raise DataError(f"{where}: target {target.tolist()}, expected finite numbers within [-{LARGEST_TARGET}, {LARGEST_TARGET}]")
+def validate_target(target: NDArray[np.float32], where: str) -> None:
+    if not (np.abs(target) <= MAX_TARGET).all():         # also refuses NaN
+        raise DataError(f"{where}: target {target.tolist()}, expected finite numbers within [-{MAX_TARGET}, {MAX_TARGET}]")
 
 
-def refuse_counts(counts: NDArray[np.int16], where: str) -> None:
+def validate_counts(counts: NDArray[np.int16], where: str) -> None:
     if counts.min() < 0:
         raise DataError(f"{where}: a count of {counts.min()}, expected none below 0; these are no particle counts")

@@ -218,8 +218,9 @@ class Scorer:
         self.features = None if cfg.features is None else Features(cfg.features, mesh.device)
         self.clip = None if cfg.clip is None else Clip(cfg.clip, mesh.device)
         precision = "bfloat16" if self.use_bf16 else "float32"
-        chosen = encoders.chosen(cfg.model, cfg.vae, cfg.tokens, cfg.pooled, None, cfg.long == "cut", precision, str(mesh.device))
-        self.opened = encoders.opened(chosen)
+        chosen = encoders.resolve_networks(cfg.model, cfg.vae, cfg.tokens, cfg.pooled, None, cfg.long == "cut", precision,
+                                          str(mesh.device))  # fmt: skip
+        self.opened = encoders.load_networks(chosen)
 
     def score(self, path: Path) -> dict[str, float]:
         """Return all scores of the model at ``path``, equal on all ranks."""
@@ -258,10 +259,10 @@ class Scorer:
         return materialize(model, self.mesh.device, dtype=torch.bfloat16 if self.use_bf16 else torch.float32).eval()
 
     def _check_encoders(self, file: Path, settings: Any) -> None:
-        latents, vae, texts = settings.latents, self.opened.vae, self.opened.texts
+        latents, vae, texts = settings.latents, self.opened.vae, self.opened.text_encoders
         if vae is None or vae.cfg.latents != settings.size[0]:
             actual = "no autoencoder" if vae is None else f"latents of {vae.cfg.latents} channels"
-            raise ConfigError(f"{self.opened.asked.vae}: {actual}; {file} expects latents of {settings.size[0]}, by {latents.vae}")
+            raise ConfigError(f"{self.opened.cfg.vae}: {actual}; {file} expects latents of {settings.size[0]}, by {latents.vae}")
         for name in ("tokens", "pooled"):
             expected = getattr(latents, name)
             if expected is None:
@@ -279,7 +280,7 @@ class Scorer:
         recorded = [name for name in (latents.vae, *latents.encoders) if _DIGEST.search(name)]
         if not recorded:
             return
-        vae, encoders = self.opened.asked.identities()
+        vae, encoders = self.opened.cfg.identities()
         identities = [name for name in (vae, *encoders) if name is not None]
         if missing := [name for name in recorded if name[-12:] not in {other[-12:] for other in identities}]:
             raise ConfigError(f"{file} was trained with {missing[0]}, given are {', '.join(identities)}; name its folder")
@@ -292,11 +293,12 @@ class Scorer:
 
         captions = [self.captions[number] for number in numbers]
         named = [f"{self.cfg.captions}: caption {number + 1}" for number in numbers]
-        texts = {name: e.encode(captions, named)[0] for name, e in self.opened.texts.items() if getattr(model.cfg.latents, name)}
+        texts = {name: encoder.encode(captions, named)[0] for name, encoder in self.opened.text_encoders.items()
+                if getattr(model.cfg.latents, name)}  # fmt: skip
         with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.use_bf16):
             drawn = model.sample(Condition(**texts), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
         latents = drawn.float() / model.cfg.latents.scale + model.cfg.latents.shift
-        images = self.opened.decoded(latents).to(self.mesh.device) / 2 + 0.5
+        images = self.opened.decode(latents).to(self.mesh.device) / 2 + 0.5
         if not images.isfinite().all():
             raise DataError("images have pixels that are not finite; check the weights, or set precision to fp32")
         return (images * 255).round() / 255

@@ -131,8 +131,8 @@ class Promises:
 def goes_on_when_killed(run: Run, small: Sequence[str], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed simulation goes on with what is missing, also where files and records are lost or cut off."""
     there, train = kill_after_a_file(run, folder, small), folder / "train"
-    written, rows_file = list[Path](), store.rows_file
-    monkeypatch.setattr(store, "rows_file", lambda path, *words: written.append(path) or rows_file(path, *words))
+    written, create_file = list[Path](), store.create_file
+    monkeypatch.setattr(store, "create_file", lambda path, *words: written.append(path) or create_file(path, *words))
     (train / ".records").mkdir(parents=True, exist_ok=True)
     for half in (".x.h5.partial", ".records/.x.h5.json.0123.partial"):
         (train / half).touch()

@@ -128,7 +128,7 @@ def test_many_records_in_one_file_however_packed(packed, tmp_path):
 def test_a_plain_record_that_begins_like_gzip_is_plain(tmp_path):
     file = tmp_path / "a"
     file.write_bytes(framed(bytes(0x088B1F)))                # its length begins with the three bytes of gzip
-    assert [len(payload) for _, payload in tfrecord.payloads(file)] == [0x088B1F]
+    assert [len(payload) for _, payload in tfrecord.read_payloads(file)] == [0x088B1F]
 
 
 def test_limit_takes_the_first_files(public, tmp_path):
@@ -155,12 +155,12 @@ FIRST = len(record(0))
 @pytest.mark.parametrize(
     "data, words",
     [
-        (lambda: record(0) + record(1)[:-40], ["cut off", f"byte {FIRST}: "]),
-        (lambda: record(0) + record(1)[:7], ["cut off", f"byte {FIRST}: 7 bytes of a header of 12"]),
+        (lambda: record(0) + record(1)[:-40], ["truncated", f"byte {FIRST}: "]),
+        (lambda: record(0) + record(1)[:7], ["truncated", f"byte {FIRST}: 7 bytes of a header of 12"]),
         (lambda: _flip(record(0), 100), ["checksum of the payload", "byte 0"]),
         (lambda: record(0) + _flip(record(1), 3), ["checksum of the length", f"byte {FIRST}"]),
         (lambda: gzip.compress(record(0))[:-60], ["damaged gzip", "byte 0 of the decompressed file"]),
-        (lambda: gzip.compress(record(0) + record(1)[:-9]), ["cut off", f"byte {FIRST} of the decompressed file"]),
+        (lambda: gzip.compress(record(0) + record(1)[:-9]), ["truncated", f"byte {FIRST} of the decompressed file"]),
         (lambda: b"not a record at all", ["begins with bytes 6e 6f"]), (lambda: b"", ["is empty"]),
         (lambda: framed(b"\x08\x96\x01 no example"), ["not a tf.train.Example"]),
         (lambda: framed(example(bytes(100), [0, 0, 0, 0])), ["100 bytes are no cube of 4 int16 channels", "--channels"]),
@@ -185,7 +185,7 @@ def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):
     _harmed(public / "train" / "u_003.tfrecord", record(3)[:-1])
     assert convert(public, tmp_path / "out", "--rows-per-file", "1", workers="2") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "u_003.tfrecord: cut off in the record at byte 0" in error
+    assert error.startswith("error: ") and error.count("\n") == 1 and "u_003.tfrecord: truncated in the record at byte 0" in error
 
 
 @pytest.mark.parametrize(
@@ -208,5 +208,5 @@ def test_a_missing_package_names_the_extra(package, tmp_path, monkeypatch):
     tfrecord._example_class.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[cosmoflow\]"):
-        list(tfrecord.samples(file, 4))
+        list(tfrecord.read_samples(file, 4))
     tfrecord._example_class.cache_clear()

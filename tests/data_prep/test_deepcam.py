@@ -37,7 +37,7 @@ def test_the_files_are_as_promised_to_the_loader(made, tmp_path):
         with h5py.File(path) as file:
             assert all(file[name].chunks is None for name in ("fields", "mask"))
             assert list(file.attrs["variables"]) == NAMES and len(file.attrs["samples"]) == len(file["mask"]) <= 6
-    with store.rows_file(tmp_path / "x.h5", 9, {"odd": store.Field("uint8", (8191,)), **deepcam.fields(96, 144)}, {}) as file:
+    with store.create_file(tmp_path / "x.h5", 9, {"odd": store.Field("uint8", (8191,)), **deepcam.fields(96, 144)}, {}) as file:
         for name in file:
             file[name][...] = 1
         assert [file[name].id.get_offset() % 4096 for name in file] == [0, 0, 0]

@@ -163,7 +163,7 @@ def by_hand(pipeline: Path, number: int, text: str | None = None) -> dict[str, t
 
 def numbers(count: int = IMAGES, held: int = 3) -> dict[str, list[int]]:
     """Which samples each split has."""
-    mask = latents.held_out(count, held, 0)
+    mask = latents.validation_mask(count, held, 0)
     return {"train": np.flatnonzero(~mask).tolist(), "validation": np.flatnonzero(mask).tolist()}
 
 
@@ -274,7 +274,7 @@ def test_long_captions_are_refused_by_name_or_cut_and_counted(
     assert convert(*words[:1], tmp_path / "cut", *words[2:], "--long", "cut") == 0
     said = capsys.readouterr().out
     split = "train" if 4 in numbers()["train"] else "validation"
-    assert f"{split}: 1 captions were cut for tokens" in said and f"{split}: 1 captions were cut for pooled" in said
+    assert f"{split}: 1 captions were truncated for tokens" in said and f"{split}: 1 captions were truncated for pooled" in said
     row = numbers()[split].index(4)
     assert whole(tmp_path / "cut" / split)["tokens"][row] == pytest.approx(by_hand(pipeline, 4, long)["tokens"].numpy(), abs=2e-3)
 
@@ -286,13 +286,13 @@ def test_images_lie_as_they_are_seen_and_fill_the_size(tmp_path: Path) -> None:
     seen = np.zeros((30, 20, 3), np.uint8)
     seen[:15] = 255                                                             # light above
     Image.fromarray(np.rot90(seen).copy()).save(path, exif=exif, quality=95)
-    found = captioned.fitted(captioned.Sample("x", image=path), (20, 16), False)
-    larger = captioned.fitted(captioned.Sample("x", image=path), (60, 40), True)
+    found = captioned.resize_and_crop(captioned.Sample("x", image=path), (20, 16), False)
+    larger = captioned.resize_and_crop(captioned.Sample("x", image=path), (60, 40), True)
     assert larger.shape == (3, 60, 40) and larger[:, :26].min() > 0.8 and larger[:, 34:].max() < -0.8
     assert found.shape == (3, 20, 16) and found[:, :8].min() > 0.8 and found[:, -8:].max() < -0.8
     gray = Image.fromarray(np.full((16, 16), 200, np.uint8))
     gray.save(tmp_path / "gray.webp", lossless=True)
-    found = captioned.fitted(captioned.Sample("x", image=tmp_path / "gray.webp"), (16, 16), False)
+    found = captioned.resize_and_crop(captioned.Sample("x", image=tmp_path / "gray.webp"), (16, 16), False)
     assert (found == torch.tensor(200 / 127.5 - 1)).all()
 
 
@@ -393,7 +393,7 @@ def test_times_are_of_validation_alone_and_a_limit_takes_the_first(tmp_path: Pat
     assert convert(folder, tmp_path / "out", "--validation", 0.3, "--limit", 15, "--workers", 1) == 0
     train, held = (whole(tmp_path / "out" / split) for split in ("train", "validation"))
     assert "level" not in train and len(train["moments"]) == 10
-    these = np.flatnonzero(latents.held_out(15, 0.3, 0))
+    these = np.flatnonzero(latents.validation_mask(15, 0.3, 0))
     assert held["level"].tolist() == (these % 8).tolist() and len(these) == 5
     assert all((row == flux(int(n), None)[1]["tokens"]).all() for row, n in zip(held["tokens"], these))
 
@@ -427,20 +427,20 @@ def member(name: str, data: bytes) -> Callable[[Path], None]:
 
 WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "broken image": ("images", overwrite("06.png", encoded(picture(6))[:300]), [], "06.png: cannot be read as an image"),
-    "broken npy": ("images", overwrite("05.npy", npy(picture(5))[:300]), [], "05.npy: not a whole .npy"),
+    "broken npy": ("images", overwrite("05.npy", npy(picture(5))[:300]), [], "05.npy: not a complete .npy"),
     "16 bits": ("images", lambda folder: Image.fromarray(np.zeros((20, 20), np.uint16)).save(folder / "06.png"), [],
                 "06.png: pixels of more than 8 bits"),
     "floats": ("images", overwrite("05.npy", npy(np.zeros((20, 20, 3)))), [], "05.npy: holds latents, where others are images"),
     "small image": ("images", overwrite("06.png", encoded(picture(6, 20, 12))), [], "06.png: 20 x 12, smaller than --size 16 x 16"),
     "no caption": ("images", lambda folder: (folder / "07.txt").unlink(), [], "07.npy: no caption, as 1 of 10 samples"),
     "size": ("images", nothing, ["--size", "18"], "--size 18 x 18: expected multiples of 4"),
-    "places": ("images", nothing, ["--tokens", "clip", "--length", "10"], "knows 9 places"),
+    "places": ("images", nothing, ["--tokens", "clip", "--length", "10"], "has 9 positions"),
     "no autoencoder": ("images", nothing, ["--vae", ""], "an image, which needs an autoencoder"),
     "no pooled": ("images", nothing, ["--pooled", "t5"], "t5 has no pooled output"),
     "nothing for training": ("images", nothing, ["--validation", "10"], "none is left for train"),
     "empty": ("images", lambda folder: [path.unlink() for path in folder.iterdir()], [], "holds no image"),
-    "tar within a member": ("tars", lambda folder: cut_tar(folder, lambda size: 1800), [], "00001.tar: not a whole tar"),
-    "tar between members": ("tars", lambda folder: cut_tar(folder, lambda size: 512 + 512), [], "00001.tar: not a whole tar"),
+    "tar within a member": ("tars", lambda folder: cut_tar(folder, lambda size: 1800), [], "00001.tar: not a complete tar"),
+    "tar between members": ("tars", lambda folder: cut_tar(folder, lambda size: 512 + 512), [], "00001.tar: not a complete tar"),
     "NaN": ("tars", member("000000006.npy", npy(np.full((1, 8, 8, 8), np.nan, np.float32))), [],
             "000000006: moments holds nan, expected numbers within 65504"),
     "too large": ("tars", member("000000006.npy", npy(np.full((1, 8, 8, 8), 7e4, np.float32))), [], "moments holds 70000"),
@@ -448,11 +448,11 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
                       "000000006: moments is [8, 8, 9], expected [8, 8, 8]"),
     "no moments": ("tars", member("000000006.npy", npy(np.zeros((8, 8), np.float32))), [], "000000006.npy: holds float32 [8, 8]"),
     "an image": ("tars", member("000000006.npy", npy(picture(1))), [], "000000006: no latents, where others have one"),
-    "another autoencoder": ("tars", nothing, ["--vae", "vae"], "makes latents of 2 channels, those of"),
+    "another autoencoder": ("tars", nothing, ["--vae", "vae"], "has latents of 2 channels, those of"),
     "arrow cut off": ("flux", lambda folder: (lambda path: path.write_bytes(path.read_bytes()[:-3000]))(
-        folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow"), [], "data-00001-of-00002.arrow: not a whole table"),
+        folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow"), [], "data-00001-of-00002.arrow: not a complete table"),
     "arrow lost": ("flux", lambda folder: (folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow").unlink(), [],
-                   "data-00001-of-00002.arrow: not a whole table"),
+                   "data-00001-of-00002.arrow: not a complete table"),
     "empty caption": ("flux", overwrite("empty_encodings/clip_empty.npy", npy(np.zeros((1, 4)))), [],
                       "clip_empty.npy: [1, 4], expected [1, 3]"),
     "no time": ("flux", lambda folder: arrow(folder / "val", [flux(n, None if n == 2 else n)[0] for n in range(4)]), [],
@@ -518,10 +518,10 @@ def test_other_images_and_an_out_within_them_are_refused(
 def test_without_transformers_the_error_says_what_to_install(
     source: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    encoders.opened.cache_clear()
+    encoders.load_networks.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"needs transformers: pip install 'hpcai-suite\[latents\]'"):
-        encoders.opened(encoders.chosen(pipeline, None, None, None, N, False, "float32", "cpu"))
+        encoders.load_networks(encoders.resolve_networks(pipeline, None, None, None, N, False, "float32", "cpu"))
     assert convert(source, tmp_path, "--vae", pipeline / "vae", *SMALL) == 0    # images need none
 
 

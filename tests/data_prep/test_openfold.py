@@ -297,7 +297,7 @@ def test_what_cannot_be_used_is_listed_and_the_rest_goes_on(library, tmp_path, c
     assert "not a complete mmCIF file" in listed["unusable"][str(path)] and "residues, expected 26" in listed["unusable"]["7ggg_A"]
     assert f"{a3m}: line 4, column" in listed["unusable"]["2bbb_A"]
     assert listed["unusable"]["2bbb_A"] in (last := told.splitlines()[-1]) and last.startswith("refused: 3 of 7 items: 1 such as")
-    assert "left out by the options: 1, 1 such as 9zzz_A: named in" in told and "in no structure" in told
+    assert "excluded by the options: 1, 1 such as 9zzz_A: named in" in told and "in no structure" in told
 
 
 def spoil(library, how):

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-from data_prep import command, cosmoflow, inspection, store, universe
+from data_prep import command, cosmoflow, spectrum_check, store, universe
 from tests.data_prep.making import Promises, content, found_harm, goes_on_when_killed, loaded, runner, whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_samples_are_cut_first_axis_slowest_and_join_again(made):
     with h5py.File(path) as file:
         settings = json.loads(file.attrs["recipe"])
         recipe = cosmoflow.Recipe(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
-        counts, whole = file["counts"][...], inspection.whole(file)
+        counts, whole = file["counts"][...], spectrum_check.assemble(file)
     expected, _ = cosmoflow.evolve(recipe, 1)
     assert (whole == expected).all()
     assert (counts[5] == expected[8:, :8, 8:]).all()
@@ -97,7 +97,7 @@ def test_ranks_of_a_job_step_share_the_work(made, tmp_path, monkeypatch):
 def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setattr(store, "PATIENCE", 0.5)
+    monkeypatch.setattr(store, "TIMEOUT", 0.5)
     assert run("simulate", tmp_path, *SMALL) == 2
     assert "no file came from another rank" in capsys.readouterr().err
 
@@ -105,18 +105,18 @@ def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
 def test_ranks_share_the_cores_of_their_machine(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    assert store.cores() == 8
+    assert store.count_cores() == 8
     for name, value in (("RANK", "1"), ("SIZE", "6"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "3")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    assert store.cores() == 2
+    assert store.count_cores() == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(5)), raising=False)      # bound to cores of its own
-    assert store.cores() == 5
+    assert store.count_cores() == 5
 
 
 def test_a_batch_script_is_not_a_rank(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "16")
-    assert store.launched() == (0, 1)
+    assert store.rank_and_size() == (0, 1)
 
 
 def test_too_many_counts_are_refused(tmp_path, capsys):
@@ -229,12 +229,12 @@ def test_the_line_to_go_on_with_can_be_pasted(tmp_path, capsys):
 def test_refusals_are_counted_by_their_commonest_reasons_and_listed(tmp_path, capsys):
     some = [("a: 1", "row 3 holds 7.5"), ("b", "no energy"), ("c: 9", "row 12 holds 0.1")]
     plan = command.Plan({}, [], {}, "", refused=some, filtered=[("x", "too old")], unlisted=2)
-    command.tell_refused(tmp_path, plan, [["d", "row 1 holds 2"]], 10)
+    command.report_refused(tmp_path, plan, [["d", "row 1 holds 2"]], 10)
     filtered, refused = capsys.readouterr().out.splitlines()
-    assert filtered == "left out by the options: 1, 1 such as x: too old"
+    assert filtered == "excluded by the options: 1, 1 such as x: too old"
     reasons = "3 such as a: 1: row 3 holds 7.5 | 1 such as b: no energy"
     assert refused == f"refused: 6 of 16 items: {reasons}; listed in {tmp_path / 'skipped.json'}"
     listed = loaded(tmp_path / "skipped.json")
     assert listed == {"unusable": {**dict(some), "d": "row 1 holds 2"}, "filtered": {"x": "too old"}}
-    command.tell_refused(tmp_path, command.Plan({}, [], {}, ""), [], 10)
+    command.report_refused(tmp_path, command.Plan({}, [], {}, ""), [], 10)
     assert capsys.readouterr().out == "refused: none of 10 items\n"

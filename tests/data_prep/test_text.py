@@ -30,7 +30,7 @@ from tests.stored import DATA
 GOLDEN = str(DATA / "llm" / "tokenizer")
 T = 32
 SMALL = ["--sequence", T, "--held-out", 0.3, "--each", 7, "--seed", 3]
-FIELDS, ANSWERS = (packing.fields(T, Tokenizer.byte_level(), answers) for answers in (False, True))
+FIELDS, ANSWERS = (packing.make_fields(T, Tokenizer.byte_level(), answers) for answers in (False, True))
 OF_TEXT = {f"notes/{n}.txt": f"note {n}: " + "word " * n + f"– ½ {n}\n" for n in range(24)} | {"read me.md": "# Title\n\nsmall\n"}
 OF_LINES = [f'"{n}" says\n' + "ab " * (n % 7) for n in range(40)]
 OF_TABLE = [f"row {n} " + "é" * n for n in range(30)]
@@ -77,8 +77,8 @@ def bytes_of(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PART", 200)
-    monkeypatch.setattr(text, "FILES", 3)
+    monkeypatch.setattr(text, "SHARD_BYTES", 200)
+    monkeypatch.setattr(text, "MAX_FILES", 3)
 
 
 def rows_of(out: Path, split: str, fields: Any = FIELDS) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def test_parts_processes_and_ranks_change_nothing(
     words = ["--tokenizer", "bytes", *SMALL]
     small_parts(monkeypatch)
     monkeypatch.setattr(documents, "BLOCK", 7)
-    monkeypatch.setattr(documents, "_FEED", 5)
+    monkeypatch.setattr(documents, "_ZSTD_BLOCK", 5)
     assert convert(source, tmp_path / "two", *words, workers=2) == 0
     assert len(list((tmp_path / "two" / ".work").glob("*.tokens"))) > 20
     assert content(tmp_path / "two") == content(bytes_of)
@@ -244,14 +244,14 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest
 def test_a_long_text_is_read_in_parts_and_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = "".join(f"  line {n}: é {'x' * (n % 5)}\n\n" + "\tmore 12345\nflush left\n" * (n % 3) for n in range(400))
     write(tmp_path / "in", {"a.txt": whole.encode()})
-    monkeypatch.setattr(documents, "PIECE", 100)
+    monkeypatch.setattr(documents, "TEXT_CHUNK", 100)
     monkeypatch.setattr(documents, "BLOCK", 33)
-    assert len(list(documents.texts(tmp_path / "in" / "a.txt"))) > 50
+    assert len(list(documents.read_text(tmp_path / "in" / "a.txt"))) > 50
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", GOLDEN, "--sequence", 2, "--held-out", 0) == 0
     rows, one = rows_of(tmp_path / "out", "train", FIELDS | {"tokens": store.Field("uint16", (3,))}), Tokenizer.load(GOLDEN)
     expected = one.encode_document(whole)
     assert [token for row in rows for token in row["tokens"][:2].tolist()] == expected[: 2 * len(rows)]
-    assert "".join(documents.texts(tmp_path / "in" / "a.txt")) == whole
+    assert "".join(documents.read_text(tmp_path / "in" / "a.txt")) == whole
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_file_that_is_cut_anywhere_has_each_document_once(tmp_path: Path, name
 
     def read(begin: int, end: int, path: Path = path) -> list[Any]:
         piece = documents.Piece(path, name, begin, end)
-        return [(documents.before(piece) + line, item) for line, item in documents.read(piece, [])]
+        return [(documents.count_before(piece) + line, item) for line, item in documents.read_documents(piece, [])]
 
     whole = read(0, len(data))
     assert len(whole) >= 3
@@ -272,7 +272,7 @@ def test_a_file_that_is_cut_anywhere_has_each_document_once(tmp_path: Path, name
 
 
 def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "PIECE", 10)
+    monkeypatch.setattr(documents, "TEXT_CHUNK", 10)
     monkeypatch.setattr(documents, "BLOCK", 8)
     good = {f"{n}.txt": f"good {n}\n".encode() * 5 for n in (1, 3)}
     write(tmp_path / "in", {**good, "2.txt": b"some line\n" * 9 + b"\xff"})
@@ -307,9 +307,9 @@ def test_the_library_is_what_comes_with_python_and_not_tests_or_packages(python:
 
 
 def test_the_real_library_is_found() -> None:
-    names = {source.name for source in text.library()}
+    names = {source.name for source in text.library_sources()}
     assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= names
-    assert 4e6 < sum(source.path.stat().st_size for source in text.library()) < 2e7
+    assert 4e6 < sum(source.path.stat().st_size for source in text.library_sources()) < 2e7
     assert not [name for name in names if "/test/" in name or "packages" in name]
 
 
@@ -319,7 +319,7 @@ def test_a_tokenizer_is_not_trained_on_what_is_held_out_and_not_twice(tmp_path: 
     assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
     one = Tokenizer.load(tmp_path / "out")
     assert len(one.encode(" words")) < 3 and len(one.encode(" zyzzyva")) > 6
-    monkeypatch.delattr(text, "trained")
+    monkeypatch.delattr(text, "train_tokenizer")
     assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
 
 
@@ -377,12 +377,12 @@ def test_check_tells_counts_copies_and_a_sample(bytes_of: Path, tmp_path: Path, 
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
     assert text.main(["check", str(tmp_path / "out")]) == 0
     told = capsys.readouterr().out
-    assert "documents are copies of others" in told
+    assert "documents are duplicates" in told
     assert "documents of validation are in train too" in told
 
 
 @pytest.mark.parametrize(("change", "error"), [
-    (put("tokens", (2, 5), 300), "'tokens'"), (put("ends", 0, 0), "'ends'"), (put("documents", 0, 90), "ends, 'documents' says"),
+    (put("tokens", (2, 5), 300), "'tokens'"), (put("ends", 0, 0), "'ends'"), (put("documents", 0, 90), "ends, expected"),
     (put("tokens", (2, T), 7), "rows_000000.h5: row 3 does not begin with the last token of the row before"),
     (put("tokens", (6, T), 7), "rows_000001.h5: row 0 does not begin with the last token of the row before"),
     (put("ends", 0, 2), "a document ends with another token"), (put("bytes", 3, 9), "row 3: 'bytes' is 9, expected"),
@@ -395,7 +395,7 @@ def test_check_names_another_tokenizer(bytes_of: Path, tmp_path: Path, capsys: p
     out = shutil.copytree(bytes_of, tmp_path / "out")
     Tokenizer.load(GOLDEN).save(out)
     assert text.main(["check", str(out)]) == 1
-    assert f"{out / 'text.json'}: made with the tokenizer {Tokenizer.byte_level().identity[:12]}" in capsys.readouterr().out
+    assert f"{out / 'text.json'}: written with the tokenizer {Tokenizer.byte_level().identity[:12]}" in capsys.readouterr().out
 
 
 # ---- what cannot be used
@@ -416,7 +416,7 @@ def test_bad_lines_are_listed_with_file_and_line_wherever_a_part_begins(
     words = [tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--held-out", 0]
     assert convert(*words) == 2
     error = capsys.readouterr().err
-    assert "16 of 186 documents cannot be used, listed in" in error and "more than --bad 0.01: mend them, or allow more" in error
+    assert "16 of 186 documents cannot be used, listed in" in error and "more than --bad 0.01: repair them, or allow more" in error
     assert "the first: " in error and "a.jsonl: line 7: not JSON" in error
     assert convert(*words, "--bad", 0.2) == 0
     found = {Path(where).name: reason for where, reason in loaded(tmp_path / "out" / "skipped.json")["unusable"].items()}
@@ -442,11 +442,11 @@ def table() -> bytes:
 
 
 REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
-    "gzip cut off": ({"a.txt.gz": cut(gzip.compress(bytes(range(99)) * 99))}, [], "a.txt.gz: damaged or cut off"),
-    "not gzip": ({"a.jsonl.gz": b"plain"}, [], "a.jsonl.gz: damaged or cut off (Not a gzipped file"),
-    "zst cut off": ({"a.jsonl.zst": zstandard.compress(bytes(range(99)) * 99)[:-3]}, [], "a.jsonl.zst: cut off within a frame"),
+    "gzip cut off": ({"a.txt.gz": cut(gzip.compress(bytes(range(99)) * 99))}, [], "a.txt.gz: damaged or truncated"),
+    "not gzip": ({"a.jsonl.gz": b"plain"}, [], "a.jsonl.gz: damaged or truncated (Not a gzipped file"),
+    "zst cut off": ({"a.jsonl.zst": zstandard.compress(bytes(range(99)) * 99)[:-3]}, [], "a.jsonl.zst: truncated within a frame"),
     "not zst": ({"a.txt.zst": b"plain text"}, [], "a.txt.zst: damaged (zstd decompress"),
-    "parquet cut off": ({"a.parquet": cut(table())}, [], "a.parquet: not a whole Parquet file"),
+    "parquet cut off": ({"a.parquet": cut(table())}, [], "a.parquet: not a complete Parquet file"),
     "column": ({"a.parquet": table()}, [], "a.parquet: no column 'text'; it has body: name one with --field"),
     "too short": ({"a.txt": b"few"}, [], "train: 4 tokens of 1 documents, not one row of 33; take a smaller --sequence"),
     "none held out": ({"a.txt": b"few " * 99}, ["--held-out", 0.001], "not one row of 33; raise --held-out, name other files by"),
@@ -455,11 +455,11 @@ REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
     "no tokenizer": ({"a.txt": b"a"}, ["--tokenizer", "nowhere"], "nowhere: cannot be read (No such file or directory); expected"),
     "small vocabulary": ({"a.txt": b"a"}, ["--tokenizer", "train:12"], "--tokenizer train:12: expected train: and a size from 257"),
     "large vocabulary": ({"a.txt": b"a"}, ["--tokenizer", "train:4294967296"], "train: and a size from 257 to 2^32"),
-    "no template": ({"a.txt": b"a"}, ["--chat"], "--chat: bytes has no template of chats that tells answers"),
-    "template of none": ({"a.txt": b"a"}, ["--chat", "--tokenizer", "train:300"], "that is trained here has no template"),
+    "no template": ({"a.txt": b"a"}, ["--chat"], "--chat: bytes has no chat template that marks answers"),
+    "template of none": ({"a.txt": b"a"}, ["--chat", "--tokenizer", "train:300"], "a newly trained tokenizer has no chat template"),
     "half a pair": ({"a.txt": b"a"}, ["--prompt", "q"], "--prompt and --answer: expected both"),
     "fraction": ({"a.txt": b"a"}, ["--held-out", 1], "--held-out 1: expected a fraction of 0 or more and less than 1"),
-    "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "no field of anything, expected .jsonl or .parquet"),
+    "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "has no fields, expected .jsonl or .parquet"),
     "no messages": ({"a.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}'}, ["--chat", "--tokenizer", GOLDEN],
                     "a.jsonl: line 1: nothing that is an answer"),
     "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool"}]}'}, ["--chat", "--tokenizer", GOLDEN],
@@ -502,8 +502,8 @@ def test_another_source_and_an_out_within_it_are_refused(bytes_of: Path, source:
 
 
 def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "LINE", 1000)
+    monkeypatch.setattr(documents, "MAX_LINE", 1000)
     monkeypatch.setattr(documents, "BLOCK", 100)
     write(tmp_path, {"a.jsonl": b'{"text": "a"}\n' + b"x" * 1200})
     with pytest.raises(DataError, match="a.jsonl: the line from byte 14 on is longer than"):
-        list(documents.lines(tmp_path / "a.jsonl"))
+        list(documents.read_lines(tmp_path / "a.jsonl"))

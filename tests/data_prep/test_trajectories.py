@@ -194,7 +194,7 @@ def test_labels_of_several_methods_are_no_set(tmp_path, capsys):
     assert run("convert", *words) == 2 and re.search(told, capsys.readouterr().err)
     for name in "ab":
         ase.io.write(tmp_path / "in" / f"{name}.traj", images(2))
-    assert run("convert", *words) == 2 and "do not tell how" in capsys.readouterr().err
+    assert run("convert", *words) == 2 and "have no method of their labels" in capsys.readouterr().err
     assert run("convert", *words, "--label", "DFT (VASP)") == 0
     assert loaded(tmp_path / "out" / "train" / "index.json")["sources"][0]["labels"] == "DFT (VASP)"
 

@@ -216,9 +216,9 @@ def table(folder: Path) -> Path:
 
 
 def read_documents(path: Path) -> None:
-    units, _, _ = documents.size(path)
-    for _, found in documents.read(documents.Piece(path, path.name, 0, units), ["text"]):
-        if not isinstance(found, dict | str | documents.Bad):
+    units, _, _ = documents.file_size(path)
+    for _, found in documents.read_documents(documents.Piece(path, path.name, 0, units), ["text"]):
+        if not isinstance(found, dict | str | documents.Unusable):
             all_of(found)
 
 
@@ -324,9 +324,9 @@ READERS = [
     Reader("table of index.json, resealed", rows_table, read_table_resealed, names=("rows",)),
     Reader("npy", npy, layout.npy_layout),
     Reader("TFRecord", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
-           lambda path: all_of(tfrecord.samples(path, 4)), reseal_tfrecord),
+           lambda path: all_of(tfrecord.read_samples(path, 4)), reseal_tfrecord),
     Reader("TFRecord, gzip", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
-           lambda path: all_of(tfrecord.samples(path, 4)), gunzipped(reseal_tfrecord)),
+           lambda path: all_of(tfrecord.read_samples(path, 4)), gunzipped(reseal_tfrecord)),
     Reader("NIfTI", volume, lambda path: nifti.read(path.parent), gunzipped(bytes)),
     Reader("extxyz", frames_from_points(".extxyz"), read_frames),
     Reader("ASE traj", frames_from_points(".traj"), read_frames),

@@ -152,7 +152,7 @@ def test_ranges_of_the_command_override_the_index(made: Path) -> None:
 
 def test_blank_rows_are_allowed_by_the_index(tmp_path: Path) -> None:
     """Only the declared value may fill them; maps without an object are such rows. Constant rows are no duplicates."""
-    fields = {"mask": {**deepcam.fields(20, 30)["mask"].told((20, 30)), "key": True}}
+    fields = {"mask": {**deepcam.fields(20, 30)["mask"].to_json((20, 30)), "key": True}}
     rng = np.random.default_rng(0)
     mask = rng.integers(0, 3, (6, 20, 30), np.uint8)
     mask[1], mask[2], mask[4] = 0, 0, 2

@@ -1,6 +1,6 @@
 """Checks of prepared CosmoFlow universes: their spectra against the linear input.
 
-N cells per side of a whole universe   Z redshifts   K = N/2 + 1   B bins of wavenumber
+N cells per side of a universe   Z redshifts   K = N/2 + 1   B bins of wavenumber
 """
 
 import argparse
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from data_prep import command, universe
 
 WINDOW = 0.02           # relative error that the mesh leaves in the power at the wavenumbers compared
-THEORY = 0.05           # what is not linear there, over D1^2, as which one-loop terms grow
-SIGMAS = 4.0            # deviations; that of the power of Gaussian modes is sqrt(1/modes), a pair of conjugates counted once
+THEORY = 0.05           # relative nonlinear power there, over D1^2, with which one-loop terms grow
+SIGMAS = 4.0            # standard deviations; that of the power of Gaussian modes is sqrt(1/modes), conjugate pairs counted once
 BINS = 24
 
 
 @dataclass
 class Comparison:
-    """Measured over linear power of the sampled universes, per redshift."""
+    """Ratio of measured to linear power of some universes, per redshift."""
 
     redshifts: tuple[float, ...]
     universes: int
@@ -34,10 +34,10 @@ class Comparison:
     modes: NDArray[np.float64]          # [B] independent modes in all universes
     ratio: NDArray[np.float64]          # [Z, B] mean of the ratio
     reach: tuple[float, ...]            # largest k at which each redshift is compared
-    margin: tuple[float, ...]           # relative difference that is no fault, besides sample variance
+    margin: tuple[float, ...]           # accepted relative difference, besides sample variance
 
     def mean(self, channel: int) -> tuple[float, float]:
-        """Mean ratio over the modes within reach, and the tolerance of its distance from 1."""
+        """Return the mean ratio over the modes within reach, and the tolerance of its distance from 1."""
         near = self.k < self.reach[channel]
         modes = float(self.modes[near].sum())
         if modes == 0:
@@ -61,10 +61,10 @@ class Comparison:
                    f"below k = {self.reach[channel]:.3f} h/Mpc, beyond {margin:.1%}")  # fmt: skip
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def check_spectra(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the faults of simulated universes, and print the ratios of their spectra."""
     if prepared.recipe.get("kind") != "simulate":
-        print("not simulated here, so there is no input spectrum to compare with")
+        print("not simulated: there is no input spectrum to compare with")
         return
     for path in prepared.paths:
         with h5py.File(path, "r") as file:
@@ -73,28 +73,28 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
             # Rounding by chance moves a cell by at most half a count in the standard deviation.
             if (np.abs(mean - expected) > 6 * 0.5 / math.sqrt(counts.size / counts.shape[-1])).any():
                 yield f"{path}: mean counts {mean.tolist()}, expected {expected}: matter is not conserved"
-    if options.some:
-        comparison = compare(tuple(command.spread(prepared.paths, options.some)))
+    if options.check_count:
+        comparison = compare(tuple(command.subsample(prepared.paths, options.check_count)))
         print(f"spectra of {comparison.universes} universes over the linear input, on large scales:")
         for channel, redshift in enumerate(comparison.redshifts):
             (mean, tolerance), reach = comparison.mean(channel), comparison.reach[channel]
-            found = f"{mean:.3f} for k < {reach:.3f} h/Mpc, tolerance {tolerance:.3f}"
-            print(f"  redshift {redshift:g}: " + ("not compared, the box holds no mode so large" if math.isnan(mean) else found))
+            text = f"{mean:.3f} for k < {reach:.3f} h/Mpc, tolerance {tolerance:.3f}"
+            print(f"  redshift {redshift:g}: " + ("not compared, the box holds no mode so large" if math.isnan(mean) else text))
         yield from comparison.mistakes()
 
 
-def whole(file: h5py.File) -> NDArray[np.int16]:
-    """The samples of a simulated universe put together again: counts [N, N, N, Z], periodic."""
+def assemble(file: h5py.File) -> NDArray[np.int16]:
+    """Join the samples of a simulated universe to periodic counts [N, N, N, Z]."""
     counts = file["counts"][...]
-    cut, size = round(counts.shape[0] ** (1 / 3)), counts.shape[1]
-    parts = counts.reshape(cut, cut, cut, size, size, size, -1)
-    return parts.transpose(0, 3, 1, 4, 2, 5, 6).reshape(cut * size, cut * size, cut * size, -1)
+    blocks, size = round(counts.shape[0] ** (1 / 3)), counts.shape[1]
+    parts = counts.reshape(blocks, blocks, blocks, size, size, size, -1)
+    return parts.transpose(0, 3, 1, 4, 2, 5, 6).reshape(blocks * size, blocks * size, blocks * size, -1)
 
 
 @lru_cache(1)
-def compare(chosen: tuple[Path, ...]) -> Comparison:
-    """Spectra of some files against P(k) D1(z)^2 of their own parameters."""
-    with h5py.File(chosen[0], "r") as file:
+def compare(paths: tuple[Path, ...]) -> Comparison:
+    """Compare the spectra of some files with P(k) D1(z)^2 of their parameters."""
+    with h5py.File(paths[0], "r") as file:
         settings = json.loads(file.attrs["recipe"])
     cells, width, redshifts = settings["size"] * settings["cut"], settings["voxel"], tuple(settings["redshifts"])
     mesh = universe.Mesh(cells, width)
@@ -111,22 +111,22 @@ def compare(chosen: tuple[Path, ...]) -> Comparison:
     modes = binned(np.ones_like(k))
     ratio = np.zeros((len(redshifts), BINS))
     spread = 0.0                        # mean square of the linear displacement per axis at redshift 0
-    for path in chosen:
+    for path in paths:
         with h5py.File(path, "r") as file:
-            counts, variance = whole(file), file.attrs["rounding_variance"]
+            counts, variance = assemble(file), file.attrs["rounding_variance"]
             omega_m, sigma_8, n_s, hubble = (float(value) for value in file.attrs["physical"])
         spectrum = universe.Spectrum(universe.Cosmology(omega_m, sigma_8, n_s, hubble, settings["omega_b"]))
         fine = np.geomspace(k.min(), np.sqrt(3) * mesh.nyquist, 2048)
-        spread += float(np.trapezoid(spectrum(fine), fine)) / (6 * np.pi**2) / len(chosen)
+        spread += float(np.trapezoid(spectrum(fine), fine)) / (6 * np.pi**2) / len(paths)
         today = np.exp(np.interp(np.log(k), np.log(fine), np.log(spectrum(fine))))
         for channel, redshift in enumerate(redshifts):
             theory = today * universe.growth(redshift, omega_m) ** 2
             power = universe.power(mesh, counts[..., channel], float(variance[channel]))[keep]
             ratio[channel] += binned(power / theory)
-    full = np.maximum(modes, 1e-9) * len(chosen)
+    full = np.maximum(modes, 1e-9) * len(paths)
     # Linear theory holds while k times the displacement is small; a quarter of Nyquist keeps the window's aliases away.
     reach = tuple(min(mesh.nyquist / 4, 0.35 / (math.sqrt(spread) * universe.growth(z, 0.3))) for z in redshifts)
     margin = tuple(WINDOW + THEORY * universe.growth(z, 0.3) ** 2 for z in redshifts)
     mean_k = binned(k) / np.maximum(modes, 1e-9)
-    modes *= len(chosen)
-    return Comparison(redshifts, len(chosen), mean_k, modes, ratio / full, reach, margin)
+    modes *= len(paths)
+    return Comparison(redshifts, len(paths), mean_k, modes, ratio / full, reach, margin)
