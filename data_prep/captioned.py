@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from data_prep import store
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.errors import ConfigError, DataError, HpcaiError
 
 Array = NDArray[Any]
@@ -214,7 +214,7 @@ def _of_table(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
 def _batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Parts of a table, each after its first row, of the columns that are there. What is passed over in a mapped stream is not
     read."""
-    arrow, ipc = (needed(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
+    arrow, ipc = (import_extra(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
     with _arrow(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
         names, begin = _named(path, stream.schema.names, columns), 0
         for batch in stream:

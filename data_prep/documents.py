@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from data_prep import store
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.errors import DataError
 
 BLOCK = 1 << 20                                 # bytes
@@ -156,7 +156,7 @@ def _object(line: bytes) -> Mapping[str, Any] | Bad:
 
 
 def _table(path: Path) -> Any:
-    parquet = needed("pyarrow.parquet", "Parquet", "llm")
+    parquet = import_extra("pyarrow.parquet", "Parquet", "llm")
     try:
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
@@ -243,7 +243,7 @@ def _gunzipped(file: IO[bytes]) -> Iterator[bytes]:
 
 def _unzst(file: IO[bytes], path: Path) -> Iterator[bytes]:
     """Its frames, one after the other. zstandard's own readers take the end of the file for the end of a frame."""
-    zstandard = needed("zstandard", "Zstandard", "llm")
+    zstandard = import_extra("zstandard", "Zstandard", "llm")
     made = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, held = None, bytearray()
     while packed := file.read(_FEED):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
@@ -120,7 +120,7 @@ class Text:
 
     def __init__(self, folder: Path, tokenizer: Path, pooled: bool, asked: Networks) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        transformers = needed("transformers", f"encoding captions by {folder}", "latents")
+        transformers = import_extra("transformers", f"encoding captions by {folder}", "latents")
         transformers.logging.set_verbosity_error()          # it lists what a whole CLIP has besides the encoder; we ask what lacks
         self.folder, self.pooled, self.cut, self.device = folder, pooled, asked.cut, asked.device
         kind = json.loads((folder / "config.json").read_text())["model_type"]

@@ -25,26 +25,26 @@ class Origin:
 def files(root: Path) -> dict[str, list[Path]]:
     """Source files of each split, or of all under ""."""
     if root.is_file():
-        if trajectories.kind(root) is None:
-            raise ConfigError(f"{root}: unknown ending, expected one of {', '.join(trajectories.ENDINGS)}")
+        if trajectories.file_format(root) is None:
+            raise ConfigError(f"{root}: unknown ending, expected one of {', '.join(trajectories.SUFFIXES)}")
         return {"": [root]}
     if not root.is_dir():
         raise ConfigError(f"{root}: no such file or folder")
     named = {split: folder for split, names in SPLIT_NAMES.items() for name in names[::-1] if (folder := root / name).is_dir()}
     folders = named if "train" in named else {"": root}
-    found = {split: [path for path in sorted(folder.rglob("*")) if path.is_file() and trajectories.kind(path)]
+    found = {split: [path for path in sorted(folder.rglob("*")) if path.is_file() and trajectories.file_format(path)]
              for split, folder in folders.items()}  # fmt: skip
     for split, folder in folders.items():
         if not found[split]:
-            raise ConfigError(f"{folder}: holds no file that ends with {', '.join(trajectories.ENDINGS)}; name another SOURCE")
+            raise ConfigError(f"{folder}: holds no file that ends with {', '.join(trajectories.SUFFIXES)}; name another SOURCE")
     return found
 
 
 def origin(path: Path, root: Path, by_system: bool) -> Origin:
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix()
-    told, labels = trajectories.systems(path), None     # OC20's lists spare a look at the atoms
+    told, labels = trajectories.system_ids(path), None     # OC20's lists spare a look at the atoms
     found: list[int | None] = []
-    for number, item in enumerate(trajectories.items(path, name)):
+    for number, item in enumerate(trajectories.frame_readers(path, name)):
         system = told[number] if number < len(told) else None
         if (labels is None and number < 9) or (by_system and not told):
             try:
@@ -54,8 +54,8 @@ def origin(path: Path, root: Path, by_system: bool) -> Origin:
                 pass                            # told when it is its turn
         found.append(system if by_system else None)
     if not found:
-        raise DataError(f"{path}: holds no frames; {trajectories.AGAIN}")
-    return Origin(path, name, tuple(found), labels, trajectories.has_references(path) is not None)
+        raise DataError(f"{path}: holds no frames; {trajectories.ADVICE}")
+    return Origin(path, name, tuple(found), labels, trajectories.references_path(path) is not None)
 
 
 def source(origins: Sequence[Origin], options: argparse.Namespace) -> dict[str, str]:

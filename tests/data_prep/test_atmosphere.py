@@ -8,7 +8,7 @@ import pytest
 
 from data_prep import detection, scenes
 from data_prep.atmosphere import AMBIENT, GAS, T0, VARIABLES, River, Vortex, Weather
-from data_prep.sphere import GRAVITY, OMEGA, RADIUS, Grid, polar
+from data_prep.sphere import GRAVITY, OMEGA, RADIUS, Grid, polar_coordinates
 from hpcai.errors import MissingExtraError
 
 REGION = Grid.region(96, 144, 0.5, 8, 0)
@@ -106,7 +106,7 @@ def test_samples_lie_within_what_climate_reaches():
         fields = Weather(grid, random_scene(grid, 5)).fields()
         assert fields.shape == (*grid.phi.shape[:1], grid.lam.size, 16) and fields.dtype == np.float32
         for usual, values in zip(VARIABLES.values(), np.moveaxis(fields, -1, 0)):
-            assert usual.least <= values.min() and usual.reach <= values.max() <= usual.most
+            assert usual.minimum <= values.min() and usual.least_maximum <= values.max() <= usual.maximum
 
 
 def test_the_globe_is_periodic_and_single_at_the_poles():
@@ -130,7 +130,7 @@ def test_a_cyclone_and_a_river_are_found(grid, sign):
     (cyclone,), (filament,) = objects.cyclones, objects.rivers
     assert (cyclone.latitude, cyclone.longitude) == pytest.approx((14 * sign, 60), abs=0.5)
     assert 95000 < cyclone.pressure < 96500 and 40 < cyclone.wind < 60 and cyclone.warmth > 3
-    away = polar(grid, np.arange(96), np.arange(144), cyclone.latitude, cyclone.longitude)[0][objects.mask == 1]
+    away = polar_coordinates(grid, np.arange(96), np.arange(144), cyclone.latitude, cyclone.longitude)[0][objects.mask == 1]
     assert 5.3e5 < away.max() < 5.01 * RADIUS * np.pi / 180
     row, column = (int(np.abs(axis - at).argmin()) for axis, at in ((grid.latitude, 14 * sign), (grid.longitude, 60)))
     assert (objects.mask[row - 1 : row + 2, column - 1 : column + 2] == 1).all()         # with its eye
@@ -184,7 +184,7 @@ def test_what_looks_like_a_river_is_refused(name):
 )
 def test_a_patch_that_is_round_or_dry_or_no_more_than_usual_is_no_river(half_width, water, wind, usual, count):
     fields = Weather(REGION, calm()).fields()
-    r, east, north = polar(REGION, np.arange(96), np.arange(144), 38, 36)
+    r, east, north = polar_coordinates(REGION, np.arange(96), np.arange(144), 38, 36)
     patch = np.hypot(r * (east + north) / 1.2e6, r * (east - north) / half_width) < np.sqrt(2)
     for name, inside, outside in (("TMQ", water, 25), ("U850", wind, usual), ("V850", wind, usual)):
         fields[..., list(VARIABLES).index(name)] = np.where(patch, inside, outside)
@@ -209,7 +209,7 @@ def test_across_the_seam_of_the_globe_they_stay_whole():
     assert (np.roll(here.mask, 180, axis=1) == seam.mask).mean() > 0.9999
     assert seam.rivers[0].length == pytest.approx(here.rivers[0].length, rel=0.01)
     corner = np.array([[1, 0, 0], [0, 0, 2]])
-    detection._join_seam(corner)
+    detection._merge_across_seam(corner)
     assert corner[0, 0] == corner[1, 2]
 
 

@@ -82,7 +82,7 @@ def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
 def test_the_check_compares_masks_with_the_rule(made, capsys, monkeypatch):
     assert run("check", made, "--no-picture") == 0
     assert "masks of 20 samples" in capsys.readouterr().out
-    monkeypatch.setattr(detection, "TRANSPORT", 2 * detection.TRANSPORT)
+    monkeypatch.setattr(detection, "MIN_TRANSPORT", 2 * detection.MIN_TRANSPORT)
     assert run("check", made, "--no-picture") == 1 and "differs from the rule" in capsys.readouterr().out
 
 

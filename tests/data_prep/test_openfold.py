@@ -171,7 +171,7 @@ def test_the_files_are_as_promised(library, tmp_path):
 def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeypatch):
     library = searched
     assert convert(library, tmp_path / "alone", "--each", "1") == 0
-    monkeypatch.setattr(openfold, "SCANNED", 2)
+    monkeypatch.setattr(openfold, "FILES_PER_SCAN", 2)
     assert convert(library, tmp_path / "two", "--each", "1", workers="2") == 0
     monkeypatch.setenv("PMI_SIZE", "2")
     with ExitStack() as both:
@@ -243,8 +243,8 @@ def test_a_chain_goes_where_mlperf_has_it(facts, verdict):
     facts = {"cluster": 0, **FOUND, **facts}
     held, cluster = {"1abc_A" if facts.pop("held") else "2abc_A"} if "held" in facts else set(), facts.pop("cluster")
     options = openfold.parser().parse_args(["convert", "--structures", "a", "--alignments", "b", "c", "--clusters", "FILE"])
-    found = openfold.Found(Path("x"), "1abc_A", "1abc_A", entity="", usable=True, atoms=b"", **facts)
-    assert openfold._split(found, cluster, options, held).startswith(verdict)
+    found = openfold.ScannedChain(Path("x"), "1abc_A", "1abc_A", entity="", usable=True, atoms=b"", **facts)
+    assert openfold._split_or_reason(found, cluster, options, held).startswith(verdict)
 
 
 def test_validation_is_what_came_out_between_two_days(library, tmp_path, capsys):
@@ -321,8 +321,8 @@ def spoil(library, how):
 
 
 BAD = {
-    "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "holds no .cif or .cif.gz",
-    "others": "holds a folder for none of 5 chains, such as 1aaa_A", "cut": "none of its 5 files can be used, the first because",
+    "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "contains no .cif or .cif.gz",
+    "others": "has a folder for none of 5 chains, such as 1aaa_A", "cut": "none of its 5 files can be used, the first because",
     "unreadable": "none of its 3 chains can be used, the first because",
 }  # fmt: skip
 
@@ -339,11 +339,11 @@ def test_an_empty_split_is_refused_and_another_choice_needs_no_second_look(libra
     out, empty = tmp_path / "out", library / "empty"
     assert convert(library, out, held=None) == 2
     assert "none of 5 chains is left for validation" in (error := capsys.readouterr().err) and "--validation FILE" in error
-    monkeypatch.setattr(openfold, "scan", pytest.fail)
+    monkeypatch.setattr(openfold, "scan_structures", pytest.fail)
     assert convert(library, out, "--resolution", "1") == 2
     assert "none of 5 chains is left for train, 1aaa_A because: 2 angstrom, --resolution 1" in capsys.readouterr().err
     empty.write_text("\n")
-    assert convert(library, out, held="empty") == 2 and "holds nothing" in capsys.readouterr().err
+    assert convert(library, out, held="empty") == 2 and "empty, expected" in capsys.readouterr().err
     assert convert(library, out) == 0 and named(out)["validation"] == ["4ddd_A"]
 
 
@@ -360,7 +360,7 @@ def test_hits_become_rows_of_the_structures_that_they_name(searched, tmp_path, c
     for one in stored:
         real = read_mmcif(searched / "mmcif" / one["name"].decode()[:2] / f"{one['name'].decode()[:4]}.cif").chains["A"]
         assert all((one[name] == getattr(real, name)).all() for name in ("aatype", "positions", "mask"))
-        assert one["resolution"] == 2 and one["release"] == chains.days(real.release)
+        assert one["resolution"] == 2 and one["release"] == chains.days_since_epoch(real.release)
     row = rows["2bbb_A"]
     assert row["hit_row"].tolist() == [1, 0, 0] and row["hit_sum_probs"].tolist() == [5, 4.5, 3] and row["hits"] == 3
     places = row["hit_places"].reshape(3, 21)
@@ -442,7 +442,7 @@ def test_a_twin_lends_its_alignment_and_hits(searched, tmp_path):
 
 
 # Proteins are folded once; that a family is a pure function of seed and number has a test.
-remembered = remembering(proteins, "family")
+remembered = remembering(proteins, "make_family")
 
 
 def test_relatives_are_templates_residue_on_residue(made, tmp_path):
@@ -455,14 +455,14 @@ def test_relatives_are_templates_residue_on_residue(made, tmp_path):
         assert other["hit_row"].tolist() == [place] and other["hit_places"].tolist() == [*range(other["residues"])]
         assert other["hit_sum_probs"].tolist() == [(one["aatype"] == other["aatype"]).sum()]
         assert all(np.all(one[field] == rows[name][field]) for field in chains.TEMPLATE_FIELDS)
-        assert recipe.family(place // 2)[place % 2]["name"].decode() == name
+        assert recipe.make_family(place // 2)[place % 2]["name"].decode() == name
         msa = other["msa"].reshape(6, -1)
         templates = template_features([one], other["hit_places"][None], other["hit_sum_probs"])
         found = featurize("".join(RESTYPES[kind] for kind in other["aatype"]), Alignment(msa, np.zeros(msa.shape, np.int32), []),
                           templates, FeatureConfig(crop=None), passes=1, training=False)  # fmt: skip
         assert found["template_mask"].ravel().tolist() == [1, 0, 0, 0]
     wider = openfold.Recipe(1, 4, (16, 16), 2, 1, 0.25, 0.0, 2)
-    family = wider.family(3)
+    family = wider.make_family(3)
     for member, each in enumerate(family):
         alike = [int((each["aatype"] == one["aatype"]).sum()) for one in family]
         taken = (each["hit_row"] - 12).tolist()
@@ -479,8 +479,8 @@ def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made, m
     assert not numbers["train"] & numbers["validation"] and [len(numbers[split]) for split in numbers] == [3, 1]
     assert all(row["cluster_size"] == 2 for rows in found.values() for row in rows.values())
     recipe = openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
-    monkeypatch.setattr(proteins, "family", proteins.family.__wrapped__)
-    for sample in recipe.family(2):
+    monkeypatch.setattr(proteins, "make_family", proteins.make_family.__wrapped__)
+    for sample in recipe.make_family(2):
         row = {**found["train"], **found["validation"]}[sample["name"].decode()]
         assert (row["positions"] == sample["positions"]).all() and (row["msa"] == sample["msa"].ravel()).all()
         assert 16 <= row["residues"] <= 20 and row["letters"] == 6 * row["residues"] and row["cluster"] == 2

@@ -56,7 +56,7 @@ def test_every_original_file_is_taken_in(tmp_path, row, capsys, originals):
     if row["source_file"] == "random1447590.traj":
         sources.append(real / "oc20_random1447590.aselmdb")
     parts = []
-    for number, source in enumerate(source for source in sources if trajectories.kind(source)):
+    for number, source in enumerate(source for source in sources if trajectories.file_format(source)):
         out = tmp_path / str(number)
         assert run("convert", source, out, "--validation", "0", "--skip-bad", "--label", "as told") == 0
         found, part = loaded(out / "statistics.json")["splits"]["train"], whole(out / "train")
@@ -272,14 +272,14 @@ def test_an_atom_is_fixed_that_cannot_move_at_all(tmp_path):
     atoms = images(1)[0]
     atoms.set_constraint([FixCartesian([2]), FixCartesian([5], mask=(True, False, True)), FixAtoms([7])])
     ase.io.write(tmp_path / "a.traj", atoms)
-    frame = next(item() for item in trajectories.items(tmp_path / "a.traj", "a"))
+    frame = next(item() for item in trajectories.frame_readers(tmp_path / "a.traj", "a"))
     assert np.flatnonzero(frame.fixed).tolist() == [2, 7]
-    assert frames.count(frame, 6.0, 50, "here")[0] > frames.count(frame, 6.0, 10, "here")[0] == 120
+    assert frames.count_graph(frame, 6.0, 50, "here")[0] > frames.count_graph(frame, 6.0, 10, "here")[0] == 120
     alone = frames.Frame(np.array([8, 1]), np.eye(2, 3), np.zeros((3, 3)), np.zeros(3), 0.0, np.zeros((2, 3)), *np.zeros((2, 2)))
-    assert frames.count(alone, 6.0, 50, "no cell, nothing periodic") == (2, 0)
+    assert frames.count_graph(alone, 6.0, 50, "no cell, nothing periodic") == (2, 0)
 
 
 def test_ids_are_numbers_or_made_from_their_text():
     values = [7, "random12", np.array([3.0]), "frame0", "a1b2"]
-    assert [trajectories._number(value) for value in values] == [7, 12, 3, 0, None]
-    assert len({trajectories._system(value) for value in (*values, "a1b3")}) == 6
+    assert [trajectories._id_number(value) for value in values] == [7, 12, 3, 0, None]
+    assert len({trajectories._system_id(value) for value in (*values, "a1b3")}) == 6
