@@ -37,7 +37,7 @@ class Variable(NamedTuple):
     least_maximum: float
 
 
-VARIABLES = {                   # in the order of the public data; what is far outside is in other units
+VARIABLES = {                   # in the order of the public data; values far outside have other units
     "TMQ": Variable("kg/m2", -0.1, 130, 3),
     "U850": Variable("m/s", -150, 150, 0.5),
     "V850": Variable("m/s", -150, 150, 0.5),
@@ -58,15 +58,15 @@ VARIABLES = {                   # in the order of the public data; what is far o
 
 GAS = 287.04                    # J/kg/K, of dry air
 P0, T0 = 1e5, 288.0             # PSL = P0 exp(g Z1000 / (R T0))
-AMBIENT = 101000.0              # pressure far from a vortex, to which its depth is relative
-FADE = 6.0                      # widths of a river from its axis to where the step of its front is gone
+AMBIENT = 101000.0              # pressure far from a vortex, the reference of its depth
+FADE = 6.0                      # widths of a river from its axis to the end of the step of its front
 
 
 # ---- vertical structure: F(x) and dF/dx, x = ln(1000 hPa / p)
 
 TOP = 2.0                       # x where the warm core of a cyclone ends, 135 hPa
 CORE = 0.9 / (1 - np.cos(np.pi * np.log(5.0) / TOP))                     # F(200 hPa) = 0.1
-WAVE_GROWTH = 0.7, 0.8                      # amplitude of the waves at x = 0, and its growth with x
+WAVE_GROWTH = 0.7, 0.8          # amplitude of the waves at x = 0, and its growth with x
 
 
 def _tilted_wave(x: float, turn: float) -> tuple[float, float]:
@@ -97,7 +97,7 @@ def sounding(x: float) -> tuple[float, float]:
     return GAS / GRAVITY * (300 * x - 43.5 * x**2 / 2 - 3.87 * x**3 / 3), 300 - 43.5 * x - 3.87 * x**2
 
 
-# ---- what a sample is made of
+# ---- components of a sample
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,14 @@ class Vortex:
         r = np.maximum(r, 1.0)
         if self.shape:
             power = (self.radius / r) ** self.shape
-            part, slope = -np.expm1(-power), np.exp(-power) * power * self.shape / r
+            profile, slope = -np.expm1(-power), np.exp(-power) * power * self.shape / r
         else:
-            part = np.exp(-0.5 * (r / self.radius) ** 2)
-            slope = part * r / self.radius**2
-        left = 1 - self.depth / AMBIENT * part
+            profile = np.exp(-0.5 * (r / self.radius) ** 2)
+            slope = profile * r / self.radius**2
+        pressure_ratio = 1 - self.depth / AMBIENT * profile
         fade = 0.5 * (1 + np.cos(np.pi * np.clip((r / self.reach - 0.6) / 0.4, 0, 1)))
         scale = GAS * T0 / GRAVITY
-        return scale * np.log(left) * fade, scale * self.depth / AMBIENT * slope / left * fade
+        return scale * np.log(pressure_ratio) * fade, scale * self.depth / AMBIENT * slope / pressure_ratio * fade
 
     def wind(self, r: Array, slope: Array) -> Array:
         """Return the gradient wind in m/s, cyclonic positive."""
@@ -196,14 +196,14 @@ class River:
         point, along, right, length = self.curve()
         middle = point[len(point) // 2]
         reach = float(np.hypot(0.85 * length[-1], FADE * self.width))
-        place = np.degrees((np.arcsin(middle[2]), np.arctan2(middle[1], middle[0])))
-        rows, columns = grid.nearby(float(place[0]), float(place[1]), reach)
+        centre = np.degrees((np.arcsin(middle[2]), np.arctan2(middle[1], middle[0])))
+        rows, columns = grid.nearby(float(centre[0]), float(centre[1]), reach)
         phi, lam = grid.phi[rows], grid.lam[:, columns]
-        here = np.stack(np.broadcast_arrays(np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)), axis=-1)
-        # not BLAS, whose rounding depends on the number of threads
-        nearest = np.einsum("...i,ki->...k", here, point).argmax(-1)
-        across = RADIUS * np.einsum("...i,...i->...", here, right[nearest])
-        s = length[nearest] + RADIUS * np.einsum("...i,...i->...", here, along[nearest])
+        position = np.stack(np.broadcast_arrays(np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)), axis=-1)
+        # not BLAS: its rounding depends on the number of threads
+        nearest = np.einsum("...i,ki->...k", position, point).argmax(-1)
+        across = RADIUS * np.einsum("...i,...i->...", position, right[nearest])
+        s = length[nearest] + RADIUS * np.einsum("...i,...i->...", position, along[nearest])
         return np.ix_(rows, columns), across, np.exp(-((2 * s / length[-1] - 1) ** 6))
 
 
@@ -261,7 +261,7 @@ class Weather:
         self.components["cosine"], self.components["sine"] = self._waves()
         self.rivers = [(river, *river.coordinates(grid)) for river in scene.rivers]
         for river, box, across, along in self.rivers:
-            # Its geostrophic wind is the jet, sech^2 across; the wider bell brings the step back to nothing.
+            # Its geostrophic wind is the jet, sech^2 across; the wider bell brings the step back to zero.
             size = grid.coriolis[box[0][:, 0]] / GRAVITY * river.jet / PROFILES["front"](_x(85000))[0] * river.width
             bell = 0.5 * (1 + np.cos(np.pi * np.minimum(np.abs(across) / (FADE * river.width), 1)))
             self._add("front", size * np.tanh(across / river.width) * bell * along, box)
@@ -307,12 +307,12 @@ class Weather:
     def height(self, pressure: float) -> Array:
         """Return the geopotential height in m.   [H, W]"""
         x = _x(pressure)
-        return sounding(x)[0] + sum((PROFILES[name](x)[0] * part for name, part in self.components.items()), np.zeros(self.shape))
+        return sounding(x)[0] + sum((PROFILES[name](x)[0] * z for name, z in self.components.items()), np.zeros(self.shape))
 
     def temperature(self, pressure: float) -> Array:
         """Return the hydrostatic temperature in kelvin, T = (g/R) dZ/dx.   [H, W]"""
         x = _x(pressure)
-        slope = sum((PROFILES[name](x)[1] * part for name, part in self.components.items()), np.zeros(self.shape))
+        slope = sum((PROFILES[name](x)[1] * z for name, z in self.components.items()), np.zeros(self.shape))
         return sounding(x)[1] + GRAVITY / GAS * slope
 
     def wind(self, pressure: float) -> tuple[Array, Array]:
@@ -358,9 +358,9 @@ class Weather:
         for vortex, box, r, east, north, _ in self.vortices:
             if vortex.core != "warm":
                 continue
-            far = np.maximum(r / vortex.radius, 0.1)
-            bands = 1 + 0.7 * np.cos(2 * np.arctan2(north, east) + 4 * np.sign(vortex.latitude) * np.log(far))
-            rain[box] += 5e-10 * vortex.depth * (np.exp(-(((far - 1.1) / 0.6) ** 2)) + 0.25 * bands * np.exp(-far / 3))
+            ratio = np.maximum(r / vortex.radius, 0.1)
+            bands = 1 + 0.7 * np.cos(2 * np.arctan2(north, east) + 4 * np.sign(vortex.latitude) * np.log(ratio))
+            rain[box] += 5e-10 * vortex.depth * (np.exp(-(((ratio - 1.1) / 0.6) ** 2)) + 0.25 * bands * np.exp(-ratio / 3))
         return rain
 
     @cached_property
@@ -407,7 +407,7 @@ class Weather:
         # Ekman: the surface turns wind towards low pressure and slows it, land more than the sea.
         angle = np.radians(18 + 12 * land) * np.tanh(degrees / 8)
         slower = (0.82 - 0.27 * land) * np.exp(-ground / 5000)
-        aloft = np.exp(-np.maximum(ground - 800, 0) / 1500)                 # 850 hPa below the ground
+        aloft = np.exp(-np.maximum(ground - 800, 0) / 1500)                 # 850 hPa is below the ground
         layer = GAS / GRAVITY * 0.00753 * air * (1 + 0.608 * moisture)      # the lowest level is at 0.9925 of the surface pressure
         named = {
             "TMQ": water, "U850": aloft * u850, "V850": aloft * v850,

@@ -189,7 +189,7 @@ def simulate_counts(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDAr
         counts, variance = universe.round_counts(mass, recipe.mean_count, recipe.generator(ROUNDING_STREAM, index))
     except OverflowError as error:
         smaller = f"choose a smaller --mean-count than {recipe.mean_count:g}"
-        raise DataError(f"universe {index}: {error}, more than int16 holds; {smaller}") from None
+        raise DataError(f"universe {index}: {error}, above the range of int16; {smaller}") from None
     return np.ascontiguousarray(np.moveaxis(counts, 0, -1)), variance
 
 

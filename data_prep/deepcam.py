@@ -34,7 +34,7 @@ from hpcai.errors import ConfigError
 CLASSES = ("background", "tropical cyclone", "atmospheric river")
 
 
-# ---- what the files hold
+# ---- contents of the files
 
 
 def fields(height: int, width: int) -> store.Fields:
@@ -61,10 +61,10 @@ class Recipe(command.Recipe):
     seed: int = command.seed()
     height: int = option(None, "rows: 96, on the globe 768", type=command.positive)
     width: int = option(None, "columns: 144, on the globe 1152", type=command.positive)
-    spacing: float = option(0.5, "degrees between cells of a region; of no meaning on the globe", metavar="X", type=float)
+    spacing: float = option(0.5, "degrees between cells of a region; unused with --globe", metavar="X", type=float)
     south: float = option(8.0, "southern edge of a region in degrees", metavar="X", type=float)
     west: float = option(0.0, "western edge of a region in degrees", metavar="X", type=float)
-    globe: bool = option(False, "the whole globe, periodic, with rows at both poles", action="store_true")
+    globe: bool = option(False, "the full globe, periodic, with rows at both poles", action="store_true")
     rows: int = option(16, "samples per file", type=command.positive)
     validation: float = command.fraction(0.1, "the samples")
     test: float = command.fraction(0.1, "the samples")
@@ -143,10 +143,10 @@ def convert(options: argparse.Namespace) -> command.Plan:
     for split, folder in command.source_folders(options.source, "data-*.h5 in each").items():
         files = sorted(path.relative_to(options.source).as_posix() for path in folder.glob("data-*.h5"))[: options.limit]
         if not files:
-            raise ConfigError(f"{folder}: no files data-*.h5 there; name the folder that holds train with them")
+            raise ConfigError(f"{folder}: no files data-*.h5; name the folder of the splits, such as train")
         sources[split] = files
     if not sources:
-        raise ConfigError(f"{options.source}: holds no folder train, validation or test; put the files of each split into its own")
+        raise ConfigError(f"{options.source}: holds no folder train, validation or test; put the files of each split into one")
     height, width = timestep.read(options.source / next(iter(sources.values()))[0])[1].shape
     recipe = {"kind": "convert", "rows": options.rows, "height": height, "width": width,
               "sources": {split: command.listed(files) for split, files in sources.items()}}  # fmt: skip
@@ -174,7 +174,7 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
 
 MAKER = command.Maker(
     "deepcam", "DeepCAM data: simulate weather maps, check them, or convert the public set.", "deepcam",
-    command.Check("Files against index.json, masks against the rule.", look, ("rule", 64, "samples whose masks are made again")),
+    command.Check("Files against index.json, masks against the rule.", look, ("rule", 64, "samples whose masks are recomputed")),
     (command.Simulate("Weather maps of an idealised atmosphere, with masks of cyclones and rivers.", Recipe,
                       ("samples", 400, "how many; a later run may ask for more"), simulate),
      command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source_options)),

@@ -28,20 +28,20 @@ from data_prep.sphere import DEGREE, RADIUS, Array, Box, Grid, polar_coordinates
 
 CYCLONE, RIVER = 1, 2
 
-TROPICS = 40.0          # degrees
-MINIMUM_RADIUS = 3.0        # degrees without a lower pressure
-MIN_DEFICIT = 400.0         # Pa
-RING = (5.0, 7.0)       # degrees
-MIN_VORTICITY = 3.5e-5      # /s
-MIN_WIND = 17.0             # m/s
-MIN_WARMTH, MIN_WARMTH_500 = 0.8, 0.4           # K
-MASK_WIND, MASK_RADIUS = 15.0, 5.0              # m/s, degrees
+TROPICS = 40.0                                                    # degrees
+MINIMUM_RADIUS = 3.0                                              # degrees without a lower pressure
+MIN_DEFICIT = 400.0                                               # Pa
+RING = (5.0, 7.0)                                                 # degrees
+MIN_VORTICITY = 3.5e-5                                            # /s
+MIN_WIND = 17.0                                                   # m/s
+MIN_WARMTH, MIN_WARMTH_500 = 0.8, 0.4                             # K
+MASK_WIND, MASK_RADIUS = 15.0, 5.0                                # m/s, degrees
 
-MIN_TRANSPORT, MOIST_LAYER = 250.0, 0.8         # kg/m/s; share of the water that moves with the wind at 850 hPa
-MIN_RELATIVE, MIN_WATER = 1.7, 20.0             # times the median of the latitude; kg/m2
-SUBTROPICS = 20.0       # degrees
-CYCLONE_DISTANCE = 6.0      # degrees
-MIN_LENGTH, MIN_ASPECT_RATIO, MIN_POLEWARD = 2.0e6, 2.0, 50.0    # m, 1, kg/m/s
+MIN_TRANSPORT, MOIST_LAYER = 250.0, 0.8                           # kg/m/s; share of the water that moves with the wind at 850 hPa
+MIN_RELATIVE, MIN_WATER = 1.7, 20.0                               # times the median of the latitude; kg/m2
+SUBTROPICS = 20.0                                                 # degrees
+CYCLONE_DISTANCE = 6.0                                            # degrees
+MIN_LENGTH, MIN_ASPECT_RATIO, MIN_POLEWARD = 2.0e6, 2.0, 50.0     # m, 1, kg/m/s
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8
         inside = ((wind[box] > MASK_WIND) | (distance <= eye)) & (distance <= MASK_RADIUS)
         labels, _ = ndimage.label(inside, np.ones((3, 3)))
         connected = labels == labels[np.unravel_index(distance.argmin(), distance.shape)]
-        part = mask[box]
-        part[connected] = CYCLONE
-        mask[box] = part
+        local_mask = mask[box]
+        local_mask[connected] = CYCLONE
+        mask[box] = local_mask
         centre = float(grid.latitude[row]), float(grid.longitude[column])
         cyclones.append(Cyclone(*centre, float(pressure[row, column]), max_wind, warmth, int(connected.sum())))
     return cyclones
@@ -153,7 +153,7 @@ def _detect_rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8],
     rivers = []
     area = (DEGREE**2 * np.cos(grid.phi) * np.diff(grid.latitude[:2]) * np.diff(grid.longitude[:2])).clip(0) * np.ones(flow.shape)
     sizes = np.bincount(labels.ravel(), area.ravel(), count + 1)
-    for label in np.flatnonzero(sizes > MIN_LENGTH**2 / 50):        # less would be thinner than a fiftieth of its length
+    for label in np.flatnonzero(sizes > MIN_LENGTH**2 / 50):        # smaller: thinner than a fiftieth of its length
         if label == 0:
             continue
         cells = np.nonzero(labels == label)

@@ -73,7 +73,7 @@ class Recipe(command.Recipe):
     seed: int = command.seed()
     size: int = option(None, "cells per side: 64, of volumes 32; rows of a map of the weather", type=command.positive)
     factor: int = option(4, "cells of high along a cell of low", type=command.positive)
-    rows: int = option(48, "samples per file, of whole universes", type=command.positive)
+    rows: int = option(48, "samples per file, in complete universes", type=command.positive)
     validation: float = command.fraction(0.12, "the universes, or moments of weather")
     test: float = command.fraction(0.0, "the universes, or moments of weather")
     mean: tuple[float, ...] = ()                # of each channel; empty until computed
@@ -336,9 +336,9 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
 
 MAKER = command.Maker(
     "fields", "Fields and their coarse counterparts: simulate and check them.", "diffusion",
-    command.Check("Files against index.json, low against high.", look, ("rows", 1000, "samples whose low is made again")),
+    command.Check("Files against index.json, low against high.", look, ("rows", 1000, "samples whose low is recomputed")),
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
-                      ("samples", 1700, "how many, in whole universes; a later run may ask for more"), simulate, add_kind_option),),
+                      ("samples", 1700, "how many, in complete universes; a later run may add more"), simulate, add_kind_option),),
 )  # fmt: skip
 main, parser = MAKER.main, MAKER.parser
 

@@ -42,7 +42,7 @@ from hpcai.models.unet3d import volume
 from hpcai.models.unet3d.volume import CLASSES
 from hpcai.programs import command_of
 
-PUBLIC, LABELLED = 300, 210     # cases of the public set; those from 210 on have no label
+PUBLIC, LABELLED = 300, 210     # cases of the public set; from 210 on without a label
 # The evaluation cases of the MLPerf reference.
 EVALUATION = frozenset((
     0, 3, 5, 6, 12, 24, 34, 41, 44, 49, 52, 56, 61, 65, 66, 70, 76, 78, 80, 84, 86, 87, 92, 111, 112, 125, 128, 138, 157, 160, 161,
@@ -152,7 +152,7 @@ def write_nifti(recipe: Recipe, case: tuple[int, Path]) -> None:
 
 
 def add_nifti_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nifti", action="store_true", help="write the public layout, at the scanner's grid, for convert")
+    parser.add_argument("--nifti", action="store_true", help="write the public layout, on the scanner's grid, for convert")
 
 
 def simulate(options: argparse.Namespace) -> command.Plan | None:
@@ -207,7 +207,7 @@ def split_cases(root: Path, chosen: Sequence[int] | None) -> tuple[dict[str, lis
         raise ConfigError(f"{root}: no such folder; SOURCE holds case_00000/{nifti.IMAGE} and {nifti.LABEL}, and so on")
     cases = {int(match[1]): path.name for path in sorted(root.iterdir()) if (match := re.fullmatch(r"case_(\d+)", path.name))}
     if not cases:
-        raise ConfigError(f"{root}: no folder case_00000 or alike; name the folder that holds the cases (in KiTS19: data)")
+        raise ConfigError(f"{root}: no folder case_00000 or alike; name the folder of the cases (in KiTS19: data)")
     unlabelled = [number for number in cases if LABELLED <= number < PUBLIC and not (root / cases[number] / nifti.LABEL).is_file()]
     labelled = {number: name for number, name in cases.items() if number not in unlabelled}
     validation = EVALUATION if chosen is None else frozenset(chosen)
@@ -257,7 +257,7 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
 
 MAKER = command.Maker(
     "kits19", "Kidney tumours in CT: simulate scans, check them, or convert the public set KiTS19.", "unet3d",
-    command.Check("Files against index.json, boxes against labels.", look, ("boxes", 8, "cases whose boxes are made again")),
+    command.Check("Files against index.json, boxes against labels.", look, ("boxes", 8, "cases whose boxes are recomputed")),
     (command.Simulate("CT scans of simulated abdomens with kidneys and tumours.", Recipe,
                       ("cases", 96, "how many; a later run may ask for more"), simulate, add_nifti_option),
      command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source_options)),

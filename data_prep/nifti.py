@@ -21,7 +21,7 @@ from hpcai.errors import DataError
 from hpcai.gzip_file import gunzip
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
-MAX_TILT = 1e-3          # share of an axis that may lean toward another
+MAX_TILT = 1e-3          # fraction of an axis along another one
 MAX_BYTES = 1 << 32       # bytes of a volume: 2,000 slices of 512 x 512 voxels in float64
 MAX_SHIFT = 0.5             # voxels between the same corner of image and label
 Array = NDArray[Any]
@@ -50,8 +50,8 @@ def _read_label(path: Path, shape: tuple[int, ...], affine: Array) -> NDArray[np
     corners = np.array(np.meshgrid(*[(0, n - 1) for n in shape], (1,))).reshape(4, -1)
     offset = float(np.abs(np.linalg.solve(affine, other @ corners) - corners).max())
     if not offset <= MAX_SHIFT:
-        text = f"its affine puts a corner {offset:.3g} voxels from where that of {IMAGE} puts it, expected at most {MAX_SHIFT:g}"
-        raise DataError(f"{path}: {text}; resample the label to the grid of its image, or correct the affine that is wrong")
+        text = f"its affine puts a corner {offset:.3g} voxels from its position by {IMAGE}, expected at most {MAX_SHIFT:g}"
+        raise DataError(f"{path}: {text}; resample the label to the grid of its image, or correct the wrong affine")
     values = np.asanyarray(file.dataobj)
     if not all(np.isin(part, (0, 1, 2)).all() for part in values):
         text = f"holds the labels {np.setdiff1d(values, (0, 1, 2))[:5].tolist()}, expected only 0 background, 1 kidney, 2 tumour"
@@ -69,11 +69,11 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
             raise DataError(f"{path}: no such file; {advice}")
         raw = gunzip(path, MAX_BYTES)
         if raw[344:348] != b"n+1\0":
-            raise ValueError("the header is not that of NIfTI-1 in one file")
-        header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(raw), check=False)    # a check makes 1 mm of a spacing of 0
+            raise ValueError("the header is not of single-file NIfTI-1")
+        header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(raw), check=False)    # a check replaces a spacing of 0 by 1 mm
         shape, spacing = header.get_data_shape(), tuple(float(mm) for mm in header["pixdim"][1:4])
         if len(shape) != 3:
-            raise DataError(f"{path}: {len(shape)} dimensions {tuple(shape)}, expected 3; give each volume a case of its own")
+            raise DataError(f"{path}: {len(shape)} dimensions {tuple(shape)}, expected 3; make each volume a separate case")
         if not all(np.isfinite(mm) and mm > 0 for mm in spacing):
             raise DataError(f"{path}: the header has voxels {spacing} mm apart, expected positive numbers; correct pixdim")
         image = nibabel.Nifti1Image.from_bytes(raw)
@@ -82,7 +82,7 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
     except (*nibabel_errors, OSError, EOFError, ValueError, zlib.error) as problem:
         if isinstance(problem, DataError):
             raise
-        raise DataError(f"{path}: cannot be read as NIfTI packed by gzip ({problem}); {advice}") from None
+        raise DataError(f"{path}: cannot be read as NIfTI compressed by gzip ({problem}); {advice}") from None
     return image, np.asarray(image.affine, np.float64), spacing
 
 
@@ -90,7 +90,7 @@ def _axis_order(path: Path, affine: Array) -> tuple[int, int, int]:
     """Return the axes of the file that run along the body (z), from front to back (y) and from side to side (x)."""
     along = np.abs(affine[:3, :3]) / np.linalg.norm(affine[:3, :3], axis=0).clip(1e-9)             # [xyz, axis of the file]
     main = along.argmax(0)
-    _, middle, most = np.sort(along, 0)                                         # a length of 0 leaves no direction
+    _, middle, most = np.sort(along, 0)                                         # a length of 0 has no direction
     if not np.isfinite(affine).all() or sorted(main) != [0, 1, 2] or most.min() < 0.9 or middle.max() > MAX_TILT:
         text = f"its affine {affine[:3, :3].round(4).tolist()} is rotated or sheared against the axes of the body"
         raise DataError(f"{path}: {text}, expected within {MAX_TILT:g}; resample it to an axis-aligned grid first")

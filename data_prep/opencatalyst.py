@@ -152,8 +152,8 @@ def convert_frames(selected: Sequence[SelectedFrames], source: Source, out: Path
                 frame = item()
                 where = f"{where} (system {frame.system})"
                 if frame.labels not in (None, selection.labels):
-                    others = f"others of the file have {selection.labels or 'none'}; give each a file of its own"
-                    raise DataError(f"{where}: labels of {frame.labels}, {others}")
+                    hint = f"others of the file have {selection.labels or 'none'}; use one file for each method"
+                    raise DataError(f"{where}: labels of {frame.labels}, {hint}")
                 counts.append(frames.count_graph(frame, source.cutoff, source.most, where))
                 usable.append(frame)
             except DataError as problem:
@@ -213,7 +213,7 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
     for path, row in chosen:
         yield from _recompute(path, row, prepared.index)
     labels = "labels and " if prepared.recipe["kind"] == "simulate" else ""
-    print(f"{labels}neighbours of {len(chosen)} frames made again")
+    print(f"{labels}neighbours of {len(chosen)} frames recomputed")
 
 
 def _recompute(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
@@ -224,7 +224,7 @@ def _recompute(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
         systems = {each["system"]: each for each in json.loads(file.attrs.get("systems", "[]"))}
     computed = frames.count_graph(frame, index["cutoff"], index["most"], where)
     if computed != counts:
-        yield f"{where}: {counts[0]} edges and {counts[1]} triplets, counted again {computed[0]} and {computed[1]}; {remedy}"
+        yield f"{where}: {counts[0]} edges and {counts[1]} triplets, recounted {computed[0]} and {computed[1]}; {remedy}"
     if frame.system in systems:
         atoms = import_ase().Atoms(frame.numbers, frame.positions.astype(np.float64), cell=frame.cell, pbc=frame.pbc)
         atoms.calc, stored = slabs.emt_calculator(), np.asarray(frame.forces, np.float64)
@@ -232,7 +232,7 @@ def _recompute(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
         errors = abs(energy - frame.energy), float(np.abs(forces - stored).max())
         if not (errors[0] <= ENERGY_TOLERANCE and errors[1] <= FORCE_TOLERANCE):
             expected = f"expected {ENERGY_TOLERANCE:g} and {FORCE_TOLERANCE:g} at most"
-            yield f"{where}: EMT again is {errors[0]:.2g} eV and {errors[1]:.2g} eV/angstrom off, {expected}; {remedy}"
+            yield f"{where}: recomputed EMT is {errors[0]:.2g} eV and {errors[1]:.2g} eV/angstrom off, {expected}; {remedy}"
         total = float(np.abs(stored.sum(0)).max())
         if not total <= 1e-6 * (1 + np.abs(stored).sum()):
             yield f"{where}: the forces sum to {total:.2g} eV/angstrom, expected none; {remedy}"
@@ -240,7 +240,7 @@ def _recompute(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
 
 MAKER = command.Maker(
     "opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.", "opencatalyst",
-    command.Check("Files against index.json, counts and labels made again.", look, ("frames", 12, "how many are made again")),
+    command.Check("Files against index.json, counts and labels recomputed.", look, ("frames", 12, "how many are recomputed")),
     (command.Simulate("Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", Recipe,
                       ("systems", 60, "how many; a later run may ask for more"), simulate),
      command.Convert(f"Files that end with {', '.join(trajectories.SUFFIXES)} to ours.", Source, convert, add_source_options)),

@@ -7,7 +7,7 @@
     OUT/{train,validation}/*.h5, R chains of A residues, with alignments of L letters in total
         "residues" int32 [R]   "letters" int32 [R]    rows of the alignment times residues     "name" S24 [R]   "5zyh_A"
         "resolution" float32 [R] angstrom, 0 unknown   "release" int32 [R]   days since 1970, -1 unknown
-        "cluster" int32 [R]   of similar sequences, -1 in none   "cluster_size" int32 [R]   chains of the cluster in the split
+        "cluster" int32 [R]   of similar sequences, -1 in none   "cluster_size" int32 [R]   chains of it assigned to the split
         "hits" int32 [R]   templates of the chain, H in total     "places" int32 [R]   hits times residues, P in total
         "aatype" int8 [A]   "positions" float32 [A, 37, 3] angstrom   "mask" uint8 [A, 37]     with residues without coordinates
         "msa" int8 [L]   the query first   "deletions" uint8 [L]   255 at most
@@ -243,9 +243,9 @@ def _structure_paths(folder: Path) -> list[Path]:
         raise ConfigError(f"--structures {folder}: contains no .cif or .cif.gz; name the folder of the mmCIF files")
     by_name: dict[str, Path] = {}
     for path in paths:
-        twin = by_name.setdefault(path.name.removesuffix(".gz").lower(), path)
-        if twin is not path:
-            raise DataError(f"{path}: an entry of this name is also in {twin}; take one of them out of --structures")
+        other = by_name.setdefault(path.name.removesuffix(".gz").lower(), path)
+        if other is not path:
+            raise DataError(f"{path}: an entry of this name is also in {other}; take one of them out of --structures")
     return paths
 
 
@@ -276,18 +276,18 @@ def search_templates(work: Path, selected: Sequence[SelectedChain], most: int) -
     scanned, refused = _scanned_chains(work), list[tuple[str, str]]()
 
     def chain_info(name: str) -> ScannedChain | None:
-        return match if (match := scanned.get(name)) and match.usable else None
+        return info if (info := scanned.get(name)) and info.usable else None
 
     def reject(match: Match) -> str | None:
         return too_few_atoms(np.frombuffer(scanned[match.name].atoms, np.uint8), match.residue_map)
 
     all_hits: list[list[Any]] = []
     for chain in selected:
-        own, entry, matches = scanned[chain_key(chain.name)], chain_key(chain.name).rpartition("_")[0], list[Match]()
-        limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": most, "reject": reject}
+        query, entry, matches = scanned[chain_key(chain.name)], chain_key(chain.name).rpartition("_")[0], list[Match]()
+        limits: dict[str, Any] = {"entry": entry, "before": query.release, "most": most, "reject": reject}
         for file in _hit_files(chain.folder):
             try:
-                matches += select_hits(read_hhr(file), own.sequence, chain_info, **limits)[0]
+                matches += select_hits(read_hhr(file), query.sequence, chain_info, **limits)[0]
             except DataError as problem:
                 refused.append((str(file), str(problem)))
         best = sorted(matches, key=lambda match: -match.sum_probs)[:most]
@@ -362,7 +362,7 @@ def _plan_templates(
     for file in files:
         # Filters may still change, and with them the chains of a file.
         fingerprint = [str(options.templates), *(f"{chain.name} {chain.folder and chain.folder.relative_to(options.alignments)}"
-                                           for chain in file.chains)]  # fmt: skip
+                                                 for chain in file.chains)]  # fmt: skip
         tasks[work / f"hits_{command.digest(fingerprint)}.json"] = partial(search_templates, work, file.chains, options.templates)
     names, unread = list[list[str]](), list[tuple[str, str]]()          # of the templates of each file; one file in memory
     counts: list[int] = []
@@ -381,7 +381,7 @@ def _plan_templates(
                       chains.TEMPLATE_CONTENTS, end - begin)
             for number, (begin, end) in enumerate(_balanced_ranges(len(templates), options.each))]  # fmt: skip
     with_hits = [replace(file, hits=path, hit_rows=tuple(rows[name] for name in each))
-            for file, path, each in zip(files, tasks, names)]  # fmt: skip
+                 for file, path, each in zip(files, tasks, names)]  # fmt: skip
     return with_hits, jobs, unread
 
 
@@ -408,8 +408,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
         store.claim(options.out, recipe)        # raises before hours of scanning structures
     # Filters may still change.
     store.claim(options.out / WORK_FOLDER, {"format": 3, "structures": sources["structures"], "entities": entities})
-    tasks = {options.out / WORK_FOLDER / f"structures_{number:06d}.json": partial(scan_structures, part, entities)
-             for number, part in enumerate(command.parts_of(structures, FILES_PER_SCAN))}  # fmt: skip
+    tasks = {options.out / WORK_FOLDER / f"structures_{number:06d}.json": partial(scan_structures, chunk, entities)
+             for number, chunk in enumerate(command.parts_of(structures, FILES_PER_SCAN))}  # fmt: skip
     unsorted, refused = list[ScannedChain](), list[tuple[str, str]]()
     for result in store.gather(tasks, options.workers, "scan"):
         unsorted += map(_scanned_chain, result["chains"])
@@ -429,7 +429,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
         files, template_jobs, unread = _plan_templates(options, files, scanned)
         refused += unread
     label = "converted: clusters " + (f"of {options.clusters.name}" if clusters else "are equal sequences")
-    jobs = [store.Job(options.out / chain.split / f"{chain.name}.h5", partial(convert_chains, chain), CONTENTS) for chain in files]
+    jobs = [store.Job(options.out / file.split / f"{file.name}.h5", partial(convert_chains, file), CONTENTS) for file in files]
     return command.Plan(recipe, jobs, chains.header(label), label, template_jobs, refused, filtered=[*filtered.items()])
 
 
@@ -518,7 +518,7 @@ def _plan_files(
         selected = []
         for chain, cluster, size in members:
             name = next((name for name in (chain.key, *duplicates_of.get(chain.key, ())) if name in folders), None)
-            origins["their own" if name == chain.key else "a twin's" if name else "none"] += 1
+            origins["their own" if name == chain.key else "a duplicate's" if name else "none"] += 1
             selected.append(SelectedChain(chain.source, chain.name, folders[name] if name else None, cluster, size))
         for number, (begin, end) in enumerate(_balanced_ranges(len(selected), options.each)):
             files.append(OutputFile(split, f"chains_{number:06d}", tuple(selected[begin:end]), options.most))
@@ -567,7 +567,7 @@ def _invalid_values(path: Path, lengths: Sequence[int]) -> Iterator[str]:
                 yield f"{where}: positions are not 0 where 'mask' is; {advice}"
             for hit, (template, residues) in enumerate(zip(chain["hit_row"].tolist(), chain["hit_places"]), 1):
                 if not 0 <= template < len(lengths):
-                    yield f"{where}: hit {hit} is row {template} of {TEMPLATES}, which holds {len(lengths)}; {advice}"
+                    yield f"{where}: hit {hit} is row {template} of {TEMPLATES}, which has {len(lengths)} rows; {advice}"
                 elif residues.min() < -1 or residues.max() >= lengths[template]:
                     text = f"is aligned to residues {residues.min()} to {residues.max()} of a template of {lengths[template]}"
                     yield f"{where}: hit {hit} {text}, expected -1 to {lengths[template] - 1}; {advice}"

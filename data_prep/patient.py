@@ -69,8 +69,8 @@ class Patient:
         return np.array(point) * (1, *self.scale)
 
     def paint(self, box: Box, inside: Array, value: Any, label: int = 0) -> None:
-        part = self.image[box]
-        part += inside * (value - part)
+        values = self.image[box]
+        values += inside * (value - values)
         self.label[box][inside > 0.5] = label
 
     def local_coordinates(self, box: Box, centre: Point, axes: Any) -> list[Array]:
@@ -87,9 +87,9 @@ class Patient:
         """Return a smooth random field of about -1 to 1 with structures of ``length`` mm."""
         total = np.zeros(parts[0].shape, np.float32)
         for _ in range(count):
-            way = self.random.normal(size=3)
-            way *= 2 * np.pi / length / np.linalg.norm(way) * self.random.uniform(0.6, 1.4)
-            total += np.sin(sum(np.float32(k) * p for k, p in zip(way, parts)) + np.float32(self.random.uniform(0, 7)))
+            wave = self.random.normal(size=3)
+            wave *= 2 * np.pi / length / np.linalg.norm(wave) * self.random.uniform(0.6, 1.4)
+            total += np.sin(sum(np.float32(k) * p for k, p in zip(wave, parts)) + np.float32(self.random.uniform(0, 7)))
         return total * np.float32(1.5 / count)
 
     def paint_ellipsoid(
@@ -123,10 +123,10 @@ class Patient:
         box = self.box(np.minimum(a, b) - radius, np.maximum(a, b) + radius)
         if box is None:
             return
-        parts, way = self.local_coordinates(box, a, np.eye(3)), (b - a).astype(np.float32)
-        along = np.clip(sum(p * d for p, d in zip(parts, way)) / (way @ way), 0, 1)
-        away = np.sqrt(sum((p - along * d) ** 2 for p, d in zip(parts, way)))
-        self.paint(box, self.partial_volume(np.float32(radius) - away), np.float32(value))
+        parts, axis = self.local_coordinates(box, a, np.eye(3)), (b - a).astype(np.float32)
+        along = np.clip(sum(p * d for p, d in zip(parts, axis)) / (axis @ axis), 0, 1)
+        distance = np.sqrt(sum((p - along * d) ** 2 for p, d in zip(parts, axis)))
+        self.paint(box, self.partial_volume(np.float32(radius) - distance), np.float32(value))
 
 
 def trunk_radius(y: Array, x: Array) -> Array:

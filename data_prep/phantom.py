@@ -193,10 +193,10 @@ class Kidney:
 
     def point(self, random: np.random.Generator, out: float) -> NDArray[np.float64]:
         """Return a point at ``out`` of the way to the surface, in a random direction other than that of the hilum."""
-        way = random.normal(size=3)
-        way /= np.linalg.norm(way)
-        way[2] = -abs(way[2]) if way[2] > 0.3 else way[2]
-        point: NDArray[np.float64] = self.centre + (way * self.radii * out) @ self.axes
+        direction = random.normal(size=3)
+        direction /= np.linalg.norm(direction)
+        direction[2] = -abs(direction[2]) if direction[2] > 0.3 else direction[2]
+        point: NDArray[np.float64] = self.centre + (direction * self.radii * out) @ self.axes
         return point
 
 
@@ -299,7 +299,7 @@ def simulate_scan(random: np.random.Generator, target_mm: Sequence[float], exten
     """Simulate a scan of a patient. For a coarse target the scanner is coarse too, with half the spacing of the target or less."""
     slices = max(random.uniform(1.5, 5), target_mm[0] / 2)
     pixel = max(random.uniform(0.6, 0.95), 0.45 * max(target_mm[1:]))
-    spacing = (float(np.float32(slices)), float(np.float32(pixel)), float(np.float32(pixel)))    # as a NIfTI header holds them
+    spacing = (float(np.float32(slices)), float(np.float32(pixel)), float(np.float32(pixel)))    # precision of a NIfTI header
     extent = extent_mm or random.uniform(220, 320)
     fat, wall = float(np.clip(random.lognormal(math.log(15), 0.4), 6, 36)), random.uniform(9, 14)
     scale = (random.uniform(0.9, 1.08), random.uniform(0.9, 1.1))

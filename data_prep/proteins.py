@@ -53,8 +53,8 @@ _CHARGE = np.array([0, 1, 0, -1, 0, 0, -1, 0, .3, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 
 
 def _double_centred(table: Array) -> Array:
     """Return a table of pairs minus the preference of either residue alone."""
-    share = np.exp(_LOG_FREQ) / np.exp(_LOG_FREQ).sum()
-    return np.asarray(table - table @ share - (share @ table)[:, None] + share @ table @ share)
+    frequency = np.exp(_LOG_FREQ) / np.exp(_LOG_FREQ).sum()
+    return np.asarray(table - table @ frequency - (frequency @ table)[:, None] + frequency @ table @ frequency)
 
 
 # Gains of pairs in contact, in units of kT: one large and one small, opposite charges, two cysteines. With strengths 1.5 times
@@ -112,7 +112,7 @@ class _Plan:
 def _draw_plan(rng: Generator, length: int) -> _Plan:
     kind: list[int] = []
     rows: list[Array] = []
-    given: list[int] = []
+    fixed_types: list[int] = []
     inner: list[float] = []
     bonded: list[tuple[int, int]] = []
 
@@ -120,18 +120,18 @@ def _draw_plan(rng: Generator, length: int) -> _Plan:
         for _ in range(count):
             basin = int(rng.choice(4, p=_BASIN_PROBABILITIES))
             rows.append(_BASINS[basin])
-            given.append(G if basin == 3 or rng.random() < 0.04 else P if basin == 2 and rng.random() < 0.4 else -1)
-            if given[-1] == P and len(given) > 1 and kind[-1] == LOOP and given[-2] < 0:
+            fixed_types.append(G if basin == 3 or rng.random() < 0.04 else P if basin == 2 and rng.random() < 0.4 else -1)
+            if fixed_types[-1] == P and len(fixed_types) > 1 and kind[-1] == LOOP and fixed_types[-2] < 0:
                 rows[-2] = _BASINS[1]           # in a right helix before proline atoms are too close
             kind.append(LOOP)
             inner.append(0.0)
 
-    def element(kinds: int, count: int) -> None:
+    def element(structure: int, count: int) -> None:
         phase = rng.uniform(0, 2 * np.pi)
-        step, phase = (np.radians(100), phase) if kinds == HELIX else (np.pi, np.pi * (phase > np.pi))
-        rows.extend(np.tile(_IDEAL[kinds], (count, 1)))
-        kind.extend([kinds] * count)
-        given.extend([-1] * count)
+        step, phase = (np.radians(100), phase) if structure == HELIX else (np.pi, np.pi * (phase > np.pi))
+        rows.extend(np.tile(_IDEAL[structure], (count, 1)))
+        kind.extend([structure] * count)
+        fixed_types.extend([-1] * count)
         inner.extend((np.cos(phase + step * np.arange(count)) > 0.1).astype(float))
 
     helical = rng.choice([0.95, 0.7, 0.3])
@@ -147,7 +147,7 @@ def _draw_plan(rng: Generator, length: int) -> _Plan:
                 turn = int(rng.integers(2))
                 rows.extend(_TURNS[turn])
                 kind.extend([LOOP] * 2)
-                given.extend(_IN_TURNS[turn])
+                fixed_types.extend(_IN_TURNS[turn])
                 inner.extend([0.0] * 2)
                 element(STRAND, count)
                 bonded += [(last - k, last + 3 + k) for k in range(0, count, 2)]
@@ -156,7 +156,7 @@ def _draw_plan(rng: Generator, length: int) -> _Plan:
         loop(int(rng.integers(2, 6)))
     angle = np.full((length, 3), np.pi)
     angle[:, :2] = rows[:length]
-    kinds, fixed = np.array(kind[:length]), np.array(given[:length])
+    kinds, fixed = np.array(kind[:length]), np.array(fixed_types[:length])
     angle[fixed == P, 0] = np.radians(-65)
     spread = np.radians(np.array([[5, 5, 3], [11, 11, 3], [14, 28, 3]]))[kinds]
     spread[fixed == P, 0] = np.radians(6)
@@ -195,8 +195,8 @@ def _rotations(angle: Array, axis: int) -> Array:
 class _Backbone:
     """The ideal bonds of a chain. Glycine and proline have their own geometry where they are fixed."""
 
-    def __init__(self, given: Array) -> None:
-        types = np.where(np.isin(given, (G, P)), given, A)
+    def __init__(self, fixed_types: Array) -> None:
+        types = np.where(np.isin(fixed_types, (G, P)), fixed_types, A)
         n, c = residues.ATOM14_POSITION[types, 0].astype(float), residues.ATOM14_POSITION[types, 2].astype(float)
         next_n = np.where(np.append(types[1:], A) == P, residues.C_N_LENGTH[1][0], residues.C_N_LENGTH[0][0])
         self.lengths = np.stack([np.linalg.norm(n, axis=1), c[:, 0], next_n], 1).ravel()
@@ -306,11 +306,11 @@ def _torsion_gradient(gradient: Array, sites: Array, frames: Array) -> Array:
     return np.asarray((frames[..., 0] * (torque - np.cross(sites[:, :3], force))).sum(2))
 
 
-def _best_fold(tries: Iterable[tuple[_Plan, Array]]) -> tuple[_Plan, Array]:
+def _best_fold(attempts: Iterable[tuple[_Plan, Array]]) -> tuple[_Plan, Array]:
     """Return the first fold without faults, or the one with the least: phi of glycine in another residue, CA too close, a large
     radius, few contacts."""
     candidates: list[tuple[float, int, _Plan, Array]] = []
-    for plan, angle in tries:
+    for plan, angle in attempts:
         atoms, frames = _Backbone(plan.fixed_types)(angle)
         length, beta = len(angle), _beta_carbons(atoms, frames)
         least = _distances(atoms[:, 1])[np.triu_indices(length, 2)].min()
@@ -425,10 +425,10 @@ def _pack_side_chains(types: Array, angle: Array, atoms: Array, frames: Array, r
         if kind != P:                                                       # else its ring would open
             choices = choices + np.radians(5) * np.clip(rng.standard_normal(choices.shape), -2, 2)
         tries = _place_atoms(np.full(count, kind), choices, *(np.repeat(part[i : i + 1], count, 0) for part in backbone))
-        own, others = np.flatnonzero(residues.ATOM14_EXISTS[kind][5:]) + 5, np.flatnonzero(reach[i])
-        row, atom = np.nonzero(placed[others])
-        distance = np.sqrt(((tries[:, own, None] - positions[others[row], atom]) ** 2).sum(-1))
-        least = residues.ATOM14_RADIUS[kind][own, None] + residues.ATOM14_RADIUS[types[others[row]], atom] - 0.5
+        side_atoms, neighbours = np.flatnonzero(residues.ATOM14_EXISTS[kind][5:]) + 5, np.flatnonzero(reach[i])
+        row, atom = np.nonzero(placed[neighbours])
+        distance = np.sqrt(((tries[:, side_atoms, None] - positions[neighbours[row], atom]) ** 2).sum(-1))
+        least = residues.ATOM14_RADIUS[kind][side_atoms, None] + residues.ATOM14_RADIUS[types[neighbours[row]], atom] - 0.5
         overlap = (np.maximum(least - distance, 0) ** 2).sum((1, 2))
         best = int(overlap.argmin())
         if turn and overlap[best] > 1.5:
@@ -461,7 +461,7 @@ def _evolve_alignment(model: _PottsModel, query: Array, kind: Array, rows: int, 
     while len(msa) < rows:
         old = len(msa)
         count = min(2 * old, rows)
-        # A third of the new rows descend from the query, which is row 0 and does not change.
+        # A third of the new rows descend directly from the query, which is row 0 and does not change.
         parent = np.append(np.arange(old), np.where(rng.random(count - old) < 0.35, 0, rng.integers(0, old, count - old)))
         msa, gone, deletions = msa[parent], gone[parent], deletions[parent]
         rate = np.append(rate, np.exp(rng.uniform(np.log(0.07), 0, count - old)))
@@ -501,7 +501,7 @@ def make_family(seed: int, members: int, length: int, rows: int) -> list[tuple[C
     for member in range(1, members):
         rng = np.random.default_rng([seed, 1, member])
         plans = (_relative_plan(plan, angle, rng) for _ in range(ATTEMPTS))
-        _, bent = _best_fold((near, _fold(near, rng, angle, RELATIVE_STEPS, 0.2)) for near in plans)
+        _, bent = _best_fold((relative, _fold(relative, rng, angle, RELATIVE_STEPS, 0.2)) for relative in plans)
         chains.append(_make_member(f"made{seed}m{member}_A", seed, member, plan, bent, chains[0][0].aatype, rows))
     return chains
 
@@ -533,5 +533,5 @@ def _make_chain(name: str, types: Array, points: Array, rng: Generator) -> Chain
     positions = np.take_along_axis(points - points[:, 1].mean(0), residues.ATOM37_TO_14[types][..., None], 1) * mask[..., None]
     bfactors = np.maximum(12 * resolution - 6 * _burial(points[:, 1]), 5)[:, None] * mask
     sequence, release = "".join(RESTYPES[kind] for kind in types), FIRST_DAY + timedelta(int(rng.integers(RELEASE_DAYS)))
-    xyz, exists, b = (part.astype(np.float32) for part in (positions, mask, bfactors))
-    return Chain(name, sequence, types.astype(np.int64), xyz, exists, b, resolution, release, "x-ray diffraction")
+    coordinates, exists, b = (part.astype(np.float32) for part in (positions, mask, bfactors))
+    return Chain(name, sequence, types.astype(np.int64), coordinates, exists, b, resolution, release, "x-ray diffraction")

@@ -28,10 +28,10 @@ ADSORBATES = ("H", "C", "N", "O", "OH", "CO", "NH", "CH", "H2", "NO")
 VACUUM = 8.0                                    # on each side of a slab, so that no adsorbate reaches the next slab
 HEIGHT = (1.1, 1.9)                             # lowest atom of the adsorbate above the highest of the slab
 FIXED_LAYERS = 2                                # the lowest
-RELAXATION_STEPS, CLEAN_STEPS, MAX_RELAXED_FORCE = 25, 100, 0.02     # at most; eV/A, at which a relaxation ends
+RELAXATION_STEPS, CLEAN_STEPS, MAX_RELAXED_FORCE = 25, 100, 0.02                # at most; eV/A, at which a relaxation ends
 SIGMAS = (0.03, 0.06, 0.1, 0.15) * 2
-KELVIN, STEP_FS, FRICTION, FRAME_INTERVAL = (300.0, 600.0, 900.0), 2.0, 0.02, 5      # friction per fs
-MAX_START_FORCE, MAX_FRAME_FORCE = 50.0, 20.0                    # eV/A: redraw a start, omit a frame
+KELVIN, STEP_FS, FRICTION, FRAME_INTERVAL = (300.0, 600.0, 900.0), 2.0, 0.02, 5  # friction per fs
+MAX_START_FORCE, MAX_FRAME_FORCE = 50.0, 20.0                                   # eV/A: redraw a start, omit a frame
 MAX_DRAWS = 50
 Array = NDArray[Any]
 
@@ -49,7 +49,7 @@ def split_compositions(random: np.random.Generator, validation: float, test: flo
     """Return the disjoint compositions of each split."""
     names = compositions()
     order = [names[n] for n in random.permutation(len(names))]
-    counts = [max(1, round(part * len(names))) if part else 0 for part in (validation, test)]
+    counts = [max(1, round(fraction * len(names))) if fraction else 0 for fraction in (validation, test)]
     splits = {"validation": order[: counts[0]], "test": order[counts[0] : sum(counts)], "train": order[sum(counts) :]}
     return {split: sorted(names) for split, names in splits.items()}
 
@@ -106,11 +106,11 @@ def isolated_atom_energy(symbol: str) -> float:
 def _draw_structure(random: np.random.Generator, composition: str, size: Sequence[int]) -> tuple[str, Any, Any]:
     """Draw the name, a slab with fixed lowest layers, and an adsorbate above it."""
     first, second = (composition.split("-") * 2)[:2]
-    share = float(random.choice(FRACTIONS)) if second != first else 0.0
+    fraction = float(random.choice(FRACTIONS)) if second != first else 0.0
     facet, molecule = FACETS[int(random.integers(len(FACETS)))], ADSORBATES[int(random.integers(len(ADSORBATES)))]
-    lattice = (1 - share) * LATTICE[first] + share * LATTICE[second]        # Vegard's law
+    lattice = (1 - fraction) * LATTICE[first] + fraction * LATTICE[second]        # Vegard's law
     slab = getattr(import_ase().build, facet)(first, tuple(size), a=lattice, vacuum=VACUUM, periodic=True)
-    swapped = random.permutation(len(slab))[: round(share * len(slab))]
+    swapped = random.permutation(len(slab))[: round(fraction * len(slab))]
     slab.symbols[swapped] = second
     slab.set_constraint(import_ase().constraints.FixAtoms(mask=slab.get_tags() > size[2] - FIXED_LAYERS))  # layer 1 is the top
     molecule_atoms = import_ase().Atoms(molecule) if len(molecule) == 1 else import_ase().build.molecule(molecule)
@@ -119,7 +119,7 @@ def _draw_structure(random: np.random.Generator, composition: str, size: Sequenc
     top = slab.positions[:, 2].max() + random.uniform(*HEIGHT)
     molecule_atoms.positions += (x, y, top - molecule_atoms.positions[:, 2].min())
     molecule_atoms.set_tags(0)
-    metals = f"{first}({100 * (1 - share):.0f}%){second}({100 * share:.0f}%)" if share else first
+    metals = f"{first}({100 * (1 - fraction):.0f}%){second}({100 * fraction:.0f}%)" if fraction else first
     return f"{metals} {facet} + {molecule}", slab, molecule_atoms
 
 

@@ -12,9 +12,9 @@ Array = NDArray[np.float64]
 Box = tuple[NDArray[np.intp], ...]
 
 RADIUS, OMEGA, GRAVITY = 6.371e6, 7.292e-5, 9.80665
-DEGREE = float(np.radians(RADIUS))           # metres
-MIN_COS_LATITUDE = np.cos(np.radians(85))   # lower bound of cos(latitude) in a derivative along a parallel
-MIN_CORIOLIS = 2 * OMEGA * np.sin(np.radians(3))     # 1/f becomes f / (f^2 + CALM^2), finite at the equator
+DEGREE = float(np.radians(RADIUS))                  # metres
+MIN_COS_LATITUDE = np.cos(np.radians(85))           # lower bound of cos(latitude) in a derivative along a parallel
+MIN_CORIOLIS = 2 * OMEGA * np.sin(np.radians(3))    # 1/f becomes f / (f^2 + MIN_CORIOLIS^2), finite at the equator
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Grid:
         """Return the rows and columns, for np.ix_, of a box that contains all cells within ``radius`` metres."""
         reach = np.degrees(radius / RADIUS)
         rows = np.flatnonzero(np.abs(self.latitude - latitude) <= reach)
-        away = np.abs((self.longitude - longitude + 180) % 360 - 180)
+        difference = np.abs((self.longitude - longitude + 180) % 360 - 180)
         highest = min(float(np.abs(latitude)) + reach, 89.9)
-        return rows, np.flatnonzero(away <= reach / np.cos(np.radians(highest)))
+        return rows, np.flatnonzero(difference <= reach / np.cos(np.radians(highest)))
 
     @property
     def bounds(self) -> tuple[float, float, float, float]:
@@ -84,11 +84,11 @@ def polar_coordinates(
     grid: Grid, rows: NDArray[np.intp], columns: NDArray[np.intp], latitude: float, longitude: float
 ) -> tuple[Array, ...]:
     """Return the great-circle distance from a point in metres, and the unit vector (east, north) away from it."""
-    phi, away = grid.phi[rows], grid.lam[:, columns] - np.radians(longitude)
+    phi, difference = grid.phi[rows], grid.lam[:, columns] - np.radians(longitude)
     centre = np.radians(latitude)
-    east = np.cos(centre) * np.sin(away)
-    north = np.sin(phi) * np.cos(centre) * np.cos(away) - np.cos(phi) * np.sin(centre)
-    along = np.sin(phi) * np.sin(centre) + np.cos(phi) * np.cos(centre) * np.cos(away)
+    east = np.cos(centre) * np.sin(difference)
+    north = np.sin(phi) * np.cos(centre) * np.cos(difference) - np.cos(phi) * np.sin(centre)
+    along = np.sin(phi) * np.sin(centre) + np.cos(phi) * np.cos(centre) * np.cos(difference)
     chord = np.hypot(east, north)
     safe = np.maximum(chord, 1e-12)
     return RADIUS * np.arctan2(chord, along), east / safe, north / safe

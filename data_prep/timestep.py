@@ -25,7 +25,7 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
         group = source.get("climate")
         if not isinstance(group, h5py.Group) or "data" not in group:
             members = sorted(group) if isinstance(group, h5py.Group) else sorted(source)
-            raise DataError(f"{path}: no dataset climate/data, found {members}; is it a time step of the public set?")
+            raise DataError(f"{path}: no dataset climate/data, found {members}; expected a time step of the public set")
         key = next((key for key in ("labels_0", "labels") if key in group), None)
         if key is None:
             raise DataError(f"{path}: no climate/labels_0 nor climate/labels, found {sorted(group)}; rename the labels to labels_0")
@@ -35,7 +35,7 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
             expected = f"float32 (H, W, {count}): {', '.join(VARIABLES)}, in this order"
             raise DataError(f"{path}: climate/data is {data.dtype} {data.shape}, expected {expected}")
         if shape and data.shape[:2] != shape:
-            raise DataError(f"{path}: climate/data has {data.shape[:2]} cells, the first file {shape}; convert each size by itself")
+            raise DataError(f"{path}: climate/data has {data.shape[:2]} cells, the first file {shape}; convert sizes separately")
         if labels.shape != data.shape[:2] or labels.dtype.kind not in "iu":
             description = f"climate/{key} is {labels.dtype} {labels.shape}"
             raise DataError(f"{path}: {description}, expected whole numbers {data.shape[:2]}; {advice}")

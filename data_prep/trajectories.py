@@ -28,13 +28,13 @@ from data_prep.extras import import_extra
 from data_prep.frames import Array, Frame, import_ase
 from hpcai.errors import DataError, MissingExtraError
 
-FrameReader = Callable[[], Frame]                      # reads one frame, or raises DataError that names it
+FrameReader = Callable[[], Frame]                      # reads one frame, or raises DataError with its location
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".extxyz", ".xyz", ".traj", ".aselmdb")
 ADVICE = "fetch it again, or leave it out with --skip-bad"
-MAX_BYTES = 1 << 26                               # bytes of a line, or of a row once it is unpacked
-MAX_COLUMNS = 1000                             # of one property of extended XYZ: ASE makes memory for as many
-UNKNOWN_METHODS = ("None", "unknown", "socketiocalculator")         # names that say nothing of a method
+MAX_BYTES = 1 << 26                               # of a line, or of a decompressed row
+MAX_COLUMNS = 1000                             # of one property of extended XYZ: ASE allocates memory for all
+UNKNOWN_METHODS = ("None", "unknown", "socketiocalculator")         # of calculators, without a method
 METHODS = {"vasp": "DFT (VASP)", "espresso": "DFT (Quantum ESPRESSO)", "gpaw": "DFT (GPAW)", "emt": "EMT"}
 
 
@@ -232,7 +232,7 @@ def _system_id(value: Any) -> int:
 # ---- LMDB
 
 
-# Sends each value with a number for its key, in the order of the numbers: key and length in 8 bytes each, then the value.
+# Writes each value with a number for its key, in the order of the numbers: key and length in 8 bytes each, then the value.
 _CHILD = """
 import lmdb, os, struct, sys
 path = sys.argv[1]
@@ -267,7 +267,7 @@ def _lmdb(path: Path, parse: Callable[[bytes, int], Frame]) -> Iterator[FrameRea
         finally:
             child.kill()
     if code or head:
-        raise DataError(f"{path}: {errors[-1] if errors else f'it ended the process that read it ({code})'}; {ADVICE}")
+        raise DataError(f"{path}: {errors[-1] if errors else f'the process that read it crashed ({code})'}; {ADVICE}")
 
 
 def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:

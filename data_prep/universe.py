@@ -17,7 +17,7 @@ T_CMB = 2.7255                                  # K, Fixsen 2009
 MAX_COUNT = np.iinfo(np.int16).max
 
 # Lagrangian positions inside a cell, in cells from its corner: cubic, body-centred, face-centred, cubic of half the spacing.
-# They keep off the cell's corner, where the cloud-in-cell kernel has its kink and answers a small displacement by its modulus.
+# They avoid the cell's corner, where the cloud-in-cell kernel has a kink and responds to a small displacement by its modulus.
 LATTICES: dict[int, tuple[tuple[float, float, float], ...]] = {
     1: ((0.5, 0.5, 0.5),),
     2: ((0.25, 0.25, 0.25), (0.75, 0.75, 0.75)),
@@ -149,7 +149,7 @@ class Mesh:
         self.k2 = self.k[0] ** 2 + self.k[1] ** 2 + self.k[2] ** 2                    # [N, N, K]
         nyquist = np.pi / width
         inside = [np.abs(axis) < 0.999 * nyquist for axis in self.k]
-        # A mode on a Nyquist plane is its own mirror image, so that it has no derivative and cannot be shifted: left out.
+        # A mode on a Nyquist plane is its own mirror image: it has no derivative and cannot be shifted, and is excluded.
         self.modes = inside[0] & inside[1] & inside[2] & (self.k2 > 0)                # [N, N, K]
 
     @property
@@ -185,7 +185,7 @@ def displacements(mesh: Mesh, modes: NDArray[np.complex64]) -> tuple[NDArray[np.
 
 def gradient(mesh: Mesh, potential: NDArray[np.complex64], offset: tuple[float, float, float]) -> list[Field]:
     """Return the three components [N, N, N] of the gradient, at the points (cell index + offset) * width."""
-    phase = [np.exp(1j * axis * (mesh.width * part)).astype(np.complex64) for axis, part in zip(mesh.k, offset)]
+    phase = [np.exp(1j * axis * (mesh.width * shift)).astype(np.complex64) for axis, shift in zip(mesh.k, offset)]
     shifted = potential * (phase[0] * phase[1]) * phase[2]
     return [mesh.inverse_fft(shifted * (1j * axis)) for axis in mesh.k]
 
@@ -212,9 +212,9 @@ def deposit(mass: NDArray[np.float64], displacement: list[Field], offset: tuple[
             weight.append((1 - position, position))
         for x in (0, 1):
             for y in (0, 1):
-                plane, share = index[0][x] + index[1][y], weight[0][x] * weight[1][y]
+                plane, plane_weight = index[0][x] + index[1][y], weight[0][x] * weight[1][y]
                 for z in (0, 1):
-                    np.add.at(flat, (plane + index[2][z]).reshape(-1), (share * weight[2][z]).reshape(-1).astype(np.float64))
+                    np.add.at(flat, (plane + index[2][z]).reshape(-1), (plane_weight * weight[2][z]).reshape(-1).astype(np.float64))
 
 
 def density(mesh: Mesh, modes: NDArray[np.complex64], omega_m: float, redshifts: tuple[float, ...], particles: int) -> Array:

@@ -160,7 +160,7 @@ def test_statistics_are_those_of_the_data(made):
         assert found["edges_per_frame"]["maximum"] == part["edges"].max()
 
 
-@pytest.mark.parametrize("name, text", [("edges", "counted again"), ("energy", "EMT again is"), ("forces", "the forces sum to")])
+@pytest.mark.parametrize("name, text", [("edges", "recounted"), ("energy", "recomputed EMT is"), ("forces", "the forces sum to")])
 def test_the_check_makes_labels_and_neighbours_again(made, tmp_path, name, text):
     more = 1 if name == "edges" else 3e-4
     change = lambda file: file[name].write_direct(np.asarray(file[name][...] + more, file[name].dtype))  # noqa: E731

@@ -505,7 +505,7 @@ HARM = {
     "the first row of the alignment differs from the chain at": put("msa", 3, 19), "'mask'": put("mask", (8, 0), 2),
     "'positions'": put("positions", (8, 1, 0), np.nan), "not 0 where 'mask' is": put("mask", (8, slice(None)), 0),
     "no residue has a CA": put("mask", slice(None), 0), "'letters'": put("letters", 0, 0),
-    "hit 1 is row 8 of templates, which holds 8": put("hit_row", 0, 8), "'hit_row'": put("hit_row", 0, -1),
+    "hit 1 is row 8 of templates, which has 8 rows": put("hit_row", 0, 8), "'hit_row'": put("hit_row", 0, -1),
     "hit 1 is aligned to residues 0 to 99": put("hit_places", 5, 99), "'hit_places'": put("hit_places", 5, -2),
 }  # fmt: skip
 
