@@ -34,9 +34,9 @@ from hpcai.errors import ConfigError, DataError
 PARAMETERS = ("Omega_m", "sigma_8", "n_s", "H_0")
 UNITS = ("", "", "", "km/s/Mpc")
 RANGES = {"Omega_m": (0.27, 0.33), "sigma_8": (0.72, 0.88), "n_s": (0.864, 1.056), "H_0": (63.0, 77.0)}
-VALID_RANGES = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # valid for the fits
+VALID_RANGES = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # of the fits
 PARAMETER_STREAM, FIELD_STREAM, ROUNDING_STREAM = 1, 2, 3           # streams of random numbers
-IGNORED_SUFFIXES = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}          # files that users keep beside the public ones
+IGNORED_SUFFIXES = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}  # files that users keep beside the public ones
 
 
 # ---- contents of the files
@@ -268,7 +268,7 @@ def convert_files(output: OutputFile, path: Path) -> None:
         _check_tfrecord(output.root / source)
     try:
         _convert_records(output, path, len(output.sources))
-    except _RowCountError:                     # not one record per file as in the public set: count first
+    except _RowCountError:                      # not one record per file as in the public set: count first
         _convert_records(output, path, sum(sum(1 for _ in tfrecord.payloads(output.root / source)) for source in output.sources))
 
 

@@ -47,11 +47,11 @@ Array = NDArray[np.float64]
 # Wider than CosmoFlow's in the parameters with most effect on a map, so that conditioning matters.
 RANGES = {**cosmoflow.RANGES, "Omega_m": (0.1, 0.5), "sigma_8": (0.6, 1.0)}
 CHANNELS = ("TMQ", "U850", "V850", "PSL")
-STATISTICS_SIZE = 16                      # universes or moments for mean and deviation
+STATISTICS_SIZE = 16            # universes or moments for mean and deviation
 FLOOR = 0.05                    # added before the logarithm, in units of the mean density
 OVERSAMPLING = 2                # of the grid of weather along each side: cyclones are narrower than a cell of the map
 WEATHER_STREAM = 1
-TOLERANCE = 1e-4                    # deviations: rounding error of float32 between low and the mean of high
+TOLERANCE = 1e-4                # deviations: rounding error of float32 between low and the mean of high
 
 
 def block_mean(values: NDArray[Any], factor: int, dims: int) -> NDArray[Any]:
@@ -67,7 +67,7 @@ def block_mean(values: NDArray[Any], factor: int, dims: int) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Recipe(command.Recipe):
-    """The common settings of all kinds. A kind simulates the rows of one number: of a universe, or of a moment."""
+    """The common settings of all kinds. A kind simulates the rows of one universe or moment, by its number."""
 
     field: str = "matter"
     seed: int = command.seed()
@@ -92,7 +92,7 @@ class Recipe(command.Recipe):
 
     @property
     def rows_per_index(self) -> int:
-        """Return the rows of one number."""
+        """Return the number of rows of one universe or moment."""
         return 1
 
     def simulate(self, number: int) -> Array:

@@ -35,7 +35,7 @@ from data_prep.command import option
 from data_prep.frames import CONTENTS, Frame, import_ase
 from hpcai.errors import ConfigError, DataError
 
-ENERGY_TOLERANCE, FORCE_TOLERANCE = 5e-5, 2e-4              # eV, eV/angstrom: of labels recomputed from positions in float32
+ENERGY_TOLERANCE, FORCE_TOLERANCE = 5e-5, 2e-4      # eV, eV/angstrom: of labels recomputed from positions in float32
 CUTOFF_OPTION: dict[str, Any] = {"text": "angstrom, for the counts of edges and triplets", "metavar": "A", "type": float}
 MOST_OPTION: dict[str, Any] = {"text": "neighbours of an atom, the nearest", "type": command.positive}
 

@@ -101,7 +101,7 @@ def test_height_and_temperature_are_hydrostatic(index):
     assert high.any() and (fields["PS"][high] < 0.9 * fields["PSL"][high]).all() and (fields["PS"] <= fields["PSL"]).all()
 
 
-def test_samples_lie_within_what_climate_reaches():
+def test_samples_are_in_the_climate_range():
     for grid in (REGION, SOUTH, GLOBE):
         fields = Weather(grid, random_scene(grid, 5)).fields()
         assert fields.shape == (*grid.phi.shape[:1], grid.lam.size, 16) and fields.dtype == np.float32
@@ -148,7 +148,7 @@ LOOK_ALIKES = {
 
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)
-def test_what_looks_like_a_cyclone_is_refused(name):
+def test_lookalikes_of_cyclones_are_rejected(name):
     low = LOOK_ALIKES[name]
     objects = found(REGION, vortices=(low,))
     assert not objects.cyclones and not (objects.mask == 1).any()
@@ -174,7 +174,7 @@ NOT_RIVERS = {
 
 
 @pytest.mark.parametrize("name", NOT_RIVERS)
-def test_what_looks_like_a_river_is_refused(name):
+def test_lookalikes_of_rivers_are_rejected(name):
     objects = found(REGION, rivers=(replace(FILAMENT, **NOT_RIVERS[name]),))
     assert not objects.rivers and not objects.mask.any()
 
@@ -202,7 +202,7 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
         found(REGION)
 
 
-def test_across_the_seam_of_the_globe_they_stay_whole():
+def test_objects_are_connected_across_the_seam():
     rivers = [replace(FILAMENT, longitude=tuple(x - 34 + at for x in LONGITUDES)) for at in (180, 0)]
     here, seam = (found(GLOBE, vortices=(replace(CYCLONE, latitude=14, longitude=it.longitude[1]),), rivers=(it,)) for it in rivers)
     assert len(here.cyclones) == len(seam.cyclones) == len(here.rivers) == len(seam.rivers) == 1

@@ -95,7 +95,7 @@ def test_mean_and_deviation_are_those_of_the_first_training_universes(made, tmp_
     assert abs(statistics["high"]["mean"][0]) < 0.05 and abs(statistics["high"]["deviation"][0] - 1) < 0.05
 
 
-def test_a_folder_goes_on_with_the_mean_that_it_was_begun_with(made, tmp_path, monkeypatch):
+def test_a_resumed_folder_keeps_its_mean(made, tmp_path, monkeypatch):
     out = shutil.copytree(made, tmp_path / "same")
     min(out.glob("train/*.h5")).unlink()
     monkeypatch.setattr(fields, "STATISTICS_SIZE", 1)                           # another machine, which would find another mean
@@ -118,7 +118,7 @@ class TestPromises(Promises):
 # ---- physics
 
 
-def test_volumes_are_whole_cubes_whose_check_weighs_their_matter(tmp_path, capsys):
+def test_volumes_are_full_cubes_and_the_check_tests_conservation(tmp_path, capsys):
     words = ["--kind", "volumes", "--size", "8", "--samples", "32", "--factor", "2"]
     assert run("simulate", tmp_path, *words) == 0
     text = capsys.readouterr().out

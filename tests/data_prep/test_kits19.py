@@ -1,4 +1,4 @@
-"""CT of phantoms: the same from any number of processes, resumable, checked, not told by HU alone; and NIfTI cases to our files."""
+"""CT of phantoms: the same from any number of processes, resumable, checked, not separable by HU alone; NIfTI cases to our files."""
 
 import gzip
 import io
@@ -129,7 +129,7 @@ def test_the_check_compares_boxes_with_labels_and_shapes_with_the_index(made, tm
 # ---- NIfTI
 
 
-def test_the_public_layout_is_prepared_as_it_is(public, made, tmp_path, capsys):
+def test_the_public_layout_is_converted(public, made, tmp_path, capsys):
     assert run("convert", public, tmp_path / "out", *GRID, workers="2") == 0
     told = capsys.readouterr().out
     assert "4 of the 210 labelled cases" in told and "cases: 2 for train, 2 for validation" in told
@@ -284,7 +284,7 @@ def test_the_split_is_that_of_the_reference(tmp_path):
     assert chosen["validation"] == ["case_00001", "case_00002"] and len(chosen["train"]) == 208
 
 
-def test_own_cases_are_split_as_asked(tmp_path, capsys):
+def test_private_cases_are_split_by_option(tmp_path, capsys):
     names(tmp_path / "own", 1000, 1001, 1002)
     for words, text in (
         ([], "case_01000 is no labelled case of the public set; name yours"), (["--validation-cases", "7"], "names [7], which"),

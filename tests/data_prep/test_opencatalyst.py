@@ -85,7 +85,7 @@ def as_atoms(frame):
     return atoms
 
 
-def test_labels_are_those_of_emt_and_forces_are_its_slope():
+def test_labels_are_emt_energies_and_their_gradients():
     system = RECIPE.make_system(0)
     for frame in system.frames[::7]:
         atoms = as_atoms(frame)
@@ -103,7 +103,7 @@ def test_labels_are_those_of_emt_and_forces_are_its_slope():
         assert (energies[1] - energies[0]) / 2e-4 == pytest.approx(moved.forces[atom, axis], abs=1e-6)
 
 
-def test_energies_are_less_a_clean_slab_and_lone_atoms():
+def test_energies_are_relative_to_a_clean_slab_and_isolated_atoms():
     for number in (0, 2):
         system = RECIPE.make_system(number)
         first = system.frames[0]
@@ -116,7 +116,7 @@ def test_energies_are_less_a_clean_slab_and_lone_atoms():
         assert system.reference == pytest.approx(clean.get_potential_energy() + atoms, abs=1e-6)
 
 
-def test_steep_frames_are_left_out_and_hopeless_starts_drawn_again(monkeypatch):
+def test_frames_with_large_forces_are_omitted_and_such_starts_redrawn(monkeypatch):
     every, again = RECIPE.make_system(0).frames, opencatalyst.Recipe.make_system.__wrapped__
     monkeypatch.setattr(slabs, "MAX_FRAME_FORCE", float(np.median([np.abs(frame.forces).max() for frame in every])))
     some = again(RECIPE, 0).frames
@@ -161,7 +161,7 @@ def test_statistics_are_those_of_the_data(made):
 
 
 @pytest.mark.parametrize("name, text", [("edges", "recounted"), ("energy", "recomputed EMT is"), ("forces", "the forces sum to")])
-def test_the_check_makes_labels_and_neighbours_again(made, tmp_path, name, text):
+def test_the_check_recomputes_labels_and_neighbours(made, tmp_path, name, text):
     more = 1 if name == "edges" else 3e-4
     change = lambda file: file[name].write_direct(np.asarray(file[name][...] + more, file[name].dtype))  # noqa: E731
     assert found_harm(run, made, tmp_path / "harmed", change, text)

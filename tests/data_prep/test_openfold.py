@@ -1,5 +1,5 @@
-"""Protein chains: rows are what the readers read, whoever makes them and however often it stops; each chain is kept or listed.
-Templates are what hits name, and no hit that tells the answer is one."""
+"""Protein chains: rows equal the output of the readers, for any number of processes and interruptions; each chain is kept or
+listed. Templates are the structures of hits, and no hit that leaks the answer is one."""
 
 import gzip
 import shutil
@@ -187,7 +187,7 @@ def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeyp
     assert content(tmp_path / "two") == content(tmp_path / "alone") == content(tmp_path / "ranks")
 
 
-def test_what_is_done_is_not_done_again(searched, tmp_path, monkeypatch, capsys):
+def test_a_resumed_conversion_repeats_no_work(searched, tmp_path, monkeypatch, capsys):
     library, out, words = searched, tmp_path / "out", ("--each", "1")
     assert convert(library, out, *words) == 0
     before, calls = content(out), []
@@ -239,7 +239,7 @@ SPLIT = [
 
 
 @pytest.mark.parametrize("facts, verdict", SPLIT)
-def test_a_chain_goes_where_mlperf_has_it(facts, verdict):
+def test_chains_are_filtered_as_by_mlperf(facts, verdict):
     facts = {"cluster": 0, **FOUND, **facts}
     held, cluster = {"1abc_A" if facts.pop("held") else "2abc_A"} if "held" in facts else set(), facts.pop("cluster")
     options = openfold.parser().parse_args(["convert", "--structures", "a", "--alignments", "b", "c", "--clusters", "FILE"])
@@ -247,7 +247,7 @@ def test_a_chain_goes_where_mlperf_has_it(facts, verdict):
     assert openfold._split_or_reason(found, cluster, options, held).startswith(verdict)
 
 
-def test_validation_is_what_came_out_between_two_days(library, tmp_path, capsys):
+def test_validation_is_selected_by_release_dates(library, tmp_path, capsys):
     add_structure(library, "6fff", 5, day="2021-10-01")
     add_structure(library, "7ggg", 6, day="2022-10-01")
     add_structure(library, "8hhh", 7, day=None)
@@ -280,7 +280,7 @@ def test_clusters_are_lines_of_chains_or_of_entities_or_equal_sequences(library,
         assert set(why) == {"3ccc_A", "6fff_A"} and "in no cluster of" in why["3ccc_A"]
 
 
-def test_what_cannot_be_used_is_listed_and_the_rest_goes_on(library, tmp_path, capsys):
+def test_unusable_items_are_listed_and_skipped(library, tmp_path, capsys):
     for number, name in enumerate(("6fff", "7ggg"), 5):
         add_structure(library, name, number)
     path = library / "mmcif" / "6f" / "6fff.cif"
@@ -328,14 +328,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("how", BAD)
-def test_a_library_that_gives_nothing_is_refused(library, tmp_path, capsys, how):
+def test_an_unusable_library_is_refused(library, tmp_path, capsys, how):
     spoil(library, how)
     assert convert(library, tmp_path / "out") == 2
     assert (error := capsys.readouterr().err).startswith("error: ") and BAD[how] in error
     assert not list(tmp_path.glob("out/train/index.json"))
 
 
-def test_an_empty_split_is_refused_and_another_choice_needs_no_second_look(library, tmp_path, capsys, monkeypatch):
+def test_an_empty_split_is_refused_without_a_second_scan(library, tmp_path, capsys, monkeypatch):
     out, empty = tmp_path / "out", library / "empty"
     assert convert(library, out, held=None) == 2
     assert "none of 5 chains is left for validation" in (error := capsys.readouterr().err) and "--validation FILE" in error
@@ -412,7 +412,7 @@ def test_templates_are_limited_left_out_or_not_there(searched, tmp_path):
         assert not check_dataset(out, Options(seconds=0)).findings
 
 
-def test_what_can_be_no_template_is_none_whatever_the_hit(searched, tmp_path):
+def test_invalid_templates_are_excluded(searched, tmp_path):
     """5eee without CA atoms; 1aaa with fewer than five atoms where it is aligned."""
     for name, number, keep in (("5eee", 4, np.arange(37) != chains.CA), ("1aaa", 0, np.arange(37) < 3)):
         one, path = drawn(20 + number, number), searched / "mmcif" / name[:2] / f"{name}.cif"
@@ -423,7 +423,7 @@ def test_what_can_be_no_template_is_none_whatever_the_hit(searched, tmp_path):
     assert convert(searched, tmp_path / "out") == 0 and not (tmp_path / "out" / "templates").exists()
 
 
-def test_a_twin_lends_its_alignment_and_hits(searched, tmp_path):
+def test_a_duplicate_shares_its_alignment_and_hits(searched, tmp_path):
     add_structure(searched, "6fff", 1)
     add_structure(searched, "7ggg", 1, day="2009-02-20")
     add_structure(searched, "8hhh", 1, day=None)
@@ -528,7 +528,7 @@ def test_the_check_finds_harm_of_templates(made, tmp_path, capsys, text):
     assert f"wrong: {path}: " in (told := capsys.readouterr().out) and text in told
 
 
-def test_a_stranger_among_templates_is_refused(made, tmp_path, capsys):
+def test_an_unknown_file_among_templates_is_refused(made, tmp_path, capsys):
     out = shutil.copytree(made, tmp_path / "out")
     shutil.copy(out / "templates" / "families_000002.h5", out / "templates" / "more.h5")
     assert run("simulate", out, *SMALL) == 2 and "one of 1 files that this run would not make" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Proteins that are nowhere: the chemistry of real ones, compact folds, alignments that tell which residues touch."""
+"""Simulated proteins: the chemistry of real ones, compact folds, alignments that encode contacts."""
 
 import numpy as np
 import pytest
@@ -191,7 +191,7 @@ def test_relatives_share_a_fold_and_not_a_sequence():
     assert min(strange) > 1.5 * np.median(near)
 
 
-def test_the_shortest_and_a_row_alone():
+def test_minimum_length_and_a_single_row():
     for length in (proteins.MIN_LENGTH, 23):
         for seed in range(2):
             chain, alignment = proteins.make_protein(seed, length, 1)
@@ -202,6 +202,6 @@ def test_the_shortest_and_a_row_alone():
     ((0, 1, 15, 4), "length 15, expected 16"), ((0, 1, 16, 0), "rows 0, expected 1"), ((0, 0, 16, 1), "members 0, expected 1"),
     ((-1, 1, 16, 1), "seed -1, expected 0"),
 ])  # fmt: skip
-def test_what_is_too_small_is_refused(words, text):
+def test_values_below_the_minimum_are_refused(words, text):
     with pytest.raises(DataError, match=text):
         proteins.make_family(*words)

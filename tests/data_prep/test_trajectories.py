@@ -1,4 +1,4 @@
-"""Trajectories of every kind to our files: the same frames from each, one method of labels, a line for what is wrong."""
+"""Trajectories of every kind to our files: the same frames from each, one method of labels, one line per error."""
 
 import json
 import lzma
@@ -50,7 +50,7 @@ def images(number=6, metal="Cu", seed=0, **how):
 
 @pytest.mark.originals
 @pytest.mark.parametrize("row", PUBLIC, ids=lambda row: row["source_file"])
-def test_every_original_file_is_taken_in(tmp_path, row, capsys, originals):
+def test_every_original_file_is_converted(tmp_path, row, capsys, originals):
     real = originals / "oc20"
     sources = [real / row["file"], real / "original" / row["source_file"]]
     if row["source_file"] == "random1447590.traj":
@@ -80,7 +80,7 @@ def relaxation():
         yield labelled(atoms, energy, forces, "vasp")
 
 
-def test_a_real_relaxation_is_taken_in(tmp_path):
+def test_a_real_relaxation_is_converted(tmp_path):
     """The figures are those of the original file."""
     row, source = PUBLIC[0], tmp_path / "random1447590.extxyz"
     ase.io.write(source, [*relaxation()])
@@ -184,7 +184,7 @@ def test_named_folders_are_the_splits(tmp_path):
     assert run("check", tmp_path / "out") == 0
 
 
-def test_labels_of_several_methods_are_no_set(tmp_path, capsys):
+def test_labels_of_several_methods_are_refused(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     ase.io.write(tmp_path / "in" / "a.traj", images(4, name="vasp"))
     other = [labelled(atoms, atoms.calc.results["energy"] + 5, atoms.calc.results["forces"], "emt") for atoms in images(4)]
@@ -251,7 +251,7 @@ LEFT = {"cut": 2, "letters": 1, "cut traj": 2, "cut xz": 0, "empty": 0, "cut lmd
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_is_wrong_is_told_in_one_line_and_left_out_on_demand(tmp_path, capsys, fault):
+def test_errors_are_one_line_and_skipped_on_demand(tmp_path, capsys, fault):
     (tmp_path / "in").mkdir()
     spoil(tmp_path / "in", fault)
     source, words = next((tmp_path / "in").glob("a.*")), ["--validation", "0", "--label", "EMT"]

@@ -48,7 +48,7 @@ def test_the_transfer_function_without_baryons_is_the_pressureless_one():
     assert universe.transfer(np.array([1e-6]), cosmology) == pytest.approx(1, abs=1e-3)
 
 
-def test_the_transfer_function_stays_as_it_was_checked():
+def test_the_transfer_function_equals_stored_values():
     k = np.array([0.005, 0.02, 0.05, 0.07, 0.1, 0.2])
     assert universe.transfer(k, PLANCK) == pytest.approx(PINNED, rel=1e-3)
 
@@ -111,7 +111,7 @@ def _wave(mesh: Mesh, *waves: tuple[int, int, float]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("offset", [(0.0, 0.0, 0.0), (0.25, 0.75, 0.5)])
-def test_a_plane_wave_moves_as_zeldovich_says(offset):
+def test_a_plane_wave_moves_by_the_zeldovich_approximation(offset):
     """delta = A cos(k q): displacement -(A/k) sin(k q) along k, and no second order."""
     mesh = Mesh(16, 3.0)
     first, second = universe.displacements(mesh, _wave(mesh, (1, 2, 0.3)))
