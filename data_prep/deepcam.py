@@ -158,7 +158,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
 # ---- check
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def check_samples(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
     """Yield the masks of a simulation that differ from the rule."""
     recipe = prepared.simulated(Recipe)
     if recipe is None:
@@ -174,7 +174,7 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
 
 MAKER = command.Maker(
     "deepcam", "DeepCAM data: simulate weather maps, check them, or convert the public set.", "deepcam",
-    command.Check("Files against index.json, masks against the rule.", look, ("rule", 64, "samples whose masks are recomputed")),
+    command.Check("Files against index.json, masks against the rule.", check_samples, ("rule", 64, "masks to recompute")),
     (command.Simulate("Weather maps of an idealised atmosphere, with masks of cyclones and rivers.", Recipe,
                       ("samples", 400, "how many; a later run may ask for more"), simulate),
      command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source_options)),

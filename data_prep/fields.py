@@ -321,7 +321,7 @@ def _saved_recipe(prepared: command.Prepared) -> Recipe:
     return recipe
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def check_samples(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
     """Yield the rows in which ``low`` is not the mean of ``high``, or matter is not conserved."""
     recipe, rows = _saved_recipe(prepared), command.spread(prepared.places, options.some)
     for path, row in rows:
@@ -336,7 +336,7 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
 
 MAKER = command.Maker(
     "fields", "Fields and their coarse counterparts: simulate and check them.", "diffusion",
-    command.Check("Files against index.json, low against high.", look, ("rows", 1000, "samples whose low is recomputed")),
+    command.Check("Files against index.json, low against high.", check_samples, ("rows", 1000, "samples to recompute")),
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
                       ("samples", 1700, "how many, in complete universes; a later run may add more"), simulate, add_kind_option),),
 )  # fmt: skip

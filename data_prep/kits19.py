@@ -244,7 +244,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
 # ---- check
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def check_samples(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
     """Yield the files whose boxes differ from those of their labels."""
     chosen = command.spread(prepared.paths, options.some)
     for path in chosen:
@@ -257,7 +257,7 @@ def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[st
 
 MAKER = command.Maker(
     "kits19", "Kidney tumours in CT: simulate scans, check them, or convert the public set KiTS19.", "unet3d",
-    command.Check("Files against index.json, boxes against labels.", look, ("boxes", 8, "cases whose boxes are recomputed")),
+    command.Check("Files against index.json, boxes against labels.", check_samples, ("boxes", 8, "cases to recompute")),
     (command.Simulate("CT scans of simulated abdomens with kidneys and tumours.", Recipe,
                       ("cases", 96, "how many; a later run may ask for more"), simulate, add_nifti_option),
      command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source_options)),

@@ -207,7 +207,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
 # ---- check
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def check_samples(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
     """Yield the frames whose neighbours or labels differ when they are recomputed."""
     chosen = command.spread(prepared.places, options.some)
     for path, row in chosen:
@@ -240,7 +240,7 @@ def _recompute(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
 
 MAKER = command.Maker(
     "opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.", "opencatalyst",
-    command.Check("Files against index.json, counts and labels recomputed.", look, ("frames", 12, "how many are recomputed")),
+    command.Check("Files against index.json, counts and labels recomputed.", check_samples, ("frames", 12, "frames to recompute")),
     (command.Simulate("Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", Recipe,
                       ("systems", 60, "how many; a later run may ask for more"), simulate),
      command.Convert(f"Files that end with {', '.join(trajectories.SUFFIXES)} to ours.", Source, convert, add_source_options)),

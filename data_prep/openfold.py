@@ -539,7 +539,7 @@ def _balanced_ranges(count: int, most: int) -> Iterator[tuple[int, int]]:
 # ---- check
 
 
-def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+def check_samples(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
     """Yield the invalid values of all files."""
     lengths: list[int] = []
     for path in sorted((prepared.out / TEMPLATES).glob("*.h5")):
@@ -575,7 +575,7 @@ def _invalid_values(path: Path, lengths: Sequence[int]) -> Iterator[str]:
 
 MAKER = command.Maker(
     "openfold", "Protein chains with their alignments: simulate families, check them, or convert files.", "openfold",
-    command.Check("Files against index.json, every chain looked at.", look, None),
+    command.Check("Files against index.json, every chain looked at.", check_samples, None),
     (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
                       ("families", 64, "a later run may ask for more"), simulate, add_chains_option),
      command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_source_options)),

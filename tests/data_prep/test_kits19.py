@@ -1,4 +1,4 @@
-"""CT of phantoms: the same from any number of processes, resumable, checked, not separable by HU alone; NIfTI cases to our files."""
+"""CT of phantoms: the same from any number of processes, resumable, checked, not separable by HU alone; NIfTI cases to files."""
 
 import gzip
 import io
