@@ -398,7 +398,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     members = [name for line in clusters for name in line]
     entities = sum(bool(re.search(r"_\d+$", name)) for name in members) > len(members) / 2
     if entities:
-        command.print_once(f"warning: {options.clusters}: names entities (5ZYH_1), not chains; the structures map them")
+        command.print_once(f"warning: {options.clusters}: names entities (5ZYH_1), not chains; the structures give the chains")
     lists = {name: store.digest(path)[:16] if (path := getattr(options, name)) else None
              for name in ("clusters", "duplicates", "validation")}  # fmt: skip
     sources = {name: command.listed([path.relative_to(root).as_posix() for path in paths], "names") for name, root, paths in
