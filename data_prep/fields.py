@@ -179,7 +179,7 @@ class Matter(Recipe):
         return (self.size,) * (2 if self.slabs else 3)
 
     @property
-    def each(self) -> int:
+    def rows_per_index(self) -> int:
         return 3 * self.slabs or 1
 
     def simulate(self, number: int) -> Array:

@@ -62,6 +62,6 @@ def _check_values(path: Path, fields: NDArray[np.float32]) -> None:
             raise DataError(f"{path}: {name} (variable {channel}) is NaN or infinite in {where}; repair or move the file away")
         minimum, maximum = float(values.min()), float(values.max())
         if minimum < variable.minimum or maximum > variable.maximum or maximum < variable.least_maximum:
-            expected = f"expected {variable.minimum:g} to {variable.maximum:g} {variable.units}, max >= {variable.least_maximum:g}"
+            expected = f"expected {variable.units}, {variable.minimum:g} to {variable.maximum:g}, max >= {variable.least_maximum:g}"
             advice = f"convert {name} to {variable.units}, or put the variables in the public order"
             raise DataError(f"{path}: {name} (variable {channel}) is {minimum:g} to {maximum:g}, {expected}; {advice}")

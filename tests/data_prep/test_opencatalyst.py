@@ -51,7 +51,7 @@ def test_a_system_is_a_pure_function_of_seed_and_number(made):
             assert (file["energy"][...] == [frame.energy for frame in system.frames]).all()
             assert (file["positions"][...] == np.concatenate([frame.positions for frame in system.frames]).astype(np.float32)).all()
             assert (file["system"][...] == number).all() and set(file["source"][...]) == {0, 1, 2}
-    other = replace(RECIPE, seed=2).system(3)
+    other = replace(RECIPE, seed=2).make_system(3)
     assert other.name != RECIPE.make_system(3).name or other.frames[0].energy != RECIPE.make_system(3).frames[0].energy
 
 
