@@ -269,7 +269,7 @@ def convert_files(output: OutputFile, path: Path) -> None:
     try:
         _convert_records(output, path, len(output.sources))
     except _RowCountError:                      # not one record per file as in the public set: count first
-        _convert_records(output, path, sum(sum(1 for _ in tfrecord.payloads(output.root / source)) for source in output.sources))
+        _convert_records(output, path, sum(sum(1 for _ in tfrecord.payloads(output.root / name)) for name in output.sources))
 
 
 class _RowCountError(Exception):

@@ -264,10 +264,10 @@ def with_statistics(recipe: Recipe, out: Path) -> Recipe:
 
 
 def write_fields(recipe: Recipe, numbers: Sequence[int], path: Path) -> None:
-    each, about = recipe.rows_per_index, {**recipe.header(), "seed": recipe.seed, "numbers": list(numbers), "recipe": recipe.text}
-    with store.rows_file(path, each * len(numbers), recipe.fields(), about) as file:
+    n, about = recipe.rows_per_index, {**recipe.header(), "seed": recipe.seed, "numbers": list(numbers), "recipe": recipe.text}
+    with store.rows_file(path, n * len(numbers), recipe.fields(), about) as file:
         for position, number in enumerate(numbers):
-            values, rows = recipe.simulate(number), slice(position * each, (position + 1) * each)
+            values, rows = recipe.simulate(number), slice(position * n, (position + 1) * n)
             file["high"][rows], file["low"][rows] = recipe.standardize(values), recipe.coarsen(values)
             if "parameters" in file:
                 file["parameters"][rows] = recipe.target(number)
@@ -279,9 +279,9 @@ def _recipe_of_options(options: argparse.Namespace) -> Recipe:
     if kind == "weather":
         return Weather.of(options, field=kind, size=size)
     volumes = kind == "volumes"
-    no_slabs = {"slabs": 0, "thickness": 0} if volumes else {}
+    cube = {"slabs": 0, "thickness": 0} if volumes else {}
     voxel, (low, high) = options.voxel, cosmoflow.range_ends(options)
-    return Matter.of(options, field=kind, size=size, voxel=(4.0 if volumes else 1.0) if voxel is None else voxel, **no_slabs,
+    return Matter.of(options, field=kind, size=size, voxel=(4.0 if volumes else 1.0) if voxel is None else voxel, **cube,
                      particles=options.particles or (4 if volumes else 8), low_end=low, high_end=high)  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def simulate(options: argparse.Namespace) -> command.Plan | None:
 # ---- convert
 
 
-int_list = command.taking("list of whole numbers such as 3,7", lambda text: [command.natural(part) for part in text.split(",")])
+int_list = command.taking("list of whole numbers such as 3,7", lambda text: [command.natural(p) for p in text.split(",")])
 
 
 @dataclass(frozen=True)

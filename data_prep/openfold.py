@@ -472,7 +472,7 @@ def _assign_splits(
     validation_clusters = {cluster for _, cluster in parts["validation"]} - {-1}
     related = [chain for chain, cluster in parts["train"] if cluster in validation_clusters]
     if related:
-        command.print_once(f"{len(related)} chains of training, such as {related[0].name}, are in a cluster with one of validation")
+        command.print_once(f"{len(related)} chains of training, such as {related[0].name}, share a cluster with validation")
     for split, members in parts.items():
         if not members:
             example = next(iter(filtered.items()), ("", ""))

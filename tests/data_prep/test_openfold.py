@@ -273,7 +273,7 @@ def test_clusters_are_lines_of_chains_or_of_entities_or_equal_sequences(library,
         capsys.readouterr()
         assert convert(library, tmp_path / kind, "--clusters", lines) == 0
         assert ("names entities" in (told := capsys.readouterr().out)) == (kind == "entities")
-        assert "1 chains of training, such as 2bbb_A, are in a cluster with one of validation" in told
+        assert "1 chains of training, such as 2bbb_A, share a cluster with validation" in told
         found = {name: (int(row["cluster"]), int(row["cluster_size"])) for name, row in rows_of(tmp_path / kind, "train").items()}
         assert found == {"1aaa_A": (0, 2), "5eee_A": (0, 2), "2bbb_A": (1, 1)}
         why = loaded(tmp_path / kind / "skipped.json")["filtered"]
