@@ -1,4 +1,4 @@
-"""Makers of the files that the apps read, from a raw public format or from a simulator. They need no torch."""
+"""Builders of the data sets of the apps, from a public format or from a simulator. Most need no torch."""
 
 from pkgutil import extend_path
 

@@ -127,7 +127,7 @@ class Recipe(command.Recipe):
     cut: int = option(2, "samples per side of a universe", type=command.positive)
     voxel: float = option(8.0, "width of a cell in Mpc/h", metavar="X", type=float)
     redshifts: tuple[float, ...] = option((0.0, 0.5, 1.5, 3.0), "one channel each", metavar="Z,Z,...", type=float_list)
-    particles: int = option(2, "that are moved", "particles-per-cell", type=int, choices=sorted(universe.LATTICES))
+    particles: int = option(2, "simulated particles", "particles-per-cell", type=int, choices=sorted(universe.LATTICES))
     mean_count: float = option(16.0, "counts in a cell of mean density", metavar="X", type=float)
     omega_b: float = omega_b_option()
     low: tuple[float, ...] = ()                 # of the ranges
@@ -235,7 +235,7 @@ class Source(command.Settings):
     """Settings of a conversion: the part of the public files that is read."""
 
     rows_per_file: int = option(64, "TFRecord files per output file", type=command.positive)
-    channels: int = option(4, "of a TFRecord sample", type=command.positive)
+    channels: int = option(4, "channels of a TFRecord sample", type=command.positive)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:

@@ -123,7 +123,7 @@ def _jobs(options: argparse.Namespace, members: Any, write: Any, height: int, wi
 @dataclass(frozen=True)
 class Source(command.Settings):
     rows: int = option(16, "samples per file", type=command.positive)
-    limit: int | None = option(None, "at most this many source files per split", type=command.positive)
+    limit: int | None = option(None, "source files per split, at most", type=command.positive)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:

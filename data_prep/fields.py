@@ -151,7 +151,7 @@ class Matter(Recipe):
     voxel: float = option(None, "width of a cell in Mpc/h: 1, of volumes 4", metavar="X", type=float)
     slabs: int = option(2, "maps along each axis of a universe", type=command.positive)         # 0 for the full cube
     thickness: int = option(16, "cells of a slab", type=command.positive)
-    particles: int = option(None, "that are moved: 8, of volumes 4", "particles-per-cell", type=int, choices=[*universe.LATTICES])
+    particles: int = option(None, "simulated: 8, of volumes 4", "particles-per-cell", type=int, choices=[*universe.LATTICES])
     omega_b: float = cosmoflow.omega_b_option()
     low_end: tuple[float, ...] = ()             # of the ranges
     high_end: tuple[float, ...] = ()

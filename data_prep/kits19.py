@@ -125,7 +125,7 @@ class Recipe(command.Recipe):
     seed: int = command.seed()
     spacing: tuple[float, float, float] = option((4.8, 3.6, 3.6), **SPACING_OPTION)
     least: tuple[int, int, int] = option((32, 64, 64), **LEAST_OPTION)
-    extent: float | None = option(None, "of the body that is covered: 220 to 320 at random", metavar="MM", type=float)
+    extent: float | None = option(None, "length of the body in the scan: 220 to 320 at random", metavar="MM", type=float)
     validation: float = command.fraction(0.2, "the cases")
     test: float = command.fraction(0.0, "the cases")
 

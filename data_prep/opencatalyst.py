@@ -108,10 +108,10 @@ def simulate(options: argparse.Namespace) -> command.Plan:
 
 @dataclass(frozen=True)
 class Source(command.Settings):
-    frames: int = option(1000, "of a file", type=command.positive)
+    frames: int = option(1000, "frames of a file", type=command.positive)
     cutoff: float = option(6.0, **CUTOFF_OPTION)
     most: int = option(50, **MOST_OPTION)
-    seed: int = option(1, "of the split", type=command.natural)
+    seed: int = option(1, "seed of the split", type=command.natural)
     validation: float = command.fraction(0.2, "the systems, where SOURCE has no folders train and val_id")
     test: float = command.fraction(0.0, "the systems, where SOURCE has no folders train and val_id")
     hold_last: int = option(0, "frames of one trajectory, for validation", type=command.natural)

@@ -75,12 +75,12 @@ class Recipe(command.Recipe):
 
     seed: int = command.seed()
     members: int = 4
-    length: tuple[int, int] = option((48, 96), "residues", metavar=("LEAST", "MOST"), nargs=2, type=command.positive)
-    depth: int = option(256, "of an alignment", "rows", type=command.positive)
+    length: tuple[int, int] = option((48, 96), "residues, range", metavar=("LEAST", "MOST"), nargs=2, type=command.positive)
+    depth: int = option(256, "rows of an alignment", "rows", type=command.positive)
     each: int = option(4, "families of a file", type=command.positive)
     validation: float = command.fraction(0.125, "the families")
     test: float = command.fraction(0.0, "the families")
-    templates: int = option(0, "of a chain: others of its family", type=command.natural)
+    templates: int = option(0, "templates of a chain, from its family", type=command.natural)
 
     def mistakes(self) -> Iterator[str]:
         least, most = self.length
@@ -117,7 +117,7 @@ def write_templates(families: Path, path: Path) -> None:
 
 
 def add_chains_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--chains", metavar="N", type=command.positive, default=256, help="of all families")
+    parser.add_argument("--chains", metavar="N", type=command.positive, default=256, help="chains of all families")
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
@@ -148,15 +148,15 @@ positive_float = command.taking("number above 0", float, lambda value: value > 0
 class Source(command.Settings):
     """Settings of a conversion: the filters of chains, and their splits."""
 
-    released_until: date = option(date(2021, 9, 16), "training", metavar="DAY", type=iso_date)  # noqa: RUF009
-    validation_from: date = option(date(2021, 9, 17), "validation", metavar="DAY", type=iso_date)  # noqa: RUF009
-    validation_until: date = option(date(2021, 12, 11), "validation", metavar="DAY", type=iso_date)  # noqa: RUF009
-    validation_length: int = option(700, "residues, at most", type=command.positive)
-    resolution: float = option(9.0, "angstrom, of training below it or unknown", metavar="A", type=positive_float)
-    single: float = option(0.8, "share of one amino acid in training, at most", metavar="F", type=positive_fraction)
-    most: int | None = option(None, "of an alignment, the first; without it all", metavar="ROWS", type=command.positive)
+    released_until: date = option(date(2021, 9, 16), "last of training", metavar="DAY", type=iso_date)  # noqa: RUF009
+    validation_from: date = option(date(2021, 9, 17), "first of validation", metavar="DAY", type=iso_date)  # noqa: RUF009
+    validation_until: date = option(date(2021, 12, 11), "last of validation", metavar="DAY", type=iso_date)  # noqa: RUF009
+    validation_length: int = option(700, "residues of a chain, at most", type=command.positive)
+    resolution: float = option(9.0, "angstrom, upper bound in training; unknown passes", metavar="A", type=positive_float)
+    single: float = option(0.8, "fraction of one amino acid in training, at most", metavar="F", type=positive_fraction)
+    most: int | None = option(None, "first rows of an alignment; default: all", metavar="ROWS", type=command.positive)
     each: int = option(64, "chains of a file, at most", type=command.positive)
-    templates: int = option(20, "of a chain, at most; 0: none", type=command.natural)
+    templates: int = option(20, "templates of a chain, at most; 0: none", type=command.natural)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +164,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         ("structures", True, ".cif and .cif.gz, at any depth"), ("alignments", True, "a folder for each chain"),
         ("clusters", False, "a line of chains (or entities) for each cluster"),
         ("duplicates", False, "a line for chains that share an alignment"),
-        ("validation", False, "chains of validation, instead of those between two days"),
+        ("validation", False, "chains of validation, instead of the release dates"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=Path, metavar="DIR" if required else "FILE", required=required, help=text)
 
