@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.cli.report.picture import arrays
 from hpcai.errors import ConfigError, DataError
 
@@ -85,7 +85,7 @@ class Clip:
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as problem:
             path = folder / "preprocessor_config.json"
             raise DataError(f"{path}: no size, image_mean and image_std of three channels ({problem!r}); fetch it again") from None
-        transformers = needed("transformers", f"scoring images by {folder}", "latents")
+        transformers = import_extra("transformers", f"scoring images by {folder}", "latents")
         kwargs: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         try:
             network, info = transformers.CLIPModel.from_pretrained(folder, **kwargs)
