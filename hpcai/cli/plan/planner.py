@@ -228,7 +228,8 @@ class Planner:
             if fit.held > _USABLE_MEMORY * machine.capacity:
                 break
         raise InfeasibleError(
-            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; split samples more"
+            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; "
+            "split samples further"
         )
 
     def plan_job(self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = ()) -> Job:

@@ -40,7 +40,7 @@ def test_a_run_and_one_checkpoint_are_shown_and_damage_is_found(tmp_path: Path, 
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_the_weights_of_a_checkpoint_are_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], average: float | None) -> None:
     cfg = CosmoFlowConfig(size=32, filters=2)
-    step = Step(CosmoFlow(cfg), loss, StepConfig(average=average), dist.single_process())
+    step = Step(CosmoFlow(cfg), loss, StepConfig(ema_decay=average), dist.single_process())
     for count in (1, 2):
         step(Batch(torch.randint(0, 9, (2, 32, 32, 32, 4), dtype=torch.int16), torch.rand(2, 4)))
         new_checkpoints(tmp_path / "checkpoints").save(step, Progress(step=count))
