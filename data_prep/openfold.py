@@ -154,7 +154,7 @@ class Source(command.Settings):
     validation_length: int = option(700, "residues of a chain, at most", type=command.positive)
     resolution: float = option(9.0, "angstrom, upper bound in training; unknown passes", metavar="A", type=positive_float)
     single: float = option(0.8, "fraction of one amino acid in training, at most", metavar="F", type=positive_fraction)
-    most: int | None = option(None, "first rows of an alignment; default: all", metavar="ROWS", type=command.positive)
+    most: int | None = option(None, "first rows of an alignment; without it all", metavar="ROWS", type=command.positive)
     each: int = option(64, "chains of a file, at most", type=command.positive)
     templates: int = option(20, "templates of a chain, at most; 0: none", type=command.natural)
 
