@@ -284,7 +284,7 @@ def search(work: Path, picks: Sequence[Pick], most: int) -> dict[str, Any]:
     every: list[list[Any]] = []
     for pick in picks:
         own, entry, found = everyone[key(pick.name)], key(pick.name).rpartition("_")[0], list[Match]()
-        limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": most, "refuse": refuse}
+        limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": most, "reject": refuse}
         for file in _hit_files(pick.folder):
             try:
                 found += select_hits(read_hhr(file), own.sequence, known, **limits)[0]

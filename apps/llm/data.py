@@ -13,7 +13,7 @@ from apps.llm.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import Blend, Endless, Sampler
-from hpcai.data.splits import Samples, Zip, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.splits import ConcatSamples, Samples, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first, broadcast_object
 from hpcai.errors import ConfigError, DataError
@@ -52,7 +52,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     _check_tokenizer(folders[0], metadata[0], mesh)
     parts = [Texts(open_rows(cfg, "train", mesh, f, m), m, data.documents, data.learn) for f, m in zip(folders, metadata)]
     validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0])
-    train = Zip(parts) if len(parts) > 1 else parts[0]
+    train = ConcatSamples(parts) if len(parts) > 1 else parts[0]
     kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}
     eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
 

@@ -26,7 +26,7 @@ from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, build_pip
 from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import pipeline
 from hpcai.parallel.data_parallel import GradientReducer
-from hpcai.parallel.sharding import unflatten
+from hpcai.parallel.sharding import as_flat_parameter
 from hpcai.plan.machines import find_machine as machine
 from hpcai.plan.step_trace import StepTracer, traced_job
 from hpcai.train import Step
@@ -241,7 +241,7 @@ def test_an_optimizer_keeps_what_is_counted(name: Any, narrow: bool) -> None:
     words = [f"step.optimizer={name}", f"step.precision={'bf16-params' if narrow else 'fp32'}", "step.moments=bf16"]
     cfg = settings(*words, "step.momentum=0.9")
     model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if narrow else torch.float32)
-    states = Optimizer([unflatten("weight", model.weight, True, ())], cfg.step).states
+    states = Optimizer([as_flat_parameter("weight", model.weight, True, ())], cfg.step).states
     kept = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
     found = memory._state_bytes(cfg, memory.MeshSizes(1, 1, 1, 1), 64 * 32, trained=True)
     assert found["optimizer"] == sum(x.nbytes for x in kept) > 0

@@ -290,9 +290,7 @@ class Planner:
             return Planner(self.name, kernels=self.kernels).slowdown
         replicas = first.gpus // (first.ways * self.fixed_processes(first.overrides))
         machine = machines.find_machine(first.machine)
-        return self._find_slowdown(
-            first.value, first.ways, replicas, first.batch // replicas, machine, first.overrides
-        )
+        return self._find_slowdown(first.value, first.ways, replicas, first.batch // replicas, machine, first.overrides)
 
     def slowdown_of_step(self, seconds: float, machine: Machine) -> float:
         """Return the slowdown in a step of one sample on one GPU that took ``seconds``."""
@@ -398,9 +396,7 @@ class _PipelineStep:
             steps.append(replace(step, seconds=seconds, idle=step.idle + seconds - step.seconds))
             costs = {stage: self.costs[stage] for stage in self.stages_of[rank]}
             buffers = self.micro_batches * sum(cost.given + cost.sent for cost in costs.values())  # torch's
-            peaks.append(
-                held + buffers + max(extra, peak_memory(order, {stage: cost.bytes for stage, cost in costs.items()}))
-            )
+            peaks.append(held + buffers + max(extra, peak_memory(order, {stage: cost.bytes for stage, cost in costs.items()})))
             held_bytes.append(held + buffers)
         return Fit(max(steps, key=attrgetter("seconds")), max(peaks), (), max(held_bytes))
 
