@@ -332,8 +332,8 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[
             continue  # only the attention along columns has no bias, with 32 channels a head
         if biased and kernel is _grad_gate:
             continue
-        whole = ("qkvg_", "bias_", "out_", "grad_", "d_", "d_out_")
-        types = {x: steps.get(x, f"*{kind if x in whole else 'fp32'}" if x[-1] == "_" else "i32") for x in names}
+        vectorized = ("qkvg_", "bias_", "out_", "grad_", "d_", "d_out_")
+        types = {x: steps.get(x, f"*{kind if x in vectorized else 'fp32'}" if x[-1] == "_" else "i32") for x in names}
         fixed = {x: kwargs[x] for x in names if x in kwargs} | ({"bias_": None} if "bias_" in names and not biased else {})
         name = f"{kernel.fn.__name__} {kind} C={channels}{' bias' if biased else ''}"
         options = {x: kwargs[x] for x in ("num_warps", "num_stages")}

@@ -48,12 +48,12 @@ def _strip(rows, units, span, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: t
 
 
 @triton.jit
-def _store_partial(one, two, partial_, at, exists, units, UNIT: tl.constexpr, COLUMNS: tl.constexpr):
+def _store_partial(first, second, partial_, at, exists, units, UNIT: tl.constexpr, COLUMNS: tl.constexpr):
     """Write the two sums of this strip to ``partial_`` [strips, 2, S*C]."""
     columns = (tl.num_programs(0) // tl.cdiv(units * UNIT, COLUMNS)).to(tl.int64) * (units * UNIT)
     partial_ += tl.program_id(1) * 2 * columns + at
-    tl.store(partial_, one, exists)
-    tl.store(partial_ + columns, two, exists)
+    tl.store(partial_, first, exists)
+    tl.store(partial_ + columns, second, exists)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _merge(
     """Reduce two sums over strips of ``span`` rows, or, ``MOMENTS``, mean and variance, in float64, where a large mean loses no
     digits. Each statistic is that of ``group`` neighbouring channels of ``columns``, more than one if ``GROUPED``."""
     own = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    one, two = tl.zeros((PARTS, COLUMNS), tl.float64), tl.zeros((PARTS, COLUMNS), tl.float64)
+    sum_1, sum_2 = tl.zeros((PARTS, COLUMNS), tl.float64), tl.zeros((PARTS, COLUMNS), tl.float64)
     for start in range(0, parts * group, PARTS):
         piece = start + tl.arange(0, PARTS)[:, None]
         part, column = piece.to(tl.int64), own
@@ -153,9 +153,9 @@ def _merge(
             count = tl.minimum(rows - part * span, span).to(tl.float64)
             second += count * first * first
             first *= count
-        one += first
-        two += second
-    first, second, exists = tl.sum(one, 0)[None, :], tl.sum(two, 0)[None, :], own < columns // group
+        sum_1 += first
+        sum_2 += second
+    first, second, exists = tl.sum(sum_1, 0)[None, :], tl.sum(sum_2, 0)[None, :], own < columns // group
     if MOMENTS:
         first /= rows.to(tl.float64) * group
         second = second / (rows.to(tl.float64) * group) - first * first
@@ -303,9 +303,9 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     for kernel, absent, more in launched:
         shape = {"PARTS": PARTS, "COLUMNS": SECTOR} if kernel is _merge else {"UNIT": UNIT, "ROWS": TILE // 128, "COLUMNS": 128}
         names, fixed = kernel.arg_names, {**dict.fromkeys(absent.split()), **more, **shape}
-        whole = [x for x in names if x in ("x_", "y_", "plus_", "dx_", "dy_", "dz_") and x not in fixed]
-        for kind in ("bf16", "fp32") if whole else ("fp32",):
+        vectorized = [x for x in names if x in ("x_", "y_", "plus_", "dx_", "dy_", "dz_") and x not in fixed]
+        for kind in ("bf16", "fp32") if vectorized else ("fp32",):
             scalar = {"eps": "fp32", "slope": "fp32"}
-            types = {x: f"*{kind}" if x in whole else "*fp32" if x[-1] == "_" else scalar.get(x, "i32") for x in names}
-            name = " ".join([kernel.fn.__name__, kind, *whole, *(f"{key}={value}" for key, value in more.items())])
+            types = {x: f"*{kind}" if x in vectorized else "*fp32" if x[-1] == "_" else scalar.get(x, "i32") for x in names}
+            name = " ".join([kernel.fn.__name__, kind, *vectorized, *(f"{key}={value}" for key, value in more.items())])
             yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed

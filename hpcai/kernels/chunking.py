@@ -28,8 +28,8 @@ def map_chunks(
         cpu_bytes: Memory of a chunk on a CPU, in bytes.
         multiple: Slices have multiples of so many items.
     """
-    whole = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    step = count if whole else max(chunk_size(x, item_bytes, cpu_bytes) // multiple, 1) * multiple
+    unchunked = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    step = count if unchunked else max(chunk_size(x, item_bytes, cpu_bytes) // multiple, 1) * multiple
     if step >= count:
         return function(slice(0, count))
     first = function(slice(0, step))

@@ -89,13 +89,13 @@ class _Plan(NamedTuple):
 def _plan(x: Tensor, g: Tensor, mask: Tensor | None) -> _Plan:
     """Return the tensors in strides that the kernels can read, mostly their own, and the arguments of the launch."""
     dense = x.contiguous, g.contiguous
-    for one, two, three in (
+    for get_x, get_g, get_mask in (
         (lambda: x, lambda: g, lambda: mask),
         (lambda: x, lambda: g, lambda: mask if mask is None else mask.contiguous()),
         (*dense, lambda: mask if mask is None else mask.contiguous()),
         (*dense, lambda: mask if mask is None else mask.expand(x.shape).contiguous()),
     ):
-        tensors = one(), two(), three()
+        tensors = get_x(), get_g(), get_mask()
         kwargs = _launch_kwargs(*tensors)
         if kwargs is not None:
             columns = kwargs["units"] * kwargs["UNIT"]

@@ -220,8 +220,8 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[
     forms = *product((64, 128, 256, 384), (False,), kinds), *product((64, 128), (True,), kinds[::2])
     for kernel, (C, first, (x, y)) in product((_forward, _backward), forms):
         fixed = {**_shape(C), "EACH": UNIT if first else 1, "UNIT": UNIT, "FIRST": first}
-        whole = {"x_": x, "dx_": x, "y_": y, "dy_": y}
-        types = {n: f"*{whole.get(n, 'fp32')}" if n[-1] == "_" else "fp32" if n == "eps" else "i32" for n in kernel.arg_names}
+        pointers = {"x_": x, "dx_": x, "y_": y, "dy_": y}
+        types = {n: f"*{pointers.get(n, 'fp32')}" if n[-1] == "_" else "fp32" if n == "eps" else "i32" for n in kernel.arg_names}
         name = f"{kernel.fn.__name__} {x} {y} C={C}{' first' if first else ''}"
         options = {"num_warps": WARPS, **(REGISTERS if kernel is _backward else {})}
         yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, options

@@ -25,12 +25,12 @@ def _uniform(high, low, WIDE: tl.constexpr):
 def _gauss(a, b, c, d, WIDE: tl.constexpr):
     """Return the pair of Box and Muller: from the words a and b in float32, from all four in float64."""
     if WIDE:
-        one = ((((a.to(tl.uint64) << 21) | (b >> 11).to(tl.uint64)).to(tl.float64)) + 0.5) * 1.1102230246251565e-16
+        uniform = ((((a.to(tl.uint64) << 21) | (b >> 11).to(tl.uint64)).to(tl.float64)) + 0.5) * 1.1102230246251565e-16
         angle = ((c.to(tl.uint64) << 21) | (d >> 11).to(tl.uint64)).to(tl.float64) * 6.975736996017264e-16
     else:
-        one = (a.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+        uniform = (a.to(tl.float32) + 0.5) * 2.3283064365386963e-10
         angle = b.to(tl.float32) * 1.4629180792671596e-09
-    radius = tl.sqrt(-2.0 * tl.log(one))
+    radius = tl.sqrt(-2.0 * tl.log(uniform))
     return radius * tl.cos(angle), radius * tl.sin(angle)
 
 

@@ -112,7 +112,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[
     """Yield (name, kernel, signature, constexprs, options) of the launches of language models, to compile them ahead of time."""
     kinds = ("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")
     for kernel, C, (x, y) in product((_forward, _backward), (2048, 4096, 5120, 8192), kinds):
-        fixed, whole = _shape(C), {"x_": x, "dx_": x, "y_": y, "dy_": y}
-        types = {n: f"*{whole.get(n, 'fp32')}" if n[-1] == "_" else "fp32" if n == "eps" else "i32" for n in kernel.arg_names}
+        fixed, pointers = _shape(C), {"x_": x, "dx_": x, "y_": y, "dy_": y}
+        types = {n: f"*{pointers.get(n, 'fp32')}" if n[-1] == "_" else "fp32" if n == "eps" else "i32" for n in kernel.arg_names}
         name = f"{kernel.fn.__name__} {x} {y} C={C}"
         yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, _options(C)

@@ -255,4 +255,4 @@ def _reduce_pending(module: nn.Module) -> None:
 
 def _wide_modules(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules with the attribute ``wide``, which compute in float32."""
-    return [module] if getattr(module, "wide", False) else [found for child in module.children() for found in _wide_modules(child)]
+    return [module] if getattr(module, "wide", False) else [wide for child in module.children() for wide in _wide_modules(child)]

@@ -240,7 +240,7 @@ def describe_ranks(reports: list[dict[str, Any]], world: int) -> str:
     locations: dict[str, list[int]] = {}
     for report in reports:
         locations.setdefault(f"step {report['step']}, in {report['where']}", []).append(report["rank"])
-    if silent := sorted(set(range(world)) - {one["rank"] for one in reports}):
+    if silent := sorted(set(range(world)) - {report["rank"] for report in reports}):
         locations["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
     lines = sorted(locations.items(), key=lambda place: len(place[1]))
     return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}: {place}" for place, ranks in lines)

@@ -58,7 +58,7 @@ class MetricSums:
         """Return the metrics by name over all ranks of ``axis``, which call it together, and reset the sums. With ``uneven``, a
         rank may have added nothing, and gets names and shapes from the others. Raises ConfigError if sums of ranks differ in shape,
         two metrics return the same name, or ``finish`` returns no number."""
-        local = self.names, {name: _specs(whole) for name, (whole, _) in sorted(self._totals.items())}
+        local = self.names, {name: _specs(sums) for name, (sums, _) in sorted(self._totals.items())}
         specs = gather_distinct(local if any(local) else None, axis) if uneven else {0: local}
         names = sorted(set().union(*(counted for counted, _ in specs.values())))
         kinds = _merge_specs({rank: totals for rank, (_, totals) in specs.items()})
@@ -104,8 +104,8 @@ def has_finish(value: Any) -> bool:
 
 def _upcast(name: str, part: Any) -> Tensor:
     if not isinstance(part, Tensor) or part.is_complex():
-        found = part.dtype if isinstance(part, Tensor) else type(part).__name__
-        raise ConfigError(f"metric {name!r}: a sum is a {found}; expected (sums, finish) with a tensor of real numbers, or several")
+        actual = part.dtype if isinstance(part, Tensor) else type(part).__name__
+        raise ConfigError(f"metric {name!r}: a sum is a {actual}; expected (sums, finish) with a tensor of real numbers, or several")
     return part.detach().to(torch.float64 if part.is_floating_point() else torch.int64)
 
 
@@ -115,8 +115,8 @@ def _specs(sums: list[Tensor]) -> _Specs:
 
 def _check_specs(name: str, before: _Specs, now: _Specs) -> None:
     if before != now:
-        was, found = (", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in k) for k in (before, now))
-        raise ConfigError(f"metric {name!r}: its sums are {found} in one batch and {was} in another; give the same shapes in all")
+        was, actual = (", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in k) for k in (before, now))
+        raise ConfigError(f"metric {name!r}: its sums are {actual} in one batch and {was} in another; give the same shapes in all")
 
 
 def _merge_specs(by_rank: Mapping[int, dict[str, _Specs]]) -> dict[str, tuple[int, _Specs]]:

@@ -67,7 +67,7 @@ def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(made):
     recipe, about = recipe_of(made), loaded(made / "train" / "index.json")
     with h5py.File(made / "train" / "fields_000001.h5") as file:
         number, rows = int(file.attrs["numbers"][2]), {name: file[name][12:18] for name in file}
-        assert json.loads(file.attrs["recipe"]) == json.loads(recipe.text)
+        assert json.loads(file.attrs["recipe"]) == json.loads(recipe.json_text)
     ends = (0.1, 0.6, 0.864, 63.0), (0.5, 1.0, 1.056, 77.0)
     density = cosmoflow.simulate_density(cosmoflow.Recipe(1, 16, 1, 4.0, (0.0,), 4, 16.0, 0.045, *ends, 0.1, 0.0), number)[0]
     assert density.shape == (16, 16, 16) and density.mean() == pytest.approx(1, rel=1e-9)

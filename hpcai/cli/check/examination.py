@@ -210,8 +210,8 @@ class _Examination:
         for split, fields in fields_of_split[1:]:
             first, first_fields = fields_of_split[0]
             for name in sorted(name for name in fields.keys() | first_fields.keys() if fields.get(name) != first_fields.get(name)):
-                found, expected = (table.get(name, "missing") for table in (fields, first_fields))
-                self.add("schema/splits", split.path, name, name=name, found=found, want=expected, first=first.name)
+                actual, expected = (table.get(name, "missing") for table in (fields, first_fields))
+                self.add("schema/splits", split.path, name, name=name, found=actual, want=expected, first=first.name)
 
     def _find_duplicates(self, files: list[DataFile]) -> None:
         """Find duplicate samples; report the first for each pair of files."""
@@ -233,11 +233,11 @@ class _Examination:
                 pairs.setdefault((earlier_row[0], index), []).append((earlier_row[1], r))
             first.setdefault((key, split), (index, r))
         for (a, b), rows in pairs.items():
-            one, two, (first_row, second_row) = files[a], files[b], min(rows, key=lambda pair: pair[1])
+            first_file, second_file, (first_row, second_row) = files[a], files[b], min(rows, key=lambda pair: pair[1])
             more = f", and {len(rows) - 1:,} more rows of these two" if len(rows) > 1 else ""
-            name = next(name for name, stats in two.inspection.statistics.items() if stats.keys)
-            place = f"{one.split.name}/{one.path.name} row {first_row}"
-            self.add("duplicate" if one.split is two.split else "leak", two.path, name, row=second_row, place=place, more=more)
+            name = next(name for name, stats in second_file.inspection.statistics.items() if stats.keys)
+            place = f"{first_file.split.name}/{first_file.path.name} row {first_row}"
+            self.add("duplicate" if first_file.split is second_file.split else "leak", second_file.path, name, row=second_row, place=place, more=more)
 
     # ---- splits and totals
 

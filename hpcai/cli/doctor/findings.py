@@ -115,8 +115,8 @@ def _versions(report: Report) -> Rule:
         tables = {member.rank: getattr(member, part) for member in report.members}
         for name in dict.fromkeys(name for table in tables.values() for name in table):
             (expected, expected_ranks), *others = group_ranks({rank: table.get(name, "missing") for rank, table in tables.items()})
-            for found, ranks in others:
-                fields = {"name": name, "found": found, "want": expected, "most": report.describe_ranks(expected_ranks)}
+            for version, ranks in others:
+                fields = {"name": name, "found": version, "want": expected, "most": report.describe_ranks(expected_ranks)}
                 yield "versions/driver" if name in DRIVERS else kind, ranks, fields
 
 

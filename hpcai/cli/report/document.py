@@ -137,8 +137,8 @@ def _results(run: RunRecord) -> str:
 def _predictions(run: RunRecord) -> str:
     if run.table is None:
         return ""
-    found = run.table
-    return card(found.title, table(found.head, found.rows, "texts" if found.text else "numbers"), found.note)
+    table = run.table
+    return card(table.title, table(table.head, table.rows, "texts" if table.text else "numbers"), table.note)
 
 
 def _facts(run: RunRecord) -> str:

@@ -81,9 +81,9 @@ def read(path: Path, optional: Sequence[str] = (), color: str = "", lines: str =
 
     The images with most classes, true or predicted, are drawn. Raises DataError if arrays do not fit together.
     """
-    found = arrays(path, LEGEND, optional)
-    classes, variables, units = (found.pop(name).tolist() for name in ("classes", "variables", "units"))
-    fields, true, predicted = (found.pop(name) for name in ("fields", "true", "predicted"))
+    contents = arrays(path, LEGEND, optional)
+    classes, variables, units = (contents.pop(name).tolist() for name in ("classes", "variables", "units"))
+    fields, true, predicted = (contents.pop(name) for name in ("fields", "true", "predicted"))
     count = len(classes)
     for name, mask in (("true", true), ("predicted", predicted)):
         if mask.min() < 0 or mask.max() >= count:
@@ -98,7 +98,7 @@ def read(path: Path, optional: Sequence[str] = (), color: str = "", lines: str =
     if not np.isfinite(fields[drawn][..., colored]).any():
         raise DataError(f"no cell has a finite {variables[colored]}")
     contours = variables.index(lines) if lines in variables else None
-    return Masks(classes, variables, units, drawn, fields[drawn], true[drawn], predicted[drawn], cells, colored, contours), found
+    return Masks(classes, variables, units, drawn, fields[drawn], true[drawn], predicted[drawn], cells, colored, contours), contents
 
 
 def classes(masks: Masks) -> list[str]:

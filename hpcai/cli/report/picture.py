@@ -46,13 +46,13 @@ class Picture(Protocol):
     def read(self, path: Path, /) -> Any:
         """Return the content of the file, the ``found`` of other functions. Raises DataError or ValueError with the reason."""
 
-    def caption(self, found: Any, /) -> str:
+    def caption(self, contents: Any, /) -> str:
         """Return one to five sentences below the title."""
 
-    def draw(self, found: Any, theme: Theme, /) -> Figure:
+    def draw(self, contents: Any, theme: Theme, /) -> Figure:
         """Return the picture in the colours of ``theme``; called once for each theme."""
 
-    def table(self, found: Any, /) -> Table | None:
+    def table(self, contents: Any, /) -> Table | None:
         """Return statistics of all predictions, or None."""
 
 

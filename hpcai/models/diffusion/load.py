@@ -156,15 +156,15 @@ def to_config(cfg: Settings) -> tuple[DiffusersClass | None, dict[str, Any]]:
     return next(converted, (None, {}))
 
 
-def _check_tensors(path: Path, found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
+def _check_tensors(path: Path, actual: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
     file = path / (_INDEX if (path / _INDEX).exists() else FILE)
-    missing, unknown = [name for name in expected if name not in found], [name for name in found if name not in expected]
+    missing, unknown = [name for name in expected if name not in actual], [name for name in actual if name not in expected]
     if missing or unknown:
         errors = [f"has no {_summarize(missing)}"] if missing else []
         errors += [f"has {_summarize(unknown)}, which no module of the settings has"] if unknown else []
         raise CheckpointError(f"{file}: {', and '.join(errors)}; is {CONFIG} that of these weights?")
-    if other := next((name for name in expected if found[name] != expected[name]), None):
-        shapes = f"{other} is {found[other]}, the settings make it {expected[other]}"
+    if other := next((name for name in expected if actual[name] != expected[name]), None):
+        shapes = f"{other} is {actual[other]}, the settings make it {expected[other]}"
         raise CheckpointError(f"{file}: {shapes}; is {CONFIG} that of these weights?")
 
 

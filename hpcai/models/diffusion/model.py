@@ -158,8 +158,8 @@ class Diffusion(PretrainedMixin):
         """Standardize physical parameters, one number or one for each sample.   -> [B, P]. Raises DataError for other names."""
         fields = self._fields
         if set(values) != set(fields.parameters):
-            found, known = (", ".join(names) or "none" for names in (values, fields.parameters))
-            raise DataError(f"parameters {found}; the model was trained on {known}; give each of these")
+            actual, known = (", ".join(names) or "none" for names in (values, fields.parameters))
+            raise DataError(f"parameters {actual}; the model was trained on {known}; give each of these")
         columns = [torch.atleast_1d(torch.as_tensor(values[name], dtype=torch.float64)) for name in fields.parameters]
         low, high = (torch.tensor(ends, dtype=torch.float64) for ends in (fields.low, fields.high))
         return (2 * (torch.stack(torch.broadcast_tensors(*columns), 1) - low) / (high - low) - 1).float()
@@ -170,8 +170,8 @@ class Diffusion(PretrainedMixin):
         if fields is None:
             return
         if coarse is not None and fields.factor and [fields.factor * n for n in coarse.shape[2:]] != list(shape[1:]):
-            found, sides = list(coarse.shape[2:]), list(shape[1:])
-            raise DataError(f"condition.field has {found} pixels and the sample {sides}; expected {fields.factor} times as many")
+            actual, sides = list(coarse.shape[2:]), list(shape[1:])
+            raise DataError(f"condition.field has {actual} pixels and the sample {sides}; expected {fields.factor} times as many")
         if parameters is not None:
             for column in (parameters.abs() > 1 + _RANGE_TOLERANCE).any(0).nonzero()[:, 0].tolist():
                 low, high = fields.low[column], fields.high[column]

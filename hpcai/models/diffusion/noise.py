@@ -66,8 +66,8 @@ def _draw(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     if index.ndim != 1 or (isinstance(epoch, Tensor) and epoch.shape not in ((), index.shape)):
-        found = list(epoch.shape) if isinstance(epoch, Tensor) else epoch
-        raise ConfigError(f"noise: index is {list(index.shape)} and epoch {found}; expected [B], and [B] or one number")
+        shape = list(epoch.shape) if isinstance(epoch, Tensor) else epoch
+        raise ConfigError(f"noise: index is {list(index.shape)} and epoch {shape}; expected [B], and [B] or one number")
     if not 0 <= use < 1 << _USES or (isinstance(epoch, int) and not 0 <= epoch < 1 << _EPOCHS):
         raise ConfigError(f"noise: use {use} in epoch {epoch}; expected uses below 2^{_USES} and epochs below 2^{_EPOCHS}")
     shift = _BLOCKS + (1 if dtype == torch.float64 else 2)

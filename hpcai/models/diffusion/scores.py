@@ -76,8 +76,8 @@ def _finish_ranks(counts: Tensor) -> dict[str, float]:
 
 def _check_pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, Tensor]:
     if members.shape[1:] != observed.shape or len(members) < least or observed.ndim < 1:
-        found = f"members are {list(members.shape)}, observed is {list(observed.shape)}"
-        raise DataError(f"scores of an ensemble: {found}; expected [M, B, ...] with {least} members at least, and [B, ...]")
+        actual = f"members are {list(members.shape)}, observed is {list(observed.shape)}"
+        raise DataError(f"scores of an ensemble: {actual}; expected [M, B, ...] with {least} members at least, and [B, ...]")
     return members.double(), observed.double()
 
 
@@ -190,8 +190,8 @@ def fid_to_sums(features: Tensor, mean: Tensor, covariance: Tensor) -> ScoreSums
     """``fid``: the Frechet distance of features, as a normal distribution with unbiased covariance, from given reference moments
     (Heusel et al. 2017).   [N, D], [D], [D, D]; sums [D + 1, D + 1]. ``finish`` raises DataError for fewer than two rows."""
     if features.ndim != 2 or mean.shape != features.shape[1:] or covariance.shape != 2 * mean.shape:
-        found = f"features are {list(features.shape)}, their mean is {list(mean.shape)} and covariance {list(covariance.shape)}"
-        raise DataError(f"FID: {found}; expected [N, D], [D] and [D, D]")
+        actual = f"features are {list(features.shape)}, their mean is {list(mean.shape)} and covariance {list(covariance.shape)}"
+        raise DataError(f"FID: {actual}; expected [N, D], [D] and [D, D]")
     with_one = torch.cat((features.double(), features.new_ones(len(features), 1).double()), 1)
     return (with_one.T @ with_one,), lambda products: {"fid": frechet(*_moments(products), mean, covariance)}
 

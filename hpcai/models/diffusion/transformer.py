@@ -131,10 +131,10 @@ def check_inputs(model: nn.Module, x: Tensor, time: Tensor, condition: Condition
         size = (len(x), *sizes[name])
         if name not in inputs:
             raise DataError(f"a {kind} of these settings needs condition.{name} {_format(size)}; give it")
-        found = inputs[name].shape
-        if len(found) != len(size) or any(isinstance(n, int) and n != m for n, m in zip(size, found)):
+        actual = inputs[name].shape
+        if len(actual) != len(size) or any(isinstance(n, int) and n != m for n, m in zip(size, actual)):
             argument = "time" if name == "time" else f"condition.{name}"
-            raise DataError(f"{kind}: {argument} is {_format(found)}, expected {_format(size)} for samples {_format(x.shape)}")
+            raise DataError(f"{kind}: {argument} is {_format(actual)}, expected {_format(size)} for samples {_format(x.shape)}")
 
 
 def _format(size: Any) -> str:

@@ -165,8 +165,8 @@ def has_tokenizer(model: LLM) -> bool:
 def set_tokenizer(model: LLM, tokenizer: Tokenizer) -> None:
     """Set the tokenizer of a model. Raises DataError for one with more tokens than the model's vocabulary."""
     if tokenizer.size > model.cfg.vocabulary:
-        found = f"{tokenizer.where}: has ids up to {tokenizer.size - 1}, the model's vocabulary {model.cfg.vocabulary} entries"
-        raise DataError(f"{found}; it is of another model: give the tokenizer of this one")
+        actual = f"{tokenizer.where}: has ids up to {tokenizer.size - 1}, the model's vocabulary {model.cfg.vocabulary} entries"
+        raise DataError(f"{actual}; it is of another model: give the tokenizer of this one")
     vars(model)["_tokenizer"] = tokenizer
 
 

@@ -404,8 +404,8 @@ def _check_ids(vocabulary: Mapping[str, int] | Sequence[Any], added: Iterable[in
     if not ids:
         raise DataError(f"{where}: has no tokens; fetch it again")
     if min(ids) < 0 or max(ids) >= min(2 * len(ids) + _MAX_UNUSED, 1 << 32):
-        found = f"ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens"
-        raise DataError(f"{where}: {found}, expected them from 0 on with few gaps, below 2^32; fetch it again")
+        actual = f"ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens"
+        raise DataError(f"{where}: {actual}, expected them from 0 on with few gaps, below 2^32; fetch it again")
 
 
 def _token_text(value: Any) -> str | None:

@@ -20,8 +20,8 @@ def run_in(folder: Path) -> Run:
 HOLD = """
 import sys
 from pathlib import Path
-from hpcai.durable import claim
-file = claim(Path(sys.argv[1]))
+from hpcai.durable import lock_directory
+file = lock_directory(Path(sys.argv[1]))
 print(1, flush=True)
 input()
 """
