@@ -1,4 +1,4 @@
-"""One folder per run that this package knows how to make; `hpcai run NAME` finds them, and yours beside them."""
+"""The apps, one folder each. `hpcai run NAME` finds them, and apps of the user in other folders of this namespace."""
 
 from pkgutil import extend_path
 

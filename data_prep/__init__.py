@@ -1,4 +1,4 @@
-"""Converters and simulators of the data sets that the apps read. Most need no torch."""
+"""Converters and simulators of the data sets of the apps. Most need no torch."""
 
 from pkgutil import extend_path
 

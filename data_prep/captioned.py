@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from data_prep import store
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.errors import ConfigError, DataError, HpcaiError
 
 Array = NDArray[Any]
@@ -214,7 +214,7 @@ def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
 def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yield the batches of a table, each after the number of its first row, with those of ``columns`` that exist. Skipped parts of
     the memory-mapped stream are not read."""
-    arrow, ipc = (needed(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
+    arrow, ipc = (import_extra(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
     with _arrow_errors(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
         names, begin = _select_columns(path, stream.schema.names, columns), 0
         for batch in stream:

@@ -1,8 +1,7 @@
-"""Protein chains with their alignments and templates, in files of many of them, and what is measured of them.
+"""Protein chains with their alignments and templates: files of many chains, and their statistics.
 
-R chains   A residues, of all chains one after the other   L letters of all alignments, row by row, likewise   lengths angstrom
-H hits of templates   P residues of the chains, once for each of their hits
-"""
+R chains   A residues, of all chains, concatenated   L letters of all alignments, row by row, concatenated   lengths angstrom
+H hits of templates   P residue maps: a residue of the chain and a hit of it"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +21,12 @@ from hpcai.models.openfold.residues import ATOM_ORDER, GAP, UNKNOWN
 from hpcai.models.openfold.structures import Chain
 
 Array = NDArray[Any]
-NAME = 24                                       # bytes
-MOST_DELETIONS = 255                            # atan(d / 3) * 2 / pi, which the network sees, is 0.9925 there
+NAME_BYTES = 24                                 # bytes
+MAX_DELETIONS = 255                             # the feature of the network, atan(d / 3) * 2 / pi, is 0.9925 at this value
 CA = ATOM_ORDER["CA"]
 UNKNOWN_DAY = -1
 FIELDS = {
-    "residues": Field("int32", (), 1), "letters": Field("int32", (), 1), "name": Field(f"S{NAME}"),
+    "residues": Field("int32", (), 1), "letters": Field("int32", (), 1), "name": Field(f"S{NAME_BYTES}"),
     "resolution": Field("float32", (), 0, unit="angstrom"), "release": Field("int32", unit="days since 1970"),
     "cluster": Field("int32"), "cluster_size": Field("int32", (), 1), "hits": Field("int32", (), 0),
     "places": Field("int32", (), 0), "aatype": Field("int8", ("residues",), 0, UNKNOWN),
@@ -36,7 +35,7 @@ FIELDS = {
     "deletions": Field("uint8", ("letters",)), "hit_row": Field("int32", ("hits",), 0),
     "hit_sum_probs": Field("float32", ("hits",), 0), "hit_places": Field("int16", ("places",), -1),
 }  # fmt: skip
-TEMPLATES = "templates"                         # the folder beside the splits
+TEMPLATES = "templates"                         # folder beside the splits
 TEMPLATE_FIELDS = {name: FIELDS[name] for name in ("residues", "name", "resolution", "release", "aatype", "positions", "mask")}
 
 
@@ -44,68 +43,70 @@ TEMPLATE_FIELDS = {name: FIELDS[name] for name in ("residues", "name", "resoluti
 class Hits:
     """The templates of a chain of N residues, the best first."""
 
-    row: Array                                  # [H] in the folder of templates
+    row: Array                                  # [H] rows of the folder of templates
     sum_probs: Array                            # [H]
-    places: Array                               # [H, N] residues of the template, -1 where none is aligned
+    residue_map: Array                          # [H, N] residues of the template, -1 if none is aligned
 
 
 NO_HITS = Hits(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros((0, 0), np.int16))
 
 
-def days(release: date | None) -> int:
-    """Days since 1970, or ``UNKNOWN_DAY``."""
+def days_since_epoch(release: date | None) -> int:
+    """Return the days since 1970, or ``UNKNOWN_DAY``."""
     return UNKNOWN_DAY if release is None else (release - date(1970, 1, 1)).days
 
 
-def template(chain: Chain) -> dict[str, Any]:
-    """A structure as it is stored."""
+def template_row(chain: Chain) -> dict[str, Any]:
+    """Return the stored fields of a structure."""
     return {"residues": len(chain.aatype), "name": chain.name.encode("ascii"), "resolution": chain.resolution or 0,
-            "release": days(chain.release), "aatype": chain.aatype, "positions": chain.positions, "mask": chain.mask}  # fmt: skip
+            "release": days_since_epoch(chain.release), "aatype": chain.aatype,
+            "positions": chain.positions, "mask": chain.mask}  # fmt: skip
 
 
-def sample(
+def chain_row(
     chain: Chain, alignment: Alignment | None, cluster: int, cluster_size: int, most: int | None = None, hits: Hits = NO_HITS
 ) -> dict[str, Any]:
-    """A chain as it is stored, with the first ``most`` rows of its alignment; without an alignment the chain is the only row."""
+    """Return the stored fields of a chain, with the first ``most`` rows of its alignment. Without an alignment, the chain is the
+    only row."""
     if alignment is None:
         msa = encode(chain.sequence)[None]
         deletions = np.zeros(msa.shape, np.uint8)
     else:
         msa = alignment.msa[:most].copy()       # a view would keep all rows in memory
-        deletions = np.minimum(alignment.deletions[:most], MOST_DELETIONS).astype(np.uint8)
-    return template(chain) | {
+        deletions = np.minimum(alignment.deletions[:most], MAX_DELETIONS).astype(np.uint8)
+    return template_row(chain) | {
         "letters": msa.size, "cluster": cluster, "cluster_size": cluster_size, "msa": msa, "deletions": deletions,
-        "hits": len(hits.row), "places": hits.places.size, "hit_row": hits.row, "hit_sum_probs": hits.sum_probs,
-        "hit_places": hits.places,
+        "hits": len(hits.row), "places": hits.residue_map.size, "hit_row": hits.row, "hit_sum_probs": hits.sum_probs,
+        "hit_places": hits.residue_map,
     }  # fmt: skip
 
 
-def write(path: Path, samples: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
-    """A file of chains."""
-    store.write_rows(path, FIELDS, samples, about)
+def write(path: Path, samples: Sequence[dict[str, Any]], attributes: dict[str, Any]) -> None:
+    """Write a file of chains."""
+    store.write_rows(path, FIELDS, samples, attributes)
 
 
 def read(file: h5py.File, row: int) -> dict[str, Any]:
-    """All of one chain, the alignment and the residues of templates as rows."""
-    (found,) = store.read_rows(file, FIELDS, row, row + 1)
-    hits, residues, where = int(found["hits"]), int(found["residues"]), f"{file.filename}: row {row}"
-    depth, rest = divmod(int(found["letters"]), residues)
+    """Return the fields of one chain, with the alignment [S, N] and the residue maps of the templates [H, N]."""
+    (values,) = store.read_rows(file, FIELDS, row, row + 1)
+    hits, residues, where = int(values["hits"]), int(values["residues"]), f"{file.filename}: row {row}"
+    depth, rest = divmod(int(values["letters"]), residues)
     if rest or not depth:
-        raise DataError(f"{where}: {found['letters']} letters for {residues} residues, expected a multiple; delete the file and "
+        raise DataError(f"{where}: {values['letters']} letters for {residues} residues, expected a multiple; delete the file and "
                         "make it again")  # fmt: skip
-    if found["places"] != hits * residues:
-        raise DataError(f"{where}: {found['places']} places of {hits} hits and {residues} residues, expected {hits * residues}; "
+    if values["places"] != hits * residues:
+        raise DataError(f"{where}: {values['places']} places of {hits} hits and {residues} residues, expected {hits * residues}; "
                         "delete the file and make it again")  # fmt: skip
-    found["hit_places"] = found["hit_places"].reshape(hits, residues)
-    return found | {name: found[name].reshape(depth, -1) for name in ("msa", "deletions")}
+    values["hit_places"] = values["hit_places"].reshape(hits, residues)
+    return values | {name: values[name].reshape(depth, -1) for name in ("msa", "deletions")}
 
 
-# ---- what the files hold
+# ---- contents of the files
 
 
 def header(about: str) -> dict[str, Any]:
     units = {"length": "angstrom", "resolution": "angstrom, 0 unknown", "release": f"days since 1970, {UNKNOWN_DAY} unknown"}
-    return {"label": about, "units": units, "most_deletions": MOST_DELETIONS}
+    return {"label": about, "units": units, "most_deletions": MAX_DELETIONS}
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:

@@ -4,13 +4,13 @@
     python -m data_prep.cosmoflow check OUT         files against their index, spectra against the linear input, a picture
     python -m data_prep.cosmoflow convert SOURCE OUT    public MLPerf TFRecords
 
-The four numbers to be learnt are Omega_m, sigma_8, n_s and H_0, each within 10 % of (0.3, 0.8, 0.96, 70), with Omega_b = 0.045, at
-redshifts 0, 0.5, 1.5 and 3: what the generator of the public universes (NERSC/cosmoflow-sims, janWorkflow/prepMusic_4par.sh, files
-ics_2019-03_a*) states. That its last version, which made the published set, kept these ranges is not stated anywhere we know:
---ranges changes them. One difference is by choice: the public box is 512 Mpc/h * H_0/70, ours has the same Mpc/h for every H_0.
+The four targets are Omega_m, sigma_8, n_s and H_0, each within 10 % of (0.3, 0.8, 0.96, 70), with Omega_b = 0.045, at redshifts 0,
+0.5, 1.5 and 3, as in the generator of the public universes (NERSC/cosmoflow-sims, janWorkflow/prepMusic_4par.sh, files
+ics_2019-03_a*). We know of no statement that its last version, which made the published set, kept these ranges; --ranges changes
+them. One difference is by choice: the public box is 512 Mpc/h * H_0/70, ours has the same Mpc/h for every H_0.
 
-A universe is a pure function of (seed, index), so that ranks, cores, stops and later growth of the set change nothing in it.
-"""
+A universe is a pure function of (seed, index): ranks, cores, interruptions and a later extension of the set change nothing in
+it."""
 
 import argparse
 import sys
@@ -34,12 +34,12 @@ from hpcai.errors import ConfigError, DataError
 PARAMETERS = ("Omega_m", "sigma_8", "n_s", "H_0")
 UNITS = ("", "", "", "km/s/Mpc")
 RANGES = {"Omega_m": (0.27, 0.33), "sigma_8": (0.72, 0.88), "n_s": (0.864, 1.056), "H_0": (63.0, 77.0)}
-ALLOWED = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # where the fits hold
+VALID_RANGES = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # of the fits
 PARAMETER_STREAM, FIELD_STREAM, ROUNDING_STREAM = 1, 2, 3           # streams of random numbers
-BESIDE = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}          # what people keep beside the public files
+IGNORED_SUFFIXES = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}  # files that users keep beside the public ones
 
 
-# ---- what the files hold
+# ---- contents of the files
 
 
 FIELDS = {
@@ -49,15 +49,15 @@ FIELDS = {
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    """Sums of log(1 + count) of each channel, and of its products."""
+    """Return the sums of log(1 + count) of each channel, and of products of channels."""
     counts = file["counts"]
     cells, total, products = 0, np.zeros(counts.shape[-1]), np.zeros((counts.shape[-1],) * 2)
     for row in range(counts.shape[0]):
         cube = counts[row].reshape(-1, counts.shape[-1])
         if cube.min() < 0:
-            raise DataError(f"{file.filename}: row {row} holds a count of {cube.min()}, expected none below 0")
+            raise DataError(f"{file.filename}: row {row} has a count of {cube.min()}, expected 0 or more")
         log = np.log1p(np.arange(cube.max() + 1))[cube]                                  # [cells, C]
-        products += np.einsum("ni,nj->ij", log, log)      # not BLAS, whose sums depend on the number of threads
+        products += np.einsum("ni,nj->ij", log, log)      # not BLAS: its sums depend on the number of threads
         cells, total = cells + len(log), total + log.sum(0)
     return {"cells": cells, "log_sum": total.tolist(), "log_product": products.tolist()}
 
@@ -76,19 +76,19 @@ def _header(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
     return {"parameters": list(PARAMETERS), "low": list(low), "high": list(high), "units": list(UNITS)}
 
 
-def _shaped(*shape: int) -> store.Fields:
+def _fields_with_shape(*shape: int) -> store.Fields:
     return {**FIELDS, "counts": FIELDS["counts"]._replace(shape=shape)}
 
 
 # ---- options
 
 
-numbers = command.option_type("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
+float_list = command.option_type("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
 
 
-def _ranges(text: str, usual: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """The usual ranges, changed by what the text names."""
-    ranges = dict(usual)
+def _parse_ranges(text: str, defaults: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return the default ranges, with those of the text replaced."""
+    ranges = dict(defaults)
     for part in text.split(","):
         name, _, ends = part.strip().partition("=")
         low, _, high = ends.partition(":")
@@ -98,18 +98,20 @@ def _ranges(text: str, usual: Mapping[str, tuple[float, float]]) -> dict[str, tu
     return ranges
 
 
-def add_ranges(made: argparse.ArgumentParser, usual: Mapping[str, tuple[float, float]] = MappingProxyType(RANGES)) -> None:
-    text = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in usual.items())
-    ranges = command.option_type("list such as Omega_m=0.27:0.33,H_0=63:77", partial(_ranges, usual=usual))
-    made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=text, help="change some of them")
+def add_ranges_option(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, tuple[float, float]] = MappingProxyType(RANGES)
+) -> None:
+    text = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in defaults.items())
+    ranges = command.option_type("list such as Omega_m=0.27:0.33,H_0=63:77", partial(_parse_ranges, defaults=defaults))
+    parser.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=text, help="change some of them")
 
 
-def ends(options: argparse.Namespace) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Low and high ends of the ranges, in the order of the parameters."""
+def range_ends(options: argparse.Namespace) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the low and high ends of the ranges, in the order of the parameters."""
     return tuple(options.ranges[name][0] for name in PARAMETERS), tuple(options.ranges[name][1] for name in PARAMETERS)
 
 
-def omega_b() -> Any:
+def omega_b_option() -> Any:
     return option(0.045, "baryon density, the same in every universe", metavar="X", type=float)
 
 
@@ -118,16 +120,16 @@ def omega_b() -> Any:
 
 @dataclass(frozen=True)
 class Recipe(command.Recipe):
-    """All that decides the content of a simulated universe, besides its index."""
+    """The settings that determine the content of a simulated universe, besides its index."""
 
     seed: int = command.seed()
     size: int = option(32, "cells per side of a sample", type=command.positive)
     cut: int = option(2, "samples per side of a universe", type=command.positive)
     voxel: float = option(8.0, "width of a cell in Mpc/h", metavar="X", type=float)
-    redshifts: tuple[float, ...] = option((0.0, 0.5, 1.5, 3.0), "one channel each", metavar="Z,Z,...", type=numbers)
-    particles: int = option(2, "that are moved", "particles-per-cell", type=int, choices=sorted(universe.LATTICES))
+    redshifts: tuple[float, ...] = option((0.0, 0.5, 1.5, 3.0), "one channel each", metavar="Z,Z,...", type=float_list)
+    particles: int = option(2, "simulated particles", "particles-per-cell", type=int, choices=sorted(universe.LATTICES))
     mean_count: float = option(16.0, "counts in a cell of mean density", metavar="X", type=float)
-    omega_b: float = omega_b()
+    omega_b: float = omega_b_option()
     low: tuple[float, ...] = ()                 # of the ranges
     high: tuple[float, ...] = ()
     validation: float = command.fraction(0.125, "the universes")
@@ -143,7 +145,7 @@ class Recipe(command.Recipe):
         if not 0.1 <= self.mean_count <= 1000:
             yield f"--mean-count is {self.mean_count}, expected 0.1 to 1000"
         for name, low, high in zip(PARAMETERS, self.low, self.high):
-            least, most = ALLOWED[name]
+            least, most = VALID_RANGES[name]
             if not least <= low < high <= most:
                 yield f"--ranges {name}={low}:{high}: expected LOW below HIGH, within {least} to {most}"
         if not 0 < self.omega_b < self.low[0] / 2:
@@ -154,9 +156,9 @@ class Recipe(command.Recipe):
         return self.size * self.cut
 
     def target(self, index: int) -> NDArray[np.float64]:
-        """Parameters in [-1, 1): a point of an additive low-discrepancy sequence with square roots of primes (Richtmyer 1951;
-        these four correlate least), shifted by the seed. Any stretch of indices covers each range evenly, so a set can grow. Every
-        eighth point lies near one of eight values, which is why splits are drawn at random."""
+        """Return the parameters in [-1, 1): a point of an additive low-discrepancy sequence with square roots of primes (Richtmyer
+        1951; these four correlate least), shifted by the seed. Any range of indices covers each parameter evenly, so a set can
+        grow. Every eighth point lies near one of eight values, which is why splits are drawn at random."""
         step = np.sqrt((3, 5, 13, 19))
         return 2 * ((self.generator(PARAMETER_STREAM, 0).random(4) + index * step) % 1) - 1
 
@@ -170,8 +172,8 @@ def _mesh(cells: int, width: float) -> universe.Mesh:
     return universe.Mesh(cells, width)
 
 
-def matter(recipe: Recipe, index: int) -> NDArray[np.float64]:
-    """Matter per cell of the whole universe in units of the mean, [Z, N, N, N]."""
+def simulate_density(recipe: Recipe, index: int) -> NDArray[np.float64]:
+    """Simulate the matter per cell of the full universe in units of the mean, [Z, N, N, N]."""
     omega_m, sigma_8, n_s, hubble = (float(value) for value in recipe.physical(index))
     cosmology = universe.Cosmology(omega_m, sigma_8, n_s, hubble, recipe.omega_b)
     mesh = _mesh(recipe.cells, recipe.voxel)
@@ -180,49 +182,49 @@ def matter(recipe: Recipe, index: int) -> NDArray[np.float64]:
     return universe.density(mesh, modes, omega_m, recipe.redshifts, recipe.particles)
 
 
-def evolve(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """Counts of the whole universe [N, N, N, Z], and the variance of their rounding [Z]."""
-    mass = matter(recipe, index)
+def simulate_counts(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """Simulate the counts of the full universe [N, N, N, Z]. Returns them and the variance of their rounding [Z]."""
+    mass = simulate_density(recipe, index)
     try:
-        counts, variance = universe.whole_counts(mass, recipe.mean_count, recipe.generator(ROUNDING_STREAM, index))
+        counts, variance = universe.round_counts(mass, recipe.mean_count, recipe.generator(ROUNDING_STREAM, index))
     except OverflowError as error:
         smaller = f"choose a smaller --mean-count than {recipe.mean_count:g}"
-        raise DataError(f"universe {index}: {error}, more than int16 holds; {smaller}") from None
+        raise DataError(f"universe {index}: {error}, above the range of int16; {smaller}") from None
     return np.ascontiguousarray(np.moveaxis(counts, 0, -1)), variance
 
 
-def cubes(whole: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int16]]:
-    """Samples [size, size, size, C] in the order of the public set: the first axis slowest."""
-    for x in range(0, whole.shape[0], size):
-        for y in range(0, whole.shape[1], size):
-            for z in range(0, whole.shape[2], size):
-                yield whole[x : x + size, y : y + size, z : z + size]
+def split_cubes(counts: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int16]]:
+    """Yield the samples [size, size, size, C] in the order of the public set: the first axis slowest."""
+    for x in range(0, counts.shape[0], size):
+        for y in range(0, counts.shape[1], size):
+            for z in range(0, counts.shape[2], size):
+                yield counts[x : x + size, y : y + size, z : z + size]
 
 
 def write_universe(recipe: Recipe, index: int, path: Path) -> None:
-    counts, variance = evolve(recipe, index)
+    counts, variance = simulate_counts(recipe, index)
     attributes = {
         **_header(recipe.low, recipe.high), "rounding_variance": variance, "redshifts": np.array(recipe.redshifts),
         "voxel_mpc_h": recipe.voxel, "physical": recipe.physical(index), "seed": recipe.seed, "universe": index,
         "recipe": recipe.json_text,
     }  # fmt: skip
     shape = (recipe.size,) * 3 + (len(recipe.redshifts),)
-    with store.create_file(path, recipe.cut**3, _shaped(*shape), attributes) as file:
-        for row, cube in enumerate(cubes(counts, recipe.size)):
+    with store.create_file(path, recipe.cut**3, _fields_with_shape(*shape), attributes) as file:
+        for row, cube in enumerate(split_cubes(counts, recipe.size)):
             file["counts"][row] = cube
         file["target"][...] = recipe.target(index).astype(np.float32)
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
-    low, high = ends(options)
+    low, high = range_ends(options)
     recipe, rows = Recipe.from_options(options, low=low, high=high), options.cut**3
     splits = [recipe.split(index) for index in range(options.universes)]
     command.require_splits(splits, options, f"--universes {options.universes}")
     jobs = [store.Job(options.out / split / f"universe_{index:06d}.h5", partial(write_universe, recipe, index), CONTENTS, rows)
             for index, split in enumerate(splits)]  # fmt: skip
     size = len(jobs) * recipe.cells**3 * len(recipe.redshifts) * 2
-    told = f"{rows} samples of {recipe.size}^3 x {len(recipe.redshifts)} each: {size / 1e6:,.0f} MB in {options.out}"
-    return command.Plan(recipe, jobs, _header(low, high), f"{len(jobs)} universes, {told}")
+    message = f"{rows} samples of {recipe.size}^3 x {len(recipe.redshifts)} each: {size / 1e6:,.0f} MB in {options.out}"
+    return command.Plan(recipe, jobs, _header(low, high), f"{len(jobs)} universes, {message}")
 
 
 # ---- convert
@@ -233,27 +235,27 @@ class Source(command.Settings):
     """Settings of a conversion: the part of the public files that is read."""
 
     rows_per_file: int = option(64, "TFRecord files per output file", type=command.positive)
-    channels: int = option(4, "of a TFRecord sample", type=command.positive)
+    channels: int = option(4, "channels of a TFRecord sample", type=command.positive)
 
 
-def add_source(made: argparse.ArgumentParser) -> None:
-    made.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
-    made.add_argument("--split", choices=store.SPLITS, default=None, help="only this split, or the split of a flat folder")
-    made.add_argument("--limit", metavar="N", type=command.positive, default=None, help="at most this many source files per split")
-    add_ranges(made)
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
+    parser.add_argument("--split", choices=store.SPLITS, default=None, help="only this split, or the split of a flat folder")
+    parser.add_argument("--limit", metavar="N", type=command.positive, default=None, help="source files per split, at most")
+    add_ranges_option(parser)
 
 
 @dataclass(frozen=True)
-class Share:
-    """The source files of one output file, and what it says of them."""
+class OutputFile:
+    """The source files of one output file, and its attributes."""
 
     root: Path
     sources: tuple[str, ...]
     channels: int
-    about: dict[str, Any]
+    attributes: dict[str, Any]
 
 
-def _refuse_others(path: Path) -> None:
+def _check_tfrecord(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(12)
     if not tfrecord.is_tfrecord(head):
@@ -261,82 +263,82 @@ def _refuse_others(path: Path) -> None:
         raise DataError(f"{path}: {begin}, expected a TFRecord or gzip file; fetch it again, or move it away")
 
 
-def convert_share(share: Share, path: Path) -> None:
-    for source in share.sources:
-        _refuse_others(share.root / source)
+def convert_files(output: OutputFile, path: Path) -> None:
+    for source in output.sources:
+        _check_tfrecord(output.root / source)
     try:
-        _convert_records(share, path, len(share.sources))
-    except _OtherRowsError:                     # not the public one record per file: count first
-        _convert_records(share, path, sum(sum(1 for _ in tfrecord.read_payloads(share.root / source)) for source in share.sources))
+        _convert_records(output, path, len(output.sources))
+    except _RowCountError:                      # not one record per file as in the public set: count first
+        _convert_records(output, path, sum(sum(1 for _ in tfrecord.read_payloads(output.root / name)) for name in output.sources))
 
 
-class _OtherRowsError(Exception):
-    """The source files hold more or fewer records than there is room for."""
+class _RowCountError(Exception):
+    """The number of records in the source files differs from the number of rows."""
 
 
-def _convert_records(share: Share, path: Path, rows: int) -> None:
+def _convert_records(output: OutputFile, path: Path, rows: int) -> None:
     names: list[str] = []
-    samples = ((name, *sample) for name in share.sources for sample in tfrecord.read_samples(share.root / name, share.channels))
+    samples = ((name, *sample) for name in output.sources for sample in tfrecord.read_samples(output.root / name, output.channels))
     first = next(samples)                       # a file without a record is an error
     shape, parameters = first[2].shape, len(first[3])
     if parameters != len(PARAMETERS):
         raise DataError(f"{first[1]}: {parameters} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
-    with store.create_file(path, rows, _shaped(*shape), share.about) as file:
+    with store.create_file(path, rows, _fields_with_shape(*shape), output.attributes) as file:
         for row, (source, where, counts, target) in enumerate(chain([first], samples)):
             if row >= rows:
-                raise _OtherRowsError
+                raise _RowCountError
             if counts.shape != shape or len(target) != parameters:
-                found = f"counts {counts.shape} and {len(target)} targets"
-                raise DataError(f"{where}: {found}, expected {shape} and {parameters} as in {first[1]}")
+                shapes = f"counts {counts.shape} and {len(target)} targets"
+                raise DataError(f"{where}: {shapes}, expected {shape} and {parameters} as in {first[1]}")
             file["counts"][row], file["target"][row] = counts, target
             names.append(source)
         if len(names) < rows:
-            raise _OtherRowsError
+            raise _RowCountError
         file.create_dataset("source", data=np.array(names, "S"))
 
 
-def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Source files of each split, sorted, relative to SOURCE."""
+def _source_files(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the source files of each split, sorted, relative to SOURCE."""
     root: Path = options.source
     folders = command.source_folders(root, "the files of one --split")
     if options.split:
         folders = {options.split: folders.get(options.split, root)}
     if not folders:
-        raise ConfigError(f"{root}: holds no folder train, validation or test; name the split of a flat folder by --split")
-    found = {}
+        raise ConfigError(f"{root}: contains no folder train, validation or test; for a flat folder give --split")
+    sources = {}
     for split, folder in folders.items():
-        paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in BESIDE)
-        seen = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-        files = sorted(path.relative_to(root).as_posix() for path in seen)
+        paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in IGNORED_SUFFIXES)
+        visible = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+        files = sorted(path.relative_to(root).as_posix() for path in visible)
         if not files:
             raise ConfigError(f"{folder}: no files, expected TFRecords")
-        found[split] = files[: options.limit]
-    return found
+        sources[split] = files[: options.limit]
+    return sources
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    sources, (low, high) = _sources(options), ends(options)
-    # The public voxel is H_0/70 Mpc/h: 512 cells in a box that is the same in Mpc for every universe.
-    about = {**_header(low, high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: options.channels], "voxel_mpc_h": 1.0}
+    sources, (low, high) = _source_files(options), range_ends(options)
+    # The public voxel is H_0/70 Mpc/h: 512 cells in a box of the same size in Mpc for every universe.
+    attributes = {**_header(low, high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: options.channels], "voxel_mpc_h": 1.0}
     jobs: list[store.Job] = []
     for split, files in sources.items():
-        for number, some in enumerate(command.batched(files, options.rows_per_file)):
-            share = Share(options.source, some, options.channels, about)
-            jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", partial(convert_share, share), CONTENTS))
+        for number, names in enumerate(command.batched(files, options.rows_per_file)):
+            output = OutputFile(options.source, names, options.channels, attributes)
+            jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", partial(convert_files, output), CONTENTS))
     recipe = {"kind": "convert", **Source.from_options(options).json_dict, "low": list(low), "high": list(high),
               "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
     total = sum((options.source / file).stat().st_size for files in sources.values() for file in files)
-    told = f"source files: {command.describe_sources(sources)}, {total / 1e6:,.1f} MB in {options.source}"
-    return command.Plan(recipe, jobs, _header(low, high), told)
+    message = f"source files: {command.describe_sources(sources)}, {total / 1e6:,.1f} MB in {options.source}"
+    return command.Plan(recipe, jobs, _header(low, high), message)
 
 
 BUILDER = command.DatasetBuilder(
     "cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public set.", "cosmoflow",
     command.Check("Files against index.json, spectra against the linear input.", spectrum_check.check_spectra,
                   ("spectra", 64, "universes whose spectra are measured")),
-    (command.Simulate("Universes of cold dark matter, from their four numbers to particle counts.", Recipe,
-                      ("universes", 256, "how many; a later run may ask for more"), simulate, add_ranges),
-     command.Convert("Public MLPerf TFRecords, plain or gzip.", Source, convert, add_source)),
+    (command.Simulate("Universes of cold dark matter, from their four parameters to particle counts.", Recipe,
+                      ("universes", 256, "how many; a later run may ask for more"), simulate, add_ranges_option),
+     command.Convert("Public MLPerf TFRecords, plain or gzip.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -7,12 +7,11 @@
     OUT/{train,validation,test}/samples_000000.h5   "fields" float32 [N, H, W, 16] and "mask" uint8 [N, H, W]
                                                     0 background, 1 tropical cyclone, 2 atmospheric river
 
-A simulated sample is a pure function of (seed, index) and the grid, so that ranks, cores, stops and later growth of the set change
-nothing in it. The small region holds more of both classes than the globe of the public set, whose frequencies are 0.9863, 0.0005
-and 0.0133: a cyclone covers more of a smaller map.
+A simulated sample is a pure function of (seed, index) and the grid: ranks, cores, interruptions and a later extension of the set
+change nothing in it. The small region has higher frequencies of both classes than the globe of the public set (0.9863, 0.0005 and
+0.0133): a cyclone covers more of a smaller map.
 
-N rows of a file   H, W latitudes (south to north) and longitudes   16 the VARIABLES, in the order of the public data
-"""
+N rows of a file   H, W latitudes (south to north) and longitudes   16 the VARIABLES, in the order of the public data"""
 
 import argparse
 import sys
@@ -35,7 +34,7 @@ from hpcai.errors import ConfigError
 CLASSES = ("background", "tropical cyclone", "atmospheric river")
 
 
-# ---- what the files hold
+# ---- contents of the files
 
 
 def fields(height: int, width: int) -> store.Fields:
@@ -46,10 +45,10 @@ def fields(height: int, width: int) -> store.Fields:
 
 
 def _header(grid: Grid) -> dict[str, Any]:
-    south, north, west, east = grid.box
+    south, north, west, east = grid.bounds
     units = [variable.units for variable in VARIABLES.values()]
-    where = {"latitude": [south, north], "longitude": [west, east], "periodic": grid.periodic}
-    return {"variables": list(VARIABLES), "units": units, "classes": list(CLASSES), **where}
+    extent = {"latitude": [south, north], "longitude": [west, east], "periodic": grid.periodic}
+    return {"variables": list(VARIABLES), "units": units, "classes": list(CLASSES), **extent}
 
 
 # ---- simulate
@@ -57,15 +56,15 @@ def _header(grid: Grid) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recipe(command.Recipe):
-    """All that decides the content of a simulated sample, besides its index, and where it lies."""
+    """The settings that determine the content of a simulated sample, besides its index, and its split."""
 
     seed: int = command.seed()
     height: int = option(None, "rows: 96, on the globe 768", type=command.positive)
     width: int = option(None, "columns: 144, on the globe 1152", type=command.positive)
-    spacing: float = option(0.5, "degrees between cells of a region; of no meaning on the globe", metavar="X", type=float)
+    spacing: float = option(0.5, "degrees between cells of a region; unused with --globe", metavar="X", type=float)
     south: float = option(8.0, "southern edge of a region in degrees", metavar="X", type=float)
     west: float = option(0.0, "western edge of a region in degrees", metavar="X", type=float)
-    globe: bool = option(False, "the whole globe, periodic, with rows at both poles", action="store_true")
+    globe: bool = option(False, "the full globe, periodic, with rows at both poles", action="store_true")
     rows: int = option(16, "samples per file", type=command.positive)
     validation: float = command.fraction(0.1, "the samples")
     test: float = command.fraction(0.1, "the samples")
@@ -94,8 +93,8 @@ class Recipe(command.Recipe):
 
 def write_maps(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
     grid = recipe.grid()
-    about = {**_header(grid), "kind": "simulated", "seed": recipe.seed, "samples": list(samples), "recipe": recipe.json_text}
-    with store.create_file(path, len(samples), fields(recipe.height, recipe.width), about) as file:
+    attributes = {**_header(grid), "kind": "simulated", "seed": recipe.seed, "samples": list(samples), "recipe": recipe.json_text}
+    with store.create_file(path, len(samples), fields(recipe.height, recipe.width), attributes) as file:
         for row, index in enumerate(samples):
             values = scenes.sample(grid, recipe.generator(1, index))
             file["fields"][row], file["mask"][row] = values, detection.detect(grid, values).mask
@@ -108,14 +107,14 @@ def simulate(options: argparse.Namespace) -> command.Plan:
     command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")
     jobs = _jobs(options, members, partial(write_maps, recipe), height, width)
     size = options.samples * height * width * (4 * len(VARIABLES) + 1)
-    told = f"{options.samples} samples of {height} x {width} cells: {size / 1e6:,.0f} MB in {options.out}"
-    return command.Plan(recipe, jobs, _header(recipe.grid()), told)
+    message = f"{options.samples} samples of {height} x {width} cells: {size / 1e6:,.0f} MB in {options.out}"
+    return command.Plan(recipe, jobs, _header(recipe.grid()), message)
 
 
 def _jobs(options: argparse.Namespace, members: Any, write: Any, height: int, width: int) -> list[store.Job]:
     contents = store.Contents(fields(height, width))
-    return [store.Job(options.out / split / f"samples_{number:06d}.h5", partial(write, share), contents, len(share))
-            for split, every in members.items() for number, share in enumerate(command.batched(every, options.rows))]  # fmt: skip
+    return [store.Job(options.out / split / f"samples_{number:06d}.h5", partial(write, names), contents, len(names))
+            for split, items in members.items() for number, names in enumerate(command.batched(items, options.rows))]  # fmt: skip
 
 
 # ---- convert
@@ -124,16 +123,16 @@ def _jobs(options: argparse.Namespace, members: Any, write: Any, height: int, wi
 @dataclass(frozen=True)
 class Source(command.Settings):
     rows: int = option(16, "samples per file", type=command.positive)
-    limit: int | None = option(None, "at most this many source files per split", type=command.positive)
+    limit: int | None = option(None, "source files per split, at most", type=command.positive)
 
 
-def add_source(made: argparse.ArgumentParser) -> None:
-    made.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test with data-*.h5")
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test with data-*.h5")
 
 
 def convert_steps(root: Path, shape: tuple[int, int], sources: Sequence[str], path: Path) -> None:
-    about = {**_header(Grid.globe(*shape)), "kind": "converted", "origin": "public DeepCAM time steps"}
-    with store.create_file(path, len(sources), fields(*shape), about) as file:
+    attributes = {**_header(Grid.globe(*shape)), "kind": "converted", "origin": "public DeepCAM time steps"}
+    with store.create_file(path, len(sources), fields(*shape), attributes) as file:
         for row, source in enumerate(sources):
             file["fields"][row], file["mask"][row] = timestep.read(root / source, shape)
         file.create_dataset("source", data=np.array(sources, "S"))
@@ -144,41 +143,41 @@ def convert(options: argparse.Namespace) -> command.Plan:
     for split, folder in command.source_folders(options.source, "data-*.h5 in each").items():
         files = sorted(path.relative_to(options.source).as_posix() for path in folder.glob("data-*.h5"))[: options.limit]
         if not files:
-            raise ConfigError(f"{folder}: no files data-*.h5 there; name the folder that holds train with them")
+            raise ConfigError(f"{folder}: no files data-*.h5; name the folder of the splits, such as train")
         sources[split] = files
     if not sources:
-        raise ConfigError(f"{options.source}: holds no folder train, validation or test; put the files of each split into its own")
+        raise ConfigError(f"{options.source}: holds no folder train, validation or test; put the files of each split into one")
     height, width = timestep.read(options.source / next(iter(sources.values()))[0])[1].shape
     recipe = {"kind": "convert", "rows": options.rows, "height": height, "width": width,
               "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
-    told = f"source files: {command.describe_sources(sources)}, of {height} x {width} cells in {options.source}"
+    message = f"source files: {command.describe_sources(sources)}, of {height} x {width} cells in {options.source}"
     jobs = _jobs(options, sources, partial(convert_steps, options.source, (height, width)), height, width)
-    return command.Plan(recipe, jobs, _header(Grid.globe(height, width)), told)
+    return command.Plan(recipe, jobs, _header(Grid.globe(height, width)), message)
 
 
 # ---- check
 
 
-def look(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
+def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the masks of a simulation that differ from the rule."""
     recipe = prepared.simulation_settings(Recipe)
     if recipe is None:
         return
-    grid, places = recipe.grid(), command.subsample(prepared.locations, options.check_count)
-    for path, row in places:
+    grid, rows = recipe.grid(), command.subsample(prepared.locations, options.check_count)
+    for path, row in rows:
         with h5py.File(path, "r") as file:
             values, mask = file["fields"][row], file["mask"][row]
-        if wrong := (detection.detect(grid, values).mask != mask).sum():
-            yield f"{path}: row {row}: the mask differs from the rule in {wrong} cells; make the file again"
-    print(f"masks of {len(places)} samples compared with the rule")
+        if different := (detection.detect(grid, values).mask != mask).sum():
+            yield f"{path}: row {row}: the mask differs from the rule in {different} cells; make the file again"
+    print(f"masks of {len(rows)} samples compared with the rule")
 
 
 BUILDER = command.DatasetBuilder(
     "deepcam", "DeepCAM data: simulate weather maps, check them, or convert the public set.", "deepcam",
-    command.Check("Files against index.json, masks against the rule.", look, ("rule", 64, "samples whose masks are made again")),
+    command.Check("Files against index.json, masks against the rule.", check_samples, ("rule", 64, "masks to recompute")),
     (command.Simulate("Weather maps of an idealised atmosphere, with masks of cyclones and rivers.", Recipe,
                       ("samples", 400, "how many; a later run may ask for more"), simulate),
-     command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source)),
+     command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

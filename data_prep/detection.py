@@ -1,21 +1,20 @@
-"""Tropical cyclones and atmospheric rivers found in the fields of a weather map, by a rule on the fields alone.
+"""Detection of tropical cyclones and atmospheric rivers in a weather map, by a rule on its fields alone.
 
-Tropical cyclone, after Vitart et al. (1997, J. Climate 10, 745), Zhao et al. (2009, J. Climate 22, 6653) and the TECA detector
-of Prabhat et al. (2012, Procedia Comp. Sci. 9, 866): a minimum of sea-level pressure within 3 degrees, equatorward of 40, that
-is 4 hPa or more below the mean of the ring at 5 to 7 degrees; with vorticity at 850 hPa of at least 3.5e-5 /s (cyclonic) and wind
-of at least 17 m/s within 3 degrees; and a warm core: the mean of T500 and T200 within 1.5 degrees is 0.8 K above that of the ring,
-and T500 alone 0.4 K. Its mask is what is connected with the centre where wind at 850 hPa exceeds 15 m/s, out to 5 degrees, with
-its eye (all that is nearer than the fastest wind).
+Tropical cyclone, after Vitart et al. (1997, J. Climate 10, 745), Zhao et al. (2009, J. Climate 22, 6653) and the TECA detector of
+Prabhat et al. (2012, Procedia Comp. Sci. 9, 866): a minimum of sea-level pressure within 3 degrees, equatorward of 40, that is 4
+hPa or more below the mean of the ring at 5 to 7 degrees; with vorticity at 850 hPa of at least 3.5e-5 /s (cyclonic) and wind of at
+least 17 m/s within 3 degrees; and a warm core: the mean of T500 and T200 within 1.5 degrees is 0.8 K above that of the ring, and
+T500 alone 0.4 K. Its mask is the component, connected with the centre, of cells within 5 degrees whose wind at 850 hPa exceeds 15
+m/s, and of its eye (all cells up to the radius of the maximum wind).
 
 Atmospheric river, after Rutz et al. (2014, Mon. Wea. Rev. 142, 905), Guan and Waliser (2015, JGR Atmos. 120, 12514) and Ralph et
-al. (2004, Mon. Wea. Rev. 132, 1721): vapour transport is taken as IVT = 0.8 TMQ |V850|, as the moist layer holds most of the
-water. Cells of at least 250 kg/m/s and 1.7 times the median of their latitude, with at least 20 kg/m2 of water, poleward of 20
-degrees and more than 6 degrees from a tropical cyclone, that are connected. An object counts if its length (great circle, between
-its ends along its main axis) is at least 2000 km and twice its width (area / length), and its water moves poleward by 50 kg/m/s or
-more on average.
+al. (2004, Mon. Wea. Rev. 132, 1721): vapour transport is approximated by IVT = 0.8 TMQ |V850|, as the moist layer holds most of the
+water. It is a connected component of cells with at least 250 kg/m/s and 1.7 times the median of their latitude, with at least 20
+kg/m2 of water, poleward of 20 degrees and more than 6 degrees from a tropical cyclone. An object counts if its length (great
+circle, between its ends along its main axis) is at least 2000 km and twice its width (area / length), and its mean poleward
+transport is 50 kg/m/s or more.
 
-H, W rows (south to north) and columns (eastward)   C the 16 variables
-"""
+H, W rows (south to north) and columns (eastward)   C the 16 variables"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,25 +23,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
-from data_prep.extras import needed
-from data_prep.sphere import DEGREE, RADIUS, Array, Box, Grid, polar
+from data_prep.extras import import_extra
+from data_prep.sphere import DEGREE, RADIUS, Array, Box, Grid, polar_coordinates
 
 CYCLONE, RIVER = 1, 2
 
-TROPICS = 40.0          # degrees
-ALONE = 3.0             # degrees without a lower pressure
-DEFICIT = 400.0         # Pa
-RING = (5.0, 7.0)       # degrees
-VORTICITY = 3.5e-5      # /s
-GALE = 17.0             # m/s
-WARM, WARM_500 = 0.8, 0.4   # K
-OUTER_WIND, OUTER = 15.0, 5.0   # m/s, degrees
+TROPICS = 40.0                                                    # degrees
+MINIMUM_RADIUS = 3.0                                              # degrees without a lower pressure
+MIN_DEFICIT = 400.0                                               # Pa
+RING = (5.0, 7.0)                                                 # degrees
+MIN_VORTICITY = 3.5e-5                                            # /s
+MIN_WIND = 17.0                                                   # m/s
+MIN_WARMTH, MIN_WARMTH_500 = 0.8, 0.4                             # K
+MASK_WIND, MASK_RADIUS = 15.0, 5.0                                # m/s, degrees
 
-TRANSPORT, LAYER = 250.0, 0.8   # kg/m/s; share of the water that moves with the wind at 850 hPa
-RELATIVE, MOIST = 1.7, 20.0     # times the median of the latitude; kg/m2
-SUBTROPICS = 20.0       # degrees
-CLEAR = 6.0             # degrees
-LENGTH, SLENDER, POLEWARD = 2.0e6, 2.0, 50.0    # m, 1, kg/m/s
+MIN_TRANSPORT, MOIST_LAYER = 250.0, 0.8                           # kg/m/s; share of the water that moves with the wind at 850 hPa
+MIN_RELATIVE, MIN_WATER = 1.7, 20.0                               # times the median of the latitude; kg/m2
+SUBTROPICS = 20.0                                                 # degrees
+CYCLONE_DISTANCE = 6.0                                            # degrees
+MIN_LENGTH, MIN_ASPECT_RATIO, MIN_POLEWARD = 2.0e6, 2.0, 50.0     # m, 1, kg/m/s
 
 
 @dataclass(frozen=True)
@@ -73,103 +72,103 @@ class Objects:
 
 
 def _ndimage() -> Any:
-    return needed("scipy.ndimage", "finding cyclones and rivers", "deepcam")
+    return import_extra("scipy.ndimage", "finding cyclones and rivers", "deepcam")
 
 
 def detect(grid: Grid, fields: NDArray[Any]) -> Objects:
-    """The objects of a map.   fields [H, W, C]"""
+    """Return the objects of a map.   fields [H, W, C]"""
     field = {name: fields[..., channel].astype(np.float64) for channel, name in enumerate(VARIABLES)
              if name in ("TMQ", "U850", "V850", "PSL", "T200", "T500")}  # fmt: skip
     mask = np.zeros(fields.shape[:2], np.uint8)
-    cyclones = _cyclones(grid, field, mask)
-    rivers = _rivers(grid, field, mask, cyclones)
+    cyclones = _detect_cyclones(grid, field, mask)
+    rivers = _detect_rivers(grid, field, mask, cyclones)
     return Objects(mask, tuple(cyclones), tuple(rivers))
 
 
-def _around(grid: Grid, row: int, column: int, reach: float) -> tuple[Box, Array]:
-    """The box about a cell, eastward without a break, and the distance of its cells in degrees."""
+def _neighbourhood(grid: Grid, row: int, column: int, reach: float) -> tuple[Box, Array]:
+    """Return the box around a cell, contiguous in the eastward direction, and the distance of its cells in degrees."""
     latitude, longitude = float(grid.latitude[row]), float(grid.longitude[column])
-    rows, columns = grid.near(latitude, longitude, reach * DEGREE)
+    rows, columns = grid.nearby(latitude, longitude, reach * DEGREE)
     columns = columns[np.argsort((grid.longitude[columns] - longitude + 180) % 360)]
-    return np.ix_(rows, columns), polar(grid, rows, columns, latitude, longitude)[0] / DEGREE
+    return np.ix_(rows, columns), polar_coordinates(grid, rows, columns, latitude, longitude)[0] / DEGREE
 
 
-def _cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8]) -> list[Cyclone]:
+def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8]) -> list[Cyclone]:
     ndimage = _ndimage()
     spacing = np.abs(np.array((grid.latitude[1] - grid.latitude[0], grid.longitude[1] - grid.longitude[0])))
-    size = 2 * np.maximum(np.round(ALONE / 2 / spacing), 1).astype(int) + 1
+    size = 2 * np.maximum(np.round(MINIMUM_RADIUS / 2 / spacing), 1).astype(int) + 1
     pressure, wind = field["PSL"], np.hypot(field["U850"], field["V850"])
     lowest = pressure == ndimage.minimum_filter(pressure, size, mode=("nearest", "wrap" if grid.periodic else "nearest"))
     lowest &= np.abs(grid.latitude)[:, None] <= TROPICS
     vorticity = grid.gradient(field["V850"])[0] - grid.gradient(field["U850"])[1]
     vorticity *= np.sign(grid.latitude)[:, None]
-    both = (field["T500"] + field["T200"]) / 2
-    found: list[Cyclone] = []
+    mean_temperature = (field["T500"] + field["T200"]) / 2
+    cyclones: list[Cyclone] = []
     for row, column in np.argwhere(lowest):
-        box, away = _around(grid, row, column, RING[1])
-        ring, near, core = (away >= RING[0]), away <= 3.0, away <= max(1.5, float(spacing.max()))
-        ring &= away <= RING[1]
-        if not ring.any() or (pressure[box][away <= ALONE] < pressure[row, column]).any():
+        box, distance = _neighbourhood(grid, row, column, RING[1])
+        ring, near, core = (distance >= RING[0]), distance <= 3.0, distance <= max(1.5, float(spacing.max()))
+        ring &= distance <= RING[1]
+        if not ring.any() or (pressure[box][distance <= MINIMUM_RADIUS] < pressure[row, column]).any():
             continue
-        first = np.unravel_index(np.where(away <= ALONE, pressure[box], np.inf).argmin(), away.shape)
-        if away[first] > away.min():            # two cells of the same pressure are one minimum
+        first = np.unravel_index(np.where(distance <= MINIMUM_RADIUS, pressure[box], np.inf).argmin(), distance.shape)
+        if distance[first] > distance.min():    # two cells of the same pressure are one minimum
             continue
-        warmth, middle = (float(t[box][core].mean() - t[box][ring].mean()) for t in (both, field["T500"]))
-        fast = float(wind[box][near].max())
-        if (pressure[box][ring].mean() - pressure[row, column] < DEFICIT or vorticity[box][near].max() < VORTICITY
-                or fast < GALE or warmth < WARM or middle < WARM_500):  # fmt: skip
+        warmth, middle = (float(t[box][core].mean() - t[box][ring].mean()) for t in (mean_temperature, field["T500"]))
+        max_wind = float(wind[box][near].max())
+        if (pressure[box][ring].mean() - pressure[row, column] < MIN_DEFICIT or vorticity[box][near].max() < MIN_VORTICITY
+                or max_wind < MIN_WIND or warmth < MIN_WARMTH or middle < MIN_WARMTH_500):  # fmt: skip
             continue
-        eye = float(away[near & (wind[box] == fast)].min())
-        inside = ((wind[box] > OUTER_WIND) | (away <= eye)) & (away <= OUTER)
+        eye = float(distance[near & (wind[box] == max_wind)].min())
+        inside = ((wind[box] > MASK_WIND) | (distance <= eye)) & (distance <= MASK_RADIUS)
         labels, _ = ndimage.label(inside, np.ones((3, 3)))
-        here = labels == labels[np.unravel_index(away.argmin(), away.shape)]
-        part = mask[box]
-        part[here] = CYCLONE
-        mask[box] = part
-        place = float(grid.latitude[row]), float(grid.longitude[column])
-        found.append(Cyclone(*place, float(pressure[row, column]), fast, warmth, int(here.sum())))
-    return found
+        connected = labels == labels[np.unravel_index(distance.argmin(), distance.shape)]
+        local_mask = mask[box]
+        local_mask[connected] = CYCLONE
+        mask[box] = local_mask
+        centre = float(grid.latitude[row]), float(grid.longitude[column])
+        cyclones.append(Cyclone(*centre, float(pressure[row, column]), max_wind, warmth, int(connected.sum())))
+    return cyclones
 
 
-def transport(field: dict[str, Array]) -> tuple[Array, Array]:
-    """Eastward and northward vapour transport in kg/m/s."""
-    return LAYER * field["TMQ"] * field["U850"], LAYER * field["TMQ"] * field["V850"]
+def vapour_transport(field: dict[str, Array]) -> tuple[Array, Array]:
+    """Return the eastward and northward vapour transport in kg/m/s."""
+    return MOIST_LAYER * field["TMQ"] * field["U850"], MOIST_LAYER * field["TMQ"] * field["V850"]
 
 
-def _rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8], cyclones: list[Cyclone]) -> list[River]:
+def _detect_rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8], cyclones: list[Cyclone]) -> list[River]:
     ndimage = _ndimage()
-    east, north = transport(field)
+    east, north = vapour_transport(field)
     flow = np.hypot(east, north)
     rows_of_4_degrees = max(1, round(4 / float(grid.latitude[1] - grid.latitude[0])))
-    usual = ndimage.uniform_filter1d(np.median(flow, axis=1), rows_of_4_degrees, mode="nearest")
-    strong = (flow >= np.maximum(TRANSPORT, RELATIVE * usual[:, None])) & (field["TMQ"] >= MOIST)
+    zonal_median = ndimage.uniform_filter1d(np.median(flow, axis=1), rows_of_4_degrees, mode="nearest")
+    strong = (flow >= np.maximum(MIN_TRANSPORT, MIN_RELATIVE * zonal_median[:, None])) & (field["TMQ"] >= MIN_WATER)
     strong &= np.abs(grid.latitude)[:, None] >= SUBTROPICS
     for cyclone in cyclones:
-        rows, columns = grid.near(cyclone.latitude, cyclone.longitude, CLEAR * DEGREE)
-        away = polar(grid, rows, columns, cyclone.latitude, cyclone.longitude)[0]
-        strong[np.ix_(rows, columns)] &= away > CLEAR * DEGREE
+        rows, columns = grid.nearby(cyclone.latitude, cyclone.longitude, CYCLONE_DISTANCE * DEGREE)
+        distance = polar_coordinates(grid, rows, columns, cyclone.latitude, cyclone.longitude)[0]
+        strong[np.ix_(rows, columns)] &= distance > CYCLONE_DISTANCE * DEGREE
     labels, count = ndimage.label(strong, np.ones((3, 3)))
     if grid.periodic:
-        _join_seam(labels)
-    found = []
+        _merge_across_seam(labels)
+    rivers = []
     area = (DEGREE**2 * np.cos(grid.phi) * np.diff(grid.latitude[:2]) * np.diff(grid.longitude[:2])).clip(0) * np.ones(flow.shape)
     sizes = np.bincount(labels.ravel(), area.ravel(), count + 1)
-    for label in np.flatnonzero(sizes > LENGTH**2 / 50):        # less would be thinner than a fiftieth of its length
+    for label in np.flatnonzero(sizes > MIN_LENGTH**2 / 50):        # smaller: thinner than a fiftieth of its length
         if label == 0:
             continue
-        here = np.nonzero(labels == label)
-        latitude, longitude, length = _extent(grid, here, area[here])
+        cells = np.nonzero(labels == label)
+        latitude, longitude, length = _extent(grid, cells, area[cells])
         width = float(sizes[label]) / max(length, 1.0)
-        weight = area[here] / area[here].sum()
-        poleward = float((north[here] * np.sign(grid.latitude[here[0]]) * weight).sum())
-        if length >= LENGTH and length >= SLENDER * width and poleward >= POLEWARD:
-            mask[here] = np.where(mask[here] == CYCLONE, CYCLONE, RIVER)
-            found.append(River(latitude, longitude, length, width, float((flow[here] * weight).sum()), len(here[0])))
-    return found
+        weight = area[cells] / area[cells].sum()
+        poleward = float((north[cells] * np.sign(grid.latitude[cells[0]]) * weight).sum())
+        if length >= MIN_LENGTH and length >= MIN_ASPECT_RATIO * width and poleward >= MIN_POLEWARD:
+            mask[cells] = np.where(mask[cells] == CYCLONE, CYCLONE, RIVER)
+            rivers.append(River(latitude, longitude, length, width, float((flow[cells] * weight).sum()), len(cells[0])))
+    return rivers
 
 
-def _join_seam(labels: NDArray[Any]) -> None:
-    """One label for what touches across the first and last column, corners included."""
+def _merge_across_seam(labels: NDArray[Any]) -> None:
+    """Merge labels that touch across the first and last column, corners included."""
     height = len(labels)
     for row in range(height):
         for other in range(max(row - 1, 0), min(row + 2, height)):
@@ -178,9 +177,10 @@ def _join_seam(labels: NDArray[Any]) -> None:
                 labels[labels == b] = a
 
 
-def _extent(grid: Grid, here: tuple[NDArray[Any], ...], area: Array) -> tuple[float, float, float]:
-    """Latitude and longitude of the mean of some cells, and the great-circle distance between the ends of their main axis."""
-    phi, lam = grid.phi[here[0], 0], grid.lam[0, here[1]]
+def _extent(grid: Grid, cells: tuple[NDArray[Any], ...], area: Array) -> tuple[float, float, float]:
+    """Return latitude and longitude of the centroid of some cells, and the great-circle distance between the ends of their main
+    axis."""
+    phi, lam = grid.phi[cells[0], 0], grid.lam[0, cells[1]]
     point = np.stack((np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)), axis=1)       # [cells, 3]
     centre = (area[:, None] * point).sum(0)
     centre /= np.linalg.norm(centre)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from data_prep import store
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.errors import DataError
 
 BLOCK = 1 << 20                                 # bytes
@@ -156,7 +156,7 @@ def _parse_object(line: bytes) -> Mapping[str, Any] | Unusable:
 
 
 def _open_table(path: Path) -> Any:
-    parquet = needed("pyarrow.parquet", "Parquet", "llm")
+    parquet = import_extra("pyarrow.parquet", "Parquet", "llm")
     try:
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
@@ -243,7 +243,7 @@ def _read_gzip(file: IO[bytes]) -> Iterator[bytes]:
 
 def _read_zstd(file: IO[bytes], path: Path) -> Iterator[bytes]:
     """Yield the decompressed frames. The readers of zstandard would accept a truncated last frame."""
-    zstandard = needed("zstandard", "Zstandard", "llm")
+    zstandard = import_extra("zstandard", "Zstandard", "llm")
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, buffered = None, bytearray()
     while packed := file.read(_ZSTD_BLOCK):

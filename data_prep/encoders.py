@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
@@ -120,7 +120,7 @@ class TextEncoder:
 
     def __init__(self, folder: Path, tokenizer: Path, pooled: bool, cfg: NetworkConfig) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        transformers = needed("transformers", f"encoding captions by {folder}", "latents")
+        transformers = import_extra("transformers", f"encoding captions by {folder}", "latents")
         transformers.logging.set_verbosity_error()          # it lists all unused weights of CLIP; missing ones are checked below
         self.folder, self.pooled, self.truncate, self.device = folder, pooled, cfg.truncate, cfg.device
         kind = json.loads((folder / "config.json").read_text())["model_type"]

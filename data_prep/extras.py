@@ -1,4 +1,4 @@
-"""Packages that not every data set needs."""
+"""Imports of packages that only some data sets need."""
 
 from importlib import import_module
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from hpcai.errors import MissingExtraError
 
 
-def needed(module: str, purpose: str, extra: str) -> Any:
-    """A module of such a package. Raises MissingExtraError, which says how to get it, where it is not installed."""
+def import_extra(module: str, purpose: str, extra: str) -> Any:
+    """Return an imported module of an optional package. Raises MissingExtraError with the pip command if it is not installed."""
     try:
         return import_module(module)
     except ImportError as problem:

@@ -1,27 +1,26 @@
 """Fields and their coarse counterparts, to generate one from the other: simulate and check them.
 
     python -m data_prep.fields simulate OUT --kind matter     slabs of simulated universes: projected density of matter, 64 x 64
-    python -m data_prep.fields simulate OUT --kind volumes    whole small universes: density of matter, 32^3
-    python -m data_prep.fields simulate OUT --kind weather    maps of an idealised atmosphere round the globe, 64 x 96
+    python -m data_prep.fields simulate OUT --kind volumes    full small universes: density of matter, 32^3
+    python -m data_prep.fields simulate OUT --kind weather    maps of an idealised atmosphere of the globe, 64 x 96
     python -m data_prep.fields check OUT                      files against their index, low against high, a picture
 
-    OUT/{train,validation,test}/fields_000000.h5   "high" float32 [N, C, *S] and "low" float32 [N, C, *s], standardised
-                                                   "parameters" float32 [N, P] in [-1, 1]; not there for weather
+    OUT/{train,validation,test}/fields_000000.h5   "high" float32 [N, C, *S] and "low" float32 [N, C, *s], standardized
+                                                   "parameters" float32 [N, P] in [-1, 1]; absent for weather
 
-Matter is the 2LPT of data_prep.universe, which lets particles cross where gravity would hold them: right on large scales, too
-smooth inside clusters. Its density is in units of the mean, and a value is (log(density + floor) - mean) / deviation. A value of
-weather is (field - mean) / deviation of the channel; data_prep.atmosphere is kinematic, one instant in balance, and no weather
-model. ``low`` holds means of DENSITY over blocks of ``factor`` cells a side (of the field, for weather, each cell counted alike),
-put through the same logarithm, mean and deviation. The index states all of these, so that any value can be undone.
+Matter is the 2LPT of data_prep.universe, in which particles cross where gravity would hold them: right on large scales, too smooth
+inside clusters. Its density is in units of the mean, and a value is (log(density + floor) - mean) / deviation. A value of weather
+is (field - mean) / deviation of the channel; data_prep.atmosphere is kinematic, one balanced instant, and no weather model. ``low``
+is the mean of DENSITY over blocks of ``factor`` cells a side (of the field, for weather, with equal weights), transformed by the
+same logarithm, mean and deviation. The index states all of these, so that every value can be inverted.
 
-Mean and deviation are those of the first 16 universes (or moments) of the training split, rounded to 4 digits: so they do not
-change when a set grows, and any machine finds the same. All maps of one universe are in one split. Maps of one universe are not
-independent: all share the parameters, and slabs along two axes the matter where they cross.
+Mean and deviation are those of the first 16 universes (or moments) of the training split, rounded to 4 digits: they do not change
+when a set grows, and are the same on any machine. All maps of one universe are in one split. Maps of one universe are not
+independent: they share the parameters, and slabs along two axes share the matter at their crossing.
 
-A file is a pure function of the recipe and the universes it holds, so that ranks, cores and stops change nothing in it.
+A file is a pure function of the recipe and its universes: ranks, cores and interruptions change nothing in it.
 
-N rows of a file   C channels   S, s cells per dim   P parameters
-"""
+N rows of a file   C channels   S, s cells per dim   P parameters"""
 
 import argparse
 import sys
@@ -45,18 +44,18 @@ from hpcai.errors import ConfigError, DataError
 
 Array = NDArray[np.float64]
 
-# Wider than CosmoFlow's in what a map tells most of, so that there is something to be conditioned on.
+# Wider than CosmoFlow's in the parameters with most effect on a map, so that conditioning matters.
 RANGES = {**cosmoflow.RANGES, "Omega_m": (0.1, 0.5), "sigma_8": (0.6, 1.0)}
 CHANNELS = ("TMQ", "U850", "V850", "PSL")
-PILOT = 16                      # universes or moments whose mean and deviation all are standardised by
-FLOOR = 0.05                    # mean densities that are added before the logarithm
-FINER = 2                       # weather is made on a grid so many times finer: its cyclones are narrower than a cell of the map
+STATISTICS_SIZE = 16            # universes or moments for mean and deviation
+FLOOR = 0.05                    # added before the logarithm, in units of the mean density
+OVERSAMPLING = 2                # of the grid of weather along each side: cyclones are narrower than a cell of the map
 WEATHER_STREAM = 1
-CLOSE = 1e-4                    # deviations: what float32 may leave between low and the mean of high
+TOLERANCE = 1e-4                # deviations: rounding error of float32 between low and the mean of high
 
 
-def coarse(values: NDArray[Any], factor: int, dims: int) -> NDArray[Any]:
-    """Means over blocks of ``factor`` cells a side of the last ``dims`` dims.   [..., *S] -> [..., *S/factor]"""
+def block_mean(values: NDArray[Any], factor: int, dims: int) -> NDArray[Any]:
+    """Return the means over blocks of ``factor`` cells a side of the last ``dims`` dims.   [..., *S] -> [..., *S/factor]"""
     for dim in range(values.ndim - dims, values.ndim):
         shape = values.shape
         values = values.reshape(*shape[:dim], shape[dim] // factor, factor, *shape[dim + 1 :]).mean(dim + 1)
@@ -68,16 +67,16 @@ def coarse(values: NDArray[Any], factor: int, dims: int) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Recipe(command.Recipe):
-    """What all kinds decide by. A kind makes the rows of a number: of a universe, or of a moment."""
+    """The common settings of all kinds. A kind simulates the rows of one universe or moment, by its number."""
 
     field: str = "matter"
     seed: int = command.seed()
     size: int = option(None, "cells per side: 64, of volumes 32; rows of a map of the weather", type=command.positive)
     factor: int = option(4, "cells of high along a cell of low", type=command.positive)
-    rows: int = option(48, "samples per file, of whole universes", type=command.positive)
+    rows: int = option(48, "samples per file, in complete universes", type=command.positive)
     validation: float = command.fraction(0.12, "the universes, or moments of weather")
     test: float = command.fraction(0.0, "the universes, or moments of weather")
-    mean: tuple[float, ...] = ()                # of each channel; empty until it is known
+    mean: tuple[float, ...] = ()                # of each channel; empty until computed
     deviation: tuple[float, ...] = ()
 
     def mistakes(self) -> Iterator[str]:
@@ -88,85 +87,85 @@ class Recipe(command.Recipe):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Cells of each dim."""
+        """Return the cells of each dim."""
         raise NotImplementedError
 
     @property
-    def each(self) -> int:
-        """Rows of a number."""
+    def rows_per_index(self) -> int:
+        """Return the number of rows of one universe or moment."""
         return 1
 
-    def made(self, number: int) -> Array:
-        """Fields in physical units.   [rows, C, *S]"""
+    def simulate(self, number: int) -> Array:
+        """Return the fields in physical units.   [rows, C, *S]"""
         raise NotImplementedError
 
     def target(self, number: int) -> Array:
-        """Parameters in [-1, 1].   [P]"""
+        """Return the parameters in [-1, 1].   [P]"""
         return np.zeros(0)
 
-    def scaled(self, values: Array) -> Array:
-        """What is standardised, from physical units."""
+    def transform(self, values: Array) -> Array:
+        """Return the values that are standardized, from physical units."""
         return values
 
-    def unscaled(self, values: Array) -> Array:
+    def inverse_transform(self, values: Array) -> Array:
         return values
 
-    def about(self) -> dict[str, Any]:
-        """What the header says of this kind alone."""
+    def kind_header(self) -> dict[str, Any]:
+        """Return the header entries of this kind."""
         raise NotImplementedError
 
-    def standard(self, values: Array) -> Array:
-        """Values as the files have them.   [..., C, *S]"""
+    def standardize(self, values: Array) -> Array:
+        """Return the stored values, from physical units.   [..., C, *S]"""
         mean, deviation = self._per_channel()
-        return (self.scaled(values) - mean) / deviation
+        return (self.transform(values) - mean) / deviation
 
-    def undone(self, values: NDArray[Any]) -> Array:
-        """Physical units again, in float64.   [..., C, *S]"""
+    def unstandardize(self, values: NDArray[Any]) -> Array:
+        """Return physical units from stored values, in float64.   [..., C, *S]"""
         mean, deviation = self._per_channel()
-        return self.unscaled(mean + deviation * values.astype(np.float64))
+        return self.inverse_transform(mean + deviation * values.astype(np.float64))
 
     def _per_channel(self) -> tuple[Array, Array]:
         ones = (1,) * len(self.shape)
         return np.reshape(self.mean, (-1, *ones)), np.reshape(self.deviation, (-1, *ones))
 
-    def low(self, values: Array) -> Array:
+    def coarsen(self, values: Array) -> Array:
         """The coarse counterpart, standardised, from physical units.   [..., C, *S] -> [..., C, *s]"""
-        return self.standard(coarse(values, self.factor, len(self.shape)))
+        return self.standardize(block_mean(values, self.factor, len(self.shape)))
 
     def header(self) -> dict[str, Any]:
         moments = {"mean": list(self.mean), "deviation": list(self.deviation)}
-        return {"kind": self.field, "factor": self.factor, **moments, **self.about()}
+        return {"kind": self.field, "factor": self.factor, **moments, **self.kind_header()}
 
     def fields(self) -> store.Fields:
         channels, low = len(self.mean), tuple(cells // self.factor for cells in self.shape)
-        parameters = len(self.about()["parameters"])
+        parameters = len(self.kind_header()["parameters"])
         shapes = {"high": (channels, *self.shape), "low": (channels, *low)}
-        found = {name: Field("float32", shape, channels=0) for name, shape in shapes.items()}
-        return {**found, "parameters": Field("float32", (parameters,), -1, 1, channels=0)} if parameters else found
+        fields = {name: Field("float32", shape, channels=0) for name, shape in shapes.items()}
+        return {**fields, "parameters": Field("float32", (parameters,), -1, 1, channels=0)} if parameters else fields
 
 
 @dataclass(frozen=True)
 class Matter(Recipe):
-    """Universes, and how their density is cut."""
+    """Universes, and the slabs of their density."""
 
     voxel: float = option(None, "width of a cell in Mpc/h: 1, of volumes 4", metavar="X", type=float)
-    slabs: int = option(2, "maps along each axis of a universe", type=command.positive)         # 0 for the whole cube
+    slabs: int = option(2, "maps along each axis of a universe", type=command.positive)         # 0 for the full cube
     thickness: int = option(16, "cells of a slab", type=command.positive)
-    particles: int = option(None, "that are moved: 8, of volumes 4", "particles-per-cell", type=int, choices=[*universe.LATTICES])
-    omega_b: float = cosmoflow.omega_b()
+    particles: int = option(None, "simulated: 8, of volumes 4", "particles-per-cell", type=int, choices=[*universe.LATTICES])
+    omega_b: float = cosmoflow.omega_b_option()
     low_end: tuple[float, ...] = ()             # of the ranges
     high_end: tuple[float, ...] = ()
 
     def mistakes(self) -> Iterator[str]:
-        found = list(super().mistakes())
+        mistakes = list(super().mistakes())
         if self.slabs and not 1 <= self.thickness * self.slabs <= self.size:
-            found.append(f"--slabs {self.slabs} of --thickness {self.thickness} cells: more than the {self.size} cells of --size")
-        if not found:
+            mistakes.append(f"--slabs {self.slabs} of --thickness {self.thickness}: more than the {self.size} cells of --size")
+        if not mistakes:
             try:
                 _ = self.universes
             except ConfigError as error:
-                found.append(str(error))
-        yield from found
+                mistakes.append(str(error))
+        yield from mistakes
 
     @property
     def universes(self) -> cosmoflow.Recipe:
@@ -180,12 +179,12 @@ class Matter(Recipe):
         return (self.size,) * (2 if self.slabs else 3)
 
     @property
-    def each(self) -> int:
+    def rows_per_index(self) -> int:
         return 3 * self.slabs or 1
 
-    def made(self, number: int) -> Array:
-        """Density in units of the mean: of the slabs along the first axis, the second, the third, or of the cube."""
-        density = cosmoflow.matter(self.universes, number)[0]
+    def simulate(self, number: int) -> Array:
+        """Return the density in units of the mean: of the slabs along the first axis, the second, the third, or of the cube."""
+        density = cosmoflow.simulate_density(self.universes, number)[0]
         if not self.slabs:
             return density[None, None]
         starts = [slab * self.size // self.slabs for slab in range(self.slabs)]
@@ -196,13 +195,13 @@ class Matter(Recipe):
     def target(self, number: int) -> Array:
         return self.universes.target(number)
 
-    def scaled(self, values: Array) -> Array:
+    def transform(self, values: Array) -> Array:
         return np.log(values + FLOOR)
 
-    def unscaled(self, values: Array) -> Array:
+    def inverse_transform(self, values: Array) -> Array:
         return np.exp(values) - FLOOR
 
-    def about(self) -> dict[str, Any]:
+    def kind_header(self) -> dict[str, Any]:
         side, dims = self.size * self.voxel, len(self.shape)
         return {
             "channels": ["density"], "channel_units": ["mean density"], "floor": FLOOR,
@@ -220,23 +219,23 @@ class Weather(Recipe):
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
-        spacing = 240 / self.size / FINER
+        spacing = 240 / self.size / OVERSAMPLING
         if spacing > 2:
-            yield f"--size {self.size} is made of cells of {spacing:g} degrees, expected 2 or less: cyclones are 1 degree wide"
+            yield f"--size {self.size} gives cells of {spacing:g} degrees, expected 2 or less: cyclones are 1 degree wide"
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.size, self.size * 3 // 2
 
-    def made(self, number: int) -> Array:
-        height, width = (FINER * cells for cells in self.shape)
+    def simulate(self, number: int) -> Array:
+        height, width = (OVERSAMPLING * cells for cells in self.shape)
         latitude, longitude = ((np.arange(cells) + 0.5) / cells for cells in (height, width))
         grid = Grid(180 * latitude - 90, 360 * longitude, True)
         fields = scenes.sample(grid, self.generator(WEATHER_STREAM, number)).astype(np.float64)
         chosen = np.moveaxis(fields[..., [list(VARIABLES).index(name) for name in CHANNELS]], -1, 0)
-        return coarse(chosen, FINER, 2)[None]
+        return block_mean(chosen, OVERSAMPLING, 2)[None]
 
-    def about(self) -> dict[str, Any]:
+    def kind_header(self) -> dict[str, Any]:
         return {
             "channels": list(CHANNELS), "channel_units": [VARIABLES[name].units for name in CHANNELS],
             "undo": "field = mean + deviation * value",
@@ -249,97 +248,97 @@ class Weather(Recipe):
 KINDS: dict[str, type[Recipe]] = {"matter": Matter, "volumes": Matter, "weather": Weather}
 
 
-def standardised(recipe: Recipe, out: Path) -> Recipe:
-    """The recipe with mean and deviation: those that the folder was begun with, if all else is equal, or those of the first
-    numbers of the training split."""
-    path, asked = out / "recipe.json", {"kind": "simulate", **recipe.json_dict}
+def with_statistics(recipe: Recipe, out: Path) -> Recipe:
+    """Return the recipe with mean and deviation: those of the recipe saved in the folder, if all else is equal, or those of the
+    first numbers of the training split."""
+    path, settings = out / "recipe.json", {"kind": "simulate", **recipe.json_dict}
     if path.is_file():
-        before = store.read_json(path)
-        if before.get("mean") and {**before, "mean": [], "deviation": []} == asked:
-            return replace(recipe, mean=tuple(before["mean"]), deviation=tuple(before["deviation"]))
-    first = islice((number for number in range(10**6) if recipe.split(number) == "train"), PILOT)
-    fields = np.concatenate([recipe.scaled(recipe.made(number)) for number in first])
-    whole = moments.summarize([moments.compute(np.moveaxis(fields, 1, -1).reshape(-1, fields.shape[1]))])
-    mean, deviation = (tuple(float(f"{value:.4g}") for value in whole[key]) for key in ("mean", "deviation"))
+        saved = store.read_json(path)
+        if saved.get("mean") and {**saved, "mean": [], "deviation": []} == settings:
+            return replace(recipe, mean=tuple(saved["mean"]), deviation=tuple(saved["deviation"]))
+    first = islice((number for number in range(10**6) if recipe.split(number) == "train"), STATISTICS_SIZE)
+    fields = np.concatenate([recipe.transform(recipe.simulate(number)) for number in first])
+    statistics = moments.summarize([moments.compute(np.moveaxis(fields, 1, -1).reshape(-1, fields.shape[1]))])
+    mean, deviation = (tuple(float(f"{value:.4g}") for value in statistics[key]) for key in ("mean", "deviation"))
     return replace(recipe, mean=mean, deviation=deviation)
 
 
 def write_fields(recipe: Recipe, numbers: Sequence[int], path: Path) -> None:
-    each, about = recipe.each, {**recipe.header(), "seed": recipe.seed, "numbers": list(numbers), "recipe": recipe.json_text}
-    with store.create_file(path, each * len(numbers), recipe.fields(), about) as file:
-        for place, number in enumerate(numbers):
-            values, rows = recipe.made(number), slice(place * each, (place + 1) * each)
-            file["high"][rows], file["low"][rows] = recipe.standard(values), recipe.low(values)
+    n, about = recipe.rows_per_index, {**recipe.header(), "seed": recipe.seed, "numbers": list(numbers), "recipe": recipe.json_text}
+    with store.create_file(path, n * len(numbers), recipe.fields(), about) as file:
+        for position, number in enumerate(numbers):
+            values, rows = recipe.simulate(number), slice(position * n, (position + 1) * n)
+            file["high"][rows], file["low"][rows] = recipe.standardize(values), recipe.coarsen(values)
             if "parameters" in file:
                 file["parameters"][rows] = recipe.target(number)
 
 
-def _asked(options: argparse.Namespace) -> Recipe:
+def _recipe_of_options(options: argparse.Namespace) -> Recipe:
     kind = options.kind
     size = options.size or (32 if kind == "volumes" else 64)
     if kind == "weather":
         return Weather.from_options(options, field=kind, size=size)
-    whole = kind == "volumes"
-    cut = {"slabs": 0, "thickness": 0} if whole else {}
-    voxel, (low, high) = options.voxel, cosmoflow.ends(options)
-    return Matter.from_options(options, field=kind, size=size, voxel=(4.0 if whole else 1.0) if voxel is None else voxel, **cut,
-                     particles=options.particles or (4 if whole else 8), low_end=low, high_end=high)  # fmt: skip
+    volumes = kind == "volumes"
+    cube = {"slabs": 0, "thickness": 0} if volumes else {}
+    voxel, (low, high) = options.voxel, cosmoflow.range_ends(options)
+    return Matter.from_options(options, field=kind, size=size, voxel=(4.0 if volumes else 1.0) if voxel is None else voxel, **cube,
+                     particles=options.particles or (4 if volumes else 8), low_end=low, high_end=high)  # fmt: skip
 
 
-def add_kind(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--kind", choices=KINDS, required=True, help="what is simulated")
-    cosmoflow.add_ranges(made, RANGES)
+def add_kind_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kind", choices=KINDS, required=True, help="kind of fields")
+    cosmoflow.add_ranges_option(parser, RANGES)
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
-    recipe = _asked(options)
-    count = -(-options.samples // recipe.each)
+    recipe = _recipe_of_options(options)
+    count = -(-options.samples // recipe.rows_per_index)
     members = recipe.numbers_by_split(count)
     command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")
-    recipe = standardised(recipe, options.out)
+    recipe = with_statistics(recipe, options.out)
     contents = store.Contents(recipe.fields())
     jobs = [
-        store.Job(options.out / split / f"fields_{place:06d}.h5", partial(write_fields, recipe, numbers), contents,
-                  len(numbers) * recipe.each)
-        for split, every in members.items()
-        for place, numbers in enumerate(command.batched(every, max(1, recipe.rows // recipe.each)))
+        store.Job(options.out / split / f"fields_{file:06d}.h5", partial(write_fields, recipe, numbers), contents,
+                  len(numbers) * recipe.rows_per_index)
+        for split, members_of_split in members.items()
+        for file, numbers in enumerate(command.batched(members_of_split, max(1, recipe.rows // recipe.rows_per_index)))
     ]  # fmt: skip
-    what = "moments" if recipe.field == "weather" else "universes"
+    units = "moments" if recipe.field == "weather" else "universes"
     cells = " x ".join(map(str, (len(recipe.mean), *recipe.shape)))
-    told = f"{count * recipe.each} samples of {cells} cells from {count} {what} in {options.out}"
+    message = f"{count * recipe.rows_per_index} samples of {cells} cells from {count} {units} in {options.out}"
     config = {"matter": "small", "volumes": "small3d"}.get(recipe.field, recipe.field)
-    return command.Plan(recipe, jobs, recipe.header(), told, config=config)
+    return command.Plan(recipe, jobs, recipe.header(), message, config=config)
 
 
 # ---- check
 
 
-def _recipe_of(prepared: command.PreparedDataset) -> Recipe:
+def _saved_recipe(prepared: command.PreparedDataset) -> Recipe:
     kind = KINDS.get(prepared.recipe.get("field", ""))
     recipe = None if kind is None else prepared.simulation_settings(kind)
     if recipe is None:
-        raise DataError(f"{prepared.out}: was not made by data_prep.fields (recipe.json); name another folder")
+        raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
     return recipe
 
 
-def look(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the rows whose ``low`` is not the mean of ``high``, or in which matter is not conserved."""
-    recipe, places = _recipe_of(prepared), command.subsample(prepared.locations, options.check_count)
-    for path, row in places:
+def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
+    """Yield the rows in which ``low`` is not the mean of ``high``, or matter is not conserved."""
+    recipe, rows = _saved_recipe(prepared), command.subsample(prepared.locations, options.check_count)
+    for path, row in rows:
         with h5py.File(path, "r") as file:
-            high, low = recipe.undone(file["high"][row]), file["low"][row]
-        if (off := float(np.abs(recipe.low(high) - low).max())) > CLOSE:
-            yield f"{path}: row {row}: 'low' is {off:.2g} deviations off the mean of blocks of 'high'; make the file again"
-        if recipe.field == "volumes" and abs(whole := high.mean() - 1) > CLOSE:
-            yield f"{path}: row {row}: the mean density is off by {whole:.2g}, matter is not conserved; make the file again"
-    print(f"low of {len(places)} samples compared with the mean of high")
+            high, low = recipe.unstandardize(file["high"][row]), file["low"][row]
+        if (error := float(np.abs(recipe.coarsen(high) - low).max())) > TOLERANCE:
+            yield f"{path}: row {row}: 'low' is {error:.2g} deviations off the mean of blocks of 'high'; make the file again"
+        if recipe.field == "volumes" and abs(excess := high.mean() - 1) > TOLERANCE:
+            yield f"{path}: row {row}: the mean density is off by {excess:.2g}, matter is not conserved; make the file again"
+    print(f"low of {len(rows)} samples compared with the mean of high")
 
 
 BUILDER = command.DatasetBuilder(
     "fields", "Fields and their coarse counterparts: simulate and check them.", "diffusion",
-    command.Check("Files against index.json, low against high.", look, ("rows", 1000, "samples whose low is made again")),
+    command.Check("Files against index.json, low against high.", check_samples, ("rows", 1000, "samples to recompute")),
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
-                      ("samples", 1700, "how many, in whole universes; a later run may ask for more"), simulate, add_kind),),
+                      ("samples", 1700, "how many, in complete universes; a later run may add more"), simulate, add_kind_option),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -1,7 +1,6 @@
-"""Structures with energies and forces, in files of many of them, and what is measured of them.
+"""Structures with energies and forces: files of many frames, and their statistics.
 
-R frames   A atoms, of all frames one after the other   energies eV   lengths angstrom   forces eV/angstrom
-"""
+R frames   A atoms, of all frames, concatenated   energies eV   lengths angstrom   forces eV/angstrom"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import moments, store
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from data_prep.store import Field
 from hpcai.errors import DataError
 from hpcai.models.dimenet import periodic
@@ -30,12 +29,12 @@ FIELDS = {
 }  # fmt: skip
 
 
-def ase() -> Any:
-    """The package, with the parts that are used here and by the readers."""
+def import_ase() -> Any:
+    """Return the package, with the submodules that this module and the readers use."""
     parts = ("build", "calculators.emt", "constraints", "data", "io", "optimize", "units")
     for part in parts:
-        needed(f"ase.{part}", "reading and making of structures", "opencatalyst")
-    return needed("ase", "reading and making of structures", "opencatalyst")
+        import_extra(f"ase.{part}", "reading and making of structures", "opencatalyst")
+    return import_extra("ase", "reading and making of structures", "opencatalyst")
 
 
 @dataclass
@@ -46,50 +45,51 @@ class Frame:
     positions: Array                            # [A, 3]
     cell: Array                                 # [3, 3], the rows are its vectors
     pbc: Array                                  # [3]
-    energy: float | None                        # eV, as it is to be learnt
-    forces: Array | None                        # raw, of held atoms too   [A, 3]
+    energy: float | None                        # eV, the target of training
+    forces: Array | None                        # raw, also of fixed atoms   [A, 3]
     tags: Array                                 # 0 below the surface, 1 surface, 2 adsorbate   [A]
-    fixed: Array                                # 1 for atoms that are held   [A]
+    fixed: Array                                # 1 for fixed atoms   [A]
     system: int = 0
     frame: int = 0
     source: int = 0
-    labels: str | None = None                   # what computed them, where it is stated
+    labels: str | None = None                   # method of the labels, if known
 
 
-def count(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]:
-    """Edges and triplets of a frame as it is stored. Raises DataError, which begins with ``where``, for others."""
-    again = "compute it, or leave such frames out with --skip-bad"
+def count_graph(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]:
+    """Return the edges and triplets of a frame at its stored precision. Raises DataError, which begins with ``where``, for a frame
+    without a valid graph or labels."""
+    advice = "compute it, or leave such frames out with --skip-bad"
     if frame.energy is None or frame.forces is None:
-        raise DataError(f"{where}: has no {'energy' if frame.energy is None else 'forces'}; {again}")
+        raise DataError(f"{where}: has no {'energy' if frame.energy is None else 'forces'}; {advice}")
     for name, values, shape in (("energy", np.asarray(frame.energy), ()), ("forces", frame.forces, (len(frame.numbers), 3))):
         if values.shape != shape:
-            raise DataError(f"{where}: {name} has shape {list(values.shape)}, expected {list(shape)}; {again}")
+            raise DataError(f"{where}: {name} has shape {list(values.shape)}, expected {list(shape)}; {advice}")
         if not np.isfinite(values).all():
-            raise DataError(f"{where}: {name} holds NaN or infinity; {again}")
+            raise DataError(f"{where}: {name} holds NaN or infinity; {advice}")
     stored = np.asarray(frame.positions).astype(np.float32)
     _, positions, cell, pbc = periodic.check_atoms(frame.numbers, stored, frame.cell, frame.pbc, where)
-    found = periodic.neighbour_list(positions, cell, pbc, cutoff, most)
-    if not len(found.centre):
+    neighbours = periodic.neighbour_list(positions, cell, pbc, cutoff, most)
+    if not len(neighbours.centre):
         raise DataError(f"{where}: no two atoms are within {cutoff:g} angstrom; raise --cutoff, or leave such frames out with "
                         "--skip-bad")  # fmt: skip
-    return len(found.centre), periodic.count_triplets(found, len(positions))
+    return len(neighbours.centre), periodic.count_triplets(neighbours, len(positions))
 
 
-def write(path: Path, frames: Sequence[Frame], counts: Sequence[tuple[int, int]], about: dict[str, Any]) -> None:
-    """A file of frames, with the edges and triplets of each."""
+def write(path: Path, frames: Sequence[Frame], counts: Sequence[tuple[int, int]], attributes: dict[str, Any]) -> None:
+    """Write a file of frames, with the edges and triplets of each."""
     rows = [{**vars(frame), "atoms": len(frame.numbers), "edges": edges, "triplets": triplets}
             for frame, (edges, triplets) in zip(frames, counts)]  # fmt: skip
-    store.write_rows(path, FIELDS, rows, about)
+    store.write_rows(path, FIELDS, rows, attributes)
 
 
 def read(file: h5py.File, row: int) -> tuple[Frame, tuple[int, int]]:
-    """A frame of a file, and its edges and triplets."""
-    (found,) = store.read_rows(file, FIELDS, row, row + 1)
-    _, edges, triplets = (int(found.pop(name)) for name in ("atoms", "edges", "triplets"))
-    return Frame(**found), (edges, triplets)
+    """Return a frame of a file, and its edges and triplets."""
+    (values,) = store.read_rows(file, FIELDS, row, row + 1)
+    _, edges, triplets = (int(values.pop(name)) for name in ("atoms", "edges", "triplets"))
+    return Frame(**values), (edges, triplets)
 
 
-# ---- what the files hold
+# ---- contents of the files
 
 
 def header(sources: Sequence[dict[str, str]], label: str, cutoff: float, most: int) -> dict[str, Any]:
@@ -109,15 +109,15 @@ def _sums(file: h5py.File) -> dict[str, Any]:
 
 
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
-    chemical_symbols = ase().data.chemical_symbols
+    chemical_symbols = import_ase().data.chemical_symbols
     sums = [record["sums"] for record in records]
     parts = {}
     for name in ("energy", "atoms", "edges", "triplets"):
-        found = moments.summarize(each[name] for each in sums)
-        parts[name] = {key: found[key][0] for key in ("mean", "minimum", "maximum", "deviation")[: 4 if name == "energy" else 3]}
+        total = moments.summarize(each[name] for each in sums)
+        parts[name] = {key: total[key][0] for key in ("mean", "minimum", "maximum", "deviation")[: 4 if name == "energy" else 3]}
     elements = np.sum([each["elements"] for each in sums], axis=0)
     free, square, absolute = (sum(each[name] for each in sums) for name in ("free", "square", "absolute"))
-    named = {
+    forces = {
         "rms": float(np.sqrt(square / (3 * free))) if free else None, "zero_mae": absolute / (3 * free) if free else None,
         "largest": max(each["largest"] for each in sums), "free_atoms": free,
     }  # fmt: skip
@@ -127,7 +127,7 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
         "atoms": int(elements.sum()),
         "elements": {chemical_symbols[z]: int(elements[z]) for z in np.flatnonzero(elements)},
         "energy": parts["energy"],
-        "forces": named,                        # of free atoms; zero_mae: mean |component|, the error of a model that says zero
+        "forces": forces,                       # of free atoms; zero_mae: mean |component|, the error of predicting zero
         **{f"{name}_per_frame": parts[name] for name in ("atoms", "edges", "triplets")},
     }
 

@@ -1,12 +1,11 @@
-"""One case of CT as NIfTI, as KiTS19 has it: the image, its label, the distance of voxels.
+"""One CT case in NIfTI, in the layout of KiTS19: the image, its label, the voxel spacing.
 
     case_00000/imaging.nii.gz       HU [D, H, W], slices along the body first
     case_00000/segmentation.nii.gz  0 background, 1 kidney, 2 tumour
 
-Files whose axes are in another order, such as x, y, z, are transposed by their affine, and never flipped.
+Files with another order of axes, such as x, y, z, are transposed by their affine, and never flipped.
 
-D slices along the body   H rows, front to back   W columns, from side to side
-"""
+D slices along the body   H rows, front to back   W columns, from side to side"""
 
 import gzip
 import io
@@ -17,42 +16,42 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.errors import DataError
 from hpcai.gzip_file import gunzip
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
-ALIGNED = 1e-3          # share of an axis that may lean toward another
-LARGEST = 1 << 32       # bytes of a volume: 2,000 slices of 512 x 512 voxels in float64
-SHIFT = 0.5             # voxels between the same corner of image and label
+MAX_TILT = 1e-3          # fraction of an axis along another one
+MAX_BYTES = 1 << 32       # bytes of a volume: 2,000 slices of 512 x 512 voxels in float64
+MAX_SHIFT = 0.5             # voxels between the same corner of image and label
 Array = NDArray[Any]
 
 
 def _nibabel() -> Any:
-    return needed("nibabel", "reading and writing NIfTI", "unet3d")
+    return import_extra("nibabel", "reading and writing NIfTI", "unet3d")
 
 
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:
-    """Image in HU and label [D, H, W], and the mm between voxels along D, H, W. Raises DataError for other files."""
+    """Return image in HU and label [D, H, W], and the mm between voxels along D, H, W. Raises DataError for invalid files."""
     image, affine, spacing = _open(path := folder / IMAGE)
-    order = _order(path, affine)
+    order = _axis_order(path, affine)
     values = image.get_fdata(dtype=np.float32)
     if not all(np.isfinite(part).all() for part in values):
         raise DataError(f"{path}: holds NaN or infinity, expected HU of every voxel; repair it, or move the case away")
-    label = _label(folder / LABEL, values.shape, affine).transpose(order)
+    label = _read_label(folder / LABEL, values.shape, affine).transpose(order)
     depth, height, width = (spacing[axis] for axis in order)
     return values.transpose(order), label, (depth, height, width)
 
 
-def _label(path: Path, shape: tuple[int, ...], affine: Array) -> NDArray[np.uint8]:
+def _read_label(path: Path, shape: tuple[int, ...], affine: Array) -> NDArray[np.uint8]:
     file, other, _ = _open(path)
     if file.shape != shape:
         raise DataError(f"{path}: {file.shape} voxels, {IMAGE} has {shape}; give the label on the grid of its image")
     corners = np.array(np.meshgrid(*[(0, n - 1) for n in shape], (1,))).reshape(4, -1)
-    away = float(np.abs(np.linalg.solve(affine, other @ corners) - corners).max())
-    if not away <= SHIFT:
-        text = f"its affine puts a corner {away:.3g} voxels from where that of {IMAGE} puts it, expected at most {SHIFT:g}"
-        raise DataError(f"{path}: {text}; resample the label to the grid of its image, or correct the affine that is wrong")
+    offset = float(np.abs(np.linalg.solve(affine, other @ corners) - corners).max())
+    if not offset <= MAX_SHIFT:
+        text = f"its affine puts a corner {offset:.3g} voxels from its position by {IMAGE}, expected at most {MAX_SHIFT:g}"
+        raise DataError(f"{path}: {text}; resample the label to the grid of its image, or correct the wrong affine")
     values = np.asanyarray(file.dataobj)
     if not all(np.isin(part, (0, 1, 2)).all() for part in values):
         text = f"holds the labels {np.setdiff1d(values, (0, 1, 2))[:5].tolist()}, expected only 0 background, 1 kidney, 2 tumour"
@@ -61,46 +60,47 @@ def _label(path: Path, shape: tuple[int, ...], affine: Array) -> NDArray[np.uint
 
 
 def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
-    """A three-dimensional file with all its bytes read and their checksum tested; affine; mm along each of its axes."""
-    nibabel, again = _nibabel(), "fetch it again, or move the case away"
-    foreign = nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError
+    """Return a three-dimensional image after reading all bytes and testing their checksum, its affine, and the mm along each
+    axis."""
+    nibabel, advice = _nibabel(), "fetch it again, or move the case away"
+    nibabel_errors = nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError
     try:
         if not path.is_file():
-            raise DataError(f"{path}: no such file; {again}")
-        raw = gunzip(path, LARGEST)
+            raise DataError(f"{path}: no such file; {advice}")
+        raw = gunzip(path, MAX_BYTES)
         if raw[344:348] != b"n+1\0":
-            raise ValueError("the header is not that of NIfTI-1 in one file")
-        header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(raw), check=False)    # a check makes 1 mm of a spacing of 0
+            raise ValueError("the header is not of single-file NIfTI-1")
+        header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(raw), check=False)    # a check replaces a spacing of 0 by 1 mm
         shape, spacing = header.get_data_shape(), tuple(float(mm) for mm in header["pixdim"][1:4])
         if len(shape) != 3:
-            raise DataError(f"{path}: {len(shape)} dimensions {tuple(shape)}, expected 3; give each volume a case of its own")
+            raise DataError(f"{path}: {len(shape)} dimensions {tuple(shape)}, expected 3; make each volume a separate case")
         if not all(np.isfinite(mm) and mm > 0 for mm in spacing):
             raise DataError(f"{path}: the header has voxels {spacing} mm apart, expected positive numbers; correct pixdim")
         image = nibabel.Nifti1Image.from_bytes(raw)
         if len(raw) < int(image.dataobj.offset) + int(np.prod(shape)) * image.get_data_dtype().itemsize:
-            raise DataError(f"{path}: ends before the last of its {tuple(shape)} voxels; {again}")
-    except (*foreign, OSError, EOFError, ValueError, zlib.error) as problem:
+            raise DataError(f"{path}: ends before the last of its {tuple(shape)} voxels; {advice}")
+    except (*nibabel_errors, OSError, EOFError, ValueError, zlib.error) as problem:
         if isinstance(problem, DataError):
             raise
-        raise DataError(f"{path}: cannot be read as NIfTI packed by gzip ({problem}); {again}") from None
+        raise DataError(f"{path}: cannot be read as NIfTI compressed by gzip ({problem}); {advice}") from None
     return image, np.asarray(image.affine, np.float64), spacing
 
 
-def _order(path: Path, affine: Array) -> tuple[int, int, int]:
-    """The axes of the file that run along the body (z), from front to back (y) and from side to side (x)."""
+def _axis_order(path: Path, affine: Array) -> tuple[int, int, int]:
+    """Return the axes of the file that run along the body (z), from front to back (y) and from side to side (x)."""
     along = np.abs(affine[:3, :3]) / np.linalg.norm(affine[:3, :3], axis=0).clip(1e-9)             # [xyz, axis of the file]
     main = along.argmax(0)
-    _, middle, most = np.sort(along, 0)                                         # a length of 0 leaves no direction
-    if not np.isfinite(affine).all() or sorted(main) != [0, 1, 2] or most.min() < 0.9 or middle.max() > ALIGNED:
+    _, middle, most = np.sort(along, 0)                                         # a length of 0 has no direction
+    if not np.isfinite(affine).all() or sorted(main) != [0, 1, 2] or most.min() < 0.9 or middle.max() > MAX_TILT:
         text = f"its affine {affine[:3, :3].round(4).tolist()} is rotated or sheared against the axes of the body"
-        raise DataError(f"{path}: {text}, expected within {ALIGNED:g}; resample it to an axis-aligned grid first")
+        raise DataError(f"{path}: {text}, expected within {MAX_TILT:g}; resample it to an axis-aligned grid first")
     z, y, x = (int(np.flatnonzero(main == axis)[0]) for axis in (2, 1, 0))
     return z, y, x
 
 
 def write(folder: Path, image: Array, label: Array, spacing: tuple[float, float, float]) -> None:
-    """Write a volume as the public set has it: int16, axis 0 along the body from head to feet, 1 front to back, 2 from the right
-    to the left."""
+    """Write a volume in the layout of the public set: int16, axis 0 along the body from head to feet, 1 front to back, 2 from the
+    right to the left."""
     affine = np.diag([*(-mm for mm in spacing), 1.0])[[2, 1, 0, 3]]
     folder.mkdir(parents=True, exist_ok=True)
     for name, values, kind in ((LABEL, label, np.uint8), (IMAGE, np.rint(image), np.int16)):

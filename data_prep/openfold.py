@@ -1,41 +1,40 @@
 """Protein chains with their alignments (OpenFold): simulate families of them, check them, or convert mmCIF and A3M files.
 
-    python -m data_prep.openfold simulate OUT       chains folded and evolved here (data_prep.proteins): like nature, not of it
-    python -m data_prep.openfold check OUT          files against their index, every chain looked at, a picture
+    python -m data_prep.openfold simulate OUT       chains folded and evolved by data_prep.proteins: protein-like, not natural
+    python -m data_prep.openfold check OUT          files against their index, validation of every chain, a picture
     python -m data_prep.openfold convert --structures DIR --alignments DIR OUT
 
-    OUT/{train,validation}/*.h5, R chains of A residues and L letters of alignments in all
+    OUT/{train,validation}/*.h5, R chains of A residues, with alignments of L letters in total
         "residues" int32 [R]   "letters" int32 [R]    rows of the alignment times residues     "name" S24 [R]   "5zyh_A"
         "resolution" float32 [R] angstrom, 0 unknown   "release" int32 [R]   days since 1970, -1 unknown
-        "cluster" int32 [R]   of similar sequences, -1 in none   "cluster_size" int32 [R]   chains of it that the split has room for
-        "hits" int32 [R]   templates of the chain, H in all     "places" int32 [R]   hits times residues, P in all
-        "aatype" int8 [A]   "positions" float32 [A, 37, 3] angstrom   "mask" uint8 [A, 37]     residues without coordinates too
+        "cluster" int32 [R]   of similar sequences, -1 in none   "cluster_size" int32 [R]   chains of it assigned to the split
+        "hits" int32 [R]   templates of the chain, H in total     "places" int32 [R]   hits times residues, P in total
+        "aatype" int8 [A]   "positions" float32 [A, 37, 3] angstrom   "mask" uint8 [A, 37]     with residues without coordinates
         "msa" int8 [L]   the query first   "deletions" uint8 [L]   255 at most
-        "hit_row" int32 [H]   of OUT/templates, counted over its files in the order of their index; the best template first
-        "hit_sum_probs" float32 [H]   how sure the search is, 0 to the number of aligned residues
-        "hit_places" int16 [P]   hit after hit: the residue of the template for each residue of the chain, -1 none
-    OUT/templates/*.h5  the structures that "hit_row" names, each once, with "residues", "name", "resolution", "release", "aatype",
-        "positions" and "mask" as above; not there where no chain has a template
+        "hit_row" int32 [H]   row in OUT/templates, counted over its files in the order of their index; the best template first
+        "hit_sum_probs" float32 [H]   confidence of the search, 0 to the number of aligned residues
+        "hit_places" int16 [P]   for each hit and each residue of the chain, the residue of the template, -1 none
+    OUT/templates/*.h5  the structures that "hit_row" refers to, each once, with "residues", "name", "resolution", "release",
+        "aatype", "positions" and "mask" as above; absent if no chain has a template
     OUT/skipped.json    every chain and file that convert left out, with the reason
-    OUT/.convert        what convert found in the structures and hits and left out; a run that goes on needs it, nothing else does
+    OUT/.convert        intermediate results of convert (structures, hits, omissions), read only by a resumed run
 
-What is [A], [L], [H] or [P] holds chain after chain; "residues", "letters", "hits" and "places" tell how much each has.
+Datasets of shape [A], [L], [H] or [P] hold the chains concatenated; "residues", "letters", "hits" and "places" are their lengths.
 
-convert takes a folder of .cif and .cif.gz at any depth, and a folder of alignments with one folder for each chain: the a3m folder
-of OpenProteinSet in it, or .a3m and .sto files. Letters of entries may differ in case (5zyh_A, 5ZYH_A), those of chains may not.
-A chain without a folder uses that of a twin (--duplicates), otherwise its own sequence is all of its alignment. Chains whose
-alignment cannot be read, or is of another sequence, are left out and listed. The filters are those of MLPerf HPC. Clusters are the
-lines of --clusters; without it each distinct sequence is a cluster, which makes close relatives count more than they should. Space
-on the disk is 2 bytes for each letter and 482 for each residue; --most bounds the first.
+convert reads a folder of .cif and .cif.gz at any depth, and a folder of alignments with one folder per chain: its a3m folder in
+OpenProteinSet, or .a3m and .sto files. Names of entries are case-insensitive (5zyh_A, 5ZYH_A), names of chains are not. A chain
+without a folder uses that of a duplicate (--duplicates), otherwise its own sequence is its only row. Chains whose alignment is
+unreadable or has another sequence are left out and listed. The filters are those of MLPerf HPC. Clusters are the lines of
+--clusters; without it each distinct sequence is a cluster, which gives close relatives too much weight. A letter takes 2 bytes on
+disk and a residue 482; --most bounds the number of letters.
 
-Templates are the hits of .hhr files: of the hhr folder of OpenProteinSet, or beside the .a3m files. The chains of --structures can
-be templates, whatever filters say of them as samples. Which hits count hpcai.models.openfold.templates says: none of the chain's
-own entry, no copy of it, and only what was released 60 days before it (a chain without a day takes all). Hits that cannot be read,
-or are of another sequence, cost the chain its templates only, and are listed.
+Templates are the hits of .hhr files: of the hhr folder of OpenProteinSet, or beside the .a3m files. Any chain of --structures can
+be a template, also one that the filters exclude as a sample. hpcai.models.openfold.templates defines which hits count: none of the
+chain's own entry, no duplicate of it, and only structures released 60 days before it (a chain without a date takes all). Hits that
+are unreadable or have another sequence only cost the chain its templates, and are listed.
 
 A simulated chain is a pure function of (seed, family, member) and the recipe; a converted one of its files and the options. Ranks,
-processes and stops change nothing in either.
-"""
+processes and interruptions change neither."""
 
 import argparse
 import re
@@ -61,10 +60,10 @@ from hpcai.models.openfold.residues import GAP
 from hpcai.models.openfold.structures import Chain, Entry, read_mmcif
 from hpcai.models.openfold.templates import Match, rejection_reason, select_hits, too_few_atoms
 
-WORK = ".convert"
-MADE = "simulated: folded by data_prep.proteins, not nature"
-FAMILIES = 1_000_000                            # that one seed can have
-SCANNED = 64                                    # structure files of one part of the scan
+WORK_FOLDER = ".convert"
+SIMULATED = "simulated: folded by data_prep.proteins, not nature"
+MAX_FAMILIES = 1_000_000                        # of a seed, at most
+FILES_PER_SCAN = 64                             # structure files of a task of the scan
 
 
 # ---- simulate
@@ -72,106 +71,106 @@ SCANNED = 64                                    # structure files of one part of
 
 @dataclass(frozen=True)
 class Recipe(command.Recipe):
-    """All that decides the content of a simulated family, besides its number, and where it lies."""
+    """The settings that determine the content of a simulated family, besides its number, and its split."""
 
     seed: int = command.seed()
     members: int = 4
-    length: tuple[int, int] = option((48, 96), "residues", metavar=("LEAST", "MOST"), nargs=2, type=command.positive)
-    depth: int = option(256, "of an alignment", "rows", type=command.positive)
+    length: tuple[int, int] = option((48, 96), "residues, range", metavar=("LEAST", "MOST"), nargs=2, type=command.positive)
+    depth: int = option(256, "rows of an alignment", "rows", type=command.positive)
     each: int = option(4, "families of a file", type=command.positive)
     validation: float = command.fraction(0.125, "the families")
     test: float = command.fraction(0.0, "the families")
-    templates: int = option(0, "of a chain: others of its family", type=command.natural)
+    templates: int = option(0, "templates of a chain, from its family", type=command.natural)
 
     def mistakes(self) -> Iterator[str]:
         least, most = self.length
-        if not proteins.SHORTEST <= least <= most:
-            yield f"--length {least} {most}: expected the least and the most, {proteins.SHORTEST} at least"
+        if not proteins.MIN_LENGTH <= least <= most:
+            yield f"--length {least} {most}: expected the least and the most, {proteins.MIN_LENGTH} at least"
         if self.templates >= max(self.members, 1):
             yield f"--templates {self.templates}: a family has {self.members} members, expected fewer than that"
 
-    def family(self, number: int) -> list[dict[str, Any]]:
+    def make_family(self, number: int) -> list[dict[str, Any]]:
         length = int(self.generator(1, number).integers(*self.length, endpoint=True))
-        made = proteins.family(self.seed * FAMILIES + number, self.members, length, self.depth)
-        hits = [self.hits(number, member, [chain for chain, _ in made]) for member in range(self.members)]
-        return [chains.sample(chain, alignment, number, self.members, None, each) for (chain, alignment), each in zip(made, hits)]
+        members = proteins.make_family(self.seed * MAX_FAMILIES + number, self.members, length, self.depth)
+        hits = [self.template_hits(number, member, [chain for chain, _ in members]) for member in range(self.members)]
+        return [chains.chain_row(chain, rows, number, self.members, None, each) for (chain, rows), each in zip(members, hits)]
 
-    def hits(self, number: int, member: int, relatives: Sequence[Chain]) -> Hits:
-        """The chains of the family that are most alike, residue on residue: they share the fold and its length."""
+    def template_hits(self, number: int, member: int, relatives: Sequence[Chain]) -> Hits:
+        """Return the most similar chains of the family, aligned residue by residue: they share the fold and its length."""
         own = relatives[member].aatype
-        alike = np.array([(one.aatype == own).sum() for one in relatives])
-        others = np.array([other for other in np.argsort(-alike, kind="stable") if other != member][: self.templates], int)
-        places = np.tile(np.arange(len(own)), (len(others), 1))
-        return Hits(number * self.members + others, alike[others], places)
+        identities = np.array([(chain.aatype == own).sum() for chain in relatives])
+        others = np.array([other for other in np.argsort(-identities, kind="stable") if other != member][: self.templates], int)
+        residue_map = np.tile(np.arange(len(own)), (len(others), 1))
+        return Hits(number * self.members + others, identities[others], residue_map)
 
 
 def write_families(recipe: Recipe, number: int, path: Path) -> None:
-    made = [one for n in range(number * recipe.each, (number + 1) * recipe.each) for one in recipe.family(n)]
-    chains.write(path, made, {"kind": "simulated", "label": MADE, "seed": recipe.seed, "recipe": recipe.json_text})
+    rows = [row for n in range(number * recipe.each, (number + 1) * recipe.each) for row in recipe.make_family(n)]
+    chains.write(path, rows, {"kind": "simulated", "label": SIMULATED, "seed": recipe.seed, "recipe": recipe.json_text})
 
 
-def write_relatives(families: Path, path: Path) -> None:
-    """A file of templates: the chains of a file of families, as that has them."""
+def write_templates(families: Path, path: Path) -> None:
+    """Write a file of templates: the chains of a file of families, unchanged."""
     with h5py.File(families, "r") as file:
         rows = list(store.read_rows(file, chains.TEMPLATE_FIELDS))
-    store.write_rows(path, chains.TEMPLATE_FIELDS, rows, {"kind": "simulated", "label": MADE})
+    store.write_rows(path, chains.TEMPLATE_FIELDS, rows, {"kind": "simulated", "label": SIMULATED})
 
 
-def add_chains(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--chains", metavar="N", type=command.positive, default=256, help="of all families")
+def add_chains_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chains", metavar="N", type=command.positive, default=256, help="chains of all families")
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
-    if options.families > FAMILIES or options.families % options.each or options.chains % options.families:
+    if options.families > MAX_FAMILIES or options.families % options.each or options.chains % options.families:
         raise ConfigError(f"--chains {options.chains} --families {options.families} --each {options.each}: expected a multiple of "
-                          f"--families for chains and of --each for families, {FAMILIES:,} families at most")  # fmt: skip
+                          f"--families for chains and of --each for families, {MAX_FAMILIES:,} families at most")  # fmt: skip
     recipe = Recipe.from_options(options, members=options.chains // options.families)
     splits = [recipe.split(file) for file in range(options.families // options.each)]
     command.require_splits(splits, options, f"--families {options.families} in files of {options.each}")
     rows = recipe.each * recipe.members
     jobs = [store.Job(options.out / split / f"families_{file:06d}.h5", partial(write_families, recipe, file), CONTENTS, rows)
             for file, split in enumerate(splits)]  # fmt: skip
-    beside = [store.Job(options.out / TEMPLATES / job.path.name, partial(write_relatives, job.path), chains.TEMPLATE_CONTENTS, rows)
-              for job in jobs if recipe.templates]  # fmt: skip
-    told = f"{options.families} families of {recipe.members} chains in {options.out}; {MADE}"
-    return command.Plan(recipe, jobs, chains.header(MADE), told, beside)
+    extra = [store.Job(options.out / TEMPLATES / job.path.name, partial(write_templates, job.path), chains.TEMPLATE_CONTENTS, rows)
+             for job in jobs if recipe.templates]  # fmt: skip
+    message = f"{options.families} families of {recipe.members} chains in {options.out}; {SIMULATED}"
+    return command.Plan(recipe, jobs, chains.header(SIMULATED), message, extra)
 
 
-# ---- convert: what the structures hold
+# ---- convert: chains of the structures
 
 
-day = command.option_type("day such as 2021-09-16", date.fromisoformat)
-share = command.option_type("number above 0, 1 at most", float, lambda value: 0 < value <= 1)
-above_zero = command.option_type("number above 0", float, lambda value: value > 0)
+iso_date = command.option_type("day such as 2021-09-16", date.fromisoformat)
+positive_fraction = command.option_type("number above 0, 1 at most", float, lambda value: 0 < value <= 1)
+positive_float = command.option_type("number above 0", float, lambda value: value > 0)
 
 
 @dataclass(frozen=True)
 class Source(command.Settings):
-    """Settings of a conversion: limits of the chains that are taken, and their splits."""
+    """Settings of a conversion: the filters of chains, and their splits."""
 
-    released_until: date = option(date(2021, 9, 16), "training", metavar="DAY", type=day)  # noqa: RUF009
-    validation_from: date = option(date(2021, 9, 17), "validation", metavar="DAY", type=day)  # noqa: RUF009
-    validation_until: date = option(date(2021, 12, 11), "validation", metavar="DAY", type=day)  # noqa: RUF009
-    validation_length: int = option(700, "residues, at most", type=command.positive)
-    resolution: float = option(9.0, "angstrom, of training below it or unknown", metavar="A", type=above_zero)
-    single: float = option(0.8, "share of one amino acid in training, at most", metavar="F", type=share)
-    most: int | None = option(None, "of an alignment, the first; without it all", metavar="ROWS", type=command.positive)
+    released_until: date = option(date(2021, 9, 16), "last of training", metavar="DAY", type=iso_date)  # noqa: RUF009
+    validation_from: date = option(date(2021, 9, 17), "first of validation", metavar="DAY", type=iso_date)  # noqa: RUF009
+    validation_until: date = option(date(2021, 12, 11), "last of validation", metavar="DAY", type=iso_date)  # noqa: RUF009
+    validation_length: int = option(700, "residues of a chain, at most", type=command.positive)
+    resolution: float = option(9.0, "angstrom, upper bound in training; unknown passes", metavar="A", type=positive_float)
+    single: float = option(0.8, "fraction of one amino acid in training, at most", metavar="F", type=positive_fraction)
+    most: int | None = option(None, "first rows of an alignment; without it all", metavar="ROWS", type=command.positive)
     each: int = option(64, "chains of a file, at most", type=command.positive)
-    templates: int = option(20, "of a chain, at most; 0: none", type=command.natural)
+    templates: int = option(20, "templates of a chain, at most; 0: none", type=command.natural)
 
 
-def add_sources(made: argparse.ArgumentParser) -> None:
+def add_source_options(parser: argparse.ArgumentParser) -> None:
     for name, required, text in (
         ("structures", True, ".cif and .cif.gz, at any depth"), ("alignments", True, "a folder for each chain"),
         ("clusters", False, "a line of chains (or entities) for each cluster"),
         ("duplicates", False, "a line for chains that share an alignment"),
-        ("validation", False, "chains of validation, instead of those between two days"),
+        ("validation", False, "chains of validation, instead of the release dates"),
     ):  # fmt: skip
-        made.add_argument(f"--{name}", type=Path, metavar="DIR" if required else "FILE", required=required, help=text)
+        parser.add_argument(f"--{name}", type=Path, metavar="DIR" if required else "FILE", required=required, help=text)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScannedChain:
     """A chain of a structure."""
 
     source: Path
@@ -182,353 +181,357 @@ class Found:
     release: date | None
     entity: str                                 # 5zyh_1
     usable: bool                                # as a template
-    atoms: bytes                                # how many each residue has
+    atoms: bytes                                # number of atoms of each residue
     resolved: int                               # residues with a CA
 
-    def share(self) -> float:
-        """The share of the most frequent residue."""
+    def max_residue_frequency(self) -> float:
+        """Return the fraction of the most frequent residue."""
         return max(Counter(self.sequence).values()) / len(self.sequence)
 
 
-def key(name: str) -> str:
-    """The name with its entry in small letters, so that 5zyh_A and 5ZYH_A are one chain."""
+def chain_key(name: str) -> str:
+    """Return the name with its entry in lower case, so that 5zyh_A and 5ZYH_A are one chain."""
     entry, _, chain = name.rpartition("_")
     return f"{entry.lower()}_{chain}"
 
 
-def scan(sources: Sequence[Path], entities: bool) -> dict[str, Any]:
-    """Looks at a part of the structures; ``entities``: clusters name these, not chains. Gives chains, and what is refused."""
-    found: list[dict[str, Any]] = []
+def scan_structures(sources: Sequence[Path], entities: bool) -> dict[str, Any]:
+    """Read the chains of some structures. Returns chains and refused items. ``entities``: the clusters name entities, not
+    chains."""
+    entries: list[dict[str, Any]] = []
     refused = []
     for source in sources:
         try:
             entry = read_mmcif(source)
-            named = _entities(source) if entities else {}
+            entity_ids = _entity_ids(source) if entities else {}
         except DataError as problem:
             refused.append((str(source), str(problem)))
             continue
         for author, chain in entry.chains.items():
-            if len(chain.name.encode()) > chains.NAME or not chain.name.isascii():
-                text = f"{source}: the name of the chain is longer than {chains.NAME} letters; rename the file"
+            if len(chain.name.encode()) > chains.NAME_BYTES or not chain.name.isascii():
+                text = f"{source}: the name of the chain is longer than {chains.NAME_BYTES} letters; rename the file"
                 refused.append((chain.name, text))
                 continue
-            found.append({
+            entries.append({
                 "source": str(source), "name": chain.name, "sequence": chain.sequence, "resolution": chain.resolution or 0,
                 "release": chain.release and chain.release.isoformat(), "usable": rejection_reason(chain) is None,
-                "entity": f"{chain.name.rpartition('_')[0].lower()}_{named.get(author, '')}",
+                "entity": f"{chain.name.rpartition('_')[0].lower()}_{entity_ids.get(author, '')}",
                 "atoms": (chain.mask > 0).sum(1).tolist(), "resolved": int(chain.mask[:, chains.CA].sum()),
             })  # fmt: skip
-    return {"chains": found, "refused": refused}
+    return {"chains": entries, "refused": refused}
 
 
-def _entities(path: Path) -> dict[str, str]:
-    """The number of the entity of each chain, by the authors' name."""
+def _entity_ids(path: Path) -> dict[str, str]:
+    """Return the entity number of each chain, by the authors' name."""
     import gemmi
 
     rows = gemmi.cif.read(str(path))[0].find("_entity_poly.", ["entity_id", "pdbx_strand_id"])
     return {author: row.str(0) for row in rows for author in "".join(row.str(1).split()).split(",")}
 
 
-def _found(one: Mapping[str, Any]) -> Found:
-    release = one["release"] and date.fromisoformat(one["release"])
-    changed = {"source": Path(one["source"]), "release": release, "atoms": bytes(one["atoms"]), "key": key(one["name"])}
-    return Found(**{**one, **changed})
+def _scanned_chain(entry: Mapping[str, Any]) -> ScannedChain:
+    release = entry["release"] and date.fromisoformat(entry["release"])
+    changed = {"source": Path(entry["source"]), "release": release, "atoms": bytes(entry["atoms"]), "key": chain_key(entry["name"])}
+    return ScannedChain(**{**entry, **changed})
 
 
-def _structures(folder: Path) -> list[Path]:
+def _structure_paths(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ConfigError(f"--structures {folder}: no such folder")
     paths = sorted(path for path in folder.rglob("*.cif*") if re.search(r"\.cif(\.gz)?$", path.name) and path.is_file())
     if not paths:
-        raise ConfigError(f"--structures {folder}: holds no .cif or .cif.gz; name the folder of the mmCIF files")
-    named: dict[str, Path] = {}
+        raise ConfigError(f"--structures {folder}: contains no .cif or .cif.gz; name the folder of the mmCIF files")
+    by_name: dict[str, Path] = {}
     for path in paths:
-        twin = named.setdefault(path.name.removesuffix(".gz").lower(), path)
-        if twin is not path:
-            raise DataError(f"{path}: an entry of this name is also in {twin}; take one of them out of --structures")
+        other = by_name.setdefault(path.name.removesuffix(".gz").lower(), path)
+        if other is not path:
+            raise DataError(f"{path}: an entry of this name is also in {other}; take one of them out of --structures")
     return paths
 
 
-# ---- convert: which of them are templates
+# ---- convert: templates
 
 
 @dataclass(frozen=True)
-class Pick:
-    """A chain that goes into a file."""
+class SelectedChain:
+    """A chain that is written to a file."""
 
     source: Path
     name: str
-    folder: Path | None                         # holds its alignments
+    folder: Path | None                         # of its alignments
     cluster: int
     cluster_size: int
 
 
 @lru_cache(1)
-def _known(work: Path) -> dict[str, Found]:
-    """All chains of the scan, by key; once in a process."""
-    every = (one for path in sorted(work.glob("structures_*.json")) for one in store.read_json(path)["chains"])
-    return {one.key: one for one in map(_found, every)}
+def _scanned_chains(work: Path) -> dict[str, ScannedChain]:
+    """Return all chains of the scan by key, cached in a process."""
+    entries = (chain for path in sorted(work.glob("structures_*.json")) for chain in store.read_json(path)["chains"])
+    return {chain.key: chain for chain in map(_scanned_chain, entries)}
 
 
-def search(work: Path, picks: Sequence[Pick], most: int) -> dict[str, Any]:
-    """The hits of some chains, matched with what was found in the structures, which is in the folder ``work``; and what is
-    refused."""
-    everyone, refused = _known(work), list[tuple[str, str]]()
+def search_templates(work: Path, selected: Sequence[SelectedChain], most: int) -> dict[str, Any]:
+    """Read the hits of some chains and match them with the structures scanned in the folder ``work``. Returns hits and refused
+    items."""
+    scanned, refused = _scanned_chains(work), list[tuple[str, str]]()
 
-    def known(name: str) -> Found | None:
-        return one if (one := everyone.get(name)) and one.usable else None
+    def chain_info(name: str) -> ScannedChain | None:
+        return info if (info := scanned.get(name)) and info.usable else None
 
-    def refuse(one: Match) -> str | None:
-        return too_few_atoms(np.frombuffer(everyone[one.name].atoms, np.uint8), one.residue_map)
+    def reject(match: Match) -> str | None:
+        return too_few_atoms(np.frombuffer(scanned[match.name].atoms, np.uint8), match.residue_map)
 
-    every: list[list[Any]] = []
-    for pick in picks:
-        own, entry, found = everyone[key(pick.name)], key(pick.name).rpartition("_")[0], list[Match]()
-        limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": most, "refuse": refuse}
-        for file in _hit_files(pick.folder):
+    all_hits: list[list[Any]] = []
+    for chain in selected:
+        query, entry, matches = scanned[chain_key(chain.name)], chain_key(chain.name).rpartition("_")[0], list[Match]()
+        limits: dict[str, Any] = {"entry": entry, "before": query.release, "most": most, "reject": reject}
+        for file in _hit_files(chain.folder):
             try:
-                found += select_hits(read_hhr(file), own.sequence, known, **limits)[0]
+                matches += select_hits(read_hhr(file), query.sequence, chain_info, **limits)[0]
             except DataError as problem:
                 refused.append((str(file), str(problem)))
-        best = sorted(found, key=lambda one: -one.sum_probs)[:most]
-        every.append([(one.name, float(one.sum_probs), one.residue_map.tolist()) for one in best])
-    return {"hits": every, "refused": refused}
+        best = sorted(matches, key=lambda match: -match.sum_probs)[:most]
+        all_hits.append([(match.name, float(match.sum_probs), match.residue_map.tolist()) for match in best])
+    return {"hits": all_hits, "refused": refused}
 
 
 def _hit_files(folder: Path | None) -> list[Path]:
-    """The files of hits in the chain's hhr folder, then those beside its alignments."""
+    """Return the hit files in the chain's hhr folder, then those beside its alignments."""
     if folder is None:
         return []
     root = folder.parent if folder.name == "a3m" else folder
-    paths = [path for place in dict.fromkeys((root / "hhr", root, folder)) for path in sorted(place.glob("*.hhr*"))]
+    paths = [path for parent in dict.fromkeys((root / "hhr", root, folder)) for path in sorted(parent.glob("*.hhr*"))]
     return [path for path in paths if re.search(r"\.hhr(\.gz)?$", path.name)]
 
 
-# ---- convert: what is made of them
+# ---- convert: files
 
 
 @dataclass(frozen=True)
-class Share:
+class OutputFile:
     """The chains of one file."""
 
     split: str
     name: str
-    picks: tuple[Pick, ...]
+    chains: tuple[SelectedChain, ...]
     most: int | None
-    hits: Path | None = None                    # what a search for these chains found
-    hit_rows: tuple[int, ...] = ()              # templates of all chains, one after the other
+    hits: Path | None = None                    # result of the search for these chains
+    hit_rows: tuple[int, ...] = ()              # templates of all chains, concatenated
 
 
-def convert_structures(picks: Sequence[Found], path: Path) -> None:
+def convert_templates(selected: Sequence[ScannedChain], path: Path) -> None:
     entry = lru_cache(1)(read_mmcif)
-    rows = [chains.template(_chain(entry(one.source), one.name)) for one in picks]
+    rows = [chains.template_row(_select_chain(entry(chain.source), chain.name)) for chain in selected]
     store.write_rows(path, chains.TEMPLATE_FIELDS, rows, {"kind": "converted"})
 
 
-def _chain(entry: Entry, name: str) -> Chain:
+def _select_chain(entry: Entry, name: str) -> Chain:
     return entry.chains[name.rpartition("_")[2]]
 
 
-def _hits(share: Share) -> Iterator[Hits]:
-    """The hits of each of its chains."""
-    rows, every = iter(share.hit_rows), store.read_json(share.hits)["hits"] if share.hits else [[]] * len(share.picks)
-    for hits in every:
-        _, probs, places = zip(*hits) if hits else ((), (), ())
-        some = np.fromiter(islice(rows, len(hits)), np.int32)
-        yield Hits(some, np.array(probs), np.array(places, np.int16)) if hits else NO_HITS
+def _read_hits(output: OutputFile) -> Iterator[Hits]:
+    """Yield the hits of each chain of the file."""
+    rows, all_hits = iter(output.hit_rows), store.read_json(output.hits)["hits"] if output.hits else [[]] * len(output.chains)
+    for hits in all_hits:
+        _, probs, residue_maps = zip(*hits) if hits else ((), (), ())
+        template_rows = np.fromiter(islice(rows, len(hits)), np.int32)
+        yield Hits(template_rows, np.array(probs), np.array(residue_maps, np.int16)) if hits else NO_HITS
 
 
-def convert_share(share: Share, path: Path) -> store.Refused:
-    """Gives the chains that cannot be used."""
-    taken, refused, entry = [], list[tuple[str, str]](), lru_cache(1)(read_mmcif)
-    for pick, hits in zip(share.picks, _hits(share)):
+def convert_chains(output: OutputFile, path: Path) -> store.Refused:
+    """Write a file of chains. Returns the chains that cannot be used."""
+    usable, refused, entry = [], list[tuple[str, str]](), lru_cache(1)(read_mmcif)
+    for selected, hits in zip(output.chains, _read_hits(output)):
         try:
-            chain = _chain(entry(pick.source), pick.name)
-            alignment = None if pick.folder is None else read_alignments(pick.folder, chain.sequence)
-            taken.append(chains.sample(chain, alignment, pick.cluster, pick.cluster_size, share.most, hits))
+            chain = _select_chain(entry(selected.source), selected.name)
+            alignment = None if selected.folder is None else read_alignments(selected.folder, chain.sequence)
+            usable.append(chains.chain_row(chain, alignment, selected.cluster, selected.cluster_size, output.most, hits))
         except DataError as problem:
-            refused.append((pick.name, str(problem)))
-    if not taken:
+            refused.append((selected.name, str(problem)))
+    if not usable:
         raise DataError(f"{path}: none of its {len(refused)} chains can be used, the first because {refused[0][1]}")
-    chains.write(path, taken, {"kind": "converted"})
+    chains.write(path, usable, {"kind": "converted"})
     return refused
 
 
-def _templates(
-    options: argparse.Namespace, shares: Sequence[Share], found: Sequence[Found]
-) -> tuple[list[Share], list[store.Job], list[tuple[str, str]]]:
-    """The shares with the hits of their chains, the files of the structures that these name, and what cannot be read."""
-    work, tasks = options.out / WORK, dict[Path, Any]()
-    for share in shares:
-        # Filters may still change, and with them what a share is of.
-        about = [str(options.templates), *(f"{one.name} {one.folder and one.folder.relative_to(options.alignments)}"
-                                           for one in share.picks)]  # fmt: skip
-        tasks[work / f"hits_{command.digest(about)}.json"] = partial(search, work, share.picks, options.templates)
-    names, unread = list[list[str]](), list[tuple[str, str]]()          # of templates, of each share; one file in memory
+def _plan_templates(
+    options: argparse.Namespace, files: Sequence[OutputFile], scanned: Sequence[ScannedChain]
+) -> tuple[list[OutputFile], list[store.Job], list[tuple[str, str]]]:
+    """Return the files with the hits of their chains, the jobs for the templates that these refer to, and unreadable items."""
+    work, tasks = options.out / WORK_FOLDER, dict[Path, Any]()
+    for file in files:
+        # Filters may still change, and with them the chains of a file.
+        fingerprint = [str(options.templates), *(f"{chain.name} {chain.folder and chain.folder.relative_to(options.alignments)}"
+                                                 for chain in file.chains)]  # fmt: skip
+        tasks[work / f"hits_{command.digest(fingerprint)}.json"] = partial(search_templates, work, file.chains, options.templates)
+    names, unread = list[list[str]](), list[tuple[str, str]]()          # of the templates of each file; one file in memory
     counts: list[int] = []
     for result in store.all_gather_results(tasks, options.workers, "hits"):
         names.append([name for hits in result["hits"] for name, _, _ in hits])
         counts += map(len, result["hits"])
-        unread += _refused(result)
-    _known.cache_clear()
+        unread += _refused_items(result)
+    _scanned_chains.cache_clear()
     named = {name for each in names for name in each}
     middle = f"{np.median(counts):g} at the median"
-    some = sum(count > 0 for count in counts)
-    command.print_rank_0(f"templates: {some} of {len(counts)} chains have some, {middle}; {len(named)} structures")
-    picks = [one for one in found if one.key in named]
-    rows = {one.key: row for row, one in enumerate(picks)}
-    beside = [store.Job(options.out / TEMPLATES / f"templates_{number:06d}.h5", partial(convert_structures, picks[begin:end]),
-                        chains.TEMPLATE_CONTENTS, end - begin)
-              for number, (begin, end) in enumerate(_even(len(picks), options.each))]  # fmt: skip
-    full = [replace(share, hits=path, hit_rows=tuple(rows[name] for name in each))
-            for share, path, each in zip(shares, tasks, names)]  # fmt: skip
-    return full, beside, unread
+    with_templates = sum(count > 0 for count in counts)
+    command.print_rank_0(f"templates: {with_templates} of {len(counts)} chains have some, {middle}; {len(named)} structures")
+    templates = [chain for chain in scanned if chain.key in named]
+    rows = {chain.key: row for row, chain in enumerate(templates)}
+    jobs = [store.Job(options.out / TEMPLATES / f"templates_{number:06d}.h5", partial(convert_templates, templates[begin:end]),
+                      chains.TEMPLATE_CONTENTS, end - begin)
+            for number, (begin, end) in enumerate(_balanced_ranges(len(templates), options.each))]  # fmt: skip
+    with_hits = [replace(file, hits=path, hit_rows=tuple(rows[name] for name in each))
+                 for file, path, each in zip(files, tasks, names)]  # fmt: skip
+    return with_hits, jobs, unread
 
 
-def _refused(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _refused_items(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(where, why) for where, why in result["refused"]]
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
     source = Source.from_options(options)
-    structures, folders = _structures(options.structures), _folders(options.alignments)
+    structures, folders = _structure_paths(options.structures), _alignment_folders(options.alignments)
     if options.validation is None and source.validation_from <= source.released_until:
         raise ConfigError(f"--validation-from {source.validation_from}: expected after --released-until {source.released_until}")
-    clusters, twins, wanted = (_lines(path) for path in (options.clusters, options.duplicates, options.validation))
+    clusters, duplicates, validation = (_read_lines(path) for path in (options.clusters, options.duplicates, options.validation))
     members = [name for line in clusters for name in line]
     entities = sum(bool(re.search(r"_\d+$", name)) for name in members) > len(members) / 2
     if entities:
         command.print_rank_0(f"warning: {options.clusters}: names entities (5ZYH_1), not chains; structures give the chains")
     lists = {name: store.digest(path)[:16] if (path := getattr(options, name)) else None
              for name in ("clusters", "duplicates", "validation")}  # fmt: skip
-    told = {name: command.fingerprint([path.relative_to(root).as_posix() for path in paths], "names") for name, root, paths in
+    sources = {name: command.fingerprint([path.relative_to(root).as_posix() for path in paths], "names") for name, root, paths in
             (("structures", options.structures, structures), ("alignments", options.alignments, folders.values()))}  # fmt: skip
-    recipe = {"kind": "convert", **source.json_dict, **lists, **told}
+    recipe = {"kind": "convert", **source.json_dict, **lists, **sources}
     if (options.out / "recipe.json").is_file():
-        store.claim_folder(options.out, recipe)        # refused before hours of looking at structures
+        store.claim_folder(options.out, recipe)        # raises before hours of scanning structures
     # Filters may still change.
-    store.claim_folder(options.out / WORK, {"format": 3, "structures": told["structures"], "entities": entities})
-    tasks = {options.out / WORK / f"structures_{number:06d}.json": partial(scan, part, entities)
-             for number, part in enumerate(command.batched(structures, SCANNED))}  # fmt: skip
-    every, refused = list[Found](), list[tuple[str, str]]()
+    store.claim_folder(options.out / WORK_FOLDER, {"format": 3, "structures": sources["structures"], "entities": entities})
+    tasks = {options.out / WORK_FOLDER / f"structures_{number:06d}.json": partial(scan_structures, chunk, entities)
+             for number, chunk in enumerate(command.batched(structures, FILES_PER_SCAN))}  # fmt: skip
+    unsorted, refused = list[ScannedChain](), list[tuple[str, str]]()
     for result in store.all_gather_results(tasks, options.workers, "scan"):
-        every += map(_found, result["chains"])
-        refused += _refused(result)
-    found = sorted(every, key=lambda one: one.key)
-    command.print_rank_0(f"{len(structures)} structures with {len(found)} chains; cannot be used: {len(refused)}")
-    if not found:
+        unsorted += map(_scanned_chain, result["chains"])
+        refused += _refused_items(result)
+    scanned = sorted(unsorted, key=lambda chain: chain.key)
+    command.print_rank_0(f"{len(structures)} structures with {len(scanned)} chains; cannot be used: {len(refused)}")
+    if not scanned:
         raise DataError(f"{options.structures}: none of its {len(structures)} files can be used, the first because {refused[0][1]}")
-    of = {name.lower() if entities else key(name): number for number, line in enumerate(clusters) for name in line}
-    plan, filtered = _plan(options, found, of, [key(name) for line in wanted for name in line])
-    shares = _shares(options, plan, folders, [[key(name) for name in line] for line in twins])
-    there = {one.key for one in found}
-    missing = [name for line in wanted for name in line if key(name) not in there]
+    cluster_of = {name.lower() if entities else chain_key(name): number for number, line in enumerate(clusters) for name in line}
+    plan, filtered = _assign_splits(options, scanned, cluster_of, [chain_key(name) for line in validation for name in line])
+    files = _plan_files(options, plan, folders, [[chain_key(name) for name in line] for line in duplicates])
+    keys = {chain.key for chain in scanned}
+    missing = [name for line in validation for name in line if chain_key(name) not in keys]
     filtered |= dict.fromkeys(missing, f"named in {options.validation}, in no structure")
-    beside: list[store.Job] = []
+    template_jobs: list[store.Job] = []
     if source.templates:
-        shares, beside, unread = _templates(options, shares, found)
+        files, template_jobs, unread = _plan_templates(options, files, scanned)
         refused += unread
     label = "converted: clusters " + (f"of {options.clusters.name}" if clusters else "are equal sequences")
-    jobs = [store.Job(options.out / one.split / f"{one.name}.h5", partial(convert_share, one), CONTENTS) for one in shares]
-    return command.Plan(recipe, jobs, chains.header(label), label, beside, refused, filtered=[*filtered.items()])
+    jobs = [store.Job(options.out / file.split / f"{file.name}.h5", partial(convert_chains, file), CONTENTS) for file in files]
+    return command.Plan(recipe, jobs, chains.header(label), label, template_jobs, refused, filtered=[*filtered.items()])
 
 
-def _folders(root: Path) -> dict[str, Path]:
-    """The alignments of each chain."""
+def _alignment_folders(root: Path) -> dict[str, Path]:
+    """Return the folder of alignments of each chain."""
     if not root.is_dir():
         raise ConfigError(f"--alignments {root}: no such folder")
-    return {key(path.name): path / "a3m" if (path / "a3m").is_dir() else path for path in sorted(root.iterdir()) if path.is_dir()}
+    return {chain_key(p.name): p / "a3m" if (p / "a3m").is_dir() else p for p in sorted(root.iterdir()) if p.is_dir()}
 
 
-def _lines(path: Path | None) -> list[list[str]]:
-    """The words of each line of a file, which may be none."""
+def _read_lines(path: Path | None) -> list[list[str]]:
+    """Return the fields of each line of a file; no lines without a path."""
     try:
         lines = [line.split() for line in path.read_text("ascii").splitlines()] if path else []
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{path}: cannot be read ({problem}); expected lines of names such as 5zyh_A") from problem
     if path and not any(lines):
-        raise ConfigError(f"{path}: holds nothing, expected lines of names such as 5zyh_A")
+        raise ConfigError(f"{path}: empty, expected lines of names such as 5zyh_A")
     return lines
 
 
-Plan = dict[str, list[tuple[Found, int, int]]]  # each with its cluster and the size of that
+SplitChains = dict[str, list[tuple[ScannedChain, int, int]]]  # each with its cluster and the size of the cluster
 
 
-def _plan(
-    options: argparse.Namespace, found: Sequence[Found], of: Mapping[str, int], wanted: Sequence[str],
-) -> tuple[Plan, dict[str, str]]:  # fmt: skip
-    """The chains of each split, and why the others are in none."""
-    held, sequences = set(wanted), dict[str, int]()
+def _assign_splits(
+    options: argparse.Namespace, scanned: Sequence[ScannedChain], clusters: Mapping[str, int], validation: Sequence[str],
+) -> tuple[SplitChains, dict[str, str]]:  # fmt: skip
+    """Return the chains of each split, and the reason against each of the others."""
+    validation_keys, sequences = set(validation), dict[str, int]()
     filtered: dict[str, str] = {}
-    parts: dict[str, list[tuple[Found, int]]] = {"train": [], "validation": []}
-    for one in found:
-        cluster = of.get(one.key, of.get(one.entity, -1)) if of else sequences.setdefault(one.sequence, len(sequences))
-        split = _split(one, cluster, options, held)
+    parts: dict[str, list[tuple[ScannedChain, int]]] = {"train": [], "validation": []}
+    for chain in scanned:
+        cluster = (clusters.get(chain.key, clusters.get(chain.entity, -1)) if clusters
+                   else sequences.setdefault(chain.sequence, len(sequences)))  # fmt: skip
+        split = _split_or_reason(chain, cluster, options, validation_keys)
         if split in parts:
-            parts[split].append((one, cluster))
+            parts[split].append((chain, cluster))
         else:
-            filtered[one.name] = split
-    near = {cluster for _, cluster in parts["validation"]} - {-1}
-    kin = [one for one, cluster in parts["train"] if cluster in near]
-    if kin:
-        command.print_rank_0(f"{len(kin)} chains of training, such as {kin[0].name}, are in a cluster with one of validation")
-    for split, those in parts.items():
-        if not those:
-            some = next(iter(filtered.items()), ("", ""))
+            filtered[chain.name] = split
+    validation_clusters = {cluster for _, cluster in parts["validation"]} - {-1}
+    related = [chain for chain, cluster in parts["train"] if cluster in validation_clusters]
+    if related:
+        command.print_rank_0(f"{len(related)} chains of training, such as {related[0].name}, share a cluster with validation")
+    for split, members in parts.items():
+        if not members:
+            example = next(iter(filtered.items()), ("", ""))
             advice = "change the filters" if split == "train" else "name some in a file: --validation FILE"
-            raise ConfigError(f"none of {len(found)} chains is left for {split}, {some[0]} because: {some[1]}; {advice}")
-    undated = sum(one.release is None for one, _ in parts["train"])
+            raise ConfigError(f"none of {len(scanned)} chains is left for {split}, {example[0]} because: {example[1]}; {advice}")
+    undated = sum(chain.release is None for chain, _ in parts["train"])
     if undated:
         command.print_rank_0(f"{undated} chains without a release date are taken for training")
     plan = {}
-    for split, those in parts.items():
-        sizes = Counter(cluster for _, cluster in those)
-        plan[split] = [(one, cluster, sizes[cluster] if cluster >= 0 else 1) for one, cluster in those]
+    for split, members in parts.items():
+        sizes = Counter(cluster for _, cluster in members)
+        plan[split] = [(chain, cluster, sizes[cluster] if cluster >= 0 else 1) for chain, cluster in members]
     return plan, filtered
 
 
-def _split(one: Found, cluster: int, options: argparse.Namespace, held: set[str]) -> str:
-    """Where a chain goes, or why nowhere. Validation has no bounds of quality, as in MLPerf HPC."""
-    if not one.resolved:
+def _split_or_reason(chain: ScannedChain, cluster: int, options: argparse.Namespace, validation_keys: set[str]) -> str:
+    """Return the split of a chain, or the reason why it is in none. Validation has no bounds of quality, as in MLPerf HPC."""
+    if not chain.resolved:
         return "no residue has a CA"
-    if held:
-        if one.key in held:
+    if validation_keys:
+        if chain.key in validation_keys:
             return "validation"
-    elif one.release and options.validation_from <= one.release <= options.validation_until:
+    elif chain.release and options.validation_from <= chain.release <= options.validation_until:
         most = options.validation_length
-        return "validation" if len(one.sequence) <= most else f"{len(one.sequence)} residues, --validation-length {most}"
-    if one.release and one.release > options.released_until:
-        return f"released {one.release}, --released-until {options.released_until}"
-    if one.resolution >= options.resolution:
-        return f"{one.resolution:g} angstrom, --resolution {options.resolution:g}"
-    if one.share() > options.single:
-        return f"{one.share():.0%} of the residues are the same, --single {options.single:g}"
+        return "validation" if len(chain.sequence) <= most else f"{len(chain.sequence)} residues, --validation-length {most}"
+    if chain.release and chain.release > options.released_until:
+        return f"released {chain.release}, --released-until {options.released_until}"
+    if chain.resolution >= options.resolution:
+        return f"{chain.resolution:g} angstrom, --resolution {options.resolution:g}"
+    if chain.max_residue_frequency() > options.single:
+        return f"{chain.max_residue_frequency():.0%} of the residues are the same, --single {options.single:g}"
     return "train" if cluster >= 0 else f"in no cluster of {options.clusters}"
 
 
-def _shares(options: argparse.Namespace, plan: Plan, folders: Mapping[str, Path], twins: Sequence[Sequence[str]]) -> list[Share]:
-    """Files of nearly equal numbers of chains, so that none is left with a single one."""
-    other = {name: line for line in twins for name in line}
-    shares: list[Share] = []
-    has: Counter[str] = Counter()
-    for split, those in plan.items():
-        picks = []
-        for one, cluster, size in those:
-            name = next((name for name in (one.key, *other.get(one.key, ())) if name in folders), None)
-            has["their own" if name == one.key else "a twin's" if name else "none"] += 1
-            picks.append(Pick(one.source, one.name, folders[name] if name else None, cluster, size))
-        for number, (begin, end) in enumerate(_even(len(picks), options.each)):
-            shares.append(Share(split, f"chains_{number:06d}", tuple(picks[begin:end]), options.most))
-    if has["none"] == has.total():
+def _plan_files(
+    options: argparse.Namespace, plan: SplitChains, folders: Mapping[str, Path], duplicates: Sequence[Sequence[str]],
+) -> list[OutputFile]:  # fmt: skip
+    """Split the chains into files of nearly equal size, so that no file has only one."""
+    duplicates_of = {name: line for line in duplicates for name in line}
+    files: list[OutputFile] = []
+    origins: Counter[str] = Counter()
+    for split, members in plan.items():
+        selected = []
+        for chain, cluster, size in members:
+            name = next((name for name in (chain.key, *duplicates_of.get(chain.key, ())) if name in folders), None)
+            origins["their own" if name == chain.key else "a duplicate's" if name else "none"] += 1
+            selected.append(SelectedChain(chain.source, chain.name, folders[name] if name else None, cluster, size))
+        for number, (begin, end) in enumerate(_balanced_ranges(len(selected), options.each)):
+            files.append(OutputFile(split, f"chains_{number:06d}", tuple(selected[begin:end]), options.most))
+    if origins["none"] == origins.total():
         example = plan["train"][0][0].name
-        raise ConfigError(f"--alignments {options.alignments}: holds a folder for none of {has.total()} chains, such as {example}; "
-                          "name the folder that has them, of OpenProteinSet: pdb")  # fmt: skip
-    command.print_rank_0("alignments: " + ", ".join(f"{number} chains have {kind}" for kind, number in has.items()))
-    return shares
+        raise ConfigError(f"--alignments {options.alignments}: has a folder for none of {origins.total()} chains, such as {example}"
+                          "; name the folder that contains them, in OpenProteinSet pdb")  # fmt: skip
+    command.print_rank_0("alignments: " + ", ".join(f"{number} chains have {kind}" for kind, number in origins.items()))
+    return files
 
 
-def _even(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of parts of nearly equal size, ``most`` at most."""
+def _balanced_ranges(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of ranges of nearly equal size, ``most`` at most."""
     parts = -(-count // most)
     return pairwise(count * number // parts for number in range(parts + 1)) if parts else iter(())
 
@@ -536,46 +539,46 @@ def _even(count: int, most: int) -> Iterator[tuple[int, int]]:
 # ---- check
 
 
-def look(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the values of the files that no chain can have."""
+def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
+    """Yield the invalid values of all files."""
     lengths: list[int] = []
     for path in sorted((prepared.out / TEMPLATES).glob("*.h5")):
         with h5py.File(path, "r") as file:
             lengths += file["residues"][...].tolist()
     for path in sorted(prepared.paths):
-        yield from _odd(path, lengths)
+        yield from _invalid_values(path, lengths)
 
 
-def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
-    """Yield the values of a file that no chain can have. ``lengths``: residues of each template."""
-    again = "delete the file and make it again"
+def _invalid_values(path: Path, lengths: Sequence[int]) -> Iterator[str]:
+    """Yield the invalid values of a file. ``lengths``: residues of each template."""
+    advice = "delete the file and make it again"
     with h5py.File(path, "r") as file:
         for row in range(file["residues"].shape[0]):
-            found = chains.read(file, row)
-            where = f"{path}: row {row} ({found['name'].decode()})"
-            query, types = found["msa"][0], found["aatype"]
-            unlike = int(((query != types) & (query < 20) & (types < 20)).sum())
-            if unlike or (query == GAP).any():
-                yield f"{where}: the first row of the alignment differs from the chain at {unlike} residues; {again}"
-            seen = found["mask"] > 0
-            if not seen[:, chains.CA].any():
-                yield f"{where}: no residue has a CA; {again}"
-            if found["positions"][~seen].any():
-                yield f"{where}: positions are not 0 where 'mask' is; {again}"
-            for hit, (at, residues) in enumerate(zip(found["hit_row"].tolist(), found["hit_places"]), 1):
-                if not 0 <= at < len(lengths):
-                    yield f"{where}: hit {hit} is row {at} of {TEMPLATES}, which holds {len(lengths)}; {again}"
-                elif residues.min() < -1 or residues.max() >= lengths[at]:
-                    text = f"is aligned to residues {residues.min()} to {residues.max()} of a template of {lengths[at]}"
-                    yield f"{where}: hit {hit} {text}, expected -1 to {lengths[at] - 1}; {again}"
+            chain = chains.read(file, row)
+            where = f"{path}: row {row} ({chain['name'].decode()})"
+            query, types = chain["msa"][0], chain["aatype"]
+            mismatches = int(((query != types) & (query < 20) & (types < 20)).sum())
+            if mismatches or (query == GAP).any():
+                yield f"{where}: the first row of the alignment differs from the chain at {mismatches} residues; {advice}"
+            resolved = chain["mask"] > 0
+            if not resolved[:, chains.CA].any():
+                yield f"{where}: no residue has a CA; {advice}"
+            if chain["positions"][~resolved].any():
+                yield f"{where}: positions are not 0 where 'mask' is; {advice}"
+            for hit, (template, residues) in enumerate(zip(chain["hit_row"].tolist(), chain["hit_places"]), 1):
+                if not 0 <= template < len(lengths):
+                    yield f"{where}: hit {hit} is row {template} of {TEMPLATES}, which has {len(lengths)} rows; {advice}"
+                elif residues.min() < -1 or residues.max() >= lengths[template]:
+                    text = f"is aligned to residues {residues.min()} to {residues.max()} of a template of {lengths[template]}"
+                    yield f"{where}: hit {hit} {text}, expected -1 to {lengths[template] - 1}; {advice}"
 
 
 BUILDER = command.DatasetBuilder(
     "openfold", "Protein chains with their alignments: simulate families, check them, or convert files.", "openfold",
-    command.Check("Files against index.json, every chain looked at.", look, None),
+    command.Check("Files against index.json, every chain looked at.", check_samples, None),
     (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
-                      ("families", 64, "a later run may ask for more"), simulate, add_chains),
-     command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_sources)),
+                      ("families", 64, "a later run may ask for more"), simulate, add_chains_option),
+     command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

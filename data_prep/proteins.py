@@ -1,12 +1,11 @@
-"""Proteins that are nowhere but could be, with alignments that carry their structure: real geometry without a download.
+"""Simulated proteins with alignments that encode their structure: realistic geometry without a download.
 
-A chain is folded as NMR structures are computed, by annealing of torsion angles (Guntert et al., J. Mol. Biol. 1997), from a
-drawn plan of helices, hairpins and loops; lengths and angles of bonds are ideal. Residues follow their surroundings, and the rows
-of the alignment evolve along a tree under a Potts model whose pair terms join residues in contact. No figure is fitted to data:
-folds lack the handed crossovers of parallel sheets, cofactors and function, and nothing learnt here transfers as it is.
+A chain is folded as NMR structures are computed, by annealing of torsion angles (Guntert et al., J. Mol. Biol. 1997), from a random
+plan of helices, hairpins and loops; bond lengths and angles are ideal. Residue types depend on their surroundings, and the rows of
+the alignment evolve along a tree under a Potts model whose pair terms couple residues in contact. Nothing is fitted to data: folds
+lack the handed crossovers of parallel sheets, cofactors and function, and a model trained on them does not transfer directly.
 
-N residues   S rows   lengths angstrom   angles degrees in tables and radians in code
-"""
+N residues   S rows   lengths angstrom   angles degrees in tables and radians in code"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,14 +23,14 @@ from hpcai.models.openfold.residues import GAP, RESTYPES
 from hpcai.models.openfold.structures import Chain
 
 Array = NDArray[Any]
-Draw = np.random.Generator
+Generator = np.random.Generator
 
-SHORTEST = 16
-CONTACT = 8.0                                   # between CB, or where glycine's would be
-FIRST_DAY, DAYS = date(1990, 1, 1), 12418       # to the end of 2023
-ATTEMPTS = 4                                    # at a compact fold
-DOMAIN = 120                                    # residues at most that become compact by themselves
-STEPS, AGAIN = 450, 150                         # steps of annealing: from the plan, from a relative
+MIN_LENGTH = 16
+CONTACT_DISTANCE = 8.0                          # between CB, or where glycine's would be
+FIRST_DAY, RELEASE_DAYS = date(1990, 1, 1), 12418       # to the end of 2023
+ATTEMPTS = 4                                    # to find a compact fold
+MAX_DOMAIN = 120                                # residues of a compact domain, at most
+STEPS, RELATIVE_STEPS = 450, 150                # steps of annealing: from the plan, from a relative
 A, N, C, G, P = (RESTYPES.index(letter) for letter in "ANCGP")
 
 # In the order of LETTERS, A R N D C Q E G H I L K M F P S T W Y V.
@@ -42,7 +41,7 @@ _PROPENSITY = np.log([
     [.66, .95, 1.56, 1.46, 1.19, .98, .74, 1.56, .95, .47, .59, 1.01, .60, .60, 1.52, 1.43, .96, .96, 1.14, .50],
 ])  # fmt: skip
 HELIX, STRAND, LOOP = range(3)
-_SHARE = np.log([8.3, 5.5, 4.1, 5.5, 1.4, 3.9, 6.7, 7.1, 2.3, 5.9, 9.7, 5.8, 2.4, 3.9, 4.7, 6.7, 5.4, 1.1, 2.9, 6.9])   # UniProt
+_LOG_FREQ = np.log([8.3, 5.5, 4.1, 5.5, 1.4, 3.9, 6.7, 7.1, 2.3, 5.9, 9.7, 5.8, 2.4, 3.9, 4.7, 6.7, 5.4, 1.1, 2.9, 6.9])  # UniProt
 _HYDROPATHY = np.array(                         # Kyte and Doolittle, J. Mol. Biol. 1982
     [1.8, -4.5, -3.5, -3.5, 2.5, -3.5, -3.5, -.4, -3.2, 4.5, 3.8, -3.9, 1.9, 2.8, -1.6, -.8, -.7, -.9, -1.3, 4.2]) / 3  # fmt: skip
 _VOLUME = np.array([                            # cubic angstrom: Zamyatnin, Prog. Biophys. 1972
@@ -52,22 +51,22 @@ _BULK = np.clip((_VOLUME - 137) / 42, -1.3, 1.3)
 _CHARGE = np.array([0, 1, 0, -1, 0, 0, -1, 0, .3, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
 
 
-def _centred(table: Array) -> Array:
-    """A table of pairs less what either residue prefers by itself."""
-    share = np.exp(_SHARE) / np.exp(_SHARE).sum()
-    return np.asarray(table - table @ share - (share @ table)[:, None] + share @ table @ share)
+def _double_centred(table: Array) -> Array:
+    """Return a table of pairs minus the preference of either residue alone."""
+    frequency = np.exp(_LOG_FREQ) / np.exp(_LOG_FREQ).sum()
+    return np.asarray(table - table @ frequency - (frequency @ table)[:, None] + frequency @ table @ frequency)
 
 
-# What pairs in contact gain, in units of kT: one large and one small, opposite charges, two cysteines. With strengths 1.5 times
-# these, or more pairs that are coupled, rows freeze, and tell less of contacts.
-_FILLING = _centred(-1.2 * _BULK[:, None] * _BULK)
-_SALT = _centred(-2.2 * _CHARGE[:, None] * _CHARGE + 0.5 * _HYDROPATHY[:, None] * _HYDROPATHY)
-_SULFUR = np.zeros((20, 20))
-_SULFUR[C], _SULFUR[:, C], _SULFUR[C, C] = -1, -1, 5
-COUPLED, COUPLED_NEAR = 0.5, 0.1                # shares of the pairs in contact; near in the sequence, up to 5 apart
+# Gains of pairs in contact, in units of kT: one large and one small, opposite charges, two cysteines. With strengths 1.5 times
+# these, or more coupled pairs, rows freeze, and carry less information about contacts.
+_PACKING = _double_centred(-1.2 * _BULK[:, None] * _BULK)
+_SALT_BRIDGE = _double_centred(-2.2 * _CHARGE[:, None] * _CHARGE + 0.5 * _HYDROPATHY[:, None] * _HYDROPATHY)
+_DISULFIDE = np.zeros((20, 20))
+_DISULFIDE[C], _DISULFIDE[:, C], _DISULFIDE[C, C] = -1, -1, 5
+COUPLED, COUPLED_NEAR = 0.5, 0.1                # fractions of the pairs in contact; near: up to 5 apart in the sequence
 
-# Angles phi, psi of loops and how often: right helix, strand, polyproline, left helix (which is for glycine).
-_BASINS, _OFTEN = np.radians([[-65, -35], [-110, 130], [-68, 145], [58, 40]]), [0.33, 0.3, 0.29, 0.08]
+# Angles phi, psi of loops and their probabilities: right helix, strand, polyproline, left helix (for glycine).
+_BASINS, _BASIN_PROBABILITIES = np.radians([[-65, -35], [-110, 130], [-68, 145], [58, 40]]), [0.33, 0.3, 0.29, 0.08]
 _IDEAL = np.radians([[-63, -42], [-120, 130]])
 _TURNS = np.radians([[[55, 38], [80, 10]], [[60, -120], [-80, 0]]])         # of hairpins: types I' and II'
 _IN_TURNS = (N, G), (G, -1)
@@ -83,135 +82,136 @@ _GRIDS: dict[str, list[tuple[float, ...]]] = {
 }  # fmt: skip
 _ROTAMERS |= {letter: list(product(*_GRIDS[letters])) for letters in _GRIDS for letter in letters}
 
-# Least distances between atoms that stand for a residue while it folds: N, CA, C, O, and the middle of a side chain.
-_LEAST = np.array([
+# Minimum distances between the sites that represent a residue during folding: N, CA, C, O, and the centre of the side chain.
+_MIN_DISTANCES = np.array([
     [3.1, 3.4, 3.3, 2.8, 3.6],
     [3.4, 3.9, 3.7, 3.2, 4.0],
     [3.3, 3.7, 3.6, 3.2, 4.0],
     [2.8, 3.2, 3.2, 3.0, 3.5],
     [3.6, 4.0, 4.0, 3.5, 4.4],
 ])  # fmt: skip
-_CB = np.array([-0.525, -0.777, -1.208])        # seen from CA, in the frame of the backbone
-_MIDDLE = _CB * (2.4 / 1.53)
-_TO_O = 1.23 * np.array([-0.543, -0.840, 0])    # seen from C, x to the next N
+_CB = np.array([-0.525, -0.777, -1.208])        # relative to CA, in the frame of the backbone
+_SIDE_CHAIN_CENTRE = _CB * (2.4 / 1.53)
+_C_TO_O = 1.23 * np.array([-0.543, -0.840, 0])  # relative to C, x to the next N
 
 
 @dataclass(frozen=True)
 class _Plan:
     kind: Array                                 # [N] helix, strand or loop
     angle: Array                                # [N, 3] phi, psi, and omega to the next residue
-    spread: Array                               # [N, 3] that folding may use
-    given: Array                                # [N] glycine, proline and asparagine where angles ask for them, otherwise -1
-    ties: Array                                 # [K, 2] of sites whose distance is known
-    tie: Array                                  # [K, 2] the distance and the strength of its pull
-    inner: Array                                # [N] 1 on the side that is to be buried
+    spread: Array                               # [N, 3] deviations during folding
+    fixed_types: Array                          # [N] glycine, proline and asparagine where angles require them, otherwise -1
+    restrained_pairs: Array                     # [K, 2] sites of each pair
+    restraints: Array                           # [K, 2] target distance and strength
+    inward: Array                               # [N] 1 on the side to be buried
 
 
 # ---- plans
 
 
-def _plan(draw: Draw, length: int) -> _Plan:
+def _draw_plan(rng: Generator, length: int) -> _Plan:
     kind: list[int] = []
     rows: list[Array] = []
-    given: list[int] = []
+    fixed_types: list[int] = []
     inner: list[float] = []
     bonded: list[tuple[int, int]] = []
 
     def loop(count: int) -> None:
         for _ in range(count):
-            basin = int(draw.choice(4, p=_OFTEN))
+            basin = int(rng.choice(4, p=_BASIN_PROBABILITIES))
             rows.append(_BASINS[basin])
-            given.append(G if basin == 3 or draw.random() < 0.04 else P if basin == 2 and draw.random() < 0.4 else -1)
-            if given[-1] == P and len(given) > 1 and kind[-1] == LOOP and given[-2] < 0:
-                rows[-2] = _BASINS[1]           # a right helix before proline has its atoms too near
+            fixed_types.append(G if basin == 3 or rng.random() < 0.04 else P if basin == 2 and rng.random() < 0.4 else -1)
+            if fixed_types[-1] == P and len(fixed_types) > 1 and kind[-1] == LOOP and fixed_types[-2] < 0:
+                rows[-2] = _BASINS[1]           # in a right helix before proline atoms are too close
             kind.append(LOOP)
             inner.append(0.0)
 
-    def element(what: int, count: int) -> None:
-        phase = draw.uniform(0, 2 * np.pi)
-        step, phase = (np.radians(100), phase) if what == HELIX else (np.pi, np.pi * (phase > np.pi))
-        rows.extend(np.tile(_IDEAL[what], (count, 1)))
-        kind.extend([what] * count)
-        given.extend([-1] * count)
+    def element(structure: int, count: int) -> None:
+        phase = rng.uniform(0, 2 * np.pi)
+        step, phase = (np.radians(100), phase) if structure == HELIX else (np.pi, np.pi * (phase > np.pi))
+        rows.extend(np.tile(_IDEAL[structure], (count, 1)))
+        kind.extend([structure] * count)
+        fixed_types.extend([-1] * count)
         inner.extend((np.cos(phase + step * np.arange(count)) > 0.1).astype(float))
 
-    helical = draw.choice([0.95, 0.7, 0.3])
-    loop(int(draw.integers(2, 4)))
+    helical = rng.choice([0.95, 0.7, 0.3])
+    loop(int(rng.integers(2, 4)))
     while len(kind) < length:
-        if draw.random() < helical:
-            element(HELIX, int(draw.integers(9, 19)))
+        if rng.random() < helical:
+            element(HELIX, int(rng.integers(9, 19)))
         else:
-            count = int(draw.integers(4, 8))
+            count = int(rng.integers(4, 8))
             element(STRAND, count)
-            for _ in range(int(draw.integers(1, 4))):
+            for _ in range(int(rng.integers(1, 4))):
                 last = len(kind) - 1
-                turn = int(draw.integers(2))
+                turn = int(rng.integers(2))
                 rows.extend(_TURNS[turn])
                 kind.extend([LOOP] * 2)
-                given.extend(_IN_TURNS[turn])
+                fixed_types.extend(_IN_TURNS[turn])
                 inner.extend([0.0] * 2)
                 element(STRAND, count)
                 bonded += [(last - k, last + 3 + k) for k in range(0, count, 2)]
                 # Opposite residues are on one side of the sheet.
                 inner[-count:] = inner[last - count + 1 : last + 1][::-1]
-        loop(int(draw.integers(2, 6)))
+        loop(int(rng.integers(2, 6)))
     angle = np.full((length, 3), np.pi)
     angle[:, :2] = rows[:length]
-    what, fixed = np.array(kind[:length]), np.array(given[:length])
+    kinds, fixed = np.array(kind[:length]), np.array(fixed_types[:length])
     angle[fixed == P, 0] = np.radians(-65)
-    spread = np.radians(np.array([[5, 5, 3], [11, 11, 3], [14, 28, 3]]))[what]
+    spread = np.radians(np.array([[5, 5, 3], [11, 11, 3], [14, 28, 3]]))[kinds]
     spread[fixed == P, 0] = np.radians(6)
-    angle[:, :2] += np.clip(draw.standard_normal((length, 2)), -2, 2) * np.radians(np.where(what == LOOP, 10, 4))[:, None]
-    angle[:, 2] += np.clip(draw.standard_normal(length), -2, 2) * np.radians(2.5)
+    angle[:, :2] += np.clip(rng.standard_normal((length, 2)), -2, 2) * np.radians(np.where(kinds == LOOP, 10, 4))[:, None]
+    angle[:, 2] += np.clip(rng.standard_normal(length), -2, 2) * np.radians(2.5)
     i, j = np.array([pair for pair in bonded if pair[1] < length], int).reshape(-1, 2).T
     ties = np.stack([5 * np.append(i, j), 5 * np.append(j, i) + 3], 1)      # from N to O: hydrogen bonds
-    return _Plan(what, angle, spread, fixed, ties, np.tile([2.9, 6.0], (len(ties), 1)), np.array(inner[:length]))
+    return _Plan(kinds, angle, spread, fixed, ties, np.tile([2.9, 6.0], (len(ties), 1)), np.array(inner[:length]))
 
 
-def _relative(plan: _Plan, angle: Array, draw: Draw) -> _Plan:
-    """A target that folds into nearly the same chain: distances of CA up to 12 angstrom are kept within 10 %."""
-    alpha = _Backbone(plan.given)(angle)[0][:, 1]
-    i, j = np.nonzero(np.triu(_apart(alpha) < 12, 4))
-    length = _apart(alpha)[i, j] * (1 + 0.1 * np.clip(draw.standard_normal(len(i)), -2, 2))
+def _relative_plan(plan: _Plan, angle: Array, rng: Generator) -> _Plan:
+    """Return a plan that folds into nearly the same chain: CA distances up to 12 angstrom are restrained to within 10 %."""
+    alpha = _Backbone(plan.fixed_types)(angle)[0][:, 1]
+    i, j = np.nonzero(np.triu(_distances(alpha) < 12, 4))
+    length = _distances(alpha)[i, j] * (1 + 0.1 * np.clip(rng.standard_normal(len(i)), -2, 2))
     ties, tie = np.stack([5 * i + 1, 5 * j + 1], 1), np.stack([length, np.full(len(i), 0.7)], 1)
-    bent = angle + 0.35 * plan.spread * draw.standard_normal(angle.shape)
-    return replace(plan, angle=bent, ties=np.concatenate([plan.ties, ties]), tie=np.concatenate([plan.tie, tie]))
+    bent = angle + 0.35 * plan.spread * rng.standard_normal(angle.shape)
+    pairs, restraints = np.concatenate([plan.restrained_pairs, ties]), np.concatenate([plan.restraints, tie])
+    return replace(plan, angle=bent, restrained_pairs=pairs, restraints=restraints)
 
 
 # ---- folding
 
 
-def _turned(angle: Array, axis: int) -> Array:
-    """Rotations about x (0) or z (2).   [...] -> [..., 3, 3]"""
-    found = np.zeros((*angle.shape, 3, 3))
-    one, other = (1, 2) if axis == 0 else (0, 1)
-    found[..., axis, axis] = 1
-    found[..., one, one] = found[..., other, other] = np.cos(angle)
-    found[..., other, one] = np.sin(angle)
-    found[..., one, other] = -found[..., other, one]
-    return found
+def _rotations(angle: Array, axis: int) -> Array:
+    """Return rotations about x (0) or z (2).   [...] -> [..., 3, 3]"""
+    matrices = np.zeros((*angle.shape, 3, 3))
+    first, second = (1, 2) if axis == 0 else (0, 1)
+    matrices[..., axis, axis] = 1
+    matrices[..., first, first] = matrices[..., second, second] = np.cos(angle)
+    matrices[..., second, first] = np.sin(angle)
+    matrices[..., first, second] = -matrices[..., second, first]
+    return matrices
 
 
 class _Backbone:
-    """Ideal bonds of a chain; glycine and proline have their own where they are given."""
+    """The ideal bonds of a chain. Glycine and proline have their own geometry where they are fixed."""
 
-    def __init__(self, given: Array) -> None:
-        types = np.where(np.isin(given, (G, P)), given, A)
+    def __init__(self, fixed_types: Array) -> None:
+        types = np.where(np.isin(fixed_types, (G, P)), fixed_types, A)
         n, c = residues.ATOM14_POSITION[types, 0].astype(float), residues.ATOM14_POSITION[types, 2].astype(float)
         next_n = np.where(np.append(types[1:], A) == P, residues.C_N_LENGTH[1][0], residues.C_N_LENGTH[0][0])
         self.lengths = np.stack([np.linalg.norm(n, axis=1), c[:, 0], next_n], 1).ravel()
         ends = np.full(len(types), np.arccos(residues.COS_C_N_CA[0])), np.full(len(types), np.arccos(residues.COS_CA_C_N[0]))
         bends = np.stack([ends[0], np.arctan2(n[:, 1], n[:, 0]), ends[1]], 1).ravel()
-        self.bend = _turned(np.pi - bends, 2)
+        self.bend = _rotations(np.pi - bends, 2)
 
     def __call__(self, angle: Array) -> tuple[Array, Array]:
-        """[N, 3] -> N, CA and C [N, 3, 3] and their frames [N, 3, 3, 3]: x along the bond to the next atom, the last atom at y > 0.
+        """Compute the positions of N, CA and C [N, 3, 3] and their frames [N, 3, 3, 3] from angles [N, 3]. In a frame, x points
+        along the bond to the next atom, and the previous atom is at y > 0.
 
-        A frame is the product of all turns before it; products of twice as many are made in each round.
-        """
+        A frame is the product of all rotations before it, by a parallel scan: each pass doubles the length of the products."""
         turns = np.empty_like(self.bend)
         turns[0] = np.eye(3)
-        turns[1:] = np.einsum("nij,njk->nik", _turned(angle.ravel()[:-1], 0), self.bend[1:])
+        turns[1:] = np.einsum("nij,njk->nik", _rotations(angle.ravel()[:-1], 0), self.bend[1:])
         reach = 1
         while reach < len(turns):
             turns[reach:] = np.einsum("nij,njk->nik", turns[:-reach], turns[reach:])
@@ -222,80 +222,79 @@ class _Backbone:
 
 
 def _sites(atoms: Array, frames: Array) -> Array:
-    """The sites of _LEAST.   [N, 5, 3]"""
-    oxygen, side = atoms[:, 2] + frames[:, 2] @ _TO_O, atoms[:, 1] + frames[:, 1] @ _MIDDLE
+    """Return the sites of _MIN_DISTANCES.   [N, 5, 3]"""
+    oxygen, side = atoms[:, 2] + frames[:, 2] @ _C_TO_O, atoms[:, 1] + frames[:, 1] @ _SIDE_CHAIN_CENTRE
     return np.concatenate([atoms, oxygen[:, None], side[:, None]], 1)
 
 
-def _target(length: int) -> float:
-    """Radius of gyration of folded proteins: Skolnick and others, 2.2 N^0.38."""
+def _expected_radius(length: int) -> float:
+    """Return the radius of gyration of a folded protein: Skolnick and others, 2.2 N^0.38."""
     return float(2.2 * length**0.38)
 
 
-def _radius(points: Array) -> float:
+def _radius_of_gyration(points: Array) -> float:
     return float(np.sqrt(((points - points.mean(0)) ** 2).sum(1).mean()))
 
 
-def _fold(plan: _Plan, draw: Draw, start: Array, steps: int, heat: float) -> Array:
-    """Angles after annealing from ``heat``, 1 at most. Steps are those of Adam, with noise, because gradients about an axis in the
-    middle of a chain are far larger than those at its ends.   [N, 3] -> [N, 3]"""
-    backbone, length, angle = _Backbone(plan.given), len(start), start.copy()
-    first, second = np.zeros_like(angle), np.zeros_like(angle)
-    one, other = np.triu_indices(length, 3)
-    liked = plan.inner[one] * plan.inner[other] > 0
-    lasting_i, lasting_j = (np.append(5 * index[liked] + 4, ties) for index, ties in zip((one, other), plan.ties.T))
-    wanted, pulls = plan.tie.T
-    cuts = np.linspace(0, length, 1 + -(-length // DOMAIN)).round().astype(int)
-    parts = [(slice(*ends), 1.5) for ends in pairwise(cuts)] + [(slice(None), 0.1)] * (len(cuts) > 2)
+def _fold(plan: _Plan, rng: Generator, start: Array, steps: int, heat: float) -> Array:
+    """Anneal the angles from the temperature ``heat``, 1 at most. The steps are those of Adam, with noise, because gradients about
+    an axis in the middle of a chain are far larger than those at its ends.   [N, 3] -> [N, 3]"""
+    backbone, length, angle = _Backbone(plan.fixed_types), len(start), start.copy()
+    mean, variance = np.zeros_like(angle), np.zeros_like(angle)
+    pair_i, pair_j = np.triu_indices(length, 3)
+    attracted = plan.inward[pair_i] * plan.inward[pair_j] > 0
+    fixed_i, fixed_j = (np.append(5 * index[attracted] + 4, ties) for index, ties in zip((pair_i, pair_j), plan.restrained_pairs.T))
+    targets, strengths = plan.restraints.T
+    bounds = np.linspace(0, length, 1 + -(-length // MAX_DOMAIN)).round().astype(int)
+    domains = [(slice(*ends), 1.5) for ends in pairwise(bounds)] + [(slice(None), 0.1)] * (len(bounds) > 2)
     for step in range(steps):
-        hot = heat * (1 - step / steps)
+        temperature = heat * (1 - step / steps)
         atoms, frames = backbone(angle)
         sites = _sites(atoms, frames)
         flat = sites.reshape(-1, 3)
         if step % 10 == 0:
-            near_i, near_j, least = _near(sites)
-            all_i, all_j = np.append(near_i, lasting_i), np.append(near_j, lasting_j)
+            near_i, near_j, least = _close_pairs(sites)
+            all_i, all_j = np.append(near_i, fixed_i), np.append(near_j, fixed_j)
             ends = (3 * np.append(all_i, all_j)[:, None] + np.arange(3)).ravel()
-        away = flat[all_i] - flat[all_j]
-        far = np.sqrt((away**2).sum(1) + 1e-6)
-        bad, good, tie = np.split(far, [len(near_i), len(near_i) + int(liked.sum())])
+        difference = flat[all_i] - flat[all_j]
+        distance = np.sqrt((difference**2).sum(1) + 1e-6)
+        bad, good, tie = np.split(distance, [len(near_i), len(near_i) + int(attracted.sum())])
         beyond = np.maximum(good - 5.2, 0) / 3
-        # At first chains may pass through one another.
-        overlaps = 0.6 * 60 ** (1 - hot) * np.minimum(bad - least, 0)
-        slope = np.concatenate([overlaps, beyond * np.exp(-(beyond**2)) / 3, pulls * np.clip(tie - wanted, -1, 2)])
-        pull = away * (slope / far)[:, None]
+        # At first, parts of the chain may pass through each other.
+        overlaps = 0.6 * 60 ** (1 - temperature) * np.minimum(bad - least, 0)
+        pair_gradient = np.concatenate([overlaps, beyond * np.exp(-(beyond**2)) / 3, strengths * np.clip(tie - targets, -1, 2)])
+        pull = difference * (pair_gradient / distance)[:, None]
         gradient = np.bincount(ends, np.concatenate([pull, -pull]).ravel(), flat.size).reshape(length, 5, 3)
-        for part, strength in parts:
+        for part, strength in domains:
             alpha = sites[part, 1] - sites[part, 1].mean(0)
-            radius = _radius(alpha)
-            gradient[part, 1] += strength * max(radius - 0.97 * _target(len(alpha)), 0) / radius * alpha
-        turning = _about_bonds(gradient, sites, frames)
-        bent = (np.remainder(angle - plan.angle + np.pi, 2 * np.pi) - np.pi) / plan.spread
-        turning += (bent + bent**3 / 9) / plan.spread
-        first, second = 0.8 * first + 0.2 * turning, 0.95 * second + 0.05 * turning**2
-        move = first / (1 - 0.8 ** (step + 1)) / np.sqrt(second / (1 - 0.95 ** (step + 1)) + 1e-6)
-        noise = (hot**2 if hot > 0.3 else 0) * draw.standard_normal(angle.shape)
-        angle -= plan.spread * (0.02 + 0.25 * hot) * (move + noise)
+            radius = _radius_of_gyration(alpha)
+            gradient[part, 1] += strength * max(radius - 0.97 * _expected_radius(len(alpha)), 0) / radius * alpha
+        angle_gradient = _torsion_gradient(gradient, sites, frames)
+        deviation = (np.remainder(angle - plan.angle + np.pi, 2 * np.pi) - np.pi) / plan.spread
+        angle_gradient += (deviation + deviation**3 / 9) / plan.spread
+        mean, variance = 0.8 * mean + 0.2 * angle_gradient, 0.95 * variance + 0.05 * angle_gradient**2
+        move = mean / (1 - 0.8 ** (step + 1)) / np.sqrt(variance / (1 - 0.95 ** (step + 1)) + 1e-6)
+        noise = (temperature**2 if temperature > 0.3 else 0) * rng.standard_normal(angle.shape)
+        angle -= plan.spread * (0.02 + 0.25 * temperature) * (move + noise)
     return angle
 
 
-def _near(sites: Array) -> tuple[Array, Array, Array]:
-    """Pairs, by their places in the flat list, that may overlap in the next ten steps, and their least distances.   3 x [K]"""
-    one, other = np.triu_indices(len(sites), 2)
-    some = ((sites[one, 1] - sites[other, 1]) ** 2).sum(1) < 11**2
-    i, j = (5 * index[some][:, None] + place for index, place in zip((one, other), np.divmod(np.arange(25), 5)))
+def _close_pairs(sites: Array) -> tuple[Array, Array, Array]:
+    """Return the pairs of sites, as flat indices, that may overlap in the next ten steps, and their minimum distances.   3 x [K]"""
+    residue_i, residue_j = np.triu_indices(len(sites), 2)
+    nearby = ((sites[residue_i, 1] - sites[residue_j, 1]) ** 2).sum(1) < 11**2
+    i, j = (5 * index[nearby][:, None] + site for index, site in zip((residue_i, residue_j), np.divmod(np.arange(25), 5)))
     i, j = i.ravel(), j.ravel()
-    least = _LEAST[i % 5, j % 5]
+    least = _MIN_DISTANCES[i % 5, j % 5]
     flat = sites.reshape(-1, 3)
     close = ((flat[i] - flat[j]) ** 2).sum(1) < (least + 2) ** 2
     return i[close], j[close], least[close]
 
 
-def _about_bonds(gradient: Array, sites: Array, frames: Array) -> Array:
-    """The gradient in the torsion angles: the torque, about each bond, on all that turns with it.   [N, 5, 3] -> [N, 3]
+def _torsion_gradient(gradient: Array, sites: Array, frames: Array) -> Array:
+    """Return the gradient in the torsion angles: the torque about each bond on all atoms that rotate with it.   [N, 5, 3] -> [N, 3]
 
-    An atom turns with the bonds before the one that ends at it: O with the next N, the side chain with C.
-    """
+    An atom rotates with the bonds before the one that ends at it: O with the next N, the side chain with C."""
     length = len(sites)
     both = np.concatenate([gradient, np.cross(sites, gradient)], 2)
     total = np.zeros((length + 1, 3, 6))
@@ -307,20 +306,22 @@ def _about_bonds(gradient: Array, sites: Array, frames: Array) -> Array:
     return np.asarray((frames[..., 0] * (torque - np.cross(sites[:, :3], force))).sum(2))
 
 
-def _best(tries: Iterable[tuple[_Plan, Array]]) -> tuple[_Plan, Array]:
-    """The first without faults, or the one of least: a phi that is for glycine, CA too near, a chain too wide, few contacts."""
-    found: list[tuple[float, int, _Plan, Array]] = []
-    for plan, angle in tries:
-        atoms, frames = _Backbone(plan.given)(angle)
-        length, beta = len(angle), _beta(atoms, frames)
-        least = _apart(atoms[:, 1])[np.triu_indices(length, 2)].min()
-        contacts = (_apart(beta)[np.triu_indices(length, 6)] < CONTACT).sum() / length
-        left = ((np.sin(angle[1:, 0]) > 0) & ~np.isin(plan.given[1:], (G, N))).sum()
-        fault = left + max(3.75 - least, 0) + max(_radius(atoms[:, 1]) / _target(length) - 1.25, 0) + max(0.6 - contacts, 0)
+def _best_fold(attempts: Iterable[tuple[_Plan, Array]]) -> tuple[_Plan, Array]:
+    """Return the first fold without faults, or the one with the least: phi of glycine in another residue, CA too close, a large
+    radius, few contacts."""
+    candidates: list[tuple[float, int, _Plan, Array]] = []
+    for plan, angle in attempts:
+        atoms, frames = _Backbone(plan.fixed_types)(angle)
+        length, beta = len(angle), _beta_carbons(atoms, frames)
+        least = _distances(atoms[:, 1])[np.triu_indices(length, 2)].min()
+        contacts = (_distances(beta)[np.triu_indices(length, 6)] < CONTACT_DISTANCE).sum() / length
+        left_handed = ((np.sin(angle[1:, 0]) > 0) & ~np.isin(plan.fixed_types[1:], (G, N))).sum()
+        fault = (left_handed + max(3.75 - least, 0) + max(_radius_of_gyration(atoms[:, 1]) / _expected_radius(length) - 1.25, 0)
+                 + max(0.6 - contacts, 0))  # fmt: skip
         if not fault:
             return plan, angle
-        found.append((fault, len(found), plan, angle))
-    _, _, plan, angle = min(found, key=lambda one: one[:2])
+        candidates.append((fault, len(candidates), plan, angle))
+    _, _, plan, angle = min(candidates, key=lambda candidate: candidate[:2])
     return plan, angle
 
 
@@ -328,209 +329,209 @@ def _best(tries: Iterable[tuple[_Plan, Array]]) -> tuple[_Plan, Array]:
 
 
 @dataclass(frozen=True)
-class _Model:
-    """A Potts model: what a residue likes at its place, and beside others in contact."""
+class _PottsModel:
+    """A Potts model: a field at each residue, and couplings of residues in contact."""
 
     field: Array                                # [N, 20]
     partners: list[Array]                       # [N] of [K]: residues in contact
-    tables: list[Array]                         # [N] of [K, 20, 20]: letters of the partner, letters here
+    couplings: list[Array]                      # [N] of [K, 20, 20]: letters of the partner, letters of the residue
 
 
-def _beta(atoms: Array, frames: Array) -> Array:
-    """CB, and where it would be in glycine.   [N, 3]"""
+def _beta_carbons(atoms: Array, frames: Array) -> Array:
+    """Return the positions of CB, also of the virtual one of glycine.   [N, 3]"""
     return np.asarray(atoms[:, 1] + frames[:, 1] @ _CB)
 
 
-def _apart(points: Array) -> Array:
-    """Distances between all points.   [N, 3] -> [N, N]"""
+def _distances(points: Array) -> Array:
+    """Return the distances between all pairs of points.   [N, 3] -> [N, N]"""
     return np.sqrt(((points[:, None] - points) ** 2).sum(-1))
 
 
-def _buried(beta: Array) -> Array:
-    """How buried each residue is, from its neighbours within 10 angstrom, with mean 0 and deviation 1.   [N]"""
-    count = (_apart(beta) < 10).sum(1)
+def _burial(beta: Array) -> Array:
+    """Return the burial of each residue, from its neighbours within 10 angstrom, with mean 0 and standard deviation 1.   [N]"""
+    count = (_distances(beta) < 10).sum(1)
     return np.asarray((count - count.mean()) / (count.std() + 1e-6))
 
 
-def _model(plan: _Plan, beta: Array, draw: Draw) -> _Model:
-    """Hydropathy follows burial. Some pairs in contact are coupled: by charge in the open, by the volume that the two fill together
-    where they are buried, a few as cysteines."""
-    length, buried, distance = len(beta), _buried(beta), _apart(beta)
-    field = _SHARE + 1.6 * _PROPENSITY[plan.kind] + 0.6 * buried[:, None] * _HYDROPATHY
+def _potts_model(plan: _Plan, beta: Array, rng: Generator) -> _PottsModel:
+    """Build the Potts model. Hydropathy follows burial. Some pairs in contact are coupled: by charge where exposed, by the volume
+    that both fill where buried, a few as cysteines."""
+    length, buried, distance = len(beta), _burial(beta), _distances(beta)
+    field = _LOG_FREQ + 1.6 * _PROPENSITY[plan.kind] + 0.6 * buried[:, None] * _HYDROPATHY
     field[:, P] -= 3
-    field[np.arange(length), plan.given] += np.where(plan.given >= 0, 7, 0)
-    chosen, strength, sulfur = draw.random((3, length, length))             # for all pairs, so that relatives have the same
-    free = plan.given < 0
+    field[np.arange(length), plan.fixed_types] += np.where(plan.fixed_types >= 0, 7, 0)
+    drawn, strength, sulfur = rng.random((3, length, length))               # drawn for all pairs, so that relatives have the same
+    free = plan.fixed_types < 0
     step = np.subtract.outer(np.arange(length), np.arange(length)).T
-    joined = (distance < CONTACT) & (step > 2) & free & free[:, None] & (chosen < np.where(step > 5, COUPLED, COUPLED_NEAR))
+    joined = (distance < CONTACT_DISTANCE) & (step > 2) & free & free[:, None] & (drawn < np.where(step > 5, COUPLED, COUPLED_NEAR))
     partners: list[list[int]] = [[] for _ in beta]
     tables: list[list[Array]] = [[] for _ in beta]
     for i, j in np.argwhere(joined):
         inside = 1 / (1 + np.exp(-1.5 * (buried[i] + buried[j])))
-        table = (0.7 + 0.6 * strength[i, j]) * (inside * _FILLING + (1 - inside) * _SALT)
+        table = (0.7 + 0.6 * strength[i, j]) * (inside * _PACKING + (1 - inside) * _SALT_BRIDGE)
         if distance[i, j] < 5.5 and step[i, j] > 5 and sulfur[i, j] < 0.08:
-            table = _SULFUR
-        for here, there in ((i, j), (j, i)):
-            partners[here].append(there)
-            tables[here].append(table)
-    return _Model(field, [np.array(some, int) for some in partners], [np.array(some).reshape(-1, 20, 20) for some in tables])
+            table = _DISULFIDE
+        for site, partner in ((i, j), (j, i)):
+            partners[site].append(partner)
+            tables[site].append(table)
+    return _PottsModel(field, [np.array(some, int) for some in partners], [np.array(some).reshape(-1, 20, 20) for some in tables])
 
 
-def _sweep(model: _Model, rows: Array, rate: Array, draw: Draw) -> None:
-    """Gibbs sampling in place: each row draws a share ``rate`` of its letters again, given its others.   [S, N], [S]"""
-    for column in draw.permutation(rows.shape[1]):
+def _gibbs_sweep(model: _PottsModel, rows: Array, rate: Array, rng: Generator) -> None:
+    """Sample in place by Gibbs sampling: each row resamples a fraction ``rate`` of its letters, given the others.   [S, N], [S]"""
+    for column in rng.permutation(rows.shape[1]):
         partners = model.partners[column]
-        energy = model.field[column] + model.tables[column][np.arange(len(partners)), rows[:, partners]].sum(1)
+        energy = model.field[column] + model.couplings[column][np.arange(len(partners)), rows[:, partners]].sum(1)
         chance = np.cumsum(np.exp(energy - energy.max(1, keepdims=True)), 1)
-        drawn = (chance < draw.random((len(rows), 1)) * chance[:, -1:]).sum(1)
-        rows[:, column] = np.where(draw.random(len(rows)) < rate, drawn, rows[:, column])
+        drawn = (chance < rng.random((len(rows), 1)) * chance[:, -1:]).sum(1)
+        rows[:, column] = np.where(rng.random(len(rows)) < rate, drawn, rows[:, column])
 
 
 # ---- all atoms
 
 
-def _placed(types: Array, chi: Array, origin: Array, frames: Array, psi: Array) -> Array:
-    """Atoms of residues: [M] types, [M, 4] chi, [M, 3] CA, [M, 3, 3] backbone frames, [M] psi -> [M, 14, 3]"""
+def _place_atoms(types: Array, chi: Array, origin: Array, frames: Array, psi: Array) -> Array:
+    """Place the atoms of residues: [M] types, [M, 4] chi, [M, 3] CA, [M, 3, 3] backbone frames, [M] psi -> [M, 14, 3]"""
     ideal = residues.GROUP_FRAME[types].astype(float)
-    turns = _turned(np.concatenate([psi[:, None], chi], 1), 0)
-    rotation, at = np.tile(frames[:, None], (1, 8, 1, 1)), np.tile(origin[:, None], (1, 8, 1))
+    turns = _rotations(np.concatenate([psi[:, None], chi], 1), 0)
+    rotation, group_origin = np.tile(frames[:, None], (1, 8, 1, 1)), np.tile(origin[:, None], (1, 8, 1))
     for group in range(3, 8):
         parent = 0 if group < 5 else group - 1
-        at[:, group] = at[:, parent] + np.einsum("nij,nj->ni", rotation[:, parent], ideal[:, group, :3, 3])
+        group_origin[:, group] = group_origin[:, parent] + np.einsum("nij,nj->ni", rotation[:, parent], ideal[:, group, :3, 3])
         rotation[:, group] = rotation[:, parent] @ ideal[:, group, :3, :3] @ turns[:, group - 3]
-    of, here = residues.ATOM14_GROUP[types], np.arange(len(types))[:, None]
-    return np.asarray(at[here, of] + np.einsum("naij,naj->nai", rotation[here, of], residues.ATOM14_POSITION[types].astype(float)))
+    group_of, residue = residues.ATOM14_GROUP[types], np.arange(len(types))[:, None]
+    return np.asarray(group_origin[residue, group_of] + np.einsum(
+        "naij,naj->nai", rotation[residue, group_of], residues.ATOM14_POSITION[types].astype(float)))  # fmt: skip
 
 
-def _packed(types: Array, angle: Array, atoms: Array, frames: Array, draw: Draw) -> tuple[Array, Array]:
-    """Types, where one that fits nowhere has become alanine, and atoms [N, 14, 3].
+def _pack_side_chains(types: Array, angle: Array, atoms: Array, frames: Array, rng: Generator) -> tuple[Array, Array]:
+    """Return the types, with alanine where no rotamer fits, and the atoms [N, 14, 3].
 
-    Side chains take turns, the most buried first: each takes the rotamer that overlaps least with what is there by then.
-    """
+    Side chains are placed by descending burial: each takes the rotamer that overlaps least with the atoms placed so far."""
     types, length = types.copy(), len(types)
-    where = atoms[:, 1], frames[:, 1], angle[:, 1]
-    found = _placed(types, np.zeros((length, 4)), *where)
-    found[:, :3] = atoms
-    there = (residues.ATOM14_EXISTS[types] > 0) & (np.arange(14) < 5)       # N, CA, C, O, CB
-    reach = _apart(atoms[:, 1]) < 15
+    backbone = atoms[:, 1], frames[:, 1], angle[:, 1]
+    positions = _place_atoms(types, np.zeros((length, 4)), *backbone)
+    positions[:, :3] = atoms
+    placed = (residues.ATOM14_EXISTS[types] > 0) & (np.arange(14) < 5)      # N, CA, C, O, CB
+    reach = _distances(atoms[:, 1]) < 15
     np.fill_diagonal(reach, False)
-    order = np.argsort(-_buried(_beta(atoms, frames)), kind="stable")
+    order = np.argsort(-_burial(_beta_carbons(atoms, frames)), kind="stable")
     for turn, i in product(range(3), order):
         kind = types[i]
         if turn and kind in (A, G, P):
             continue
         choices = np.radians([(*row, *[0] * (4 - len(row))) for row in _ROTAMERS[RESTYPES[kind]]])
-        many = len(choices)
-        if kind != P:                                                       # its ring would open
-            choices = choices + np.radians(5) * np.clip(draw.standard_normal(choices.shape), -2, 2)
-        tries = _placed(np.full(many, kind), choices, *(np.repeat(part[i : i + 1], many, 0) for part in where))
-        own, others = np.flatnonzero(residues.ATOM14_EXISTS[kind][5:]) + 5, np.flatnonzero(reach[i])
-        row, place = np.nonzero(there[others])
-        far = np.sqrt(((tries[:, own, None] - found[others[row], place]) ** 2).sum(-1))
-        least = residues.ATOM14_RADIUS[kind][own, None] + residues.ATOM14_RADIUS[types[others[row]], place] - 0.5
-        overlap = (np.maximum(least - far, 0) ** 2).sum((1, 2))
+        count = len(choices)
+        if kind != P:                                                       # else its ring would open
+            choices = choices + np.radians(5) * np.clip(rng.standard_normal(choices.shape), -2, 2)
+        tries = _place_atoms(np.full(count, kind), choices, *(np.repeat(part[i : i + 1], count, 0) for part in backbone))
+        side_atoms, neighbours = np.flatnonzero(residues.ATOM14_EXISTS[kind][5:]) + 5, np.flatnonzero(reach[i])
+        row, atom = np.nonzero(placed[neighbours])
+        distance = np.sqrt(((tries[:, side_atoms, None] - positions[neighbours[row], atom]) ** 2).sum(-1))
+        least = residues.ATOM14_RADIUS[kind][side_atoms, None] + residues.ATOM14_RADIUS[types[neighbours[row]], atom] - 0.5
+        overlap = (np.maximum(least - distance, 0) ** 2).sum((1, 2))
         best = int(overlap.argmin())
         if turn and overlap[best] > 1.5:
             types[i] = A
         else:
-            found[i, 4:] = tries[best, 4:]
-        there[i] = residues.ATOM14_EXISTS[types[i]] > 0
-    final = _placed(types, np.zeros((length, 4)), *where)
-    found[:, 3] = final[:, 3]
-    found[types == A, 4] = final[types == A, 4]
-    return types, found * residues.ATOM14_EXISTS[types][..., None]
+            positions[i, 4:] = tries[best, 4:]
+        placed[i] = residues.ATOM14_EXISTS[types[i]] > 0
+    final = _place_atoms(types, np.zeros((length, 4)), *backbone)
+    positions[:, 3] = final[:, 3]
+    positions[types == A, 4] = final[types == A, 4]
+    return types, positions * residues.ATOM14_EXISTS[types][..., None]
 
 
 # ---- alignments
 
 
-def _alignment(model: _Model, query: Array, kind: Array, rows: int, name: str, draw: Draw) -> Alignment:
-    """Rows that evolve together from the query and split as they go, each branch at its own pace; the most alike come first."""
+def _evolve_alignment(model: _PottsModel, query: Array, kind: Array, rows: int, name: str, rng: Generator) -> Alignment:
+    """Evolve rows from the query along a tree, with a rate for each branch; the most similar rows come first."""
     length, columns = len(query), np.arange(len(query))
     msa, rate = query[None].copy(), np.zeros(1)
     gone, deletions = np.zeros((1, length), bool), np.zeros((1, length), np.int32)
     loose = np.cumsum(np.where(kind == LOOP, 1.0, 0.08))
 
-    def where() -> Array:
-        return np.searchsorted(loose, draw.random((count, 1)) * loose[-1])
+    def sites() -> Array:
+        return np.searchsorted(loose, rng.random((count, 1)) * loose[-1])
 
-    def events(often: float, shorter: float) -> Array:
-        return np.where(draw.random(count) < often * rate, draw.geometric(shorter, count), 0)[:, None]
+    def events(probability: float, stop_probability: float) -> Array:
+        return np.where(rng.random(count) < probability * rate, rng.geometric(stop_probability, count), 0)[:, None]
 
     while len(msa) < rows:
         old = len(msa)
         count = min(2 * old, rows)
-        # A third of the new leave the line of the query, which is row 0 and stays as it is.
-        parent = np.append(np.arange(old), np.where(draw.random(count - old) < 0.35, 0, draw.integers(0, old, count - old)))
+        # A third of the new rows descend directly from the query, which is row 0 and does not change.
+        parent = np.append(np.arange(old), np.where(rng.random(count - old) < 0.35, 0, rng.integers(0, old, count - old)))
         msa, gone, deletions = msa[parent], gone[parent], deletions[parent]
-        rate = np.append(rate, np.exp(draw.uniform(np.log(0.07), 0, count - old)))
+        rate = np.append(rate, np.exp(rng.uniform(np.log(0.07), 0, count - old)))
         for _ in range(2 if count < rows else 3):
-            _sweep(model, msa, rate, draw)
-        first = where()
+            _gibbs_sweep(model, msa, rate, rng)
+        first = sites()
         gone |= (columns >= first) & (columns < first + events(0.3, 0.2))
         gone |= columns < events(0.15, 0.2)
         gone |= columns >= length - events(0.15, 0.2)
-        np.put_along_axis(deletions, at := where(), np.take_along_axis(deletions, at, 1) + events(0.3, 0.35).astype(np.int32), 1)
+        np.put_along_axis(deletions, at := sites(), np.take_along_axis(deletions, at, 1) + events(0.3, 0.35).astype(np.int32), 1)
     gone &= ~gone.all(1, keepdims=True)
-    same = ((msa == query) & ~gone).sum(1) / (~gone).sum(1)
-    order = np.append(0, 1 + np.argsort(-same[1:], kind="stable"))
+    identity = ((msa == query) & ~gone).sum(1) / (~gone).sum(1)
+    order = np.append(0, 1 + np.argsort(-identity[1:], kind="stable"))
     msa, deletions = np.where(gone, GAP, msa), np.where(gone | (columns == 0), 0, deletions)
-    names = [name, *(f"{name}/{number} identity={same[row]:.2f}" for number, row in enumerate(order[1:], 1))]
+    names = [name, *(f"{name}/{number} identity={identity[row]:.2f}" for number, row in enumerate(order[1:], 1))]
     return Alignment(msa[order].astype(np.int8), deletions[order], names)
 
 
 # ---- proteins
 
 
-def protein(seed: int, length: int, rows: int) -> tuple[Chain, Alignment]:
-    """A chain of ``length`` residues, and an alignment of ``rows`` with the chain's sequence first; a pure function."""
-    return family(seed, 1, length, rows)[0]
+def make_protein(seed: int, length: int, rows: int) -> tuple[Chain, Alignment]:
+    """Return a chain of ``length`` residues, and an alignment of ``rows`` with the chain's sequence first: a pure function."""
+    return make_family(seed, 1, length, rows)[0]
 
 
-def family(seed: int, members: int, length: int, rows: int) -> list[tuple[Chain, Alignment]]:
-    """Relatives with one fold, none of which depends on how many there are. The first is ``protein(seed, ...)``, the others are
-    bent a little and have drifted from its sequence. Raises DataError for what is too small."""
-    for name, value, least in (("length", length, SHORTEST), ("rows", rows, 1), ("members", members, 1), ("seed", seed, 0)):
+def make_family(seed: int, members: int, length: int, rows: int) -> list[tuple[Chain, Alignment]]:
+    """Return relatives with one fold; none depends on their number. The first is ``make_protein(seed, ...)``, the others are
+    slightly deformed and have drifted from its sequence. Raises DataError for values below the minimum."""
+    for name, value, least in (("length", length, MIN_LENGTH), ("rows", rows, 1), ("members", members, 1), ("seed", seed, 0)):
         if value < least:
             raise DataError(f"proteins: {name} {value}, expected {least} at least")
-    draw = np.random.default_rng([seed, 0])
-    plans, steps = (_plan(draw, length) for _ in range(ATTEMPTS)), STEPS * max(80, length) // 80
-    plan, angle = _best((plan, _fold(plan, draw, plan.angle, steps, 1.0)) for plan in plans)
-    found = [_member(f"made{seed}m0_A", seed, 0, plan, angle, None, rows)]
+    rng = np.random.default_rng([seed, 0])
+    plans, steps = (_draw_plan(rng, length) for _ in range(ATTEMPTS)), STEPS * max(80, length) // 80
+    plan, angle = _best_fold((plan, _fold(plan, rng, plan.angle, steps, 1.0)) for plan in plans)
+    chains = [_make_member(f"made{seed}m0_A", seed, 0, plan, angle, None, rows)]
     for member in range(1, members):
-        draw = np.random.default_rng([seed, 1, member])
-        plans = (_relative(plan, angle, draw) for _ in range(ATTEMPTS))
-        _, bent = _best((near, _fold(near, draw, angle, AGAIN, 0.2)) for near in plans)
-        found.append(_member(f"made{seed}m{member}_A", seed, member, plan, bent, found[0][0].aatype, rows))
-    return found
+        rng = np.random.default_rng([seed, 1, member])
+        plans = (_relative_plan(plan, angle, rng) for _ in range(ATTEMPTS))
+        _, bent = _best_fold((relative, _fold(relative, rng, angle, RELATIVE_STEPS, 0.2)) for relative in plans)
+        chains.append(_make_member(f"made{seed}m{member}_A", seed, member, plan, bent, chains[0][0].aatype, rows))
+    return chains
 
 
-def _member(name: str, seed: int, member: int, plan: _Plan, angle: Array, ancestor: Array | None, rows: int
+def _make_member(name: str, seed: int, member: int, plan: _Plan, angle: Array, ancestor: Array | None, rows: int
             ) -> tuple[Chain, Alignment]:  # fmt: skip
-    draw = np.random.default_rng([seed, 2, member])
-    atoms, frames = _Backbone(plan.given)(angle)
-    model = _model(plan, _beta(atoms, frames), np.random.default_rng([seed, 3]))
-    # The chain itself must have what its bonds were made for, and no proline elsewhere; rows may differ.
-    never = (plan.given[:, None] == P) != (np.arange(20) == P)
-    never |= (plan.given[:, None] == G) & (np.arange(20) != G)
-    strict = _Model(np.where(never, -99, model.field), model.partners, model.tables)
+    rng = np.random.default_rng([seed, 2, member])
+    atoms, frames = _Backbone(plan.fixed_types)(angle)
+    model = _potts_model(plan, _beta_carbons(atoms, frames), np.random.default_rng([seed, 3]))
+    # The chain itself must have the fixed types of its bonds, and no other proline; rows may differ.
+    forbidden = (plan.fixed_types[:, None] == P) != (np.arange(20) == P)
+    forbidden |= (plan.fixed_types[:, None] == G) & (np.arange(20) != G)
+    strict = _PottsModel(np.where(forbidden, -99, model.field), model.partners, model.couplings)
     query = (strict.field.argmax(1) if ancestor is None else ancestor)[None].copy()
     for _ in range(10 if ancestor is None else 1):
-        _sweep(strict, query, np.array([1.0 if ancestor is None else draw.uniform(0.15, 0.7)]), draw)
-    types, points = _packed(query[0], angle, atoms, frames, draw)
-    return _chain(name, types, points, draw), _alignment(model, types, plan.kind, rows, name, draw)
+        _gibbs_sweep(strict, query, np.array([1.0 if ancestor is None else rng.uniform(0.15, 0.7)]), rng)
+    types, points = _pack_side_chains(query[0], angle, atoms, frames, rng)
+    return _make_chain(name, types, points, rng), _evolve_alignment(model, types, plan.kind, rows, name, rng)
 
 
-def _chain(name: str, types: Array, points: Array, draw: Draw) -> Chain:
-    """The chain as a crystallographer leaves it: ends may be disordered, and what moves has high B factors."""
+def _make_chain(name: str, types: Array, points: Array, rng: Generator) -> Chain:
+    """Return the chain as a crystal structure: its ends may be disordered, and B factors are high where it is mobile."""
     length = len(types)
-    resolution = round(float(draw.uniform(1.2, 3.5)), 2)
-    ends = np.minimum(draw.geometric(0.5, 2) - 1, 4)
+    resolution = round(float(rng.uniform(1.2, 3.5)), 2)
+    ends = np.minimum(rng.geometric(0.5, 2) - 1, 4)
     number = np.arange(length)
-    seen = (number >= ends[0]) & (number < length - ends[1])
-    mask = residues.ATOM37_EXISTS[types] * seen[:, None]
+    resolved = (number >= ends[0]) & (number < length - ends[1])
+    mask = residues.ATOM37_EXISTS[types] * resolved[:, None]
     positions = np.take_along_axis(points - points[:, 1].mean(0), residues.ATOM37_TO_14[types][..., None], 1) * mask[..., None]
-    bfactors = np.maximum(12 * resolution - 6 * _buried(points[:, 1]), 5)[:, None] * mask
-    sequence, release = "".join(RESTYPES[kind] for kind in types), FIRST_DAY + timedelta(int(draw.integers(DAYS)))
-    xyz, there, b = (part.astype(np.float32) for part in (positions, mask, bfactors))
-    return Chain(name, sequence, types.astype(np.int64), xyz, there, b, resolution, release, "x-ray diffraction")
+    bfactors = np.maximum(12 * resolution - 6 * _burial(points[:, 1]), 5)[:, None] * mask
+    sequence, release = "".join(RESTYPES[kind] for kind in types), FIRST_DAY + timedelta(int(rng.integers(RELEASE_DAYS)))
+    coordinates, exists, b = (part.astype(np.float32) for part in (positions, mask, bfactors))
+    return Chain(name, sequence, types.astype(np.int64), coordinates, exists, b, resolution, release, "x-ray diffraction")

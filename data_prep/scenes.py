@@ -18,7 +18,7 @@ Bands = Sequence[tuple[float, float, float]]            # south, north, area as 
 
 def _bands(grid: Grid, low: float, high: float, inset: float) -> tuple[Bands, float, float]:
     """Return the parts of a grid between two latitudes of either hemisphere, and the range of longitudes."""
-    south, north, west, east = grid.box
+    south, north, west, east = grid.bounds
     if grid.periodic:
         east = west + 360
     else:

@@ -1,14 +1,13 @@
 """Metal slabs with an adsorbate, moved by the effective medium theory (EMT) of ASE: small catalysis data with exact labels.
 
 A *system* is a pure function of its generator: an fcc metal, pure or randomly substituted by a second one, one of three facets, an
-adsorbate put down at random. Its *frames* are a relaxation, rattled copies of what that came to, and molecular dynamics.
+adsorbate at a random position. Its *frames* are a relaxation, rattled copies of the relaxed structure, and molecular dynamics.
 
 Energies are E - E(clean slab, relaxed) - sum of E(isolated atom) over the atoms of the adsorbate, all by EMT: adsorption energies
-in the style of OC20. Forces are raw: of every atom, held ones too. EMT describes H, C, N and O badly (ASE says so): the labels are
-exact derivatives of one smooth potential, and not chemistry. They are never to be called DFT.
+in the style of OC20. Forces are raw: of every atom, also of fixed ones. EMT describes H, C, N and O badly (see ASE's
+documentation): the labels are exact derivatives of one smooth potential, not chemistry. Never call them DFT.
 
-A atoms   lengths angstrom   energies eV
-"""
+A atoms   lengths angstrom   energies eV"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,23 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.frames import Frame, ase
+from data_prep.frames import Frame, import_ase
 from hpcai.errors import DataError
 
 LABEL = "EMT (effective medium theory), not DFT"
 SOURCES = [{"name": name, "labels": "EMT"} for name in ("relaxation", "rattled", "molecular dynamics")]
 LATTICE = {"Al": 4.05, "Ni": 3.52, "Cu": 3.61, "Pd": 3.89, "Pt": 3.92, "Au": 4.08, "Ag": 4.09}
-SHARES = (0.25, 0.5, 0.75)                      # that the second metal, by name, can have
+FRACTIONS = (0.25, 0.5, 0.75)                   # of the second metal
 FACETS = ("fcc111", "fcc100", "fcc110")
 ADSORBATES = ("H", "C", "N", "O", "OH", "CO", "NH", "CH", "H2", "NO")
-VACUUM = 8.0                                    # on each side of a slab, so that no adsorbate reaches the next one
+VACUUM = 8.0                                    # on each side of a slab, so that no adsorbate reaches the next slab
 HEIGHT = (1.1, 1.9)                             # lowest atom of the adsorbate above the highest of the slab
-HELD = 2                                        # layers, the lowest
-STEPS, CLEAN_STEPS, RELAXED = 25, 100, 0.02     # steps of relaxations at most; eV/A at which they end
+FIXED_LAYERS = 2                                # the lowest
+RELAXATION_STEPS, CLEAN_STEPS, MAX_RELAXED_FORCE = 25, 100, 0.02                # at most; eV/A, at which a relaxation ends
 SIGMAS = (0.03, 0.06, 0.1, 0.15) * 2
-KELVIN, STEP_FS, FRICTION, EVERY = (300.0, 600.0, 900.0), 2.0, 0.02, 5      # friction per fs
-HOPELESS, STEEP = 50.0, 20.0                    # eV/A: of a start that is drawn again, of a frame that is left out
-DRAWS = 50
+KELVIN, STEP_FS, FRICTION, FRAME_INTERVAL = (300.0, 600.0, 900.0), 2.0, 0.02, 5  # friction per fs
+MAX_START_FORCE, MAX_FRAME_FORCE = 50.0, 20.0                                   # eV/A: redraw a start, omit a frame
+MAX_DRAWS = 50
 Array = NDArray[Any]
 
 
@@ -41,18 +40,18 @@ Array = NDArray[Any]
 
 
 def compositions() -> list[str]:
-    """A metal, or two of them, whose ratios are all held out together. In alphabetical order: Ag, Ag-Al, ..."""
+    """Return all metals and pairs of metals, in alphabetical order: Ag, Ag-Al, ... All ratios of a pair are held out together."""
     metals = sorted(LATTICE)
-    return sorted("-".join(dict.fromkeys(pair)) for i, one in enumerate(metals) for pair in [(one, two) for two in metals[i:]])
+    return sorted("-".join(dict.fromkeys(pair)) for i, metal in enumerate(metals) for pair in [(metal, m) for m in metals[i:]])
 
 
-def shared_out(random: np.random.Generator, validation: float, test: float) -> dict[str, list[str]]:
-    """The compositions of each split: none is in two."""
+def split_compositions(random: np.random.Generator, validation: float, test: float) -> dict[str, list[str]]:
+    """Return the disjoint compositions of each split."""
     names = compositions()
     order = [names[n] for n in random.permutation(len(names))]
-    held = [max(1, round(part * len(names))) if part else 0 for part in (validation, test)]
-    cuts = {"validation": order[: held[0]], "test": order[held[0] : sum(held)], "train": order[sum(held) :]}
-    return {split: sorted(names) for split, names in cuts.items()}
+    counts = [max(1, round(fraction * len(names))) if fraction else 0 for fraction in (validation, test)]
+    splits = {"validation": order[: counts[0]], "test": order[counts[0] : sum(counts)], "train": order[sum(counts) :]}
+    return {split: sorted(names) for split, names in splits.items()}
 
 
 # ---- one system
@@ -62,70 +61,70 @@ def shared_out(random: np.random.Generator, validation: float, test: float) -> d
 class System:
     name: str                                   # such as Cu(75%)Ni(25%) fcc111 + OH
     composition: str
-    reference: float                            # what is taken from the total energy, eV
+    reference: float                            # eV, subtracted from the total energy
     frames: list[Frame]
 
 
-def system(random: np.random.Generator, number: int, choice: Sequence[str], size: Sequence[int], steps: int) -> System:
-    """A system of one of the compositions of ``choice``, ``size`` atoms along two directions and layers, and its frames, with
-    ``steps`` of dynamics at each temperature. A start that is hopeless is drawn again from the same generator."""
-    for _ in range(DRAWS):
+def make_system(random: np.random.Generator, number: int, choice: Sequence[str], size: Sequence[int], steps: int) -> System:
+    """Return a system of one of the compositions of ``choice`` and its frames, with ``steps`` of dynamics at each temperature.
+    ``size``: atoms along two directions, and layers. A start with excessive forces is redrawn from the same generator."""
+    for _ in range(MAX_DRAWS):
         composition = choice[int(random.integers(len(choice)))]
-        name, slab, adsorbate = _draw(random, composition, size)
+        name, slab, adsorbate = _draw_structure(random, composition, size)
         start = slab + adsorbate
-        start.calc = emt()
-        if not np.abs(start.get_forces(apply_constraint=False)).max() <= HOPELESS:
+        start.calc = emt_calculator()
+        if not np.abs(start.get_forces(apply_constraint=False)).max() <= MAX_START_FORCE:
             continue
-        slab.calc = emt()
-        for _ in _relaxation(slab, CLEAN_STEPS):
+        slab.calc = emt_calculator()
+        for _ in _relax(slab, CLEAN_STEPS):
             pass
-        reference = float(slab.get_potential_energy()) + sum(alone(symbol) for symbol in adsorbate.symbols)
+        reference = float(slab.get_potential_energy()) + sum(isolated_atom_energy(symbol) for symbol in adsorbate.symbols)
         frames = [
             Frame(atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, energy - reference, forces, tags=_tags(atoms),
-                  fixed=_fixed(atoms), system=number, source=source)
-            for source, atoms, energy, forces in _frames(random, start, steps) if np.abs(forces).max() <= STEEP
+                  fixed=_fixed_atoms(atoms), system=number, source=source)
+            for source, atoms, energy, forces in _simulate_frames(random, start, steps) if np.abs(forces).max() <= MAX_FRAME_FORCE
         ]  # fmt: skip
         if frames:
             for count, frame in enumerate(frames):
                 frame.frame = count
             return System(name, composition, reference, frames)
-    raise DataError(f"system {number}: {DRAWS} draws began with forces above {HOPELESS:g} eV/angstrom; choose another --size")
+    raise DataError(f"system {number}: {MAX_DRAWS} draws began with forces above {MAX_START_FORCE:g} eV/angstrom; change --size")
 
 
-def emt() -> Any:
-    """One potential for every composition: with asap_cutoff the cutoff would follow the metals that are there."""
-    return ase().calculators.emt.EMT(asap_cutoff=False)
+def emt_calculator() -> Any:
+    """Return the same potential for every composition: with asap_cutoff the cutoff would depend on the metals that are present."""
+    return import_ase().calculators.emt.EMT(asap_cutoff=False)
 
 
-def alone(symbol: str) -> float:
-    """Energy of an isolated atom, eV."""
-    atom = ase().Atoms(symbol)
-    atom.calc = emt()
+def isolated_atom_energy(symbol: str) -> float:
+    """Return the energy of an isolated atom, eV."""
+    atom = import_ase().Atoms(symbol)
+    atom.calc = emt_calculator()
     return float(atom.get_potential_energy())
 
 
-def _draw(random: np.random.Generator, composition: str, size: Sequence[int]) -> tuple[str, Any, Any]:
-    """Name, slab with its lowest layers held, and adsorbate in its place."""
+def _draw_structure(random: np.random.Generator, composition: str, size: Sequence[int]) -> tuple[str, Any, Any]:
+    """Draw the name, a slab with fixed lowest layers, and an adsorbate above it."""
     first, second = (composition.split("-") * 2)[:2]
-    share = float(random.choice(SHARES)) if second != first else 0.0
+    fraction = float(random.choice(FRACTIONS)) if second != first else 0.0
     facet, molecule = FACETS[int(random.integers(len(FACETS)))], ADSORBATES[int(random.integers(len(ADSORBATES)))]
-    lattice = (1 - share) * LATTICE[first] + share * LATTICE[second]        # Vegard's law
-    slab = getattr(ase().build, facet)(first, tuple(size), a=lattice, vacuum=VACUUM, periodic=True)
-    swapped = random.permutation(len(slab))[: round(share * len(slab))]
+    lattice = (1 - fraction) * LATTICE[first] + fraction * LATTICE[second]        # Vegard's law
+    slab = getattr(import_ase().build, facet)(first, tuple(size), a=lattice, vacuum=VACUUM, periodic=True)
+    swapped = random.permutation(len(slab))[: round(fraction * len(slab))]
     slab.symbols[swapped] = second
-    slab.set_constraint(ase().constraints.FixAtoms(mask=slab.get_tags() > size[2] - HELD))      # ASE counts layers from the top
-    made = ase().Atoms(molecule) if len(molecule) == 1 else ase().build.molecule(molecule)
-    made.positions = (made.positions - made.positions.mean(0)) @ _rotation(random).T
+    slab.set_constraint(import_ase().constraints.FixAtoms(mask=slab.get_tags() > size[2] - FIXED_LAYERS))  # layer 1 is the top
+    molecule_atoms = import_ase().Atoms(molecule) if len(molecule) == 1 else import_ase().build.molecule(molecule)
+    molecule_atoms.positions = (molecule_atoms.positions - molecule_atoms.positions.mean(0)) @ _random_rotation(random).T
     x, y, _ = random.random(2) @ slab.cell.array[:2]
     top = slab.positions[:, 2].max() + random.uniform(*HEIGHT)
-    made.positions += (x, y, top - made.positions[:, 2].min())
-    made.set_tags(0)
-    metals = f"{first}({100 * (1 - share):.0f}%){second}({100 * share:.0f}%)" if share else first
-    return f"{metals} {facet} + {molecule}", slab, made
+    molecule_atoms.positions += (x, y, top - molecule_atoms.positions[:, 2].min())
+    molecule_atoms.set_tags(0)
+    metals = f"{first}({100 * (1 - fraction):.0f}%){second}({100 * fraction:.0f}%)" if fraction else first
+    return f"{metals} {facet} + {molecule}", slab, molecule_atoms
 
 
-def _rotation(random: np.random.Generator) -> Array:
-    """A rotation, uniform over all of them, from a quaternion.   [3, 3]"""
+def _random_rotation(random: np.random.Generator) -> Array:
+    """Draw a uniformly distributed rotation, from a quaternion.   [3, 3]"""
     four = random.standard_normal(4)
     w, x, y, z = four / np.sqrt((four**2).sum())
     return np.array([
@@ -135,63 +134,64 @@ def _rotation(random: np.random.Generator) -> Array:
     ])  # fmt: skip
 
 
-def _fixed(atoms: Any) -> NDArray[np.uint8]:
+def _fixed_atoms(atoms: Any) -> NDArray[np.uint8]:
     fixed = np.zeros(len(atoms), np.uint8)
     fixed[atoms.constraints[0].get_indices()] = 1
     return fixed
 
 
 def _tags(atoms: Any) -> NDArray[np.uint8]:
-    """Tags as in OC20, where the atoms below the surface are those that are held. ASE gives its adsorbates 0 and layers from 1."""
-    return np.where(atoms.get_tags() == 0, 2, 1 - _fixed(atoms)).astype(np.uint8)
+    """Return tags as in OC20, where the atoms below the surface are the fixed ones. ASE gives its adsorbates 0 and layers from
+    1."""
+    return np.where(atoms.get_tags() == 0, 2, 1 - _fixed_atoms(atoms)).astype(np.uint8)
 
 
 # ---- frames
 
 
-def _frames(random: np.random.Generator, atoms: Any, steps: int) -> Iterator[tuple[int, Any, float, Array]]:
-    """Yields an index into SOURCES, a copy of the atoms, the total energy and the raw forces [A, 3]."""
-    for _ in _relaxation(atoms, STEPS):
-        yield 0, *_labelled(atoms)
-    relaxed, free = atoms.positions.copy(), _fixed(atoms) == 0
+def _simulate_frames(random: np.random.Generator, atoms: Any, steps: int) -> Iterator[tuple[int, Any, float, Array]]:
+    """Yield an index into SOURCES, a copy of the atoms, the total energy and the raw forces [A, 3]."""
+    for _ in _relax(atoms, RELAXATION_STEPS):
+        yield 0, *_with_labels(atoms)
+    relaxed, free = atoms.positions.copy(), _fixed_atoms(atoms) == 0
     for sigma in SIGMAS:
         atoms.positions = relaxed
         atoms.positions[free] += sigma * random.standard_normal((int(free.sum()), 3))
-        yield 1, *_labelled(atoms)
+        yield 1, *_with_labels(atoms)
     for kelvin in KELVIN:
         atoms.positions = relaxed
-        for _ in _dynamics(random, atoms, free, kelvin, steps):
-            yield 2, *_labelled(atoms)
+        for _ in _langevin(random, atoms, free, kelvin, steps):
+            yield 2, *_with_labels(atoms)
 
 
-def _labelled(atoms: Any) -> tuple[Any, float, Array]:
+def _with_labels(atoms: Any) -> tuple[Any, float, Array]:
     energy, forces = float(atoms.get_potential_energy()), atoms.get_forces(apply_constraint=False)
     return atoms.copy(), energy, forces
 
 
-def _relaxation(atoms: Any, steps: int) -> Iterator[bool]:
-    """The structures of a relaxation, at every step and at the start. The optimizer is of limited memory, because without LAPACK
-    no bit depends on the threads of a worker."""
-    optimizer = ase().optimize.LBFGS(atoms, logfile=None)
-    yield from optimizer.irun(fmax=RELAXED, steps=steps)
+def _relax(atoms: Any, steps: int) -> Iterator[bool]:
+    """Relax the structure, and yield at the start and after every step. The optimizer is L-BFGS because without LAPACK no bit
+    depends on the threads of a worker."""
+    optimizer = import_ase().optimize.LBFGS(atoms, logfile=None)
+    yield from optimizer.irun(fmax=MAX_RELAXED_FORCE, steps=steps)
 
 
-def _dynamics(random: np.random.Generator, atoms: Any, free: NDArray[np.bool_], kelvin: float, steps: int) -> Iterator[int]:
-    """Langevin dynamics of the free atoms by BAOAB (Leimkuhler and Matthews 2013), stopping at every fifth step."""
-    units = ase().units
+def _langevin(random: np.random.Generator, atoms: Any, free: NDArray[np.bool_], kelvin: float, steps: int) -> Iterator[int]:
+    """Run Langevin dynamics of the free atoms by BAOAB (Leimkuhler and Matthews 2013), and yield at every fifth step."""
+    units = import_ase().units
     step, masses = STEP_FS * units.fs, atoms.get_masses()[free, None]
-    keep = np.exp(-FRICTION * STEP_FS)
+    damping = np.exp(-FRICTION * STEP_FS)
     thermal = np.sqrt(units.kB * kelvin / masses)
-    speed = thermal * random.standard_normal((len(masses), 3))
-    pull = atoms.get_forces(apply_constraint=False)[free]
+    velocity = thermal * random.standard_normal((len(masses), 3))
+    forces = atoms.get_forces(apply_constraint=False)[free]
     for count in range(1, steps + 1):
-        speed += 0.5 * step * pull / masses
-        middle = 0.5 * step * speed
-        speed = keep * speed + np.sqrt(1 - keep**2) * thermal * random.standard_normal(speed.shape)
-        atoms.positions[free] += middle + 0.5 * step * speed
-        pull = atoms.get_forces(apply_constraint=False)[free]
-        if not np.abs(pull).max() <= HOPELESS:                              # two atoms met: what follows is no matter
+        velocity += 0.5 * step * forces / masses
+        middle = 0.5 * step * velocity
+        velocity = damping * velocity + np.sqrt(1 - damping**2) * thermal * random.standard_normal(velocity.shape)
+        atoms.positions[free] += middle + 0.5 * step * velocity
+        forces = atoms.get_forces(apply_constraint=False)[free]
+        if not np.abs(forces).max() <= MAX_START_FORCE:                              # two atoms collided
             return
-        speed += 0.5 * step * pull / masses
-        if count % EVERY == 0:
+        velocity += 0.5 * step * forces / masses
+        if count % FRAME_INTERVAL == 0:
             yield count

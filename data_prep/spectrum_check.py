@@ -121,7 +121,7 @@ def compare(paths: tuple[Path, ...]) -> Comparison:
         today = np.exp(np.interp(np.log(k), np.log(fine), np.log(spectrum(fine))))
         for channel, redshift in enumerate(redshifts):
             theory = today * universe.growth(redshift, omega_m) ** 2
-            power = universe.power(mesh, counts[..., channel], float(variance[channel]))[keep]
+            power = universe.power_spectrum(mesh, counts[..., channel], float(variance[channel]))[keep]
             ratio[channel] += binned(power / theory)
     full = np.maximum(modes, 1e-9) * len(paths)
     # Linear theory holds while k times the displacement is small; a quarter of Nyquist keeps the window's aliases away.

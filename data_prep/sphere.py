@@ -1,7 +1,6 @@
 """Grids of latitude and longitude on the Earth: derivatives, geostrophic wind, distances.
 
-H, W rows (south to north) and columns (eastward)
-"""
+H, W rows (south to north) and columns (eastward)"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +12,14 @@ Array = NDArray[np.float64]
 Box = tuple[NDArray[np.intp], ...]
 
 RADIUS, OMEGA, GRAVITY = 6.371e6, 7.292e-5, 9.80665
-DEGREE = float(np.radians(RADIUS))           # metres
-POLE = np.cos(np.radians(85))   # least cos(latitude) in a derivative along a parallel
-CALM = 2 * OMEGA * np.sin(np.radians(3))     # 1/f becomes f / (f^2 + CALM^2), finite at the equator
+DEGREE = float(np.radians(RADIUS))                  # metres
+MIN_COS_LATITUDE = np.cos(np.radians(85))           # lower bound of cos(latitude) in a derivative along a parallel
+MIN_CORIOLIS = 2 * OMEGA * np.sin(np.radians(3))    # 1/f becomes f / (f^2 + MIN_CORIOLIS^2), finite at the equator
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Latitudes [H] and longitudes [W] in degrees; periodic when the columns go round the globe."""
+    """Latitudes [H] and longitudes [W] in degrees; ``periodic`` if the columns cover the full circle."""
 
     latitude: Array
     longitude: Array
@@ -28,14 +27,14 @@ class Grid:
 
     @classmethod
     def region(cls, height: int, width: int, spacing: float, south: float, west: float) -> "Grid":
-        """Centres of square cells, from the south-western corner."""
+        """Return the centres of square cells, from the south-western corner."""
         latitude = south + (np.arange(height, dtype=np.float64) + 0.5) * spacing
         longitude = west + (np.arange(width, dtype=np.float64) + 0.5) * spacing
         return cls(latitude, longitude, bool(np.isclose(width * spacing, 360)))
 
     @classmethod
     def globe(cls, height: int, width: int) -> "Grid":
-        """Rows at both poles, as in the public data."""
+        """Return a global grid with rows at both poles, as in the public data."""
         return cls(np.linspace(-90, 90, height), np.arange(width, dtype=np.float64) * (360 / width), True)
 
     @cached_property
@@ -51,7 +50,7 @@ class Grid:
         return 2 * OMEGA * np.sin(self.phi)
 
     def gradient(self, z: Array) -> tuple[Array, Array]:
-        """Derivatives per metre, eastward and northward, by differences of second order.   [H, W] each"""
+        """Return the derivatives per metre, eastward and northward, by second-order differences.   [H, W] each"""
         step = float(np.radians(self.longitude[1] - self.longitude[0]))
         if self.periodic:
             around = np.concatenate((z[:, -1:], z, z[:, :1]), axis=1)
@@ -59,35 +58,37 @@ class Grid:
         else:
             east = np.gradient(z, step, axis=1, edge_order=2)
         north = np.gradient(z, self.phi[:, 0], axis=0, edge_order=2)
-        return east / (RADIUS * np.maximum(np.cos(self.phi), POLE)), north / RADIUS
+        return east / (RADIUS * np.maximum(np.cos(self.phi), MIN_COS_LATITUDE)), north / RADIUS
 
     def geostrophic(self, z: Array) -> tuple[Array, Array]:
-        """Wind (u, v) of a height field."""
+        """Return the wind (u, v) of a height field."""
         east, north = self.gradient(z)
-        inverse = self.coriolis / (self.coriolis**2 + CALM**2)
+        inverse = self.coriolis / (self.coriolis**2 + MIN_CORIOLIS**2)
         return -GRAVITY * inverse * north, GRAVITY * inverse * east
 
-    def near(self, latitude: float, longitude: float, radius: float) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Rows and columns of a box that holds all within ``radius`` metres; indices for np.ix_."""
+    def nearby(self, latitude: float, longitude: float, radius: float) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return the rows and columns, for np.ix_, of a box that contains all cells within ``radius`` metres."""
         reach = np.degrees(radius / RADIUS)
         rows = np.flatnonzero(np.abs(self.latitude - latitude) <= reach)
-        away = np.abs((self.longitude - longitude + 180) % 360 - 180)
+        difference = np.abs((self.longitude - longitude + 180) % 360 - 180)
         highest = min(float(np.abs(latitude)) + reach, 89.9)
-        return rows, np.flatnonzero(away <= reach / np.cos(np.radians(highest)))
+        return rows, np.flatnonzero(difference <= reach / np.cos(np.radians(highest)))
 
     @property
-    def box(self) -> tuple[float, float, float, float]:
-        """South, north, west, east."""
+    def bounds(self) -> tuple[float, float, float, float]:
+        """Return south, north, west, east."""
         return float(self.latitude[0]), float(self.latitude[-1]), float(self.longitude[0]), float(self.longitude[-1])
 
 
-def polar(grid: Grid, rows: NDArray[np.intp], columns: NDArray[np.intp], latitude: float, longitude: float) -> tuple[Array, ...]:
-    """Great-circle distance from a point in metres, and the unit vector (east, north) that leads away from it."""
-    phi, away = grid.phi[rows], grid.lam[:, columns] - np.radians(longitude)
+def polar_coordinates(
+    grid: Grid, rows: NDArray[np.intp], columns: NDArray[np.intp], latitude: float, longitude: float
+) -> tuple[Array, ...]:
+    """Return the great-circle distance from a point in metres, and the unit vector (east, north) away from it."""
+    phi, difference = grid.phi[rows], grid.lam[:, columns] - np.radians(longitude)
     centre = np.radians(latitude)
-    east = np.cos(centre) * np.sin(away)
-    north = np.sin(phi) * np.cos(centre) * np.cos(away) - np.cos(phi) * np.sin(centre)
-    along = np.sin(phi) * np.sin(centre) + np.cos(phi) * np.cos(centre) * np.cos(away)
+    east = np.cos(centre) * np.sin(difference)
+    north = np.sin(phi) * np.cos(centre) * np.cos(difference) - np.cos(phi) * np.sin(centre)
+    along = np.sin(phi) * np.sin(centre) + np.cos(phi) * np.cos(centre) * np.cos(difference)
     chord = np.hypot(east, north)
     safe = np.maximum(chord, 1e-12)
     return RADIUS * np.arctan2(chord, along), east / safe, north / safe

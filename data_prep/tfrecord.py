@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.extras import needed
+from data_prep.extras import import_extra
 from hpcai.errors import DataError
 
 GZIP = b"\x1f\x8b\x08"
@@ -26,7 +26,7 @@ MAX_TARGET = 1.5                                # targets are scaled to [-1, 1];
 
 
 def _masked_crc(data: bytes) -> int:
-    crc = needed("google_crc32c", "reading TFRecords", "cosmoflow").value(data)
+    crc = import_extra("google_crc32c", "reading TFRecords", "cosmoflow").value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -50,7 +50,7 @@ _EXAMPLE = {"name": "example.proto", "package": "tensorflow", "syntax": "proto3"
 @cache
 def _example_class() -> Any:
     descriptor_pb2, descriptor_pool, json_format, message_factory = (
-        needed(f"google.protobuf.{part}", "reading TFRecords", "cosmoflow")
+        import_extra(f"google.protobuf.{part}", "reading TFRecords", "cosmoflow")
         for part in ("descriptor_pb2", "descriptor_pool", "json_format", "message_factory")
     )
     pool = descriptor_pool.DescriptorPool()

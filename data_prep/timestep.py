@@ -14,17 +14,18 @@ from hpcai.errors import DataError
 
 
 def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Fields [H, W, 16] and labels [H, W] of a public file. Raises DataError for what is not as it is published."""
-    again = "fetch it again, or move it away"
+    """Read the fields [H, W, 16] and labels [H, W] of a public file. Raises DataError for any difference from the published
+    format."""
+    advice = "fetch it again, or move it away"
     try:
         source = h5py.File(path, "r")
     except OSError as error:
-        raise DataError(f"{path}: unreadable HDF5 ({error}); {again}") from None
+        raise DataError(f"{path}: unreadable HDF5 ({error}); {advice}") from None
     with source:
         group = source.get("climate")
         if not isinstance(group, h5py.Group) or "data" not in group:
-            there = sorted(group) if isinstance(group, h5py.Group) else sorted(source)
-            raise DataError(f"{path}: no dataset climate/data, found {there}; is it a time step of the public set?")
+            members = sorted(group) if isinstance(group, h5py.Group) else sorted(source)
+            raise DataError(f"{path}: no dataset climate/data, found {members}; expected a time step of the public set")
         key = next((key for key in ("labels_0", "labels") if key in group), None)
         if key is None:
             raise DataError(f"{path}: no climate/labels_0 nor climate/labels, found {sorted(group)}; rename the labels to labels_0")
@@ -34,24 +35,24 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
             expected = f"float32 (H, W, {count}): {', '.join(VARIABLES)}, in this order"
             raise DataError(f"{path}: climate/data is {data.dtype} {data.shape}, expected {expected}")
         if shape and data.shape[:2] != shape:
-            raise DataError(f"{path}: climate/data has {data.shape[:2]} cells, the first file {shape}; convert each size by itself")
+            raise DataError(f"{path}: climate/data has {data.shape[:2]} cells, the first file {shape}; convert sizes separately")
         if labels.shape != data.shape[:2] or labels.dtype.kind not in "iu":
-            what = f"climate/{key} is {labels.dtype} {labels.shape}"
-            raise DataError(f"{path}: {what}, expected whole numbers {data.shape[:2]}; {again}")
+            description = f"climate/{key} is {labels.dtype} {labels.shape}"
+            raise DataError(f"{path}: {description}, expected whole numbers {data.shape[:2]}; {advice}")
         try:
             fields, mask = data[...].astype(np.float32, copy=False), labels[...]
         except OSError as error:
-            raise DataError(f"{path}: cannot be read to its end ({error}); {again}") from None
+            raise DataError(f"{path}: cannot be read to its end ({error}); {advice}") from None
     if mask.min() < 0 or mask.max() >= 3:
-        others = sorted(set(np.unique(mask).tolist()) - set(range(3)))[:5]
-        raise DataError(f"{path}: climate/{key} holds {others}, expected 0 background, 1 tropical cyclone, 2 river; {again}")
-    _refuse_values(path, fields)
+        invalid = sorted(set(np.unique(mask).tolist()) - set(range(3)))[:5]
+        raise DataError(f"{path}: climate/{key} holds {invalid}, expected 0 background, 1 tropical cyclone, 2 river; {advice}")
+    _check_values(path, fields)
     return fields, mask.astype(np.uint8)
 
 
-def _refuse_values(path: Path, fields: NDArray[np.float32]) -> None:
+def _check_values(path: Path, fields: NDArray[np.float32]) -> None:
     finite = np.isfinite(fields)
-    for channel, (name, usual) in enumerate(VARIABLES.items()):
+    for channel, (name, variable) in enumerate(VARIABLES.items()):
         values = fields[..., channel]
         if not finite[..., channel].all():
             bad = ~finite[..., channel]
@@ -59,8 +60,8 @@ def _refuse_values(path: Path, fields: NDArray[np.float32]) -> None:
             pole = ", at a pole" if rows[0] == 0 or rows[-1] == len(bad) - 1 else ""
             where = f"{bad.sum()} cells in rows {rows[0]} to {rows[-1]} of 0 to {len(bad) - 1}{pole}"
             raise DataError(f"{path}: {name} (variable {channel}) is NaN or infinite in {where}; repair or move the file away")
-        least, most = float(values.min()), float(values.max())
-        if least < usual.least or most > usual.most or most < usual.reach:
-            expected = f"expected {usual.units} between {usual.least:g} and {usual.most:g}, reaching {usual.reach:g}"
-            advice = f"convert {name} to {usual.units}, or put the variables in the public order"
-            raise DataError(f"{path}: {name} (variable {channel}) is {least:g} to {most:g}, {expected}; {advice}")
+        minimum, maximum = float(values.min()), float(values.max())
+        if minimum < variable.minimum or maximum > variable.maximum or maximum < variable.least_maximum:
+            expected = f"expected {variable.units}, {variable.minimum:g} to {variable.maximum:g}, max >= {variable.least_maximum:g}"
+            advice = f"convert {name} to {variable.units}, or put the variables in the public order"
+            raise DataError(f"{path}: {name} (variable {channel}) is {minimum:g} to {maximum:g}, {expected}; {advice}")

@@ -25,26 +25,26 @@ class SourceFile:
 def find_files(root: Path) -> dict[str, list[Path]]:
     """Return the source files of each split, or all files under "". Raises ConfigError if there are none."""
     if root.is_file():
-        if trajectories.kind(root) is None:
-            raise ConfigError(f"{root}: unknown ending, expected one of {', '.join(trajectories.ENDINGS)}")
+        if trajectories.file_format(root) is None:
+            raise ConfigError(f"{root}: unknown ending, expected one of {', '.join(trajectories.SUFFIXES)}")
         return {"": [root]}
     if not root.is_dir():
         raise ConfigError(f"{root}: no such file or folder")
     named = {split: folder for split, names in SPLIT_NAMES.items() for name in names[::-1] if (folder := root / name).is_dir()}
     folders = named if "train" in named else {"": root}
-    files = {split: [path for path in sorted(folder.rglob("*")) if path.is_file() and trajectories.kind(path)]
+    files = {split: [path for path in sorted(folder.rglob("*")) if path.is_file() and trajectories.file_format(path)]
              for split, folder in folders.items()}  # fmt: skip
     for split, folder in folders.items():
         if not files[split]:
-            raise ConfigError(f"{folder}: holds no file that ends with {', '.join(trajectories.ENDINGS)}; name another SOURCE")
+            raise ConfigError(f"{folder}: holds no file that ends with {', '.join(trajectories.SUFFIXES)}; name another SOURCE")
     return files
 
 
 def inspect_file(path: Path, root: Path, by_system: bool) -> SourceFile:
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix()
-    listed, labels = trajectories.systems(path), None       # with the lists of OC20 the atoms need not be read
+    listed, labels = trajectories.system_ids(path), None       # with the lists of OC20 the atoms need not be read
     systems: list[int | None] = []
-    for number, item in enumerate(trajectories.items(path, name)):
+    for number, item in enumerate(trajectories.frame_readers(path, name)):
         system = listed[number] if number < len(listed) else None
         if (labels is None and number < 9) or (by_system and not listed):
             try:
@@ -54,8 +54,8 @@ def inspect_file(path: Path, root: Path, by_system: bool) -> SourceFile:
                 pass                            # reported when the frame is converted
         systems.append(system if by_system else None)
     if not systems:
-        raise DataError(f"{path}: holds no frames; {trajectories.AGAIN}")
-    return SourceFile(path, name, tuple(systems), labels, trajectories.has_references(path) is not None)
+        raise DataError(f"{path}: holds no frames; {trajectories.ADVICE}")
+    return SourceFile(path, name, tuple(systems), labels, trajectories.references_path(path) is not None)
 
 
 def describe_source(files: Sequence[SourceFile], options: argparse.Namespace) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Train CosmoFlow on simulated universes."""
+"""Training of CosmoFlow on simulated universes."""

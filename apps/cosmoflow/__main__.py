@@ -1,6 +1,6 @@
 """Train CosmoFlow:  python -m apps.cosmoflow apps/cosmoflow/configs/small.yaml [step.lr=2e-3 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from apps.cosmoflow.mlperf import BENCHMARK
@@ -9,14 +9,14 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.cosmoflow.data import universes, write_pairs
+    from apps.cosmoflow.data import build_loaders, write_pairs
     from hpcai import dist, train
     from hpcai.models import cosmoflow
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("cosmoflow", cfg, mesh, BENCHMARK) as run,
-        universes(cfg, mesh) as (training, validation, shape),
+        build_loaders(cfg, mesh) as (training, validation, shape),
     ):
         with train.seeds(cfg.train.seed):
             model = cosmoflow.parallelize(cosmoflow.CosmoFlow(shape), mesh)

@@ -1,7 +1,7 @@
-"""CosmoFlow to be measured:  hpcai bench cosmoflow | hpcai ablate cosmoflow [model.size=128 data.batch=4 ...]
+"""Benchmark of CosmoFlow:  hpcai bench cosmoflow | hpcai ablate cosmoflow [model.size=128 data.batch=4 ...]
 
-The plain form has torch's layers in their usual order, contiguous. Universes are random counts. They are neither turned nor
-whitened, and nothing is dropped out, so that all arrangements compute the same.
+The plain form has torch's layers in their usual order, contiguous. Universes are random counts, without augmentation, whitening or
+dropout, so that all variants compute the same.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.cosmoflow.data import Universes, batches, rows_of
+from apps.cosmoflow.data import Universes, build_loader, open_rows
 from apps.cosmoflow.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Workload
 from hpcai.dist import Mesh
@@ -22,7 +22,6 @@ from hpcai.nn import Conv3d
 
 _GPU = torch.cuda.is_available()
 
-
 _EOS = PublishedRate(
     224.0, "H100", "32 GPUs, 1 universe each, loader included",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
@@ -30,7 +29,7 @@ _EOS = PublishedRate(
 
 
 class BenchmarkConfig(Config):
-    """A CosmoFlow run of a size that is measured in minutes."""
+    """A CosmoFlow run that is benchmarked in minutes."""
 
     model: CosmoFlowConfig = CosmoFlowConfig(size=128 if _GPU else 64)
     data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1)
@@ -44,8 +43,8 @@ class Benchmark(Workload):
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [
-            Switch("kernels", "convolutions that halve a single small volume (on a CPU), and pooling before the rectifier"),
-            Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
+            Switch("kernels", "strided convolutions of a single small volume (on a CPU), and pooling before the activation"),
+            Switch("channels-last", "weights and activations in channels-last memory, the layout of the files"),
         ]
 
     def complete_settings(self, cfg: BenchmarkConfig) -> BenchmarkConfig:
@@ -61,7 +60,7 @@ class Benchmark(Workload):
         model: Any = parallelize(CosmoFlow(cfg.model), mesh)
         if "kernels" not in enabled:
             for block in model.conv_seq:
-                block.__class__, block.conv.__class__ = _Usual, _Whole
+                block.__class__, block.conv.__class__ = _ReferenceBlock, _ReferenceConv
         if "channels-last" not in enabled:
             model.to(memory_format=torch.contiguous_format).conv_seq.__class__ = _Contiguous
         return model
@@ -71,15 +70,15 @@ class Benchmark(Workload):
         return counts, random.uniform(-1, 1, len(cfg.model.parameters)).astype(np.float32)
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return batches(Universes(rows_of(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **kwargs)
+        return build_loader(Universes(open_rows(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **kwargs)
 
 
-class _Usual(Block):
+class _ReferenceBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool3d(F.leaky_relu(self.conv(x), NEGATIVE_SLOPE), 2)
 
 
-class _Whole(Conv3d):
+class _ReferenceConv(Conv3d):
     def forward(self, x: Tensor) -> Tensor:
         return nn.Conv3d.forward(self, x)
 

@@ -20,111 +20,110 @@ from hpcai.programs import command_of
 
 
 class Universes(Samples):
-    """Universes of one split: counts [D, H, W, C] int16 and target [P] float32. ``turn`` seeds a random turn of each, a pure
-    function of (seed, epoch, index). ``part``: the box of the turned cube that this process holds."""
+    """Universes of one split: counts [D, H, W, C] int16 and target [P] float32. ``turn`` seeds a random symmetry of each, a pure
+    function of (seed, epoch, index). ``shard``: the box of the transformed cube of this rank."""
 
-    def __init__(self, rows: Rows, turn: int | None, part: Sequence[slice] = ()) -> None:
+    def __init__(self, rows: Rows, turn: int | None, shard: Sequence[slice] = ()) -> None:
         super().__init__(rows)
-        self.turn, self.part = turn, tuple(part)
+        self.turn, self.shard = turn, tuple(shard)
 
     def selection(self, index: int, epoch: int) -> Selection | None:
-        if not self.part:
+        if not self.shard:
             return None
         if self.turn is None:
-            return {"counts": self.part}
-        axes, flips = self._turn(index, epoch)
-        box, size = list(self.part), self.rows.shapes["counts"][0]
+            return {"counts": self.shard}
+        axes, flips = self._draw_turn(index, epoch)
+        box, size = list(self.shard), self.rows.shapes["counts"][0]
         for dim, axis in enumerate(axes):
-            first, end, _ = self.part[dim].indices(size)
+            first, end, _ = self.shard[dim].indices(size)
             box[axis] = slice(size - end, size - first) if dim in flips else slice(first, end)
         return {"counts": box}
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         counts = values["counts"]
         if self.turn is not None:
-            counts = turned(counts, *self._turn(index, epoch), self.rows.reader.memory)
+            counts = permute_and_flip(counts, *self._draw_turn(index, epoch), self.rows.reader.memory)
         return Batch(counts, values["target"])
 
-    def _turn(self, index: int, epoch: int) -> tuple[list[int], tuple[int, ...]]:
-        """One of the 48 turns and mirrors of a cube, all equally likely: axes in their new order, and which of these are
-        mirrored."""
+    def _draw_turn(self, index: int, epoch: int) -> tuple[list[int], tuple[int, ...]]:
+        """Draw one of the 48 symmetries of a cube, uniformly: the axes in their new order, and the flipped ones among them."""
         rng = np.random.default_rng([self.turn or 0, epoch, index])
         axes = [int(axis) for axis in rng.permutation(3)]
         return axes, tuple(axis for axis in range(3) if rng.integers(2))
 
 
-def turned(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: MemoryPool) -> Any:
-    """A cube with its axes in another order, some of them mirrored.   [D, H, W, C] -> [D, H, W, C]"""
+def permute_and_flip(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: MemoryPool) -> Any:
+    """Return a cube with its axes permuted, then flipped.   [D, H, W, C] -> [D, H, W, C]"""
     if isinstance(counts, torch.Tensor):
-        side = torch.cuda.Stream(counts.device)  # not the one that trains, behind which it would wait
+        side = torch.cuda.Stream(counts.device)  # not the stream of training, behind which it would wait
         with torch.cuda.stream(side):
             cube = counts.permute(*axes, 3).flip(flips)
-        side.synchronize()  # the loader goes on with it in another stream
+        side.synchronize()  # the loader uses it in another stream
         return cube
     return memory.copy(np.flip(counts.transpose(*axes, 3), flips))
 
 
 @contextmanager
-def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConfig]]:
-    """Loaders for training (None on processes that only evaluate) and validation, and the model's settings completed by what the
-    data know."""
-    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConfig]]:
+    """Yield loaders for training (None on ranks that only evaluate) and validation, and the settings of the model, completed from
+    the data."""
+    train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
     cut = spatial_cut(mesh)
-    part = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
-    words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= sharded_sampler(train, cfg.data, batch, seed)
-    turn, held = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last_batch": "keep"}
+    shard = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
+    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
+    kwargs |= sharded_sampler(train, cfg.data, batch, seed)
+    turn, eval_kwargs = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last_batch": "keep"}
     with open_loaders(
         mesh,
-        lambda: batches(Universes(train, turn, part), batch, cfg, mesh, **words),
-        lambda: batches(Universes(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, **held),
+        lambda: build_loader(Universes(train, turn, shard), batch, cfg, mesh, **kwargs),
+        lambda: build_loader(Universes(validation, None, shard), cfg.data.evaluation_batch, cfg, mesh, **eval_kwargs),
     ) as (training, held_out, _):
-        yield training, held_out, _completed(cfg, train)
+        yield training, held_out, _complete_model_config(cfg, train)
 
 
-def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
-    return make_loader(source, batch, cfg.data, mesh, {"counts": "DHWC", "target": ""}, Batch, **words)
+def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs: Any) -> Loader:
+    return make_loader(source, batch, cfg.data, mesh, {"counts": "DHWC", "target": ""}, Batch, **kwargs)
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     model, data = cfg.model, cfg.data
     remedy = (
         f"make data with: {command_of('data_prep.cosmoflow')} simulate {data.directory} --size {model.size}, "
-        "or set data.directory, model.size and model.channels to what is there"
+        "or set data.directory, model.size and model.channels to those of existing data"
     )
     cube = (model.size,) * 3
     fields = {"counts": ("int16", (*cube, model.channels)), "target": ("float32", (len(model.parameters),))}
     return open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
 
 
-def _completed(cfg: Config, rows: Rows) -> CosmoFlowConfig:
-    """The model's settings with what the data know: physical ranges, and the statistics of the input where they are wanted."""
-    model, about = cfg.model, rows.metadata
-    if model.low is None and "low" in about:
-        if tuple(about["parameters"]) != model.parameters:
-            found, asked = about["parameters"], list(model.parameters)
-            raise DataError(f"{rows.folder}: holds the parameters {found}, the settings say model.parameters={asked}")
-        model = model.model_copy(update={"low": tuple(about["low"]), "high": tuple(about["high"]), "units": tuple(about["units"])})
+def _complete_model_config(cfg: Config, rows: Rows) -> CosmoFlowConfig:
+    """Return the settings of the model with physical ranges of the data and, for whitening, statistics of the input."""
+    model, info = cfg.model, rows.metadata
+    if model.low is None and "low" in info:
+        if tuple(info["parameters"]) != model.parameters:
+            actual, expected = info["parameters"], list(model.parameters)
+            raise DataError(f"{rows.folder}: has the parameters {actual}, but model.parameters is {expected}")
+        model = model.model_copy(update={"low": tuple(info["low"]), "high": tuple(info["high"]), "units": tuple(info["units"])})
     if cfg.data.whiten and model.mean is None:
         path = cfg.data.directory / "statistics.json"
         try:
-            about = json.loads(path.read_text())["splits"]["train"]["log1p"]
-            mean, mix = about["mean"], whitening(np.array(about["covariance"]))
+            info = json.loads(path.read_text())["splits"]["train"]["log1p"]
+            mean, mix = info["mean"], whitening_matrix(np.array(info["covariance"]))
         except (OSError, ValueError, KeyError, np.linalg.LinAlgError) as problem:
             raise DataError(f"{path}: no statistics of the input ({problem!r}); set data.whiten=false") from problem
         model = model.model_copy(update={"mean": tuple(mean), "mix": tuple(map(tuple, mix.tolist()))})
     return model
 
 
-def whitening(covariance: np.ndarray) -> np.ndarray:
-    """The symmetric matrix W with which W C W is the identity, for a covariance C. The same matter at several redshifts is nearly
-    the same input several times; what tells one cosmology from another is the small difference.   [C, C] -> [C, C]"""
+def whitening_matrix(covariance: np.ndarray) -> np.ndarray:
+    """Return the symmetric matrix W for which W C W is the identity, for a covariance C. The same matter at several redshifts gives
+    nearly equal channels; their small differences distinguish cosmologies.   [C, C] -> [C, C]"""
     values, vectors = np.linalg.eigh(covariance)
     return (vectors / np.sqrt(np.maximum(values, 1e-6 * values[-1]))) @ vectors.T
 
 
 def write_pairs(path: Path, pairs: dict[str, torch.Tensor], model: CosmoFlowConfig) -> None:
-    """Predicted and true parameters of the validation universes, in physical units where the data name them.   [N, P]"""
+    """Write predicted and true parameters of the validation universes, in physical units if the data have them.   [N, P]"""
     values = {name: (to_physical(rows, model) if model.low else rows).numpy() for name, rows in pairs.items()}
     np.savez(path, names=np.array(model.parameters), units=np.array(model.units), **values)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the MLPerf log of CosmoFlow says beside the common lines. No torch here."""
+"""Entries of the MLPerf log of CosmoFlow, beside the common ones. It imports no torch."""
 
 from hpcai.mllog import Benchmark, Entry, base_learning_rate, peak_factor
 

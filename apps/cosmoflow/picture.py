@@ -1,4 +1,4 @@
-"""The picture of a run: predicted against true cosmological parameters of the validation universes.   N universes, P parameters"""
+"""The figure of a run: predicted against true cosmological parameters of the validation universes.   N universes, P parameters"""
 
 import statistics
 from pathlib import Path
@@ -16,19 +16,19 @@ draw = pairs.draw
 
 
 def read(path: Path) -> list[Pair]:
-    found = arrays(path, {"names": "text P", "units": "text P", "predicted": "real N P", "true": "real N P"})
-    predicted, true = found["predicted"].astype(float), found["true"].astype(float)
+    content = arrays(path, {"names": "text P", "units": "text P", "predicted": "real N P", "true": "real N P"})
+    predicted, true = content["predicted"].astype(float), content["true"].astype(float)
     finite = np.isfinite(predicted).all(1) & np.isfinite(true).all(1)
     if not finite.any():
         raise DataError("no sample has finite predictions and truths")
-    columns = zip(found["names"].tolist(), true[finite].T, predicted[finite].T, found["units"].tolist())
+    columns = zip(content["names"].tolist(), true[finite].T, predicted[finite].T, content["units"].tolist())
     return [Pair(*column) for column in columns]
 
 
-def caption(found: list[Pair]) -> str:
-    return (f"{len(found[0].true):,} validation samples. A network that has learned nothing always gives the mean (dashed): R² 0."
+def caption(results: list[Pair]) -> str:
+    return (f"{len(results[0].true):,} validation samples. The baseline (dashed) predicts the mean: R² 0."
             " A perfect one lies on the diagonal: R² 1.")
 
 
-def table(found: list[Pair]) -> Table:
-    return pairs.table(found, f"mean R² {statistics.fmean(pair.r2() for pair in found):.4f}; the constant is the mean")
+def table(results: list[Pair]) -> Table:
+    return pairs.table(results, f"mean R² {statistics.fmean(pair.r2() for pair in results):.4f}; the constant is the mean")

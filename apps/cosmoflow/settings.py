@@ -1,4 +1,4 @@
-"""Settings of a CosmoFlow run. No torch here."""
+"""Settings of a CosmoFlow run. It imports no torch."""
 
 from pathlib import Path
 from typing import Self
@@ -11,26 +11,26 @@ from hpcai.settings import Depth, Height, LoaderConfig, MeshConfig, ReportConfig
 
 
 class DataConfig(LoaderConfig):
-    """Universes on disk, as ``data_prep.cosmoflow`` makes them, and how they are read."""
+    """Universes on disk, from ``data_prep.cosmoflow``, and how they are read."""
 
     directory: Path = Path("datasets/cosmoflow")
     """folder with train/ and validation/"""
     batch: PositiveInt = 64
-    """universes per optimizer step, over all processes"""
+    """universes per optimizer step, over all ranks"""
     evaluation_batch: PositiveInt = 64
-    """universes per evaluation batch, over all processes"""
+    """universes per evaluation batch, over all ranks"""
     whiten: bool = False
-    """take mean and covariance of the redshifts out of the input, by statistics.json (not in the MLPerf codes)"""
+    """whiten the redshift channels of the input by statistics.json (not in the MLPerf codes)"""
     turn: bool = False
-    """turn and mirror each cube at random, one of 48 ways, anew in every epoch (not in the MLPerf codes)"""
+    """permute and flip each cube by one of its 48 symmetries, at random in every epoch (not in the MLPerf codes)"""
 
 
 class AxesConfig(MeshConfig, Depth, Height):
-    """Copies of the model, each of which may be cut along the depth and the height of its universe."""
+    """The mesh: model replicas, each of which may be sharded along the depth and the height of its universe."""
 
 
 class Config(RunConfig):
-    """A CosmoFlow run. The defaults are the reference's of MLPerf HPC at a global batch of 64."""
+    """A CosmoFlow run. The defaults are those of MLPerf HPC's reference at a global batch of 64."""
 
     model: CosmoFlowConfig = CosmoFlowConfig()
     data: DataConfig = DataConfig()

@@ -1,1 +1,1 @@
-"""Train DeepCAM on maps of the weather."""
+"""Training of DeepCAM on maps of the weather."""

@@ -1,6 +1,6 @@
 """Train DeepCAM:  python -m apps.deepcam apps/deepcam/configs/small.yaml [step.lr=2e-3 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from apps.deepcam.mlperf import BENCHMARK
@@ -9,14 +9,14 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.deepcam.data import weather, write_maps
+    from apps.deepcam.data import build_loaders, write_maps
     from hpcai import dist, train
     from hpcai.models import deepcam
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("deepcam", cfg, mesh, BENCHMARK) as run,
-        weather(cfg, mesh) as (training, validation, pictures, shape, size),
+        build_loaders(cfg, mesh) as (training, validation, pictures, shape, size),
     ):
         with train.seeds(cfg.train.seed):
             model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group, size)

@@ -1,12 +1,12 @@
-"""DeepCAM to be measured:  hpcai bench deepcam | hpcai ablate deepcam [model.divide=8 data.batch=2 ...]
+"""Benchmark of DeepCAM:  hpcai bench deepcam | hpcai ablate deepcam [model.divide=8 data.batch=2 ...]
 
-The plain form has torch's layers one after the other, contiguous. Maps are random fields between 0 and 1, where a few cells are of
-a class other than the first.
+The plain form has torch's separate layers, contiguous. Maps are random fields between 0 and 1, with a few pixels of a class other
+than the first.
 
-Batch norms over few cells amplify rounding at the first weights. At the default size on a CPU (a quarter of the widths, one map of
-192 x 288) torch's own float32 gradient is there 2e-2 away from that in float64, in channels-last memory 4e-2 (torch 2.13 adds up
-the moments of a channel to six digits there), and that under bfloat16 has little in common with it: a cosine of 0.4. In float64 all
-arrangements agree to 1e-12.
+At the initial weights, batch norms over few pixels amplify rounding. At the default size on a CPU (a quarter of the widths, one map
+of 192 x 288) torch's float32 gradient differs by 2e-2 from that in float64, in channels-last memory by 4e-2 (torch 2.13 sums the
+moments of a channel to six digits there), and under bfloat16 it has a cosine of only 0.4 to it. In float64 all variants agree to
+1e-12.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from apps.deepcam.data import Maps, batches, rows_of
+from apps.deepcam.data import Maps, build_loader, open_rows
 from apps.deepcam.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Workload, swap_classes
 from hpcai.dist import Mesh
@@ -31,8 +31,7 @@ Cells = Annotated[int, Field(ge=STRIDE, multiple_of=STRIDE)]
 
 _GPU = torch.cuda.is_available()
 _GROUP = "group batch norm"
-_RARE = 0.02  # share of the cells that are of some class other than the first
-
+_RARE = 0.02  # fraction of pixels of a class other than the first
 
 _EOS = PublishedRate(
     81.7, "H100", "16 GPUs, 8 maps each, loader included",
@@ -48,7 +47,7 @@ class MapConfig(Config):
 
 
 class BenchmarkConfig(MapConfig):
-    """A DeepCAM run of a size that is measured in minutes."""
+    """A DeepCAM run that is benchmarked in minutes."""
 
     model: DeepCamConfig = DeepCamConfig(divide=1 if _GPU else 4)
     data: DataConfig = DataConfig(batch=(2 if _GPU else 1) * (read_rank_info().world or 1), workers=4 if _GPU else 1)
@@ -66,11 +65,11 @@ class Benchmark(Workload):
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1
-        why_not = "one process: statistics are shared among copies" if alone else "batchnorm_group is 1" if group == 1 else None
+        why_not = "one rank: statistics are shared among replicas" if alone else "batchnorm_group is 1" if group == 1 else None
         return [
-            Switch("kernels", "batch norm, sum and rectifier in one pass on a GPU, 1 x 1 convolutions as products on a CPU"),
-            Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
-            Switch(_GROUP, f"batchnorm_group={group}, which costs messages (with kernels only)", why_not),
+            Switch("kernels", "batch norm, sum and ReLU fused on a GPU, 1 x 1 convolutions as matrix products on a CPU"),
+            Switch("channels-last", "weights and activations in channels-last memory, the layout of the files"),
+            Switch(_GROUP, f"batchnorm_group={group}, which costs communication (with kernels only)", why_not),
         ]
 
     def complete_settings(self, cfg: BenchmarkConfig) -> BenchmarkConfig:
@@ -79,7 +78,7 @@ class Benchmark(Workload):
         return cfg.model_copy(update={"model": cfg.model.model_copy(update={"frequencies": (1 / classes,) * classes} | given)})
 
     def duplicate_replicas(self, cfg: BenchmarkConfig) -> int:
-        """Copies of a group see the same maps, so that the statistics of one are those of all."""
+        """Return the number of replicas that read the same maps: those of a group, so that their statistics are equal."""
         return cfg.batchnorm_group
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
@@ -89,7 +88,7 @@ class Benchmark(Workload):
     def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= enabled else 1)
         if "kernels" not in enabled:
-            swap_classes(model, {BatchNorm: _Usual, Conv2d: _Plain, ConvTranspose2d: _PlainTransposed})
+            swap_classes(model, {BatchNorm: _ReferenceNorm, Conv2d: _ReferenceConv, ConvTranspose2d: _ReferenceConvTranspose})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
         return model
@@ -100,10 +99,10 @@ class Benchmark(Workload):
         return fields, (rare * random.integers(1, len(cfg.model.classes), rare.shape)).astype(np.uint8)
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return batches(Maps(rows_of(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **kwargs)
+        return build_loader(Maps(open_rows(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **kwargs)
 
 
-class _Usual(BatchNorm):
+class _ReferenceNorm(BatchNorm):
     def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         y = nn.BatchNorm2d.forward(self, x)
         if plus is not None:
@@ -111,15 +110,15 @@ class _Usual(BatchNorm):
         return F.relu(y, inplace=True) if self.relu else y
 
 
-class _Plain(Conv2d):
+class _ReferenceConv(Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self._is_product(x) or self.stride == (1, 1):
             return nn.Conv2d.forward(self, x)
-        down, across = self.stride  # cells are picked first: the gradient of strided weights may end the process (``Conv2d``)
+        down, across = self.stride  # slice first: the gradient of strided weights may end the process (``Conv2d``)
         return F.conv2d(x[:, :, ::down, ::across], self.weight, self.bias)
 
 
-class _PlainTransposed(ConvTranspose2d):
+class _ReferenceConvTranspose(ConvTranspose2d):
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         return nn.ConvTranspose2d.forward(self, x, output_size)
 

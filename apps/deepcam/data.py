@@ -1,4 +1,4 @@
-"""Maps of the weather as samples.   B batch, H W the map, V variables."""
+"""Weather maps as samples.   B batch, H W the map, V variables."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,85 +20,85 @@ from hpcai.programs import command_of
 
 
 @contextmanager
-def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig, tuple[int, int]]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures, the model's settings completed by what
-    the data know, and the size of the maps."""
-    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig, tuple[int, int]]]:
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures, the settings of the model, completed
+    from the data, and the size of the maps."""
+    train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     batch, seed = cfg.data.batch, cfg.train.seed
-    words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= sharded_sampler(train, cfg.data, batch, seed)
-    held: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
-    copies, cut = mesh["replicate"].size, spatial_cut(mesh)
-    part = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
-    few = Maps(validation, cfg.data.pictures, part)
+    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
+    kwargs |= sharded_sampler(train, cfg.data, batch, seed)
+    eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
+    replicas, cut = mesh["replicate"].size, spatial_cut(mesh)
+    shard = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
+    few = Maps(validation, cfg.data.pictures, shard)
     with open_loaders(
         mesh,
-        lambda: batches(Maps(train, None, part), batch, cfg, mesh, **words),
-        lambda: batches(Maps(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held),
-        (lambda: batches(few, copies, cfg, mesh, name="pictures", **held)) if len(few) else None,
+        lambda: build_loader(Maps(train, None, shard), batch, cfg, mesh, **kwargs),
+        lambda: build_loader(Maps(validation, None, shard), cfg.data.evaluation_batch, cfg, mesh, name="validation", **eval_kwargs),
+        (lambda: build_loader(few, replicas, cfg, mesh, name="pictures", **eval_kwargs)) if len(few) else None,
     ) as (training, held_out, pictures):
-        yield training, held_out, pictures, _completed(cfg, train), train.shapes["mask"]
+        yield training, held_out, pictures, _complete_model_config(cfg, train), train.shapes["mask"]
 
 
 class Maps(Samples):
-    """Maps of one split: fields [H, W, V] float32 in physical units and mask [H, W] uint8; ``count``: the first of them only;
-    ``part``: the box of each map that this process holds."""
+    """Maps of one split: fields [H, W, V] float32 in physical units and mask [H, W] uint8. ``count``: the first ones only.
+    ``shard``: the box of each map of this rank."""
 
-    def __init__(self, rows: Rows, count: int | None = None, part: Sequence[slice] = ()) -> None:
+    def __init__(self, rows: Rows, count: int | None = None, shard: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
-        self._part = part
+        self._shard = shard
 
     def selection(self, index: int, epoch: int) -> Selection | None:
-        return {"fields": self._part, "mask": self._part} if self._part else None
+        return {"fields": self._shard, "mask": self._shard} if self._shard else None
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         return Batch(values["fields"], values["mask"])
 
 
-def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
-    return make_loader(source, batch, cfg.data, mesh, {"fields": "HWC", "mask": "HW"}, Batch, **words)
+def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs: Any) -> Loader:
+    return make_loader(source, batch, cfg.data, mesh, {"fields": "HWC", "mask": "HW"}, Batch, **kwargs)
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data, count = cfg.data, len(cfg.model.variables)
     remedy = (
         f"make data with: {command_of('data_prep.deepcam')} simulate {data.directory}, "
-        "or set data.directory and model.variables to what is there"
+        "or set data.directory and model.variables to those of existing data"
     )
     fields: Any = {"fields": ("float32", (None, None, count)), "mask": ("uint8", (None, None))}
     rows = open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
     height, width = rows.shapes["fields"][:2]
     if height % STRIDE or width % STRIDE or rows.shapes["mask"] != (height, width):
-        found = f"maps of {height} x {width} cells with masks of {' x '.join(map(str, rows.shapes['mask']))}"
+        actual = f"maps of {height} x {width} pixels with masks of {' x '.join(map(str, rows.shapes['mask']))}"
         raise DataError(
-            f"{rows.folder}: holds {found}; expected both alike, in multiples of {STRIDE}, the network's output stride; "
-            "cut the maps before they are converted, or simulate others"
+            f"{rows.folder}: holds {actual}; expected equal sizes, multiples of {STRIDE}, the network's output stride; "
+            "crop the maps before they are converted, or simulate others"
         )
     names = rows.metadata.get("variables")
     if names is not None and tuple(names) != cfg.model.variables:
-        raise DataError(f"{rows.folder}: holds the variables {names}, the settings say model.variables={list(cfg.model.variables)}")
+        raise DataError(f"{rows.folder}: has the variables {names}, but model.variables is {list(cfg.model.variables)}")
     return rows
 
 
-def _completed(cfg: Config, rows: Rows) -> DeepCamConfig:
-    """The model's settings with what the data know: range of each variable, frequency of each class."""
+def _complete_model_config(cfg: Config, rows: Rows) -> DeepCamConfig:
+    """Return the settings of the model with the range of each variable and the frequency of each class in the data."""
     model, path = cfg.model, cfg.data.directory / "statistics.json"
     if model.low is not None and model.frequencies is not None:
         return model
     try:
-        about = json.loads(path.read_text())["splits"]["train"]
-        low, high, share = about["fields"]["minimum"], about["fields"]["maximum"], about["mask"]["frequency"]
+        statistics = json.loads(path.read_text())["splits"]["train"]
+        low, high, frequencies = statistics["fields"]["minimum"], statistics["fields"]["maximum"], statistics["mask"]["frequency"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise DataError(
-            f"{path}: no statistics of the training maps ({problem!r}); make them with data_prep.deepcam, "
+            f"{path}: no statistics of the training maps ({problem!r}); write them with data_prep.deepcam, "
             "or set model.low, model.high and model.frequencies"
         ) from problem
     changes: dict[str, Any] = {} if model.low is not None else {"low": tuple(low), "high": tuple(high)}
     if model.frequencies is None:
-        rare = [name for name, part in zip(model.classes, share) if not part]
+        rare = [name for name, part in zip(model.classes, frequencies) if not part]
         if rare:
             raise DataError(f"{path}: no training map holds a {rare[0]}; give more maps, or set model.frequencies")
-        changes["frequencies"] = tuple(share)
+        changes["frequencies"] = tuple(frequencies)
     try:
         return DeepCamConfig.model_validate(model.model_dump() | changes)
     except ValueError as problem:
@@ -106,7 +106,7 @@ def _completed(cfg: Config, rows: Rows) -> DeepCamConfig:
 
 
 def write_maps(path: Path, maps: dict[str, torch.Tensor], model: DeepCamConfig) -> None:
-    """Some validation maps, with what is in them and what the model sees.   fields [N, H, W, V], true and predicted [N, H, W]"""
+    """Write some validation maps with true and predicted masks.   fields [N, H, W, V], true and predicted [N, H, W]"""
     arrays = {name: values.numpy() for name, values in maps.items()}
     names = {name: np.array(getattr(model, name)) for name in ("variables", "units", "classes")}
     np.savez_compressed(path, **names, **arrays)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the MLPerf log of DeepCAM says beside the common lines. No torch here."""
+"""Entries of the MLPerf log of DeepCAM, beside the common ones. It imports no torch."""
 
 from hpcai.mllog import Benchmark, Entry, decay_factor, decay_name, if_decay, if_lamb, in_steps, peak_factor
 

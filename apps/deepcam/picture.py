@@ -1,4 +1,4 @@
-"""The picture of a run: validation maps of the weather, with true and predicted cyclones and rivers."""
+"""The figure of a run: validation maps of the weather, with true and predicted cyclones and rivers."""
 
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ classes, caption, table, draw = masks.classes, *(partial(each, KIND) for each in
 
 
 def read(path: Path) -> Masks:
-    """Precipitable water is in colours, pressure at sea level in lines."""
-    found, _ = masks.read(path, color="TMQ", lines="PSL")
-    found.note = ", north up"
-    return found
+    """Read maps, with precipitable water as colors and pressure at sea level as contour lines."""
+    result, _ = masks.read(path, color="TMQ", lines="PSL")
+    result.note = ", north up"
+    return result

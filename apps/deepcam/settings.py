@@ -1,4 +1,4 @@
-"""Settings of a DeepCAM run. No torch here."""
+"""Settings of a DeepCAM run. It imports no torch."""
 
 from pathlib import Path
 
@@ -8,20 +8,20 @@ from hpcai.settings import Height, LoaderConfig, MeshConfig, ReportConfig, RunCo
 
 
 class DataConfig(LoaderConfig):
-    """Maps on disk, as ``data_prep.deepcam`` makes them, and how they are read."""
+    """Maps on disk, from ``data_prep.deepcam``, and how they are read."""
 
     directory: Path = Path("datasets/deepcam")
     """folder with train/, validation/ and statistics.json"""
     batch: PositiveInt = 128
-    """maps per optimizer step, over all processes"""
+    """maps per optimizer step, over all ranks"""
     evaluation_batch: PositiveInt = 128
-    """maps per evaluation batch, over all processes"""
+    """maps per evaluation batch, over all ranks"""
     pictures: NonNegativeInt = 6
-    """validation maps of which the report shows what is in them and what the model sees"""
+    """validation maps in the report, with true and predicted masks"""
 
 
 class AxesConfig(MeshConfig, Height):
-    """Copies of the model, each of which may be cut along the height of its map."""
+    """The mesh: model replicas, each of which may be sharded along the height of its map."""
 
 
 class Config(RunConfig):
@@ -29,7 +29,7 @@ class Config(RunConfig):
 
     model: DeepCamConfig = DeepCamConfig()
     batchnorm_group: PositiveInt = 1
-    """neighbouring copies of the model whose batch norms share their statistics, such as those of one node"""
+    """neighbouring replicas whose batch norms share their statistics, such as those of one node"""
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     step: StepConfig = StepConfig(

@@ -1,1 +1,1 @@
-"""Train diffusion and flow matching on fields."""
+"""Training of diffusion and flow matching models on fields and latents."""

@@ -1,7 +1,7 @@
 """Train a diffusion model:  python -m apps.diffusion apps/diffusion/configs/small.yaml [step.lr=2e-3 ...]
-Judge its images:        python -m apps.diffusion score weights=FOLDER captions=FILE model=FOLDER clip=FOLDER ...
+Evaluate its images:     python -m apps.diffusion score weights=FOLDER captions=FILE model=FOLDER clip=FOLDER ...
 
-The same lines run alone, or behind mpiexec, srun or torchrun.
+The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 import sys
@@ -13,17 +13,17 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.diffusion.data import network, samples, write_ensembles
+    from apps.diffusion.data import build_loaders, build_model, write_ensembles
     from hpcai import dist, train
     from hpcai.models import diffusion
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("diffusion", cfg, mesh, BENCHMARKS.get(cfg.benchmark or "")) as run,
-        samples(cfg, mesh) as (training, validation, drawn, shape),
+        build_loaders(cfg, mesh) as (training, validation, drawn, shape),
     ):
         with train.seeds(cfg.train.seed):
-            model = network(cfg, shape, mesh)
+            model = build_model(cfg, shape, mesh)
         step = train.Step(model, diffusion.loss, cfg.step, mesh)
         metric = partial(diffusion.ensemble_scores, members=cfg.data.scored) if cfg.data.scored else diffusion.score
         metric = partial(metric, offset=cfg.data.evaluation_place)

@@ -1,7 +1,7 @@
-"""A U-Net for diffusion to be measured:  hpcai bench diffusion | hpcai ablate diffusion [model.unet.channels='[64, 128]' ...]
+"""Benchmark of a diffusion U-Net:  hpcai bench diffusion | hpcai ablate diffusion [model.unet.channels='[64, 128]' ...]
 
-The plain form has torch's layers one after the other in contiguous memory: a norm, then its activation; maps doubled, then
-convolved; around periodic ends ``F.pad``. Noise and times are counted in all forms, so that all have the same loss.
+The plain form has torch's separate layers in contiguous memory: a norm, then its activation; upsampling, then convolution;
+``F.pad`` at periodic boundaries. Noise and times come from counter-based generators in all forms, so that all have the same loss.
 Samples are random: moments of latents with a text each, or fields with their coarse counterparts.
 """
 
@@ -20,8 +20,8 @@ import yaml
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from apps.diffusion.data import Fields, rows_of
-from apps.diffusion.latents import Encoded
+from apps.diffusion.data import Fields, open_rows
+from apps.diffusion.latents import EncodedImages
 from apps.diffusion.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.config import PositiveInt
@@ -47,30 +47,30 @@ from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic, upsample_conv
 from hpcai.nn.conv import Conv3d
 
 _GPU = torch.cuda.is_available()
-_FACTOR = 4  # places of a field along one of the coarse one
+_FACTOR = 4  # pixels of a field for one of the coarse field, along each dim
 _MLPERF = "MLPerf Training v4.0, NVIDIA: images between logged steps (github.com/mlcommons/training_results_v4.0)"
-_CONDITIONS = "float16, moments and texts made before, loader included"
+_CONDITIONS = "float16, moments and texts precomputed, loader included"
 _NODE = PublishedRate(128.4, "H200", f"8 GPUs, 64 images each, {_CONDITIONS}", _MLPERF)
 _NODES = PublishedRate(110.5, "H100", f"64 GPUs, 16 images each, {_CONDITIONS}", _MLPERF)
 
 
 class RandomConfig(Config):
-    """A run of a U-Net, and how large random samples are."""
+    """A run of a U-Net, and the size of random samples."""
 
     side: PositiveInt = 64
-    """places along each dim"""
+    """pixels along each dim"""
     text: PositiveInt = 77
     """tokens"""
 
     @model_validator(mode="after")
     def _has_a_unet(self) -> Self:
         if self.model.unet is None:
-            raise ValueError("model.unet is null; a U-Net is measured here, other networks are not")
+            raise ValueError("model.unet is null; this benchmark has no other network, set model.unet")
         return self
 
 
 class BenchmarkConfig(RandomConfig):
-    """A run of a size that is measured in minutes."""
+    """A run that is benchmarked in minutes."""
 
     side: PositiveInt = 64 if _GPU else 32
     model: DiffusionConfig = DiffusionConfig() if _GPU else DiffusionConfig(
@@ -93,26 +93,26 @@ class Benchmark(Workload):
     )
 
     def complete_settings(self, cfg: Any) -> Any:
-        """With the size of a sample, and random first weights throughout: of zeros all gradients before them would be zeros."""
+        """Set the size of a sample, and random initial weights everywhere: behind zero weights all gradients would be zero."""
         net = cfg.model.unet.model_copy(update={"zero": False})
-        found = {"unet": net, "size": (net.inputs, *[cfg.side] * net.dims)}
+        updates = {"unet": net, "size": (net.inputs, *[cfg.side] * net.dims)}
         if net.tokens:
-            found["latents"] = LatentsConfig(tokens=(cfg.text, net.tokens))
-        return cfg.model_copy(update={"model": cfg.model.model_copy(update=found)})
+            updates["latents"] = LatentsConfig(tokens=(cfg.text, net.tokens))
+        return cfg.model_copy(update={"model": cfg.model.model_copy(update=updates)})
 
     def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
-        ends = "; periodic ends without a copy" if any(cfg.model.unet.periodic) else ""
+        ends = "; periodic padding without a copy" if any(cfg.model.unet.periodic) else ""
         return [
-            Switch("kernels", "group norms with their SiLU, GEGLU and layer norms that keep only what they are given"),
-            Switch("products", "convolutions of one place as products (on a CPU)"),
-            Switch("up", "maps doubled and convolved in one, with a transposed convolution"),
+            Switch("kernels", "group norms with their SiLU, GEGLU and layer norms that save only their inputs"),
+            Switch("products", "1 x 1 convolutions as matrix products (on a CPU)"),
+            Switch("up", "upsampling and convolution fused, as a transposed convolution"),
             Switch("channels-last", f"weights and activations in channels-last memory from end to end{ends}"),
         ]
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        """Latents, and the fields of small.yaml, whose sides are 64."""
-        found = yaml.safe_load((Path(__file__).parent / "configs/small.yaml").read_text())
-        return [(), ("side=64", f"data.batch={found['data']['batch']}", f"model={json.dumps(found['model'])}")]
+        """Return overrides for latents, and for the 64 x 64 fields of small.yaml."""
+        small = yaml.safe_load((Path(__file__).parent / "configs/small.yaml").read_text())
+        return [(), ("side=64", f"data.batch={small['data']['batch']}", f"model={json.dumps(small['model'])}")]
 
     def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
         return nullcontext() if "channels-last" in enabled else _contiguous()
@@ -151,18 +151,18 @@ class Benchmark(Workload):
     def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
         cfg = super().write_files(cfg, rows, splits)
         net = cfg.model.unet
-        about = {"kind": "latents", "latents": net.inputs, "size": [cfg.side] * net.dims, "tokens": [cfg.text, net.tokens]}
+        metadata = {"kind": "latents", "latents": net.inputs, "size": [cfg.side] * net.dims, "tokens": [cfg.text, net.tokens]}
         for folder in (cfg.data.directory / split for split in splits if net.tokens):
             files = [{"name": path.name, "rows": rows, "bytes": path.stat().st_size} for path in folder.glob("*.h5")]
-            write_index(folder, {"files": files, **about})
+            write_index(folder, {"files": files, **metadata})
         return cfg
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return make_loader(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
+        return make_loader(_source(cfg, open_rows(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 def _source(cfg: Any, rows: Any) -> Any:
-    return (Encoded if cfg.model.unet.tokens else Fields)(rows)
+    return (EncodedImages if cfg.model.unet.tokens else Fields)(rows)
 
 
 # ---- plain forms
@@ -180,49 +180,49 @@ class _GEGLU(blocks.GEGLU):
         return value * F.gelu(gate)
 
 
-def _padded(x: Tensor, dims: Sequence[int]) -> Tensor:
+def _circular_pad(x: Tensor, dims: Sequence[int]) -> Tensor:
     sides = [int(dim in dims) for dim in range(2, x.ndim) for _ in range(2)]
     return F.pad(x, sides[::-1], mode="circular")
 
 
 @contextmanager
 def _contiguous() -> Iterator[None]:
-    """Inside, nothing makes channels-last memory of what lies in contiguous memory."""
-    copied = ("from_tokens", "fold_upsampling")
-    every: list[tuple[Any, str, Any]] = [(blocks, name, partial(_copied, getattr(blocks, name))) for name in copied]
-    every += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
-    every += [(module, "circular_pad", _padded) for module in (upsample_conv, periodic)]
-    ours = [(module, name, getattr(module, name)) for module, name, _ in every]
+    """Context manager: no operation converts contiguous tensors to channels-last."""
+    names = ("from_tokens", "fold_upsampling")
+    patches: list[tuple[Any, str, Any]] = [(blocks, name, partial(_call_contiguous, getattr(blocks, name))) for name in names]
+    patches += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
+    patches += [(module, "circular_pad", _circular_pad) for module in (upsample_conv, periodic)]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in patches]
     try:
-        for module, name, function in every:
+        for module, name, function in patches:
             setattr(module, name, function)
         yield
     finally:
-        for module, name, function in ours:
+        for module, name, function in originals:
             setattr(module, name, function)
 
 
-def _copied(function: Callable[..., Tensor], *given: Any) -> Tensor:
-    return function(*given).contiguous()
+def _call_contiguous(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args).contiguous()
 
 
 # ---- the same network in diffusers
 
 
-class _Theirs(nn.Module):
-    """What diffusers has no word for is around its network: fields, patches and periodic ends."""
+class _DiffusersNetwork(nn.Module):
+    """A network of diffusers, with what it lacks around it: fields, patches and periodic padding."""
 
     def __init__(self, cfg: UNetConfig) -> None:
         super().__init__()
         self.cfg, self.space, cells = cfg, blocks.Space(cfg.dims, cfg.periodic), cfg.patch**cfg.dims
         inputs, outputs = cells * (cfg.inputs + cfg.field), cells * cfg.outputs
         same = cfg.model_copy(update={"inputs": inputs, "outputs": outputs, "field": 0, "patch": 1, "periodic": ()})
-        name, words = next(
-            ((name, words) for name, kind in DIFFUSERS_CLASSES.items() if (words := kind.to_config(same))), (None, None)
+        name, kwargs = next(
+            ((name, kwargs) for name, kind in DIFFUSERS_CLASSES.items() if (kwargs := kind.to_config(same))), (None, None)
         )
         if name is None or len({*cfg.periodic}) > 1:
             raise ConfigError(f"diffusers has no network for model.unet {cfg!r}; leave --peers out")
-        self.net = getattr(import_module("diffusers"), name).from_config(words)
+        self.net = getattr(import_module("diffusers"), name).from_config(kwargs)
         for part in self.net.modules() if any(cfg.periodic) else ():
             if isinstance(part, nn.Conv2d):
                 part.padding_mode = "circular"
@@ -237,7 +237,7 @@ class _Theirs(nn.Module):
 def _diffusers(cfg: Any, batch: Batch) -> Implementation:
     least = UNetConfig(channels=(32,), attention=("none",), middle="none", heads=(1,), tokens=None, blocks=1)
     model: Any = Diffusion(cfg.model.model_copy(update={"unet": least}), cfg.train.seed)
-    model.cfg, model.network = cfg.model, _Theirs(cfg.model.unet)
+    model.cfg, model.network = cfg.model, _DiffusersNetwork(cfg.model.unet)
     return Implementation(model.to(batch.sample.device), loss)
 
 

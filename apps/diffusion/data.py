@@ -1,6 +1,6 @@
 """Fields as samples, each with its coarse counterpart, and the loaders of a run.
 
-B samples, C channels, S and s places along each dim, P parameters
+B samples, C channels, S and s pixels along each dim, P parameters
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,124 +25,124 @@ from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_deferred, parallelize
 from hpcai.programs import command_of
 
-_HELD: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
+_EVAL_KWARGS: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
 
 
 class Turn(NamedTuple):
-    """What becomes of a field: it is moved along each dim by so many places, its dims are put in an order, and some mirrored."""
+    """A symmetry transform of a field: a periodic shift along each dim, a permutation of its dims, and flips."""
 
     shift: tuple[int, ...]
     order: tuple[int, ...]
     flips: tuple[int, ...] = ()
 
-    def of(self, x: Any, moves: Sequence[int]) -> Any:
-        """``x`` [C, *S], moved by ``moves`` in place of ``shift``: a view of it, or a copy where it is moved."""
+    def apply(self, x: Any, moves: Sequence[int]) -> Any:
+        """Return ``x`` [C, *S] transformed, with ``moves`` in place of ``shift``: a view of it, or of a shifted copy."""
         dims = tuple(range(1, x.ndim))
         moved = np.roll(x, moves, dims) if any(moves) else x
         return np.flip(moved.transpose(0, *(1 + dim for dim in self.order)), tuple(1 + dim for dim in self.flips))
 
-    def before(self, box: Sequence[slice], size: Sequence[int]) -> list[tuple[int, int]]:
-        """Where a box of the turned field lies in the moved one, along each dim of ``size``."""
-        found = []
+    def source_box(self, box: Sequence[slice], size: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the range of a box of the transformed field in the shifted field, along each dim of ``size``."""
+        ranges = []
         for dim, n in enumerate(size):
             first, end, _ = box[self.order.index(dim)].indices(n)
-            found.append((n - end, n - first) if self.order.index(dim) in self.flips else (first, end))
-        return found
+            ranges.append((n - end, n - first) if self.order.index(dim) in self.flips else (first, end))
+        return ranges
 
 
 class Fields(Samples):
-    """Fields of one split: high [C, *S], and of low [C, *s] and parameters [P] what the model is conditioned on, float32. ``turn``
-    seeds a random shift and turn of each, a pure function of (seed, epoch, index). ``count``: the first of them only. ``box``: the
-    places of high that this process holds, a slice of each dim; of the first dim as a rule no others are read."""
+    """Fields of one split: high [C, *S], and the conditions of the model among low [C, *s] and parameters [P], float32. ``turn``
+    seeds a random symmetry transform of each, a pure function of (seed, epoch, index). ``count``: the first fields only. ``box``:
+    the shard of high of this rank, a slice of each dim; along the first dim usually only this shard is read."""
 
     def __init__(self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
         self.turn, self.box, self.replicated = turn, box, not box
         if turn is not None or box:
-            about = rows.metadata
-            self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], about["periodic"], about["factor"]
-            self._alike = all(self._periodic) and len({*about["box"]}) == 1 and len(about["channels"]) == 1
+            metadata = rows.metadata
+            self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], metadata["periodic"], metadata["factor"]
+            self._is_isotropic = all(self._periodic) and len({*metadata["box"]}) == 1 and len(metadata["channels"]) == 1
 
     def selection(self, index: int, epoch: int) -> Selection | None:
-        part = self._part(self.turned(index, epoch)) if self.box else None
+        part = self._row_range(self.draw_turn(index, epoch)) if self.box else None
         return None if part is None else {"high": (slice(None), slice(*part))}
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         high, low = values["high"], values.get("low")
         if self.turn is not None or self.box:
-            turn = self.turned(index, epoch)
-            high = self._own(high, turn) if self.box else self._copied(turn.of(high, turn.shift))
+            turn = self.draw_turn(index, epoch)
+            high = self._local(high, turn) if self.box else self._copy(turn.apply(high, turn.shift))
             if low is not None and self.turn is not None:
-                low = self._copied(turn.of(low, [by // self._factor for by in turn.shift]))
+                low = self._copy(turn.apply(low, [by // self._factor for by in turn.shift]))
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
         return Batch(high, number, when, low, values.get("parameters"))
 
-    def turned(self, index: int, epoch: int) -> Turn:
-        """By whole cells of ``low``, so that these stay the means of theirs."""
+    def draw_turn(self, index: int, epoch: int) -> Turn:
+        """Draw the transform of a sample. It shifts by multiples of a cell of ``low``: cells stay the means of their pixels."""
         dims = len(self._size)
         if self.turn is None:
             return Turn((0,) * dims, tuple(range(dims)))
         random, cell = np.random.default_rng([self.turn, epoch, index]), self._factor or 1
         shift = [int(random.integers(n // cell)) * cell if wraps else 0 for n, wraps in zip(self._size, self._periodic)]
-        order = random.permutation(dims).tolist() if self._alike else range(dims)
-        return Turn(tuple(shift), tuple(order), tuple(dim for dim in range(dims) if self._alike and random.integers(2)))
+        order = random.permutation(dims).tolist() if self._is_isotropic else range(dims)
+        return Turn(tuple(shift), tuple(order), tuple(dim for dim in range(dims) if self._is_isotropic and random.integers(2)))
 
-    def _part(self, turn: Turn) -> tuple[int, int] | None:
-        """The rows of the file that this process needs; None where they are not in one piece."""
-        (first, end), n = turn.before(self.box, self._size)[0], self._size[0]
+    def _row_range(self, turn: Turn) -> tuple[int, int] | None:
+        """Return the rows of the file that this rank needs; None if they are not contiguous."""
+        (first, end), n = turn.source_box(self.box, self._size)[0], self._size[0]
         begin = (first - turn.shift[0]) % n
         return None if begin + end - first > n else (begin, begin + end - first)
 
-    def _own(self, high: Any, turn: Turn) -> Any:
-        part, ranges = self._part(turn), turn.before(self.box, self._size)
-        moves = turn.shift if part is None else (0, *turn.shift[1:])
-        kept = [slice(*range_) for range_ in ranges]
-        if part is not None:
-            kept[0] = slice(None)
+    def _local(self, high: Any, turn: Turn) -> Any:
+        rows, ranges = self._row_range(turn), turn.source_box(self.box, self._size)
+        moves = turn.shift if rows is None else (0, *turn.shift[1:])
+        slices = [slice(*range_) for range_ in ranges]
+        if rows is not None:
+            slices[0] = slice(None)
         moved = np.roll(high, moves, tuple(range(1, high.ndim))) if any(moves) else high
-        return self._copied(turn.of(moved[(slice(None), *kept)], ()))
+        return self._copy(turn.apply(moved[(slice(None), *slices)], ()))
 
-    def _copied(self, x: Any) -> Any:
+    def _copy(self, x: Any) -> Any:
         return self.rows.reader.memory.copy(x)
 
 
 @contextmanager
-def samples(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionConfig]]:
-    """Loaders for training (None on processes that only evaluate), validation and ensembles, and the model's settings completed by
-    what the data know."""
-    encoded = broadcast_from_first(partial(latents.about, cfg.data.directory / "train"), mesh.peers)
-    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionConfig]]:
+    """Yield loaders for training (None on ranks that only evaluate), validation and ensembles, and the settings of the model,
+    completed from the data."""
+    encoded = broadcast_from_first(partial(latents.read_metadata, cfg.data.directory / "train"), mesh.peers)
+    train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     seed, data = cfg.train.seed, cfg.data
-    words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= {"sampler": Endless(len(train), data.epoch, seed)} if data.epoch else sharded_sampler(train, data, data.batch, seed)
-    turned: dict[str, Any] = {} if encoded or not data.turn else {"turn": seed}
-    shape = latents.completed(cfg, train) if encoded else completed(cfg, train)
-    source: Any = partial(latents.Encoded if encoded else Fields, box=box_of(shape, mesh))
+    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
+    kwargs |= {"sampler": Endless(len(train), data.epoch, seed)} if data.epoch else sharded_sampler(train, data, data.batch, seed)
+    turn_kwargs: dict[str, Any] = {} if encoded or not data.turn else {"turn": seed}
+    shape = latents.complete_model_config(cfg, train) if encoded else complete_model_config(cfg, train)
+    source: Any = partial(latents.EncodedImages if encoded else Fields, box=local_box(shape, mesh))
     with open_loaders(
         mesh,
-        lambda: make_loader(source(train, **turned), data.batch, data, mesh, **words),
-        lambda: make_loader(source(validation), data.evaluation_batch, data, mesh, **_HELD, name="validation"),
-        (lambda: _spread(source(validation, count=data.drawn), cfg, mesh)) if data.drawn else None,
+        lambda: make_loader(source(train, **turn_kwargs), data.batch, data, mesh, **kwargs),
+        lambda: make_loader(source(validation), data.evaluation_batch, data, mesh, **_EVAL_KWARGS, name="validation"),
+        (lambda: _ensemble_loader(source(validation, count=data.drawn), cfg, mesh)) if data.drawn else None,
     ) as (training, held_out, drawn):
         yield training, held_out, drawn, shape
 
 
-def box_of(shape: DiffusionConfig, mesh: Mesh) -> Sequence[slice]:
-    """The places of a sample that this process holds; empty where it holds all."""
+def local_box(shape: DiffusionConfig, mesh: Mesh) -> Sequence[slice]:
+    """Return the shard of a sample of this rank, a slice of each dim; empty if samples are not sharded."""
     grid = None if shape.unet is None else Slabs(shape.unet, mesh)
     return grid.box(shape.size[1:]) if grid is not None and grid.cut.axes else ()
 
 
-def _spread(source: Source, cfg: Config, mesh: Mesh) -> Loader:
-    """A sample at a time for each copy: an ensemble of it is a batch."""
-    return make_loader(source, mesh["replicate"].size, cfg.data, mesh, **_HELD, name="drawn")
+def _ensemble_loader(source: Source, cfg: Config, mesh: Mesh) -> Loader:
+    """Return a loader with one sample per replica: its ensemble is a batch."""
+    return make_loader(source, mesh["replicate"].size, cfg.data, mesh, **_EVAL_KWARGS, name="drawn")
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
-    """Of the fields those that the model is conditioned on, or of latents their texts."""
+def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+    """Open a split: the datasets that the model reads, fields and their conditions or latents and their texts."""
     data, network, shards = cfg.data, cfg.model.network, cfg.data.shards if split == "train" else 1
     folder = data.directory / split
-    if encoded := broadcast_from_first(partial(latents.about, folder), mesh.peers):
+    if encoded := broadcast_from_first(partial(latents.read_metadata, folder), mesh.peers):
         return open_split(folder, latents.layouts(cfg, folder, encoded), latents.REMEDY, data, mesh, shards)
     remedy = f"make data with: {command_of('data_prep.fields')} simulate {data.directory} --kind matter, or set data.directory"
     dims = getattr(network, "dims", 2)
@@ -154,39 +154,40 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     return open_split(folder, layouts, remedy, data, mesh, shards)
 
 
-def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
-    """The model's settings with the size of a sample and what it is in physical units. Raises DataError where they say otherwise
-    than the data."""
-    model, about, size = cfg.model, rows.metadata, tuple(rows.shape(0, "high"))
+def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
+    """Return the settings of the model with the size of a sample and its physical units. Raises DataError if settings contradict
+    the data."""
+    model, metadata, size = cfg.model, rows.metadata, tuple(rows.shape(0, "high"))
     if model.size and model.size != size:
-        found, asked = list(size), list(model.size)
-        raise DataError(f"{rows.folder}: samples are {found}, model.size is {asked}; leave it out, or set data.directory")
-    wraps = tuple(about["periodic"])
+        actual, expected = list(size), list(model.size)
+        raise DataError(f"{rows.folder}: samples are {actual}, model.size is {expected}; leave it out, or set data.directory")
+    wraps = tuple(metadata["periodic"])
     if model.unet is not None and (model.unet.periodic or (False,) * len(wraps)) != wraps:
-        told = [str(wrap).lower() for wrap in wraps]
+        flags = [str(wrap).lower() for wrap in wraps]
         raise DataError(
-            f"{rows.folder}: its dims are periodic as [{', '.join(told)}], model.unet.periodic says otherwise; set it to that"
+            f"{rows.folder}: its dims are periodic as [{', '.join(flags)}], model.unet.periodic is another list; set it to that"
         )
     fields = FieldsConfig(
-        names=tuple(about["channels"]), units=tuple(about["channel_units"]), mean=tuple(about["mean"]),
-        deviation=tuple(about["deviation"]), floor=about.get("floor"), factor=about["factor"], box=tuple(about["box"]),
-        box_units=about["box_units"], periodic=wraps, parameters=tuple(about["parameters"]), low=tuple(about["low"]),
-        high=tuple(about["high"]), parameter_units=tuple(about["units"]),
+        names=tuple(metadata["channels"]), units=tuple(metadata["channel_units"]), mean=tuple(metadata["mean"]),
+        deviation=tuple(metadata["deviation"]), floor=metadata.get("floor"), factor=metadata["factor"], box=tuple(metadata["box"]),
+        box_units=metadata["box_units"], periodic=wraps, parameters=tuple(metadata["parameters"]), low=tuple(metadata["low"]),
+        high=tuple(metadata["high"]), parameter_units=tuple(metadata["units"]),
     )  # fmt: skip
     return model.model_copy(update={"size": size, "fields": fields})
 
 
-def network(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
-    """The model over the mesh, of random weights or those that ``cfg.start`` names, to be built within ``train.seeds``."""
+def build_model(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
+    """Build the model on the mesh with random weights or those of ``cfg.start``, within ``train.seeds``."""
     model = Diffusion(shape, cfg.train.seed)
-    latents.tell_nothing(model, cfg.data.directory)
-    cut = partial(parallelize, mesh=mesh)
-    return cut(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, cut)
+    latents.set_empty_text(model, cfg.data.directory)
+    shard = partial(parallelize, mesh=mesh)
+    return shard(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, shard)
 
 
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig) -> None:
-    """Ensembles for conditions of validation samples, as the model sees them, and how to undo that.
-    truth [N, C, *S], members [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
-    about = {} if model.fields is None else model.fields.model_dump()
-    arrays: dict[str, Any] = {f"about_{name}": np.array(value) for name, value in about.items() if value is not None}
+    """Write ensembles for validation samples, normalized as for the model, and the metadata to undo that.
+
+    Shape: truth [N, C, *S], members [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
+    metadata = {} if model.fields is None else model.fields.model_dump()
+    arrays: dict[str, Any] = {f"about_{name}": np.array(value) for name, value in metadata.items() if value is not None}
     np.savez_compressed(path, **arrays, **{name: value.numpy() for name, value in rows.items()})  # type: ignore[arg-type]

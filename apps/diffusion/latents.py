@@ -1,6 +1,6 @@
 """Latents of images as samples, each with its text.
 
-L channels of a latent, h w its places, N tokens of a text, J channels of one
+L channels of a latent, h w its pixels, N tokens of a text, J channels of a token
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, LatentsCon
 from hpcai.programs import command_of
 
 REMEDY = f"make data with: {command_of('data_prep.latents')}, or set data.directory"
-_NOTHING = "nothing.npz"
+_EMPTY_TEXT = "nothing.npz"
 
 
-class Encoded(Samples):
-    """What an autoencoder says of an image, means and logarithms of variances, [2L, h, w], and of its text tokens [N, J] and
-    pooled [J], float16. ``count``: the first of them only. ``box``: the places of the image that this process holds."""
+class EncodedImages(Samples):
+    """Images encoded by an autoencoder, means and logarithms of variances [2L, h, w], and their texts, tokens [N, J] and pooled
+    [J], float16. ``count``: the first samples only. ``box``: the shard of an image of this rank."""
 
     def __init__(self, rows: Rows, count: int | None = None, box: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
@@ -40,76 +40,76 @@ class Encoded(Samples):
         return Batch(values["moments"], number, when, tokens=tokens, pooled=pooled, level=level)
 
 
-def about(folder: Path) -> dict[str, Any] | None:
-    """What the index of a split says of latents; None for a split of fields, or without an index."""
+def read_metadata(folder: Path) -> dict[str, Any] | None:
+    """Read the metadata of latents from the index of a split; None for a split of fields, or without an index."""
     content = read_index(folder / INDEX)[0] if (folder / INDEX).is_file() else {}
     return content if content.get("kind") == "latents" else None
 
 
-def layouts(cfg: Config, folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the values of a row those that the network of ``cfg`` is trained on, by what the index says (``known``). Raises DataError
-    where the data are for another."""
-    network, channels = cfg.model.network, channels_of(cfg.model)
-    if known["latents"] != channels:
-        has = f"latents of {known['latents']} channels, made by {known['vae']}"
-        raise DataError(f"{folder}: {has}; the network of model sees {channels}. Encode the images with another autoencoder")
-    found: dict[str, Any] = {"moments": ("float16", (2 * channels, *known["size"]))}
+def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dtypes and shapes of the datasets that the network of ``cfg`` reads, by the ``metadata`` of the index. Raises
+    DataError if the data are for another network."""
+    network, channels = cfg.model.network, latent_channels(cfg.model)
+    if metadata["latents"] != channels:
+        has = f"latents of {metadata['latents']} channels, made by {metadata['vae']}"
+        raise DataError(f"{folder}: {has}; the network of model expects {channels}. Encode the images with another autoencoder")
+    fields: dict[str, Any] = {"moments": ("float16", (2 * channels, *metadata["size"]))}
     for name in ("tokens", "pooled"):
-        wanted = getattr(network, name, None)
-        if wanted is None:
+        expected = getattr(network, name, None)
+        if expected is None:
             continue
-        held = known.get(name)
-        channels_held = held[-1] if isinstance(held, list) else held
-        if channels_held != wanted:
-            told = "no texts" if held is None else f"{name} of {channels_held} channels, of {', '.join(known['encoders'])}"
-            raise DataError(f"{folder}: {told}; the network of model sees {name} of {wanted}. Encode texts with another encoder")
-        found[name] = ("float16", tuple(held) if isinstance(held, list) else (held,))
+        stored = metadata.get(name)
+        stored_channels = stored[-1] if isinstance(stored, list) else stored
+        if stored_channels != expected:
+            texts = "no texts" if stored is None else f"{name} of {stored_channels} channels, of {', '.join(metadata['encoders'])}"
+            raise DataError(f"{folder}: {texts}; the network of model expects {name} of {expected}. Encode with another encoder")
+        fields[name] = ("float16", tuple(stored) if isinstance(stored, list) else (stored,))
     if getattr(network, "field", 0) or getattr(network, "parameters", 0) or getattr(network, "classes", None):
-        raise DataError(f"{folder}: latents with texts; the network of model also sees fields, parameters or classes")
-    return found | ({"level": ("int64", ())} if "level" in known.get("fields", {}) else {})
+        raise DataError(f"{folder}: latents with texts; the network of model also expects fields, parameters or classes")
+    return fields | ({"level": ("int64", ())} if "level" in metadata.get("fields", {}) else {})
 
 
-def channels_of(model: DiffusionConfig) -> int:
-    """Of a sample."""
+def latent_channels(model: DiffusionConfig) -> int:
+    """Return the channels of a latent."""
     inputs: int = model.network.inputs
     return inputs // 4 if model.flux is not None else inputs
 
 
-def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
-    """The model's settings with the size of a latent, how it is scaled and who made it. Raises DataError where they say otherwise
-    than the data."""
-    model, folder, known = cfg.model, rows.folder, rows.metadata
-    size = channels_of(model), *known["size"]
+def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
+    """Return the settings of the model with the size of a latent, its scaling and its encoders. Raises DataError if settings
+    contradict the data."""
+    model, folder, metadata = cfg.model, rows.folder, rows.metadata
+    size = latent_channels(model), *metadata["size"]
     if model.size and model.size != size:
-        found, asked = list(size), list(model.size)
-        raise DataError(f"{folder}: latents are {found}, model.size is {asked}; leave it out, or set data.directory")
+        actual, expected = list(size), list(model.size)
+        raise DataError(f"{folder}: latents are {actual}, model.size is {expected}; leave it out, or set data.directory")
     has_text = getattr(model.network, "tokens", None) is not None
     latents = LatentsConfig(
-        scale=known["scale"], shift=known["shift"], vae=known["vae"],
-        tokens=tuple(known["tokens"]) if has_text else None,
-        pooled=known["pooled"] if getattr(model.network, "pooled", None) else None,
-        encoders=tuple(known["encoders"]) if has_text else (),
+        scale=metadata["scale"], shift=metadata["shift"], vae=metadata["vae"],
+        tokens=tuple(metadata["tokens"]) if has_text else None,
+        pooled=metadata["pooled"] if getattr(model.network, "pooled", None) else None,
+        encoders=tuple(metadata["encoders"]) if has_text else (),
     )  # fmt: skip
     if model.latents is not None and model.latents != latents:
-        said, held = (x.model_dump() for x in (model.latents, latents))
-        name = next(name for name, value in held.items() if said[name] != value)
-        differ = f"{name} of its latents is {held[name]}, model.latents.{name} is {said[name]}"
+        configured, stored = (x.model_dump() for x in (model.latents, latents))
+        name = next(name for name, value in stored.items() if configured[name] != value)
+        differ = f"{name} of its latents is {stored[name]}, model.latents.{name} is {configured[name]}"
         raise DataError(f"{folder}: {differ}; leave it out, or set data.directory")
     return model.model_copy(update={"size": size, "latents": latents})
 
 
-def tell_nothing(model: Diffusion, directory: Path) -> None:
-    """Let ``model`` know the empty text. Raises DataError where its data have none, or one of another size."""
+def set_empty_text(model: Diffusion, directory: Path) -> None:
+    """Copy the embedding of the empty text into ``model``. Raises DataError if the data have none, or one of another size."""
     empty = {name: x for name in ("tokens", "pooled") if (x := getattr(model, f"no_{name}")) is not None}
-    path = directory / _NOTHING
+    path = directory / _EMPTY_TEXT
     if not empty:
         return
     if not path.is_file():
         raise DataError(f"{path}: does not exist; it holds the empty text, which data_prep.latents writes beside its splits")
     with np.load(path, allow_pickle=False) as file:
         for name, x in empty.items():
-            held = file[name] if name in file else np.empty(0)
-            if held.shape != tuple(x.shape) or not np.isfinite(held).all():
-                wanted = f"expected {list(x.shape)}, finite"
-                raise DataError(f"{path}: {name} of the empty text is {list(held.shape)}, {wanted}; encode the texts again")
-            x.copy_(torch.from_numpy(held.astype(np.float32)))
+            stored = file[name] if name in file else np.empty(0)
+            if stored.shape != tuple(x.shape) or not np.isfinite(stored).all():
+                expected = f"expected {list(x.shape)}, finite"
+                raise DataError(f"{path}: {name} of the empty text is {list(stored.shape)}, {expected}; encode the texts again")
+            x.copy_(torch.from_numpy(stored.astype(np.float32)))

@@ -1,15 +1,15 @@
-"""What the MLPerf logs of Stable Diffusion (Training 5.0) and Flux.1 (6.1) say beside the common lines. No torch here."""
+"""Entries of the MLPerf logs of Stable Diffusion (Training 5.0) and Flux.1 (6.1), beside the common ones. It imports no torch."""
 
 from hpcai.mllog import DISCLOSED, Benchmark, Entry, Goal, Lookup, in_steps
 
 
 def _rate_of_a_sample(setting: Lookup) -> float:
-    """Stable Diffusion's base: the peak over the global batch."""
+    """Return Stable Diffusion's base rate: the peak divided by the global batch."""
     return float(setting("step.lr") / setting("data.batch"))
 
 
 def _between_evaluations(setting: Lookup) -> int:
-    """Samples."""
+    """Return the number of samples."""
     return int(setting("run.steps_per_epoch") * setting("run.global_batch") * setting("train.evaluate_every"))
 
 

@@ -1,4 +1,4 @@
-"""The picture of a run: coarse fields, what the model makes of them, and the truth; power by scale; the truth's rank among members.
+"""The figure of a run: coarse fields, generated ensembles and the truth; power by scale; rank of the truth among members.
 
 N samples, K of them drawn, M members, C channels, S cells along each dim
 """
@@ -27,14 +27,14 @@ SHOWN, COLUMNS = 3, 3                                    # samples that are draw
 
 @dataclass
 class Ensembles:
-    """Fields as the model sees them, and what follows from them."""
+    """Normalized fields, as for the model, and their ensembles."""
 
     names: list[str]                                     # of the channels
     field: np.ndarray | None                              # [N, C, *s]
     truth: Tensor                                        # [N, C, *S]
     members: Tensor                                      # [N, M, C, *S]
-    smooth: Tensor                                       # [N, C, *S] cubic interpolation of that, or the truth's mean
-    box: list[float]                                     # how long each dim is
+    smooth: Tensor                                       # [N, C, *S] cubic interpolation of field, or the truth's mean
+    box: list[float]                                     # length of each dim
     unit: str
 
 
@@ -43,123 +43,123 @@ def read(path: Path) -> Ensembles:
         dims = " ".join(f"S{n}" for n in range(file["truth"].ndim - 2)) if "truth" in file else "S0"
         legend = {"truth": f"real N C {dims}", "members": f"real N M C {dims}"}
         legend |= {"field": "real N C " + dims.replace("S", "s")} if "field" in file else {}
-    found = arrays(path, legend, ("about_names", "about_box", "about_box_units", "about_periodic"))
-    if not all(np.isfinite(found[name]).all() for name in legend):
-        raise DataError("some numbers are not finite")
-    truth, members = (torch.from_numpy(found[name]) for name in ("truth", "members"))
-    names = found.get("about_names", np.array([f"channel {n}" for n in range(truth.shape[1])])).astype(str).tolist()
-    periodic = found.get("about_periodic", np.zeros(truth.ndim - 2, bool))
-    field = found.get("field")
+    content = arrays(path, legend, ("about_names", "about_box", "about_box_units", "about_periodic"))
+    if not all(np.isfinite(content[name]).all() for name in legend):
+        raise DataError("some elements are not finite")
+    truth, members = (torch.from_numpy(content[name]) for name in ("truth", "members"))
+    names = content.get("about_names", np.array([f"channel {n}" for n in range(truth.shape[1])])).astype(str).tolist()
+    periodic = content.get("about_periodic", np.zeros(truth.ndim - 2, bool))
+    field = content.get("field")
     if field is None:
         smooth = truth.mean((0, *range(2, truth.ndim)), keepdim=True).expand_as(truth)
     else:
         for dim, (size, wraps) in enumerate(zip(truth.shape[2:], periodic.tolist()), 2):
-            field = cubic(field, dim, size, wraps)
+            field = resize_cubic(field, dim, size, wraps)
         smooth = torch.from_numpy(field)
-    box = found.get("about_box", np.array(truth.shape[2:])).astype(float).tolist()
-    return Ensembles(names, found.get("field"), truth, members, smooth, box, str(found.get("about_box_units", "cells")))
+    box = content.get("about_box", np.array(truth.shape[2:])).astype(float).tolist()
+    return Ensembles(names, content.get("field"), truth, members, smooth, box, str(content.get("about_box_units", "cells")))
 
 
-def cubic(field: np.ndarray, dim: int, size: int, wraps: bool) -> np.ndarray:
-    """``field`` at ``size`` places along ``dim``, by the cubic convolution of four neighbours (Keys 1981, a = -0.75 as torch)."""
+def resize_cubic(field: np.ndarray, dim: int, size: int, wraps: bool) -> np.ndarray:
+    """Resize ``field`` to ``size`` along ``dim`` by cubic convolution of four neighbours (Keys 1981, a = -0.75 as in torch)."""
     have = field.shape[dim]
     at = (np.arange(size) + 0.5) * have / size - 0.5
     first = np.floor(at).astype(int)
-    found = np.zeros((), field.dtype)
+    result = np.zeros((), field.dtype)
     for step in (-1, 0, 1, 2):
-        x, place = np.abs(at - first - step), first + step
+        x, position = np.abs(at - first - step), first + step
         near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
         weight = np.where(x <= 1, near, far).astype(field.dtype)
-        part = np.take(field, place % have if wraps else place.clip(0, have - 1), dim)
-        found = found + part * weight.reshape(-1, *(1,) * (field.ndim - dim - 1))
-    return found
+        part = np.take(field, position % have if wraps else position.clip(0, have - 1), dim)
+        result = result + part * weight.reshape(-1, *(1,) * (field.ndim - dim - 1))
+    return result
 
 
-def caption(found: Ensembles) -> str:
-    count, members = found.members.shape[:2]
-    return (f"{count} validation samples, {members} members of each. A member is one field that could be behind the coarse one."
-            " Power: of all members beside that of the truth; band: nine tenths of the members. Rank: how many members lie below"
-            " the truth, at each cell; level where members and truth are drawn alike.")
+def caption(ensembles: Ensembles) -> str:
+    count, members = ensembles.members.shape[:2]
+    return (f"{count} validation samples, {members} members of each. A member is one possible field for the coarse one."
+            " Power: of all members beside that of the truth; band: 5th to 95th percentile. Rank: number of members below the"
+            " truth, at each cell; uniform if members and truth have the same distribution.")
 
 
-def draw(found: Ensembles, theme: Theme) -> Figure:
-    shown = min(SHOWN, len(found.truth))
+def draw(ensembles: Ensembles, theme: Theme) -> Figure:
+    shown = min(SHOWN, len(ensembles.truth))
     figure = Figure(figsize=(WIDTH, 2.5 * shown + 3.6))
     parts: Any = figure.subfigures(2, 1, height_ratios=(2.5 * shown, 3.6))
-    _fields(parts[0], found, shown, theme)
+    _fields(parts[0], ensembles, shown, theme)
     left, right = parts[1].subplots(1, 2)
-    _power(left, found, theme)
-    _ranks(right, found, theme)
+    _power(left, ensembles, theme)
+    _ranks(right, ensembles, theme)
     return figure
 
 
-def _fields(figure: Any, found: Ensembles, shown: int, theme: Theme) -> None:
-    members = min(COLUMNS, found.members.shape[1])
-    titles = [*(["given"] if found.field is not None else []), "truth", *(f"member {m + 1}" for m in range(members))]
-    every = figure.subplots(shown, len(titles), squeeze=False)
+def _fields(figure: Any, ensembles: Ensembles, shown: int, theme: Theme) -> None:
+    members = min(COLUMNS, ensembles.members.shape[1])
+    titles = [*(["given"] if ensembles.field is not None else []), "truth", *(f"member {m + 1}" for m in range(members))]
+    grid = figure.subplots(shown, len(titles), squeeze=False)
     for n in range(shown):
-        given = [] if found.field is None else [found.field[n, 0]]
-        planes = [_plane(field) for field in (*given, found.truth[n, 0], *found.members[n, :members, 0])]
-        limits = Normalize(float(found.truth[n, 0].min()), float(found.truth[n, 0].max()))
-        for axes, plane, title in zip(every[n], planes, titles):
+        coarse = [] if ensembles.field is None else [ensembles.field[n, 0]]
+        planes = [_plane(field) for field in (*coarse, ensembles.truth[n, 0], *ensembles.members[n, :members, 0])]
+        limits = Normalize(float(ensembles.truth[n, 0].min()), float(ensembles.truth[n, 0].max()))
+        for axes, plane, title in zip(grid[n], planes, titles):
             hide_axes(axes)
             axes.imshow(plane, origin="lower", cmap=theme.values, norm=limits)
             if n == 0:
                 axes.set_title(title, fontsize=10, loc="left")
-        every[n][0].set_ylabel(f"sample {n}", fontsize=9)
+        grid[n][0].set_ylabel(f"sample {n}", fontsize=9)
 
 
 def _plane(field: Any) -> Any:
-    """A map, or the middle of a volume."""
+    """Return a map, or the middle slice of a volume."""
     return field if field.ndim == 2 else field[len(field) // 2]
 
 
-def _power(axes: Axes, found: Ensembles, theme: Theme) -> None:
-    scale, true = spectra(found.truth[:, 0], found.box)
-    _, every = spectra(found.members[:, :, 0], found.box)  # [N, M, K]
-    _, smooth = spectra(found.smooth[:, 0], found.box)
-    low, high = every.mean(0).quantile(torch.tensor([0.05, 0.95], dtype=every.dtype), 0)
+def _power(axes: Axes, ensembles: Ensembles, theme: Theme) -> None:
+    scale, true = spectra(ensembles.truth[:, 0], ensembles.box)
+    _, member_power = spectra(ensembles.members[:, :, 0], ensembles.box)  # [N, M, K]
+    _, smooth = spectra(ensembles.smooth[:, 0], ensembles.box)
+    low, high = member_power.mean(0).quantile(torch.tensor([0.05, 0.95], dtype=member_power.dtype), 0)
     axes.fill_between(scale, low, high, color=theme.main, alpha=0.25, linewidth=0)
-    axes.plot(scale, every.mean((0, 1)), color=theme.main, label="members")
+    axes.plot(scale, member_power.mean((0, 1)), color=theme.main, label="members")
     axes.plot(scale, true.mean(0), color=theme.ink, linestyle="--", label="truth")
-    if found.field is not None:
-        axes.plot(scale, smooth.mean(0), color=theme.faint, label="cubic interpolation of it")
+    if ensembles.field is not None:
+        axes.plot(scale, smooth.mean(0), color=theme.faint, label="cubic interpolation")
     floor = float(true.mean(0).min()) / 30
-    axes.set(xscale="log", yscale="log", xlabel=f"wave number [radians per {found.unit}]", ylabel=f"power of {found.names[0]}")
+    axes.set(xscale="log", yscale="log", xlabel=f"wave number [rad/{ensembles.unit}]", ylabel=f"power of {ensembles.names[0]}")
     axes.set_ylim(bottom=floor)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend()
-    panel_title(axes, "Power by scale", "what is not in the coarse field must be made", theme)
+    panel_title(axes, "Power by scale", "small scales are not in the coarse field", theme)
 
 
 def spectra(fields: Tensor, box: list[float]) -> tuple[Tensor, Tensor]:
-    """Wave numbers [K] and power of each field [..., K], without the mean."""
+    """Return wave numbers [K] and the power of each field [..., K], without the mean."""
     sizes = fields.shape[-len(box) :]
     at = scores.shells(sizes, box)
     power = scores.spectrum(fields.reshape(-1, *sizes), at)
     return at.center[1:], power[:, 1:].reshape(*fields.shape[: -len(box)], -1)
 
 
-def _ranks(axes: Axes, found: Ensembles, theme: Theme) -> None:
-    (counts, *_), _ = scores.rank_sums(found.members[:, :, 0].transpose(0, 1), found.truth[:, 0])
+def _ranks(axes: Axes, ensembles: Ensembles, theme: Theme) -> None:
+    (counts, *_), _ = scores.rank_sums(ensembles.members[:, :, 0].transpose(0, 1), ensembles.truth[:, 0])
     share = (counts / counts.sum() * len(counts)).numpy()
     axes.bar(np.arange(len(share)), share, width=0.9, color=theme.main)
     axes.axhline(1.0, color=theme.ink, linewidth=1)
     axes.grid(False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="members below the truth", ylabel="share, 1 where level")
-    panel_title(axes, "Rank of the truth", "high at both ends: members are too much alike", theme)
+    axes.set(xlabel="members below the truth", ylabel="density, 1 if uniform")
+    panel_title(axes, "Rank of the truth", "high at both ends: too little spread", theme)
 
 
-def table(found: Ensembles) -> Table:
+def table(ensembles: Ensembles) -> Table:
     rows = []
-    for channel, name in enumerate(found.names):
-        truth = found.truth[:, channel]
-        sums, finish = scores.ensemble_sums(found.members[:, :, channel].transpose(0, 1), truth)
-        known, plain = finish(*sums), float((found.smooth[:, channel] - truth).abs().mean())
-        crps, skill = known["crps"], known["spread_over_skill"]
+    for channel, name in enumerate(ensembles.names):
+        truth = ensembles.truth[:, channel]
+        sums, finish = scores.ensemble_sums(ensembles.members[:, :, channel].transpose(0, 1), truth)
+        metrics, plain = finish(*sums), float((ensembles.smooth[:, channel] - truth).abs().mean())
+        crps, skill = metrics["crps"], metrics["spread_over_skill"]
         rows.append([name, f"{crps:.3f}", f"{plain:.3f}", f"{crps / plain:.2f}", f"{skill:.2f}"])
-    note = ("CRPS: how far members are from the truth, less how far from one another, in units of the field's deviation; of one"
-            " field it is the mean absolute error. Spread over skill: 1 where members differ as much as their mean errs.")
-    plainly = "of their mean" if found.field is None else "of the cubic field"
+    note = ("CRPS: mean distance of members from the truth, minus half of that between members, in units of the field's deviation;"
+            " of one field it is the mean absolute error. Spread over skill: 1 if the spread equals the error of the mean.")
+    plainly = "of their mean" if ensembles.field is None else "of the cubic field"
     return Table("Ensembles beside one field", note, ("", "CRPS", plainly, "ratio", "spread / skill"), rows)

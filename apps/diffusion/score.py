@@ -1,14 +1,14 @@
-"""Judge images that a model draws for captions, such as MLPerf's 30,000 of COCO:
+"""Evaluate images that a model generates for captions, such as MLPerf's 30,000 of COCO:
 
     python -m apps.diffusion score weights=RUN captions=FILE model=PIPELINE features=PACKAGE.MODULE:NAME statistics=FILE clip=FOLDER
 
-``fid``: how far the features of the images are, as a distribution, from those of true ones (Heusel et al. 2017). ``clip_cosine``:
-how well each image agrees with its caption, by a CLIP. What FID and CLIP are measured by is the user's: a network that gives
-features, their statistics over true images, the folder of a CLIP. Captions are shared out among copies of the model
-(``mesh.replicate``); an image depends on the seed and the number of its caption alone. With ``checkpoints=true`` all checkpoints
-that the run has kept are judged, and the MLPerf log of a run that has ended is told.
+``fid``: the Frechet distance between the features of the images and of true ones (Heusel et al. 2017). ``clip_cosine``: the
+agreement of each image with its caption, by a CLIP. The user provides the networks: one for features, statistics of these over true
+images, and the folder of a CLIP. Captions are distributed over model replicas (``mesh.replicate``); an image depends only on the
+seed and the number of its caption. ``checkpoints=true`` evaluates all checkpoints that the run has kept, and appends the results to
+the MLPerf log of a run that has ended.
 
-B captions, L channels of a latent, h w its places
+B captions, L channels of a latent, h w its pixels
 """
 
 import csv
@@ -32,45 +32,45 @@ from hpcai.models.diffusion import SamplerConfig
 
 logger = logging.getLogger(__name__)
 _COLUMN = "caption"  # of a table of captions
-_SEAL = re.compile(r" [0-9a-f]{12}$")  # of a network's weights, after its name
-_TOLD = 10  # times at which it is told how far judging has come
+_DIGEST = re.compile(r" [0-9a-f]{12}$")  # hash of a network's weights, after its name
+_PROGRESS_LINES = 10  # of an evaluation
 
 
 class ScoreConfig(Settings):
-    """Images that are drawn, and the networks that judge them."""
+    """Generation of images, and the networks that score them."""
 
     weights: Path = Path("runs/sd2")
-    """folder of a run, or safetensors file of ours"""
+    """folder of a run, or safetensors file of hpcai"""
     checkpoints: bool = False
-    """whether all checkpoints that the run has kept are judged, in order, in place of what it has left for people"""
+    """evaluate all checkpoints that the run has kept, in order, instead of its final weights"""
     captions: Path | None = None
-    """a caption on each line; of .tsv and .csv the column "caption" """
+    """file with a caption on each line; of .tsv and .csv the column "caption" """
     count: PositiveInt | None = None
-    """the first of them alone; null: all"""
+    """number of captions, from the first; null: all"""
     model: Path | None = None
-    """pipeline of diffusers: its folders vae, text_encoder, tokenizer ...; or its parts:"""
+    """pipeline of diffusers with folders vae, text_encoder, tokenizer ...; or name its parts:"""
     vae: Path | None = None
-    """the autoencoder that made the latents"""
+    """autoencoder of the latents"""
     tokens: Path | None = None
-    """encoder of captions whose last hidden states the model was trained with"""
+    """text encoder whose last hidden states the model was trained with"""
     pooled: Path | None = None
-    """encoder of captions whose pooled output it was trained with"""
+    """text encoder whose pooled output it was trained with"""
     long: Literal["refuse", "cut"] = "refuse"
-    """what is done with captions that are too long for the encoder; a CLIP that judges sees the beginning of each"""
+    """refuse or truncate captions that are too long for the encoder; the CLIP of the score always truncates"""
     features: str | None = None
-    """package.module:name of what makes, when it is called, a torch module: images [B, 3, H, W] from 0 to 1 -> features [B, F]"""
+    """package.module:name of a function that returns a torch module: images [B, 3, H, W] in [0, 1] -> features [B, F]"""
     statistics: Path | None = None
     """.npz with mean `mu` and covariance `sigma` of the features of true images"""
     clip: Path | None = None
-    """folder of a CLIP as transformers has it"""
+    """folder of a CLIP in transformers' format"""
     batch: PositiveInt = 8
-    """images that a copy of the model draws together"""
+    """images in a batch of a model replica"""
     seed: int = 0
-    """of the noise that images begin with"""
+    """of the initial noise"""
     sampler: SamplerConfig | None = None
-    """how images are drawn; null: as the model's own settings say"""
+    """sampler of images; null: that of the model's settings"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """of weights and of what is computed until there are images; auto: bf16 on a GPU that is fast with it"""
+    """of weights and computation up to the images; auto: bf16 on a GPU with fast bf16"""
     mesh: AxesConfig = AxesConfig()
 
     @model_validator(mode="after")
@@ -78,21 +78,21 @@ class ScoreConfig(Settings):
         if self.captions is None:
             raise ValueError("captions is null; name a file with a caption on each line")
         if self.model is None and self.vae is None:
-            raise ValueError("neither model nor vae is given, and no latent becomes an image; name a pipeline or an autoencoder")
+            raise ValueError("neither model nor vae is given, so latents cannot be decoded; name a pipeline or an autoencoder")
         if self.model is not None and (self.vae or self.tokens or self.pooled):
-            raise ValueError("model is given beside vae, tokens or pooled; name a whole pipeline, or its parts")
+            raise ValueError("model is given beside vae, tokens or pooled; name a full pipeline, or its parts")
         if (self.features is None) != (self.statistics is None):
             raise ValueError("features and statistics go together: name both, for FID, or neither")
         if self.features is None and self.clip is None:
-            raise ValueError("nothing judges the images: give features and statistics, for FID, or clip")
+            raise ValueError("no score is set: give features and statistics, for FID, or clip")
         if self.features is not None and not all(self.features.partition(":")):
             raise ValueError(f"features is {self.features!r}; expected package.module:name")
         return self
 
 
-def run(words: Sequence[str]) -> None:
-    """Judge by what the words of a command line say."""
-    sys.argv[1:] = list(words)
+def run(args: Sequence[str]) -> None:
+    """Run the command with its command-line arguments."""
+    sys.argv[1:] = list(args)
     config.run(ScoreConfig, main)
 
 
@@ -101,14 +101,14 @@ def main(cfg: ScoreConfig) -> None:
 
     with dist.start(cfg.mesh) as mesh:
         log.setup(mesh.job.rank, mesh.job.size)
-        begun = Judging(cfg, mesh)
-        for one in weights_of(cfg, mesh):
-            found = begun.score(one.path)
+        scorer = Scorer(cfg, mesh)
+        for weights in iterate_weights(cfg, mesh):
+            metrics = scorer.score(weights.path)
             if mesh.is_first:
-                at = "" if one.step is None else f"step {one.step:<8}"
-                for name, value in found.items():
+                at = "" if weights.step is None else f"step {weights.step:<8}"
+                for name, value in metrics.items():
                     print(f"{at}{name:20}{value:,}" if isinstance(value, int) else f"{at}{name:20}{value:.6g}", flush=True)
-                note(cfg.weights, one, found)
+                log_mlperf_result(cfg.weights, weights, metrics)
 
 
 # ---- which weights
@@ -118,12 +118,12 @@ class Weights(NamedTuple):
     path: Path
     step: int | None = None
     saved: float | None = None
-    """when the checkpoint was whole, in seconds since 1970"""
+    """time of the completed checkpoint, in seconds since 1970"""
 
 
-def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
-    """What is to be judged. Of a checkpoint the first process exports the weights into a file in the run's folder, which goes once
-    they are judged. Raises DataError for a run without checkpoints, or whose events do not tell of one."""
+def iterate_weights(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
+    """Yield the weights to evaluate. Rank 0 exports those of a checkpoint into a temporary file in the folder of the run. Raises
+    DataError for a run without checkpoints, or if one is missing in its events."""
     from hpcai.dist.collectives import broadcast_object
     from hpcai.train.checkpoint_reader import export, list_checkpoints, step_number
 
@@ -131,13 +131,13 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
         yield Weights(cfg.weights)
         return
     times = {event["step"]: event["time"] for event in log.read_metrics(cfg.weights / log.METRICS) if event["kind"] == "checkpoint"}
-    every = broadcast_object(list_checkpoints(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.peers)
-    if not every or (unknown := [path for path in every if step_number(path) not in times]):
-        what = f"{unknown[0]}: not in {log.METRICS}" if every else f"{cfg.weights}: has no checkpoint"
+    checkpoints = broadcast_object(list_checkpoints(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.peers)
+    if not checkpoints or (unknown := [path for path in checkpoints if step_number(path) not in times]):
+        what = f"{unknown[0]}: not in {log.METRICS}" if checkpoints else f"{cfg.weights}: has no checkpoint"
         raise DataError(f"{what}; give weights=RUN of a run that has kept some, or leave checkpoints out")
     path = cfg.weights / ".judged.safetensors"
     try:
-        for checkpoint in every:
+        for checkpoint in checkpoints:
             problem = ""
             try:
                 if mesh.is_first:
@@ -152,32 +152,32 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
             path.unlink(missing_ok=True)
 
 
-def note(folder: Path, one: Weights, found: dict[str, float]) -> None:
-    """Tell the MLPerf log of a run in ``folder`` what a checkpoint is worth, where the benchmark has such goals and the run has
-    ended. Where it cannot be told, a warning says why."""
+def log_mlperf_result(folder: Path, weights: Weights, metrics: dict[str, float]) -> None:
+    """Append the metrics of a checkpoint to the MLPerf log of the run in ``folder``, if its benchmark has goals for them. Logs a
+    warning if they cannot be appended, such as while the run goes on."""
     path = folder / "mlperf.log"
-    if one.step is None or one.saved is None or not path.is_file():
+    if weights.step is None or weights.saved is None or not path.is_file():
         return
     benchmark = BENCHMARKS.get(config.load(Config, folder / "settings.yaml", []).benchmark or "")
     if benchmark is None or not benchmark.goals:
         return
-    if missing := [goal.label for goal in benchmark.goals if goal.metric not in found]:
-        logger.warning("%s: not told of step %d, for which %s is not known", path, one.step, missing[0])
+    if missing := [goal.label for goal in benchmark.goals if goal.metric not in metrics]:
+        logger.warning("%s: step %d is not appended, since %s is missing", path, weights.step, missing[0])
         return
     try:
-        reached = judge_checkpoint(path, benchmark, one.step, one.saved, found, int(found["captions"]))
+        reached = judge_checkpoint(path, benchmark, weights.step, weights.saved, metrics, int(metrics["captions"]))
     except DataError as problem:  # such as that the run goes on
-        logger.warning("step %d: %s", one.step, problem)
+        logger.warning("step %d: %s", weights.step, problem)
         return
-    wanted = " and ".join(f"{goal.label} {goal.target:g}" for goal in benchmark.goals)
-    logger.info("%s: step %s %s %s", path, one.step, "reaches" if reached else "does not reach", wanted)
+    goals = " and ".join(f"{goal.label} {goal.target:g}" for goal in benchmark.goals)
+    logger.info("%s: step %s %s %s", path, weights.step, "reaches" if reached else "does not reach", goals)
 
 
 # ---- captions
 
 
-def captions_of(path: Path, count: int | None = None) -> list[str]:
-    """Raises DataError, which names the line, for a caption that is missing."""
+def read_captions(path: Path, count: int | None = None) -> list[str]:
+    """Read captions. Raises DataError with the number of the first empty line or row."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
@@ -186,24 +186,24 @@ def captions_of(path: Path, count: int | None = None) -> list[str]:
         rows = csv.DictReader(text.splitlines(), delimiter="\t" if path.suffix == ".tsv" else ",")
         if _COLUMN not in (rows.fieldnames or ()):
             raise DataError(f"{path}: its columns are {', '.join(rows.fieldnames or ('none',))}; expected one named {_COLUMN}")
-        found = [(row[_COLUMN] or "").strip() for row in rows]
+        captions = [(row[_COLUMN] or "").strip() for row in rows]
     else:
-        found = [line.strip() for line in text.splitlines()]
-    found = found[:count]
-    if not found or not all(found):
-        where = f"row {found.index('') + 1} has" if found else "there is"
+        captions = [line.strip() for line in text.splitlines()]
+    captions = captions[:count]
+    if not captions or not all(captions):
+        where = f"row {captions.index('') + 1} has" if captions else "there is"
         raise DataError(f"{path}: {where} no caption; expected one in each")
-    return found
+    return captions
 
 
 # ---- images and their scores
 
 
-class Judging:
-    """The networks that are the same for all weights."""
+class Scorer:
+    """Generates images and scores them, with networks that are the same for all weights."""
 
     def __init__(self, cfg: ScoreConfig, mesh: Any) -> None:
-        from apps.diffusion.judges import Clip, Features, statistics
+        from apps.diffusion.feature_networks import Clip, Features, read_statistics
         from data_prep import encoders
         from hpcai.dist.collectives import broadcast_object
         from hpcai.train.auto_settings import has_fast_bf16
@@ -211,38 +211,38 @@ class Judging:
         assert cfg.captions is not None
         mesh.check_axes("score", "replicate", "tensor")
         self.cfg, self.mesh = cfg, mesh
-        self.captions: list[str] = broadcast_object(captions_of(cfg.captions, cfg.count) if mesh.is_first else [], mesh.peers)
+        self.captions: list[str] = broadcast_object(read_captions(cfg.captions, cfg.count) if mesh.is_first else [], mesh.peers)
         on_gpu = mesh.device.type == "cuda"
-        self.narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and on_gpu and has_fast_bf16(mesh.device))
-        self.true = None if cfg.statistics is None else statistics(cfg.statistics)
+        self.use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and on_gpu and has_fast_bf16(mesh.device))
+        self.true_statistics = None if cfg.statistics is None else read_statistics(cfg.statistics)
         self.features = None if cfg.features is None else Features(cfg.features, mesh.device)
         self.clip = None if cfg.clip is None else Clip(cfg.clip, mesh.device)
-        precision = "bfloat16" if self.narrow else "float32"
-        asked = encoders.resolve_networks(cfg.model, cfg.vae, cfg.tokens, cfg.pooled, None, cfg.long == "cut", precision,
+        precision = "bfloat16" if self.use_bf16 else "float32"
+        chosen = encoders.resolve_networks(cfg.model, cfg.vae, cfg.tokens, cfg.pooled, None, cfg.long == "cut", precision,
                                           str(mesh.device))  # fmt: skip
-        self.opened = encoders.load_networks(asked)
+        self.opened = encoders.load_networks(chosen)
 
     def score(self, path: Path) -> dict[str, float]:
-        """All scores of the model at ``path``, the same on all processes."""
+        """Return all scores of the model at ``path``, equal on all ranks."""
         import torch
 
         from hpcai.train.metrics import MetricSums
 
-        model, copies, measured = self.model(path), self.mesh["replicate"], MetricSums()
-        mine = range(copies.rank, len(self.captions), copies.size)
-        some = max(1, len(mine) // _TOLD)
-        for at in range(0, len(mine), self.cfg.batch):
-            numbers = mine[at : at + self.cfg.batch]
+        model, replicas, sums = self.load_model(path), self.mesh["replicate"], MetricSums()
+        indices = range(replicas.rank, len(self.captions), replicas.size)
+        interval = max(1, len(indices) // _PROGRESS_LINES)
+        for at in range(0, len(indices), self.cfg.batch):
+            numbers = indices[at : at + self.cfg.batch]
             with torch.no_grad():
-                images = self.images(model, numbers)
-                measured.add(self.judged(images, [self.captions[number] for number in numbers]), len(numbers))
+                images = self.generate_images(model, numbers)
+                sums.add(self.score_sums(images, [self.captions[number] for number in numbers]), len(numbers))
             done = at + len(numbers)
-            if done // some > at // some:
-                logger.info("%s: %d of %d captions", path, min(done * copies.size, len(self.captions)), len(self.captions))
-        return measured.reduce(copies, self.mesh.device, uneven=True) | {"captions": len(self.captions)}
+            if done // interval > at // interval:
+                logger.info("%s: %d of %d captions", path, min(done * replicas.size, len(self.captions)), len(self.captions))
+        return sums.reduce(replicas, self.mesh.device, uneven=True) | {"captions": len(self.captions)}
 
-    def model(self, path: Path) -> Any:
-        """Over the mesh. Raises ConfigError for one whose samples are no images, or that was trained with other networks."""
+    def load_model(self, path: Path) -> Any:
+        """Load a model on the mesh. Raises ConfigError if its samples are no latents, or if it was trained with other encoders."""
         import torch
 
         from hpcai.models.diffusion import Diffusion, DiffusionConfig, load_deferred, parallelize
@@ -252,65 +252,65 @@ class Judging:
         file = path / "model.safetensors" if path.is_dir() else path
         settings = read_settings(file, "diffusion", DiffusionConfig)
         if settings is None or settings.latents is None:
-            raise ConfigError(f"{file}: its samples are no latents, of which images are made; give weights of a model of latents")
-        self._fits(file, settings)
+            raise ConfigError(f"{file}: its samples are no latents, which decode to images; give weights of a model of latents")
+        self._check_encoders(file, settings)
         with deferred():
             model = load_deferred(Diffusion(settings), path, partial(parallelize, mesh=self.mesh))
-        return materialize(model, self.mesh.device, dtype=torch.bfloat16 if self.narrow else torch.float32).eval()
+        return materialize(model, self.mesh.device, dtype=torch.bfloat16 if self.use_bf16 else torch.float32).eval()
 
-    def _fits(self, file: Path, settings: Any) -> None:
+    def _check_encoders(self, file: Path, settings: Any) -> None:
         latents, vae, texts = settings.latents, self.opened.vae, self.opened.text_encoders
         if vae is None or vae.cfg.latents != settings.size[0]:
-            found = "no autoencoder" if vae is None else f"latents of {vae.cfg.latents} channels"
-            raise ConfigError(f"{self.opened.cfg.vae}: {found}; {file} makes latents of {settings.size[0]}, by {latents.vae}")
+            actual = "no autoencoder" if vae is None else f"latents of {vae.cfg.latents} channels"
+            raise ConfigError(f"{self.opened.cfg.vae}: {actual}; {file} expects latents of {settings.size[0]}, by {latents.vae}")
         for name in ("tokens", "pooled"):
-            wanted = getattr(latents, name)
-            if wanted is None:
+            expected = getattr(latents, name)
+            if expected is None:
                 continue
-            wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+            expected = expected if isinstance(expected, tuple) else (expected,)
             size = tuple(texts[name].shape) if name in texts else None
-            if size != wanted:
-                told = f"no encoder of {name}" if size is None else f"{texts[name].folder}: {name} {list(size)}"
-                asked = f"{list(wanted)} of {', '.join(latents.encoders)}"
-                raise ConfigError(f"{told}; {file} was trained with {asked}: name that one")
-        self._same(file, latents)
+            if size != expected:
+                actual = f"no encoder of {name}" if size is None else f"{texts[name].folder}: {name} {list(size)}"
+                trained = f"{list(expected)} of {', '.join(latents.encoders)}"
+                raise ConfigError(f"{actual}; {file} was trained with {trained}: name that one")
+        self._check_identities(file, latents)
 
-    def _same(self, file: Path, latents: Any) -> None:
-        """Data that came with latents or vectors do not say by which networks these were made."""
-        known = [one for one in (latents.vae, *latents.encoders) if _SEAL.search(one)]
-        if not known:
+    def _check_identities(self, file: Path, latents: Any) -> None:
+        """Compare the hashes of encoders. Downloaded latents and text embeddings lack those of the networks that encoded them."""
+        recorded = [name for name in (latents.vae, *latents.encoders) if _DIGEST.search(name)]
+        if not recorded:
             return
         vae, encoders = self.opened.cfg.identities()
-        found = [one for one in (vae, *encoders) if one is not None]
-        if missing := [one for one in known if one[-12:] not in {other[-12:] for other in found}]:
-            raise ConfigError(f"{file} was trained with {missing[0]}, found are {', '.join(found)}; name the folder of that one")
+        identities = [name for name in (vae, *encoders) if name is not None]
+        if missing := [name for name in recorded if name[-12:] not in {other[-12:] for other in identities}]:
+            raise ConfigError(f"{file} was trained with {missing[0]}, given are {', '.join(identities)}; name its folder")
 
-    def images(self, model: Any, numbers: Sequence[int]) -> Any:
-        """From 0 to 1, as files of 8 bits have them.   [B, 3, H, W]"""
+    def generate_images(self, model: Any, numbers: Sequence[int]) -> Any:
+        """Generate images in [0, 1], rounded to 8 bits.   [B, 3, H, W]"""
         import torch
 
         from hpcai.models.diffusion import Condition
 
         captions = [self.captions[number] for number in numbers]
         named = [f"{self.cfg.captions}: caption {number + 1}" for number in numbers]
-        told = {name: encoder.encode(captions, named)[0] for name, encoder in self.opened.text_encoders.items()
+        texts = {name: encoder.encode(captions, named)[0] for name, encoder in self.opened.text_encoders.items()
                 if getattr(model.cfg.latents, name)}  # fmt: skip
-        with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.narrow):
-            drawn = model.sample(Condition(**told), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
+        with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.use_bf16):
+            drawn = model.sample(Condition(**texts), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
         latents = drawn.float() / model.cfg.latents.scale + model.cfg.latents.shift
         images = self.opened.decode(latents).to(self.mesh.device) / 2 + 0.5
         if not images.isfinite().all():
-            raise DataError("images have numbers that are not finite; look at the weights, or set precision to fp32")
+            raise DataError("images have pixels that are not finite; check the weights, or set precision to fp32")
         return (images * 255).round() / 255
 
-    def judged(self, images: Any, captions: Sequence[str]) -> dict[str, Any]:
-        """Sums of scores."""
+    def score_sums(self, images: Any, captions: Sequence[str]) -> dict[str, Any]:
+        """Return the sums of the scores of a batch."""
         from hpcai.models.diffusion import scores
 
-        found: dict[str, Any] = {}
-        if self.features is not None and self.true is not None:
-            found["fid"] = scores.fid_to_sums(self.features(images), *self.true)
+        sums: dict[str, Any] = {}
+        if self.features is not None and self.true_statistics is not None:
+            sums["fid"] = scores.fid_to_sums(self.features(images), *self.true_statistics)
         if self.clip is not None:
-            found["clip"] = scores.clip_sums(self.clip.images(images), self.clip.texts(captions))
-        return found
+            sums["clip"] = scores.clip_sums(self.clip.embed_images(images), self.clip.embed_texts(captions))
+        return sums
 

@@ -1,4 +1,4 @@
-"""Settings of a diffusion run. No torch here."""
+"""Settings of a diffusion run. It imports no torch."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -22,40 +22,40 @@ from hpcai.settings import (
 
 
 class DataConfig(LoaderConfig):
-    """Fields on disk, as ``data_prep.fields`` makes them, or latents, as ``data_prep.latents`` does, and how they are read."""
+    """Fields on disk, from ``data_prep.fields``, or latents, from ``data_prep.latents``, and how they are read."""
 
     directory: Path = Path("datasets/fields")
     """folder with train/ and validation/"""
     batch: PositiveInt = 64
-    """samples per optimizer step, over all processes"""
+    """samples per optimizer step, over all ranks"""
     evaluation_batch: PositiveInt = 64
-    """samples per evaluation batch, over all processes"""
+    """samples per evaluation batch, over all ranks"""
     evaluation_place: Rate = 0.5
-    """where in each eighth of the times validation samples are measured: in its middle, or at its beginning (0, MLPerf's Flux.1)"""
+    """position within each eighth of the times at which validation samples are scored: 0.5, its middle, or 0 (MLPerf's Flux.1)"""
     epoch: PositiveInt | None = None
-    """samples between two evaluations; null: as many as there are"""
+    """samples between two evaluations; null: all samples"""
     turn: bool = True
-    """shift each field at random along periodic dims, anew in every epoch; where all dims are periodic and alike also turn it"""
+    """shift each field at random along periodic dims in every epoch; if all dims are periodic and equal, also permute and flip"""
     drawn: NonNegativeInt = 16
-    """validation samples for whose conditions the trained model draws ensembles"""
+    """validation samples for which the trained model generates ensembles"""
     members: Annotated[int, Field(ge=2)] = 16
     """of each ensemble"""
     scored: Annotated[int, Field(ge=2)] | None = None
-    """members that every evaluation draws for each validation sample, for the CRPS, spread over skill, power and values; null: it
-    measures the loss alone, and costs a forward pass"""
+    """members that every evaluation generates for each validation sample, for CRPS, spread over skill, power and values; null: only
+    the loss, for one forward pass"""
     vae: Path | None = None
-    """folder of the autoencoder that made latents, with which the report shows images"""
+    """folder of the autoencoder of the latents, for images in the report"""
 
 
 class StartConfig(Settings):
-    """Weights that training begins with, instead of random ones."""
+    """Initial weights, instead of random ones."""
 
     weights: Path | None = None
-    """folder of a network as diffusers has it, such as a U-Net's, or a file or folder of ours"""
+    """folder of a network in diffusers' format, such as a U-Net's, or a file or folder of hpcai"""
 
 
 class AxesConfig(MeshConfig, Depth, Height, Tensor):
-    """Copies of the model; samples of a U-Net are cut over ``depth`` (volumes) and ``height``, a transformer over ``tensor``."""
+    """The mesh: replicas; samples of a U-Net are sharded over ``depth`` (volumes) and ``height``, a transformer over ``tensor``."""
 
 
 class Config(RunConfig):
@@ -72,7 +72,7 @@ class Config(RunConfig):
     train: TrainConfig = TrainConfig(steps=100_000, metric="loss")
     report: ReportConfig = ReportConfig(directory=Path("runs/diffusion"))
     benchmark: Literal["stable_diffusion", "flux1"] | None = None
-    """the benchmark of MLPerf whose log is written where report.sinks has mlperf"""
+    """the MLPerf benchmark whose log is written if report.sinks has mlperf"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -82,7 +82,7 @@ class Config(RunConfig):
         if data.epoch is not None and data.shards > 1:
             raise ValueError(f"data.epoch is {data.epoch}, but shards are read to their ends; set it to null, or data.shards to 1")
         if "mlperf" in self.report.sinks and self.benchmark is None:
-            raise ValueError("report.sinks has mlperf, but benchmark is null; say which of MLPerf's this is")
+            raise ValueError("report.sinks has mlperf, but benchmark is null; set it to the MLPerf benchmark of this run")
         if self.benchmark == "flux1" and data.evaluation_place != 0:
             raise ValueError(f"data.evaluation_place is {data.evaluation_place:g}, but MLPerf's flux1 has 0; set it to 0")
         return self

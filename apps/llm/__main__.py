@@ -1,8 +1,8 @@
 """Train a language model:  python -m apps.llm apps/llm/configs/small.yaml [step.lr=2e-3 ...]
-Continue texts:         python -m apps.llm generate weights=FOLDER prompt="..." [temperature=0.8 ...]
-Judge a model:          python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl
+Generate texts:         python -m apps.llm generate weights=FOLDER prompt="..." [temperature=0.8 ...]
+Evaluate a model:       python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl
 
-The same lines run alone, or behind mpiexec, srun or torchrun.
+The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 import sys
@@ -18,27 +18,27 @@ class Run(Config):
     __doc__ = Config.__doc__
 
     def notes(self) -> list[str]:
-        return memory.notes(self)
+        return memory.describe(self)
 
 
 def main(cfg: Config) -> None:
-    from apps.llm.data import completed, network, texts
-    from apps.llm.texts import keep, keep_tokenizer
+    from apps.llm.data import build_loaders, build_model, complete_settings
+    from apps.llm.texts import save_texts, save_tokenizer
     from hpcai import dist, train
     from hpcai.models import llm
 
-    cfg = completed(cfg)
+    cfg = complete_settings(cfg)
     with dist.start(cfg.mesh) as mesh:
-        memory.refuse(cfg, mesh)
+        memory.check_memory(cfg, mesh)
         benchmark = BENCHMARKS.get(cfg.benchmark or "")
-        with train.Run("llm", cfg, mesh, benchmark) as run, texts(cfg, mesh) as (training, validation, pictures):
+        with train.Run("llm", cfg, mesh, benchmark) as run, build_loaders(cfg, mesh) as (training, validation, pictures):
             with train.seeds(cfg.train.seed):
-                model = network(cfg, mesh)
+                model = build_model(cfg, mesh)
             step = train.Step(model, llm.loss, cfg.step, mesh, pipeline=llm.build_pipeline(model, mesh, **cfg.stages.model_dump()))
             result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
             if result.reason != "signal":
-                keep_tokenizer(run, cfg)
-            run.finish(step, result, llm.entropies, pictures, partial(keep, run, cfg, step))
+                save_tokenizer(run, cfg)
+            run.finish(step, result, llm.entropies, pictures, partial(save_texts, run, cfg, step))
     raise SystemExit(result.exit_code)
 
 

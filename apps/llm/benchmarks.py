@@ -1,7 +1,7 @@
-"""A language model to be measured:  hpcai bench llm | hpcai ablate llm [model.width=512 ...]
+"""Benchmark of a language model:  hpcai bench llm | hpcai ablate llm [model.width=512 ...]
 
-The plain form makes all logits, and takes their cross entropy by torch. Rows are random tokens of a few documents each, as long as
-the model may read.
+The plain form computes all logits and their cross entropy with torch. Rows are random tokens of a few documents each, with the
+maximum length of the model.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.llm.data import ABOUT, About, Texts, about_of, rows_of
+from apps.llm.data import METADATA, TextMetadata, Texts, open_rows, read_metadata
 from apps.llm.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
@@ -38,7 +38,7 @@ _NEMO = PublishedRate(
 
 
 class BenchmarkConfig(Config):
-    """A language model of a size that is measured in minutes."""
+    """A language model that is benchmarked in minutes."""
 
     model: LLMConfig = _LARGE if _GPU else _SMALL
     data: DataConfig = DataConfig(batch=_ROWS, evaluation_batch=_ROWS, workers=1, documents="joined", pictures=0)
@@ -55,19 +55,19 @@ class Benchmark(Workload):
     gpu_cases = tuple(
         Case(
             f"llama2-7b{name}", "llama2-7b.yaml", ("data.batch=8", "step.accumulate=8", "data.documents=joined"), published=_NEMO,
-            goal=tokens / 4096, base_overrides=("step.precision=bf16-params", *words),
+            goal=tokens / 4096, base_overrides=("step.precision=bf16-params", *overrides),
         )
-        for name, tokens, words in (("", 10_500, ()), ("-fp8", 16_900, ("step.matmul=fp8",)))
+        for name, tokens, overrides in (("", 10_500, ()), ("-fp8", 16_900, ("step.matmul=fp8",)))
     )  # fmt: skip
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:
-        """The mean, as other apps give it: all rows have as many tokens that count."""
+        """Return the mean, as other apps do: all rows have equally many tokens in the loss."""
         total, count = loss(model, batch)["loss"]
         return {"loss": total / count}
 
     def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
-        cut = "words are cut, and their entropy has one form" if mesh["tensor"].size > 1 else None
-        return [Switch("logits", "cross entropy of some tokens at a time, not of all logits together", cut)]
+        cut = "the vocabulary is sharded, and its cross entropy has one form" if mesh["tensor"].size > 1 else None
+        return [Switch("logits", "cross entropy of a few tokens at a time, not of all logits together", cut)]
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         return [(), ("data.documents=apart",)]
@@ -79,32 +79,32 @@ class Benchmark(Workload):
         return model if cfg.lora is None else adapt(model, cfg.lora)
 
     def random_sample(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
-        about = _about(cfg)
-        tokens = random.integers(0, about.vocabulary, about.sequence + 1).astype(about.type)
-        ends = np.sort(random.choice(np.arange(2, about.sequence), _DOCUMENTS, replace=False)).astype(np.int32)
-        return tokens, np.asarray(_BYTES * about.sequence, np.int32), np.asarray(_DOCUMENTS, np.int32), ends
+        metadata = _random_metadata(cfg)
+        tokens = random.integers(0, metadata.vocabulary, metadata.sequence + 1).astype(metadata.type)
+        ends = np.sort(random.choice(np.arange(2, metadata.sequence), _DOCUMENTS, replace=False)).astype(np.int32)
+        return tokens, np.asarray(_BYTES * metadata.sequence, np.int32), np.asarray(_DOCUMENTS, np.int32), ends
 
     def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
-        source = Texts(cast(Any, samples), _about(cfg), cfg.data.documents, "all")
+        source = Texts(cast(Any, samples), _random_metadata(cfg), cfg.data.documents, "all")
         rows = [source.transform(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
         return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        about = about_of(cfg.data.directory)
-        source = Texts(rows_of(cfg, split, mesh, about=about), about, cfg.data.documents, "all")
+        metadata = read_metadata(cfg.data.directory)
+        source = Texts(open_rows(cfg, split, mesh, metadata=metadata), metadata, cfg.data.documents, "all")
         return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
     def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
         cfg = super().write_files(cfg, rows, splits)
-        (cfg.data.directory / ABOUT).write_text(json.dumps(_about(cfg).model_dump()))
+        (cfg.data.directory / METADATA).write_text(json.dumps(_random_metadata(cfg).model_dump()))
         return cfg
 
 
-def _about(cfg: Any) -> About:
-    """Rows of random tokens."""
+def _random_metadata(cfg: Any) -> TextMetadata:
+    """Return the metadata of rows of random tokens."""
     model = cfg.model
     kind: Any = "uint16" if model.vocabulary <= 1 << 16 else "uint32"
-    return About(
+    return TextMetadata(
         sequence=model.positions, vocabulary=model.vocabulary, tokenizer="random", type=kind, answers=False, before=[],
     )  # fmt: skip
 
@@ -114,23 +114,23 @@ class _AllLogits(LMHead):
         logits = F.linear(hidden, self.weight)
         if targets is None:
             return logits
-        found = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-        return found.view(targets.shape)
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        return losses.view(targets.shape)
 
 
 def _transformers(cfg: Any, batch: Batch) -> Implementation:
     package: Any = import_module("transformers")
-    words, cached = hub_config(cfg.model, torch.float32), {"use_cache": False}  # with one it reads no positions for documents
-    if words["model_type"] == "gpt2":  # which drops a tenth in three places
-        words |= {"resid_pdrop": cfg.model.dropout, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    theirs = package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model(**words))
+    kwargs, cached = hub_config(cfg.model, torch.float32), {"use_cache": False}  # a cache would ignore positions of documents
+    if kwargs["model_type"] == "gpt2":  # its default is a dropout of 0.1 in three layers
+        kwargs |= {"resid_pdrop": cfg.model.dropout, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    peer = package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model(**kwargs))
 
     def mean(model: Any, batch: Batch) -> dict[str, Any]:
-        places = None if batch.documents is None else document_positions(batch.documents[:, :-1])
-        logits, targets = model(batch.tokens[:, :-1], position_ids=places, **cached).logits, batch.targets
+        positions = None if batch.documents is None else document_positions(batch.documents[:, :-1])
+        logits, targets = model(batch.tokens[:, :-1], position_ids=positions, **cached).logits, batch.targets
         return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)}
 
-    return Implementation(theirs.train().to(batch.tokens.device), mean)
+    return Implementation(peer.train().to(batch.tokens.device), mean)
 
 
 Benchmark.peers = {"transformers": Peer("transformers", _transformers)}

@@ -1,4 +1,4 @@
-"""Rows of tokens as samples: of one folder, or a blend of several.   T targets of a row"""
+"""Rows of tokens as samples, from one folder or a blend of several.   T targets of a row"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from apps.llm.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import Blend, Endless, Sampler
-from hpcai.data.splits import Samples, Zip, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.splits import ConcatSamples, Samples, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first, broadcast_object
 from hpcai.errors import ConfigError, DataError
@@ -22,11 +22,11 @@ from hpcai.models.llm.load import load_weights, read_settings, resolve_run
 from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
 from hpcai.programs import command_of
 
-ABOUT = "text.json"
+METADATA = "text.json"
 
 
-class About(BaseModel):
-    """What ``text.json`` tells of a folder of rows."""
+class TextMetadata(BaseModel):
+    """The contents of ``text.json``, the metadata of a folder of rows."""
 
     sequence: PositiveInt
     vocabulary: PositiveInt
@@ -37,36 +37,36 @@ class About(BaseModel):
 
     @property
     def fields(self) -> Fields:
-        """Datasets of a file."""
+        """The HDF5 datasets of a file."""
         answers: Fields = {"answers": ("int32", ()), "spans": ("int32", ("answers", 2))} if self.answers else {}
         return {"tokens": (self.type, (self.sequence + 1,)), "bytes": ("int32", ()), "documents": ("int32", ()),
                 "ends": ("int32", ("documents",)), **answers}  # fmt: skip
 
 
 @contextmanager
-def texts(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures."""
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
     data, folders = cfg.data, [cfg.data.directory, *map(Path, cfg.data.blend)]
-    about = [broadcast_from_first(partial(about_of, folder), mesh.peers) for folder in folders]
-    _agree(cfg, folders, about)
-    _has_tokenizer(folders[0], about[0], mesh)
-    parts = [Texts(rows_of(cfg, "train", mesh, each, told), told, data.documents, data.learn) for each, told in zip(folders, about)]
-    validation = rows_of(cfg, "validation", mesh, folders[0], about[0])
-    train = Zip(parts) if len(parts) > 1 else parts[0]
-    words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}
-    held: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
+    metadata = [broadcast_from_first(partial(read_metadata, folder), mesh.peers) for folder in folders]
+    _check_folders(cfg, folders, metadata)
+    _check_tokenizer(folders[0], metadata[0], mesh)
+    parts = [Texts(open_rows(cfg, "train", mesh, f, m), m, data.documents, data.learn) for f, m in zip(folders, metadata)]
+    validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0])
+    train = ConcatSamples(parts) if len(parts) > 1 else parts[0]
+    kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}
+    eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
 
     def first(count: int | None) -> Texts:
-        return Texts(validation, about[0], data.documents, data.judge, count)
+        return Texts(validation, metadata[0], data.documents, data.judge, count)
 
     with open_loaders(
         mesh,
-        lambda: make_loader(train, data.batch, data, mesh, **words),
-        lambda: make_loader(first(data.validation_rows), data.evaluation_batch, data, mesh, name="validation", **held),
-        (lambda: make_loader(first(data.pictures), data.evaluation_batch, data, mesh, name="pictures", **held))
+        lambda: make_loader(train, data.batch, data, mesh, **kwargs),
+        lambda: make_loader(first(data.validation_rows), data.evaluation_batch, data, mesh, name="validation", **eval_kwargs),
+        (lambda: make_loader(first(data.pictures), data.evaluation_batch, data, mesh, name="pictures", **eval_kwargs))
         if data.pictures else None,
-    ) as found:
-        yield found
+    ) as loaders:
+        yield loaders
 
 
 def _sampler(cfg: Config, parts: Sequence["Texts"]) -> dict[str, Sampler]:
@@ -80,40 +80,40 @@ def _sampler(cfg: Config, parts: Sequence["Texts"]) -> dict[str, Sampler]:
 
 
 class Texts(Samples):
-    """Rows of one split as ``Batch`` without its first dim; ``count``: the first of them only.
+    """Rows of one split as ``Batch`` without its first dim. ``count``: the first rows only.
 
-    A token that ends a document is read in the next one, so that it is what a text of its own begins with; where the tokenizer
-    puts a token of its own before a text, that one is, and is not learnt. ``counts``: all tokens, or those of answers.
+    The end token of a document belongs to the next document as input, so that every document begins with it. If the tokenizer puts
+    a token before each text, documents begin with that, and it is no target. ``counts``: targets are all tokens, or the answers.
     """
 
     replicated = True
 
-    def __init__(self, rows: Rows, about: About, documents: str, counts: str, count: int | None = None) -> None:
+    def __init__(self, rows: Rows, metadata: TextMetadata, documents: str, counts: str, count: int | None = None) -> None:
         super().__init__(rows, count)
-        self.about, self.apart, self.counts = about, documents == "apart", counts
+        self.metadata, self.apart, self.counts = metadata, documents == "apart", counts
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
-        about, tokens, ends = self.about, np.asarray(values["tokens"], np.int64), np.asarray(values["ends"])
-        if tokens.max() >= about.vocabulary:
-            raise DataError(f"{self.describe(index)}: token {tokens.max()}, the vocabulary has {about.vocabulary}; make it again")
-        places = np.arange(len(tokens), dtype=np.int32)
-        documents = np.searchsorted(ends if about.before else ends - 1, places, side="right").astype(np.int32)
+        metadata, tokens, ends = self.metadata, np.asarray(values["tokens"], np.int64), np.asarray(values["ends"])
+        if tokens.max() >= metadata.vocabulary:
+            raise DataError(f"{self.describe(index)}: token {tokens.max()}, vocabulary {metadata.vocabulary}; convert it again")
+        positions = np.arange(len(tokens), dtype=np.int32)
+        documents = np.searchsorted(ends if metadata.before else ends - 1, positions, side="right").astype(np.int32)
         counted = np.ones(len(tokens), bool)
         if self.counts == "answers":
             counted[:] = False
             for begin, end in values["spans"]:
                 counted[begin:end] = True
-        if about.before:
-            counted &= ~np.isin(places, ends)
-        said = np.float32(values["bytes"]) if about.answers == (self.counts == "answers") else None
-        return Batch(tokens, documents if self.apart else None, counted, said)
+        if metadata.before:
+            counted &= ~np.isin(positions, ends)
+        byte_count = np.float32(values["bytes"]) if metadata.answers == (self.counts == "answers") else None
+        return Batch(tokens, documents if self.apart else None, counted, byte_count)
 
 
-def about_of(folder: Path) -> About:
-    """What ``text.json`` says. Raises DataError where there is none."""
-    path = folder / ABOUT
+def read_metadata(folder: Path) -> TextMetadata:
+    """Read ``text.json``. Raises DataError if it is missing or invalid."""
+    path = folder / METADATA
     try:
-        return About.model_validate_json(path.read_bytes())
+        return TextMetadata.model_validate_json(path.read_bytes())
     except OSError as problem:
         text = f"{path}: {problem.strerror}; make data with: {command_of('data_prep.text')} python {folder}, or set data.directory"
         raise DataError(text) from problem
@@ -122,25 +122,25 @@ def about_of(folder: Path) -> About:
         raise DataError(f"{path}: {'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}; make the rows again") from problem
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh, folder: Path | None = None, about: About | None = None) -> Rows:
+def open_rows(cfg: Config, split: str, mesh: Mesh, folder: Path | None = None, metadata: TextMetadata | None = None) -> Rows:
     folder = folder or cfg.data.directory
-    fields = (about or broadcast_from_first(partial(about_of, folder), mesh.peers)).fields
+    fields = (metadata or broadcast_from_first(partial(read_metadata, folder), mesh.peers)).fields
     remedy = f"make rows with: {command_of('data_prep.text')} convert SOURCE {folder} --tokenizer FILE, or set data.directory"
     return open_split(folder / split, fields, remedy, cfg.data, mesh, cfg.data.shards if split == "train" else 1)
 
 
-def _agree(cfg: Config, folders: Sequence[Path], about: Sequence[About]) -> None:
-    """Raise where folders are not of one kind, not for this model, or not of the tokenizer that weights were trained with."""
-    first, model, data = about[0], cfg.model, cfg.data
-    for folder, other in zip(folders[1:], about[1:]):
+def _check_folders(cfg: Config, folders: Sequence[Path], metadata: Sequence[TextMetadata]) -> None:
+    """Raise ConfigError if folders differ in kind, do not fit the model, or have another tokenizer than the weights."""
+    first, model, data = metadata[0], cfg.model, cfg.data
+    for folder, other in zip(folders[1:], metadata[1:]):
         for name in ("tokenizer", "sequence", "type", "answers"):
-            ours, theirs = (str(getattr(one, name))[:12] for one in (first, other))
+            ours, theirs = (str(getattr(info, name))[:12] for info in (first, other))
             if ours != theirs:
-                raise ConfigError(f"{folder}: {name} is {theirs}, that of {folders[0]} is {ours}; a blend has one for all")
+                raise ConfigError(f"{folder}: {name} is {theirs}, that of {folders[0]} is {ours}; a blend needs equal ones")
     if first.vocabulary > model.vocabulary:
         raise ConfigError(
-            f"{folders[0]}: its tokenizer has {first.vocabulary:,} tokens, model.vocabulary is {model.vocabulary:,}; set it to as "
-            "many or more, or make rows with the tokenizer of the model"
+            f"{folders[0]}: its tokenizer has {first.vocabulary:,} tokens, model.vocabulary is {model.vocabulary:,}; set it to at "
+            "least as many, or convert rows with the tokenizer of the model"
         )
     if first.sequence > model.positions:
         raise ConfigError(f"{folders[0]}: rows of {first.sequence} tokens, model.positions is {model.positions}; make shorter rows")
@@ -151,20 +151,20 @@ def _agree(cfg: Config, folders: Sequence[Path], about: Sequence[About]) -> None
         if theirs != first.tokenizer:
             raise ConfigError(
                 f"{folders[0]}: rows made with the tokenizer {first.tokenizer[:12]}, start.weights {cfg.start.weights} has "
-                f"{theirs[:12]}: its weights know other tokens; convert with --tokenizer {cfg.start.weights}"
+                f"{theirs[:12]}: its weights were trained with other tokens; convert with --tokenizer {cfg.start.weights}"
             )
 
 
-def _has_tokenizer(folder: Path, about: About, mesh: Mesh) -> None:
-    """Raise on all processes where the tokenizer beside the rows, which the run's own will be, is not the one that made them."""
+def _check_tokenizer(folder: Path, metadata: TextMetadata, mesh: Mesh) -> None:
+    """Raise DataError on all ranks if the tokenizer beside the rows, which the run copies, is not the one that encoded them."""
     problem = ""
     if mesh.is_first:
         try:
-            found = Tokenizer.load(folder).identity
-            if found != about.tokenizer:
+            identity = Tokenizer.load(folder).identity
+            if identity != metadata.tokenizer:
                 problem = (
-                    f"{folder / CONTENT}: is the tokenizer {found[:12]}, the rows were made with {about.tokenizer[:12]} ({ABOUT}); "
-                    "put that one there, or make the rows again"
+                    f"{folder / CONTENT}: has tokenizer {identity[:12]}, {METADATA} names {metadata.tokenizer[:12]} for the rows; "
+                    "copy that one there, or convert the rows again"
                 )
         except DataError as error:
             problem = str(error)
@@ -172,26 +172,26 @@ def _has_tokenizer(folder: Path, about: About, mesh: Mesh) -> None:
         raise DataError(problem)
 
 
-def completed(cfg: Config) -> Config:
-    """``cfg`` in whose model that of ``start.weights``, or vocabulary and positions of the data, are in place of defaults. Raises
-    ConfigError where weights have other sizes than those that are set."""
+def complete_settings(cfg: Config) -> Config:
+    """Return ``cfg`` with defaults of the model replaced by the settings of ``start.weights``, or by vocabulary and positions of
+    the data. Raises ConfigError if a setting differs from that of the weights."""
     fields = LLMConfig.model_fields.items()
-    asked = {name: value for name, field in fields if (value := getattr(cfg.model, name)) != field.get_default()}
+    explicit = {name: value for name, field in fields if (value := getattr(cfg.model, name)) != field.get_default()}
     folder, free = cfg.start.weights, {"dropout", "recompute", "deviation", "positions"}
     if folder is None:
-        about = about_of(cfg.data.directory)
-        known = {"vocabulary": about.vocabulary, "positions": about.sequence}
-        return cfg.model_copy(update={"model": cfg.model.model_copy(update=known | asked)})
-    found = read_settings(folder)
-    for name, value in asked.items():
-        if name not in free and value != getattr(found, name):
-            raise ConfigError(f"model.{name} is {value}, in {folder} it is {getattr(found, name)}; leave it out")
-    return cfg.model_copy(update={"model": found.model_copy(update={name: asked[name] for name in free & set(asked)})})
+        metadata = read_metadata(cfg.data.directory)
+        defaults = {"vocabulary": metadata.vocabulary, "positions": metadata.sequence}
+        return cfg.model_copy(update={"model": cfg.model.model_copy(update=defaults | explicit)})
+    loaded = read_settings(folder)
+    for name, value in explicit.items():
+        if name not in free and value != getattr(loaded, name):
+            raise ConfigError(f"model.{name} is {value}, in {folder} it is {getattr(loaded, name)}; leave it out")
+    return cfg.model_copy(update={"model": loaded.model_copy(update={name: explicit[name] for name in free & set(explicit)})})
 
 
-def network(cfg: Config, mesh: Mesh) -> LLM:
-    """The model over the mesh, of random weights or those that are named, to be built within ``train.seeds``: then no process makes
-    it whole, but for one of GPT-2's files, which have other tensors."""
+def build_model(cfg: Config, mesh: Mesh) -> LLM:
+    """Build the model on the mesh with random or loaded weights, within ``train.seeds``. No rank materializes the full model,
+    except from GPT-2's own files, which have other tensors."""
     folder = cfg.start.weights
     is_gpt = folder is not None and cfg.model.rotary is None and resolve_run(folder).is_dir()
     model = parallelize(load_weights(folder, cfg.model) if folder and is_gpt else LLM(cfg.model), mesh)

@@ -1,9 +1,9 @@
-"""Continue texts:  python -m apps.llm generate weights=FOLDER prompt="Once upon a time" [temperature=0.8 mesh.tensor=2 ...]
+"""Generate texts:  python -m apps.llm generate weights=FOLDER prompt="Once upon a time" [temperature=0.8 mesh.tensor=2 ...]
 
-What ``prompt=`` says is a text as it stands; without it and without ``file=`` the prompt is read from standard input. One text is
-shown while it is written. Many come from a file, a prompt on each line, or in each line of .jsonl {"text": "..."} or {"messages":
-[{"role": "...", "content": "..."}, ...]}, and go into ``out=`` as lines of JSON; where that file is there, what it lacks is added.
-Copies of the model (``mesh.replicate``) share prompts out among them.
+``prompt=`` is a literal text. Without it and ``file=`` the prompt is read from standard input. Its continuation is streamed. A
+file has many prompts: one on each line, or in .jsonl an object {"text": "..."} or {"messages": [{"role": "...",
+"content": "..."}, ...]} on each line. Results are appended to ``out=`` as JSON lines; prompts that have one there are skipped.
+Prompts are distributed over model replicas (``mesh.replicate``).
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.asked import AskConfig, asked, json_lines
+from apps.llm.prompting import PromptingConfig, load_model, read_json_lines
 from hpcai import config
 from hpcai.errors import DataError
 from hpcai.models.llm import SamplingConfig
@@ -23,21 +23,21 @@ from hpcai.models.llm import SamplingConfig
 EXPECTED = 'a line such as {"text": "Once upon"} or {"messages": [{"role": "user", "content": "Hello"}]}'
 
 
-class GenerateConfig(AskConfig, SamplingConfig):
-    """Texts that a model is to continue."""
+class GenerateConfig(PromptingConfig, SamplingConfig):
+    """Prompts and sampling of text generation."""
 
     prompt: str | None = None
-    """one text"""
+    """one prompt"""
     file: Path | None = None
-    """texts, each a line of a file; of .jsonl in each line an object with a text, or with the messages of a chat"""
+    """file with a prompt on each line; of .jsonl an object with a text, or with the messages of a chat"""
     out: Path | None = None
-    """file of JSON lines for what is made of `file`; null: standard output"""
+    """file of JSON lines for the results of `file`; null: standard output"""
     stop: tuple[str, ...] = ()
-    """texts of which the first that is said ends a text, and is left out"""
+    """stop strings: the first one generated ends the text, and is left out"""
     seed: int = 0
-    """of the choice of tokens; the text of each line of a file has a seed of its own"""
+    """of sampling; each line of a file has a seed of its own"""
     capture: bool = True
-    """whether a GPU is told of a token in one call (a CUDA graph)"""
+    """capture a decode step as a CUDA graph"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -46,24 +46,24 @@ class GenerateConfig(AskConfig, SamplingConfig):
         if self.out is not None and self.file is None:
             raise ValueError("out is given, but file is not: one text goes to standard output; give file, or leave out")
         if not all(self.stop):
-            raise ValueError("stop has a text without letters, which would end every text at once; leave it out")
+            raise ValueError("stop has an empty string, which would end every text at once; leave it out")
         return self
 
     @property
-    def words(self) -> dict[str, Any]:
-        """What generation is told."""
+    def sampling(self) -> dict[str, Any]:
+        """The keyword arguments of generation."""
         return {"stop": self.stop, "capture": self.capture, **{name: getattr(self, name) for name in SamplingConfig.model_fields}}
 
 
 class Prompt(NamedTuple):
     line: int
-    given: dict[str, Any]
+    content: dict[str, Any]
 
 
-def run(words: Sequence[str]) -> None:
-    """Continue what the words of a command line say."""
-    # A prompt may look like any YAML; in JSON's quotes it is text.
-    sys.argv[1:] = [f"prompt={json.dumps(word[7:])}" if word.startswith("prompt=") else word for word in words]
+def run(args: Sequence[str]) -> None:
+    """Run the command with its command-line arguments."""
+    # A prompt may look like YAML; in JSON's quotes it is text.
+    sys.argv[1:] = [f"prompt={json.dumps(word[7:])}" if word.startswith("prompt=") else word for word in args]
     config.run(GenerateConfig, main)
 
 
@@ -72,65 +72,65 @@ def main(cfg: GenerateConfig) -> None:
 
     with dist.start(cfg.mesh) as mesh:
         if cfg.file is None:
-            continue_one(cfg, mesh)
+            stream_prompt(cfg, mesh)
         else:
-            continue_all(cfg, mesh)
+            continue_file(cfg, mesh)
 
 
-def continue_one(cfg: GenerateConfig, mesh: Any) -> None:
-    """Show how one text goes on, while it does. Copies beside the first have nothing to do."""
+def stream_prompt(cfg: GenerateConfig, mesh: Any) -> None:
+    """Stream the continuation of one prompt to standard output, by the first replica only."""
     from hpcai.dist.collectives import broadcast_object
     from hpcai.models.llm.text import continue_text
 
     text = cfg.prompt if cfg.prompt is not None else broadcast_object(sys.stdin.read() if mesh.is_first else "", mesh.peers)
     if mesh["replicate"].rank == 0:
-        model, act = asked(cfg, mesh)
-        for piece in continue_text(model, text, seed=cfg.seed, pipeline=act, **cfg.words):
+        model, pipeline = load_model(cfg, mesh)
+        for piece in continue_text(model, text, seed=cfg.seed, pipeline=pipeline, **cfg.sampling):
             if mesh.is_first:
                 print(piece, end="", flush=True)
         if mesh.is_first:
             print(flush=True)
 
 
-def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
-    """Write how each text of a file goes on that has no line in ``out`` yet. Raises DataError for a line that is no prompt, or is
-    too long for the model, and for an ``out`` that is of other prompts, before any text is made."""
+def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
+    """Write the continuation of each prompt of a file that has no line in ``out`` yet. Before any is generated, raises DataError
+    for a line that is no prompt or is too long for the model, and if ``out`` belongs to other prompts."""
     from hpcai.dist.collectives import all_gather_object, broadcast_object
     from hpcai.models.llm.generation import check_prompts
     from hpcai.models.llm.text import complete_texts, prompt_tokens
 
     assert cfg.file is not None
     prompts = broadcast_object(read_prompts(cfg.file) if mesh.is_first else [], mesh.peers)
-    done = broadcast_object(finished(cfg.out, cfg.file, prompts) if mesh.is_first else set(), mesh.peers)
-    model, act = asked(cfg, mesh)
+    done = broadcast_object(read_completed(cfg.out, cfg.file, prompts) if mesh.is_first else set(), mesh.peers)
+    model, pipeline = load_model(cfg, mesh)
 
     def tokens(prompt: Prompt) -> list[int]:
-        if "messages" in prompt.given:
-            return list(model.tokenizer.chat(prompt.given["messages"], True)[0])
-        return prompt_tokens(model, prompt.given["text"])
+        if "messages" in prompt.content:
+            return list(model.tokenizer.chat(prompt.content["messages"], True)[0])
+        return prompt_tokens(model, prompt.content["text"])
 
-    found: list[tuple[Prompt, list[int]]] = []
+    encoded: list[tuple[Prompt, list[int]]] = []
     for prompt in prompts:
         try:
-            found.append((prompt, tokens(prompt)))
+            encoded.append((prompt, tokens(prompt)))
         except DataError as problem:
             raise DataError(f"{cfg.file}: line {prompt.line}: {problem}") from problem
-    check_prompts([ids for _, ids in found], model.cfg.vocabulary, model.cfg.positions,
-                  lambda n: f"{cfg.file}: line {found[n][0].line}")  # fmt: skip
-    todo = [each for each in found if each[0].line not in done]
+    check_prompts([ids for _, ids in encoded], model.cfg.vocabulary, model.cfg.positions,
+                  lambda n: f"{cfg.file}: line {encoded[n][0].line}")  # fmt: skip
+    todo = [each for each in encoded if each[0].line not in done]
     if mesh.is_first:
         sys.stderr.write(f"{len(todo)} of {len(prompts)} texts to continue\n")
-    runs = [list(some) for _, some in groupby(todo, lambda each: "messages" in each[0].given)]
+    runs = [list(some) for _, some in groupby(todo, lambda each: "messages" in each[0].content)]
     batches = [each[at : at + cfg.batch] for each in runs for at in range(0, len(each), cfg.batch)]
-    copies = mesh["replicate"]
-    for first in range(0, len(batches), copies.size):
-        mine = batches[first + copies.rank] if first + copies.rank < len(batches) else []
-        seeds, fresh = [cfg.seed + prompt.line for prompt, _ in mine], any("messages" in prompt.given for prompt, _ in mine)
-        texts = complete_texts(model, [ids for _, ids in mine], seed=seeds, fresh=fresh, pipeline=act, **cfg.words)
-        told = [{"line": prompt.line, **prompt.given, "completion": text} for (prompt, _), text in zip(mine, texts)]
-        every = all_gather_object(told if mesh.model_parallel.rank == 0 else [], mesh.peers)
+    replicas = mesh["replicate"]
+    for first in range(0, len(batches), replicas.size):
+        local_batch = batches[first + replicas.rank] if first + replicas.rank < len(batches) else []
+        seeds, fresh = [cfg.seed + p.line for p, _ in local_batch], any("messages" in p.content for p, _ in local_batch)
+        texts = complete_texts(model, [ids for _, ids in local_batch], seed=seeds, fresh=fresh, pipeline=pipeline, **cfg.sampling)
+        records = [{"line": prompt.line, **prompt.content, "completion": text} for (prompt, _), text in zip(local_batch, texts)]
+        gathered = all_gather_object(records if mesh.model_parallel.rank == 0 else [], mesh.peers)
         if mesh.is_first:
-            _write(cfg.out, [line for some in every for line in some])
+            _write(cfg.out, [line for lines in gathered for line in lines])
 
 
 def _write(out: Path | None, lines: Sequence[dict[str, Any]]) -> None:
@@ -143,27 +143,27 @@ def _write(out: Path | None, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file. Raises DataError, which names the line, for one that is none."""
+    """Read the prompts of a file. Raises DataError with the number of a line that is no prompt."""
     if path.suffix != ".jsonl":
         try:
             lines = path.read_bytes().decode("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as problem:
             raise DataError(f"{path}: cannot be read as text ({problem})") from problem
-        found = [Prompt(number, {"text": line}) for number, line in enumerate(lines, 1) if line.strip()]
+        prompts = [Prompt(number, {"text": line}) for number, line in enumerate(lines, 1) if line.strip()]
     else:
-        found = []
-        for number, given in json_lines(path, EXPECTED):
-            if isinstance(given.get("text"), str) == isinstance(given.get("messages"), list):
-                raise DataError(f"{path}: line {number}: has {', '.join(given) or 'nothing'}, expected {EXPECTED}")
-            found.append(Prompt(number, given))
-    if not found:
-        raise DataError(f"{path}: holds no prompt, expected one on each line")
-    return found
+        prompts = []
+        for number, content in read_json_lines(path, EXPECTED):
+            if isinstance(content.get("text"), str) == isinstance(content.get("messages"), list):
+                raise DataError(f"{path}: line {number}: has {', '.join(content) or 'nothing'}, expected {EXPECTED}")
+            prompts.append(Prompt(number, content))
+    if not prompts:
+        raise DataError(f"{path}: has no prompt, expected one on each line")
+    return prompts
 
 
-def finished(out: Path | None, path: Path, prompts: Sequence[Prompt]) -> set[int]:
-    """The lines of ``path`` that have a text in ``out`` already; half a line at its end, where a run was stopped, is cut off.
-    Raises DataError for a file that was not made of these prompts."""
+def read_completed(out: Path | None, path: Path, prompts: Sequence[Prompt]) -> set[int]:
+    """Return the lines of ``path`` that have a result in ``out``, after truncating an incomplete last line of an interrupted run.
+    Raises DataError if ``out`` belongs to other prompts."""
     if out is None:
         return set()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,10 +171,10 @@ def finished(out: Path | None, path: Path, prompts: Sequence[Prompt]) -> set[int
         return set()
     with out.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
-    given, done = {prompt.line: prompt.given for prompt in prompts}, set[int]()
-    for number, line in json_lines(out, "what this command writes; choose another out"):
-        told = {name: value for name, value in line.items() if name not in ("line", "completion")}
-        if given.get(line.get("line", 0)) != told:
-            raise DataError(f"{out}: line {number}: is of another prompt than those of {path}; choose another out")
+    contents, done = {prompt.line: prompt.content for prompt in prompts}, set[int]()
+    for number, line in read_json_lines(out, "a line that this command writes; choose another out"):
+        content = {name: value for name, value in line.items() if name not in ("line", "completion")}
+        if contents.get(line.get("line", 0)) != content:
+            raise DataError(f"{out}: line {number}: belongs to no prompt of {path}; choose another out")
         done.add(line["line"])
     return done

@@ -1,12 +1,11 @@
-"""What a run of a language model needs of memory and of computation, from its settings alone. No torch here, so that it is told at
-once, and on a login node.
+"""Memory and FLOPs of a language model's run, estimated from its settings. No torch is imported: it is fast on a login node too.
 
-    memory.parts(cfg, 64)       # bytes of the fullest of 64 processes, by what they are for
-    memory.refuse(cfg, mesh)    # before anything is allocated
+    memory.estimate_bytes(cfg, 64)  # bytes by purpose, of the rank that needs most among 64
+    memory.check_memory(cfg, mesh)  # before anything is allocated
 
-An estimate without norms and biases: tests compare it with a trace of the step (hpcai.plan.step_trace); it differs by 5 %
-at most, by 10 where ``step.shard`` cuts weights; ``hpcai plan llm`` records the step itself. Korthikanti et al. ("Reducing
-Activation Recomputation in Large Transformer Models", 2022) count the activations of GPT's layers alike.
+The estimate omits norms and biases. Tests compare it with a trace of the step (hpcai.plan.step_trace): it differs by at most 5 %,
+or 10 % if ``step.shard`` shards weights. ``hpcai plan llm`` records the step itself. Korthikanti et al. ("Reducing Activation
+Recomputation in Large Transformer Models", 2022) count the activations of GPT's layers in the same way.
 """
 
 import json
@@ -21,17 +20,17 @@ from hpcai.errors import LaunchError, MeshError
 if TYPE_CHECKING:
     from hpcai.dist import Mesh
 
-_SURE = 1.15
-"""times the room that an estimate must be for a run to be refused"""
+_MARGIN = 1.15
+"""ratio of estimated to available memory above which a run is refused"""
 _LOGITS = 1 << 28  # bytes of float32 logits that a GPU computes at a time (hpcai.kernels.chunking)
-_FEW = 4  # ranks whose gradients are added up in bfloat16 (hpcai.parallel.data_parallel)
-_READ, _FED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers that read a norm's result
+_BF16_SUM_RANKS = 4  # most ranks whose gradients are reduced in bfloat16 (hpcai.parallel.data_parallel)
+_AFTER_NORMS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers whose input is the output of a norm
 _MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1}  # lamb's third is the direction
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """A mesh: how many processes along each axis."""
+class MeshSizes:
+    """The number of ranks along each axis of a mesh."""
 
     replicate: int
     tensor: int
@@ -39,68 +38,68 @@ class Sizes:
     pipeline: int
 
     @classmethod
-    def of(cls, cfg: Config, world: int) -> "Sizes":
-        """Raises MeshError where the processes cannot be divided so."""
+    def from_config(cls, cfg: Config, world: int) -> "MeshSizes":
+        """Return the sizes for ``world`` ranks. Raises MeshError if these do not divide it."""
         mesh = cfg.mesh
         within, train = mesh.tensor * mesh.context * mesh.pipeline, world - mesh.evaluate
         if train < within or train % within or mesh.replicate not in (-1, train // within):
-            raise MeshError(f"{world} processes cannot be mesh {mesh.model_dump()}: give a multiple of {within}, or other sizes")
+            raise MeshError(f"{world} ranks cannot form mesh {mesh.model_dump()}: start a multiple of {within}, or set other sizes")
         return cls(train // within, mesh.tensor, mesh.context, mesh.pipeline)
 
 
-def notes(cfg: Config) -> list[str]:
-    """What ``--show`` says beside the settings: memory, parameters, tokens of a step, operations of a token."""
+def describe(cfg: Config) -> list[str]:
+    """Return the lines that ``--show`` adds to the settings: memory, parameters, tokens of a step, FLOPs of a token."""
     try:
-        found, mesh = read_rank_info().world or 1, cfg.mesh
+        ranks, mesh = read_rank_info().world or 1, cfg.mesh
     except LaunchError:
-        found = 1
+        ranks = 1
     within = mesh.tensor * mesh.context * mesh.pipeline
-    world = mesh.evaluate + within * (max((found - mesh.evaluate) // within, 1) if mesh.replicate == -1 else mesh.replicate)
-    sizes, tokens = Sizes.of(cfg, world), tokens_of(cfg)
-    named = " x ".join(f"{name} {size}" for name, size in vars(sizes).items() if size > 1) or "one copy, not cut"
-    every = {name: bytes for name, bytes in parts(cfg, world).items() if bytes}
-    width = max(map(len, every))
-    told = [f"GB of the process that needs most, of {world} ({named}), about:"]
-    told += [f"  {name:<{width}} {bytes / 1e9:9.3f}" for name, bytes in every.items()]
-    told += [f"  {'in all':<{width}} {sum(every.values()) / 1e9:9.3f}"]
-    full, causal = (operations(cfg, tokens, half) for half in (False, True))
-    if mesh.replicate == -1 and found == 1:
-        told.append("mesh.replicate=N tells of N copies")
-    trained = "" if cfg.lora is None else f", {_adapters(cfg):,} of them trained"
+    world = mesh.evaluate + within * (max((ranks - mesh.evaluate) // within, 1) if mesh.replicate == -1 else mesh.replicate)
+    sizes, tokens = MeshSizes.from_config(cfg, world), row_tokens(cfg)
+    named = " x ".join(f"{name} {size}" for name, size in vars(sizes).items() if size > 1) or "one replica, unsharded"
+    breakdown = {name: bytes for name, bytes in estimate_bytes(cfg, world).items() if bytes}
+    width = max(map(len, breakdown))
+    lines = [f"GB of the rank that needs most, of {world} ({named}), about:"]
+    lines += [f"  {name:<{width}} {bytes / 1e9:9.3f}" for name, bytes in breakdown.items()]
+    lines += [f"  {'in all':<{width}} {sum(breakdown.values()) / 1e9:9.3f}"]
+    full, causal = (flops_per_token(cfg, tokens, half) for half in (False, True))
+    if mesh.replicate == -1 and ranks == 1:
+        lines.append("mesh.replicate=N estimates N replicas")
+    trained = "" if cfg.lora is None else f", {_adapter_parameters(cfg):,} of them trained"
     return [
-        *told, f"{cfg.model.num_parameters + (_adapters(cfg) if cfg.lora else 0):,} parameters{trained}",
+        *lines, f"{cfg.model.num_parameters + (_adapter_parameters(cfg) if cfg.lora else 0):,} parameters{trained}",
         f"{cfg.data.batch * tokens:,} tokens a step: {cfg.data.batch} rows of {tokens}",
-        f"{full / 1e9:.2f} G multiplications and additions a token, {causal / 1e9:.2f} G where attention looks back alone",
+        f"{full / 1e9:.2f} GFLOP a token, {causal / 1e9:.2f} GFLOP if attention counts as causal",
     ]  # fmt: skip
 
 
-def operations(cfg: Config, tokens: int, causal: bool) -> float:
-    """Multiplications and additions of a token, forward and backward: 6 of each number that multiplies it (4 where it is frozen),
-    and of each layer 12 of each channel of the heads and each token seen (Narayanan et al., SC21, appendix; NVIDIA's figures count
-    attention in full until 2025, then ``causal``)."""
+def flops_per_token(cfg: Config, tokens: int, causal: bool) -> float:
+    """Return the FLOPs of a token, forward and backward: 6 for each weight of a matrix (4 if frozen), and in each layer 12 for each
+    channel of the heads and each token attended to (Narayanan et al., SC21, appendix). NVIDIA's figures count attention in full
+    until 2025, then ``causal``."""
     m = cfg.model
-    products = m.num_parameters - _around(cfg) + m.vocabulary * m.width
-    seen = 12 * m.layers * m.heads * m.head_dim * tokens * (0.5 if causal else 1.0)
-    return seen + (6 * products if cfg.lora is None else 4 * products + 6 * _adapters(cfg))
+    products = m.num_parameters - _embedding_parameters(cfg) + m.vocabulary * m.width
+    attention = 12 * m.layers * m.heads * m.head_dim * tokens * (0.5 if causal else 1.0)
+    return attention + (6 * products if cfg.lora is None else 4 * products + 6 * _adapter_parameters(cfg))
 
 
-def refuse(cfg: Config, mesh: "Mesh", room: float | None = None) -> None:
-    """Raise MeshError where a process surely needs more than ``room`` bytes, by default this machine's."""
-    room = _room(mesh) if room is None else room
-    found = parts(cfg, mesh.job.size)
-    if (need := sum(found.values())) <= _SURE * room:
+def check_memory(cfg: Config, mesh: "Mesh", available: float | None = None) -> None:
+    """Raise MeshError if a rank surely needs more than ``available`` bytes, by default those of this machine."""
+    available = _available_bytes(mesh) if available is None else available
+    breakdown = estimate_bytes(cfg, mesh.job.size)
+    if (need := sum(breakdown.values())) <= _MARGIN * available:
         return
-    largest = sorted(found.items(), key=lambda part: -part[1])[:4]
+    largest = sorted(breakdown.items(), key=lambda part: -part[1])[:4]
     named = ", ".join(f"{name} {bytes / 1e9:.3g}" for name, bytes in largest if bytes)
     raise MeshError(
-        f"a process needs about {need / 1e9:.3g} GB, there are {room / 1e9:.3g} ({named}). Less need step.shard=optimizer or"
-        " weights (of several copies), model.recompute=selective or layers, a greater step.accumulate, mesh.tensor and"
-        " mesh.pipeline; --show says at once how much"
+        f"a rank needs about {need / 1e9:.3g} GB, available are {available / 1e9:.3g} ({named}). To need less, set step.shard to"
+        " optimizer or weights (with several replicas), model.recompute to selective or layers, or increase step.accumulate,"
+        " mesh.tensor or mesh.pipeline; --show prints the estimate at once"
     )
 
 
-def _room(mesh: "Mesh") -> float:
-    """Bytes that a process may have: its GPU's, or its part of what the node has free."""
+def _available_bytes(mesh: "Mesh") -> float:
+    """Return the bytes available to a rank: all of its GPU, or its fraction of the node's free memory."""
     if mesh.device.type == "cuda":
         import torch
 
@@ -113,8 +112,8 @@ def _room(mesh: "Mesh") -> float:
     return 1024.0 * free / (read_rank_info().local_world or 1)
 
 
-def tokens_of(cfg: Config) -> int:
-    """Tokens of a row: as the data say, or where there are none here as many as the model may have."""
+def row_tokens(cfg: Config) -> int:
+    """Return the tokens of a row in the data, or if these are missing the maximum of the model."""
     try:
         return int(json.loads((cfg.data.directory / "text.json").read_bytes())["sequence"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -124,51 +123,50 @@ def tokens_of(cfg: Config) -> int:
 # ---- bytes
 
 
-def parts(cfg: Config, world: int) -> dict[str, float]:
-    """Bytes of the process that needs most, by what they are for; their sum is what lives at the fullest moment, at which the loss
-    head or a layer works. ``gathered``: weights that others hold (step.shard=weights). Buffers of CUDA's libraries are not in it.
-    """
-    sizes = Sizes.of(cfg, world)
-    return max((_of(cfg, sizes, rank) for rank in (0, sizes.pipeline - 1)), key=lambda found: sum(found.values()))
+def estimate_bytes(cfg: Config, world: int) -> dict[str, float]:
+    """Return the bytes of the rank that needs most, by purpose. Their sum is the peak, which is reached in the loss head or in a
+    layer. ``gathered``: weights of other ranks (step.shard=weights). Buffers of CUDA's libraries are not included."""
+    sizes = MeshSizes.from_config(cfg, world)
+    return max((_estimate_rank(cfg, sizes, rank) for rank in (0, sizes.pipeline - 1)), key=lambda estimate: sum(estimate.values()))
 
 
-def _of(cfg: Config, sizes: Sizes, rank: int) -> dict[str, float]:
-    """``parts`` of the first or the last rank along the pipeline."""
-    m, step, both = cfg.model, cfg.step, cfg.stages.schedule == "zero-bubble-v"  # both ends are on the first rank
+def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]:
+    """Return ``estimate_bytes`` of the first or the last rank along the pipeline."""
+    m, step, both = cfg.model, cfg.step, cfg.stages.schedule == "zero-bubble-v"  # first and last stage are on the first rank
     first, last = rank == 0, rank == 0 if both else rank == sizes.pipeline - 1
-    n, own, shards = sizes.tensor, -(-m.layers // sizes.pipeline), step.shard == "weights" and sizes.replicate > 1
-    tokens = max(cfg.data.batch // (sizes.replicate * step.accumulate), 1) * tokens_of(cfg) // sizes.context
-    hidden, product = _widths(cfg)
-    keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # heads of keys that several ranks hold
-    layer = (m.num_parameters - _around(cfg)) / m.layers / n + 2 * keys * m.head_dim * m.width / n
-    ends = _around(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
-    found = _held(cfg, sizes, own * layer + ends, trained=cfg.lora is None)
-    adapters = _adapters(cfg) * own / m.layers / n if cfg.lora else 0.0
-    found["adapters"] = sum(_held(cfg, sizes, adapters, trained=True).values())
-    kept, entered = (_kept(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
-    flying = _flying(cfg, sizes, rank)
-    found["activations"] = own * kept * flying
-    if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
+    n, local_layers, shards = sizes.tensor, -(-m.layers // sizes.pipeline), step.shard == "weights" and sizes.replicate > 1
+    tokens = max(cfg.data.batch // (sizes.replicate * step.accumulate), 1) * row_tokens(cfg) // sizes.context
+    hidden, product = _element_bytes(cfg)
+    keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # key heads that are replicated on several ranks
+    layer = (m.num_parameters - _embedding_parameters(cfg)) / m.layers / n + 2 * keys * m.head_dim * m.width / n
+    ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
+    nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends, trained=cfg.lora is None)
+    adapters = _adapter_parameters(cfg) * local_layers / m.layers / n if cfg.lora else 0.0
+    nbytes["adapters"] = sum(_state_bytes(cfg, sizes, adapters, trained=True).values())
+    saved, boundary = (_saved_activations(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
+    in_flight = _micro_batches_in_flight(cfg, sizes, rank)
+    nbytes["activations"] = local_layers * saved * in_flight
+    if sizes.pipeline > 1:  # inputs and outputs of stages and their gradients, for each micro-batch (torch's stages)
         stages = cfg.stages.per_rank
-        found["messages"] = entered * (step.accumulate * (2.0 * stages - first - last) + flying * (stages - last))
+        nbytes["messages"] = boundary * (step.accumulate * (2.0 * stages - first - last) + in_flight * (stages - last))
     cast = hidden != product and step.matmul != "fp8"
-    found["copies"] = product * own * layer * cast if m.recompute != "layers" else 0.0
-    again = _kept(cfg, sizes, tokens, "none") + product * layer * cast if m.recompute == "layers" else 0.0
-    found["layer or head"] = max(_backward(cfg, sizes, tokens) + again, _head(cfg, sizes, tokens) if last else 0.0)
+    nbytes["copies"] = product * local_layers * layer * cast if m.recompute != "layers" else 0.0
+    recomputed = _saved_activations(cfg, sizes, tokens, "none") + product * layer * cast if m.recompute == "layers" else 0.0
+    nbytes["layer or head"] = max(_layer_backward(cfg, sizes, tokens) + recomputed, _loss_head(cfg, sizes, tokens) if last else 0.0)
     weight = 2 if step.precision == "bf16-params" else max(hidden, 4)
-    passing = (weight + max(hidden, 4)) * (layer if cfg.lora is None else adapters / own)
-    found["gathered"] = weight * (ends + 2 * layer) + passing if shards else 0.0
-    return found
+    in_transit = (weight + max(hidden, 4)) * (layer if cfg.lora is None else adapters / local_layers)
+    nbytes["gathered"] = weight * (ends + 2 * layer) + in_transit if shards else 0.0
+    return nbytes
 
 
-def _around(cfg: Config) -> int:
-    """Parameters that are not of layers: embedding, positions and the last layer."""
+def _embedding_parameters(cfg: Config) -> int:
+    """Return the number of parameters outside the layers: embedding, positions and output layer."""
     m = cfg.model
     return m.vocabulary * m.width * (1 if m.tied else 2) + (0 if m.rotary else m.positions * m.width)
 
 
-def _adapters(cfg: Config) -> int:
-    """Parameters of all adapters."""
+def _adapter_parameters(cfg: Config) -> int:
+    """Return the number of parameters of all adapters."""
     m = cfg.model
     heads, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
     ends = {"q_proj": m.width + heads, "k_proj": m.width + keys, "v_proj": m.width + keys, "o_proj": heads + m.width}
@@ -176,82 +174,82 @@ def _adapters(cfg: Config) -> int:
     return 0 if cfg.lora is None else m.layers * cfg.lora.rank * sum(ends.get(name, 0) for name in cfg.lora.targets)
 
 
-def _widths(cfg: Config) -> tuple[int, int]:
-    """Bytes of a number of the hidden state, and of one in a product."""
+def _element_bytes(cfg: Config) -> tuple[int, int]:
+    """Return the bytes of an element of the hidden state, and of a matrix product."""
     return {"fp32": (4, 4), "fp64": (8, 8), "bf16-params": (2, 2)}.get(cfg.step.precision, (4, 2))
 
 
-def _held(cfg: Config, sizes: Sizes, count: float, trained: bool) -> dict[str, float]:
-    """Weights, gradients in their buckets, and the optimizer's numbers (Rajbhandari et al., "ZeRO", SC20, table 1)."""
-    step, copies = cfg.step, sizes.replicate
+def _state_bytes(cfg: Config, sizes: MeshSizes, count: float, trained: bool) -> dict[str, float]:
+    """Return the bytes of weights, gradient buckets and optimizer state (Rajbhandari et al., "ZeRO", SC20, table 1)."""
+    step, replicas = cfg.step, sizes.replicate
     narrow, wide = step.precision == "bf16-params", 8 if step.precision == "fp64" else 4
-    cut = step.shard if copies > 1 else "none"
-    share = 1 / ((step.shard_within or copies) if cut != "none" else 1)
-    weight = 2 if narrow and not (trained and cut == "weights") else wide
-    sums = 4 if narrow and (step.accumulate > 1 or copies * sizes.context > _FEW) else weight
+    shard = step.shard if replicas > 1 else "none"
+    fraction = 1 / ((step.shard_within or replicas) if shard != "none" else 1)
+    weight = 2 if narrow and not (trained and shard == "weights") else wide
+    sums = 4 if narrow and (step.accumulate > 1 or replicas * sizes.context > _BF16_SUM_RANKS) else weight
     moment = 2 if step.moments == "bf16" else wide
-    kept = _MOMENTS[step.optimizer] - (step.optimizer in ("sgd", "lars") and not step.momentum)
-    every = wide + moment * (kept - 1) if step.optimizer == "lamb" else moment * kept
-    updated = count * share * trained
+    moments = _MOMENTS[step.optimizer] - (step.optimizer in ("sgd", "lars") and not step.momentum)
+    moment_bytes = wide + moment * (moments - 1) if step.optimizer == "lamb" else moment * moments
+    updated = count * fraction * trained
     return {
-        "weights": weight * count * (share if cut == "weights" else 1),
-        "gradients": sums * count * trained * {"none": 1.0, "optimizer": 1 + share, "weights": share}[cut],
-        "optimizer": updated * (every + (wide if weight == 2 else 0)),  # with the master weights
+        "weights": weight * count * (fraction if shard == "weights" else 1),
+        "gradients": sums * count * trained * {"none": 1.0, "optimizer": 1 + fraction, "weights": fraction}[shard],
+        "optimizer": updated * (moment_bytes + (wide if weight == 2 else 0)),  # with the master weights
         "average": updated * wide if step.ema_decay is not None else 0.0,
     }
 
 
-def _flying(cfg: Config, sizes: Sizes, rank: int) -> float:
-    """Micro-batches whose activations a rank holds at a time, of all its layers: Narayanan et al., SC21, section 2.2."""
-    p, each, micro = sizes.pipeline, cfg.stages.per_rank, cfg.step.accumulate
+def _micro_batches_in_flight(cfg: Config, sizes: MeshSizes, rank: int) -> float:
+    """Return the maximum number of micro-batches whose activations a rank saves (Narayanan et al., SC21, section 2.2)."""
+    p, per_rank, micro_batches = sizes.pipeline, cfg.stages.per_rank, cfg.step.accumulate
     if p == 1:
         return 1.0
     if cfg.stages.schedule == "gpipe":
-        return float(micro)
-    if each == 1 or cfg.stages.schedule == "zero-bubble-v":
-        return float(min(p - rank * (each == 1), micro))
-    turn = micro // max(micro // p, 1)
-    ahead = (each - 1) * turn + (1 if cfg.stages.schedule == "zero-bubble" else 2) * (p - 1 - rank)
-    return min(ahead + 1, micro * each) / each
+        return float(micro_batches)
+    if per_rank == 1 or cfg.stages.schedule == "zero-bubble-v":
+        return float(min(p - rank * (per_rank == 1), micro_batches))
+    turn = micro_batches // max(micro_batches // p, 1)
+    ahead = (per_rank - 1) * turn + (1 if cfg.stages.schedule == "zero-bubble" else 2) * (p - 1 - rank)
+    return min(ahead + 1, micro_batches * per_rank) / per_rank
 
 
-def _kept(cfg: Config, sizes: Sizes, tokens: int, recompute: str) -> float:
-    """Activations of one layer that the backward pass reads."""
-    m, n, (hidden, product), some = cfg.model, sizes.tensor, _widths(cfg), tokens // sizes.tensor
+def _saved_activations(cfg: Config, sizes: MeshSizes, tokens: int, recompute: str) -> float:
+    """Return the bytes of a layer's activations that are saved for the backward pass."""
+    m, n, (hidden, product), local_tokens = cfg.model, sizes.tensor, _element_bytes(cfg), tokens // sizes.tensor
     trained, adapted = cfg.lora is None, set(cfg.lora.targets if cfg.lora else ())
     if recompute == "layers":
-        return hidden * m.width * some
-    kept = 2.0 * hidden * m.width * some
-    if recompute != "selective":  # what norms give; a frozen layer keeps no input, one that is cut does
-        kept += product * m.width * some * sum(trained or n > 1 or not adapted.isdisjoint(names) for names in (_READ, _FED))
+        return hidden * m.width * local_tokens
+    saved = 2.0 * hidden * m.width * local_tokens
+    if recompute != "selective":  # outputs of norms; a frozen layer saves no input unless it is sharded
+        saved += product * m.width * local_tokens * sum(trained or n > 1 or not adapted.isdisjoint(names) for names in _AFTER_NORMS)
     varlen = cfg.data.documents == "apart" and product == 2 and sizes.context == 1
     keys = m.kv_heads * m.head_dim * max(n // m.kv_heads, 1) // n
-    kept += tokens * (product * ((2 + varlen) * m.heads * m.head_dim // n + 2 * keys) + 4 * m.heads // n)
-    kept += 0 if varlen or cfg.data.documents == "joined" else product * tokens * tokens_of(cfg)  # the mask, as attention has it
+    saved += tokens * (product * ((2 + varlen) * m.heads * m.head_dim // n + 2 * keys) + 4 * m.heads // n)
+    saved += 0 if varlen or cfg.data.documents == "joined" else product * tokens * row_tokens(cfg)  # the mask of attention
     inner = (2 if m.feed == "swiglu" else 1) + (recompute == "none" and (trained or "down_proj" in adapted))
-    kept += inner * tokens * product * m.inner // n
-    if cfg.lora is not None and cfg.lora.dropout:  # what goes into A, and which of it was dropped
-        kept += len(adapted) * (product + 1) * m.width * some
-    return kept + 2 * m.width * some * (m.dropout > 0)
+    saved += inner * tokens * product * m.inner // n
+    if cfg.lora is not None and cfg.lora.dropout:  # the input of A and its dropout mask
+        saved += len(adapted) * (product + 1) * m.width * local_tokens
+    return saved + 2 * m.width * local_tokens * (m.dropout > 0)
 
 
-def _backward(cfg: Config, sizes: Sizes, tokens: int) -> float:
-    """What backward through a layer makes beside what was kept: gradients of its hidden states, inside its feed-forward part the
-    more where it is wide, and where weights are cut those of all tokens, which are gathered and sent."""
-    m, n, (hidden, product) = cfg.model, sizes.tensor, _widths(cfg)
+def _layer_backward(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
+    """Return the bytes of temporary tensors in the backward pass of a layer: gradients of its hidden states, those inside a wide
+    feed-forward part, or with tensor parallelism those of all tokens, which are gathered and reduced."""
+    m, n, (hidden, product) = cfg.model, sizes.tensor, _element_bytes(cfg)
     inner = product * tokens * m.inner // n
-    first = product * m.width * (tokens + m.inner) // n + inner  # through the last of its layers, with the gradient of a weight
+    first = product * m.width * (tokens + m.inner) // n + inner  # in its last linear layer, with a weight gradient
     within = 2 * inner if m.feed == "swiglu" else 0
     gathered = 4 * product * m.width * tokens - 2 * inner if n > 1 else 0
     return hidden * m.width * tokens // n + max(first, within, gathered)
 
 
-def _head(cfg: Config, sizes: Sizes, tokens: int) -> float:
-    """The last norm, and logits of some tokens at a time, backward (hpcai.nn.lm_head)."""
-    m, n, (hidden, product) = cfg.model, sizes.tensor, _widths(cfg)
-    wide, words = max(hidden, 4), -(-m.vocabulary // n)
-    logits, weight = min(tokens, max(_LOGITS // (4 * words), 1)) * words, words * m.width
-    learns = weight if cfg.lora is None else 0
+def _loss_head(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
+    """Return the bytes of the last norm, and of a chunk of logits in the backward pass (hpcai.nn.lm_head)."""
+    m, n, (hidden, product) = cfg.model, sizes.tensor, _element_bytes(cfg)
+    wide, vocabulary = max(hidden, 4), -(-m.vocabulary // n)
+    logits, weight = min(tokens, max(_LOGITS // (4 * vocabulary), 1)) * vocabulary, vocabulary * m.width
+    trained = weight if cfg.lora is None else 0
     final = m.width * (tokens // n * (hidden + product) + tokens * product * (n > 1)) + product * weight * (hidden != product)
     at_once = logits * (wide + product * (product != wide))
-    return final + product * m.width * tokens + wide * learns + max(at_once, (logits + learns) * product)
+    return final + product * m.width * tokens + wide * trained + max(at_once, (logits + trained) * product)

@@ -1,4 +1,4 @@
-"""What the MLPerf logs of language models say beside the common lines. No torch here."""
+"""Entries of the MLPerf logs of language models, beside the common ones. It imports no torch."""
 
 from hpcai.mllog import DISCLOSED, Benchmark, Entry, decay_name, in_steps
 
@@ -6,7 +6,7 @@ _COMMON = (
     Entry("seed", "train.seed"),
     Entry("gradient_accumulation_steps", "step.accumulate"),
     Entry("opt_name", "step.optimizer"),
-    Entry("opt_base_learning_rate", "step.lr"),                              # Training's base is the peak
+    Entry("opt_base_learning_rate", "step.lr"),                              # the base rate of MLPerf Training is the peak
     Entry("opt_learning_rate_warmup_steps", in_steps("step.schedule.warmup")),
     Entry("opt_adamw_weight_decay", "step.weight_decay"),
     Entry("opt_gradient_clip_norm", "step.clip"),

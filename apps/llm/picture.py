@@ -1,4 +1,4 @@
-"""The picture of a run: bits per byte of held-out text beside those of compressors, loss by position, and texts that it continues.
+"""The figure of a run: bits per byte of held-out text beside compressors, loss by position, and continued texts.
 
 K codes, M texts, T positions
 """
@@ -21,69 +21,69 @@ BINS = 24                                                # of positions
 
 @dataclass
 class Texts:
-    """What a model says of rows that it has not seen."""
+    """Scores of a model on held-out rows, and texts that it continued."""
 
     names: list[str]                                     # of codes, the model last
     bits: np.ndarray                                     # [K] per byte
-    positions: np.ndarray                                # [T] nats of a token, by how many tokens stand before it in its row
+    positions: np.ndarray                                # [T] nats of a token, by its position in the row
     counts: np.ndarray                                   # [T] tokens
-    texts: list[list[str]]                               # [M] of three: what is given, made, and true
+    texts: list[list[str]]                               # [M] of three: prompt, generated, true
 
 
 def read(path: Path) -> Texts:
-    found = arrays(path, {"positions": "real T", "counts": "whole T"}, ("names", "bits", "texts"))
-    if not found["counts"].sum() > 0 or not np.isfinite(found["positions"]).all():
+    content = arrays(path, {"positions": "real T", "counts": "whole T"}, ("names", "bits", "texts"))
+    if not content["counts"].sum() > 0 or not np.isfinite(content["positions"]).all():
         raise DataError("no token counts, or a loss is not finite")
-    names, bits, texts = found["names"].astype(str).tolist(), found["bits"].astype(float), found["texts"].astype(str)
+    names, bits, texts = content["names"].astype(str).tolist(), content["bits"].astype(float), content["texts"].astype(str)
     if bits.shape != (len(names),) or texts.ndim != 2 or texts.shape[1] != 3:
         raise DataError(f"bits is {bits.shape}, texts {texts.shape}; expected ({len(names)},) and [M, 3]")
-    return Texts(names, bits, found["positions"].astype(float), found["counts"], texts.tolist())
+    return Texts(names, bits, content["positions"].astype(float), content["counts"], texts.tolist())
 
 
-def caption(found: Texts) -> str:
-    tokens = f"{int(found.counts.sum()):,} tokens of validation rows."
-    if not found.names:
-        return tokens + " Only some of them count, so that no compressor can be compared."
-    return (f"{tokens} Whatever gives each token a probability is a compressor. gzip, xz and the frequencies begin with nothing, on"
-            " all of this very text at once; the model knows other texts of its kind, and sees a row at a time.")
+def caption(texts: Texts) -> str:
+    tokens = f"{int(texts.counts.sum()):,} tokens of validation rows."
+    if not texts.names:
+        return tokens + " Only some of them are scored, so compressors cannot be compared."
+    return (f"{tokens} A probability for each token is a compressor. gzip, xz and the frequencies start untrained, on all of this"
+            " text at once; the model was trained on similar texts, and reads one row at a time.")
 
 
-def draw(found: Texts, theme: Theme) -> Figure:
+def draw(texts: Texts, theme: Theme) -> Figure:
     figure = Figure(figsize=(WIDTH, 4.2))
     left, right = panels(figure, 2, 2)
-    _codes(left, found, theme)
-    _positions(right, found, theme)
+    _codes(left, texts, theme)
+    _positions(right, texts, theme)
     return figure
 
 
-def _codes(axes: Axes, found: Texts, theme: Theme) -> None:
-    rows = np.arange(len(found.names))
-    axes.barh(rows, found.bits, height=0.6, color=[theme.main if row == len(rows) - 1 else theme.faint for row in rows])
-    for row, bits in zip(rows, found.bits):
+def _codes(axes: Axes, texts: Texts, theme: Theme) -> None:
+    rows = np.arange(len(texts.names))
+    axes.barh(rows, texts.bits, height=0.6, color=[theme.main if row == len(rows) - 1 else theme.faint for row in rows])
+    for row, bits in zip(rows, texts.bits):
         axes.text(float(bits), float(row), f" {bits:.2f}", va="center", color=theme.ink)
-    axes.set_yticks(rows, found.names, color=theme.ink)
+    axes.set_yticks(rows, texts.names, color=theme.ink)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
-    axes.set(xlabel="bits per byte", xlim=(0, 1.2 * found.bits.max(initial=1.0)), ylim=(len(rows) - 0.4, -0.6))
+    axes.set(xlabel="bits per byte", xlim=(0, 1.2 * texts.bits.max(initial=1.0)), ylim=(len(rows) - 0.4, -0.6))
     panel_title(axes, "Bits per byte", "lower is better", theme)
 
 
-def _positions(axes: Axes, found: Texts, theme: Theme) -> None:
-    count = len(found.positions)
+def _positions(axes: Axes, texts: Texts, theme: Theme) -> None:
+    count = len(texts.positions)
     edges = np.unique(np.geomspace(1, count + 1, BINS + 1).astype(int)) - 1
-    sums, total = (np.add.reduceat(each, edges[:-1]) for each in (found.positions * found.counts, found.counts))
+    sums, total = (np.add.reduceat(each, edges[:-1]) for each in (texts.positions * texts.counts, texts.counts))
     middle = np.sqrt((edges[:-1] + 1) * edges[1:])
     means = sums / np.maximum(total, 1)
     axes.plot(middle, means, color=theme.main, marker="o", markersize=4)
     axes.set_xscale("log")
     axes.set(xlabel="position in the row [tokens]", ylabel="loss [nats per token]")
-    mean = float((found.positions * found.counts).sum() / found.counts.sum())
+    mean = float((texts.positions * texts.counts).sum() / texts.counts.sum())
     known = means[total > 0]
     panel_title(axes, "Loss by position", f"mean {mean:.3f} nats; {known[-1] - known[0]:+.2f} from first to last positions", theme)
 
 
-def table(found: Texts) -> Table | None:
-    if not found.texts:
+def table(texts: Texts) -> Table | None:
+    if not texts.texts:
         return None
-    note = "The beginnings of held-out rows; what the model makes of them at temperature 0.8 and top_p 0.95; how they go on."
-    return Table("Texts that it continues", note, ("given", "made", "true"), found.texts, text=True)
+    note = "Beginnings of held-out rows; the model's continuations at temperature 0.8 and top_p 0.95; the true continuations."
+    return Table("Continued texts", note, ("prompt", "generated", "true"), texts.texts, text=True)

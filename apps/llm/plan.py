@@ -1,9 +1,9 @@
-"""Fine-tuning of Llama 2 70B to be planned:  hpcai plan llm --gpus 8 64 | hpcai plan llm --check
+"""Plan the fine-tuning of Llama 2 70B:  hpcai plan llm --gpus 8 64 | hpcai plan llm --check
 
-Another training is planned for the steps that its settings have:  hpcai plan llm apps/llm/configs/gpt3.yaml --gpus 512 1024
+Other settings are planned for their own number of steps:  hpcai plan llm apps/llm/configs/gpt3.yaml --gpus 512 1024
 
-Cut over ``tensor``, and over pipeline and context as the settings have it; a row of a batch is a micro-batch. Steps are planned
-uncompiled: what NVIDIA published was compiled by hand.
+The model is sharded over ``tensor``, and over pipeline and context as set; each row of a batch is a micro-batch. Steps are planned
+without torch.compile: NVIDIA's published code is fused by hand.
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ _TRAINED = (f"model={{{_LLAMA31}, positions: 8192}}", "lora=null", "step.shard=o
 
 class Plan(PlannedTraining):
     workload, yaml, split_axis, depth = Benchmark(), "llama2-70b-lora.yaml", "tensor", "model.layers"
-    fixed_settings = ("step.shard", "step.matmul", "start.weights")  # adapters are of some weights, which are not read
+    fixed_settings = ("step.shard", "step.matmul", "start.weights")  # adapters need start.weights, whose files are not read
     memory_savings = tuple(("step.accumulate=1", f"model.recompute={what}") for what in ("none", "selective", "layers"))
     samples = {8: 3264, 128: 11_100}
     source = "reference convergence of MLPerf: 3,072 to 3,456 rows at a batch of 8, about 11,100 at 128"
-    evaluation = Evaluation(samples=173, every=384, cost=1 / 2)  # forward alone; backward finds no gradients of weights
+    evaluation = Evaluation(samples=173, every=384, cost=1 / 2)  # forward only; backward computes no gradients of frozen weights
     published = (
         Published("step", 16 * 8192 / (8 * 5762), "h100", 8, 16, overrides=_TRAINED, publisher="torchtitan"),  # 8B, uncompiled
         Published("step", 128 * 8192 / (8 * 10_682), "h100", 8, 128, overrides=_TRAINED, publisher="NVIDIA, bf16"),

@@ -1,8 +1,8 @@
-"""Judge a model:  python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl [mesh.tensor=2 ...]
+"""Evaluate a model:  python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl [mesh.tensor=2 ...]
 
-Of rows of text, as ``data_prep.text`` makes them: nats of a token (loss), perplexity, bits per byte. Of questions, each a line
-{"context": "...", "choices": ["...", ...], "answer": 0}: how often the likeliest choice is the answer (accuracy), and how often the
-one that is likeliest by its length in bytes is (accuracy_norm).
+For rows of ``data_prep.text``: nats of a token (loss), perplexity, bits per byte. For questions, each a line
+{"context": "...", "choices": ["...", ...], "answer": 0}: the fraction whose most likely choice is the answer (accuracy), and the
+same for log likelihoods divided by the length of the choice in bytes (accuracy_norm).
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.asked import AskConfig, asked, json_lines
+from apps.llm.prompting import PromptingConfig, load_model, read_json_lines
 from hpcai import config
 from hpcai.config import PositiveInt
 from hpcai.errors import ConfigError, DataError
@@ -22,19 +22,19 @@ from hpcai.programs import command_of
 EXPECTED = '{"context": "The sky is", "choices": [" blue", " green"], "answer": 0}'
 
 
-class ScoreConfig(AskConfig):
-    """Texts or questions by which a model is judged."""
+class ScoreConfig(PromptingConfig):
+    """Rows or questions for the evaluation of a model."""
 
     data: Path | None = None
-    """folder of rows as `data_prep.text` makes them, whose validation rows count"""
+    """folder of rows of `data_prep.text`; its validation rows are scored"""
     rows: PositiveInt | None = None
-    """the first of them, which alone count; null: all"""
+    """number of rows to score, from the first; null: all"""
     documents: Literal["apart", "joined"] = "apart"
-    """apart: a token sees those of its own document; joined: all before it in its row"""
+    """apart: a token attends within its document; joined: to all before it in its row"""
     judge: Literal["all", "answers"] = "all"
-    """which tokens of rows count"""
+    """tokens of rows that are scored"""
     tasks: Path | None = None
-    """questions with choices, one on each line of JSON"""
+    """file of JSON lines, each a question with choices"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -43,9 +43,9 @@ class ScoreConfig(AskConfig):
         return self
 
 
-def run(words: Sequence[str]) -> None:
-    """Judge by what the words of a command line say."""
-    sys.argv[1:] = list(words)
+def run(args: Sequence[str]) -> None:
+    """Run the command with its command-line arguments."""
+    sys.argv[1:] = list(args)
     config.run(ScoreConfig, main)
 
 
@@ -53,71 +53,71 @@ def main(cfg: ScoreConfig) -> None:
     from hpcai import dist
 
     with dist.start(cfg.mesh) as mesh:
-        found = score(cfg, mesh)
+        metrics = score(cfg, mesh)
         if mesh.is_first:
-            for name, value in found.items():
+            for name, value in metrics.items():
                 print(f"{name:15}{value:,}" if isinstance(value, int) else f"{name:15}{value:.6g}", flush=True)
 
 
 def score(cfg: ScoreConfig, mesh: Any) -> dict[str, float]:
-    """All numbers, alike on all processes."""
+    """Return all metrics, equal on all ranks."""
     from hpcai.dist.collectives import broadcast_object
 
     tasks = None if cfg.tasks is None else broadcast_object(read_tasks(cfg.tasks) if mesh.is_first else [], mesh.peers)
-    model, act = asked(cfg, mesh)
-    found = {} if cfg.data is None else of_rows(cfg, mesh, model, act)
-    return found if tasks is None else found | of_tasks(cfg, mesh, model, act, tasks)
+    model, pipeline = load_model(cfg, mesh)
+    metrics = {} if cfg.data is None else score_rows(cfg, mesh, model, pipeline)
+    return metrics if tasks is None else metrics | score_tasks(cfg, mesh, model, pipeline, tasks)
 
 
 # ---- rows of text
 
 
-def of_rows(cfg: ScoreConfig, mesh: Any, model: Any, act: Any) -> dict[str, float]:
+def score_rows(cfg: ScoreConfig, mesh: Any, model: Any, pipeline: Any) -> dict[str, float]:
     import numpy as np
     import torch
 
     from hpcai.dist.collectives import all_reduce_
     from hpcai.models import llm
 
-    texts, copies = rows_of(cfg, model), mesh["replicate"]
+    texts, replicas = open_rows(cfg, model), mesh["replicate"]
     sums = torch.zeros(4, dtype=torch.float64, device=mesh.device)
-    mine = range(copies.rank, len(texts), copies.size)
+    indices = range(replicas.rank, len(texts), replicas.size)
     with torch.no_grad():
-        for at in range(0, len(mine), cfg.batch):
-            fields = zip(*(texts.sample(number, 0) for number in mine[at : at + cfg.batch]))
+        for at in range(0, len(indices), cfg.batch):
+            fields = zip(*(texts.sample(number, 0) for number in indices[at : at + cfg.batch]))
             stacked = [None if each[0] is None else torch.from_numpy(np.stack(each)).to(mesh.device) for each in fields]
             batch = llm.Batch(*stacked)
-            found = llm.score(model, batch) if act is None else act.forward(llm.score, batch, torch.no_grad)
-            if found is not None and mesh["tensor"].rank == mesh["context"].rank == 0:
-                pair = (*found["loss"], *found.get("bits_per_byte", (0.0, 0.0)))
+            values = llm.score(model, batch) if pipeline is None else pipeline.forward(llm.score, batch, torch.no_grad)
+            if values is not None and mesh["tensor"].rank == mesh["context"].rank == 0:
+                pair = (*values["loss"], *values.get("bits_per_byte", (0.0, 0.0)))
                 sums += torch.stack([torch.as_tensor(x, dtype=torch.float64, device=mesh.device) for x in pair])
     nats, tokens, bits, of_bytes = all_reduce_(sums, mesh.peers).tolist()
     if not tokens:
-        raise DataError(f"{cfg.data}: no token of its validation rows counts; set judge to all")
+        raise DataError(f"{cfg.data}: no token of its validation rows is scored; set judge to all")
     loss = nats / tokens
     per_byte = {"bits_per_byte": bits / of_bytes} if of_bytes else {}
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **per_byte, "tokens": int(tokens), "rows": len(texts)}
 
 
-def rows_of(cfg: ScoreConfig, model: Any) -> Any:
-    """Validation rows of a folder as samples. Raises DataError for a folder that is none, ConfigError for one of another tokenizer
-    than the model's, whose rows are too long for it, or that lacks answers where they are to be judged."""
-    from apps.llm.data import Texts, about_of
+def open_rows(cfg: ScoreConfig, model: Any) -> Any:
+    """Return the validation rows of a folder as samples. Raises DataError if the folder has none, ConfigError if it has another
+    tokenizer than the model, rows too long for it, or no answers although ``judge`` is answers."""
+    from apps.llm.data import Texts, read_metadata
     from hpcai.data import Rows
     from hpcai.models.llm.text import has_tokenizer
 
     assert cfg.data is not None
-    about = about_of(cfg.data)
-    if cfg.judge == "answers" and not about.answers:
+    info = read_metadata(cfg.data)
+    if cfg.judge == "answers" and not info.answers:
         raise ConfigError(f"{cfg.data}: its rows have no answers, but judge is answers; set it to all")
-    if about.sequence > model.cfg.positions or about.vocabulary > model.cfg.vocabulary:
-        told = f"rows of {about.sequence} tokens of {about.vocabulary}, the model has {model.cfg.positions} positions"
-        raise ConfigError(f"{cfg.data}: {told} and knows {model.cfg.vocabulary} tokens; make other rows")
-    if has_tokenizer(model) and (own := model.tokenizer.identity) != about.tokenizer:
-        told = f"rows of the tokenizer {about.tokenizer[:12]}, the model has {own[:12]}"
-        raise ConfigError(f"{cfg.data}: {told}; take rows of that one")
+    if info.sequence > model.cfg.positions or info.vocabulary > model.cfg.vocabulary:
+        description = f"rows of {info.sequence} tokens of {info.vocabulary}, the model has {model.cfg.positions} positions"
+        raise ConfigError(f"{cfg.data}: {description} and a vocabulary of {model.cfg.vocabulary}; convert other rows")
+    if has_tokenizer(model) and (own := model.tokenizer.identity) != info.tokenizer:
+        description = f"rows of the tokenizer {info.tokenizer[:12]}, the model has {own[:12]}"
+        raise ConfigError(f"{cfg.data}: {description}; convert rows with that one")
     remedy = f"make rows with: {command_of('data_prep.text')} convert SOURCE {cfg.data} --tokenizer FILE"
-    return Texts(Rows(cfg.data / "validation", about.fields, remedy, reader="buffered"), about, cfg.documents, cfg.judge, cfg.rows)
+    return Texts(Rows(cfg.data / "validation", info.fields, remedy, reader="buffered"), info, cfg.documents, cfg.judge, cfg.rows)
 
 
 # ---- questions
@@ -131,51 +131,51 @@ class Task(NamedTuple):
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Questions with choices. Raises DataError, which names the line, for one that is none."""
-    found = []
-    for number, line in json_lines(path, EXPECTED):
+    """Read questions with choices. Raises DataError with the number of a line that is none."""
+    tasks = []
+    for number, line in read_json_lines(path, EXPECTED):
         context, answer, choices = line.get("context"), line.get("answer"), line.get("choices")
         choices = choices if isinstance(choices, list) and all(isinstance(each, str) and each for each in choices) else []
         if not isinstance(context, str) or len(choices) < 2 or type(answer) is not int or not 0 <= answer < len(choices):
-            raise DataError(f"{path}: line {number}: no question, expected {EXPECTED}, with an answer from 0 on")
-        found.append(Task(number, context, choices, answer))
-    if not found:
-        raise DataError(f"{path}: holds no question, expected lines such as {EXPECTED}")
-    return found
+            raise DataError(f"{path}: line {number}: no question, expected {EXPECTED}, with 0 <= answer < choices")
+        tasks.append(Task(number, context, choices, answer))
+    if not tasks:
+        raise DataError(f"{path}: has no question, expected lines such as {EXPECTED}")
+    return tasks
 
 
-def of_tasks(cfg: ScoreConfig, mesh: Any, model: Any, act: Any, tasks: Sequence[Task]) -> dict[str, float]:
+def score_tasks(cfg: ScoreConfig, mesh: Any, model: Any, pipeline: Any, tasks: Sequence[Task]) -> dict[str, float]:
     import numpy as np
 
     from hpcai.dist.collectives import all_gather_object
     from hpcai.models.llm import log_likelihoods
 
-    copies = mesh["replicate"]
-    mine = tasks[copies.rank :: copies.size]
-    pairs = [pair(model, task, choice, cfg.tasks) for task in mine for choice in task.choices]
-    values = iter(log_likelihoods(model, pairs, cfg.batch, act)) if pairs else iter([])
-    right = [0, 0]
-    for task in mine:
+    replicas = mesh["replicate"]
+    local_tasks = tasks[replicas.rank :: replicas.size]
+    pairs = [encode_choice(model, task, choice, cfg.tasks) for task in local_tasks for choice in task.choices]
+    values = iter(log_likelihoods(model, pairs, cfg.batch, pipeline)) if pairs else iter([])
+    correct = [0, 0]
+    for task in local_tasks:
         likely = np.array([next(values) for _ in task.choices])
         widths = [len(choice.encode()) for choice in task.choices]
-        right[0] += int(likely.argmax()) == task.answer
-        right[1] += int((likely / widths).argmax()) == task.answer
-    every = all_gather_object(right if mesh.model_parallel.rank == 0 else [0, 0], mesh.peers)
-    plain, by_length = (sum(each[n] for each in every) / len(tasks) for n in (0, 1))
+        correct[0] += int(likely.argmax()) == task.answer
+        correct[1] += int((likely / widths).argmax()) == task.answer
+    gathered = all_gather_object(correct if mesh.model_parallel.rank == 0 else [0, 0], mesh.peers)
+    plain, by_length = (sum(each[n] for each in gathered) / len(tasks) for n in (0, 1))
     return {"accuracy": plain, "accuracy_norm": by_length, "questions": len(tasks)}
 
 
-def pair(model: Any, task: Task, choice: str, path: Path | None) -> tuple[list[int], list[int]]:
-    """Tokens of a context, and those that a choice adds to it. White space at the end of a context belongs to the choice, with
-    which tokenizers join it. Of a context that is too long its end is taken."""
+def encode_choice(model: Any, task: Task, choice: str, path: Path | None) -> tuple[list[int], list[int]]:
+    """Return the tokens of a context, and those that a choice adds to it. White space at the end of a context is encoded with the
+    choice, since tokenizers join them. A context that is too long is truncated from its beginning."""
     from hpcai.models.llm.text import start_tokens
 
     tokenizer, context = model.tokenizer, task.context.rstrip()
     choice = task.context[len(context) :] + choice
-    first, whole = tokenizer.encode(context), tokenizer.encode(context + choice)
-    second = whole[len(first) :] or tokenizer.encode(choice)
-    kept, room = [*start_tokens(tokenizer), *whole[: len(first)]], model.cfg.positions + 1 - len(second)
-    if room < 1:
-        told = f"a choice of {len(second)} tokens, the model has {model.cfg.positions} positions"
-        raise DataError(f"{path}: line {task.line}: {told}; shorten it")
-    return kept[-room:], second
+    first, tokens = tokenizer.encode(context), tokenizer.encode(context + choice)
+    second = tokens[len(first) :] or tokenizer.encode(choice)
+    prompt, limit = [*start_tokens(tokenizer), *tokens[: len(first)]], model.cfg.positions + 1 - len(second)
+    if limit < 1:
+        description = f"a choice of {len(second)} tokens, the model has {model.cfg.positions} positions"
+        raise DataError(f"{path}: line {task.line}: {description}; shorten it")
+    return prompt[-limit:], second

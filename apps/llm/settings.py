@@ -1,4 +1,4 @@
-"""Settings of a language model's run. No torch here."""
+"""Settings of a language model's run. It imports no torch."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -11,57 +11,57 @@ from hpcai.settings import Context, LoaderConfig, MeshConfig, Pipeline, ReportCo
 
 
 class DataConfig(LoaderConfig):
-    """Rows of tokens on disk, as ``data_prep.text`` makes them, and how they are read."""
+    """Rows of tokens on disk, from ``data_prep.text``, and how they are read."""
 
     directory: Path = Path("datasets/llm")
     """folder with train/, validation/, text.json and tokenizer.json"""
     blend: dict[str, PositiveFloat] = {}
-    """further folders, of the same tokenizer and with rows as long, each with its weight: how many of its rows are read for one of
-    `directory`'s; their validation rows are not read"""
+    """further folders with the same tokenizer and row length, each with a weight: the number of its rows per row of `directory`;
+    their validation rows are not read"""
     batch: PositiveInt = 128
-    """rows per optimizer step, over all copies"""
+    """rows per optimizer step, over all replicas"""
     evaluation_batch: PositiveInt = 128
-    """rows per evaluation batch, over all copies"""
+    """rows per evaluation batch, over all replicas"""
     epoch: PositiveInt | None = None
-    """rows between two evaluations; null: as many as there are"""
+    """rows between two evaluations; null: all rows"""
     validation_rows: PositiveInt | None = None
-    """the first validation rows, which alone are evaluated; null: all"""
+    """number of validation rows to evaluate, from the first; null: all"""
     documents: Literal["apart", "joined"] = "apart"
-    """apart: a token sees those of its own document; joined: all before it in its row"""
+    """apart: a token attends within its document; joined: to all before it in its row"""
     learn: Literal["all", "answers"] = "all"
-    """answers: of chats, and of prompts with answers, the answers alone"""
+    """tokens in the training loss; answers: those of the answers of chats and prompts only"""
     judge: Literal["all", "answers"] = "all"
-    """which tokens of validation rows count"""
+    """tokens of validation rows that are scored"""
     pictures: NonNegativeInt = 512
-    """validation rows of which the report compares bits per byte with gzip and xz, and some of which the model continues"""
+    """validation rows for the report: their bits per byte beside gzip and xz, and continuations of some"""
 
 
 class StartConfig(Settings):
-    """Weights that training begins with, instead of random ones."""
+    """Initial weights, instead of random ones."""
 
     weights: Path | None = None
-    """folder as Hugging Face has it, such as Llama's, or a safetensors file of ours"""
+    """folder in Hugging Face's format, such as Llama's, or a safetensors file of hpcai"""
 
 
 class AxesConfig(MeshConfig, Pipeline, Context, Tensor):
-    """The axes of the processes: copies of the model, cut over ``pipeline``, ``context`` and ``tensor``."""
+    """The mesh: model replicas, sharded over ``pipeline``, ``context`` and ``tensor``."""
 
 
 class StagesConfig(Settings):
-    """How micro-batches go through the stages of ``mesh.pipeline``."""
+    """The schedule of pipeline stages over ``mesh.pipeline``."""
 
     schedule: Literal["gpipe", "1f1b", "zero-bubble", "zero-bubble-v"] = "1f1b"
     per_rank: PositiveInt = 1
-    """stages of each process"""
+    """stages of each rank"""
 
 
 class Config(RunConfig):
     """A run of a language model. The defaults are Llama 2 7B, from random weights."""
 
     model: LLMConfig = LLMConfig()
-    """a default gives way to what start.weights has, and without them vocabulary and positions to those of the data"""
+    """defaults are replaced by the settings of start.weights, or without these by vocabulary and positions of the data"""
     lora: LoRAConfig | None = None
-    """adapters, which alone are trained then"""
+    """adapters; only they are trained"""
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     stages: StagesConfig = StagesConfig()
@@ -70,15 +70,15 @@ class Config(RunConfig):
     train: TrainConfig = TrainConfig(steps=1000, metric="loss")
     report: ReportConfig = ReportConfig(directory=Path("runs/llm"))
     benchmark: Literal["llama2_70b_lora", "llama31_8b"] | None = None
-    """the benchmark of MLPerf whose log is written where report.sinks has mlperf"""
+    """the MLPerf benchmark whose log is written if report.sinks has mlperf"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         data = self.data
         if data.reader in ("dali", "gds"):
-            raise ValueError(f"data.reader is {data.reader}, which has no rows with more or fewer ends; take auto, direct or hdf5")
+            raise ValueError(f"data.reader is {data.reader}, not for rows with varying ends; set it to auto, direct or hdf5")
         if data.blend and data.shards > 1:
-            raise ValueError(f"data.shards is {data.shards}, but a blend is drawn from all of its folders; set it to 1")
+            raise ValueError(f"data.shards is {data.shards}, but a blend samples from all of its folders; set it to 1")
         if data.epoch is not None and data.epoch < data.batch:
             raise ValueError(f"data.epoch is {data.epoch}, less than one batch of {data.batch} rows (data.batch)")
         if data.epoch is not None and data.shards > 1:
@@ -86,5 +86,5 @@ class Config(RunConfig):
         if self.lora is not None and self.start.weights is None:
             raise ValueError("lora is given, but start.weights is null: adapters of random weights; name the folder of a model")
         if "mlperf" in self.report.sinks and self.benchmark is None:
-            raise ValueError("report.sinks has mlperf, but benchmark is null; say which of MLPerf's this is")
+            raise ValueError("report.sinks has mlperf, but benchmark is null; set it to the MLPerf benchmark of this run")
         return self

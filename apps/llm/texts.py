@@ -1,4 +1,4 @@
-"""What a run keeps for people to see: bits per byte beside those of compressors, loss by position, texts that it continues.
+"""Text samples of a run for its report: bits per byte beside compressors, loss by position, continued texts.
 
 N rows of T targets
 """
@@ -19,61 +19,60 @@ from hpcai import dist, train
 from hpcai.models.llm import SamplingConfig, Tokenizer, complete
 from hpcai.models.llm.tokenizer import CONFIG, CONTENT, TEMPLATE
 
-_TEXTS, _GIVEN, _MADE = 6, 64, 128  # texts that are continued, tokens of each that are given, and that are made
-_SAMPLING = SamplingConfig(most=_MADE, temperature=0.8, top_p=0.95)
+_TEXTS, _PROMPT_TOKENS, _NEW_TOKENS = 6, 64, 128  # continued texts, prompt tokens and generated tokens of each
+_SAMPLING = SamplingConfig(most=_NEW_TOKENS, temperature=0.8, top_p=0.95)
 
 
-def keep_tokenizer(run: train.Run, cfg: Config) -> None:
-    """Keep the tokenizer of the rows, so that the folder of the run speaks."""
+def save_tokenizer(run: train.Run, cfg: Config) -> None:
+    """Copy the tokenizer of the rows into the folder of the run, which can then generate text."""
     for name in (CONTENT, CONFIG, TEMPLATE):
         if (source := cfg.data.directory / name).is_file():
             run.write_file(name, lambda path, source=source: shutil.copyfile(source, path))
 
 
-def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:
-    """Keep ``text.npz`` of the rows that ``entropies`` gives, which the first process has. All processes call this together."""
+def save_texts(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:
+    """Write ``text.npz`` from the rows of ``entropies``, which rank 0 has. All ranks call this together."""
     tokenizer = Tokenizer.load(cfg.data.directory)
     some = rows["tokens"][:: max(1, len(rows["tokens"]) // _TEXTS)][:_TEXTS].tolist() if rows else []
     some = dist.broadcast_object(some, step.mesh.peers)
-    given = min(_GIVEN, len(some[0]) // 2)
+    length = min(_PROMPT_TOKENS, len(some[0]) // 2)
     with step.average.applied(), step.autocast():
         ends = [] if tokenizer.eos is None else [tokenizer.eos]
-        prompts = [row[:given] for row in some]
-        made = complete(step.model, prompts, _SAMPLING, ends, vocab_size=tokenizer.size, pipeline=step.pipeline)
+        prompts = [row[:length] for row in some]
+        outputs = complete(step.model, prompts, _SAMPLING, ends, vocab_size=tokenizer.size, pipeline=step.pipeline)
     if not rows:
         return
-    texts = [list(map(tokenizer.decode, (row[:given], new, row[given : given + _MADE]))) for row, new in zip(some, made)]
-    run.write_file("text.npz", lambda path: write(path, rows, codes(rows, tokenizer), texts))
+    texts = [list(map(tokenizer.decode, (r[:length], new, r[length : length + _NEW_TOKENS]))) for r, new in zip(some, outputs)]
+    run.write_file("text.npz", lambda path: write_texts(path, rows, measure_codes(rows, tokenizer), texts))
 
 
-def codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, float]:
-    """Bits per byte of the text of rows by the model, by compressors, and by its tokens' frequencies alone; nothing where only some
-    of its tokens count."""
+def measure_codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, float]:
+    """Return the bits per byte of rows by the model, compressors and frequencies of tokens; {} if not all tokens are scored."""
     tokens, nats = rows["tokens"].numpy(), rows["nats"].double()
     if not rows["counted"].all():
         return {}
-    said = tokens[:, 1:].ravel()
-    text = tokenizer.decode(said.tolist(), skip_special=True).encode()
-    count = int(tokenizer.byte_lengths[said].sum())
+    targets = tokens[:, 1:].ravel()
+    text = tokenizer.decode(targets.tolist(), skip_special=True).encode()
+    count = int(tokenizer.byte_lengths[targets].sum())
     return {
-        "tokens' frequencies": adaptive(said, tokenizer.size) / count,
+        "tokens' frequencies": adaptive_code_bits(targets, tokenizer.size) / count,
         "gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),
         "xz -9e": 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text),
         "this model": float(nats.sum()) / math.log(2) / count,
     }
 
 
-def adaptive(tokens: np.ndarray, size: int) -> float:
-    """Bits of ``tokens`` where each costs by how often it came before: the probability of the n-th is (count + 1/2) / (n + size/2)
-    (Krichevsky and Trofimov 1981).   [N]"""
+def adaptive_code_bits(tokens: np.ndarray, size: int) -> float:
+    """Return the bits of ``tokens`` [N] in an adaptive code: the probability of the n-th is (count so far + 1/2) / (n + size/2)
+    (Krichevsky and Trofimov 1981)."""
     counts = torch.from_numpy(np.bincount(tokens, minlength=size)).double()
     half = torch.full((), 0.5).double()
     together = torch.lgamma(counts + half).sum() - size * torch.lgamma(half)
     return float(torch.lgamma(counts.sum() + size / 2) - torch.lgamma(size * half) - together) / math.log(2)
 
 
-def write(path: Path, rows: dict[str, Tensor], codes: dict[str, float], texts: list[list[str]]) -> None:
-    """Mean loss of each position [T] in nats, names and bits per byte of codes [K], and texts [M, 3]: given, made, true."""
+def write_texts(path: Path, rows: dict[str, Tensor], codes: dict[str, float], texts: list[list[str]]) -> None:
+    """Write mean losses by position [T] in nats, names and bits/byte of codes [K], and texts [M, 3]: prompt, generated, true."""
     counted = rows["counted"].double()
     by_position: Any = rows["nats"].double().sum(0) / counted.sum(0).clamp(min=1)
     np.savez_compressed(

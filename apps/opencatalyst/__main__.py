@@ -1,6 +1,6 @@
 """Train DimeNet++:  python -m apps.opencatalyst apps/opencatalyst/configs/small.yaml [step.lr=2e-3 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from functools import partial
@@ -11,14 +11,14 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.opencatalyst.data import frames, write_pairs
+    from apps.opencatalyst.data import build_loaders, write_pairs
     from hpcai import dist, train
     from hpcai.models import dimenet
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("opencatalyst", cfg, mesh, BENCHMARK) as run,
-        frames(cfg, mesh) as (training, validation, pictures, shape),
+        build_loaders(cfg, mesh) as (training, validation, pictures, shape),
     ):
         with train.seeds(cfg.train.seed):
             model = dimenet.parallelize(dimenet.DimeNet(shape), mesh)

@@ -1,8 +1,8 @@
-"""DimeNet++ to be measured:  hpcai bench opencatalyst | hpcai ablate opencatalyst [data.batch=4 ...]
+"""Benchmark of DimeNet++:  hpcai bench opencatalyst | hpcai ablate opencatalyst [data.batch=4 ...]
 
-The plain form lists all triplets, in torch's functions differentiated twice. In a benchmark the list of a batch's triplets is made
-once, as our own tables of its edges are. Frames are slabs of five layers of 4 x 4 metal atoms, all moved a little, with an oxygen
-atom on top.
+The plain form lists all triplets, in functions of torch that are differentiated twice. The list of a batch's triplets is built
+once, like neighbour tables of the optimized form. Frames are slabs of five layers of 4 x 4 metal atoms, slightly displaced, with an
+oxygen atom on top.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from apps.opencatalyst.data import FIELDS, Frames, Ladder, frame, joined, rows_of
+from apps.opencatalyst.data import FIELDS, Frames, SizeBuckets, collate_frames, open_rows, parse_frame
 from apps.opencatalyst.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload
 from hpcai.data.splits import make_loader
@@ -26,22 +26,21 @@ _GPU = torch.cuda.is_available()
 _SLAB = (4, 4, 5)  # atoms along each side
 _SPACING = 2.5  # angstrom
 
-
 _EOS = PublishedRate(
     318.0, "H100", "64 GPUs, 16 frames each, loader included, frames of all sizes",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
 )  # fmt: skip
-_ONE_SHAPE = ("data.shapes=few", "data.balance=frames", "padded=true")  # as a run needs whose step is captured
+_ONE_SHAPE = ("data.shapes=few", "data.balance=frames", "padded=true")  # needed by a run with a captured step
 
 
 class SlabConfig(Config):
-    """An OpenCatalyst run, and whether random batches have room for as many neighbours as there can be, and so one shape."""
+    """An OpenCatalyst run. ``padded``: pad random batches to the maximum number of neighbours, and so to one shape."""
 
     padded: bool = False
 
 
 class BenchmarkConfig(SlabConfig):
-    """An OpenCatalyst run of a size that is measured in minutes."""
+    """An OpenCatalyst run that is benchmarked in minutes."""
 
     data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1, shapes="few", balance="none")
 
@@ -58,7 +57,7 @@ class Benchmark(Workload):
     )
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
-        return [Switch("no triplets", "moments of each atom's messages, and functions made to be differentiated twice")]
+        return [Switch("no triplets", "moments of each atom's messages, and functions with fast second derivatives")]
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         frames = 32 if on_gpu else 4
@@ -67,44 +66,44 @@ class Benchmark(Workload):
     def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize((DimeNet if "no triplets" in enabled else TripletDimeNet)(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
-        for output in model.output_blocks:  # their last weights are 0 at first, and so would be all gradients
+        for output in model.output_blocks:  # their last weights start at 0, and so would all gradients
             torch.nn.init.normal_(output.lin.weight, std=0.1)
         return model
 
     def implementations(self, cfg: BenchmarkConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
-        return {"plain": lambda: _listed(self.build(cfg, mesh, frozenset()), cfg, batch)}
+        return {"plain": lambda: _triplet_implementation(self.build(cfg, mesh, frozenset()), cfg, batch)}
 
     def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
         atoms = np.stack(np.meshgrid(*map(np.arange, _SLAB), indexing="ij"), -1).reshape(-1, 3)
         count, sides = len(atoms) + 1, np.array(_SLAB) * _SPACING + [0, 0, 12.0]
-        places = np.concatenate([atoms * _SPACING, [[0.5 * _SPACING, 0.5 * _SPACING, _SLAB[2] * _SPACING - 0.7]]])
+        positions = np.concatenate([atoms * _SPACING, [[0.5 * _SPACING, 0.5 * _SPACING, _SLAB[2] * _SPACING - 0.7]]])
         values = {
             "atoms": np.int32(count), "triplets": np.int64(0), "edges": np.int32(0), "energy": np.float64(random.normal()),
             "cell": np.diag(sides), "pbc": np.ones(3, np.uint8), "numbers": np.append(random.integers(20, 80, count - 1), 8),
-            "positions": (places + random.normal(0, 0.05, (count, 3))).astype(np.float32),
-            "forces": random.normal(size=(count, 3)).astype(np.float32), "fixed": (places[:, 2] < 2 * _SPACING),
+            "positions": (positions + random.normal(0, 0.05, (count, 3))).astype(np.float32),
+            "forces": random.normal(size=(count, 3)).astype(np.float32), "fixed": (positions[:, 2] < 2 * _SPACING),
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 
     def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
-        frames = [frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
-        return joined(frames, cfg.step.accumulate, _ladder(cfg, len(frames)) if cfg.padded else None)
+        frames = [parse_frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
+        return collate_frames(frames, cfg.step.accumulate, _size_buckets(cfg, len(frames)) if cfg.padded else None)
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        ladder = _ladder(cfg, cfg.data.batch // mesh["replicate"].size)
-        source = Frames(rows_of(cfg, split, mesh), cfg.model, cfg.step.accumulate, ladder)
+        buckets = _size_buckets(cfg, cfg.data.batch // mesh["replicate"].size)
+        source = Frames(open_rows(cfg, split, mesh), cfg.model, cfg.step.accumulate, buckets)
         return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
-def _ladder(cfg: BenchmarkConfig, frames: int) -> Ladder | None:
-    """Room for as many neighbours as there can be, so that all batches of so many frames have one shape."""
+def _size_buckets(cfg: BenchmarkConfig, frames: int) -> SizeBuckets | None:
+    """Return buckets of the maximum number of neighbours, so that all batches of so many frames have one shape."""
     each, most = int(np.prod(_SLAB)) + 1, cfg.model.most
     count = each * frames
-    return Ladder(Sizes(count + 1, count * most + 1, most, 2 * most, each)) if most else None
+    return SizeBuckets(Sizes(count + 1, count * most + 1, most, 2 * most, each)) if most else None
 
 
-class _Listed(nn.Module):
-    """A network with triplets, of which those of one batch are listed before."""
+class _TripletModel(nn.Module):
+    """A network with triplets; those of one batch are listed once."""
 
     def __init__(self, net: Any, cfg: DimeNetConfig, batch: Batch | None) -> None:
         super().__init__()
@@ -118,17 +117,17 @@ class _Listed(nn.Module):
         return Prediction(energy, nn.functional.pad(forces, (0, 0, 0, len(graph.positions) - count)))
 
 
-def _listed(net: Any, cfg: BenchmarkConfig, batch: Any, scaled: Any = None) -> Implementation:
-    model: Any = _Listed(net, cfg.model, batch)
+def _triplet_implementation(net: Any, cfg: BenchmarkConfig, batch: Any, scaled: Any = None) -> Implementation:
+    model: Any = _TripletModel(net, cfg.model, batch)
     scaled = scaled or net
     model.scale, model.offset = scaled.scale, scaled.offset
     return Implementation(model, loss)
 
 
 def _pyg(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
-    """PyTorch Geometric's own ``forward`` knows no periodic images and needs a compiled extension: its modules are called here."""
-    theirs = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_kwargs(cfg.model))
-    return _listed(theirs, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))
+    """Call the modules of PyTorch Geometric: its ``forward`` has no periodic images and needs a compiled extension."""
+    network = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_kwargs(cfg.model))
+    return _triplet_implementation(network, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))
 
 
 Benchmark.peers = {"pyg": Peer("torch_geometric", _pyg)}

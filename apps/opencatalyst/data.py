@@ -1,4 +1,4 @@
-"""Frames of atoms as samples, and batches of them as graphs.   N atoms, E edges"""
+"""Frames of atoms as samples, and their batches as graphs.   N atoms, E edges"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,21 +28,21 @@ FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
 
 
 @contextmanager
-def frames(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DimeNetConfig]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures, and the model's settings completed by
-    what the data know."""
-    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
-    model = _completed(cfg, train)
-    copies, parts = mesh["replicate"].size, cfg.step.accumulate
-    held: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
-    words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": parts, **_sampler(cfg, train)}
-    ladder = Ladder.of(train, cfg.data.batch // (copies * parts), model.most) if cfg.data.shapes == "few" else None
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DimeNetConfig]]:
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures, and the settings of the model,
+    completed from the data."""
+    train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
+    model = _complete_model_config(cfg, train)
+    replicas, parts = mesh["replicate"].size, cfg.step.accumulate
+    eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
+    kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": parts, **_sampler(cfg, train)}
+    buckets = SizeBuckets.from_rows(train, cfg.data.batch // (replicas * parts), model.most) if cfg.data.shapes == "few" else None
     few, batch, data = Frames(validation, model, count=cfg.data.pictures), cfg.data.evaluation_batch, cfg.data
     with open_loaders(
         mesh,
-        lambda: make_loader(Frames(train, model, parts, ladder), data.batch, data, mesh, **words),
-        lambda: make_loader(Frames(validation, model), batch, data, mesh, name="validation", **held),
-        (lambda: make_loader(few, batch, data, mesh, name="pictures", **held)) if len(few) else None,
+        lambda: make_loader(Frames(train, model, parts, buckets), data.batch, data, mesh, **kwargs),
+        lambda: make_loader(Frames(validation, model), batch, data, mesh, name="validation", **eval_kwargs),
+        (lambda: make_loader(few, batch, data, mesh, name="pictures", **eval_kwargs)) if len(few) else None,
     ) as (training, held_out, pictures):
         yield training, held_out, pictures, model
 
@@ -55,83 +55,83 @@ def _sampler(cfg: Config, rows: Rows) -> dict[str, Sampler]:
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """Sizes of batches in steps of a tenth, all at once, so that there are few of them."""
+class SizeBuckets:
+    """Geometric size buckets of batches: all sizes grow together by a factor of 1.1, so that there are few shapes."""
 
     sizes: Sizes
 
     @classmethod
-    def of(cls, rows: Rows, frames: int, most: int | None) -> "Ladder":
-        """The ladder that begins at what ``frames`` frames have on average."""
+    def from_rows(cls, rows: Rows, frames: int, most: int | None) -> "SizeBuckets":
+        """Return buckets that begin at the mean sizes of ``frames`` frames."""
         atoms, edges = rows.column("atoms"), rows.column("edges")
         wide = most or int((edges / np.maximum(atoms, 1)).max()) + 1
         mean = [int(column.mean() * frames) + 1 for column in (atoms, edges)]
         return cls(Sizes(mean[0], mean[1], wide, wide + wide // 2, int(atoms.max())))
 
-    def least(self, structures: Sequence[Structure]) -> Sizes:
-        """The lowest step that these structures fit."""
+    def smallest_fit(self, structures: Sequence[Structure]) -> Sizes:
+        """Return the smallest bucket that these structures fit."""
         steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(graph_sizes(structures), self.sizes))
         return Sizes(*(int(np.ceil(size * 1.1**steps)) for size in self.sizes))
 
 
 class Frames(Samples):
-    """Frames of one split with the neighbours of their atoms; ``count``: the first of them only. Batches are joined, and in
-    ``parts`` micro-batches where a step has several."""
+    """Frames of one split with the neighbours of their atoms. ``count``: the first frames only. A batch is one graph, or ``parts``
+    micro-batches if a step has several."""
 
     replicated = True
 
     def __init__(
-        self, rows: Rows, model: DimeNetConfig, parts: int = 1, ladder: Ladder | None = None, count: int | None = None,
+        self, rows: Rows, model: DimeNetConfig, parts: int = 1, buckets: SizeBuckets | None = None, count: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rows, count)
-        self.model, self.parts, self.ladder = model, parts, ladder
+        self.model, self.parts, self.buckets = model, parts, buckets
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Frame:
-        return frame(values, self.model, self.rows.describe(index))
+        return parse_frame(values, self.model, self.rows.describe(index))
 
     def collate(self, samples: list[Frame]) -> Any:
-        return joined(samples, self.parts, self.ladder)
+        return collate_frames(samples, self.parts, self.buckets)
 
 
-def frame(values: dict[str, Any], model: DimeNetConfig, where: str) -> Frame:
-    """What a file has of a frame, with its neighbours."""
-    found = build_structure_for_model(values["numbers"], values["positions"], values["cell"], values["pbc"], model, where)
-    return Frame(found, float(values["energy"]), values["forces"], 1 - values["fixed"])
+def parse_frame(values: dict[str, Any], model: DimeNetConfig, location: str) -> Frame:
+    """Return a frame of a file, with its neighbours."""
+    structure = build_structure_for_model(values["numbers"], values["positions"], values["cell"], values["pbc"], model, location)
+    return Frame(structure, float(values["energy"]), values["forces"], 1 - values["fixed"])
 
 
-def joined(frames: list[Frame], parts: int = 1, ladder: Ladder | None = None) -> Any:
-    """One batch, or as many micro-batches."""
+def collate_frames(frames: list[Frame], parts: int = 1, buckets: SizeBuckets | None = None) -> Any:
+    """Return one batch, or ``parts`` micro-batches."""
     each = len(frames) // parts
 
     def batch(some: list[Frame]) -> Batch:
-        return make_batch(some, ladder.least([f.structure for f in some]) if ladder else Sizes())
+        return make_batch(some, buckets.smallest_fit([f.structure for f in some]) if buckets else Sizes())
 
-    made = [batch(frames[k * each : (k + 1) * each]) for k in range(parts)]
-    return MicroBatches(made) if parts > 1 else made[0]
+    batches = [batch(frames[k * each : (k + 1) * each]) for k in range(parts)]
+    return MicroBatches(batches) if parts > 1 else batches[0]
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
     remedy = f"make data with: {command_of('data_prep.opencatalyst')} simulate {data.directory}, or set data.directory"
     return open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
 
 
-def _completed(cfg: Config, rows: Rows) -> DimeNetConfig:
-    """The model's settings with what the data know: mean energy, and the size of a force."""
+def _complete_model_config(cfg: Config, rows: Rows) -> DimeNetConfig:
+    """Return the settings of the model with the mean energy and the RMS force of the data."""
     model, path = cfg.model, cfg.data.directory / "statistics.json"
     if model.mean is not None and model.scale is not None:
         return model
     try:
-        about = json.loads(path.read_text())["splits"]["train"]
-        found = {"mean": float(about["energy"]["mean"]), "scale": float(about["forces"]["rms"])}
+        statistics = json.loads(path.read_text())["splits"]["train"]
+        values = {"mean": float(statistics["energy"]["mean"]), "scale": float(statistics["forces"]["rms"])}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise DataError(
-            f"{path}: no statistics of the training frames ({problem!r}); make them with data_prep.opencatalyst, or set model.mean "
-            "and model.scale"
+            f"{path}: no statistics of the training frames ({problem!r}); write them with data_prep.opencatalyst, or set "
+            "model.mean and model.scale"
         ) from problem
-    return model.model_copy(update={name: value for name, value in found.items() if getattr(model, name) is None})
+    return model.model_copy(update={name: value for name, value in values.items() if getattr(model, name) is None})
 
 
 def write_pairs(path: Path, pairs: dict[str, torch.Tensor]) -> None:
-    """What is true beside what the model says: energy [B, 2] eV; forces [A, 2, 3] eV/angstrom and numbers [A] of free atoms."""
+    """Write true and predicted values: energy [B, 2] eV; forces [A, 2, 3] eV/angstrom and numbers [A] of free atoms."""
     np.savez_compressed(path, **{name: values.numpy() for name, values in pairs.items()})  # type: ignore[arg-type]

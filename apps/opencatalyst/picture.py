@@ -1,4 +1,4 @@
-"""The picture of a run: energies and forces of validation frames of atoms, what the network says over what is true.
+"""The figure of a run: predicted against true energies and forces of validation frames of atoms.
 
 B frames, A free atoms in them
 """
@@ -25,7 +25,7 @@ SYMBOLS = (
 
 
 def read(path: Path) -> list[Pair]:
-    """Forces, energies, and the forces on each element."""
+    """Read forces, energies, and the forces on each element."""
     energy, forces, numbers = arrays(path, {"energy": "real B 2", "forces": "real A 2 3", "numbers": "whole A"}).values()
     symbols = SYMBOLS.split()
     frames, atoms = np.isfinite(energy).all(1), np.isfinite(forces).all((1, 2))
@@ -35,26 +35,26 @@ def read(path: Path) -> list[Pair]:
     if numbers.min() < 1 or numbers.max() > len(symbols):
         raise DataError(f"numbers is {numbers.min()} to {numbers.max()}, expected atomic numbers 1 to {len(symbols)}")
     forces, numbers = forces[atoms].astype(float), numbers[atoms]
-    # Most forces are small and a few are a hundred times as large: on a linear axis all but those few would be one cell.
+    # Most forces are small and a few are a hundred times as large: on a linear axis the others would share one bin.
     small = float(np.median(np.abs(forces[:, 0]))) or 1.0
 
-    def force(name: str, some: np.ndarray) -> Pair:
-        return Pair(name, some[:, 0].ravel(), some[:, 1].ravel(), "eV/Å", ("no force", 0.0), small)
+    def force(name: str, values: np.ndarray) -> Pair:
+        return Pair(name, values[:, 0].ravel(), values[:, 1].ravel(), "eV/Å", ("no force", 0.0), small)
 
     elements = (force(f"Forces on {symbols[z - 1]}", forces[numbers == z]) for z in np.unique(numbers))
     true, predicted = energy[frames].astype(float).T
     return [force("Forces", forces), Pair("Energies", true, predicted, "eV"), *elements]
 
 
-def caption(found: list[Pair]) -> str:
-    return (f"{len(found[1].true):,} validation frames, {len(found[0].true) // 3:,} free atoms in them. A perfect network lies on"
-            " the diagonal; one that has learned nothing says that no force acts, and gives the mean for every energy (dashed)."
-            " Axes of forces are linear near 0 and logarithmic far from it.")
+def caption(results: list[Pair]) -> str:
+    return (f"{len(results[1].true):,} validation frames, {len(results[0].true) // 3:,} free atoms in them. A perfect network lies"
+            " on the diagonal; the baseline (dashed) predicts no force and the mean energy. Axes of forces are linear near 0 and"
+            " logarithmic far from it.")
 
 
-def draw(found: list[Pair], theme: Theme) -> Figure:
-    return pairs.draw(found[:2], theme)
+def draw(results: list[Pair], theme: Theme) -> Figure:
+    return pairs.draw(results[:2], theme)
 
 
-def table(found: list[Pair]) -> Table:
-    return pairs.table(found, "Forces: three components of each free atom. The constant is no force, and the mean energy.")
+def table(results: list[Pair]) -> Table:
+    return pairs.table(results, "Forces: three components of each free atom. The constant is no force, and the mean energy.")

@@ -1,4 +1,4 @@
-"""Settings of an OpenCatalyst run. No torch here."""
+"""Settings of an OpenCatalyst run. It imports no torch."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -9,26 +9,25 @@ from hpcai.config import NonNegativeInt, PositiveInt
 from hpcai.models.dimenet import DimeNetConfig, ObjectiveConfig
 from hpcai.settings import LoaderConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
 
-STD = 2.887317180633545  # eV: of the adsorption energies of OC20's training split, and what the benchmark divides forces by
+STD = 2.887317180633545  # eV, of adsorption energies in OC20's training split; the benchmark also divides forces by it
 
 
 class DataConfig(LoaderConfig):
-    """Frames on disk, as ``data_prep.opencatalyst`` makes them, and how they are read."""
+    """Frames on disk, from ``data_prep.opencatalyst``, and how they are read."""
 
     directory: Path = Path("datasets/opencatalyst")
     """folder with train/, validation/ and statistics.json"""
     batch: PositiveInt = 256
-    """frames per optimizer step, over all copies"""
+    """frames per optimizer step, over all replicas"""
     evaluation_batch: PositiveInt = 1024
-    """frames per evaluation batch, over all copies"""
+    """frames per evaluation batch, over all replicas"""
     balance: Literal["none", "frames", "triplets"] = "triplets"
-    """how a batch is dealt to the copies of the model: as it comes; equally many frames, with triplets (pairs of neighbouring
-    edges) as even as that allows; or triplets as even as can be, with more or fewer frames"""
+    """assignment of a batch to replicas. none: in order; frames: equally many frames, with triplets (pairs of neighbouring edges)
+    balanced as far as possible; triplets: balanced triplets, with unequal numbers of frames"""
     shapes: Literal["exact", "few"] = "exact"
-    """few: sizes of batches are rounded up to steps of a tenth, so that there are few of them, which compiled code and CUDA Graphs
-    need"""
+    """few: pad batches to sizes in steps of 10 %, for the few shapes that compiled code and CUDA graphs need"""
     pictures: NonNegativeInt = 1000
-    """validation frames of which the report compares energies and forces with what the model says"""
+    """validation frames in the report, with true and predicted energies and forces"""
 
 
 class Config(RunConfig):
@@ -55,11 +54,11 @@ class Config(RunConfig):
     def _goes_together(self) -> Self:
         data, step = self.data, self.step
         if data.reader in ("dali", "gds"):
-            raise ValueError(f"data.reader is {data.reader}, which has no frames of different sizes; take auto, direct or hdf5")
+            raise ValueError(f"data.reader is {data.reader}, not for frames of various sizes; set it to auto, direct or hdf5")
         if data.shapes == "few" and data.balance == "triplets":
-            raise ValueError("data.shapes is few, but data.balance triplets gives copies more or fewer frames; set it to frames")
+            raise ValueError("data.shapes is few, but data.balance triplets gives replicas unequal frame counts; set it to frames")
         if data.shards > 1 and data.balance != "none":
-            raise ValueError(f"data.shards is {data.shards}, but data.balance {data.balance} deals over all; set it to none")
+            raise ValueError(f"data.shards is {data.shards}, but data.balance {data.balance} assigns over all; set it to none")
         if step.capture in ("forward", "whole") and data.shapes == "exact":
             raise ValueError(f"step.capture is {step.capture}, which needs data.shapes few and data.balance frames or none")
         if step.accumulate > 1 and data.balance == "triplets":

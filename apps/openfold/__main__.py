@@ -1,7 +1,7 @@
 """Train OpenFold:  python -m apps.openfold apps/openfold/configs/small.yaml [step.lr=2e-3 ...]
-Fold chains:     python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [mesh.axial=8 ...]
+Predict:         python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [mesh.axial=8 ...]
 
-The same lines run alone, or behind mpiexec, srun or torchrun.
+The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 import sys
@@ -13,20 +13,20 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.openfold.data import chains, keep_structures, network
+    from apps.openfold.data import build_loaders, build_model, save_structures
     from hpcai import dist, train
     from hpcai.models import openfold
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("openfold", cfg, mesh, BENCHMARK) as run,
-        chains(cfg, mesh) as (training, validation, pictures),
+        build_loaders(cfg, mesh) as (training, validation, pictures),
     ):
         with train.seeds(cfg.train.seed):
-            model = openfold.parallelize(network(cfg), mesh)
+            model = openfold.parallelize(build_model(cfg), mesh)
         step = train.Step(model, partial(openfold.loss, cfg=cfg.objective), cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=openfold.score, run=run)
-        run.finish(step, result, openfold.predict_structures, pictures, partial(keep_structures, run, cfg.data))
+        run.finish(step, result, openfold.predict_structures, pictures, partial(save_structures, run, cfg.data))
     raise SystemExit(result.exit_code)
 
 

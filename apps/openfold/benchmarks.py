@@ -1,10 +1,10 @@
-"""OpenFold to be measured:  hpcai bench openfold | hpcai ablate openfold [features.crop=64 ...]
+"""Benchmark of OpenFold:  hpcai bench openfold | hpcai ablate openfold [features.crop=64 ...]
 
-The plain form is the same function of the same weights in torch's operations on whole tensors: all logits, gates, outer products
-and distances at once. Chains and alignments are synthetic, without templates. ``checkpoint`` is our form whose blocks keep their
-inputs alone.
+The plain form is the same function of the same weights in unfused, unchunked operations of torch: all logits, gates, outer products
+and distances at once. Chains and alignments are synthetic, without templates. ``checkpoint`` is the optimized form with activation
+checkpointing of blocks.
 
-    mpiexec -n 2 hpcai ablate openfold mesh.axial=2    # what cutting a chain over two processes brings, or costs
+    mpiexec -n 2 hpcai ablate openfold mesh.axial=2    # gain or loss of sharding a chain over two ranks
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from apps.openfold.data import FIELDS, Chains, parts_of, rows_of
+from apps.openfold.data import FIELDS, Chains, open_rows, parse_chain
 from apps.openfold.settings import Config, DataConfig
-from apps.openfold.synthetic import alignment, chain
+from apps.openfold.synthetic import random_alignment, random_chain
 from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Training, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
@@ -41,19 +41,17 @@ from hpcai.nn import layernorm as norms
 
 _GPU = torch.cuda.is_available()
 _CUT = "cut chains"
-# MLPerf HPC's.
-_WHOLE = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
-
+_MLPERF_SIZES = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
 
 _EOS = PublishedRate(
-    0.553, "H100", "128 GPUs, 1 chain each, 1 to 4 passes alike, no cut along an axis, loader included",
+    0.553, "H100", "128 GPUs, 1 chain each, 1 to 4 passes equally often, unsharded chains, loader included",
     "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: 1.81 s a step (github.com/mlcommons/hpc_results_v3.0)",
 )  # fmt: skip
-_PASSES = tuple((f"features.recycles={recycles}",) for recycles in range(4))  # a step draws one of them
+_PASSES = tuple((f"features.recycles={recycles}",) for recycles in range(4))  # a step samples one of them
 
 
 class BenchmarkConfig(Config):
-    """An OpenFold run of a size that is measured in minutes: full channel sizes, few blocks and residues."""
+    """An OpenFold run that is benchmarked in minutes: full channel sizes, few blocks and residues."""
 
     model: OpenFoldConfig = OpenFoldConfig.preset("initial", template=None, blocks=4, extra={"blocks": 1})
     features: FeatureConfig = FeatureConfig(crop=64, clusters=32, extra=64, templates=0, recycles=0)
@@ -76,8 +74,8 @@ class Benchmark(Workload):
         "features={crop: 16, clusters: 8, extra: 8, templates: 1}", "data={workers: 1, processes: false}",
     )  # fmt: skip
     gpu_cases = tuple(
-        Case(name, "batch128.yaml", ("data.batch=1", *words), _PASSES, published=_EOS, goal=1 / 1.5)
-        for name, words in (("crop-256", ()), ("crop-256-all-kept", ("model.checkpoint=false",)))
+        Case(name, "batch128.yaml", ("data.batch=1", *overrides), _PASSES, published=_EOS, goal=1 / 1.5)
+        for name, overrides in (("crop-256", ()), ("crop-256-all-kept", ("model.checkpoint=false",)))
     )
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:
@@ -85,82 +83,81 @@ class Benchmark(Workload):
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size
-        same = triton_support.MISSING if on_gpu else "on a CPU they are torch's own"
-        every = [
+        same = triton_support.MISSING if on_gpu else "on a CPU they are those of torch"
+        switches = [
             Switch("attention", "gated attention whose logits and probabilities are never in memory"),
-            Switch("layer norms", "layer norms in one kernel each way, which give what the next product reads", same),
-            Switch("gates", "products with a sigmoid that keep only what they are given"),
-            Switch("triangles", "products of triangles and biases of heads written as they are read, without copies"),
-            Switch("outer product", "outer products a few residues at a time, and made again in the backward pass"),
-            Switch("parts", "losses in parts that fit a cache, and so transitions and triangles where no gradients are taken"),
+            Switch("layer norms", "fused layer norms, forward and backward, with outputs in the dtype of the next product", same),
+            Switch("gates", "products with a sigmoid that save only their inputs"),
+            Switch("triangles", "triangle products and biases of heads written in the layout of their reader, without copies"),
+            Switch("outer product", "outer products of a few residues at a time, recomputed in the backward pass"),
+            Switch("parts", "losses in chunks that fit a cache, without gradients also transitions and triangles"),
         ]
         if ranks == 1:
-            return every
-        uneven = None if cfg.data.batch % mesh.world == 0 else f"data.batch is {cfg.data.batch}, no multiple of {mesh.world} copies"
-        what = f"mesh.axial={ranks}: {ranks} processes share each chain, where otherwise each has chains of its own"
-        return [*every, Switch(_CUT, what, uneven)]
+            return switches
+        uneven = None if cfg.data.batch % mesh.world == 0 else f"data.batch is {cfg.data.batch}, no multiple of {mesh.world} ranks"
+        description = f"mesh.axial={ranks}: each chain is sharded over {ranks} ranks, instead of one chain per rank"
+        return [*switches, Switch(_CUT, description, uneven)]
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         if on_gpu:
-            return [_WHOLE, (*_WHOLE, "model.checkpoint=true")]
+            return [_MLPERF_SIZES, (*_MLPERF_SIZES, "model.checkpoint=true")]
         few = [("model.blocks=4", "features.crop=64", f"features.recycles={recycles}") for recycles in (0, 1)]
         return [*few, ("model.blocks=2", "features.crop=128")]
 
     def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
-        return plainly(enabled)
+        return use_reference(enabled)
 
     @contextmanager
     def training(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> Iterator[Training]:
         if any(switch.name == _CUT and switch.why_not is None for switch in self.switches(cfg, mesh)) and _CUT not in enabled:
             mesh = Mesh({"replicate": mesh.world}, mesh.world, mesh.rank, mesh.device)
-        with super().training(cfg, mesh, enabled) as made:
-            yield made
+        with super().training(cfg, mesh, enabled) as prepared:
+            yield prepared
 
     def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(OpenFold(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
         for parameter in model.parameters():
-            if not parameter.any():  # the last of a branch is 0 at first, and so would be all gradients within
+            if not parameter.any():  # output layers of branches start at 0, and so would all gradients inside
                 torch.nn.init.normal_(parameter, std=0.01)
         return model
 
     def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
-        made = chain(cfg.features.crop, random)
-        rows = alignment(made, cfg.features.clusters + cfg.features.extra, random)
+        protein = random_chain(cfg.features.crop, random)
+        rows = random_alignment(protein, cfg.features.clusters + cfg.features.extra, random)
         values = {
-            "residues": len(made.aatype), "letters": rows.msa.size, "name": b"synthetic", "resolution": 2.0, "release": 0,
-            "cluster_size": 1, "hits": 0, "places": 0, "aatype": made.aatype, "positions": made.positions, "mask": made.mask,
-            "msa": rows.msa.reshape(-1), "deletions": rows.deletions.reshape(-1), "hit_row": [], "hit_sum_probs": [],
-            "hit_places": [],
+            "residues": len(protein.aatype), "letters": rows.msa.size, "name": b"synthetic", "resolution": 2.0, "release": 0,
+            "cluster_size": 1, "hits": 0, "places": 0, "aatype": protein.aatype, "positions": protein.positions,
+            "mask": protein.mask, "msa": rows.msa.reshape(-1), "deletions": rows.deletions.reshape(-1), "hit_row": [],
+            "hit_sum_probs": [], "hit_places": [],
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 
     def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
         each = []
         for number, values in enumerate(samples):
-            made, rows = parts_of(dict(zip(FIELDS, values)), "a synthetic chain")
-            found = featurize(made, rows, cfg=cfg.features)  # what is masked does not depend on a sample's place in a batch
-            each.append(found | {"index": np.full(cfg.features.recycles + 1, number)})  # as those of a loader have it
+            protein, rows = parse_chain(dict(zip(FIELDS, values)), "a synthetic chain")
+            features = featurize(protein, rows, cfg=cfg.features)  # the mask does not depend on a sample's position in a batch
+            each.append(features | {"index": np.full(cfg.features.recycles + 1, number)})  # as from a loader
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        rows = rows_of(cfg, split, FIELDS, mesh)
+        rows = open_rows(cfg, split, FIELDS, mesh)
         return make_loader(
             Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 @contextmanager
-def plainly(but: Enabled = frozenset()) -> Iterator[None]:
-    """Inside, the network and its loss are the same function of the same weights, in torch's operations on whole tensors, ``but``
-    for what these switches bring."""
+def use_reference(enabled: Enabled = frozenset()) -> Iterator[None]:
+    """Context manager: compute network and loss by unfused, unchunked operations of torch, except for ``enabled`` switches."""
     def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias).permute(0, 3, 1, 2)
 
-    def whole(function: Callable[[slice], Tensor], count: int, *_: Any) -> Tensor:
+    def single(function: Callable[[slice], Tensor], count: int, *_: Any) -> Tensor:
         return function(slice(0, count))
 
     def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
-        return gates.reference(x, g, mask).to(x.dtype)  # a mask in float32 would make the product wider than its kernels expect
+        return gates.reference(x, g, mask).to(x.dtype)  # a mask in float32 would promote the product beyond its kernels' dtype
 
     def halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
         return gates.reference_glu_halves(xg, mask).to(xg.dtype)
@@ -174,14 +171,14 @@ def plainly(but: Enabled = frozenset()) -> Iterator[None]:
             (evoformer, "channels_first", channels_first), (attentions, "channels_first", channels_first),
         ],
         "outer product": [(evoformer, "outer_product", outer_product.reference)],
-        "parts": [(evoformer, "map_chunks", whole), (layers, "map_chunks", whole), (objective, "chunk_size", lambda *_: 1 << 60)],
+        "parts": [(evoformer, "map_chunks", single), (layers, "map_chunks", single), (objective, "chunk_size", lambda *_: 1 << 60)],
     }  # fmt: skip
-    plain = [form for switch, some in forms.items() if switch not in but for form in some]
-    ours = [(module, name, getattr(module, name)) for module, name, _ in plain]
+    patches = [form for switch, group in forms.items() if switch not in enabled for form in group]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in patches]
     try:
-        for module, name, function in plain:
+        for module, name, function in patches:
             setattr(module, name, function)
         yield
     finally:
-        for module, name, function in ours:
+        for module, name, function in originals:
             setattr(module, name, function)

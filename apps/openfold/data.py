@@ -1,4 +1,4 @@
-"""Protein chains as samples, and batches of them with as many passes as their step has drawn.   R residues, P passes"""
+"""Protein chains as samples, and batches of them with the sampled number of passes.   R residues, P passes"""
 
 import hashlib
 import logging
@@ -34,132 +34,132 @@ FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
     "msa": ("int8", ("letters",)), "deletions": ("uint8", ("letters",)),
     "hit_row": ("int32", ("hits",)), "hit_sum_probs": ("float32", ("hits",)), "hit_places": ("int16", ("places",)),
 }  # fmt: skip
-OF_TEMPLATES = {name: FIELDS[name] for name in ("residues", "aatype", "positions", "mask")}
+TEMPLATE_FIELDS = {name: FIELDS[name] for name in ("residues", "aatype", "positions", "mask")}
 _UNKNOWN_DAY = -1
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures."""
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
     data, features = cfg.data, cfg.features
-    train, validation = (rows_of(cfg, split, FIELDS, mesh) for split in ("train", "validation"))
-    known = (data.directory / "templates").is_dir()
-    templates = rows_of(cfg, "templates", OF_TEMPLATES, mesh) if features.templates and known else None
-    drawn = Chains(train, _released(train, None, data.released_until), features, cfg.train.seed, templates)
-    held = _released(validation, data.validation_from, data.validation_until)
-    held = held[validation.column("residues")[held] <= (data.validation_residues or np.inf)]
-    _long_enough(validation, held, mesh["axial"].size)
-    whole = features.model_copy(update={"crop": None})
-    words: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
+    train, validation = (open_rows(cfg, split, FIELDS, mesh) for split in ("train", "validation"))
+    has_templates = (data.directory / "templates").is_dir()
+    templates = open_rows(cfg, "templates", TEMPLATE_FIELDS, mesh) if features.templates and has_templates else None
+    drawn = Chains(train, _select_released(train, None, data.released_until), features, cfg.train.seed, templates)
+    held_rows = _select_released(validation, data.validation_from, data.validation_until)
+    held_rows = held_rows[validation.column("residues")[held_rows] <= (data.validation_residues or np.inf)]
+    _check_lengths(validation, held_rows, mesh["axial"].size)
+    uncropped = features.model_copy(update={"crop": None})
+    kwargs: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
 
     def held_out(rows: np.ndarray, name: str) -> Loader:
-        """Whole chains, the longest first, each for the copy that is free first."""
-        source = Chains(validation, rows, whole, cfg.train.seed, templates, training=False)
+        """Return a loader of uncropped chains, longest first, each assigned to the least loaded replica."""
+        source = Chains(validation, rows, uncropped, cfg.train.seed, templates, training=False)
         sampler = LargestFirst(source.column("residues").astype(float) ** 2, mesh["replicate"].size)
         return make_loader(source, sampler.groups, data, mesh, name=name, sampler=sampler, last_batch="keep")
 
-    few = held[np.linspace(0, len(held) - 1, min(data.pictures, len(held))).round().astype(int)]
+    few = held_rows[np.linspace(0, len(held_rows) - 1, min(data.pictures, len(held_rows))).round().astype(int)]
     with open_loaders(
         mesh,
-        lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=Recycled(features.recycles, cfg.train.seed), **words),
-        lambda: held_out(held, "validation"),
+        lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=Recycling(features.recycles, cfg.train.seed), **kwargs),
+        lambda: held_out(held_rows, "validation"),
         (lambda: held_out(few, "pictures")) if len(few) else None,
-    ) as found:
-        yield found
+    ) as loaders:
+        yield loaders
 
 
-def rows_of(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
+def open_rows(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
     data = cfg.data
-    remedy = f"make data with: {command_of('data_prep.openfold')} simulate {data.directory}, or set data.directory to what is there"
+    remedy = f"make data with: {command_of('data_prep.openfold')} simulate {data.directory}, or change data.directory"
     return open_split(data.directory / split, fields, remedy, data, mesh)
 
 
-def _released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
-    """Rows of chains that were released between two days, or on a day that is not known."""
+def _select_released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
+    """Return the rows of chains released between two days, or on an unknown day."""
     day = rows.column("release")
     begin, end = (None if each is None else (each - date(1970, 1, 1)).days for each in (first, last))
-    kept = (day == _UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))
-    if not kept.all():
-        logger.info("%s: %d of %d chains are left out for their day of release", rows.folder.name, (~kept).sum(), len(kept))
-    return np.flatnonzero(kept)
+    selected = (day == _UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))
+    if not selected.all():
+        logger.info("%s: %d of %d chains are left out for their day of release", rows.folder.name, (~selected).sum(), len(selected))
+    return np.flatnonzero(selected)
 
 
-def _long_enough(rows: Rows, kept: np.ndarray, ranks: int) -> None:
-    """Raise DataError for whole chains of which some of the ``ranks`` processes that share them would have nothing."""
+def _check_lengths(rows: Rows, selected: np.ndarray, ranks: int) -> None:
+    """Raise DataError if a full chain is too short to shard over ``ranks`` ranks."""
     residues = rows.column("residues")
-    for row in kept[residues[kept] < ranks][:1]:
-        where = f"{rows.describe(int(row))}: {residues[row]} residues for the {ranks} processes of mesh.axial"
-        raise DataError(f"{where}; take this chain out, or set mesh.axial to {residues[row]} or less")
+    for row in selected[residues[selected] < ranks][:1]:
+        location = f"{rows.describe(int(row))}: {residues[row]} residues for the {ranks} ranks of mesh.axial"
+        raise DataError(f"{location}; take this chain out, or set mesh.axial to {residues[row]} or less")
 
 
 def _sampler(cfg: Config, source: "Chains") -> Sampler:
     data, seed = cfg.data, cfg.train.seed
     if data.draw == "once":
         return Shuffled(len(source), seed)
-    weights = weights_of(source.column("residues"), source.column("cluster_size"))
+    weights = sampling_weights(source.column("residues"), source.column("cluster_size"))
     return Weighted(weights, data.epoch or len(source), seed, numbered=True)
 
 
-def weights_of(residues: np.ndarray, cluster_size: np.ndarray) -> np.ndarray:
-    """How often a chain is drawn: long ones more, those of many relatives less, as in MLPerf HPC.   [N] each"""
+def sampling_weights(residues: np.ndarray, cluster_size: np.ndarray) -> np.ndarray:
+    """Return the sampling weights of chains: long ones more, those in large clusters less, as in MLPerf HPC.   [N] each"""
     return np.clip(residues, 256, 512) / 512 / np.sqrt(np.maximum(cluster_size, 1))
 
 
 class Chains(Samples):
-    """The chains of a split that stand in ``kept``, with the features of all passes; ``templates``: where those of their hits are.
-    In training index i + k * N is chain i, drawn once more."""
+    """Chains of a split, a ``subset`` of its rows, with the features of all passes. ``templates``: rows of their template hits.
+    In training index i + k * N is a further sample of chain i."""
 
     replicated = True
 
     def __init__(
-        self, rows: Rows, kept: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *, training: bool = True
+        self, rows: Rows, subset: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *, training: bool = True
     ) -> None:
         super().__init__(rows)
-        if not len(kept):
+        if not len(subset):
             raise DataError(f"{rows.folder}: none of {len(rows)} chains is left by the settings of data; change those")
-        self.kept, self.cfg, self.seed, self.templates, self.training = kept, cfg, seed, templates, training
+        self.subset, self.cfg, self.seed, self.templates, self.training = subset, cfg, seed, templates, training
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.subset)
 
     def column(self, name: str) -> np.ndarray:
         """[N]"""
-        return self.rows.column(name)[self.kept]
+        return self.rows.column(name)[self.subset]
 
     def describe(self, index: int) -> str:
         return self.rows.describe(self._row(index))
 
     def _row(self, index: int) -> int:
-        return int(self.kept[index % len(self)])
+        return int(self.subset[index % len(self)])
 
     def sample(self, index: int, epoch: int) -> dict[str, Any]:
         row = self._row(index)
         values = self.rows.read(row)
-        chain, alignment = parts_of(values, self.rows.describe(row))
-        # A held-out chain is the same each time.
+        chain, alignment = parse_chain(values, self.rows.describe(row))
+        # The features of a held-out chain are the same each time.
         number, epoch = (index, epoch) if self.training else (row, 0)
-        seed, given = self.seed, self._templates(values, row)
-        found = featurize(chain, alignment, given, self.cfg, seed=seed, epoch=epoch, index=number, training=self.training)
-        found["index"] = np.full(self.cfg.recycles + 1, row)
-        return found
+        seed, templates = self.seed, self._templates(values, row)
+        features = featurize(chain, alignment, templates, self.cfg, seed=seed, epoch=epoch, index=number, training=self.training)
+        features["index"] = np.full(self.cfg.recycles + 1, row)
+        return features
 
     def _templates(self, values: dict[str, Any], row: int) -> Templates | None:
         count, rows, length = int(values["hits"]), self.templates, len(values["aatype"])
         if rows is None or not count:
             return None
         if len(values["hit_places"]) != count * length:
-            text = f"{len(values['hit_places'])} places of {count} templates for {length} residues"
-            raise DataError(f"{self.rows.describe(row)}: {text}, expected {count * length}; make it again with data_prep.openfold")
-        places = values["hit_places"].reshape(count, length)
+            text = f"{len(values['hit_places'])} positions of {count} templates for {length} residues"
+            raise DataError(f"{self.rows.describe(row)}: {text}, expected {count * length}; convert it again by data_prep.openfold")
+        positions = values["hit_places"].reshape(count, length)
 
-        def take(some: np.ndarray) -> dict[str, np.ndarray]:
-            at = values["hit_row"][some]
+        def take(hits: np.ndarray) -> dict[str, np.ndarray]:
+            at = values["hit_row"][hits]
             if at.min() < 0 or at.max() >= len(rows):
-                where = f"{self.rows.describe(row)}: rows {at.min()} to {at.max()} of {rows.folder}, which has {len(rows)}"
-                raise DataError(f"{where}; make both again with data_prep.openfold")
-            return template_features([rows.read(int(k)) for k in at], places[some], values["hit_sum_probs"][some])
+                location = f"{self.rows.describe(row)}: rows {at.min()} to {at.max()} of {rows.folder}, which has {len(rows)}"
+                raise DataError(f"{location}; convert both again with data_prep.openfold")
+            return template_features([rows.read(int(k)) for k in at], positions[hits], values["hit_sum_probs"][hits])
 
         return Templates(count, take)
 
@@ -172,12 +172,12 @@ class Chains(Samples):
         return {name: torch.from_numpy(array) for name, array in collate(samples).items()}
 
 
-def parts_of(values: dict[str, Any], where: str) -> tuple[Chain, Alignment]:
-    """What a file has of a chain. Raises DataError where its alignment does not fit."""
+def parse_chain(values: dict[str, Any], location: str) -> tuple[Chain, Alignment]:
+    """Parse the structure and the alignment of a chain. Raises DataError if the alignment has another length."""
     aatype, mask = values["aatype"].astype(np.int64), values["mask"].astype(np.float32)
     depth, rest = divmod(len(values["msa"]), len(aatype))
     if rest or not depth:
-        raise DataError(f"{where}: {len(values['msa'])} letters of an alignment for {len(aatype)} residues, expected a multiple")
+        raise DataError(f"{location}: {len(values['msa'])} letters of an alignment for {len(aatype)} residues, expected a multiple")
     sequence = "".join((RESTYPES + "X")[kind] for kind in aatype)
     resolution = float(values["resolution"]) or None
     chain = Chain(
@@ -187,29 +187,29 @@ def parts_of(values: dict[str, Any], where: str) -> tuple[Chain, Alignment]:
 
 
 @dataclass(frozen=True)
-class Recycled:
-    """The first passes of a batch alone, as many as its step has drawn: the same on all processes, and each number from 1 to
-    ``most`` + 1 once in as many steps."""
+class Recycling:
+    """Keeps the first passes of a batch, as many as its step samples: the same number on all ranks, and each from 1 to ``most`` + 1
+    once in ``most`` + 1 steps."""
 
     most: int
     seed: int
 
     def __call__(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
-        passes = passes_of(self.seed, step, self.most)
+        passes = draw_passes(self.seed, step, self.most)
         return {name: value[..., :passes] for name, value in batch.items()}
 
 
-def passes_of(seed: int, step: int, most: int) -> int:
-    """Passes of a 0-based step: one more than its recycles, of which ``most`` + 1 steps have each number once."""
-    block, place = divmod(step, most + 1)
-    return 1 + int(np.random.default_rng([seed, block]).permutation(most + 1)[place])
+def draw_passes(seed: int, step: int, most: int) -> int:
+    """Return the passes of a 0-based step: its recycles, each number of which occurs once in ``most`` + 1 steps, plus one."""
+    block, position = divmod(step, most + 1)
+    return 1 + int(np.random.default_rng([seed, block]).permutation(most + 1)[position])
 
 
 # ---- weights in, structures out
 
 
-def network(cfg: Config) -> OpenFold:
-    """The network, with the weights that ``cfg.start`` names. Raises CheckpointError where they are other ones, or do not fit."""
+def build_model(cfg: Config) -> OpenFold:
+    """Build the network, and load the weights of ``cfg.start``. Raises CheckpointError if their hash differs or they do not fit."""
     model, path = OpenFold(cfg.model), cfg.start.weights
     if path is None:
         return model
@@ -221,9 +221,9 @@ def network(cfg: Config) -> OpenFold:
             raise CheckpointError(f"start.weights: {path}: cannot be read: {problem.strerror}") from problem
         if digest != cfg.start.sha256.lower():
             raise CheckpointError(f"start.weights: {path}: has SHA-256 {digest}, expected {cfg.start.sha256}; fetch it again")
-    found = load_weights(path).state_dict()
+    state = load_weights(path).state_dict()
     try:
-        model.load_state_dict(found)
+        model.load_state_dict(state)
     except RuntimeError as problem:
         first = str(problem).splitlines()[1].strip()
         raise CheckpointError(f"start.weights: {path}: of another network than the settings of model: {first}") from problem
@@ -231,14 +231,14 @@ def network(cfg: Config) -> OpenFold:
     return model
 
 
-def keep_structures(run: Run, data: DataConfig, found: dict[str, torch.Tensor]) -> None:
-    """``structures.npz`` for the report, and each predicted chain as structures/NAME.cif with its confidence for B-factors."""
-    if not found:  # another process has them
+def save_structures(run: Run, data: DataConfig, predictions: dict[str, torch.Tensor]) -> None:
+    """Write ``structures.npz`` for the report, and each predicted chain as structures/NAME.cif with pLDDT as B-factors."""
+    if not predictions:  # another rank has them
         return
     rows = Rows(data.directory / "validation", FIELDS, reader="buffered")
-    names = [name.decode() for name in rows.column("name")[found["index"].numpy()]]
+    names = [name.decode() for name in rows.column("name")[predictions["index"].numpy()]]
     rows.close()
-    arrays = {name: value.numpy() for name, value in found.items() if name != "index"}
+    arrays = {name: value.numpy() for name, value in predictions.items() if name != "index"}
     run.write_file("structures.npz", lambda path: np.savez_compressed(path, names=np.array(names), **arrays))  # type: ignore[arg-type]
     ends = np.cumsum(arrays["residues"])
     for name, part in zip(names, (slice(end - count, end) for end, count in zip(ends, arrays["residues"]))):

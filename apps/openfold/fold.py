@@ -1,7 +1,7 @@
-"""Fold chains:  python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [out=folds mesh.axial=8 ...]
+"""Predict structures:  python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [out=folds mesh.axial=8 ...]
 
-Chains are dealt to the copies of the network, the longest first, each to the one that has least to do; with ``mesh.axial`` the
-processes of a copy fold a chain together, each with its share of the memory. A chain whose file is there is not folded again.
+Chains are assigned to replicas of the network, longest first, each to the least loaded one. With ``mesh.axial`` a chain is sharded
+over the ranks of a replica, which divides its memory. A chain whose output file exists is not folded again.
 """
 
 import os
@@ -21,13 +21,13 @@ class Chain(NamedTuple):
     sequence: str
 
 
-def run(words: Sequence[str]) -> None:
-    """Fold what the words of a command line say; the first two that are no settings are chains and alignments."""
-    names, given = ["chains", "alignments"], []
-    for word in words:
+def run(args: Sequence[str]) -> None:
+    """Run the command with its command-line arguments; the first two that are no settings are chains and alignments."""
+    names, settings = ["chains", "alignments"], []
+    for word in args:
         plain = "=" not in word and not word.startswith("-") and not word.endswith((".yaml", ".yml"))
-        given.append(f"{names.pop(0)}={word}" if plain and names else word)
-    sys.argv[1:] = given
+        settings.append(f"{names.pop(0)}={word}" if plain and names else word)
+    sys.argv[1:] = settings
     config.run(FoldConfig, main)
 
 
@@ -42,10 +42,9 @@ def main(cfg: FoldConfig) -> None:
 
 
 def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
-    """Fold all chains that have no file yet -> why some could not be, which were passed over, on any process.
+    """Fold all chains that have no output file yet. Return the errors of the skipped ones, of all ranks.
 
-    Raises DataError for chains or alignments that are not there, and, where several processes fold a chain together, for the first
-    one that is too long for the memory of one of them.
+    Raises DataError for missing chains or alignments, with ``mesh.axial`` also for a chain that exceeds the memory of a rank.
     """
     import torch
 
@@ -54,37 +53,37 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     from hpcai.train.auto_settings import has_fast_bf16
 
     todo = read_fasta(cfg.chains)
-    homes = [alignments_of(chain.name, cfg.alignments, len(todo)) for chain in todo]
+    alignments = [find_alignments(chain.name, cfg.alignments, len(todo)) for chain in todo]
     cfg.out.mkdir(parents=True, exist_ok=True)
     files = [cfg.out / f"{chain.name}.{cfg.form}" for chain in todo]
     missing = broadcast_object([number for number, file in enumerate(files) if not file.exists()], mesh.peers)
-    copies, problems = mesh["replicate"], []
+    replicas, problems = mesh["replicate"], []
     if mesh.is_first:
         print(f"{len(missing)} of {len(todo)} chains to fold, into {cfg.out}", flush=True)
-    mine = dealt([len(todo[number].sequence) for number in missing], copies.size)[copies.rank]
-    model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if mine or mesh.model_parallel.size > 1 else None
-    narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
+    local_chains = assign_chains([len(todo[number].sequence) for number in missing], replicas.size)[replicas.rank]
+    model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if local_chains or mesh.model_parallel.size > 1 else None
+    use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
 
     def read(chain: Chain, home: Path | None) -> tuple[dict[str, Any], str]:
-        """What the network reads of a chain, or why one of the processes that would fold it cannot."""
+        """Return the features of a chain, or the first error on the ranks that fold it together."""
         features, why, axial = {}, "", mesh["axial"].size
         try:
             if len(chain.sequence) < axial:
-                raise DataError(f"{len(chain.sequence)} residues for {axial} processes; fold it with a smaller mesh.axial")
+                raise DataError(f"{len(chain.sequence)} residues for {axial} ranks; fold it with a smaller mesh.axial")
             features = folding.prepare_features(model, chain.sequence, home, recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)
         except DataError as problem:
             why = str(problem)
         return features, next(filter(None, all_gather_object(why, mesh.model_parallel)), "")
 
-    for number in (missing[place] for place in mine):
+    for number in (missing[index] for index in local_chains):
         chain, began = todo[number], time.perf_counter()
-        features, why = read(chain, homes[number])
+        features, why = read(chain, alignments[number])
         try:
             if not why:
-                with torch.autocast(mesh.device.type, torch.bfloat16, enabled=narrow):
-                    found = folding.predict(model, chain.sequence, features)
+                with torch.autocast(mesh.device.type, torch.bfloat16, enabled=use_bf16):
+                    result = folding.predict(model, chain.sequence, features)
         except DataError as problem:
-            if mesh.model_parallel.size > 1:  # another process of this copy is in the middle of it
+            if mesh.model_parallel.size > 1:  # other ranks of this replica are still folding it
                 raise DataError(f"{chain.name}: {problem}") from problem
             why = str(problem)
         if why:
@@ -94,55 +93,55 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
             continue
         if mesh.model_parallel.rank == 0:
             part = files[number].with_name(f".{chain.name}.part.{cfg.form}")
-            found.write(part, chain.name)
-            os.replace(part, files[number])  # never half a file
-            said = f"{len(chain.sequence):,} residues, mean pLDDT {found.plddt.mean():.1f}, {time.perf_counter() - began:.1f} s"
-            print(f"{files[number]}: {said}", flush=True)
-    return [problem for every in all_gather_object(problems, mesh.peers) for problem in every]
+            result.write(part, chain.name)
+            os.replace(part, files[number])  # atomic: never a partial file
+            text = f"{len(chain.sequence):,} residues, mean pLDDT {result.plddt.mean():.1f}, {time.perf_counter() - began:.1f} s"
+            print(f"{files[number]}: {text}", flush=True)
+    return [problem for rank_problems in all_gather_object(problems, mesh.peers) for problem in rank_problems]
 
 
-def dealt(lengths: Sequence[int], copies: int) -> list[list[int]]:
-    """Which chains each copy folds, the longest first: each goes to the copy that has least to do, by squares of residues."""
-    work, found = [0] * copies, [list[int]() for _ in range(copies)]
-    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+def assign_chains(lengths: Sequence[int], replicas: int) -> list[list[int]]:
+    """Assign chains to replicas, longest first, each to the least loaded one; the cost is the square of the length."""
+    work, assignments = [0] * replicas, [list[int]() for _ in range(replicas)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         least = work.index(min(work))
-        work[least] += lengths[place] ** 2
-        found[least].append(place)
-    return found
+        work[least] += lengths[index] ** 2
+        assignments[least].append(index)
+    return assignments
 
 
-def alignments_of(name: str, home: Path | None, chains: int) -> Path | None:
-    """The folder of a chain's alignments. Raises DataError where it is not there."""
-    if home is None:
+def find_alignments(name: str, folder: Path | None, chains: int) -> Path | None:
+    """Return the folder of a chain's alignments. Raises DataError if it is missing."""
+    if folder is None:
         return None
-    if (home / name).is_dir():
-        return home / name
-    if chains == 1 and home.exists():
-        return home
-    raise DataError(f"{home / name}: no such folder, expected alignments of the chain {name}; set alignments to null for none")
+    if (folder / name).is_dir():
+        return folder / name
+    if chains == 1 and folder.exists():
+        return folder
+    raise DataError(f"{folder / name}: no such folder, expected alignments of the chain {name}; set alignments to null for none")
 
 
 def read_fasta(path: Path) -> list[Chain]:
-    """Names (the first word after ">") and sequences, in the order of the file. Raises DataError for a file that is none, chains of
-    one name, and names that cannot be those of files."""
+    """Read names (the first word after ">") and sequences, in the order of the file. Raises DataError for an invalid file,
+    duplicate names, and names that are no valid file names."""
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: cannot be read as FASTA ({problem})") from problem
-    found: dict[str, list[str]] = {}
+    sequences: dict[str, list[str]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith(">"):
             name = (line[1:].split() or [""])[0]
-            if not name or name in found or Path(name).name != name or name.startswith("."):
-                why = "is there twice" if name in found else "cannot be the name of a file"
+            if not name or name in sequences or Path(name).name != name or name.startswith("."):
+                why = "occurs twice" if name in sequences else "is no valid file name"
                 raise DataError(f"{path}: line {number}: the name {name!r} {why}; expected another one for each chain")
-            found[name] = []
+            sequences[name] = []
         elif line.strip():
-            if not found:
-                raise DataError(f"{path}: line {number}: {line[:20]!r} stands before a line that begins with '>'")
-            found[next(reversed(found))].append(line.strip())
-    if not found:
-        raise DataError(f"{path}: holds no chain, expected lines that begin with '>' and sequences below them")
-    if empty := [name for name, lines in found.items() if not lines]:
+            if not sequences:
+                raise DataError(f"{path}: line {number}: {line[:20]!r} precedes the first line that begins with '>'")
+            sequences[next(reversed(sequences))].append(line.strip())
+    if not sequences:
+        raise DataError(f"{path}: has no chain, expected lines that begin with '>' and sequences below them")
+    if empty := [name for name, lines in sequences.items() if not lines]:
         raise DataError(f"{path}: the chain {empty[0]} has no sequence")
-    return [Chain(name, "".join(lines)) for name, lines in found.items()]
+    return [Chain(name, "".join(lines)) for name, lines in sequences.items()]

@@ -1,4 +1,4 @@
-"""What the MLPerf log of OpenFold says beside the common lines. No torch here."""
+"""Entries of the MLPerf log of OpenFold, beside the common ones. It imports no torch."""
 
 from hpcai.mllog import Benchmark, Entry, in_steps
 
@@ -22,7 +22,7 @@ BENCHMARK = Benchmark(
         Entry("templates_enabled", lambda setting: setting("features.templates") > 0),
         Entry("max_templates", "features.templates"),
         Entry("fape_loss_weight", "objective.fape"),
-        Entry("fape_loss_backbone_weight", lambda setting: 0.5),             # what hpcai.models.openfold.objective has
+        Entry("fape_loss_backbone_weight", lambda setting: 0.5),             # as in hpcai.models.openfold.objective
         Entry("fape_loss_sidechain_weight", lambda setting: 0.5),
         Entry("supervised_chi_loss_weight", "objective.chi"),
         Entry("distogram_loss_weight", "objective.distogram"),

@@ -1,4 +1,4 @@
-"""The picture of a run: chains of proteins with the predicted fold over the true one, distances between residues, and scores.
+"""The figure of a run: protein chains with the predicted fold over the true one, distances between residues, and scores.
 
 M chains, N residues of one chain
 """
@@ -28,21 +28,21 @@ from hpcai.models.openfold.targets import pseudo_beta
 FILE = "structures.npz"
 TITLE = "Predicted and true structures"
 HIGHER = ("lddt", "gdt")
-# M chains one after the other with R residues in all and S pairs of residues of the same chain; 37 places for atoms
+# M concatenated chains with R residues in all and S pairs of residues of the same chain; 37 atoms
 LEGEND = {"names": "text M", "residues": "whole M", "aatype": "whole R", "predicted": "real R 37 3", "true": "real R 37 3",
           "mask": "whole R 37", "plddt": "real R", "lddt": "real R", "distance": "real S"}  # fmt: skip
 ROWS = 4                                                 # chains that are drawn
 GDT_TS = np.array([1, 2, 4, 8])                          # angstrom
-NEAR, FAR = 2.0, 22.0                                    # angstrom from end to end of the scale; the distogram sees no further
+NEAR, FAR = 2.0, 22.0                                    # angstrom, ends of the scale and range of the distogram
 BANDS = ((90, "pLDDT above 90", "#1f6feb"), (70, "70 to 90", "#4fbdf0"), (50, "50 to 70", "#f2c200"),
-         (0, "below 50", "#f0703a"))                     # as AlphaFold's pages have them
+         (0, "below 50", "#f0703a"))                     # as in AlphaFold's database
 TRUE, PALE = 5.5, 0.45                                   # points of the true trace, and its opacity
 LETTERS = 34                                             # at most in the name of a chain
 
 
 @dataclass(kw_only=True)
 class Chain:
-    """A protein chain, predicted and true, each in a frame of its own.   angstrom; NaN where not known"""
+    """A protein chain, predicted and true, each in its own frame.   angstrom; NaN where unknown"""
 
     name: str
     predicted: np.ndarray                                # [N, 3] CA
@@ -58,93 +58,92 @@ class Chain:
         return np.isfinite(self.true).all(1)
 
     def superpose(self) -> np.ndarray:
-        """Predicted CA in the frame of the true ones; where none is known, in the frame in which they came.   [N, 3]"""
-        places = self.predicted, np.nan_to_num(self.true), self.known
-        return superpose(*(torch.from_numpy(each)[None] for each in places))[0].numpy()
+        """Return predicted CA superposed on the true ones, or unchanged if none is known.   [N, 3]"""
+        coordinates = self.predicted, np.nan_to_num(self.true), self.known
+        return superpose(*(torch.from_numpy(each)[None] for each in coordinates))[0].numpy()
 
     @cached_property
     def errors(self) -> np.ndarray:
-        """Distances of the superposed CA from those that are known.   [known]"""
+        """Distances of the superposed CA from the known true ones.   [known]"""
         return np.asarray(np.linalg.norm((self.superpose() - self.true)[self.known], axis=1))
 
     def rmsd(self) -> float:
-        """RMSD of all known CA, superposed by them; NaN where none is known."""
+        """Return the RMSD of all known CA, after superposition by them; NaN if none is known."""
         return float(np.sqrt(np.mean(self.errors ** 2))) if self.known.any() else math.nan
 
     def gdt_ts(self) -> float:
-        """0 to 100, after the one superposition by all known CA; NaN where none is known.
+        """Return GDT-TS, 0 to 100, after the one superposition by all known CA; NaN if none is known.
 
-        The official score seeks the best superposition for each cutoff: this is a lower bound of it.
-        """
+        The official score optimizes the superposition for each cutoff: this is a lower bound of it."""
         return 100 * float(np.mean(self.errors[:, None] <= GDT_TS)) if self.known.any() else math.nan
 
     def mean_lddt(self) -> float:
-        """The mean over residues; NaN where no residue has one."""
+        """Return the mean over residues; NaN if no residue has one."""
         finite = self.lddt[np.isfinite(self.lddt)]
         return float(finite.mean()) if len(finite) else math.nan
 
 
 def read(path: Path) -> list[Chain]:
-    found = arrays(path, LEGEND)
-    residues, aatype = found["residues"].astype(np.int64), found["aatype"]
+    content = arrays(path, LEGEND)
+    residues, aatype = content["residues"].astype(np.int64), content["aatype"]
     sums = {"R": residues.sum(), "S": (residues**2).sum()}
-    if residues.min() < 1 or sums["R"] != len(aatype) or sums["S"] != len(found["distance"]):
+    if residues.min() < 1 or sums["R"] != len(aatype) or sums["S"] != len(content["distance"]):
         raise DataError(f"residues is {residues.min()} to {residues.max()}, their sum {sums['R']} and the sum of their squares"
-                        f" {sums['S']}; expected whole numbers from 1 on with R = {len(aatype)} and S = {len(found['distance'])}")
+                        f" {sums['S']}; expected integers from 1 on with R = {len(aatype)} and S = {len(content['distance'])}")
     if aatype.min() < 0 or aatype.max() > UNKNOWN:
         raise DataError(f"aatype is {aatype.min()} to {aatype.max()}, expected 0 to {UNKNOWN}, which is X")
-    beta, seen = pseudo_beta(aatype, found["true"], found["mask"], "true")
-    known = found["mask"][:, ATOM_ORDER["CA"]] == 1
-    # The page shows two atoms of each residue.
-    alpha = {name: found[name][:, ATOM_ORDER["CA"]].astype(float) for name in ("predicted", "true")}
+    beta, seen = pseudo_beta(aatype, content["true"], content["mask"], "true")
+    known = content["mask"][:, ATOM_ORDER["CA"]] == 1
+    # The figure shows two atoms of each residue.
+    alpha = {name: content[name][:, ATOM_ORDER["CA"]].astype(float) for name in ("predicted", "true")}
     alpha["true"][~known] = math.nan
     beta = np.where(seen[:, None] > 0, beta, math.nan)
-    rows = {**alpha, "beta": beta, "plddt": found["plddt"], "lddt": found["lddt"]}
+    rows = {**alpha, "beta": beta, "plddt": content["plddt"], "lddt": content["lddt"]}
     parts = [np.split(values, np.cumsum(residues)[:-1]) for values in rows.values()]
-    matrices = np.split(found["distance"], np.cumsum(residues**2)[:-1])
+    matrices = np.split(content["distance"], np.cumsum(residues**2)[:-1])
     return [
         Chain(name=name, distance=matrix.reshape(count, count), **dict(zip(rows, each)))
-        for name, count, matrix, *each in zip(found["names"].tolist(), residues, matrices, *parts)
+        for name, count, matrix, *each in zip(content["names"].tolist(), residues, matrices, *parts)
     ]
 
 
-def spread(found: list[Chain]) -> list[int]:
-    """The numbers of the chains that are drawn, evenly from the first to the last."""
-    return [int(m) for m in np.linspace(0, len(found) - 1, min(len(found), ROWS)).round()]
+def select_shown(chains: list[Chain]) -> list[int]:
+    """Return the indices of the chains that are drawn, evenly spaced from the first to the last."""
+    return [int(m) for m in np.linspace(0, len(chains) - 1, min(len(chains), ROWS)).round()]
 
 
-def caption(found: list[Chain]) -> str:
-    total, shown = len(found), len(spread(found))
+def caption(chains: list[Chain]) -> str:
+    total, shown = len(chains), len(select_shown(chains))
     which = f"{total:,} validation chain{'s' * (total > 1)}"
     if total > shown:
         which = f"{shown} of {which}, evenly from the first to the last"
     return (f"{which}. Left: Cα traces along the two longest axes of the true fold, the prediction superposed by least squares over"
-            " all Cα that are known; RMSD and GDT-TS are of this one superposition. Distances are between Cβ atoms (Cα of glycine),"
-            f" as the distogram expects them, which sees no further than {FAR:g} Å, and as they are. Right: lDDT-Cα of each residue"
-            " and what the network expects of it, pLDDT. What is not in the true structure is left blank.")
+            " all known Cα; RMSD and GDT-TS are of this one superposition. Distances are between Cβ atoms (Cα of glycine), expected"
+            f" by the distogram, whose range ends at {FAR:g} Å, and true. Right: lDDT-Cα of each residue and the network's"
+            " prediction of it, pLDDT. Residues that the true structure lacks are blank.")
 
 
-def table(found: list[Chain]) -> Table:
-    scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in found])
+def table(chains: list[Chain]) -> Table:
+    scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in chains])
     means = [float(each[np.isfinite(each)].mean()) if np.isfinite(each).any() else math.nan for each in scores.T]
-    note = (f"Means over {len(found):,} chains: lDDT-Cα {format_score(means[0], 1)}, pLDDT {format_score(means[1], 1)}, GDT-TS"
+    note = (f"Means over {len(chains):,} chains: lDDT-Cα {format_score(means[0], 1)}, pLDDT {format_score(means[1], 1)}, GDT-TS"
             f" {format_score(means[2], 1)}, RMSD {format_score(means[3])} Å. lDDT-Cα and pLDDT are means over residues, 0 to 100;"
             " an evaluation's lddt is over distances, 0 to 1. GDT-TS is of one superposition by all Cα, a lower bound of the"
-            " official score, which seeks the best for each cutoff.")
+            " official score, which optimizes it for each cutoff.")
     head, rows = ("chain", "residues", "in the truth", "lDDT-Cα", "pLDDT", "GDT-TS", "RMSD of Cα [Å]"), []
-    for chain, (*row, rmsd) in zip(found, scores):
+    for chain, (*row, rmsd) in zip(chains, scores):
         counts = f"{len(chain.plddt):,}", f"{chain.known.sum():,}"
         rows.append((chain.name, *counts, *(format_score(each, 1) for each in row), format_score(rmsd)))
     return Table("Prediction per chain", note, head, rows)
 
 
-def draw(found: list[Chain], theme: Theme) -> Figure:
-    chains = [found[m] for m in spread(found)]
-    figure = Figure(figsize=(WIDTH, 1.2 + 3.6 * len(chains)))
-    rows = figure.subplots(len(chains), 4, squeeze=False)
-    # Far residues fade into the paper.
+def draw(chains: list[Chain], theme: Theme) -> Figure:
+    shown = [chains[m] for m in select_shown(chains)]
+    figure = Figure(figsize=(WIDTH, 1.2 + 3.6 * len(shown)))
+    rows = figure.subplots(len(shown), 4, squeeze=False)
+    # Distant pairs fade into the background.
     scale = {"norm": Normalize(NEAR, FAR), "cmap": matplotlib.colormaps[theme.values].reversed(), "interpolation": "nearest"}
-    for chain, (fold, predicted, true, scores) in zip(chains, rows):
+    for chain, (fold, predicted, true, scores) in zip(shown, rows):
         _fold(fold, chain, theme)
         image = _distances(predicted, true, chain, scale, theme)
         _scores(scores, chain, theme)
@@ -167,17 +166,17 @@ def _fold(axes: Axes, chain: Chain, theme: Theme) -> None:
     axes.add_collection(LineCollection(list(steps[order, :, :2]), colors=colors[order].tolist(), linewidths=2.2, capstyle="round"))
     axes.plot(*predicted[:1, :2].T, "o", color=colors[0], markersize=3)
     half = 3 + 1.1 * float(np.abs((true[chain.known] if chain.known.any() else predicted)[:, :2]).max())
-    axes.set(xlim=(-half, half), ylim=(-half, half), aspect="equal")  # a prediction that has flown apart leaves the truth large
+    axes.set(xlim=(-half, half), ylim=(-half, half), aspect="equal")  # limits of the truth, also if the prediction is scattered
     axes.grid(False)
     axes.set_xlabel("Å")
-    told = f"lDDT {format_score(chain.mean_lddt(), 1)}, GDT-TS {chain.gdt_ts():.1f}, RMSD {chain.rmsd():.2f} Å"
+    scores = f"lDDT {format_score(chain.mean_lddt(), 1)}, GDT-TS {chain.gdt_ts():.1f}, RMSD {chain.rmsd():.2f} Å"
     name = chain.name if len(chain.name) <= LETTERS else chain.name[: LETTERS - 1] + "…"
-    panel_title(axes, escape_mathtext(name), f"{len(chain.plddt):,} residues, {told if chain.known.any() else 'no truth'}", theme)
+    panel_title(axes, escape_mathtext(name), f"{len(chain.plddt):,} residues, {scores if chain.known.any() else 'no truth'}", theme)
 
 
 def _view(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and true CA, turned so that the longest axis of the known ones points to the right, the next one up and the third
-    one to the reader.   2 x [N, 3]"""
+    """Return predicted and true CA, rotated so that the longest axis of the known ones points right, the second up and the third to
+    the viewer.   two of [N, 3]"""
     predicted = chain.superpose()
     seen = chain.true[chain.known] if chain.known.any() else predicted
     middle = seen.mean(0)
@@ -187,13 +186,13 @@ def _view(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _distances(predicted: Axes, true: Axes, chain: Chain, scale: dict[str, Any], theme: Theme) -> Any:
-    """Draw the predicted and the true distances between residues on one scale of colours -> the latter's image."""
+    """Draw predicted and true distances between residues on one color scale. Return the image of the true ones."""
     distance, between = chain.distance.astype(float), np.linalg.norm(chain.beta[:, None] - chain.beta, axis=2)
     count, known = len(between), int(np.isfinite(chain.beta).all(1).sum())
     near = (between < FAR) & ~np.eye(count, dtype=bool)
-    said = f"MAE {np.abs(distance - between)[near].mean():.2f} Å where true is below {FAR:g}" if near.any() else "MAE –"
+    mae = f"MAE {np.abs(distance - between)[near].mean():.2f} Å where true is below {FAR:g}" if near.any() else "MAE –"
     for axes, values, title, under in (
-        (predicted, distance, "Distances, predicted", said),
+        (predicted, distance, "Distances, predicted", mae),
         (true, between, "Distances, true", f"{known:,} of {count:,} residues known"),
     ):
         image = axes.imshow(np.ma.masked_invalid(values), extent=(0.5, count + 0.5, count + 0.5, 0.5), **scale)

@@ -1,7 +1,7 @@
-"""OpenFold to be planned:  hpcai plan openfold --gpus 256 2048 | hpcai plan openfold --check
+"""Plan OpenFold runs:  hpcai plan openfold --gpus 256 2048 | hpcai plan openfold --check
 
-The step has 1 to 4 passes, alike often; each pass beyond the first is one forward pass more. Chains are featurized in times with a
-heavy tail.
+A step has 1 to 4 passes, equally often; each pass beyond the first adds a forward pass. The times of featurization have a heavy
+tail.
 """
 
 from typing import Any

@@ -1,5 +1,4 @@
-"""Chains and alignments made of random numbers, to be measured with."""
-
+"""Random chains and alignments for benchmarks."""
 
 import numpy as np
 
@@ -8,8 +7,8 @@ from hpcai.models.openfold.alignments import Alignment
 from hpcai.models.openfold.structures import Chain
 
 
-def chain(length: int, draw: np.random.Generator) -> Chain:
-    """Residues along a random walk, their atoms anywhere about them."""
+def random_chain(length: int, draw: np.random.Generator) -> Chain:
+    """Return a chain with residues along a random walk, and atoms at random around them."""
     aatype = draw.integers(0, 20, length)
     mask = residues.ATOM37_EXISTS[aatype].astype("float32")
     positions = draw.normal(0, 2.2, (length, 1, 3)).cumsum(0) + draw.normal(0, 1.5, (length, 37, 3))
@@ -17,11 +16,11 @@ def chain(length: int, draw: np.random.Generator) -> Chain:
     return Chain("synthetic", sequence, aatype, (positions * mask[..., None]).astype("float32"), mask, mask, 2.0, None, "none")
 
 
-def alignment(of: Chain, rows: int, draw: np.random.Generator) -> Alignment:
-    """Relatives that share 30 to 90 % of the residues; 2 % of the places have deletions."""
-    shape = rows, len(of.aatype)
+def random_alignment(protein: Chain, rows: int, draw: np.random.Generator) -> Alignment:
+    """Return an alignment of sequences that share 30 to 90 % of the residues; 2 % of the positions have deletions."""
+    shape = rows, len(protein.aatype)
     changed = draw.random(shape, np.float32) < draw.uniform(0.1, 0.7, (rows, 1))
-    msa = np.where(changed, draw.integers(0, 22, shape, np.int8), of.aatype.astype(np.int8))
+    msa = np.where(changed, draw.integers(0, 22, shape, np.int8), protein.aatype.astype(np.int8))
     deletions = draw.integers(1, 20, shape, np.int32) * (draw.random(shape, np.float32) < 0.02)
-    msa[0], deletions[0] = of.aatype, 0
+    msa[0], deletions[0] = protein.aatype, 0
     return Alignment(msa, deletions, [f"row {number}" for number in range(rows)])

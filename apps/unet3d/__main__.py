@@ -1,6 +1,6 @@
 """Train the 3D U-Net:  python -m apps.unet3d apps/unet3d/configs/small.yaml [step.lr=0.2 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from apps.unet3d.mlperf import BENCHMARK
@@ -9,14 +9,14 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.unet3d.data import volumes, write_slices
+    from apps.unet3d.data import build_loaders, write_slices
     from hpcai import dist, train
     from hpcai.models import unet3d
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("unet3d", cfg, mesh, BENCHMARK) as run,
-        volumes(cfg, mesh) as (training, validation, pictures),
+        build_loaders(cfg, mesh) as (training, validation, pictures),
     ):
         with train.seeds(cfg.train.seed):
             model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group)

@@ -1,7 +1,7 @@
-"""The 3D U-Net to be measured:  hpcai bench unet3d | hpcai ablate unet3d [model.window='[64, 64, 64]' ...]
+"""Benchmark of the 3D U-Net:  hpcai bench unet3d | hpcai ablate unet3d [model.window='[64, 64, 64]' ...]
 
-The plain form has torch's layers one after the other, contiguous; ``channels_last`` is that in the other layout. Its loss is
-written as MLPerf's reference has it. Volumes are random, and as large as the window.
+The plain form has torch's separate layers, contiguous; ``channels_last`` is the same in the other layout. Its loss is written as in
+MLPerf's reference. Volumes are random, with the size of the window.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.unet3d.data import FIELDS, Volumes, rows_of
+from apps.unet3d.data import FIELDS, Volumes, open_rows
 from apps.unet3d.settings import Config, DataConfig
 from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
@@ -24,7 +24,6 @@ from hpcai.settings import StepConfig
 _GPU = torch.cuda.is_available()
 _SIDE = 128 if _GPU else 64
 
-
 _NODE = PublishedRate(
     76.2, "H200", "8 GPUs, 7 crops each, loader included, volumes cached",
     "MLPerf Training v4.0, NVIDIA: median logged rate (github.com/mlcommons/training_results_v4.0)",
@@ -32,7 +31,7 @@ _NODE = PublishedRate(
 
 
 class BenchmarkConfig(Config):
-    """A 3D U-Net run of a size that is measured in minutes."""
+    """A 3D U-Net run that is benchmarked in minutes."""
 
     model: UNet3DConfig = UNet3DConfig(window=(_SIDE, _SIDE, _SIDE))
     data: DataConfig = DataConfig(batch=2 if _GPU else 1, workers=4 if _GPU else 1)
@@ -53,7 +52,7 @@ class Benchmark(Workload):
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [
-            Switch("kernels", "instance norm and rectifier in one pass, and the fastest convolution for each shape (on a CPU)"),
+            Switch("kernels", "instance norm fused with ReLU, and the fastest convolution for each shape (on a CPU)"),
             Switch("channels-last", "weights and activations in channels-last memory"),
         ]
 
@@ -63,7 +62,7 @@ class Benchmark(Workload):
     def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(UNet3D(cfg.model), mesh)
         if "kernels" not in enabled:
-            swap_classes(model, {InstanceNorm: _Usual, Conv3d: _Plain, ConvTranspose3d: _PlainTransposed})
+            swap_classes(model, {InstanceNorm: _ReferenceNorm, Conv3d: _ReferenceConv, ConvTranspose3d: _ReferenceConvTranspose})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
         return model
@@ -81,18 +80,18 @@ class Benchmark(Workload):
         return Batch(*(torch.from_numpy(np.stack(column)) for column in list(zip(*samples))[:2]))
 
     def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return make_loader(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
+        return make_loader(_Stacked(open_rows(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 class _Stacked(Volumes):
-    """Volumes of one size, as batches."""
+    """Volumes of equal size, stacked to batches."""
 
     def collate(self, samples: list[Batch]) -> Any:
         return Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*samples)))
 
 
 def _reference(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Cross entropy, and dice of a softmax and of one-hot labels, as MLPerf's reference writes them."""
+    """Return the loss as in MLPerf's reference: cross entropy, and dice of a softmax and one-hot labels."""
     logits, label = model(batch.image[:, None]).float(), batch.label.long()
     guess = F.softmax(logits, 1)[:, 1:]
     true = F.one_hot(label, logits.shape[1]).permute(0, 4, 1, 2, 3).float()[:, 1:]
@@ -101,18 +100,18 @@ def _reference(model: Any, batch: Batch) -> dict[str, Tensor]:
     return {"loss": (F.cross_entropy(logits, label) + (1 - dice).mean()) / 2}
 
 
-class _Usual(InstanceNorm):
+class _ReferenceNorm(InstanceNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = F.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
         return F.relu(y, inplace=True) if self.activation else y
 
 
-class _Plain(Conv3d):
+class _ReferenceConv(Conv3d):
     def forward(self, x: Tensor) -> Tensor:
         return nn.Conv3d.forward(self, x)
 
 
-class _PlainTransposed(ConvTranspose3d):
+class _ReferenceConvTranspose(ConvTranspose3d):
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         return nn.ConvTranspose3d.forward(self, x, output_size)
 
@@ -129,13 +128,13 @@ class _Contiguous(UNet3D):
 
 
 def _monai(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
-    """The network of nnU-Net in MONAI, whose blocks have leaky rectifiers."""
+    """Return the network of nnU-Net in MONAI, whose blocks have leaky ReLUs."""
     from importlib import import_module
 
     widths = (*cfg.model.filters, cfg.model.filters[-1])
     down = [1] + [2] * (len(widths) - 1)
-    words = {"kernel_size": [3] * len(widths), "strides": down, "upsample_kernel_size": down[1:], "filters": widths}
-    net = import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **words)
+    kwargs = {"kernel_size": [3] * len(widths), "strides": down, "upsample_kernel_size": down[1:], "filters": widths}
+    net = import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **kwargs)
     return Implementation(net, _reference)
 
 

@@ -1,4 +1,4 @@
-"""CT volumes as samples: random crops to train on, whole volumes to evaluate.   D H W the volume."""
+"""CT volumes as samples: random crops for training, full volumes for evaluation.   D H W the volume."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,47 +26,47 @@ FIELDS: dict[str, Any] = {
 
 
 @contextmanager
-def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures."""
-    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
+def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
+    train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     cut = spatial_cut(mesh)
     crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.local_slices(cfg.model.window), cfg.data.repeat)
-    words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
-    words |= sharded_sampler(train, cfg.data, cfg.data.batch, cfg.train.seed)
+    kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
+    kwargs |= sharded_sampler(train, cfg.data, cfg.data.batch, cfg.train.seed)
     few = Volumes(validation, cfg.data.pictures)
     with open_loaders(
         mesh,
-        lambda: make_loader(crops, cfg.data.batch, cfg.data, mesh, **words),
-        lambda: _held(Volumes(validation), cfg, mesh, "validation"),
-        (lambda: _held(few, cfg, mesh, "pictures")) if len(few) else None,
-    ) as found:
-        yield found
+        lambda: make_loader(crops, cfg.data.batch, cfg.data, mesh, **kwargs),
+        lambda: _evaluation_loader(Volumes(validation), cfg, mesh, "validation"),
+        (lambda: _evaluation_loader(few, cfg, mesh, "pictures")) if len(few) else None,
+    ) as loaders:
+        yield loaders
 
 
-def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
-    """Validation volumes, the one with most windows first, each for the copies that are free first."""
+def _evaluation_loader(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
+    """Return a loader of validation volumes, those with most windows first, each assigned to the least loaded replicas."""
     _, group = mesh.split("replicate", cfg.data.window_group, "data.window_group")
     costs = [source.windows(index, cfg.model) for index in range(len(source))]
     sampler = LargestFirst(costs, mesh["replicate"].size, group.size)
     return make_loader(source, sampler.groups, cfg.data, mesh, name=name, sampler=sampler, last_batch="keep")
 
 
-def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
-    remedy = f"make data with: {command_of('data_prep.kits19')} simulate {data.directory}, or set data.directory to what is there"
+    remedy = f"make data with: {command_of('data_prep.kits19')} simulate {data.directory}, or change data.directory"
     rows = open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
-    about = rows.metadata.get("spacing_mm")
-    if about is not None and not np.allclose(about, cfg.model.spacing_mm):
-        found, asked = (" x ".join(f"{n:g}" for n in row) for row in (about, cfg.model.spacing_mm))
-        raise DataError(f"{rows.folder}: voxels of {found} mm, but model.spacing_mm is {asked}; make data of that, or set it")
+    spacing = rows.metadata.get("spacing_mm")
+    if spacing is not None and not np.allclose(spacing, cfg.model.spacing_mm):
+        actual, expected = (" x ".join(f"{n:g}" for n in row) for row in (spacing, cfg.model.spacing_mm))
+        raise DataError(f"{rows.folder}: voxels of {actual} mm, model.spacing_mm is {expected}; convert data to that, or set it")
     if split == "train":
         for index in range(len(rows)):
             shape = rows.shape(index, "image")
             if any(n < w for n, w in zip(shape, cfg.model.window)):
-                found, asked = (" x ".join(map(str, row)) for row in (shape, cfg.model.window))
+                actual, expected = (" x ".join(map(str, row)) for row in (shape, cfg.model.window))
                 raise DataError(
-                    f"{rows.describe(index)}: a volume of {found}, smaller than the window (model.window {asked}); make data with "
-                    f"data_prep.kits19 --least {asked.replace(' x ', ' ')}, or lower the window"
+                    f"{rows.describe(index)}: a volume of {actual}, smaller than model.window {expected}; make data with "
+                    f"data_prep.kits19 --least {expected.replace(' x ', ' ')}, or lower the window"
                 )
     return rows
 
@@ -76,7 +76,7 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 @dataclass(frozen=True)
 class Crop:
-    """What becomes of a volume: the corner of the crop, the dims along which it is mirrored, factor and noise."""
+    """A crop of a volume and its augmentation: corner, flipped dims, intensity factor, and deviation and seed of the noise."""
 
     corner: tuple[int, int, int]
     flips: tuple[int, ...]
@@ -86,16 +86,15 @@ class Crop:
 
 
 class Crops(Samples):
-    """A random crop of each volume, mirrored and changed: image [d, h, w] float32 and label [d, h, w] uint8, a pure function of
-    (seed, epoch, index). ``part``: the box of the crop that this process holds; nothing else is read. ``repeat``: crops of each
-    volume in an epoch."""
+    """A random, augmented crop of each volume: image [d, h, w] float32 and label [d, h, w] uint8, a pure function of (seed, epoch,
+    index). ``shard``: the box of the crop of this rank; nothing else is read. ``repeat``: crops of each volume in an epoch."""
 
     def __init__(
-        self, rows: Rows, window: Sequence[int], cfg: AugmentConfig, seed: int, part: Sequence[slice], repeat: int = 1,
+        self, rows: Rows, window: Sequence[int], cfg: AugmentConfig, seed: int, shard: Sequence[slice], repeat: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(rows)
         self.window, self.cfg, self.seed, self.repeat = tuple(window), cfg, seed, repeat
-        self.box = [part_.indices(n)[:2] for part_, n in zip(part, window)]
+        self.box = [part_.indices(n)[:2] for part_, n in zip(shard, window)]
 
     def __len__(self) -> int:
         return len(self.rows) * self.repeat
@@ -105,7 +104,7 @@ class Crops(Samples):
 
     def sample(self, index: int, epoch: int) -> Batch:
         volume = index % len(self.rows)
-        crop = self.choose(index, epoch)
+        crop = self.draw_crop(index, epoch)
         values = self.rows.read(volume, self._box(crop))
         copy = self.rows.reader.memory.copy
         image: Any = copy(np.flip(values["image"], crop.flips))
@@ -116,12 +115,12 @@ class Crops(Samples):
             image = image + normal(crop.seed, self.window, self.box) * np.float32(crop.noise)
         return Batch(image, label)
 
-    def choose(self, index: int, epoch: int) -> Crop:
+    def draw_crop(self, index: int, epoch: int) -> Crop:
         cfg, rng = self.cfg, np.random.default_rng([self.seed, epoch, index])
         volume = index % len(self.rows)
         shape = self.rows.shape(volume, "image")
         wanted = rng.random() < cfg.foreground
-        corner = self._around(volume, shape, rng) if wanted else None
+        corner = self._foreground_corner(volume, shape, rng) if wanted else None
         if corner is None:
             corner = tuple(int(rng.integers(n - w + 1)) for n, w in zip(shape, self.window))
         flips = tuple(dim for dim in range(3) if rng.random() < cfg.flip)
@@ -129,9 +128,9 @@ class Crops(Samples):
         noise = float(rng.uniform(0, cfg.noise)) if rng.random() < cfg.noisy else 0.0
         return Crop((corner[0], corner[1], corner[2]), flips, factor, noise, int(rng.integers(2**62)))
 
-    def _around(self, volume: int, shape: Sequence[int], rng: np.random.Generator) -> tuple[int, ...] | None:
-        """The corner of a crop that holds a piece of some class, or as much of it as fits; None where there is no piece."""
-        boxes = self.rows.read(volume, _NOTHING)["boxes"]
+    def _foreground_corner(self, volume: int, shape: Sequence[int], rng: np.random.Generator) -> tuple[int, ...] | None:
+        """Return the corner of a crop that contains a component of some class, or as much of it as fits; None if there is none."""
+        boxes = self.rows.read(volume, _NO_VOXELS)["boxes"]
         present = [[box for box in kind if box[3] > box[0]] for kind in boxes]
         present = [kind for kind in present if kind]
         if not present:
@@ -152,12 +151,12 @@ class Crops(Samples):
         return {"image": box, "label": box}
 
 
-_NOTHING: Selection = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
+_NO_VOXELS: Selection = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
 
 
 def normal(seed: int, window: Sequence[int], box: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Standard normal numbers, counted by seed and place: those of the part ``box`` (first and end along each dim) of a crop of
-    ``window``.   [d, h, w] float32"""
+    """Return standard normal noise from a counter-based generator, keyed by seed and voxel: the shard ``box`` (first and end along
+    each dim) of a crop of ``window``.   [d, h, w] float32"""
     (d, h), (begin, end) = (torch.arange(*ends) for ends in box[:2]), box[2]
     rows = (d[:, None] * window[1] + h) * window[2] + begin
     return philox.normal(0, rows, end - begin, upper=seed).numpy()
@@ -167,12 +166,12 @@ def normal(seed: int, window: Sequence[int], box: Sequence[tuple[int, int]]) -> 
 
 
 class Volumes(Samples):
-    """Whole volumes, of any sizes; a batch is a list of them."""
+    """Full volumes of any sizes; a batch is a list of them."""
 
-    whole = True  # a cut copy gives each process its part of a window later
+    replicated = True  # with spatial parallelism, windows are sharded later
 
     def windows(self, index: int, model: UNet3DConfig) -> int:
-        """How many windows it takes to see a volume."""
+        """Return the number of windows that cover a volume."""
         placed = (plan_windows(n, w, model.overlap, True) for n, w in zip(self.rows.shape(index, "image"), model.window))
         return int(np.prod([len(p.starts) for p in placed]))
 
@@ -184,13 +183,13 @@ class Volumes(Samples):
 
 
 def _volume(value: np.ndarray) -> torch.Tensor:
-    """A volume that may be written, so in a copy where its row is kept for the next time.   [D, H, W] -> [1, D, H, W]"""
+    """Return a writable volume: a copy if its row is cached.   [D, H, W] -> [1, D, H, W]"""
     return torch.from_numpy(np.require(value, requirements=("C", "W")))[None]
 
 
 def write_slices(path: Path, slices: dict[str, torch.Tensor], model: UNet3DConfig) -> None:
-    """An axial slice of some validation volumes, with what is in it and what the model sees.   fields [N, H, W, 1], true,
-    predicted [N, H, W], spacing_mm [2] of rows and columns"""
+    """Write an axial slice of some validation volumes, with true and predicted classes.   fields [N, H, W, 1], true, predicted
+    [N, H, W], spacing_mm [2] of rows and columns"""
     names = {"variables": np.array(["CT"]), "units": np.array(["HU"]), "classes": np.array(model.classes)}
     names["spacing_mm"] = np.array(model.spacing_mm[1:])
     np.savez_compressed(path, **names, **{name: values.numpy() for name, values in slices.items()})  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""What the MLPerf log of the 3D U-Net says beside the common lines. No torch here."""
+"""Entries of the MLPerf log of the 3D U-Net, beside the common ones. It imports no torch."""
 
 from hpcai.mllog import Benchmark, Entry, decay_factor, if_decay, in_unit
 
-_DROPS = ("none", "steps")  # MLPerf Training has no key for a rate that slopes: its checker then misses a line
+_DROPS = ("none", "steps")  # MLPerf Training has no key for a continuous decay: its checker then misses a line
 
 BENCHMARK = Benchmark(
     name="unet3d",
@@ -10,7 +10,7 @@ BENCHMARK = Benchmark(
         Entry("seed", "train.seed"),
         Entry("gradient_accumulation_steps", "step.accumulate"),
         Entry("opt_name", "step.optimizer"),
-        Entry("opt_base_learning_rate", "step.lr"),                          # Training's base is the peak
+        Entry("opt_base_learning_rate", "step.lr"),                          # the base rate of MLPerf Training is the peak
         Entry("opt_momentum", lambda setting: setting("step.momentum") if setting("step.optimizer") == "sgd" else None),
         Entry("opt_weight_decay", "step.weight_decay"),
         Entry("opt_learning_rate_warmup_epochs", in_unit("epochs", "step.schedule.warmup")),

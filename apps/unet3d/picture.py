@@ -1,4 +1,4 @@
-"""The picture of a run: axial slices of validation scans, with true and predicted organs."""
+"""The figure of a run: axial slices of validation scans, with true and predicted organs."""
 
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from hpcai.errors import DataError
 FILE = "maps.npz"
 TITLE = "Predicted and true slices"
 HIGHER = ("dice",)
-# Tissues on the grey of a scan: eyes without red or green receptors tell blue and orange from it and apart
+# Tissues on a grey scan: blue and orange are distinct from it and from each other also with red-green color blindness
 PALETTE = ("#2f8fff", "#ff9f1c", "#00c08b", "#e64980", "#b197fc", "#f2e205")
 SOFT = -79.0, 250.0                                      # HU from black to white: soft tissue and enhanced kidneys apart
 KIND = ImageKind("slice", "Dice", colors="gray", palette=PALETTE, edge="#101010", enlarged=True)
@@ -20,12 +20,12 @@ classes, caption, table, draw = masks.classes, *(partial(each, KIND) for each in
 
 
 def read(path: Path) -> Masks:
-    """One axial slice of each volume, with the front of the body in the first row."""
-    found, more = masks.read(path, optional=("spacing_mm",))
+    """Read an axial slice of each volume, with the front of the body in the first row."""
+    result, more = masks.read(path, optional=("spacing_mm",))
     spacing = more.get("spacing_mm", np.ones(2))
     if spacing.shape != (2,) or spacing.dtype.kind not in "fiu" or not (np.isfinite(spacing).all() and spacing.min() > 0):
         raise DataError(f"spacing_mm is {spacing.tolist()}, expected two numbers above 0, of rows and of columns")
-    found.aspect, found.limits = float(spacing[0] / spacing[1]), SOFT if found.units[0] == "HU" else None
+    result.aspect, result.limits = float(spacing[0] / spacing[1]), SOFT if result.units[0] == "HU" else None
     each = " x ".join(f"{n:g}" for n in spacing)
-    found.note = f" of {each} mm, the part with organs; the front is on top, the patient's right on the left"
-    return found
+    result.note = f" of {each} mm, the part with organs; the front is on top, the patient's right on the left"
+    return result

@@ -1,4 +1,4 @@
-"""The 3D U-Net to be planned:  hpcai plan unet3d --gpus 8 768 | hpcai plan unet3d --check"""
+"""Plan 3D U-Net runs:  hpcai plan unet3d --gpus 8 768 | hpcai plan unet3d --check"""
 
 from typing import Any
 
@@ -29,5 +29,5 @@ class Plan(PlannedTraining):
     )
 
     def random_batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
-        whole, part = super().random_batch(cfg, mesh, count), spatial_cut(mesh).local_slices(cfg.model.window)
-        return Batch(*(tensor[(slice(None), *part)] for tensor in whole))
+        batch, part = super().random_batch(cfg, mesh, count), spatial_cut(mesh).local_slices(cfg.model.window)
+        return Batch(*(tensor[(slice(None), *part)] for tensor in batch))

@@ -1,4 +1,4 @@
-"""Settings of a 3D U-Net run. No torch here."""
+"""Settings of a 3D U-Net run. It imports no torch."""
 
 from pathlib import Path
 from typing import Self
@@ -22,19 +22,18 @@ from hpcai.settings import (
 
 
 class AugmentConfig(Settings):
-    """How crops are chosen and changed. The defaults are those of the MLPerf reference."""
+    """Sampling and augmentation of crops. The defaults are those of the MLPerf reference."""
 
     foreground: UnitInterval = 0.4
-    """of the crops hold one of the two largest pieces of some class, if the volume has any; the others lie anywhere"""
+    """fraction of crops that contain one of the two largest components of some class, if the volume has any; others are uniform"""
     flip: UnitInterval = 1 / 3
-    """of the crops are mirrored, along each dim"""
+    """fraction of crops that are flipped, along each dim"""
     brighter: UnitInterval = 0.1
-    """of the crops are multiplied by a factor"""
+    """fraction of crops that are multiplied by a factor"""
     factor: tuple[float, float] = (1.7, 2.3)
-    """least and largest factor: the reference adds 1 to what it draws between 0.7 and 1.3, which is what NVIDIA's code
-    multiplies by"""
+    """smallest and largest factor: the reference samples from 0.7 to 1.3 and adds 1; NVIDIA's code does not add it"""
     noisy: UnitInterval = 0.1
-    """of the crops get Gaussian noise"""
+    """fraction of crops with Gaussian noise"""
     noise: NonNegativeFloat = 0.1
     """largest standard deviation of the noise"""
 
@@ -46,24 +45,23 @@ class AugmentConfig(Settings):
 
 
 class DataConfig(LoaderConfig):
-    """Volumes on disk, as ``data_prep.kits19`` makes them, and how they are read."""
+    """Volumes on disk, from ``data_prep.kits19``, and how they are read."""
 
     directory: Path = Path("datasets/kits19")
     """folder with train/ and validation/"""
     batch: PositiveInt = 56
-    """crops per optimizer step, over all copies"""
+    """crops per optimizer step, over all replicas"""
     repeat: PositiveInt = 1
     """crops of each volume in an epoch"""
     augment: AugmentConfig = AugmentConfig()
     window_group: PositiveInt = 1
-    """neighbouring copies that share the windows of a validation volume out: more than 1 where there are more copies than
-    volumes"""
+    """neighbouring replicas that divide the windows of a validation volume: more than 1 if there are more replicas than volumes"""
     pictures: NonNegativeInt = 6
-    """validation volumes of which the report shows a slice, what is in it and what the model sees"""
+    """validation volumes in the report: a slice, with true and predicted classes"""
 
 
 class AxesConfig(MeshConfig, Depth, Height):
-    """Copies of the model, each of which may be cut along the depth and the height of its volume."""
+    """The mesh: model replicas, each of which may be sharded along the depth and the height of its volume."""
 
 
 class Config(RunConfig):
@@ -91,12 +89,12 @@ class Config(RunConfig):
         if self.data.repeat > 1 and self.data.shards > 1:
             raise ValueError(f"data.repeat is {self.data.repeat} and data.shards {self.data.shards}; set one of them to 1")
         if self.data.reader == "dali":
-            raise ValueError("data.reader is dali, which has no volumes of different sizes; take another, such as auto or direct")
+            raise ValueError("data.reader is dali, which reads no volumes of different sizes; set another, such as auto or direct")
         if self.data.reader == "gds":
-            raise ValueError("data.reader is gds, but crops are mirrored on the processor; take another, such as auto or direct")
+            raise ValueError("data.reader is gds, but crops are flipped on the CPU; set another, such as auto or direct")
         if self.data.window_group > 1 and self.train.evaluate == "background":
             raise ValueError(
-                f"data.window_group is {self.data.window_group} and train.evaluate background: copies that share windows wait for "
-                "one another; set one of them to 1 or wait"
+                f"data.window_group is {self.data.window_group} and train.evaluate background: replicas that divide windows wait "
+                "for each other; set one of them to 1 or wait"
             )
         return self

@@ -429,9 +429,7 @@ def submit(job: Job, text: str) -> list[str]:
     """Write the script to the run's directory and submit it. Return the job ids. Raises HpcaiError."""
     program = "qsub" if job.site.pbs else "sbatch"
     if shutil.which(program) is None:
-        raise HpcaiError(
-            f"{program} is not installed here; run this on a login node, or omit --submit and copy the script there"
-        )
+        raise HpcaiError(f"{program} is not installed here; run this on a login node, or omit --submit and copy the script there")
     job.directory.mkdir(parents=True, exist_ok=True)
     job.script.write_text(text)
     if job.tasks and job.site.pbs:  # a job of a PBS array cannot resubmit itself

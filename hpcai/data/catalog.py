@@ -49,7 +49,7 @@ def read_catalog(folder: Path, datasets: Collection[str], remedy: str = "") -> C
         return Catalog(names, np.array([_size(folder / name, remedy) for name in names], np.int64), None, metadata)
     for file in files:
         if file.name not in existing:
-            expected = f"{INDEX} says {file.bytes:,} bytes and {file.rows} rows"
+            expected = f"{INDEX} has {file.bytes:,} bytes and {file.rows} rows"
             raise DataError(f"{folder / file.name}: is missing, {expected}{remedy}")
     return Catalog(
         [file.name for file in files], np.array([file.bytes for file in files], np.int64),

@@ -211,20 +211,20 @@ class Rows:
             try:
                 indices = {name: (_row_range(ends[counts], row),) for name, counts in self._ragged.items()}
                 return {name: file[name][indices.get(name, (row, *selection.get(name, ())))] for name in self.fields}
-            except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
+            except Exception as problem:  # h5py raises a dozen different exceptions for damaged files
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
 
     def _local_path(self, path: Path) -> Path:
         return self.local.get(path, path)
 
     def _check_size(self, path: Path, size_or_reason: int | str) -> None:
-        """Raise DataError if the size of a file differs from the index, or if ``found`` is the reason why it has none."""
+        """Raise DataError if the size of a file differs from the index, or if there is a reason instead of a size."""
         number = self._numbers[path]
         if not self.metadata.get("files") or size_or_reason == (size := int(self.catalog.sizes[number])):
             return
         problem = size_or_reason if isinstance(size_or_reason, str) else f"has {size_or_reason:,} bytes (truncated or rewritten?)"
         rows = int(self._ends[number] - (self._ends[number - 1] if number else 0))
-        raise DataError(f"{path}: {problem}, {INDEX} says {size:,} bytes and {rows} rows{self.remedy}")
+        raise DataError(f"{path}: {problem}, {INDEX} has {size:,} bytes and {rows} rows{self.remedy}")
 
     def _open(self, path: Path) -> h5py.File:
         try:
@@ -316,7 +316,7 @@ class Rows:
                 raise self._mismatch(self.paths[number], name, layouts.shape(number), layouts.dtype(number))
             rows = np.diff(self._ends, prepend=0)
             if name not in self._ragged and (number := layouts.first_row_mismatch(rows)) is not None:
-                text = f"dataset '{name}' has {layouts.shape(number)[0]} rows, {INDEX} says {rows[number]}"
+                text = f"dataset '{name}' has {layouts.shape(number)[0]} rows, {INDEX} has {rows[number]}"
                 raise DataError(f"{self.paths[number]}: {text}{self.remedy}")
 
     # ---- from h5py
@@ -376,7 +376,7 @@ class Rows:
 
     def _check_plausible(self, path: Path, name: str, nbytes: int) -> None:
         if nbytes > 100 * int(self.catalog.sizes[self._numbers[path]]):
-            raise DataError(f"{path}: dataset '{name}' says {nbytes:,} bytes; the file is damaged{self.remedy}")
+            raise DataError(f"{path}: dataset '{name}' has {nbytes:,} bytes by its header; the file is damaged{self.remedy}")
 
     def _check_datasets(self, path: Path, file: h5py.File) -> None:
         for name, (dtype, shape) in self.fields.items():
@@ -388,7 +388,7 @@ class Rows:
             if not isinstance(data, h5py.Dataset) or data.shape is None:
                 raise DataError(f"{path}: '{name}' holds no values, expected {np.dtype(dtype)}{self.remedy}")
             if data.external or data.is_virtual:
-                raise DataError(f"{path}: the values of '{name}' lie in other files; copy them (h5repack){self.remedy}")
+                raise DataError(f"{path}: the values of '{name}' are in other files; copy them (h5repack){self.remedy}")
             expected = shape[1:] if name in self._ragged else shape
             fits = len(data.shape) == len(expected) + 1 and all(e in (None, n) for e, n in zip(expected, data.shape[1:]))
             if not fits or data.dtype.newbyteorder("=") != np.dtype(dtype):

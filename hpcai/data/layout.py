@@ -189,7 +189,7 @@ def npy_layout(path: str | Path) -> Layout:
         raise DataError(f"{path}: not a .npy file: its shape is {shape}")
     dtype = _numeric_dtype(dtype, path, path.name)
     if fortran and len(shape) > 1:
-        raise UnreadableLayoutError(f"{path}: its values lie in Fortran order; write it again with numpy.save(ascontiguousarray)")
+        raise UnreadableLayoutError(f"{path}: its values are in Fortran order; write it again with numpy.save(ascontiguousarray)")
     array_layout = Layout(path, path.name, shape, dtype, offset)
     _check_end(array_layout, offset + array_layout.nbytes, size)
     return array_layout
@@ -224,9 +224,9 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
     if data.file.filename != file.filename:
         raise DataError(f"{label} is a link into another file; copy its values (h5repack)")
     if kind == h5py.h5d.VIRTUAL or (kind == h5py.h5d.CONTIGUOUS and plist.get_external_count()):
-        raise UnreadableLayoutError(f"{label} lies in other files")
+        raise UnreadableLayoutError(f"{label} is in other files")
     if kind == h5py.h5d.COMPACT:
-        raise UnreadableLayoutError(f"{label} lies within the header")
+        raise UnreadableLayoutError(f"{label} is within the header")
     if file.userblock_size:  # some versions of HDF5 include it in offsets, others do not
         raise UnreadableLayoutError(f"{path}: begins with a user block of {file.userblock_size} bytes")
     dtype, size = _numeric_dtype(data.dtype, path, name), _file_size(path)
@@ -240,7 +240,7 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
     chunk_bytes = math.prod(data.chunks) * dtype.itemsize
     count = data.id.get_num_chunks()
     if count > _MAX_CHUNKS or count * chunk_bytes > size:
-        raise DataError(f"{label} says that it has {count:,} chunks of {chunk_bytes:,} bytes, in a file of {size:,}; it is damaged")
+        raise DataError(f"{label} has {count:,} chunks of {chunk_bytes:,} bytes by its header, in a file of {size:,}; damaged")
     offsets: dict[tuple[int, ...], int] = {}
 
     def add_chunk(chunk: Any) -> None:

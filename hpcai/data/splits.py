@@ -55,7 +55,7 @@ class Samples:
         self.rows.close()
 
 
-class Zip:
+class ConcatSamples:
     """The concatenation of several sources."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:

@@ -221,7 +221,7 @@ class DatasetLayouts:
         counts = np.diff(self._piece_offsets)
         fits = (self._cells >= 0) & (self._cells < np.repeat(grid, counts)) & (self._byte_offsets >= 0)
         fits &= self._byte_offsets + np.repeat(piece_bytes, counts) <= np.repeat(sizes, counts)
-        _check(bool(fits.all()), f"values of '{self.name}' lie beyond the end of a file")
+        _check(bool(fits.all()), f"values of '{self.name}' are beyond the end of a file")
 
     def values_fit(self, values: np.ndarray, rows: np.ndarray) -> bool:
         """Whether ``values`` can be those of all rows: a scalar of each."""
@@ -271,7 +271,7 @@ def read_table(folder: Path, entry: TableEntry, files: Sequence[Entry], datasets
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size == entry.bytes else b""
-        _check(size == entry.bytes, f"it has {size:,} bytes, the index says {entry.bytes:,}")
+        _check(size == entry.bytes, f"it has {size:,} bytes, the index has {entry.bytes:,}")
         _check(hashlib.sha256(raw).hexdigest() == entry.sha256, "its SHA-256 is not that of the index")
         from safetensors.numpy import load
 

@@ -96,9 +96,7 @@ class _RMSNorm(torch.autograd.Function):
         programs = triton.cdiv(tiles, span)
         partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device) if needs_grad else None
         with torch.cuda.device_of(x):
-            _backward[(programs,)](
-                dy.contiguous(), x, weight, rstd, dx, partial, len(rstd), span, **shape, **_options(x.shape[-1])
-            )
+            _backward[(programs,)](dy.contiguous(), x, weight, rstd, dx, partial, len(rstd), span, **shape, **_options(x.shape[-1]))
         return dx, None if partial is None else partial.sum(0).to(weight.dtype), None, None, None
 
 

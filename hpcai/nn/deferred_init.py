@@ -196,7 +196,7 @@ def record_names(model: nn.Module) -> None:
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device | str, seed: int | None = None, *,
                 dtype: torch.dtype | None = None) -> nn.Module:  # fmt: skip
-    """Allocate and initialise the meta parameters of ``model`` on ``device``, each the shard of its attribute ``place``, if any.
+    """Allocate and initialise the meta parameters of ``model`` on ``device``, each the shard of its ``shard_spec``, if any.
 
     Parameters that modules share stay shared, and attributes stay. Everything else is moved as by ``.to``. A method
     ``post_materialize`` of a module is called as soon as its own parameters are materialized, and may replace them. ``seed``
@@ -257,8 +257,8 @@ def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.dev
 
 def _shard_ranges(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
     """Return the size of the full tensor, and for each dim the index ranges of it that ``tensor`` holds."""
-    place = getattr(tensor, "shard_spec", None)
-    return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if place is None else (tuple(place.global_shape), place.ranges)
+    spec = getattr(tensor, "shard_spec", None)
+    return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if spec is None else (tuple(spec.global_shape), spec.ranges)
 
 
 def read_on_materialize(model: nn.Module, source: str | Path, file_key: Callable[[str], str] = str) -> None:

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.kernels import triton_support
-from hpcai.parallel.sharding import FlatParameter, FlatShard, FlatView, check_dense, replica_axes, shard_spec, sum_axes, unflatten
+from hpcai.parallel.sharding import (
+    FlatParameter,
+    FlatShard,
+    FlatView,
+    as_flat_parameter,
+    check_dense,
+    replica_axes,
+    shard_spec,
+    sum_axes,
+)
 
 MAX_BF16_RANKS = 4  # whose gradients are summed in bfloat16: sums of 8 are off by 0.3 %, of 2,048 by a quarter
 _ALIGN = 32  # elements: every gradient starts at a cache line and a vector register
@@ -130,8 +139,9 @@ class GradientReducer:
         groups = _assign_buckets(bucketed, axes, bucket_mb * 1e6, decays)
         self.buckets = [self._bucket({n: named[n] for n in group}, axes[named[group[0]]], group[0] in decays) for group in groups]
         self.flat_parameters = [bucket.flat_parameter() for bucket in self.buckets]
-        self.flat_parameters += [unflatten(n, named[n], n in decays, replica_axes(named[n], mesh)) for n in sorted(in_place)]
-        self._in_place = [named[name] for name in sorted(in_place)]
+        names = sorted(in_place)
+        self.flat_parameters += [as_flat_parameter(n, named[n], n in decays, replica_axes(named[n], mesh)) for n in names]
+        self._in_place = [named[name] for name in names]
         self._launched = 0
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):

@@ -281,7 +281,7 @@ def flatten(tensor: Tensor, parameter: Tensor) -> Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
-def unflatten(name: str, parameter: nn.Parameter, decays: bool, replica_axes: tuple[Axis, ...] = ()) -> FlatParameter:
+def as_flat_parameter(name: str, parameter: nn.Parameter, decays: bool, replica_axes: tuple[Axis, ...] = ()) -> FlatParameter:
     """Return a flat parameter that is one parameter in its own memory, with the gradient that autograd left: nothing is copied."""
 
     def gradient() -> Tensor | None:
@@ -298,6 +298,4 @@ def check_dense(parameters: dict[str, nn.Parameter]) -> None:
     """Raise ConfigError for a parameter whose elements are not contiguous in memory, in any order of dims."""
     for name, parameter in parameters.items():
         if sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride())) + 1 != parameter.numel():
-            raise ConfigError(
-                f"parameter {name} has gaps or overlaps in memory (strides {parameter.stride()}); make it contiguous"
-            )
+            raise ConfigError(f"parameter {name} has gaps or overlaps in memory (strides {parameter.stride()}); make it contiguous")

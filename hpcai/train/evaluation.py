@@ -191,7 +191,7 @@ class BackgroundEvaluation(InlineEvaluation):
 
 
 class TrainingRanksEvaluation(BackgroundEvaluation):
-    """Evaluation by the training ranks, with a copy of the model."""
+    """Evaluation by the training ranks, with a replica."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         super().__init__(step, metric, validation)

@@ -319,9 +319,7 @@ def split(batch: Any, count: int) -> list[Any]:
         return [batch] * count
     if isinstance(batch, Tensor):
         if len(batch) % count:
-            raise DataError(
-                f"a batch of {len(batch)} samples per rank does not split into {count} micro-batches (step.accumulate)"
-            )
+            raise DataError(f"a batch of {len(batch)} samples per rank does not split into {count} micro-batches (step.accumulate)")
         return list(batch.chunk(count))
     if isinstance(batch, dict):
         columns = {key: split(value, count) for key, value in batch.items()}

@@ -170,13 +170,13 @@ def test_unavailable_switches_of_deepcam(capsys: pytest.CaptureFixture[str]) -> 
         return {switch.name: switch.why_not or "" for switch in subject.all_switches(cfg, MESH)}
 
     why = shown("batchnorm_group=2", "step.optimizer=lamb")
-    assert "minutes" in why["compile"] and "one process" in why["group batch norm"]
+    assert "minutes" in why["compile"] and "one rank" in why["group batch norm"]
     assert "lamb" in why["fused optimizer"] and not why["kernels"]
     why = shown("step.compile=whole")
     assert not why["compile"] and not why["fused optimizer"]
     with pytest.raises(ConfigError, match="height is 100, expected a whole number >= 16 and a multiple of 16"):
         shown("height=100")
-    with pytest.raises(ConfigError, match="'group-batch-norm' cannot be switched on here: one process"):
+    with pytest.raises(ConfigError, match="'group-batch-norm' cannot be switched on here: one rank"):
         ablate.main(["deepcam", *SMALL["deepcam"], "--only", "group-batch-norm"])
     with pytest.raises(ConfigError, match="depth: no such key"):
         ablate.main(["deepcam", "depth=64"])
@@ -252,7 +252,7 @@ def test_the_network_of_diffusers_is_the_same(words: list[str]) -> None:
 def _strided() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 8, 48, 72).contiguous(memory_format=torch.channels_last).requires_grad_()
-    plain = deepcam._Plain(8, 16, 1, 2, bias=False).to(memory_format=torch.channels_last)
+    plain = deepcam._ReferenceConv(8, 16, 1, 2, bias=False).to(memory_format=torch.channels_last)
     y = plain(x)
     y.square().sum().backward()
     z = nn.functional.conv2d(x.detach().contiguous(), plain.weight, stride=2)
@@ -275,7 +275,7 @@ def test_fields_are_supported_and_other_networks_are_refused() -> None:
     for case in subject.default_overrides(False):
         cfg = subject.complete_settings(config.load(subject.settings, None, case))
         assert len(subject.random_sample(cfg, np.random.default_rng(0))) == 2
-    with pytest.raises(ConfigError, match="model.unet is null; a U-Net is measured here"):
+    with pytest.raises(ConfigError, match="model.unet is null; this benchmark has no other network"):
         config.load(subject.settings, None, ["model.unet=null", "model.dit={}"])
 
 
@@ -365,10 +365,10 @@ def test_sharded_and_separate_chains_give_the_same_step() -> None:
 def test_unavailable_switches_of_openfold() -> None:
     subject, cfg = made("openfold")
     why = {switch.name: switch.why_not for switch in subject.all_switches(cfg, MESH)}
-    assert "torch's own" in str(why["layer norms"]) and "step.compile=blocks" in str(why["compile"]) and "cut chains" not in why
+    assert "those of torch" in str(why["layer norms"]) and "step.compile=blocks" in str(why["compile"]) and "cut chains" not in why
     assert {"attention", "gates", "triangles", "outer product", "parts"} <= subject.available_switches(cfg, MESH)
     cut = subject.switches(made("openfold", "data.batch=3")[1], Mesh({"axial": 2}, 2))[-1]
-    assert (cut.name, cut.why_not) == ("cut chains", "data.batch is 3, no multiple of 2 copies")
+    assert (cut.name, cut.why_not) == ("cut chains", "data.batch is 3, no multiple of 2 ranks")
 
 
 def test_each_switch_of_openfold_changes_the_functions_called() -> None:

@@ -52,10 +52,10 @@ class TestPromises(Promises):
         ["eval_accuracy", "eval_samples", "train_samples"],
     )]  # fmt: skip
     refused = [
-        ("names", (), "train: holds the variables ['PWAT', 'U850'"),
+        ("names", (), "train: has the variables ['PWAT', 'U850'"),
         ("statistics", (), "statistics.json: no statistics of the training maps"),
         ("empty class", ("model.frequencies=null",), "no training map holds a tropical cyclone"),
-        ("size", (), "holds maps of 40 x 96 cells with masks of 40 x 96; expected both alike, in multiples of 16"),
+        ("size", (), "holds maps of 40 x 96 pixels with masks of 40 x 96; expected equal sizes, multiples of 16"),
     ]  # fmt: skip
     spoil = staticmethod(spoil)
 

@@ -164,9 +164,9 @@ def test_real_proteins_are_learned(tmp_path: Path) -> None:
     """Five chains and their alignments, crops of 48 residues. The public network of this size reached a masked loss of 1.44 and a
     distogram of 3.19 in 225 CPU seconds."""
     clusters = [("102m_A", "8f9h_A"), ("1k1a_A",), ("5zyh_A",), ("7zzx_B",)]
-    train = [chains.sample(proteins.real(name), proteins.real_alignment(name), number, len(cluster))
+    train = [chains.chain_row(proteins.real(name), proteins.real_alignment(name), number, len(cluster))
              for number, cluster in enumerate(clusters) for name in cluster]  # fmt: skip
-    stored(tmp_path / "data", train=train, validation=[chains.sample(proteins.real("3u8v_A"), None, 4, 1)])
+    stored(tmp_path / "data", train=train, validation=[chains.chain_row(proteins.real("3u8v_A"), None, 4, 1)])
     quick = ["features.recycles=0", "data.batch=1", "data.epoch=1200", "train.steps=1200", "train.report_every=25"]
     run, spent = folded(tmp_path, *quick)
     last = {name: np.mean([*told(run, name=name).values()][-4:]) for name in ("masked_msa", "distogram", "lddt")}
@@ -189,7 +189,7 @@ def by_heart(folder: Path) -> None:
     """A store of 64 residues of one chain, to be learnt and to be folded."""
     chain, rows, some = proteins.real("5zyh_A"), proteins.real_alignment("5zyh_A"), slice(40, 104)
     parts = {name: getattr(chain, name)[some] for name in ("sequence", "aatype", "positions", "mask", "bfactors")}
-    alone = chains.sample(replace(chain, **parts), Alignment(rows.msa[:, some], rows.deletions[:, some], rows.names), 0, 1)
+    alone = chains.chain_row(replace(chain, **parts), Alignment(rows.msa[:, some], rows.deletions[:, some], rows.names), 0, 1)
     stored(folder, train=[alone], validation=[alone])
 
 
@@ -220,7 +220,7 @@ def planted(folder: Path) -> None:
 
 
 def one_fold(folder: Path) -> None:
-    alone = chains.sample(*made_up.protein(7, 24, 30), 0, 1)
+    alone = chains.chain_row(*made_up.make_protein(7, 24, 30), 0, 1)
     stored(folder, train=[alone], validation=[alone])
 
 

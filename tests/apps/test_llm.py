@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from apps.llm.data import Texts, about_of, rows_of
+from apps.llm.data import Texts, open_rows, read_metadata
 from apps.llm.settings import Config
 from data_prep import text
 from hpcai import config, dist
@@ -47,7 +47,7 @@ def spoil(data: Path, kind: str) -> None:
 
 class TestPromises(Promises):
     leaves = ["config.json", "text.npz", "tokenizer.json", "tokenizer_config.json"]
-    shows = "Texts that it continues"
+    shows = "Continued texts"
     exactly: list[str] = []
     jobs = ["2 mesh.context=2", "4 mesh.tensor=2 step.shard=optimizer", "3 mesh.evaluate=1",
             "4 mesh.pipeline=2 mesh.tensor=2 step.accumulate=2 stages.schedule=gpipe"]  # fmt: skip
@@ -65,18 +65,18 @@ class TestPromises(Promises):
         ("token", (), "token 300"),
         ("vocabulary", (), "has 5,000 tokens, model.vocabulary is 260"), ("sequence", (), "tokens"), ("type", (), "type: Input"),
         ("no text.json", (), "data_prep.text python"), ("no tokenizer.json", (), "tokenizer.json: cannot be read"),
-        ("tokenizer", (), "the rows were made with"), ("", ("data.directory=/nowhere",), "data_prep.text python"),
-        ("", ("data.reader=dali",), "take auto, direct or hdf5"), ("", ("data.epoch=4",), "less than one batch of 8"),
+        ("tokenizer", (), "has tokenizer "), ("", ("data.directory=/nowhere",), "data_prep.text python"),
+        ("", ("data.reader=dali",), "set it to auto, direct or hdf5"), ("", ("data.epoch=4",), "less than one batch of 8"),
         ("", ("model.positions=16",), "rows of 32 tokens, model.positions is 16"),
         ("", ("data.learn=answers",), "convert with --chat or --answer"),
-        ("", ("lora={rank: 2}",), "start.weights is null"), ("", ("report.sinks=[mlperf]",), "say which of MLPerf's"),
+        ("", ("lora={rank: 2}",), "start.weights is null"), ("", ("report.sinks=[mlperf]",), "set it to the MLPerf benchmark"),
     ]  # fmt: skip
     spoil = staticmethod(spoil)
 
 
 def test_bits_per_byte_are_those_of_the_text(data: Path) -> None:
     """All tokens of the validation rows, the first of each document too, are said from those before them in it."""
-    run, held = APP.once(data), rows_of(Config(), "validation", dist.single_process(), data)
+    run, held = APP.once(data), open_rows(Config(), "validation", dist.single_process(), data)
     model, tokenizer = LLM.load(run / "model.safetensors").double(), Tokenizer.load(data)
     tokens = np.stack([held.read(index)["tokens"] for index in range(len(held))]).astype(int)
     whole = tokenizer.decode(np.append(tokens[:, :-1].ravel(), tokens[-1, -1]).tolist(), skip_special=True)
@@ -104,7 +104,7 @@ def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -
     model = LLM.load(start)
     assert all(getattr(model.cfg, name) == getattr(LLM.load(start / "model.safetensors").cfg, name) for name in sizes)
     llm.load_adapter(model, run / "adapter")
-    held = Texts(rows_of(Config(), "validation", dist.single_process(), data), about_of(data), "apart", "all")
+    held = Texts(open_rows(Config(), "validation", dist.single_process(), data), read_metadata(data), "apart", "all")
     rows = [held.sample(index, 0) for index in range(len(held))]
     batch = llm.Batch(*(torch.from_numpy(np.stack([row[k] for row in rows])) for k in range(4)))
     with torch.no_grad():
@@ -135,10 +135,10 @@ def test_training_goes_on_from_a_folder_of_gpt2(data: Path, tmp_path: Path) -> N
 def test_what_cannot_fit_is_refused_before_anything_is_made(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("apps.llm.data.network", lambda *_: pytest.fail("a model was made"))
-    monkeypatch.setattr("apps.llm.data.texts", lambda *_: pytest.fail("data were read"))
+    monkeypatch.setattr("apps.llm.data.build_model", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr("apps.llm.data.build_loaders", lambda *_: pytest.fail("data were read"))
     words, begin = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.process_time()
-    APP.refuses(data, tmp_path / "run", words, "a process needs", capsys)
+    APP.refuses(data, tmp_path / "run", words, "a rank needs", capsys)
     assert time.process_time() - begin < 10 and not (tmp_path / "run").exists()
 
 
@@ -158,18 +158,18 @@ def test_weights_of_other_sizes_and_tokenizers_are_refused(
     for name in ("config.json", "model.safetensors"):
         (other / name).write_bytes((start / name).read_bytes())
     Tokenizer.train(["a text of another kind"] * 9, 257 + 9).save(other)
-    APP.refuses(data, tmp_path / "run", [f"start.weights={other}"], "its weights know other tokens", capsys)
+    APP.refuses(data, tmp_path / "run", [f"start.weights={other}"], "its weights were trained with other tokens", capsys)
 
 
 def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None:
     other, seen = tmp_path / "other", [0, 0]
     APP.make(other)
-    from apps.llm.data import texts
+    from apps.llm.data import build_loaders
 
     words = [str(APP.small), *APP.quick, f"data.directory={data}", f"data.blend={{{other}: 0.5}}"]
     cfg = config.load(Config, words[0], words[1:])
-    with texts(cfg, dist.single_process()) as (training, _, _):
-        assert len(training) == 4 and training.size == 8, "24 rows, and half as many"
+    with build_loaders(cfg, dist.single_process()) as (training, _, _):
+        assert len(training) == 4 and training.batch_size == 8, "24 rows, and half as many"
         for epoch in range(2):
             order = training.sampler.order(epoch)
             seen = [count + int(part.sum()) for count, part in zip(seen, (order < 24, order >= 24))]
@@ -186,7 +186,7 @@ def test_answers_alone_are_learnt_and_judged(tmp_path: Path) -> None:
     assert text.main(["convert", str(tmp_path / "sums.jsonl"), str(data), *words]) == 0
     asked = ("data.learn=answers", "data.judge=answers", "data.batch=1", "step.lr=1e-2", "train.epochs=1")
     assert APP.here(data, run, *asked, "data.evaluation_batch=2") == 0
-    opened = [rows_of(Config(), split, dist.single_process(), data) for split in ("train", "validation")]
+    opened = [open_rows(Config(), split, dist.single_process(), data) for split in ("train", "validation")]
     sets = [[rows.read(n) for n in range(len(rows))] for rows in opened]
     placed = [[[n for begin, end in row["spans"] for n in range(max(begin, 1), end)] for row in rows] for rows in sets]
     assert sum(told(run, name="tokens").values()) == sum(map(len, placed[0])) < 0.6 * 32 * len(sets[0])
@@ -235,7 +235,7 @@ def test_three_commands_go_from_a_folder_of_text_to_text(
 
 
 def test_documents_joined_see_what_stands_before(data: Path) -> None:
-    rows, about = rows_of(Config(), "validation", dist.single_process(), data), about_of(data)
+    rows, about = open_rows(Config(), "validation", dist.single_process(), data), read_metadata(data)
     joined, apart = (Texts(rows, about, how, "all").sample(3, 0) for how in ("joined", "apart"))
     assert joined.documents is None and apart.documents is not None
     np.testing.assert_array_equal(joined.tokens, apart.tokens)

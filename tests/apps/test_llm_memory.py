@@ -26,7 +26,7 @@ from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, build_pip
 from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import pipeline
 from hpcai.parallel.data_parallel import GradientReducer
-from hpcai.parallel.sharding import unflatten
+from hpcai.parallel.sharding import as_flat_parameter
 from hpcai.plan.machines import find_machine as machine
 from hpcai.plan.step_trace import StepTracer, traced_job
 from hpcai.train import Step
@@ -66,7 +66,7 @@ def settings(*words: str) -> Config:
 
 
 def need(cfg: Config, world: int) -> float:
-    return sum(memory.parts(cfg, world).values())
+    return sum(memory.estimate_bytes(cfg, world).values())
 
 
 class Polled(StepTracer):
@@ -88,7 +88,7 @@ class Polled(StepTracer):
 @contextmanager
 def job(cfg: Config, world: int) -> Iterator[StepTracer]:
     """The first of ``world`` processes, on paper; what reads numbers, or a CPU has not, is replaced by what it gives."""
-    micro = cfg.data.batch // (memory.Sizes.of(cfg, world).replicate * cfg.step.accumulate)
+    micro = cfg.data.batch // (memory.MeshSizes.from_config(cfg, world).replicate * cfg.step.accumulate)
     size = micro, TOKENS // (cfg.mesh.tensor * cfg.mesh.context), cfg.model.width
     dtype = torch.bfloat16 if cfg.step.precision == "bf16-params" else torch.float32
 
@@ -169,7 +169,7 @@ def test_memory_is_that_of_a_recorded_step(name: str) -> None:
     world, words = CASES[name]
     cfg = settings(*words)
     exact, between, peak = recorded(cfg, world)
-    found = memory._of(cfg, memory.Sizes.of(cfg, world), 0)  # the one that is on paper
+    found = memory._estimate_rank(cfg, memory.MeshSizes.from_config(cfg, world), 0)  # the one that is on paper
     every = sum(found.values())
     held = sum(found[part] for part in ("weights", "gradients", "optimizer", "average", "adapters"))
     print(f"{name}: {100 * (every / (exact + peak - between) - 1):+.1f} %")
@@ -180,7 +180,7 @@ def test_memory_is_that_of_a_recorded_step(name: str) -> None:
 
 def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
     """Llama 2 7B with 16 bytes a parameter, and its activations by the formula of its layers."""
-    found = memory.parts(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=nowhere"]), 1)
+    found = memory.estimate_bytes(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=no"]), 1)
     count = LLMConfig().num_parameters
     held = [found[part] for part in ("weights", "gradients", "optimizer")]
     assert held == pytest.approx([2 * count, 2 * count, 12 * count], rel=1e-4)
@@ -191,8 +191,8 @@ def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
 
 def test_the_fullest_process_of_a_pipeline_counts() -> None:
     cfg = settings(*PIPELINE, "step.accumulate=2", "data.batch=2", "model.vocabulary=128000")
-    sizes = memory.Sizes.of(cfg, 2)
-    first, last = (sum(memory._of(cfg, sizes, rank).values()) for rank in (0, 1))
+    sizes = memory.MeshSizes.from_config(cfg, 2)
+    first, last = (sum(memory._estimate_rank(cfg, sizes, rank).values()) for rank in (0, 1))
     assert last > first and need(cfg, 2) == last
 
 
@@ -214,11 +214,11 @@ def test_a_planned_stage_has_the_memory_of_the_fullest_process(words: Sequence[s
 
 def test_operations_of_a_token_are_those_that_others_count() -> None:
     cfg = config.load(Config, None, ["data.directory=nowhere"])
-    assert [memory.operations(cfg, 4096, half) / 1e9 for half in (False, True)] == pytest.approx([46.09, 42.87], abs=0.01)
+    assert [memory.flops_per_token(cfg, 4096, half) / 1e9 for half in (False, True)] == pytest.approx([46.09, 42.87], abs=0.01)
     cfg = cfg.model_copy(update={"model": LLMConfig.preset("llama3.1-8b")})
-    assert [memory.operations(cfg, 8192, half) / 1e9 for half in (False, True)] == pytest.approx([57.91, 51.47], abs=0.01)
+    assert [memory.flops_per_token(cfg, 8192, half) / 1e9 for half in (False, True)] == pytest.approx([57.91, 51.47], abs=0.01)
     adapted = cfg.model_copy(update={"lora": LoRAConfig()})
-    assert memory.operations(adapted, 8192, False) < 0.76 * memory.operations(cfg, 8192, False)
+    assert memory.flops_per_token(adapted, 8192, False) < 0.76 * memory.flops_per_token(cfg, 8192, False)
 
 
 # ---- what does not fit
@@ -227,12 +227,12 @@ def test_operations_of_a_token_are_those_that_others_count() -> None:
 def test_what_surely_does_not_fit_is_refused_with_what_needs_less() -> None:
     mesh: Any = SimpleNamespace(job=SimpleNamespace(size=8), device=torch.device("cpu"))
     cfg = config.load(Config, None, ["data.directory=nowhere", "step.precision=bf16-params", "data.batch=8"])
-    with pytest.raises(MeshError, match=r"about 1\d\d GB, there are 80 \(optimizer 80\.9, .*step.shard=optimizer or weights"):
-        memory.refuse(cfg, mesh, 80e9)
+    with pytest.raises(MeshError, match=r"about 1\d\d GB, .* 80 \(optimizer 80\.9, .*step.shard to optimizer or weights"):
+        memory.check_memory(cfg, mesh, 80e9)
     counted = need(cfg, 8)
-    memory.refuse(cfg, mesh, 0.9 * counted)  # it is an estimate
+    memory.check_memory(cfg, mesh, 0.9 * counted)  # it is an estimate
     with pytest.raises(MeshError):
-        memory.refuse(cfg, mesh, 0.85 * counted)
+        memory.check_memory(cfg, mesh, 0.85 * counted)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -241,9 +241,9 @@ def test_an_optimizer_keeps_what_is_counted(name: Any, narrow: bool) -> None:
     words = [f"step.optimizer={name}", f"step.precision={'bf16-params' if narrow else 'fp32'}", "step.moments=bf16"]
     cfg = settings(*words, "step.momentum=0.9")
     model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if narrow else torch.float32)
-    states = Optimizer([unflatten("weight", model.weight, True, ())], cfg.step).states
+    states = Optimizer([as_flat_parameter("weight", model.weight, True, ())], cfg.step).states
     kept = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
-    found = memory._held(cfg, memory.Sizes(1, 1, 1, 1), 64 * 32, trained=True)
+    found = memory._state_bytes(cfg, memory.MeshSizes(1, 1, 1, 1), 64 * 32, trained=True)
     assert found["optimizer"] == sum(x.nbytes for x in kept) > 0
 
 
@@ -256,9 +256,9 @@ def test_settings_are_shown_with_what_they_need_and_can_be_run(tmp_path: Path) -
     code += "; print('# torch', 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines = [line for line in told.splitlines() if line.startswith("# ")]
-    assert lines[0] == "# GB of the process that needs most, of 8 (replicate 2 x tensor 4), about:"
+    assert lines[0] == "# GB of the rank that needs most, of 8 (replicate 2 x tensor 4), about:"
     assert any(line.startswith("#   weights ") for line in lines) and "# 6,738,415,616 parameters" in lines
-    assert "# 524,288 tokens a step: 128 rows of 4096" in lines and lines[-2].startswith("# 46.09 G multiplications")
+    assert "# 524,288 tokens a step: 128 rows of 4096" in lines and lines[-2].startswith("# 46.09 GFLOP a token")
     assert lines[-1] == "# torch False"
     (tmp_path / "again.yaml").write_text(told)
     assert config.load(Config, tmp_path / "again.yaml").mesh.tensor == 4
@@ -279,6 +279,6 @@ def test_a_published_configuration_has_the_model_of_its_name_and_fits(name: str)
     free = {name: getattr(cfg.model, name) for name in ("positions", "recompute", "deviation")}
     assert cfg.model == LLMConfig.preset(preset, **free)
     assert need(cfg, world) <= 0.92 * room
-    sizes = memory.Sizes.of(cfg, world)
+    sizes = memory.MeshSizes.from_config(cfg, world)
     assert cfg.data.batch % (sizes.replicate * cfg.step.accumulate) == 0 and cfg.model.layers % sizes.pipeline == 0
-    assert memory.tokens_of(cfg) % (sizes.tensor * sizes.context) == 0
+    assert memory.row_tokens(cfg) % (sizes.tensor * sizes.context) == 0

@@ -46,13 +46,13 @@ def run(*words: str) -> int:
 
 
 def _errors(mesh: object, folder: str) -> float:
-    from apps.ringdown.data import signals  # type: ignore[import-not-found]
+    from apps.ringdown.data import build_loaders  # type: ignore[import-not-found]
     from apps.ringdown.settings import Config
     from hpcai import train
     from hpcai.models import ringdown  # type: ignore[attr-defined]
 
     cfg = config.load(Config, None, [f"data.directory={folder}", "train.steps=3", "train.epochs=null"])
-    with signals(cfg, mesh) as (training, validation), train.seeds(0):  # type: ignore[arg-type]
+    with build_loaders(cfg, mesh) as (training, validation), train.seeds(0):  # type: ignore[arg-type]
         step = train.Step(ringdown.parallelize(ringdown.Ringdown(cfg.model), mesh), ringdown.loss, cfg.step, mesh)  # type: ignore[arg-type]
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=ringdown.error)
     return result.evaluations[-1]["mae"]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, _long_enough, _sampler, network, passes_of, weights_of
+from apps.openfold.data import FIELDS, TEMPLATE_FIELDS, Chains, _check_lengths, _sampler, build_model, draw_passes, sampling_weights
 from apps.openfold.fold import fold, read_fasta
 from apps.openfold.settings import Config, FoldConfig
 from hpcai import config, log
@@ -184,7 +184,7 @@ def test_a_chain_that_cannot_be_folded_is_told_and_the_others_are_folded(
     problems = on_ranks({"axial": 4}, folds_where_rank_2_cannot_read, chains, tmp_path / "out")
     assert problems == [problems[0]] * 4 and len(problems[0]) == 3
     told_ = {why.split(":")[0]: why for why in problems[0]}
-    assert "tiny: 3 residues for 4 processes" in told_["tiny"] and "character 3 of 7 is '1'" in told_["odd"]
+    assert "tiny: 3 residues for 4 ranks" in told_["tiny"] and "character 3 of 7 is '1'" in told_["odd"]
     assert told_["lost"] == "lost: the disk of rank 2 is gone"
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(SEQUENCES)
     monkeypatch.setattr(command, "fold", lambda *_: problems[0])
@@ -210,7 +210,7 @@ def folds_where_rank_2_cannot_read(mesh: Mesh, chains: Path, out: Path) -> list[
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("", "holds no chain"), ("MKV", "line 1: 'MKV' stands before"), (">a\nMK\n>a\nMK", "line 3: the name 'a' is there twice"),
+    ("", "has no chain"), ("MKV", "line 1: 'MKV' precedes"), (">a\nMK\n>a\nMK", "line 3: the name 'a' occurs twice"),
     (">a\n>b\nMK", "the chain a has no sequence"), ("\xff", "cannot be read as FASTA"),
 ])  # fmt: skip
 def test_a_file_that_is_no_fasta_is_refused(text: str, says: str, tmp_path: Path) -> None:
@@ -226,11 +226,11 @@ def test_a_file_that_is_no_fasta_is_refused(text: str, says: str, tmp_path: Path
 
 def test_every_number_of_passes_comes_once_in_as_many_steps() -> None:
     for most in (0, 1, 3):
-        drawn = [passes_of(5, step, most) for step in range(40 * (most + 1))]
+        drawn = [draw_passes(5, step, most) for step in range(40 * (most + 1))]
         blocks = [drawn[k : k + most + 1] for k in range(0, len(drawn), most + 1)]
         assert all(sorted(block) == list(range(1, most + 2)) for block in blocks)
         assert most == 0 or len({tuple(block) for block in blocks}) > 1, "the order changes"
-    assert [passes_of(6, step, 3) for step in range(40)] != [passes_of(5, step, 3) for step in range(40)]
+    assert [draw_passes(6, step, 3) for step in range(40)] != [draw_passes(5, step, 3) for step in range(40)]
 
 
 def test_a_step_has_the_passes_that_it_has_drawn(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -253,11 +253,11 @@ def test_a_step_has_the_passes_that_it_has_drawn(data: Path, monkeypatch: pytest
         monkeypatch.setattr(of.OpenFold, "forward", noted)
         assert APP.here(data, run, *words, "train.steps=4") == 0
         monkeypatch.setattr(of.OpenFold, "forward", forward)
-        assert seen == [passes_of(0, step, 3) for step in range(begin, 4)]
+        assert seen == [draw_passes(0, step, 3) for step in range(begin, 4)]
 
 
 def test_long_chains_of_small_clusters_are_drawn_most() -> None:
-    np.testing.assert_allclose(weights_of(np.array([10, 256, 384, 900]), np.array([1, 4, 1, 9])), [0.5, 0.25, 0.75, 1 / 3])
+    np.testing.assert_allclose(sampling_weights(np.array([10, 256, 384, 900]), np.array([1, 4, 1, 9])), [0.5, 0.25, 0.75, 1 / 3])
     drawn = Counter((Weighted(np.array([1.0, 3.0, 0.0]), 4000, 1, numbered=True).order(0) % 3).tolist())
     assert drawn[2] == 0 and drawn[1] / drawn[0] == pytest.approx(3, rel=0.15)
 
@@ -278,7 +278,7 @@ def test_a_chain_that_is_drawn_again_is_another_sample(data: Path) -> None:
     assert len(set(drawn.tolist())) == 40 and set((drawn % len(source)).tolist()) == set(range(len(source)))
     once = _sampler(cfg.model_copy(update={"data": cfg.data.model_copy(update={"draw": "once"})}), source).order(3)
     assert sorted(once) == list(range(len(source)))
-    held = Chains(source.rows, source.kept, source.cfg, 0, training=False)
+    held = Chains(source.rows, source.subset, source.cfg, 0, training=False)
     np.testing.assert_array_equal(held.sample(0, 0)["msa_feat"], held.sample(0, 7)["msa_feat"])
 
 
@@ -317,7 +317,7 @@ def test_a_run_learns_from_templates_in_files(data: Path, tmp_path: Path) -> Non
 
 
 def test_templates_are_structures_of_relatives_where_they_are_aligned(data: Path) -> None:
-    rows, others = Rows(data / "train", FIELDS), Rows(data / "templates", OF_TEMPLATES)
+    rows, others = Rows(data / "train", FIELDS), Rows(data / "templates", TEMPLATE_FIELDS)
     cfg = FeatureConfig(crop=None, clusters=2, extra=2, templates=4, recycles=0)
     source = Chains(rows, np.arange(len(rows)), cfg, 0, others, training=False)
     for index in range(3):
@@ -356,7 +356,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, kind: str, text: st
     start = {"weights": path, **({} if kind == "shape" else {"sha256": "0" * 64})}
     model = OpenFoldConfig.preset("tiny", **({"single": 48} if kind == "shape" else {}))
     with pytest.raises(CheckpointError, match=re.escape(text)):
-        network(Config.model_validate({"start": start, "model": model}))
+        build_model(Config.model_validate({"start": start, "model": model}))
 
 
 # ---- logs, refusals
@@ -365,8 +365,8 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, kind: str, text: st
 @pytest.mark.parametrize(("ranks", "words", "text"), [
     (4, "mesh.axial=3", "mesh axial 3 needs a multiple of 3 processes, but 4 were started"),
     (3, "mesh.axial=3 data.batch=3", "mesh.axial is 3, which does not divide the "),
-    (4, "mesh.axial=4 features.crop=3", "mesh.axial is 4, but features.crop is 3: less than one for each process"),
-    (4, "mesh.axial=4 features.extra=3", "mesh.axial is 4, but features.extra is 3: less than one for each process"),
+    (4, "mesh.axial=4 features.crop=3", "mesh.axial is 4, but features.crop is 3: less than one per rank"),
+    (4, "mesh.axial=4 features.extra=3", "mesh.axial is 4, but features.extra is 3: less than one per rank"),
 ])  # fmt: skip
 def test_a_cut_that_does_not_fit_is_refused_before_training(data: Path, tmp_path: Path, ranks: int, words: str, text: str) -> None:
     codes, said = ended(APP.command(data, tmp_path / "run", *words.split()), tmp_path / "said", ranks)
@@ -376,9 +376,9 @@ def test_a_cut_that_does_not_fit_is_refused_before_training(data: Path, tmp_path
 
 def test_a_whole_chain_that_is_too_short_to_be_cut_is_named_before_training(data: Path) -> None:
     rows = Rows(data / "validation", FIELDS)
-    _long_enough(rows, np.arange(6), int(rows.column("residues").min()))
-    with pytest.raises(DataError, match=r"validation/\S+ row \d+: \d+ residues for the 99 processes of mesh.axial; take"):
-        _long_enough(rows, np.arange(6), 99)
+    _check_lengths(rows, np.arange(6), int(rows.column("residues").min()))
+    with pytest.raises(DataError, match=r"validation/\S+ row \d+: \d+ residues for the 99 ranks of mesh.axial; take"):
+        _check_lengths(rows, np.arange(6), 99)
 
 
 def ended(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:

@@ -8,7 +8,7 @@ import pytest
 
 from data_prep import detection, scenes
 from data_prep.atmosphere import AMBIENT, GAS, T0, VARIABLES, River, Vortex, Weather
-from data_prep.sphere import GRAVITY, OMEGA, RADIUS, Grid, polar
+from data_prep.sphere import GRAVITY, OMEGA, RADIUS, Grid, polar_coordinates
 from hpcai.errors import MissingExtraError
 
 REGION = Grid.region(96, 144, 0.5, 8, 0)
@@ -101,12 +101,12 @@ def test_height_and_temperature_are_hydrostatic(index):
     assert high.any() and (fields["PS"][high] < 0.9 * fields["PSL"][high]).all() and (fields["PS"] <= fields["PSL"]).all()
 
 
-def test_samples_lie_within_what_climate_reaches():
+def test_samples_are_in_the_climate_range():
     for grid in (REGION, SOUTH, GLOBE):
         fields = Weather(grid, random_scene(grid, 5)).fields()
         assert fields.shape == (*grid.phi.shape[:1], grid.lam.size, 16) and fields.dtype == np.float32
         for usual, values in zip(VARIABLES.values(), np.moveaxis(fields, -1, 0)):
-            assert usual.least <= values.min() and usual.reach <= values.max() <= usual.most
+            assert usual.minimum <= values.min() and usual.least_maximum <= values.max() <= usual.maximum
 
 
 def test_the_globe_is_periodic_and_single_at_the_poles():
@@ -130,7 +130,7 @@ def test_a_cyclone_and_a_river_are_found(grid, sign):
     (cyclone,), (filament,) = objects.cyclones, objects.rivers
     assert (cyclone.latitude, cyclone.longitude) == pytest.approx((14 * sign, 60), abs=0.5)
     assert 95000 < cyclone.pressure < 96500 and 40 < cyclone.wind < 60 and cyclone.warmth > 3
-    away = polar(grid, np.arange(96), np.arange(144), cyclone.latitude, cyclone.longitude)[0][objects.mask == 1]
+    away = polar_coordinates(grid, np.arange(96), np.arange(144), cyclone.latitude, cyclone.longitude)[0][objects.mask == 1]
     assert 5.3e5 < away.max() < 5.01 * RADIUS * np.pi / 180
     row, column = (int(np.abs(axis - at).argmin()) for axis, at in ((grid.latitude, 14 * sign), (grid.longitude, 60)))
     assert (objects.mask[row - 1 : row + 2, column - 1 : column + 2] == 1).all()         # with its eye
@@ -148,7 +148,7 @@ LOOK_ALIKES = {
 
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)
-def test_what_looks_like_a_cyclone_is_refused(name):
+def test_lookalikes_of_cyclones_are_rejected(name):
     low = LOOK_ALIKES[name]
     objects = found(REGION, vortices=(low,))
     assert not objects.cyclones and not (objects.mask == 1).any()
@@ -174,7 +174,7 @@ NOT_RIVERS = {
 
 
 @pytest.mark.parametrize("name", NOT_RIVERS)
-def test_what_looks_like_a_river_is_refused(name):
+def test_lookalikes_of_rivers_are_rejected(name):
     objects = found(REGION, rivers=(replace(FILAMENT, **NOT_RIVERS[name]),))
     assert not objects.rivers and not objects.mask.any()
 
@@ -184,7 +184,7 @@ def test_what_looks_like_a_river_is_refused(name):
 )
 def test_a_patch_that_is_round_or_dry_or_no_more_than_usual_is_no_river(half_width, water, wind, usual, count):
     fields = Weather(REGION, calm()).fields()
-    r, east, north = polar(REGION, np.arange(96), np.arange(144), 38, 36)
+    r, east, north = polar_coordinates(REGION, np.arange(96), np.arange(144), 38, 36)
     patch = np.hypot(r * (east + north) / 1.2e6, r * (east - north) / half_width) < np.sqrt(2)
     for name, inside, outside in (("TMQ", water, 25), ("U850", wind, usual), ("V850", wind, usual)):
         fields[..., list(VARIABLES).index(name)] = np.where(patch, inside, outside)
@@ -202,14 +202,14 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
         found(REGION)
 
 
-def test_across_the_seam_of_the_globe_they_stay_whole():
+def test_objects_are_connected_across_the_seam():
     rivers = [replace(FILAMENT, longitude=tuple(x - 34 + at for x in LONGITUDES)) for at in (180, 0)]
     here, seam = (found(GLOBE, vortices=(replace(CYCLONE, latitude=14, longitude=it.longitude[1]),), rivers=(it,)) for it in rivers)
     assert len(here.cyclones) == len(seam.cyclones) == len(here.rivers) == len(seam.rivers) == 1
     assert (np.roll(here.mask, 180, axis=1) == seam.mask).mean() > 0.9999
     assert seam.rivers[0].length == pytest.approx(here.rivers[0].length, rel=0.01)
     corner = np.array([[1, 0, 0], [0, 0, 2]])
-    detection._join_seam(corner)
+    detection._merge_across_seam(corner)
     assert corner[0, 0] == corner[1, 2]
 
 

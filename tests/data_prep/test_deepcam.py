@@ -82,7 +82,7 @@ def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
 def test_the_check_compares_masks_with_the_rule(made, capsys, monkeypatch):
     assert run("check", made, "--no-picture") == 0
     assert "masks of 20 samples" in capsys.readouterr().out
-    monkeypatch.setattr(detection, "TRANSPORT", 2 * detection.TRANSPORT)
+    monkeypatch.setattr(detection, "MIN_TRANSPORT", 2 * detection.MIN_TRANSPORT)
     assert run("check", made, "--no-picture") == 1 and "differs from the rule" in capsys.readouterr().out
 
 
@@ -101,7 +101,7 @@ def step(path, seed, key="labels_0", kind=np.int64, change=None, name="data", **
     return fields, labels
 
 
-def test_the_public_folders_are_taken_as_they_are(tmp_path, capsys):
+def test_public_folders_are_converted(tmp_path, capsys):
     source, out = tmp_path / "All-Hist", tmp_path / "out"
     kinds = ("labels_0", np.int64), ("labels", np.uint8), ("labels_0", np.int8)
     steps = {split: [step(source / split / f"data-1996-{i:02d}.h5", i + 10 * len(split), *how) for i, how in enumerate(kinds)]

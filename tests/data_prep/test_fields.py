@@ -69,7 +69,7 @@ def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(made):
         number, rows = int(file.attrs["numbers"][2]), {name: file[name][12:18] for name in file}
         assert json.loads(file.attrs["recipe"]) == json.loads(recipe.json_text)
     ends = (0.1, 0.6, 0.864, 63.0), (0.5, 1.0, 1.056, 77.0)
-    density = cosmoflow.matter(cosmoflow.Recipe(1, 16, 1, 4.0, (0.0,), 4, 16.0, 0.045, *ends, 0.1, 0.0), number)[0]
+    density = cosmoflow.simulate_density(cosmoflow.Recipe(1, 16, 1, 4.0, (0.0,), 4, 16.0, 0.045, *ends, 0.1, 0.0), number)[0]
     assert density.shape == (16, 16, 16) and density.mean() == pytest.approx(1, rel=1e-9)
     slabs = [density[:4].mean(0), density[8:12].mean(0), density[:, :4].mean(1), density[:, 8:12].mean(1),
              density[..., :4].mean(2), density[..., 8:12].mean(2)]  # fmt: skip
@@ -85,7 +85,7 @@ def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(made):
 def test_mean_and_deviation_are_those_of_the_first_training_universes(made, tmp_path):
     recipe = recipe_of(made)
     first = [number for number in range(30) if recipe.split(number) == "train"][:16]
-    values = np.log(np.concatenate([recipe.made(number) for number in first]) + 0.05)
+    values = np.log(np.concatenate([recipe.simulate(number) for number in first]) + 0.05)
     assert [*recipe.mean, *recipe.deviation] == pytest.approx([values.mean(), values.std()], rel=2e-3)
     assert all(float(f"{value:.4g}") == value for value in (*recipe.mean, *recipe.deviation))
     written, statistics = columns(made / "train"), read_json(made / "statistics.json")["splits"]["train"]
@@ -95,10 +95,10 @@ def test_mean_and_deviation_are_those_of_the_first_training_universes(made, tmp_
     assert abs(statistics["high"]["mean"][0]) < 0.05 and abs(statistics["high"]["deviation"][0] - 1) < 0.05
 
 
-def test_a_folder_goes_on_with_the_mean_that_it_was_begun_with(made, tmp_path, monkeypatch):
+def test_a_resumed_folder_keeps_its_mean(made, tmp_path, monkeypatch):
     out = shutil.copytree(made, tmp_path / "same")
     min(out.glob("train/*.h5")).unlink()
-    monkeypatch.setattr(fields, "PILOT", 1)                                     # another machine, which would find another mean
+    monkeypatch.setattr(fields, "STATISTICS_SIZE", 1)                           # another machine, which would find another mean
     assert run("simulate", out, *SMALL) == 0 and content(out) == content(made)
     assert run("simulate", tmp_path / "new", *SMALL) == 0 and recipe_of(tmp_path / "new").mean != recipe_of(made).mean
 
@@ -110,7 +110,7 @@ class TestPromises(Promises):
         "--factor 3": "--factor 3: expected 2 or more that divides 16", "--factor 16": "--factor 16",
         "--slabs 5": "more than the 16 cells of --size",
         "--omega-b 0.2": "--omega-b is 0.2",
-        "--validation 0.6 --test 0.4": "sum to less than 1", "--kind weather": "is made of cells of 7.5 degrees",
+        "--validation 0.6 --test 0.4": "sum to less than 1", "--kind weather": "gives cells of 7.5 degrees",
         "--kind volumes": "field matter (now volumes)", "--samples 60": "ask for at least as many",
     }  # fmt: skip
 
@@ -118,7 +118,7 @@ class TestPromises(Promises):
 # ---- physics
 
 
-def test_volumes_are_whole_cubes_whose_check_weighs_their_matter(tmp_path, capsys):
+def test_volumes_are_full_cubes_and_the_check_tests_conservation(tmp_path, capsys):
     words = ["--kind", "volumes", "--size", "8", "--samples", "32", "--factor", "2"]
     assert run("simulate", tmp_path, *words) == 0
     text = capsys.readouterr().out
@@ -129,14 +129,14 @@ def test_volumes_are_whole_cubes_whose_check_weighs_their_matter(tmp_path, capsy
 
     def heavier(file):
         recipe = recipe_of(tmp_path)
-        values = 1.01 * recipe.undone(file["high"][0])
-        file["high"][0], file["low"][0] = recipe.standard(values), recipe.low(values)
+        values = 1.01 * recipe.unstandardize(file["high"][0])
+        file["high"][0], file["low"][0] = recipe.standardize(values), recipe.coarsen(values)
 
     assert check_fails(run, tmp_path, tmp_path.with_name("heavier"), heavier, "the mean density is off by 0.01")
 
 
 def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path, monkeypatch):
-    monkeypatch.setattr(fields, "PILOT", 4)
+    monkeypatch.setattr(fields, "STATISTICS_SIZE", 4)
     words = ["--kind", "weather", "--samples", "10", "--rows", "8"]
     assert run("simulate", tmp_path, *words) == 0
     assert (tmp_path / "samples.png").is_file()
@@ -147,7 +147,7 @@ def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path,
     assert rows["high"].shape == (8, 4, 64, 96) and rows["low"].shape == (8, 4, 16, 24)
     for channel, name in enumerate(index["channels"]):
         values = index["mean"][channel] + index["deviation"][channel] * rows["high"][:, channel].astype(float)
-        assert VARIABLES[name].least < values.min() and VARIABLES[name].reach < values.max() < VARIABLES[name].most
+        assert VARIABLES[name].minimum < values.min() and VARIABLES[name].least_maximum < values.max() < VARIABLES[name].maximum
         assert rows["low"][2, channel] == pytest.approx(blocks(rows["high"][2, channel], 4), abs=1e-5)
     with h5py.File(tmp_path / "train" / "fields_000000.h5") as file:
         number = int(file.attrs["numbers"][2])
@@ -177,4 +177,4 @@ def test_the_check_finds_harm(made, tmp_path, change, words):
 def test_the_check_of_another_set_says_so(made, tmp_path, capsys, kind):
     out = shutil.copytree(made, tmp_path / "other")
     (out / "recipe.json").write_text(json.dumps({"kind": kind, "size": 8}))
-    assert run("check", out) == 2 and "was not made by data_prep.fields" in capsys.readouterr().err
+    assert run("check", out) == 2 and "recipe.json is not of data_prep.fields" in capsys.readouterr().err

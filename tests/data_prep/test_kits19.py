@@ -1,4 +1,4 @@
-"""CT of phantoms: the same from any number of processes, resumable, checked, not told by HU alone; and NIfTI cases to our files."""
+"""CT of phantoms: the same from any number of processes, resumable, checked, not separable by HU alone; NIfTI cases to files."""
 
 import gzip
 import io
@@ -64,7 +64,7 @@ def test_a_case_is_a_pure_function_of_seed_and_index(made):
         values, about = case(made, f"case_{index:05d}")
         image, label = preprocess(scan.image, scan.label, scan.spacing_mm, (9.6, 7.2, 7.2), (8, 32, 32))
         assert (values["image"] == image).all() and (values["label"] == label).all()
-        assert (values["boxes"] == kits19.boxes(label)).all()
+        assert (values["boxes"] == kits19.bounding_boxes(label)).all()
         assert tuple(about["original_spacing_mm"]) == scan.spacing_mm and tuple(about["original_shape"]) == scan.image.shape
     other = replace(RECIPE, seed=2).scan(2)
     assert other.image.shape != scan.image.shape or (other.image != scan.image).mean() > 0.5
@@ -96,11 +96,11 @@ def test_boxes_are_those_of_the_two_largest_parts():
     label = np.zeros((20, 20, 20), np.uint8)
     label[1:4, 2:5, 3:9], label[10:19, 10:19, 10:12], label[0, 0, 0] = 1, 1, 1
     label[12, 12, 10], label[5, 5, 5], label[6, 6, 5] = 2, 2, 2      # the last two touch at an edge only
-    one, two = kits19.boxes(label)
+    one, two = kits19.bounding_boxes(label)
     assert one.tolist() == [[10, 10, 10, 19, 19, 12], [1, 2, 3, 4, 5, 9]]
     assert {tuple(box) for box in two.tolist()} < {(12, 12, 10, 13, 13, 11), (5, 5, 5, 6, 6, 6), (6, 6, 5, 7, 7, 6)}
-    assert kits19.boxes(np.full((3, 4, 5), 2, np.uint8)).tolist() == [[[0] * 6] * 2, [[0, 0, 0, 3, 4, 5], [0] * 6]]
-    assert not kits19.boxes(np.zeros((3, 4, 5), np.uint8)).any()
+    assert kits19.bounding_boxes(np.full((3, 4, 5), 2, np.uint8)).tolist() == [[[0] * 6] * 2, [[0, 0, 0, 3, 4, 5], [0] * 6]]
+    assert not kits19.bounding_boxes(np.zeros((3, 4, 5), np.uint8)).any()
 
 
 def test_phantoms_are_plausible():
@@ -113,7 +113,7 @@ def test_phantoms_are_plausible():
         assert scan.image[scan.label > 0].mean() > 0 and (scan.image == np.rint(scan.image)).all()
         middle = np.argwhere(scan.label > 0).mean(0) / scan.label.shape
         assert (abs(middle[1:] - 0.55) < 0.3).all()
-    fine = phantom.scan(np.random.default_rng(0), (1.6, 1.2, 1.2), 40.0)
+    fine = phantom.simulate_scan(np.random.default_rng(0), (1.6, 1.2, 1.2), 40.0)
     assert 1.5 <= fine.spacing_mm[0] <= 5 and 0.54 <= fine.spacing_mm[1] <= 0.95
 
 
@@ -129,7 +129,7 @@ def test_the_check_compares_boxes_with_labels_and_shapes_with_the_index(made, tm
 # ---- NIfTI
 
 
-def test_the_public_layout_is_prepared_as_it_is(public, made, tmp_path, capsys):
+def test_the_public_layout_is_converted(public, made, tmp_path, capsys):
     assert run("convert", public, tmp_path / "out", *GRID, workers="2") == 0
     told = capsys.readouterr().out
     assert "4 of the 210 labelled cases" in told and "cases: 2 for train, 2 for validation" in told
@@ -237,11 +237,11 @@ FAULTS = {
     "missing": (lambda at: (at / nifti.LABEL).unlink(), nifti.LABEL, ["no such file"]),
     "cut": (lambda at: packed(at, lambda data: data[:-200]), nifti.IMAGE, ["cannot be read", "fetch it again"]),
     "damaged": (lambda at: packed(at, flipped), nifti.IMAGE, ["cannot be read", "fetch it again"]),
-    "not gzip": (lambda at: packed(at, lambda data: b"no scan at all"), nifti.IMAGE, ["packed by gzip"]),
+    "not gzip": (lambda at: packed(at, lambda data: b"no scan at all"), nifti.IMAGE, ["compressed by gzip"]),
     "no NIfTI": (lambda at: packed(at, lambda data: gzip.compress(b"no scan at all" * 99)), nifti.IMAGE, ["fetch it again"]),
     "short": (lambda at: packed(at, lambda data: gzip.compress(gzip.decompress(data)[:-500])), nifti.IMAGE, ["before the last"]),
     "shapes": (lambda at: changed(at, 1, lambda it: it[1:]), nifti.LABEL, ["imaging.nii.gz has", "on the grid of its image"]),
-    "moved": (lambda at: changed(at, 1, affine=moved), nifti.LABEL, ["voxels from where", "resample the label"]),
+    "moved": (lambda at: changed(at, 1, affine=moved), nifti.LABEL, ["voxels from its position", "resample the label"]),
     "label 7": (lambda at: changed(at, 1, put(7)), nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]),
     "4-D": (lambda at: changed(at, 0, lambda it: it[..., None]), nifti.IMAGE, ["4 dimensions", "expected 3"]),
     "rotated": (lambda at: (changed(at, 0, affine=rotated), changed(at, 1, affine=rotated)), nifti.IMAGE,
@@ -275,23 +275,23 @@ def names(root, *numbers, bare=()):
 
 
 def test_the_split_is_that_of_the_reference(tmp_path):
-    splits, bare = kits19.cases_of(names(tmp_path, *range(210), bare=range(210, 300)), None)
+    splits, bare = kits19.split_cases(names(tmp_path, *range(210), bare=range(210, 300)), None)
     assert [len(splits[split]) for split in ("train", "validation")] == [168, 42]
     assert splits["validation"][:5] == ["case_00000", "case_00003", "case_00005", "case_00006", "case_00012"]
     assert splits["validation"][-1] == "case_00207" and not {*splits["train"]} & {*splits["validation"]}
     assert len(bare) == 90 and bare[0] == "case_00210"
-    chosen, _ = kits19.cases_of(tmp_path, (1, 2))
+    chosen, _ = kits19.split_cases(tmp_path, (1, 2))
     assert chosen["validation"] == ["case_00001", "case_00002"] and len(chosen["train"]) == 208
 
 
-def test_own_cases_are_split_as_asked(tmp_path, capsys):
+def test_private_cases_are_split_by_option(tmp_path, capsys):
     names(tmp_path / "own", 1000, 1001, 1002)
     for words, text in (
         ([], "case_01000 is no labelled case of the public set; name yours"), (["--validation-cases", "7"], "names [7], which"),
         (["--validation-cases", "1000,1001,1002"], "is for train"),
     ):  # fmt: skip
         assert run("convert", tmp_path / "own", tmp_path / "out", *words) == 2 and text in capsys.readouterr().err
-    assert kits19.cases_of(tmp_path / "own", (1001,))[0]["validation"] == ["case_01001"]
+    assert kits19.split_cases(tmp_path / "own", (1001,))[0]["validation"] == ["case_01001"]
     assert run("convert", names(tmp_path / "few", 1, 2), tmp_path / "out") == 2 and "is for validation" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert run("convert", tmp_path / "empty", tmp_path / "out") == 2 and "no folder case_00000" in capsys.readouterr().err

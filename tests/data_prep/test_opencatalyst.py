@@ -23,7 +23,7 @@ run = runner(opencatalyst)
 
 
 # A system is simulated once; that it is a pure function of seed and number has a test.
-remembered = cached(opencatalyst.Recipe, "system")
+remembered = cached(opencatalyst.Recipe, "make_system")
 
 
 # ---- simulate
@@ -44,15 +44,15 @@ def test_the_files_are_as_promised(made):
 
 def test_a_system_is_a_pure_function_of_seed_and_number(made):
     for number in (3, 1):
-        system, path = opencatalyst.Recipe.system.__wrapped__(RECIPE, number), next(made.glob(f"*/systems_{number:06d}.h5"))
+        system, path = opencatalyst.Recipe.make_system.__wrapped__(RECIPE, number), next(made.glob(f"*/systems_{number:06d}.h5"))
         assert path.parent.name == RECIPE.split(number) and system.composition in RECIPE.compositions()[path.parent.name]
         with h5py.File(path) as file:
             assert json.loads(file.attrs["systems"])[0]["name"] == system.name
             assert (file["energy"][...] == [frame.energy for frame in system.frames]).all()
             assert (file["positions"][...] == np.concatenate([frame.positions for frame in system.frames]).astype(np.float32)).all()
             assert (file["system"][...] == number).all() and set(file["source"][...]) == {0, 1, 2}
-    other = replace(RECIPE, seed=2).system(3)
-    assert other.name != RECIPE.system(3).name or other.frames[0].energy != RECIPE.system(3).frames[0].energy
+    other = replace(RECIPE, seed=2).make_system(3)
+    assert other.name != RECIPE.make_system(3).name or other.frames[0].energy != RECIPE.make_system(3).frames[0].energy
 
 
 class TestPromises(Promises):
@@ -67,7 +67,7 @@ class TestPromises(Promises):
 
 def test_no_composition_is_in_two_splits(made):
     for seed in range(20):
-        parts = slabs.shared_out(np.random.default_rng(seed), 0.2, 0.1)
+        parts = slabs.split_compositions(np.random.default_rng(seed), 0.2, 0.1)
         assert [len(parts[split]) for split in store.SPLITS] == [19, 6, 3]
         assert sorted(sum(parts.values(), [])) == slabs.compositions() and len(set(slabs.compositions())) == 28
     told = read_json(made / "validation" / "index.json")["compositions"]
@@ -85,12 +85,12 @@ def as_atoms(frame):
     return atoms
 
 
-def test_labels_are_those_of_emt_and_forces_are_its_slope():
-    system = RECIPE.system(0)
+def test_labels_are_emt_energies_and_their_gradients():
+    system = RECIPE.make_system(0)
     for frame in system.frames[::7]:
         atoms = as_atoms(frame)
         assert atoms.get_potential_energy() - system.reference == pytest.approx(frame.energy, abs=1e-9)
-        assert np.abs(atoms.get_forces() - frame.forces).max() < 1e-9 and np.abs(frame.forces).max() <= slabs.STEEP
+        assert np.abs(atoms.get_forces() - frame.forces).max() < 1e-9 and np.abs(frame.forces).max() <= slabs.MAX_FRAME_FORCE
     moved = system.frames[-1]
     assert (system.frames[0].positions != moved.positions)[moved.fixed == 0].all()
     assert (system.frames[0].positions == moved.positions)[moved.fixed == 1].all()
@@ -103,9 +103,9 @@ def test_labels_are_those_of_emt_and_forces_are_its_slope():
         assert (energies[1] - energies[0]) / 2e-4 == pytest.approx(moved.forces[atom, axis], abs=1e-6)
 
 
-def test_energies_are_less_a_clean_slab_and_lone_atoms():
+def test_energies_are_relative_to_a_clean_slab_and_isolated_atoms():
     for number in (0, 2):
-        system = RECIPE.system(number)
+        system = RECIPE.make_system(number)
         first = system.frames[0]
         clean = as_atoms(first)
         lone = {"H": 3.21, "C": 3.5, "N": 5.1, "O": 4.6}
@@ -116,22 +116,22 @@ def test_energies_are_less_a_clean_slab_and_lone_atoms():
         assert system.reference == pytest.approx(clean.get_potential_energy() + atoms, abs=1e-6)
 
 
-def test_steep_frames_are_left_out_and_hopeless_starts_drawn_again(monkeypatch):
-    every, again = RECIPE.system(0).frames, opencatalyst.Recipe.system.__wrapped__
-    monkeypatch.setattr(slabs, "STEEP", float(np.median([np.abs(frame.forces).max() for frame in every])))
+def test_frames_with_large_forces_are_omitted_and_such_starts_redrawn(monkeypatch):
+    every, again = RECIPE.make_system(0).frames, opencatalyst.Recipe.make_system.__wrapped__
+    monkeypatch.setattr(slabs, "MAX_FRAME_FORCE", float(np.median([np.abs(frame.forces).max() for frame in every])))
     some = again(RECIPE, 0).frames
     assert 0 < len(some) < len(every) and [frame.frame for frame in some] == list(range(len(some)))
-    assert all(np.abs(frame.forces).max() <= slabs.STEEP for frame in some)
-    monkeypatch.setattr(slabs, "HOPELESS", 1e-9)
+    assert all(np.abs(frame.forces).max() <= slabs.MAX_FRAME_FORCE for frame in some)
+    monkeypatch.setattr(slabs, "MAX_START_FORCE", 1e-9)
     with pytest.raises(DataError, match="system 0: 50 draws began with forces above 1e-09"):
         again(RECIPE, 0)
 
 
 def test_dynamics_keep_their_temperature():
     atoms = ase.build.fcc111("Cu", (2, 2, 3), vacuum=8, periodic=True)
-    atoms.calc, free, speeds = slabs.emt(), np.arange(12) >= 4, []
+    atoms.calc, free, speeds = slabs.emt_calculator(), np.arange(12) >= 4, []
     before = atoms.positions.copy()
-    for _ in slabs._dynamics(np.random.default_rng(0), atoms, free, 600.0, 400):
+    for _ in slabs._langevin(np.random.default_rng(0), atoms, free, 600.0, 400):
         speeds.append(atoms.positions.copy())
     spread = np.std(speeds[20:], axis=0)[free]
     assert 0.05 < spread.mean() < 0.3 and (atoms.positions[~free] == before[~free]).all()
@@ -160,8 +160,8 @@ def test_statistics_are_those_of_the_data(made):
         assert found["edges_per_frame"]["maximum"] == part["edges"].max()
 
 
-@pytest.mark.parametrize("name, text", [("edges", "counted again"), ("energy", "EMT again is"), ("forces", "the forces sum to")])
-def test_the_check_makes_labels_and_neighbours_again(made, tmp_path, name, text):
+@pytest.mark.parametrize("name, text", [("edges", "recounted"), ("energy", "recomputed EMT is"), ("forces", "the forces sum to")])
+def test_the_check_recomputes_labels_and_neighbours(made, tmp_path, name, text):
     more = 1 if name == "edges" else 3e-4
     change = lambda file: file[name].write_direct(np.asarray(file[name][...] + more, file[name].dtype))  # noqa: E731
     assert check_fails(run, made, tmp_path / "harmed", change, text)

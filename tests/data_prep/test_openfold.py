@@ -1,5 +1,5 @@
-"""Protein chains: rows are what the readers read, whoever makes them and however often it stops; each chain is kept or listed.
-Templates are what hits name, and no hit that tells the answer is one."""
+"""Protein chains: rows equal the output of the readers, for any number of processes and interruptions; each chain is kept or
+listed. Templates are the structures of hits, and no hit that leaks the answer is one."""
 
 import gzip
 import shutil
@@ -171,7 +171,7 @@ def test_the_files_are_as_promised(library, tmp_path):
 def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeypatch):
     library = searched
     assert convert(library, tmp_path / "alone", "--each", "1") == 0
-    monkeypatch.setattr(openfold, "SCANNED", 2)
+    monkeypatch.setattr(openfold, "FILES_PER_SCAN", 2)
     assert convert(library, tmp_path / "two", "--each", "1", workers="2") == 0
     monkeypatch.setenv("PMI_SIZE", "2")
     with ExitStack() as both:
@@ -187,7 +187,7 @@ def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeyp
     assert content(tmp_path / "two") == content(tmp_path / "alone") == content(tmp_path / "ranks")
 
 
-def test_what_is_done_is_not_done_again(searched, tmp_path, monkeypatch, capsys):
+def test_a_resumed_conversion_repeats_no_work(searched, tmp_path, monkeypatch, capsys):
     library, out, words = searched, tmp_path / "out", ("--each", "1")
     assert convert(library, out, *words) == 0
     before, calls = content(out), []
@@ -239,15 +239,15 @@ SPLIT = [
 
 
 @pytest.mark.parametrize("facts, verdict", SPLIT)
-def test_a_chain_goes_where_mlperf_has_it(facts, verdict):
+def test_chains_are_filtered_as_by_mlperf(facts, verdict):
     facts = {"cluster": 0, **FOUND, **facts}
     held, cluster = {"1abc_A" if facts.pop("held") else "2abc_A"} if "held" in facts else set(), facts.pop("cluster")
     options = openfold.parser().parse_args(["convert", "--structures", "a", "--alignments", "b", "c", "--clusters", "FILE"])
-    found = openfold.Found(Path("x"), "1abc_A", "1abc_A", entity="", usable=True, atoms=b"", **facts)
-    assert openfold._split(found, cluster, options, held).startswith(verdict)
+    found = openfold.ScannedChain(Path("x"), "1abc_A", "1abc_A", entity="", usable=True, atoms=b"", **facts)
+    assert openfold._split_or_reason(found, cluster, options, held).startswith(verdict)
 
 
-def test_validation_is_what_came_out_between_two_days(library, tmp_path, capsys):
+def test_validation_is_selected_by_release_dates(library, tmp_path, capsys):
     add_structure(library, "6fff", 5, day="2021-10-01")
     add_structure(library, "7ggg", 6, day="2022-10-01")
     add_structure(library, "8hhh", 7, day=None)
@@ -273,14 +273,14 @@ def test_clusters_are_lines_of_chains_or_of_entities_or_equal_sequences(library,
         capsys.readouterr()
         assert convert(library, tmp_path / kind, "--clusters", lines) == 0
         assert ("names entities" in (told := capsys.readouterr().out)) == (kind == "entities")
-        assert "1 chains of training, such as 2bbb_A, are in a cluster with one of validation" in told
+        assert "1 chains of training, such as 2bbb_A, share a cluster with validation" in told
         found = {name: (int(row["cluster"]), int(row["cluster_size"])) for name, row in rows_of(tmp_path / kind, "train").items()}
         assert found == {"1aaa_A": (0, 2), "5eee_A": (0, 2), "2bbb_A": (1, 1)}
         why = read_json(tmp_path / kind / "skipped.json")["filtered"]
         assert set(why) == {"3ccc_A", "6fff_A"} and "in no cluster of" in why["3ccc_A"]
 
 
-def test_what_cannot_be_used_is_listed_and_the_rest_goes_on(library, tmp_path, capsys):
+def test_unusable_items_are_listed_and_skipped(library, tmp_path, capsys):
     for number, name in enumerate(("6fff", "7ggg"), 5):
         add_structure(library, name, number)
     path = library / "mmcif" / "6f" / "6fff.cif"
@@ -321,29 +321,29 @@ def spoil(library, how):
 
 
 BAD = {
-    "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "holds no .cif or .cif.gz",
-    "others": "holds a folder for none of 5 chains, such as 1aaa_A", "cut": "none of its 5 files can be used, the first because",
+    "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "contains no .cif or .cif.gz",
+    "others": "has a folder for none of 5 chains, such as 1aaa_A", "cut": "none of its 5 files can be used, the first because",
     "unreadable": "none of its 3 chains can be used, the first because",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", BAD)
-def test_a_library_that_gives_nothing_is_refused(library, tmp_path, capsys, how):
+def test_an_unusable_library_is_refused(library, tmp_path, capsys, how):
     spoil(library, how)
     assert convert(library, tmp_path / "out") == 2
     assert (error := capsys.readouterr().err).startswith("error: ") and BAD[how] in error
     assert not list(tmp_path.glob("out/train/index.json"))
 
 
-def test_an_empty_split_is_refused_and_another_choice_needs_no_second_look(library, tmp_path, capsys, monkeypatch):
+def test_an_empty_split_is_refused_without_a_second_scan(library, tmp_path, capsys, monkeypatch):
     out, empty = tmp_path / "out", library / "empty"
     assert convert(library, out, held=None) == 2
     assert "none of 5 chains is left for validation" in (error := capsys.readouterr().err) and "--validation FILE" in error
-    monkeypatch.setattr(openfold, "scan", pytest.fail)
+    monkeypatch.setattr(openfold, "scan_structures", pytest.fail)
     assert convert(library, out, "--resolution", "1") == 2
     assert "none of 5 chains is left for train, 1aaa_A because: 2 angstrom, --resolution 1" in capsys.readouterr().err
     empty.write_text("\n")
-    assert convert(library, out, held="empty") == 2 and "holds nothing" in capsys.readouterr().err
+    assert convert(library, out, held="empty") == 2 and "empty, expected" in capsys.readouterr().err
     assert convert(library, out) == 0 and named(out)["validation"] == ["4ddd_A"]
 
 
@@ -360,7 +360,7 @@ def test_hits_become_rows_of_the_structures_that_they_name(searched, tmp_path, c
     for one in stored:
         real = read_mmcif(searched / "mmcif" / one["name"].decode()[:2] / f"{one['name'].decode()[:4]}.cif").chains["A"]
         assert all((one[name] == getattr(real, name)).all() for name in ("aatype", "positions", "mask"))
-        assert one["resolution"] == 2 and one["release"] == chains.days(real.release)
+        assert one["resolution"] == 2 and one["release"] == chains.days_since_epoch(real.release)
     row = rows["2bbb_A"]
     assert row["hit_row"].tolist() == [1, 0, 0] and row["hit_sum_probs"].tolist() == [5, 4.5, 3] and row["hits"] == 3
     places = row["hit_places"].reshape(3, 21)
@@ -412,7 +412,7 @@ def test_templates_are_limited_left_out_or_not_there(searched, tmp_path):
         assert not check_dataset(out, Options(seconds=0)).findings
 
 
-def test_what_can_be_no_template_is_none_whatever_the_hit(searched, tmp_path):
+def test_invalid_templates_are_excluded(searched, tmp_path):
     """5eee without CA atoms; 1aaa with fewer than five atoms where it is aligned."""
     for name, number, keep in (("5eee", 4, np.arange(37) != chains.CA), ("1aaa", 0, np.arange(37) < 3)):
         one, path = drawn(20 + number, number), searched / "mmcif" / name[:2] / f"{name}.cif"
@@ -423,7 +423,7 @@ def test_what_can_be_no_template_is_none_whatever_the_hit(searched, tmp_path):
     assert convert(searched, tmp_path / "out") == 0 and not (tmp_path / "out" / "templates").exists()
 
 
-def test_a_twin_lends_its_alignment_and_hits(searched, tmp_path):
+def test_a_duplicate_shares_its_alignment_and_hits(searched, tmp_path):
     add_structure(searched, "6fff", 1)
     add_structure(searched, "7ggg", 1, day="2009-02-20")
     add_structure(searched, "8hhh", 1, day=None)
@@ -442,7 +442,7 @@ def test_a_twin_lends_its_alignment_and_hits(searched, tmp_path):
 
 
 # Proteins are folded once; that a family is a pure function of seed and number has a test.
-remembered = cached(proteins, "family")
+remembered = cached(proteins, "make_family")
 
 
 def test_relatives_are_templates_residue_on_residue(made, tmp_path):
@@ -455,14 +455,14 @@ def test_relatives_are_templates_residue_on_residue(made, tmp_path):
         assert other["hit_row"].tolist() == [place] and other["hit_places"].tolist() == [*range(other["residues"])]
         assert other["hit_sum_probs"].tolist() == [(one["aatype"] == other["aatype"]).sum()]
         assert all(np.all(one[field] == rows[name][field]) for field in chains.TEMPLATE_FIELDS)
-        assert recipe.family(place // 2)[place % 2]["name"].decode() == name
+        assert recipe.make_family(place // 2)[place % 2]["name"].decode() == name
         msa = other["msa"].reshape(6, -1)
         templates = template_features([one], other["hit_places"][None], other["hit_sum_probs"])
         found = featurize("".join(RESTYPES[kind] for kind in other["aatype"]), Alignment(msa, np.zeros(msa.shape, np.int32), []),
                           templates, FeatureConfig(crop=None), passes=1, training=False)  # fmt: skip
         assert found["template_mask"].ravel().tolist() == [1, 0, 0, 0]
     wider = openfold.Recipe(1, 4, (16, 16), 2, 1, 0.25, 0.0, 2)
-    family = wider.family(3)
+    family = wider.make_family(3)
     for member, each in enumerate(family):
         alike = [int((each["aatype"] == one["aatype"]).sum()) for one in family]
         taken = (each["hit_row"] - 12).tolist()
@@ -479,8 +479,8 @@ def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made, m
     assert not numbers["train"] & numbers["validation"] and [len(numbers[split]) for split in numbers] == [3, 1]
     assert all(row["cluster_size"] == 2 for rows in found.values() for row in rows.values())
     recipe = openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
-    monkeypatch.setattr(proteins, "family", proteins.family.__wrapped__)
-    for sample in recipe.family(2):
+    monkeypatch.setattr(proteins, "make_family", proteins.make_family.__wrapped__)
+    for sample in recipe.make_family(2):
         row = {**found["train"], **found["validation"]}[sample["name"].decode()]
         assert (row["positions"] == sample["positions"]).all() and (row["msa"] == sample["msa"].ravel()).all()
         assert 16 <= row["residues"] <= 20 and row["letters"] == 6 * row["residues"] and row["cluster"] == 2
@@ -505,7 +505,7 @@ HARM = {
     "the first row of the alignment differs from the chain at": set_to("msa", 3, 19), "'mask'": set_to("mask", (8, 0), 2),
     "'positions'": set_to("positions", (8, 1, 0), np.nan), "not 0 where 'mask' is": set_to("mask", (8, slice(None)), 0),
     "no residue has a CA": set_to("mask", slice(None), 0), "'letters'": set_to("letters", 0, 0),
-    "hit 1 is row 8 of templates, which holds 8": set_to("hit_row", 0, 8), "'hit_row'": set_to("hit_row", 0, -1),
+    "hit 1 is row 8 of templates, which has 8 rows": set_to("hit_row", 0, 8), "'hit_row'": set_to("hit_row", 0, -1),
     "hit 1 is aligned to residues 0 to 99": set_to("hit_places", 5, 99), "'hit_places'": set_to("hit_places", 5, -2),
 }  # fmt: skip
 
@@ -528,7 +528,7 @@ def test_the_check_finds_harm_of_templates(made, tmp_path, capsys, text):
     assert f"wrong: {path}: " in (told := capsys.readouterr().out) and text in told
 
 
-def test_a_stranger_among_templates_is_refused(made, tmp_path, capsys):
+def test_an_unknown_file_among_templates_is_refused(made, tmp_path, capsys):
     out = shutil.copytree(made, tmp_path / "out")
     shutil.copy(out / "templates" / "families_000002.h5", out / "templates" / "more.h5")
     assert run("simulate", out, *SMALL) == 2 and "one of 1 files that this run would not make" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Proteins that are nowhere: the chemistry of real ones, compact folds, alignments that tell which residues touch."""
+"""Simulated proteins: the chemistry of real ones, compact folds, alignments that encode contacts."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ LENGTHS = {0: 64, 1: 72, 9: 80, 11: 72}          # by seed: sheets, and from 9 o
 
 @pytest.fixture(scope="module")
 def made():
-    return [proteins.protein(seed, length, 1000) for seed, length in LENGTHS.items()]
+    return [proteins.make_protein(seed, length, 1000) for seed, length in LENGTHS.items()]
 
 
 def atom(chain, name):
@@ -167,15 +167,15 @@ def test_a_protein_is_a_pure_function_of_its_arguments():
         arrays = chain.positions, chain.mask, chain.bfactors, chain.aatype, alignment.msa, alignment.deletions
         return chain.name, chain.sequence, chain.resolution, chain.release, alignment.names, [array.tobytes() for array in arrays]
 
-    one = proteins.protein(7, 40, 30)
-    assert content(*one) == content(*proteins.protein(7, 40, 30)) == content(*proteins.family(7, 2, 40, 30)[0])
-    other = proteins.protein(8, 40, 30)[0]
+    one = proteins.make_protein(7, 40, 30)
+    assert content(*one) == content(*proteins.make_protein(7, 40, 30)) == content(*proteins.make_family(7, 2, 40, 30)[0])
+    other = proteins.make_protein(8, 40, 30)[0]
     assert one[0].sequence != other.sequence and one[0].name != other.name and not (one[0].positions == other.positions).all()
 
 
 def test_relatives_share_a_fold_and_not_a_sequence():
     """Most of them: rounding, which is another on each processor, now and then decides between two folds."""
-    families = [[chain for chain, _ in proteins.family(seed, 3, 48, 2)] for seed in (1, 2, 3)]
+    families = [[chain for chain, _ in proteins.make_family(seed, 3, 48, 2)] for seed in (1, 2, 3)]
     assert len({chain.name for family in families for chain in family}) == 9
 
     def difference(one, other):
@@ -191,10 +191,10 @@ def test_relatives_share_a_fold_and_not_a_sequence():
     assert min(strange) > 1.5 * np.median(near)
 
 
-def test_the_shortest_and_a_row_alone():
-    for length in (proteins.SHORTEST, 23):
+def test_minimum_length_and_a_single_row():
+    for length in (proteins.MIN_LENGTH, 23):
         for seed in range(2):
-            chain, alignment = proteins.protein(seed, length, 1)
+            chain, alignment = proteins.make_protein(seed, length, 1)
             assert len(chain.sequence) == length and alignment.msa.shape == (1, length) and np.isfinite(chain.positions).all()
 
 
@@ -202,6 +202,6 @@ def test_the_shortest_and_a_row_alone():
     ((0, 1, 15, 4), "length 15, expected 16"), ((0, 1, 16, 0), "rows 0, expected 1"), ((0, 0, 16, 1), "members 0, expected 1"),
     ((-1, 1, 16, 1), "seed -1, expected 0"),
 ])  # fmt: skip
-def test_what_is_too_small_is_refused(words, text):
+def test_values_below_the_minimum_are_refused(words, text):
     with pytest.raises(DataError, match=text):
-        proteins.family(*words)
+        proteins.make_family(*words)

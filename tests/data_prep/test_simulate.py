@@ -46,7 +46,7 @@ def test_blocks_are_ordered_first_axis_slowest_and_join_again(made):
         settings = json.loads(file.attrs["recipe"])
         recipe = cosmoflow.Recipe(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
         counts, whole = file["counts"][...], spectrum_check.assemble(file)
-    expected, _ = cosmoflow.evolve(recipe, 1)
+    expected, _ = cosmoflow.simulate_counts(recipe, 1)
     assert (whole == expected).all()
     assert (counts[5] == expected[8:, :8, 8:]).all()
 

@@ -1,4 +1,4 @@
-"""Trajectories of every kind to our files: the same frames from each, one method of labels, a line for what is wrong."""
+"""Trajectories of every kind to our files: the same frames from each, one method of labels, one line per error."""
 
 import json
 import lzma
@@ -50,13 +50,13 @@ def images(number=6, metal="Cu", seed=0, **how):
 
 @pytest.mark.originals
 @pytest.mark.parametrize("row", PUBLIC, ids=lambda row: row["source_file"])
-def test_every_original_file_is_taken_in(tmp_path, row, capsys, originals):
+def test_every_original_file_is_converted(tmp_path, row, capsys, originals):
     real = originals / "oc20"
     sources = [real / row["file"], real / "original" / row["source_file"]]
     if row["source_file"] == "random1447590.traj":
         sources.append(real / "oc20_random1447590.aselmdb")
     parts = []
-    for number, source in enumerate(source for source in sources if trajectories.kind(source)):
+    for number, source in enumerate(source for source in sources if trajectories.file_format(source)):
         out = tmp_path / str(number)
         assert run("convert", source, out, "--validation", "0", "--skip-bad", "--label", "as told") == 0
         found, part = read_json(out / "statistics.json")["splits"]["train"], columns(out / "train")
@@ -80,7 +80,7 @@ def relaxation():
         yield labelled(atoms, energy, forces, "vasp")
 
 
-def test_a_real_relaxation_is_taken_in(tmp_path):
+def test_a_real_relaxation_is_converted(tmp_path):
     """The figures are those of the original file."""
     row, source = PUBLIC[0], tmp_path / "random1447590.extxyz"
     ase.io.write(source, [*relaxation()])
@@ -184,7 +184,7 @@ def test_named_folders_are_the_splits(tmp_path):
     assert run("check", tmp_path / "out") == 0
 
 
-def test_labels_of_several_methods_are_no_set(tmp_path, capsys):
+def test_labels_of_several_methods_are_refused(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     ase.io.write(tmp_path / "in" / "a.traj", images(4, name="vasp"))
     other = [labelled(atoms, atoms.calc.results["energy"] + 5, atoms.calc.results["forces"], "emt") for atoms in images(4)]
@@ -251,7 +251,7 @@ LEFT = {"cut": 2, "letters": 1, "cut traj": 2, "cut xz": 0, "empty": 0, "cut lmd
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_is_wrong_is_told_in_one_line_and_left_out_on_demand(tmp_path, capsys, fault):
+def test_errors_are_one_line_and_skipped_on_demand(tmp_path, capsys, fault):
     (tmp_path / "in").mkdir()
     spoil(tmp_path / "in", fault)
     source, words = next((tmp_path / "in").glob("a.*")), ["--validation", "0", "--label", "EMT"]
@@ -272,14 +272,14 @@ def test_an_atom_is_fixed_that_cannot_move_at_all(tmp_path):
     atoms = images(1)[0]
     atoms.set_constraint([FixCartesian([2]), FixCartesian([5], mask=(True, False, True)), FixAtoms([7])])
     ase.io.write(tmp_path / "a.traj", atoms)
-    frame = next(item() for item in trajectories.items(tmp_path / "a.traj", "a"))
+    frame = next(item() for item in trajectories.frame_readers(tmp_path / "a.traj", "a"))
     assert np.flatnonzero(frame.fixed).tolist() == [2, 7]
-    assert frames.count(frame, 6.0, 50, "here")[0] > frames.count(frame, 6.0, 10, "here")[0] == 120
+    assert frames.count_graph(frame, 6.0, 50, "here")[0] > frames.count_graph(frame, 6.0, 10, "here")[0] == 120
     alone = frames.Frame(np.array([8, 1]), np.eye(2, 3), np.zeros((3, 3)), np.zeros(3), 0.0, np.zeros((2, 3)), *np.zeros((2, 2)))
-    assert frames.count(alone, 6.0, 50, "no cell, nothing periodic") == (2, 0)
+    assert frames.count_graph(alone, 6.0, 50, "no cell, nothing periodic") == (2, 0)
 
 
 def test_ids_are_numbers_or_made_from_their_text():
     values = [7, "random12", np.array([3.0]), "frame0", "a1b2"]
-    assert [trajectories._number(value) for value in values] == [7, 12, 3, 0, None]
-    assert len({trajectories._system(value) for value in (*values, "a1b3")}) == 6
+    assert [trajectories._id_number(value) for value in values] == [7, 12, 3, 0, None]
+    assert len({trajectories._system_id(value) for value in (*values, "a1b3")}) == 6

@@ -48,7 +48,7 @@ def test_the_transfer_function_without_baryons_is_the_pressureless_one():
     assert universe.transfer(np.array([1e-6]), cosmology) == pytest.approx(1, abs=1e-3)
 
 
-def test_the_transfer_function_stays_as_it_was_checked():
+def test_the_transfer_function_equals_stored_values():
     k = np.array([0.005, 0.02, 0.05, 0.07, 0.1, 0.2])
     assert universe.transfer(k, PLANCK) == pytest.approx(PINNED, rel=1e-3)
 
@@ -111,7 +111,7 @@ def _wave(mesh: Mesh, *waves: tuple[int, int, float]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("offset", [(0.0, 0.0, 0.0), (0.25, 0.75, 0.5)])
-def test_a_plane_wave_moves_as_zeldovich_says(offset):
+def test_a_plane_wave_moves_by_the_zeldovich_approximation(offset):
     """delta = A cos(k q): displacement -(A/k) sin(k q) along k, and no second order."""
     mesh = Mesh(16, 3.0)
     first, second = universe.displacements(mesh, _wave(mesh, (1, 2, 0.3)))
@@ -159,7 +159,7 @@ def test_the_power_of_a_wave_of_counts():
     """counts 100 (1 + A cos k x): power (A/2)^2 V in the mode k and its mirror, less the noise, over the window sinc(k w/2)^4."""
     mesh = Mesh(16, 5.0)
     wave = 100 * (1 + 0.3 * np.cos(2 * np.pi * 3 * np.arange(16) / 16))
-    power = universe.power(mesh, np.broadcast_to(wave[:, None, None], (16, 16, 16)), variance=20.0)
+    power = universe.power_spectrum(mesh, np.broadcast_to(wave[:, None, None], (16, 16, 16)), variance=20.0)
     noise, window = 5.0**3 * 20 / 100**2, np.sinc(3 / 16) ** 4
     assert power[3, 0, 0] == pytest.approx((0.15**2 * 80**3 - noise) / window, rel=1e-4)
     assert power[13, 0, 0] == pytest.approx(power[3, 0, 0], rel=1e-4)
@@ -190,10 +190,10 @@ def test_matter_is_conserved_and_even_when_nothing_moves(particles):
 
 def test_counts_are_unbiased_and_their_noise_is_known():
     mass = np.full((1, 64, 64, 64), 0.1) * np.linspace(0.5, 3, 64)
-    counts, variance = universe.whole_counts(mass, 2.0, np.random.default_rng(0))
+    counts, variance = universe.round_counts(mass, 2.0, np.random.default_rng(0))
     error = counts[0] - 2.0 * mass[0]
     assert error.mean() == pytest.approx(0, abs=5 * error.std() / 512)
     assert error.mean(axis=(0, 1)) == pytest.approx(np.zeros(64), abs=5 * 0.5 / 64)       # at every density, the voids too
     assert error.var() == pytest.approx(variance[0], rel=0.02)
     with pytest.raises(OverflowError, match="40000"):
-        universe.whole_counts(np.full((1, 2, 2, 2), 40.0), 1000.0, np.random.default_rng(0))
+        universe.round_counts(np.full((1, 2, 2, 2), 40.0), 1000.0, np.random.default_rng(0))

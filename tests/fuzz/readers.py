@@ -196,7 +196,7 @@ def frames_from_points(ending: str) -> Callable[[Path], Path]:
 
 
 def read_frames(path: Path) -> None:
-    for item in trajectories.items(path, path.name):
+    for item in trajectories.frame_readers(path, path.name):
         item()
 
 

@@ -1,4 +1,4 @@
-"""Networks of ours against those of diffusers, of random shapes: from one to the other and back, outputs and gradients."""
+"""Networks against those of diffusers, of random shapes, converted in both directions: outputs and gradients."""
 
 import json
 import random
@@ -25,7 +25,7 @@ from diffusers.models.transformers import transformer_flux  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """Sinusoids and rotations, which the others make in float32, are made in float64."""
+    """Compute in float64 what diffusers computes in float32: sinusoidal and rotary embeddings."""
     double = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
     for module in (embeddings, transformer_flux):
         monkeypatch.setattr(module, "torch", double)
@@ -76,7 +76,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def outputs(ours: Any, theirs: Any) -> tuple[Tensor, Tensor]:
-    """What the two networks say of one sample."""
+    """Return the outputs of both networks for one sample."""
     draw, cfg = torch.Generator().manual_seed(0), ours.cfg
 
     def numbers(*shape: int) -> Tensor:
@@ -139,7 +139,7 @@ def test_we_and_diffusers_read_each_others_folders(name: str, tmp_path: Path) ->
 
 
 def test_networks_that_they_made_are_read(tmp_path: Path) -> None:
-    """With their own defaults where ours does not write any, and a convolution before and after transformers."""
+    """With their defaults for settings that we do not write, and a convolution before and after transformers."""
     torch.manual_seed(0)
     made = diffusers.UNet2DConditionModel(
         block_out_channels=(8, 16), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=6,

@@ -1,4 +1,4 @@
-"""What networks are trained to say of noisy samples, against formulas in float64 (tests/data/diffusion/objectives)."""
+"""Prediction types against formulas in float64 (tests/data/diffusion/objectives)."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.diffusion.config import ObjectiveConfig
-from hpcai.models.diffusion.prediction import NoisySample, Objective, loss_weights, snr
+from hpcai.models.diffusion.prediction import NoisySample, Objective, alphas_cumprod, loss_weights
 from hpcai.models.diffusion.samplers import apply_guidance, karras_sigmas, shift_times
 from tests.stored import arrays, check_thinned, told
 
@@ -18,7 +18,7 @@ SAYS: list[Says] = ["epsilon", "v", "x0"]
 
 
 def numbers(name: str) -> dict[str, Tensor]:
-    """As float64, also what is stored in float32 since nothing is lost by it."""
+    """Read as float64, also arrays that are stored in float32 without loss."""
     return {key: torch.from_numpy(value).double() for key, value in arrays(f"{FOLDER}/{name}").items()}
 
 
@@ -37,7 +37,7 @@ def close(found: Tensor | np.ndarray, known: Tensor | np.ndarray, tolerance: flo
 
 @pytest.mark.parametrize("name", ["sd2", "linear", "cosine", "sd2_zero_snr", "linear_zero_snr"])
 def test_schedules(name: str) -> None:
-    close(snr(schedule(name)), arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
+    close(alphas_cumprod(schedule(name)), arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
 
 
 @pytest.mark.parametrize("says", SAYS)

@@ -1,4 +1,4 @@
-"""Samples drawn with a network that is exact, state by state, against those of diffusers (tests/data/diffusion/samplers)."""
+"""States of samplers with an exact network against those of diffusers (tests/data/diffusion/samplers)."""
 
 import math
 from typing import Any
@@ -19,8 +19,8 @@ CASES = {case["name"]: case for case in KNOWN["cases"]}
 
 
 class Mixture:
-    """A network that knows how samples are distributed: each number by itself, a mixture of normal ones, of which ``classes`` says
-    which. It is asked where diffusers' was, at alpha and sigma of each call, and checks the time that it is told."""
+    """The exact network of a known distribution: each element is a mixture of normal ones, selected by ``classes``. It is called at
+    alpha and sigma of the calls of diffusers, and checks the time."""
 
     def __init__(self, objective: Objective, data: dict[str, np.ndarray], calls: int = 1) -> None:
         self.objective, self.data, self.calls, self.asked = objective, data, calls, 0
@@ -57,7 +57,7 @@ class Mixture:
 
 
 def padded() -> list[list[list[float]]]:
-    """Weights, means and deviations of both mixtures, with as many parts: one that is never there is added to the shorter."""
+    """Weights, means and deviations of both mixtures, the shorter one padded with a component of negligible weight."""
     cond, uncond = (list(KNOWN["mixtures"][name].values()) for name in ("cond", "uncond"))
     return [cond, [[*part, more] for part, more in zip(uncond, (1e-300, 0.0, 1.0))]]
 
@@ -99,7 +99,7 @@ def trajectories() -> dict[str, np.ndarray]:
 
 
 def begin(objective: Objective, cfg: SamplerConfig) -> float:
-    """How large the first state is: what is stored of it was rounded to float32 after the noise had been multiplied by this."""
+    """The scale of the first state: the stored one was rounded to float32 after the multiplication of the noise by this."""
     first = plan_steps(objective, cfg)[0]
     return first.sigma / (first.alpha if objective.has_schedule else 1) if cfg.method in ("euler", "heun") else 1.0
 

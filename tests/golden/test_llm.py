@@ -44,12 +44,12 @@ def batch(case: str) -> Batch:
 
 
 def theirs(case: str, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of parameters under the names, and in the layout, of the files."""
+    """Return tensors of parameters with names and layout of the files."""
     return llm.load._to_hub(found, read_config(home(case)))
 
 
 def check(found: dict[str, Tensor], stored: dict[str, Any], tolerance: float) -> None:
-    """L2 norm, sum and sum times cos(index): a transposed or permuted tensor has another one."""
+    """L2 norm, sum and sum times cos(index): these differ for a transposed or permuted tensor."""
     assert set(found) == set(stored)
     for name, tensor in found.items():
         flat, known = tensor.detach().flatten(), stored[name]
@@ -66,7 +66,7 @@ def test_logits(case: str) -> None:
 
 
 def trains(model: LLM, case: str, known: dict[str, Any], names: dict[str, str] | None = None) -> list[float]:
-    """Compares the loss and the gradients with what is known, and returns the losses of three steps. ``names``: theirs by ours."""
+    """Compare loss and gradients with the reference, and return the losses of three steps. ``names``: ours -> theirs."""
     cfg = StepConfig(
         precision="fp64", optimizer="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, decay_names=("*",),
         capture="none",

@@ -1,4 +1,4 @@
-"""Language models of ours against those of transformers and peft, of random shapes: from one to the other and back."""
+"""Language models against those of transformers and peft, of random shapes, converted in both directions."""
 
 import json
 import random
@@ -48,7 +48,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """What the others' Llama casts to float32, in norms, angles and softmax, is made in float64."""
+    """Compute in float64 what Llama of transformers casts to float32: norms, angles and softmax."""
     dtypes = {"float32": torch.float64, "float": torch.float64}
     monkeypatch.setattr(modeling_llama, "torch", SimpleNamespace(**vars(torch) | dtypes))
     level = transformers.logging.get_verbosity()
@@ -92,7 +92,7 @@ def their_gpt2(seed: int) -> nn.Module:
 
 
 def theirs_from(folder: Path) -> Any:
-    """Their model in float64, which has found all its weights in ``folder`` and no others."""
+    """Return their model in float64; ``folder`` must have exactly its weights."""
     with patch.object(modeling_llama, "torch", torch):  # frequencies are in float32 everywhere
         model, told = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
@@ -153,7 +153,7 @@ def test_they_read_our_folders(kind: str, tmp_path: Path) -> None:
 
 
 def left(step: Step, tmp_path: Path) -> Path:
-    """The folder that a run leaves of its last checkpoint."""
+    """Return the folder of the last checkpoint of a run."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), step.mesh)
     saved = checkpoints.save(step, Progress(step=2)).path
     for name, write in step.model.output_files(lambda path, **words: export(saved, path, LLM.load, **words)).items():  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""One GPU: steps of diffusion models captured and not, with noise that is counted, in channels-last memory; and samples."""
+"""One GPU: steps of diffusion models captured and not, with counter-based noise, in channels-last memory; and samples."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Text from a language model on a GPU: recorded steps say what others say, and the host waits for nothing but tokens."""
+"""Text generation on a GPU: captured steps are those of eager ones, and the host waits for tokens only."""
 
 from typing import Any
 

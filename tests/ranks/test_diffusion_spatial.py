@@ -1,4 +1,4 @@
-"""A U-Net whose samples are cut is the U-Net of one process: in value, gradient, keys, training and what it draws."""
+"""A U-Net with sharded samples equals that of one rank: outputs, gradients, keys, training and samples."""
 
 from copy import deepcopy
 from functools import cache
@@ -164,7 +164,7 @@ LARGE = UNetConfig(
 
 
 def saved_and_sent_bytes(mesh: Mesh) -> tuple[int, int]:
-    """Bytes that a process keeps for the backward pass, and sends to others."""
+    """Return the bytes of saved tensors of a rank, and the bytes that it sends."""
     size, found = (32, 16, 16), dict[int, int]()
     model = diffusion.parallelize(UNet(LARGE), mesh, size)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

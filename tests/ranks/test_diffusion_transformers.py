@@ -1,4 +1,4 @@
-"""DiT and Flux cut over ``tensor``, and their weights and optimizer over copies: the same training as on one process."""
+"""DiT and Flux sharded over ``tensor``, weights and optimizer over replicas: the same training as on one rank."""
 
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 
 def batch(mesh: Mesh, step: int, cfg: Any) -> Batch:
-    """What a copy gets of four samples."""
+    """Return the samples of a replica, of four in all."""
     draw, axis = torch.Generator().manual_seed(step), mesh["replicate"]
 
     def own(values: Tensor) -> Tensor:

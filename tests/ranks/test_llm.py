@@ -1,5 +1,5 @@
-"""Language models cut over ``tensor``, ``context`` and ``pipeline`` together: the same training as on one process, the same
-checkpoints. Each of the axes alone is in a file of its own."""
+"""Language models sharded over ``tensor``, ``context`` and ``pipeline`` together: the same training and checkpoints as on one rank.
+Each axis alone has its own file."""
 
 from pathlib import Path
 from typing import Any

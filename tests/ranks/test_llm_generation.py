@@ -1,4 +1,4 @@
-"""A language model that is cut says what one process says, token by token, and finds texts as likely."""
+"""A sharded language model generates the tokens and computes the likelihoods of one rank."""
 
 from functools import cache
 from typing import Any
@@ -69,7 +69,7 @@ def test_a_sharded_model_generates_as_a_full_one(axes: dict[str, int]) -> None:
 
 
 def trained_after(mesh: Mesh) -> tuple[float, float]:
-    """The loss before and after a text was said: seams are where they were."""
+    """Return the loss before and after generation: seams are restored."""
     model, act = built(mesh, LLAMA | SOME)
     batch = llm.Batch(torch.arange(34).view(2, 17) % 25)
     losses = []

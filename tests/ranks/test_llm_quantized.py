@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights of 8 or 16 bits: the same bits, and the same training, however a language model is cut."""
+"""Adapters with frozen weights of 8 or 16 bits: the same bits and the same training for any sharding."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ KINDS: dict[str, set[torch.dtype]] = {
 
 
 def still(model: torch.nn.Module) -> Pieces:
-    """What this rank has of weights that are not trained."""
+    """Return the local shards of frozen weights."""
     found: Pieces = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -63,7 +63,7 @@ def test_sharded_equals_full(axes: dict[str, int]) -> None:
 
 
 def from_folder(mesh: Mesh, frozen: Any, seed: int = 0, **more: Any) -> Step:
-    """A step of the stored model, whose adapters are drawn by ``seed``."""
+    """Return a step of the stored model, with adapters initialized by ``seed``."""
     torch.manual_seed(seed)
     with deferred(seed):
         model = llm.parallelize(LLM(read_config(HOME)), mesh)

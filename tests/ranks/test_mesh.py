@@ -15,12 +15,10 @@ from tests.ranks.launch import on_ranks
 
 
 def groups() -> int:
-    """Return the number of groups of this process besides that of the job."""
-    return len(torch_dist.distributed_c10d._world.pg_map) - 1
+    return len(torch_dist.distributed_c10d._world.pg_map) - 1  # besides that of the job
 
 
 def members(axis: Axis) -> list[int]:
-    """Return the ranks of ``axis`` in the job, after collectives over it."""
     ranks = all_gather_object(torch_dist.get_rank(), axis)
     assert axis.group is None or torch_dist.get_process_group_ranks(axis.group) == ranks
     assert ranks[axis.rank] == torch_dist.get_rank() and len(ranks) == axis.size

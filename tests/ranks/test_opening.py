@@ -130,7 +130,7 @@ def faulty(mesh: Mesh, folder: Path, fields: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("spoil", "fields", "text"), [
-    (lambda folder: (folder / "u199.h5").unlink(), {}, r"set/u199.h5: is missing, index.json says [\d,]+ bytes and 2 rows; "),
+    (lambda folder: (folder / "u199.h5").unlink(), {}, r"set/u199.h5: is missing, index.json has [\d,]+ bytes and 2 rows; "),
     (lambda folder: (folder / "index.json").write_text("{"), {}, "set/index.json: cannot be read as an index"),
     (lambda folder: next(folder.glob("index-*")).write_bytes(b"x"), {}, "no table of the files beside it"),
     (shutil.rmtree, {}, "set: no such folder; make it so"),

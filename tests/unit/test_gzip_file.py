@@ -20,7 +20,7 @@ def bomb(tmp_path: Path) -> bytes:
 
 
 def test_a_decompression_bomb_raises(tmp_path: Path, bomb: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nifti, "LARGEST", 1 << 20)
+    monkeypatch.setattr(nifti, "MAX_BYTES", 1 << 20)
     folder = tmp_path / "case"
     folder.mkdir()
     for path, read in (

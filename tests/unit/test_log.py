@@ -54,7 +54,6 @@ def test_json_lines_are_strict_and_restored_exactly(tmp_path: Path) -> None:
 
 
 def run_job(path: Path, resumed_from: int | None, last: int) -> None:
-    """Emit the events of one job of a run with epochs of 20 steps."""
     sink = JsonLines(path)
     sink.write(Event("start", 0.0, START | {"resumed_from": resumed_from}))
     for step in range((resumed_from or 0) + 1, last + 1):

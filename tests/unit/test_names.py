@@ -31,7 +31,7 @@ DEFINED = {
     "hpcai/cli": "trial Subject remedies tally forks several",
     "hpcai/models": "Memory speech go_on reply Saying speak undivided others Told Double Single Noised kept drawn seen says "
     "honour AttendPlaces unplace WithTriplets truth hide spare Known",
-    "apps": "asked trial",
+    "apps": "asked trial judges Judging AskConfig Ladder Recycled rows_of parts_of completed joined dealt keep refuse tell_nothing",
 }
 """Modules, classes and functions that were renamed, by package."""
 

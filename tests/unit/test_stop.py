@@ -35,7 +35,6 @@ config.run(config.Settings, main)
 
 
 def run(sleeps: tuple[float, float, float], *when: str) -> int:
-    """Return the exit code of a run that gets SIGTERM each time it prints one of ``when``."""
     program = [sys.executable, "-c", RUN.replace("SLEEP", repr(sleeps))]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None

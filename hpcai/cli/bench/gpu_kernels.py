@@ -384,9 +384,7 @@ def measure(name: str, args: Any) -> Iterator[Row]:
         yield from compare(name, kernel, kernel.tiny if args.tiny else size, dtype, dist.single_process().device, args)
 
 
-def compare(
-    name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, args: Any
-) -> Iterator[Row]:
+def compare(name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, args: Any) -> Iterator[Row]:
     """Yield the rows of all implementations at one size in one dtype."""
     sets = _inputs(kernel, size, dtype, device)
     key = "both_ms" if kernel.has_backward else "forward_ms"

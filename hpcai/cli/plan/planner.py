@@ -228,7 +228,8 @@ class Planner:
             if fit.held > _USABLE_MEMORY * machine.capacity:
                 break
         raise InfeasibleError(
-            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; split samples more"
+            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; "
+            "split samples further"
         )
 
     def plan_job(self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = ()) -> Job:
@@ -290,9 +291,7 @@ class Planner:
             return Planner(self.name, kernels=self.kernels).slowdown
         replicas = first.gpus // (first.ways * self.fixed_processes(first.overrides))
         machine = machines.find_machine(first.machine)
-        return self._find_slowdown(
-            first.value, first.ways, replicas, first.batch // replicas, machine, first.overrides
-        )
+        return self._find_slowdown(first.value, first.ways, replicas, first.batch // replicas, machine, first.overrides)
 
     def slowdown_of_step(self, seconds: float, machine: Machine) -> float:
         """Return the slowdown in a step of one sample on one GPU that took ``seconds``."""
@@ -398,9 +397,7 @@ class _PipelineStep:
             steps.append(replace(step, seconds=seconds, idle=step.idle + seconds - step.seconds))
             costs = {stage: self.costs[stage] for stage in self.stages_of[rank]}
             buffers = self.micro_batches * sum(cost.given + cost.sent for cost in costs.values())  # torch's
-            peaks.append(
-                held + buffers + max(extra, peak_memory(order, {stage: cost.bytes for stage, cost in costs.items()}))
-            )
+            peaks.append(held + buffers + max(extra, peak_memory(order, {stage: cost.bytes for stage, cost in costs.items()})))
             held_bytes.append(held + buffers)
         return Fit(max(steps, key=attrgetter("seconds")), max(peaks), (), max(held_bytes))
 

@@ -57,7 +57,7 @@ def write_error(path: Path, node: str, error: OSError) -> DataError:
 
 
 class RingCopy:
-    """Copies the files of a ring. The first exception is kept as ``failure``; other ranks learn of it with a block or sum."""
+    """Copies the files of a ring. The first exception is kept as ``failure``; other ranks get it with a block or sum."""
 
     def __init__(self, ring: Ring, block: int, verify: bool, exchange: Exchange, reader: Reader) -> None:
         self._ring, self._block, self._verify, self._exchange, self._reader = ring, block, verify, exchange, reader

@@ -120,7 +120,7 @@ class _Job:
                 raise DataError(f"{self.source}: no such folder on {self.node}; name a dataset that every node can read")
             if self.target.is_relative_to(self.source) or self.source.is_relative_to(self.target):
                 raise DataError(
-                    f"{self.target}: is, holds or lies in the source {self.source}; name a folder of its own on the node's disk"
+                    f"{self.target}: is, contains or is within the source {self.source}; name another folder, on the node's disk"
                 )
             if not ALIGN <= self.block <= 1 << 30:
                 raise DataError(f"blocks of {self.block:,} bytes, expected {ALIGN:,} to {1 << 30:,}; 16 MiB is a good choice")

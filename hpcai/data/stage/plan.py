@@ -132,7 +132,7 @@ def scan(source: Path, shards: int) -> list[SourceFile]:
         indexed |= _indexed_files(source, name)
     bad = [
         f"{source / name}: " + (f"has {status[name].st_size:,} bytes (truncated or rewritten?)" if name in status else "is missing")
-        + f", {INDEX} says {size:,} bytes"
+        + f", {INDEX} has {size:,} bytes"
         for name, (size, _) in indexed.items() if name not in status or status[name].st_size != size
     ]  # fmt: skip
     if bad:
@@ -162,7 +162,7 @@ def _walk(source: Path) -> Iterator[tuple[str, os.stat_result]]:
     for folder, folders, names in os.walk(source, onerror=raise_error, followlinks=True):
         folder_path = Path(folder)
         if folder_path != source and folder_path.parent.resolve().is_relative_to(folder_path.resolve()):
-            raise DataError(f"{folder}: this link leads back to a folder that it lies in, so the tree has no end; delete the link")
+            raise DataError(f"{folder}: this link leads back to a folder that contains it: the tree is infinite; delete it")
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (folder_path / name for name in names if not name.startswith(".") and not name.endswith(".partial")):
             try:

@@ -51,7 +51,7 @@ class ClassEmbed(nn.Module):
         return self.embedding_table(classes)
 
 
-class AdaLayerNorm(nn.Module):
+class CombinedTimestepLabelEmbeddings(nn.Module):
     """The conditioning embedding of adaptive layer norm: time and class.   sinusoidal time [B, 256], classes [B] -> [B, C]"""
 
     def __init__(self, cfg: DiTConfig) -> None:
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
-        self.norm1 = Modulation(cfg.width, 6, AdaLayerNorm(cfg))  # in every block, as in the files
+        self.norm1 = Modulation(cfg.width, 6, CombinedTimestepLabelEmbeddings(cfg))  # in every block, as in the files
         self.attn1, self.ff = Attention(cfg), FeedForward(cfg.width)
 
     def forward(self, x: Tensor, time: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ def _concat_gelu(attention: Tensor, inner: Tensor) -> Tensor:
     return torch.cat((attention, gelu(inner)), -1)
 
 
-class AdaLayerNorm(nn.Module):
+class CombinedTimestepGuidanceTextProjEmbeddings(nn.Module):
     """The conditioning embedding of adaptive layer norm: time, pooled text and guidance.
 
     Shape: sinusoidal time [B, 256], pooled text [B, J'], sinusoidal guidance [B, 256] -> [B, C]
@@ -145,7 +145,7 @@ class Flux(PretrainedMixin):
     def __init__(self, cfg: FluxConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg = cfg or FluxConfig()
-        self.time_text_embed = AdaLayerNorm(cfg)
+        self.time_text_embed = CombinedTimestepGuidanceTextProjEmbeddings(cfg)
         self.context_embedder, self.x_embedder = nn.Linear(cfg.tokens, cfg.width), nn.Linear(cfg.inputs, cfg.width)
         self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(cfg) for _ in range(cfg.double))
         self.single_transformer_blocks = nn.ModuleList(SingleStreamBlock(cfg) for _ in range(cfg.single))

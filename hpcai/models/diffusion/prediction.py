@@ -37,7 +37,7 @@ class NoisySample(NamedTuple):
     """[B] weight of the mean squared error"""
 
 
-def snr(cfg: ObjectiveConfig) -> np.ndarray:
+def alphas_cumprod(cfg: ObjectiveConfig) -> np.ndarray:
     """Return alpha^2 = SNR / (1 + SNR) of each level of a schedule, float64 [T]: Ho et al. 2020 (linear), Nichol and Dhariwal 2021,
     eq. 17 (cosine). ``zero_snr`` shifts and scales alpha so that the last is 0 (Lin et al. 2024, algorithm 1)."""
     if cfg.schedule == "cosine":
@@ -56,7 +56,7 @@ def snr(cfg: ObjectiveConfig) -> np.ndarray:
 def loss_weights(cfg: ObjectiveConfig) -> np.ndarray:
     """Return the weight of the squared error at each level of a schedule, float64 [T]: 1, or min(SNR, gamma) for the error of x0
     (Hang et al. 2023), divided by SNR for epsilon and by SNR + 1 for v."""
-    alpha2 = snr(cfg)
+    alpha2 = alphas_cumprod(cfg)
     if cfg.min_snr is None:
         return np.ones_like(alpha2)
     ratio = alpha2 / (1 - alpha2)
@@ -74,7 +74,7 @@ class Objective:
         self.has_schedule = cfg.prediction_type in ("epsilon", "v", "x0")
         self.alphas = self.sigmas = np.empty(0)
         if self.has_schedule:
-            alpha2 = snr(cfg)
+            alpha2 = alphas_cumprod(cfg)
             self.alphas, self.sigmas = np.sqrt(alpha2), np.sqrt(1 - alpha2)
             self._table = torch.from_numpy(np.stack([self.alphas, self.sigmas, loss_weights(cfg)]))
         self._tables: dict[torch.device, Tensor] = {}

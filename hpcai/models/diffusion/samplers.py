@@ -120,7 +120,7 @@ def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
 def _check(objective: Objective, cfg: SamplerConfig) -> None:
     says, levels, errors = objective.cfg.prediction_type, objective.cfg.levels, list[str]()
     if not objective.has_schedule and cfg.method not in ("euler", "heun"):
-        errors.append(f"method {cfg.method} needs a schedule; objective.prediction_type {says} has none; set it to euler or heun")
+        errors.append(f"method {cfg.method} needs a schedule; prediction_type {says} has none; set method to euler or heun")
     else:
         name, spacings = (cfg.method, SPACINGS[cfg.method]) if objective.has_schedule else (says, SPACINGS[says])
         if cfg.spacing not in spacings:

@@ -67,7 +67,7 @@ class Level(nn.Module):
 
 
 class DownLevel(Level):
-    """x [B, C, ...] -> [B, C', .../2], and the outputs of all blocks, for skip connections"""
+    """x [B, C, ...] -> [B, C', .../2], and the outputs of all blocks and of the downsampling, for skip connections"""
 
     def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
         super().__init__(shapes, inputs, channels, kind, heads)

@@ -79,9 +79,7 @@ class Encoder(nn.Module):
         super().__init__()
         widths, count = (cfg.channels[0], *cfg.channels), len(cfg.channels)
         self.conv_in = make_conv(_MAPS, cfg.inputs, widths[0])
-        self.down_blocks = nn.ModuleList(
-            Level(cfg, widths[n], widths[n + 1], cfg.blocks, down=n < count - 1) for n in range(count)
-        )
+        self.down_blocks = nn.ModuleList(Level(cfg, widths[n], widths[n + 1], cfg.blocks, down=n < count - 1) for n in range(count))
         self.mid_block = Middle(cfg, widths[-1])
         self.conv_norm_out = GroupNorm(cfg.groups, widths[-1], "silu", eps=EPS)
         self.conv_out = make_conv(_MAPS, widths[-1], 2 * cfg.latents)
@@ -98,9 +96,7 @@ class Decoder(nn.Module):
         widths, count = (cfg.channels[-1], *reversed(cfg.channels)), len(cfg.channels)
         self.conv_in = make_conv(_MAPS, cfg.latents, widths[0])
         self.mid_block = Middle(cfg, widths[0])
-        self.up_blocks = nn.ModuleList(
-            Level(cfg, widths[n], widths[n + 1], cfg.blocks + 1, up=n < count - 1) for n in range(count)
-        )
+        self.up_blocks = nn.ModuleList(Level(cfg, widths[n], widths[n + 1], cfg.blocks + 1, up=n < count - 1) for n in range(count))
         self.conv_norm_out = GroupNorm(cfg.groups, widths[-1], "silu", eps=EPS)
         self.conv_out = make_conv(_MAPS, widths[-1], cfg.outputs)
 

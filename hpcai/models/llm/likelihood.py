@@ -56,7 +56,7 @@ def _token_entropy(model: Any, tokens: Tensor, targets: Tensor) -> Any:
 
 
 def _collate(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets, two of [B, T], padded on the right; targets of the context and of padding are ``IGNORE``."""
+    """Return tokens and targets, two of [B, T], padded on the right; targets of the context and of padding are ``IGNORE_INDEX``."""
     length = max(len(first) + len(second) for first, second in pairs)
     tokens, mask = torch.zeros(len(pairs), length, dtype=torch.int64), torch.zeros(len(pairs), length, dtype=torch.bool)
     for row, (first, second) in enumerate(pairs):

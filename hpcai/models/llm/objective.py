@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     @property
     def targets(self) -> Tensor:
-        """[B, T] the next token, or IGNORE if it is no target."""
+        """[B, T] the next token, or IGNORE_INDEX."""
         targets = self.tokens[:, 1:]
         if self.loss_mask is not None:
             return targets.where(self.loss_mask[:, 1:], IGNORE_INDEX)

@@ -142,7 +142,7 @@ class TemplateEmbedder(nn.Module):
 
 def squared_bin_edges(first: float, last: float, count: int) -> Tensor:
     """Return lower edges of distance bins, squared, and the upper one of the last.   angstrom -> [count + 1] square angstrom"""
-    return torch.cat([torch.linspace(first, last, count) ** 2, torch.tensor([_MAX_SQUARED_DISTANCE])])
+    return nn.functional.pad(torch.linspace(first, last, count) ** 2, (0, 1), value=_MAX_SQUARED_DISTANCE)
 
 
 def distogram(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:

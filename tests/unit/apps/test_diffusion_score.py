@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from apps.diffusion import score
-from apps.diffusion.score import Judging, ScoreConfig, captions_of
+from apps.diffusion.score import ScoreConfig, Scorer, read_captions
 from data_prep import encoders
 from hpcai import config
 from hpcai.dist.mesh import Mesh
@@ -130,7 +130,7 @@ def asked(**more: Any) -> ScoreConfig:
 
 
 def scored(mesh: Mesh, cfg: ScoreConfig) -> dict[str, float]:
-    return Judging(cfg, mesh).score(cfg.weights)
+    return Scorer(cfg, mesh).score(cfg.weights)
 
 
 @torch.no_grad()
@@ -252,10 +252,10 @@ CALL = (
 )  # fmt: skip
 WRONG = [
     ({"captions": None}, ConfigError, "captions is null"),
-    ({"features": "some_features:flat"}, DataError, r"makes \[2, 3, 16, 16\] of 2 images; expected \[2, F\]"),
+    ({"features": "some_features:flat"}, DataError, r"returned \[2, 3, 16, 16\] for 2 images; expected \[2, F\]"),
     ({"statistics": "captions.txt"}, DataError, "captions.txt: .*; expected an .npz"),
     ({"clip": "pickled"}, DataError, "pickled: cannot be read as a CLIP"),
-    ({"weights": "other.safetensors"}, ConfigError, r"with vae 0123456789ab, found are vae \w{12}, text_encoder \w{12}"),
+    ({"weights": "other.safetensors"}, ConfigError, r"with vae 0123456789ab, given are vae \w{12}, text_encoder \w{12}"),
     ({"captions": "long.txt"}, DataError, "long.txt: caption 2: a caption of 11 tokens, .*text_encoder takes 9"),
 ]  # fmt: skip
 
@@ -289,5 +289,5 @@ def test_captions_of_tables_are_those_of_lines(tmp_path: Path) -> None:
         with (tmp_path / name).open("w", newline="") as file:
             rows = [["image_id", "id", "caption"], *([n, n + 5, text] for n, text in enumerate(texts))]
             csv.writer(file, delimiter=parted).writerows(rows)
-        assert captions_of(tmp_path / name) == captions_of(tmp_path / "a.txt") == texts
-    assert captions_of(tmp_path / "a.tsv", 2) == texts[:2]
+        assert read_captions(tmp_path / name) == read_captions(tmp_path / "a.txt") == texts
+    assert read_captions(tmp_path / "a.tsv", 2) == texts[:2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apps.llm import picture
-from apps.llm.texts import codes, write
+from apps.llm.texts import measure_codes, write_texts
 from hpcai.cli.report.theme import LIGHT
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
@@ -27,17 +27,17 @@ def rows(count: int = 5, length: int = 40) -> dict[str, torch.Tensor]:
 
 
 def test_the_page_shows_bits_and_texts_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "text.npz", rows(), CODES, TEXTS)
+    write_texts(tmp_path / "text.npz", rows(), CODES, TEXTS)
     run = pages.evaluated(tmp_path, "llm", "lower", {"loss": 2.0, "bits_per_byte": 1.6}, {"loss": 1.9, "bits_per_byte": 1.5})
     found = pages.read_by_people(run)
-    for words in ("Held-out text", "200 tokens of validation rows", "given made true", "return &lt;b&gt;x", "bits_per_byte 1.5"):
+    for words in ("Held-out text", "200 tokens of validation rows", "prompt generated", "return &lt;b&gt;x", "bits_per_byte 1.5"):
         assert words in found, words
     assert pages.shows_something(picture, run.predictions, monkeypatch)
 
 
 def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
     given = rows()
-    write(tmp_path / "text.npz", given, CODES, TEXTS)
+    write_texts(tmp_path / "text.npz", given, CODES, TEXTS)
     found = picture.read(tmp_path / "text.npz")
     left, right = picture.draw(found, LIGHT).axes
     assert [bar.get_width() for bar in left.patches] == list(CODES.values())
@@ -66,9 +66,9 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, changes: dict[str, Any],
 
 def test_codes_are_of_the_very_text() -> None:
     given, tokenizer = rows(), Tokenizer.byte_level()
-    found = codes(given, tokenizer)
+    found = measure_codes(given, tokenizer)
     text = bytes(given["tokens"][:, 1:].flatten().tolist())
     assert found["gzip -9"] == 8 * len(gzip.compress(text, 9)) / len(text)
     assert found["this model"] == pytest.approx(float(given["nats"].double().sum()) / math.log(2) / len(text))
     given["counted"][2, 3] = False
-    assert codes(given, tokenizer) == {}, "only some count"
+    assert measure_codes(given, tokenizer) == {}, "only some count"

@@ -149,7 +149,7 @@ def spoiled(name: str, place: Any, value: float) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("change", "reason"), [
     ({"plddt": None}, "has no array plddt"),
-    ({"residues": np.array([65, 0], np.int32)}, r"residues is 0 to 65, .*expected whole numbers from 1 on"),
+    ({"residues": np.array([65, 0], np.int32)}, r"residues is 0 to 65, .*expected integers from 1 on"),
     ({"residues": np.array([40, 24])}, "their sum 64 .* expected .* R = 65"),
     (spoiled("aatype", 3, 21), "aatype is .* to 21, expected 0 to 20"),
     (spoiled("true", (3, CA, 1), np.nan), "true: CA of residue 3 has no finite position"),

@@ -40,7 +40,7 @@ def test_a_run_and_one_checkpoint_are_shown_and_damage_is_found(tmp_path: Path, 
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_the_weights_of_a_checkpoint_are_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], average: float | None) -> None:
     cfg = CosmoFlowConfig(size=32, filters=2)
-    step = Step(CosmoFlow(cfg), loss, StepConfig(average=average), dist.single_process())
+    step = Step(CosmoFlow(cfg), loss, StepConfig(ema_decay=average), dist.single_process())
     for count in (1, 2):
         step(Batch(torch.randint(0, 9, (2, 32, 32, 32, 4), dtype=torch.int16), torch.rand(2, 4)))
         new_checkpoints(tmp_path / "checkpoints").save(step, Progress(step=count))
@@ -88,16 +88,15 @@ def test_weights_that_are_not_trained_are_named_and_not_saved(tmp_path: Path) ->
 
 def test_weights_that_were_trained_until_now_are_saved_on(tmp_path: Path) -> None:
     CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "start.safetensors")
-    cfg = StepConfig(optimizer="sgd", momentum=0)
-    whole = Step(CosmoFlow.load(tmp_path / "start.safetensors"), loss, cfg, dist.single_process())
-    for parameter in whole.model.parameters():
+    old = Step(CosmoFlow.load(tmp_path / "start.safetensors"), loss, StepConfig(optimizer="sgd", momentum=0), dist.single_process())
+    for parameter in old.model.parameters():
         parameter.data.add_(1.0)
-    new_checkpoints(tmp_path / "checkpoints").save(whole, Progress(step=1))
+    new_checkpoints(tmp_path / "checkpoints").save(old, Progress(step=1))
     kept, step = new_checkpoints(tmp_path / "checkpoints"), tuned(tmp_path / "start.safetensors")
     step = Step(step.model, loss, StepConfig(optimizer="sgd", momentum=0), dist.single_process())
     assert kept.resume(step) == Progress(step=1)
     found = read_tensors(kept.save(step, Progress(step=2)).path)
-    assert all(torch.equal(found[f"model/{name}"], p) for name, p in whole.model.named_parameters())
+    assert all(torch.equal(found[f"model/{name}"], p) for name, p in old.model.named_parameters())
 
 
 def test_export_errors(tmp_path: Path) -> None:

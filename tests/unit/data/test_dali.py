@@ -366,7 +366,7 @@ def test_an_epoch_can_be_abandoned_for_another() -> None:
     [
         ({"fields": ()}, "expected at least one"),
         ({"fields": (FIELDS[2], FIELDS[2])}, "fields index, index; .* each name once"),
-        ({"batch": 6, "mesh": mesh_of(0, 4)}, "a batch of 6 samples does not divide by 4 copies"),
+        ({"batch": 6, "mesh": mesh_of(0, 4)}, "a batch of 6 samples does not divide by 4 replicas"),
     ],
 )
 def test_contradictory_arguments_raise_at_construction(words: dict, text: str) -> None:

@@ -70,12 +70,12 @@ def test_the_index_finds_missing_files_at_once_and_truncated_ones_when_they_are_
     (tmp_path / "u2.h5").write_bytes(whole[:-1])
     rows = Rows(tmp_path, FIELDS)
     assert rows.read(3)["target"][0] == 0.5
-    with pytest.raises(DataError, match=r"u2.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json says [\d,]+ bytes and"):
+    with pytest.raises(DataError, match=r"u2.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json has [\d,]+ bytes and"):
         rows.read(4)
     (tmp_path / "u2.h5").unlink()
-    with pytest.raises(DataError, match=r"u2.h5: is missing \(moved or deleted since the start\?\), index.json says"):
+    with pytest.raises(DataError, match=r"u2.h5: is missing \(moved or deleted since the start\?\), index.json has"):
         rows.read(5)
-    with pytest.raises(DataError, match=r"u2.h5: is missing, index.json says"):
+    with pytest.raises(DataError, match=r"u2.h5: is missing, index.json has"):
         Rows(tmp_path, FIELDS)
     (tmp_path / "index.json").write_text("{")
     with pytest.raises(DataError, match=r"index.json: cannot be read"):

@@ -79,7 +79,7 @@ def test_unreadable_layouts_raise_with_their_name(tmp_path: Path) -> None:
         file.create_group("group")
         texts = {
             "gzip": "written through shuffle, deflate", "checksum": "written through fletcher32", "words": "object",
-            "external": "lies in other files", "virtual": "lies in other files", "compact": "within the header",
+            "external": "is in other files", "virtual": "is in other files", "compact": "within the header",
             "nothing": "expected numbers", "group": "is a group",
         }  # fmt: skip
         for name, text in texts.items():

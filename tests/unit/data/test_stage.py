@@ -269,10 +269,10 @@ def refused(source: Path, target: Path, text: str, **other: Any) -> None:
 
 def test_index_and_files_must_agree(source: Path, target: Path) -> None:
     os.truncate(source / "train/a.h5", 100)
-    refused(source, target, r"train/a.h5: has 100 bytes \(truncated or rewritten\?\), index.json says 49,157 bytes; restore")
+    refused(source, target, r"train/a.h5: has 100 bytes \(truncated or rewritten\?\), index.json has 49,157 bytes; restore")
     (source / "train/a.h5").unlink()
     (source / "train/b.h5").unlink()
-    refused(source, target, r"train/a.h5: is missing, index.json says 49,157 bytes \(and 1 more files\)")
+    refused(source, target, r"train/a.h5: is missing, index.json has 49,157 bytes \(and 1 more files\)")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_links_that_lead_nowhere_or_round(source: Path, target: Path) -> None:
     refused(source, target, "broken: leads nowhere; mend or delete it")
     (source / "broken").unlink()
     (source / "deep/round").symlink_to("..")
-    refused(source, target, "deep/round: this link leads back to a folder that it lies in")
+    refused(source, target, "deep/round: this link leads back to a folder that contains it")
 
 
 def test_free_space_is_checked_first(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_free_space_is_checked_first(source: Path, target: Path, monkeypatch: py
 @pytest.mark.parametrize("inside", ["", "train", "..", "new/folder"])
 def test_target_and_source_apart(source: Path, inside: str) -> None:
     before = tree(source, hidden=True)
-    with pytest.raises(DataError, match="is, holds or lies in the source"):
+    with pytest.raises(DataError, match="is, contains or is within the source"):
         run(source, source / inside)
     assert tree(source, hidden=True) == before
 

@@ -150,7 +150,7 @@ def test_columns_and_shapes_need_no_file_and_rows_only_their_own(made: tuple[Pat
     assert rows.column("count").tolist() == [wanted["count"] for wanted in made[1]] and rows.shapes["cube"] == (5, 8, 8)
     assert [rows.shape(index, "cube")[0] for index in (0, 3, 9)] == [5, 6, 8]
     same(rows.read(3), made[1][3])
-    with pytest.raises(DataError, match=r"u2.h5: cannot be opened: no such file .*, index.json says .* and 4 rows; copy them"):
+    with pytest.raises(DataError, match=r"u2.h5: cannot be opened: no such file .*, index.json has .* and 4 rows; copy them"):
         rows.read(4)
 
 
@@ -200,7 +200,7 @@ def test_a_file_is_opened_once(made: tuple[Path, Any], monkeypatch: pytest.Monke
     ({"cube": ("float32", (8, 8))}, r"u0.h5: dataset 'cube' is \(3, 5, 8, 8\), expected \(rows, 8, 8\)"),
     ({"cube": ("int16", (None, 8, 8))}, r"u0.h5: dataset 'cube' is float32, expected int16; make it so"),
     ({"flat": ("int16", ("count", 2))}, r"u0.h5: dataset 'flat' is \(\d, 200\), expected \(count, 2\)"),
-    ({"words": ("uint8", ())}, r"u0.h5: dataset 'words' has \d rows, index.json says 3"),
+    ({"words": ("uint8", ())}, r"u0.h5: dataset 'words' has \d rows, index.json has 3"),
 ])  # fmt: skip
 def test_other_fields_are_found_at_the_start_in_any_file(made: tuple[Path, Any], change: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
@@ -264,7 +264,7 @@ def test_a_missing_damaged_or_foreign_table_raises(made: tuple[Path, Any], tmp_p
     folder = Path(shutil.copytree(made[0], tmp_path / "set"))
     table, whole = table_of(folder), table_of(folder).read_bytes()
     table.write_bytes(whole[:-1])
-    refused(folder, r"it has [\d,]+ bytes, the index says [\d,]+")
+    refused(folder, r"it has [\d,]+ bytes, the index has [\d,]+")
     table.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     refused(folder, "its SHA-256 is not that of the index")
     table.unlink()
@@ -289,14 +289,14 @@ def changed(part: str, place: Any, value: Any) -> Callable[[dict[str, np.ndarray
 
 
 IMPOSSIBLE = [
-    (changed("target:offset", 0, 1 << 62), "values of 'target' lie beyond the end of a file"),
-    (changed("target:offset", 0, -8), "values of 'target' lie beyond"),
-    (changed("target:shape", 0, 1 << 40), "values of 'target' lie beyond"),
+    (changed("target:offset", 0, 1 << 62), "values of 'target' are beyond the end of a file"),
+    (changed("target:offset", 0, -8), "values of 'target' are beyond"),
+    (changed("target:shape", 0, 1 << 40), "values of 'target' are beyond"),
     (changed("target:shape", 1, -3), "'target' has invalid shape"),
-    (changed("cube:chunk", 0, 1 << 47), "values of 'cube' lie beyond"),
+    (changed("cube:chunk", 0, 1 << 47), "values of 'cube' are beyond"),
     (changed("cube:chunk", 0, 0), "'cube' has invalid shape of chunks"),
-    (changed("cube:cell", -1, 1 << 40), "values of 'cube' lie beyond"),
-    (changed("cube:cell", -1, -1), "values of 'cube' lie beyond"),
+    (changed("cube:cell", -1, 1 << 40), "values of 'cube' are beyond"),
+    (changed("cube:cell", -1, -1), "values of 'cube' are beyond"),
     (changed("cube:pieces", 3, 1 << 62), "'cube' has invalid piece counts"),
     (changed("cube:pieces", 3, -1), "'cube' has invalid piece counts"),
     (changed("target:pieces", 0, 0), "'target' has invalid piece counts"),
@@ -346,7 +346,7 @@ def test_a_table_with_a_large_field_of_a_small_file_raises_on_read(tmp_path: Pat
         file["count"] = np.zeros(1 << 20, "i1")
         file.create_dataset("wide", (1 << 20, 1000), "i1", chunks=(1 << 20, 1000))
     indexed(tmp_path)
-    with pytest.raises(DataError, match="u0.h5: dataset 'wide' says 1,048,576,000 bytes; the file is damaged"):
+    with pytest.raises(DataError, match="u0.h5: dataset 'wide' has 1,048,576,000 bytes by its header; the file is damaged"):
         Rows(tmp_path, {"wide": ("int8", (1000,))}).read(0)
 
 

@@ -247,9 +247,7 @@ def test_warm_up_covers_every_group_and_does_nothing_on_one_process(monkeypatch:
     assert seen == [axis.dimension for axis in axes for _ in range(20)], "only the first group existed before"
 
 
-class FakeDimension:
-    """A dimension that is its own group."""
-
+class FakeDimension:  # its own group
     def __init__(self, created: list[Any]) -> None:
         self.created = created
 

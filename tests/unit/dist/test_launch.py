@@ -61,8 +61,7 @@ def test_inconsistent_variables_are_an_error(environ: dict[str, str], says: str)
 
 def test_ports_of_neighbouring_jobs_and_steps_differ() -> None:
     ports = [
-        read_rank_info(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
-        for job in range(4000, 4100) for step in range(8)
+        read_rank_info(SRUN | {"SLURM_JOB_ID": str(j), "SLURM_STEP_ID": str(k)}).port for j in range(4000, 4100) for k in range(8)
     ]
     assert len(set(ports)) == len(ports)
     assert all(port is not None and 20000 <= port < 32768 for port in ports)

@@ -99,7 +99,6 @@ def test_an_axis_splits_into_neighbours_and_ranks_at_the_same_position() -> None
 
 @pytest.fixture
 def meet() -> Iterator[Callable[[int, int], None]]:
-    """Initialize one rank of many with the fake backend."""
     yield lambda world, rank: torch_dist.init_process_group("fake", store=FakeStore(), world_size=world, rank=rank)
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
@@ -142,8 +141,7 @@ def test_axes_without_a_device_mesh(meet: Callable[[int, int], None]) -> None:
     meet(4, 0)
     mesh = Mesh({"replicate": 2, "depth": 2}, 4, 0)
     both = mesh.peers, mesh.model_parallel
-    cases = (((mesh["tensor"],), "tensor, which has size 1"), ((), "no axis"), (both, "peers and model_parallel"))
-    for axes, text in cases:
+    for axes, text in ((mesh["tensor"],), "tensor, which has size 1"), ((), "no axis"), (both, "peers and model_parallel"):
         with pytest.raises(MeshError, match=f"a DeviceMesh over {text}"):
             mesh.device_mesh(*axes)
     with pytest.raises(MeshError, match="no axis 'dpth'"):

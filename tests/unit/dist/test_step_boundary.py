@@ -18,7 +18,6 @@ from hpcai.errors import LaunchError
 
 @contextmanager
 def watchdogs(world: int) -> Iterator[list[Watchdog]]:
-    """Watchdogs of several ranks in one process, with one hub."""
     store, ranks = torch_dist.HashStore(), []
     for rank in range(world):
         ranks.append(Watchdog(rank, world, "127.0.0.1", store, os._exit))

@@ -30,7 +30,7 @@ def kept(model: nn.Module) -> Iterator[dict[int, int]]:
     every, inside, found = torch.autograd.graph.saved_tensors_hooks, list[Tensor](), dict[int, int]()
 
     def note(x: Any) -> Any:
-        of = [x] if isinstance(x, Tensor) else [t for t in x[0].given if isinstance(t, Tensor)]  # of what a result is made
+        of = [x] if isinstance(x, Tensor) else [t for t in x[0].args if isinstance(t, Tensor)]  # of what a result is made
         for tensor in of:
             if tensor.untyped_storage().data_ptr() not in own:
                 inside.append(tensor)

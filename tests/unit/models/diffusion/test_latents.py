@@ -1,4 +1,4 @@
-"""Latents and texts: what the network sees of moments, the empty text in place of one, weights of others to begin with."""
+"""Latents and texts: sampling of latents from moments, the empty text for guidance, initial weights of diffusers."""
 
 from pathlib import Path
 from typing import Any

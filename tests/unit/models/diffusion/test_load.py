@@ -1,4 +1,4 @@
-"""Folders as diffusers has them: what is wrong with one is told, what is written is read again."""
+"""Folders of diffusers: errors, and written folders are read again."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A diffusion model learns, is measured and draws by numbers that are counted: what lies beside a sample changes nothing of it."""
+"""Training, evaluation and sampling use counter-based random numbers: a sample does not depend on its batch."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_losses_scores_and_members_are_those_of_each_sample_alone(way: str) -> N
 
 
 def finished(*found: dict[str, Any]) -> dict[str, float]:
-    """As an evaluation adds up what it is told of each batch."""
+    """Add up the sums of batches, and return the scores, as an evaluation does."""
     told: dict[str, float] = {}
     for name in found[0].keys() - {"loss"}:
         totals = [one[name] for one in found]

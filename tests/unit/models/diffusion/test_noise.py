@@ -1,4 +1,4 @@
-"""Noise of a sample follows from the seed, its use, the sample's index, the epoch and the place, and from nothing else."""
+"""Noise is a function of the seed, its use, the index of the sample, the epoch and the position only."""
 
 from collections.abc import Callable
 from itertools import product
@@ -56,7 +56,7 @@ def test_a_box_has_the_numbers_of_the_full_sample(draw: Callable[..., Tensor], d
 
 
 def test_no_two_numbers_of_a_run_share_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first and the last of what each part of a counter may be."""
+    """At the first and the last value of each component of a counter."""
     seen: list[tuple[int, ...]] = []
     real = philox._words
 

@@ -1,4 +1,4 @@
-"""What networks are trained to say of noisy samples: whatever they say, in each dtype, on maps and in volumes."""
+"""Prediction types of diffusion models, in each dtype, for maps and volumes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Samples drawn step by step: what is refused, what a sample depends on, and where samples end whose distribution is known."""
+"""Samplers: errors, the inputs of a sample, and samples of a known distribution."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +38,7 @@ def cfg(way: Way, **more: Any) -> SamplerConfig:
 
 
 def mixing(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-    """Of each sample alone, no line, and dependent on time and condition."""
+    """A network that is nonlinear, independent for each sample, and dependent on time and condition."""
     out = torch.tanh(x.roll(1, -1) + 0.3 * x) + 0.01 * torch.tanh(time).view(-1, *(1,) * (x.ndim - 1))
     return out if condition.parameters is None else out * (1 + condition.parameters[:, 0].view(-1, *(1,) * (x.ndim - 1)))
 

@@ -1,4 +1,4 @@
-"""Scores of fields against numpy, scipy and public packages; sums over parts are those of the whole."""
+"""Scores of fields against numpy, scipy and public packages; sums over batches are those of one batch."""
 
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ def near(found: Any, right: Tensor, small: float = 1e-12) -> None:
 
 
 def finished(*totals: scores.ScoreSums) -> dict[str, float]:
-    """What an evaluation reports of batches whose sums these are."""
+    """Return the scores that an evaluation reports for these sums of batches."""
     measured = MetricSums()
     for total in totals:
         measured.add({"scores": total}, 1)

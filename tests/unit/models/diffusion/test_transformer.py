@@ -1,4 +1,4 @@
-"""DiT and Flux: what they are asked, what they keep, what they refuse."""
+"""DiT and Flux: conditions, saved tensors, and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def test_modulate_is_the_formula_and_saves_its_input_only() -> None:
 
 
 def gradients(kind: str, recompute: str, **autocast: Any) -> list[Tensor]:
-    """Gradients."""
+    """Return the gradients of a step."""
     model = network(kind, recompute=recompute)
     with torch.autocast("cpu", **{"enabled": False, **autocast}):
         found = model(*samples(), condition(kind))

@@ -1,4 +1,4 @@
-"""U-Nets of maps and volumes: memory, periodic dims, conditions, what does not fit."""
+"""U-Nets of maps and volumes: memory, periodic dims, conditions, errors."""
 
 from collections import Counter
 from typing import Any
@@ -40,7 +40,7 @@ TIMES = torch.tensor([0, 500, 999])
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies of activations: tensors with the batch in front, and that flattened with their places."""
+    """Counts copies of activations: tensors whose first dim is the batch, or the batch and the pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Copies(TorchDispatchMode):
 
 
 def counted(net: UNet, sides: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int]]:
-    """Copies of the forward and of the backward pass, in float32: on a CPU torch's volumes of float64 are contiguous."""
+    """Count the copies of the forward and of the backward pass, in float32: on a CPU torch's volumes of float64 are contiguous."""
     x = drawn(BATCH, 2, *sides).float().contiguous(memory_format=FORMATS[net.cfg.dims]).requires_grad_()
     net, given = net.float(), Condition(tokens=drawn(BATCH, 5, 6).float() if net.cfg.tokens else None)
     with Copies() as forward:

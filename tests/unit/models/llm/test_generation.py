@@ -1,4 +1,4 @@
-"""Tokens one by one: as by the whole text each time, at a small part of the cost, and as by one call that was recorded."""
+"""Generation: tokens with the KV cache and with captured steps are those without, at a fraction of the cost."""
 
 import gc
 from functools import cache
@@ -35,7 +35,7 @@ def model_of(kind: str) -> LLM:
 
 
 def without_cache(model: LLM, prompt: list[int], cfg: SamplingConfig, seed: int, stop: int) -> list[int]:
-    """All of the text through the model for every token of it."""
+    """Compute the full text for every token."""
     random, said, seen = torch.Generator().manual_seed(seed), list[int](), torch.zeros(1, 25, dtype=torch.bool)
     seen[0, prompt] = True
     model.eval()

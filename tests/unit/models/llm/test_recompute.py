@@ -1,4 +1,4 @@
-"""What a layer of a language model keeps for the backward pass, and that gradients do not depend on it."""
+"""Saved tensors of a layer of a language model, and gradients, which do not depend on recomputation."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ WAYS = ("none", "selective", "layers")
 
 
 def trained(changes: dict[str, Any], recompute: str, layers: int, packed: bool = True, **autocast: Any) -> tuple[list[Tensor], int]:
-    """Gradients, and bytes of what is kept but parameters."""
+    """Return gradients, and bytes of saved tensors without parameters."""
     torch.manual_seed(0)
     model = LLM(LLMConfig(**changes, layers=layers, recompute=recompute))
     tokens = torch.randint(0, 11, (3, 17), generator=torch.Generator().manual_seed(1))
@@ -37,7 +37,7 @@ def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], autocast: di
 
 @pytest.mark.parametrize("changes", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_bytes_of_saved_tensors_of_a_layer(changes: dict[str, Any]) -> None:
-    """In units of the channels of its tokens, beside some numbers of each row: means, deviations, sums of exponentials."""
+    """In units of the channels of its tokens, besides statistics of each row: means, deviations, sums of exponentials."""
     found = {}
     for way in WAYS:
         two, three = (trained(changes, way, layers, packed=False)[1] for layers in (2, 3))

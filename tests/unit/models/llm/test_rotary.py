@@ -1,4 +1,4 @@
-"""Angles of positions: what is kept of them between calls is right for whoever asks next."""
+"""Rotary angles: cached frequencies are correct for every later caller."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ WAYS: dict[str, AbstractContextManager[object]] = {
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The devices that frequencies are made on."""
+    """The devices on which frequencies are computed."""
     found, real = [], llm.rotary_frequencies
 
     def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None) -> Tensor:
@@ -56,7 +56,7 @@ def test_angles_do_not_depend_on_the_first_caller(first: str) -> None:
 def test_frequencies_are_cached_on_a_cpu_and_computed_by_each_call_on_a_gpu(
     made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph would read memory that others have by then, or they what is made when it is replayed."""
+    """A CUDA graph would read memory that is in use by others by then, or write to it when it is replayed."""
     for size in (6, 6, 8, 6):
         assert found(torch.arange(3)[None], size)[0].shape == (1, 3, size)
     assert made == ["cpu"] * 2

@@ -1,4 +1,4 @@
-"""Text from a model for people: pieces of whole characters, stops, chats, and the tokenizer that lies beside the weights."""
+"""Generated text: pieces of whole characters, stop strings, chats, and the tokenizer in the folder of the weights."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def new_model(tokenizer: Tokenizer | None = None, **sizes: Any) -> LLM:
 
 
 class Scripted:
-    """In place of a model's tokens those of ``texts``, each with what ends it."""
+    """A generation that yields the tokens of ``texts``, each with its end."""
 
     def __init__(self, *texts: list[int]) -> None:
         self.texts, self.ended, self.asked = texts, [False] * len(texts), 0

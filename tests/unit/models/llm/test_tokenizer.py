@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, trained ones, files of others; streams; templates of chats; files that are none."""
+"""Tokenizers: bytes, trained ones, files of Hugging Face; streams; chat templates; invalid files."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def changed(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], obj
 
 
 def metaspace() -> Tokenizer:
-    """A vocabulary as SentencePiece has it: a space is in front of a word, and rare characters are bytes."""
+    """A vocabulary like SentencePiece's: words begin with a space, and rare characters are bytes."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     steps = tokenizers.decoders

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from apps.llm import generate, score
-from apps.llm.generate import GenerateConfig, continue_all
+from apps.llm.generate import GenerateConfig, continue_file
 from apps.llm.score import ScoreConfig
 from apps.llm.settings import AxesConfig
 from data_prep import text
@@ -99,7 +99,7 @@ def test_a_file_of_prompts_becomes_lines_and_is_gone_on_with(home: Path, tmp_pat
     assert "2 of 5 texts" in command(generate.run, *words, f"out={out}")[1] and out.read_text() == whole
     assert "0 of 5 texts" in command(generate.run, *words, f"out={out}")[1] and out.read_text() == whole
     lines(path, [*PROMPTS[:2], {"text": "another"}])
-    assert "out.jsonl: line 3: is of another prompt than those of" in command(generate.run, *words, f"out={out}", code=1)[1]
+    assert "out.jsonl: line 3: belongs to no prompt of" in command(generate.run, *words, f"out={out}", code=1)[1]
 
 
 @pytest.mark.parametrize(("row", "text"), [
@@ -113,7 +113,7 @@ def test_a_line_that_is_no_prompt_is_refused_by_number(row: str, text: str, home
 
 def test_settings_that_do_not_go_together_are_refused_before_torch(command: Any) -> None:
     for words, told in ((["prompt=a", "file=b"], "prompt and file are both given"), (["out=a"], "out is given, but file is not"),
-                        (['stop=[""]'], "stop has a text without letters")):  # fmt: skip
+                        (['stop=[""]'], "stop has an empty string")):  # fmt: skip
         assert told in command(generate.run, *words, code=2)[1]
     assert "neither data nor tasks" in command(score.run, code=2)[1]
     code = "import sys, apps.llm.generate, apps.llm.score; sys.exit('torch' in sys.modules)"
@@ -121,7 +121,7 @@ def test_settings_that_do_not_go_together_are_refused_before_torch(command: Any)
 
 
 def made(mesh: Mesh, cfg: GenerateConfig) -> str:
-    continue_all(cfg, mesh)
+    continue_file(cfg, mesh)
     return cfg.out.read_text() if cfg.out is not None and mesh.is_first else ""
 
 
@@ -166,14 +166,14 @@ def test_a_choice_is_what_it_adds_to_the_tokens_of_its_context(home: Path) -> No
     model = LLM.load(home)
     model.tokenizer = made_of_words = Tokenizer.train(["the sky is blue " * 20], 259 + 1)
     task = score.Task(1, "the sky is ", ["blue"], 0)
-    first, second = score.pair(model, task, "blue", None)
+    first, second = score.encode_choice(model, task, "blue", None)
     whole = made_of_words.encode("the sky is blue")
     assert [*first, *second] == [*start_tokens(made_of_words), *whole] and made_of_words.decode(second) == " blue"
     long = score.Task(1, "x" * 100, ["y" * 10], 0)
-    first, second = score.pair(model, long, "y" * 10, None)
+    first, second = score.encode_choice(model, long, "y" * 10, None)
     assert len(first) + len(second) == 65 and set(first) == {made_of_words.encode("x")[0]}
     with pytest.raises(DataError, match="line 1: a choice of 70 tokens, the model has 64 positions"):
-        score.pair(model, long, "y" * 70, None)
+        score.encode_choice(model, long, "y" * 70, None)
 
 
 @pytest.mark.parametrize("row", [

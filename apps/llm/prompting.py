@@ -1,0 +1,80 @@
+"""Trained models for generation and scoring on a mesh, and the JSON lines of their inputs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from apps.llm.settings import AxesConfig
+from hpcai.config import PositiveInt, Settings
+from hpcai.errors import DataError
+
+
+class PromptingConfig(Settings):
+    """A trained model and the mesh that it runs on."""
+
+    weights: Path = Path("runs/llm")
+    """folder in Hugging Face's format, folder of a run, or safetensors file of hpcai"""
+    adapter: Path | None = None
+    """folder of an adapter, written by peft or a run; null: none"""
+    tokenizer: Path | None = None
+    """tokenizer.json or its folder; null: the one beside the weights"""
+    batch: PositiveInt = 8
+    """texts in a batch of a model replica"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """of weights and computation; auto: bf16 on a GPU with fast bf16"""
+    mesh: AxesConfig = AxesConfig()
+
+
+def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
+    """Return the model, sharded over ``mesh``, and its pipeline, or None without pipeline stages.
+
+    Each rank reads only its shard of the weights, except from GPT-2's own files and for pipeline stages with an adapter: these are
+    read in full, then sharded."""
+    import torch
+
+    from hpcai.models.llm import LLM, Tokenizer, build_pipeline, load_adapter, load_deferred, merge, parallelize
+    from hpcai.models.llm.load import read_settings, resolve_run
+    from hpcai.nn.deferred_init import deferred, materialize
+    from hpcai.train.auto_settings import has_fast_bf16
+
+    settings = read_settings(cfg.weights)
+    use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
+    placement: dict[str, Any] = {"device": mesh.device, "dtype": torch.bfloat16 if use_bf16 else torch.float32}
+    is_sharded, has_stages = mesh["tensor"].size * mesh["pipeline"].size > 1, mesh["pipeline"].size > 1
+    llama_names = settings.rotary is not None or resolve_run(cfg.weights).is_file()
+    sharded_load = is_sharded and llama_names and not (has_stages and cfg.adapter is not None)
+    if sharded_load:
+        with deferred():
+            model = parallelize(LLM(settings), mesh)
+        pipeline = build_pipeline(model, mesh)
+        materialize(load_deferred(model, cfg.weights), **placement)
+    else:
+        model = LLM.load(cfg.weights).to(placement["dtype"])
+    if cfg.adapter is not None:
+        load_adapter(model, cfg.adapter)
+        merge(model)
+    if not sharded_load:
+        pipeline = build_pipeline(parallelize(model, mesh), mesh)
+        model.to(**placement)
+    if cfg.tokenizer is not None:
+        model.tokenizer = Tokenizer.load(cfg.tokenizer)
+    return model.eval(), pipeline
+
+
+def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and object of each line that is not blank. Raises DataError with the number of a line that is no JSON object."""
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read as text ({problem})") from problem
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            raise DataError(f"{path}: line {number}: not JSON ({problem}); expected {expected}") from problem
+        if not isinstance(value, dict):
+            raise DataError(f"{path}: line {number}: a JSON {type(value).__name__}, expected {expected}")
+        yield number, value
