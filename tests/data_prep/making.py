@@ -1,4 +1,4 @@
-"""What every simulated data set promises: the same bytes however it is made, growth, and refusals of what is wrong."""
+"""Properties of every simulated data set: equal bytes from any number of processes, growth, and refusal of wrong options."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ Run = Callable[..., int]
 
 
 def runner(module: ModuleType) -> Run:
-    """What calls a data set's commands, with one worker."""
+    """Return a function that calls the commands of a data set, with one worker."""
 
     def run(command: str, *words: object, workers: str = "1") -> int:
         return int(module.main([command, *map(str, words), *(["--workers", workers] if command != "check" else [])]))
@@ -33,22 +33,22 @@ def runner(module: ModuleType) -> Run:
 
 
 def content(out: Path) -> dict[str, bytes]:
-    """All files that readers see."""
+    """Return the bytes of all files that readers use."""
     paths = [*out.glob("[!.]*/*.h5"), *out.glob("[!.]*/index.json"), *out.glob("*.json")]
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(paths)}
 
 
-def plain(fields: store.Fields) -> dict[str, tuple[str, tuple[Any, ...]]]:
-    """Types and shapes of rows, as readers ask for them."""
+def field_types(fields: store.Fields) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Return types and shapes of rows, for readers."""
     return {name: (field.dtype, field.shape) for name, field in fields.items()}
 
 
-def loaded(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def whole(folder: Path) -> dict[str, np.ndarray]:
-    """All datasets of a split, each in one piece, one file after the other."""
+def columns(folder: Path) -> dict[str, np.ndarray]:
+    """Return all datasets of a split, concatenated over files."""
     files = []
     for path in sorted(folder.glob("*.h5")):
         with h5py.File(path) as file:
@@ -57,8 +57,8 @@ def whole(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.concatenate([file[name] for file in files]) for name in files[0]}
 
 
-def remembering(owner: object, name: str) -> Callable[[], Iterator[None]]:
-    """A fixture for a module's tests, in which a function is called once with each of its arguments."""
+def cached(owner: object, name: str) -> Callable[[], Iterator[None]]:
+    """Return a fixture of a module in which the results of a function are cached."""
 
     @pytest.fixture(scope="module", autouse=True)
     def remembered() -> Iterator[None]:
@@ -70,15 +70,15 @@ def remembering(owner: object, name: str) -> Callable[[], Iterator[None]]:
 
 
 def kill_after_a_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:
-    """The files of a simulation that is killed as soon as there is one with its record."""
+    """Kill a simulation as soon as a file has a record, and return the files with records."""
     with fork_processes(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
         while not (records := [*folder.glob("[!.]*/.records/*.json")]) and forks.processes[0].is_alive():
             time.sleep(0.002)
     return {path.parents[1] / path.stem for path in records}
 
 
-def put(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
-    """A change of a dataset, for ``harm``."""
+def set_to(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
+    """Return a change of a dataset, for ``damage``."""
 
     def change(file: h5py.File) -> None:
         file[name][where] = value
@@ -86,39 +86,39 @@ def put(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
     return change
 
 
-def harm(out: Path, change: Callable[[h5py.File], object]) -> None:
-    """Changes the first training file, and what the index says of its bytes."""
-    path, index = min(out.glob("train/*.h5")), loaded(out / "train" / "index.json")
+def damage(out: Path, change: Callable[[h5py.File], object]) -> None:
+    """Change the first training file, and its size and hash in the index."""
+    path, index = min(out.glob("train/*.h5")), read_json(out / "train" / "index.json")
     with h5py.File(path, "r+") as file:
         change(file)
     index["files"][0] |= {"sha256": store.digest(path), "bytes": path.stat().st_size}
     write_index(out / "train", {name: value for name, value in index.items() if name != "format"})
 
 
-def found_harm(run: Run, made: Path, out: Path, change: Callable[[h5py.File], object], *words: str) -> bool:
-    """Whether the check of a changed copy ends with an error that it names; it draws no picture of it."""
-    harm(shutil.copytree(made, out), change)
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+def check_fails(run: Run, made: Path, out: Path, change: Callable[[h5py.File], object], *words: str) -> bool:
+    """Assert that the check of a damaged copy fails with ``words``, and return True."""
+    damage(shutil.copytree(made, out), change)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = run("check", out, "--no-picture")
-    assert code == 1 and all(word in told.getvalue() for word in ("wrong: ", *words)), told.getvalue()
+    assert code == 1 and all(word in output.getvalue() for word in ("wrong: ", *words)), output.getvalue()
     return True
 
 
 class Promises:
-    """For a class of tests in a module with ``run`` and ``SMALL``. What the frame does alike for all is tested of cosmoflow."""
+    """Tests of a module with ``run`` and ``SMALL``. Functions that all data sets share are tested with cosmoflow."""
 
     run: Run
     small: list[str]
     wrong: dict[str, str]
-    """options that the folder of ``made`` cannot have, and what is told"""
+    """options that do not fit the folder ``made``, and their error messages"""
 
     def test_workers_make_the_same_bytes_and_the_check_draws(self, made: Path, tmp_path: Path, capsys: Any) -> None:
         small = [word for word in self.small if word != "--no-check"]
         assert self.run("simulate", tmp_path / "two", *small, workers="2") == 0 and content(tmp_path / "two") == content(made)
         (picture,) = (tmp_path / "two").glob("*.png")
-        told = capsys.readouterr().out
-        assert picture.read_bytes().startswith(b"\x89PNG") and " samples against index.json: equal" in told and "next: " in told
+        output = capsys.readouterr().out
+        assert picture.read_bytes().startswith(b"\x89PNG") and " samples against index.json: equal" in output and "next: " in output
 
     def test_a_wrong_setting_is_refused(self, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str) -> None:
         out = shutil.copytree(made, tmp_path / "same")
@@ -128,8 +128,8 @@ class Promises:
         assert content(out) == content(made)
 
 
-def goes_on_when_killed(run: Run, small: Sequence[str], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed simulation goes on with what is missing, also where files and records are lost or cut off."""
+def resumes_if_killed(run: Run, small: Sequence[str], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assert that a killed simulation writes only missing files, also if files and records are lost or truncated."""
     there, train = kill_after_a_file(run, folder, small), folder / "train"
     written, create_file = list[Path](), store.create_file
     monkeypatch.setattr(store, "create_file", lambda path, *words: written.append(path) or create_file(path, *words))

@@ -11,7 +11,7 @@ import pytest
 
 from data_prep import cosmoflow, tfrecord
 from hpcai.errors import MissingExtraError
-from tests.data_prep.making import runner, whole
+from tests.data_prep.making import columns, runner
 from tests.stored import DATA, arrays
 
 pytest.importorskip("google_crc32c")
@@ -26,7 +26,7 @@ def convert(source, out, *more, workers="1"):
 
 
 def rows(out, split="train"):
-    found = whole(out / split)
+    found = columns(out / split)
     assert found["counts"].dtype == np.int16 and found["target"].dtype == np.float32
     return found["counts"], found["target"]
 

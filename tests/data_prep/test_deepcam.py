@@ -12,7 +12,7 @@ from data_prep import deepcam, detection, scenes, store
 from data_prep.atmosphere import VARIABLES
 from data_prep.sphere import Grid
 from hpcai.data.hdf5 import Rows
-from tests.data_prep.making import Promises, loaded, runner
+from tests.data_prep.making import Promises, read_json, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--height", "48", "--width", "72", "--spacing", "1", "--samples", "20", "--rows", "6", "--no-check"]
@@ -28,7 +28,7 @@ def rows(out, split="train"):
 
 
 def test_the_files_are_as_promised_to_the_loader(made, tmp_path):
-    index = loaded(made / "train" / "index.json")
+    index = read_json(made / "train" / "index.json")
     assert index["shape"] == [48, 72, 16] and index["variables"] == NAMES and index["units"][:3] == ["kg/m2", "m/s", "m/s"]
     assert index["latitude"] == [8.5, 55.5] and index["longitude"] == [0.5, 71.5] and not index["periodic"]
     assert index["fields"]["mask"] == {"dtype": "uint8", "shape": [48, 72], "low": 0, "high": 2, "blank": 0}
@@ -114,7 +114,7 @@ def test_public_folders_are_converted(tmp_path, capsys):
     with h5py.File(out / "train" / "samples_000001.h5") as file:
         assert file["source"][...].tolist() == [b"train/data-1996-02.h5"] and file.attrs["latitude"].tolist() == [-90, 90]
     told = capsys.readouterr().out
-    assert "refused: none of 6 items" in told and loaded(out / "skipped.json") == {"unusable": {}, "filtered": {}}
+    assert "refused: none of 6 items" in told and read_json(out / "skipped.json") == {"unusable": {}, "filtered": {}}
     assert run("check", out) == 0 and (out / "samples.png").is_file()
 
 

@@ -13,7 +13,7 @@ from data_prep.sphere import Grid
 from hpcai import dist
 from hpcai.data.splits import open_split
 from hpcai.settings import LoaderConfig
-from tests.data_prep.making import Promises, content, found_harm, loaded, put, runner, whole
+from tests.data_prep.making import Promises, check_fails, columns, content, read_json, runner, set_to
 
 SMALL = ["--kind", "matter", "--size", "16", "--thickness", "4", "--samples", "96", "--rows", "24", "--no-check", "--voxel", "4",
          "--particles-per-cell", "4"]  # fmt: skip
@@ -22,7 +22,7 @@ run = runner(fields)
 
 
 def recipe_of(out):
-    settings = loaded(out / "recipe.json")
+    settings = read_json(out / "recipe.json")
     del settings["kind"]
     return fields.KINDS[settings["field"]](**settings)
 
@@ -35,7 +35,7 @@ def blocks(values, factor):
 
 
 def test_the_files_are_as_promised_to_the_loader(made):
-    index = loaded(made / "train" / "index.json")
+    index = read_json(made / "train" / "index.json")
     assert index["kind"] == "matter" and index["channels"] == ["density"] and index["shape"] == [1, 16, 16]
     assert index["box"] == [64, 64] and index["periodic"] == [True, True] and index["thickness"] == 16 and index["redshift"] == 0
     assert index["parameters"] == ["Omega_m", "sigma_8", "n_s", "H_0"] and index["units"] == ["", "", "", "km/s/Mpc"]
@@ -43,7 +43,7 @@ def test_the_files_are_as_promised_to_the_loader(made):
     assert index["fields"]["low"] == {"dtype": "float32", "shape": [1, 4, 4]}
     assert index["fields"]["parameters"] == {"dtype": "float32", "shape": [4], "low": -1, "high": 1}
     asked = {"high": ("float32", (1, 16, 16)), "low": ("float32", (1, 4, 4)), "parameters": ("float32", (4,))}
-    split, written = open_split(made / "train", asked, "", LoaderConfig(), dist.single_process()), whole(made / "train")
+    split, written = open_split(made / "train", asked, "", LoaderConfig(), dist.single_process()), columns(made / "train")
     assert len(split) == 84 and split.metadata["mean"] == index["mean"]
     for name, values in split.read(50).items():
         assert (np.asarray(values) == written[name][50]).all()
@@ -58,13 +58,13 @@ def test_all_maps_of_a_universe_are_in_one_split(made):
     for split in ("train", "validation"):
         files = [h5py.File(path) for path in sorted((made / split).glob("*.h5"))]
         numbers[split] = [int(number) for file in files for number in file.attrs["numbers"]]
-        parameters = whole(made / split)["parameters"].reshape(len(numbers[split]), 6, 4)
+        parameters = columns(made / split)["parameters"].reshape(len(numbers[split]), 6, 4)
         assert (parameters == parameters[:, :1]).all() and len(np.unique(parameters[:, 0], axis=0)) == len(numbers[split])
     assert sorted(numbers["train"] + numbers["validation"]) == list(range(16)) and len(numbers["validation"]) == 2
 
 
 def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(made):
-    recipe, about = recipe_of(made), loaded(made / "train" / "index.json")
+    recipe, about = recipe_of(made), read_json(made / "train" / "index.json")
     with h5py.File(made / "train" / "fields_000001.h5") as file:
         number, rows = int(file.attrs["numbers"][2]), {name: file[name][12:18] for name in file}
         assert json.loads(file.attrs["recipe"]) == json.loads(recipe.json_text)
@@ -88,7 +88,7 @@ def test_mean_and_deviation_are_those_of_the_first_training_universes(made, tmp_
     values = np.log(np.concatenate([recipe.simulate(number) for number in first]) + 0.05)
     assert [*recipe.mean, *recipe.deviation] == pytest.approx([values.mean(), values.std()], rel=2e-3)
     assert all(float(f"{value:.4g}") == value for value in (*recipe.mean, *recipe.deviation))
-    written, statistics = whole(made / "train"), loaded(made / "statistics.json")["splits"]["train"]
+    written, statistics = columns(made / "train"), read_json(made / "statistics.json")["splits"]["train"]
     assert statistics["rows"] == 84 and statistics["high"]["mean"] == pytest.approx([written["high"].mean()], abs=1e-6)
     assert statistics["high"]["deviation"] == pytest.approx([written["high"].std()], rel=1e-5)
     assert statistics["low"]["maximum"] == [written["low"].max()]
@@ -123,7 +123,7 @@ def test_volumes_are_full_cubes_and_the_check_tests_conservation(tmp_path, capsy
     assert run("simulate", tmp_path, *words) == 0
     text = capsys.readouterr().out
     assert "configs/small3d.yaml" in text and "low of 32 samples compared" in text
-    index, rows = loaded(tmp_path / "train" / "index.json"), whole(tmp_path / "train")
+    index, rows = read_json(tmp_path / "train" / "index.json"), columns(tmp_path / "train")
     assert index["shape"] == [1, 8, 8, 8] and index["box"] == [32] * 3 and "thickness" not in index
     assert rows["low"].shape[1:] == (1, 4, 4, 4) and len(rows["high"]) == len(np.unique(rows["parameters"], axis=0))
 
@@ -132,7 +132,7 @@ def test_volumes_are_full_cubes_and_the_check_tests_conservation(tmp_path, capsy
         values = 1.01 * recipe.unstandardize(file["high"][0])
         file["high"][0], file["low"][0] = recipe.standardize(values), recipe.coarsen(values)
 
-    assert found_harm(run, tmp_path, tmp_path.with_name("heavier"), heavier, "the mean density is off by 0.01")
+    assert check_fails(run, tmp_path, tmp_path.with_name("heavier"), heavier, "the mean density is off by 0.01")
 
 
 def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path,
     words = ["--kind", "weather", "--samples", "10", "--rows", "8"]
     assert run("simulate", tmp_path, *words) == 0
     assert (tmp_path / "samples.png").is_file()
-    index, rows = loaded(tmp_path / "train" / "index.json"), whole(tmp_path / "train")
+    index, rows = read_json(tmp_path / "train" / "index.json"), columns(tmp_path / "train")
     assert index["channels"] == ["TMQ", "U850", "V850", "PSL"] and index["channel_units"] == ["kg/m2", "m/s", "m/s", "Pa"]
     assert "no weather model" in index["note"]
     assert index["periodic"] == [False, True] and index["parameters"] == [] and sorted(rows) == ["high", "low"]
@@ -166,11 +166,11 @@ def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path,
 
 
 @pytest.mark.parametrize("change, words", [
-    (put("high", 5, np.nan), "'high' row 5 of"), (put("parameters", 3, 2), "'parameters' row 3 of"),
-    (lambda file: put("low", 7, file["low"][7] + 0.001)(file), "row 7: 'low' is 0.001 deviations off"),
+    (set_to("high", 5, np.nan), "'high' row 5 of"), (set_to("parameters", 3, 2), "'parameters' row 3 of"),
+    (lambda file: set_to("low", 7, file["low"][7] + 0.001)(file), "row 7: 'low' is 0.001 deviations off"),
 ])  # fmt: skip
 def test_the_check_finds_harm(made, tmp_path, change, words):
-    assert found_harm(run, made, tmp_path / "harmed", change, words, "fields_000000.h5")
+    assert check_fails(run, made, tmp_path / "harmed", change, words, "fields_000000.h5")
 
 
 @pytest.mark.parametrize("kind", ["convert", "simulate"])

@@ -16,7 +16,7 @@ from data_prep import kits19, nifti, phantom
 from hpcai.cli.check import Options, check_dataset
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import preprocess
-from tests.data_prep.making import Promises, found_harm, loaded, remembering, runner
+from tests.data_prep.making import Promises, cached, check_fails, read_json, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
@@ -34,7 +34,7 @@ def case(out, name):
 
 
 # A phantom is drawn once; that it is a pure function of seed and index has a test.
-remembered = remembering(kits19.Recipe, "scan")
+remembered = cached(kits19.Recipe, "scan")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def public(tmp_path_factory):
 
 
 def test_the_files_are_as_promised_to_the_loader(made):
-    index, source = loaded(made / "train" / "index.json"), Rows(made / "train", FIELDS)
+    index, source = read_json(made / "train" / "index.json"), Rows(made / "train", FIELDS)
     assert "shape" not in index and index["spacing_mm"] == [9.6, 7.2, 7.2] and index["classes"][1:] == ["kidney", "tumour"]
     assert index["fields"]["image"] == {"dtype": "float32", "shape": [None, None, None]}
     assert len({tuple(entry["shape"]) for entry in index["files"]}) > 1
@@ -80,7 +80,7 @@ class TestPromises(Promises):
 
 
 def test_statistics_are_those_of_the_data(made):
-    found = loaded(made / "statistics.json")["splits"]["train"]
+    found = read_json(made / "statistics.json")["splits"]["train"]
     files = [case(made, path.stem)[0] for path in sorted(made.glob("train/*.h5"))]
     values = np.concatenate([file["image"].ravel() for file in files]).astype(np.float64)
     classes = sum(np.bincount(file["label"].ravel(), minlength=3) for file in files)
@@ -118,8 +118,8 @@ def test_phantoms_are_plausible():
 
 
 def test_the_check_compares_boxes_with_labels_and_shapes_with_the_index(made, tmp_path, capsys, monkeypatch):
-    assert found_harm(run, made, tmp_path / "harmed", lambda file: file["boxes"].__setitem__((0, 0, 0, 3), 1), "the label has")
-    index = loaded(made / "train" / "index.json")
+    assert check_fails(run, made, tmp_path / "harmed", lambda file: file["boxes"].__setitem__((0, 0, 0, 3), 1), "the label has")
+    index = read_json(made / "train" / "index.json")
     assert run("check", made, "--no-picture") == 0 and "boxes of 5 cases" in capsys.readouterr().out
     index["fields"]["label"]["high"] = 1
     (tmp_path / "harmed" / "train" / "index.json").write_text(json.dumps(index))

@@ -1,4 +1,4 @@
-"""Images and MLPerf's layouts to moments and vectors: equal to what the networks say themselves, resumable, and refusals."""
+"""Images and MLPerf's layouts to moments and vectors: equal to the outputs of the networks, resumable, and refusals."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from hpcai.errors import MissingExtraError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network, save_folder
 from hpcai.settings import LoaderConfig
 from tests.captions import WORDS, tokenizer
-from tests.data_prep.making import content, harm, loaded, whole
+from tests.data_prep.making import columns, content, damage, read_json
 
 _WHY = "transformers is not installed: captions are NOT tested; pip install hpcai-suite[latents]"
 transformers: Any = pytest.importorskip("transformers", reason=_WHY)
@@ -47,7 +47,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders as Flux.1's."""
+    """Write the folders of a pipeline like Flux.1's."""
     folder = tmp_path_factory.mktemp("networks") / "pipeline"
     torch.manual_seed(0)
     cfg = VAEConfig(latents=L, channels=(8, 8, 8), blocks=1, groups=2, scale=0.5, shift=0.1, quantised=False)
@@ -132,8 +132,8 @@ def made(source: Path, pipeline: Path, tmp_path_factory: pytest.TempPathFactory)
 # ---- by hand
 
 
-def standing(pixels: np.ndarray, size: int = SIZE) -> torch.Tensor:
-    """An image as the autoencoder sees it."""
+def expected_image(pixels: np.ndarray, size: int = SIZE) -> torch.Tensor:
+    """Return the input of the autoencoder."""
     image = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
     height, width = image.shape[2:]
     factor = size / min(height, width)
@@ -154,7 +154,7 @@ def networks(pipeline: Path) -> tuple[Any, Any, Any, Any, Any]:
 @torch.no_grad()
 def by_hand(pipeline: Path, number: int, text: str | None = None) -> dict[str, torch.Tensor]:
     vae, clip, one, t5, two = networks(pipeline)
-    found, text = vae.encode(standing(picture(number))), caption(number) if text is None else text
+    found, text = vae.encode(expected_image(picture(number))), caption(number) if text is None else text
     ids = [name(text, padding="max_length", max_length=most, truncation=True, return_tensors="pt").input_ids
            for name, most in ((one, PLACES), (two, N))]  # fmt: skip
     return {"moments": torch.cat((found.mean, found.logvar), 1)[0], "pooled": clip(ids[0]).pooler_output[0],
@@ -162,14 +162,13 @@ def by_hand(pipeline: Path, number: int, text: str | None = None) -> dict[str, t
 
 
 def numbers(count: int = IMAGES, held: int = 3) -> dict[str, list[int]]:
-    """Which samples each split has."""
     mask = latents.validation_mask(count, held, 0)
     return {"train": np.flatnonzero(~mask).tolist(), "validation": np.flatnonzero(mask).tolist()}
 
 
 def same(out: Path, pipeline: Path, names: Sequence[str] = ("moments", "tokens", "pooled"), count: int = IMAGES) -> None:
     for split, these in numbers(count).items():
-        rows = whole(out / split)
+        rows = columns(out / split)
         assert sorted(rows) == sorted(names) and len(rows["moments"]) == len(these)
         for row, number in enumerate(these):
             expected = by_hand(pipeline, number)
@@ -181,7 +180,7 @@ def same(out: Path, pipeline: Path, names: Sequence[str] = ("moments", "tokens",
 # ---- images
 
 
-def test_rows_are_what_the_networks_say_themselves(made: Path, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_equal_the_outputs_of_the_networks(made: Path, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     same(made, pipeline)
     apart = by_hand(pipeline, 1), by_hand(pipeline, 2)
     assert all((apart[0][name] - apart[1][name]).abs().max() > 0.02 for name in apart[0])     # a row of another sample would show
@@ -192,21 +191,21 @@ def test_rows_are_what_the_networks_say_themselves(made: Path, pipeline: Path, c
             assert values.dtype == np.float16 and values == pytest.approx(expected, rel=2e-3, abs=2e-3)
 
 
-def test_the_index_says_all_that_a_model_needs(made: Path, pipeline: Path) -> None:
-    index = loaded(made / "train" / "index.json")
+def test_the_index_has_all_metadata_of_a_model(made: Path, pipeline: Path) -> None:
+    index = read_json(made / "train" / "index.json")
     vae, tokens, pooled = (encoders.identity(pipeline / part) for part in ("vae", "text_encoder_2", "text_encoder"))
     about = {"kind": "latents", "scale": 0.5, "shift": 0.1, "latents": L, "size": [SIDE, SIDE], "image": [SIZE, SIZE],
              "tokens": [N, J], "pooled": POOLED, "vae": vae, "encoders": [tokens, pooled]}  # fmt: skip
-    assert {name: index[name] for name in about} == about and loaded(made / "validation" / "index.json")["vae"] == vae
+    assert {name: index[name] for name in about} == about and read_json(made / "validation" / "index.json")["vae"] == vae
     assert vae == f"vae {store.digest(pipeline / 'vae' / 'diffusion_pytorch_model.safetensors')[:12]}"
     assert index["fields"]["moments"] == {"dtype": "float16", "shape": [2 * L, SIDE, SIDE], "key": True}
-    part = loaded(made / "statistics.json")["splits"]["train"]
-    means = whole(made / "train")["moments"][:, :L].astype(float)
+    part = read_json(made / "statistics.json")["splits"]["train"]
+    means = columns(made / "train")["moments"][:, :L].astype(float)
     assert part["means"]["mean"] == pytest.approx(means.mean((0, 2, 3)), abs=1e-6)
     assert part["rows"] == 7 and part["cut"] == {"tokens_cut": 0, "pooled_cut": 0}
 
 
-def test_a_stopped_run_goes_on_and_ranks_make_the_same_bytes(
+def test_a_stopped_run_resumes_and_ranks_write_the_same_bytes(
     made: Path, source: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, work = tmp_path / "again", [source, tmp_path / "again", "--model", pipeline, *SMALL]
@@ -249,7 +248,7 @@ def test_encoders_are_named_singly_and_captions_may_be_absent_everywhere(
 ) -> None:
     tokens = ["--tokens", pipeline / "text_encoder"]                            # whose tokenizer is its neighbour
     assert convert(source, tmp_path / "one", "--vae", pipeline / "vae", *tokens, *SMALL) == 0
-    rows, (_, clip, one, _, _) = whole(tmp_path / "one" / "train"), networks(pipeline)
+    rows, (_, clip, one, _, _) = columns(tmp_path / "one" / "train"), networks(pipeline)
     text = caption(numbers()["train"][2])
     ids = one(text, padding="max_length", max_length=N, return_tensors="pt").input_ids
     assert rows["tokens"][2] == pytest.approx(clip(ids).last_hidden_state[0].detach().numpy(), rel=2e-3, abs=2e-3)
@@ -257,13 +256,14 @@ def test_encoders_are_named_singly_and_captions_may_be_absent_everywhere(
     capsys.readouterr()
     assert convert(bare, tmp_path / "two", "--model", pipeline, *SMALL) == 0 and "there are no captions" in capsys.readouterr().out
     same(tmp_path / "two", pipeline, ["moments"])
-    assert loaded(tmp_path / "two" / "train" / "index.json")["tokens"] is None and not (tmp_path / "two" / "nothing.npz").exists()
+    assert (read_json(tmp_path / "two" / "train" / "index.json")["tokens"] is None
+            and not (tmp_path / "two" / "nothing.npz").exists())  # fmt: skip
     assert convert(source, tmp_path / "three", "--vae", pipeline / "vae", *SMALL) == 0
     assert "10 captions are left out" in capsys.readouterr().out
     same(tmp_path / "three", pipeline, ["moments"])
 
 
-def test_long_captions_are_refused_by_name_or_cut_and_counted(
+def test_long_captions_are_refused_by_name_or_truncated_and_counted(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = plain(tmp_path / "in")
@@ -272,14 +272,14 @@ def test_long_captions_are_refused_by_name_or_cut_and_counted(
     assert convert(*words) == 2
     assert f"{folder / '04.npy'}: a caption of 21 tokens, {pipeline / 'text_encoder_2'} takes {N}" in capsys.readouterr().err
     assert convert(*words[:1], tmp_path / "cut", *words[2:], "--long", "cut") == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     split = "train" if 4 in numbers()["train"] else "validation"
-    assert f"{split}: 1 captions were truncated for tokens" in said and f"{split}: 1 captions were truncated for pooled" in said
+    assert f"{split}: 1 captions were truncated for tokens" in output and f"{split}: 1 captions were truncated for pooled" in output
     row = numbers()[split].index(4)
-    assert whole(tmp_path / "cut" / split)["tokens"][row] == pytest.approx(by_hand(pipeline, 4, long)["tokens"].numpy(), abs=2e-3)
+    assert columns(tmp_path / "cut" / split)["tokens"][row] == pytest.approx(by_hand(pipeline, 4, long)["tokens"].numpy(), abs=2e-3)
 
 
-def test_images_lie_as_they_are_seen_and_fill_the_size(tmp_path: Path) -> None:
+def test_images_are_rotated_by_exif_and_fill_the_size(tmp_path: Path) -> None:
     path = tmp_path / "turned.jpg"
     exif = Image.Exif()
     exif[0x0112] = 6                                                            # the camera was turned
@@ -311,16 +311,16 @@ def stable(folder: Path, shape: tuple[int, ...] = (1, 8, 8, 8)) -> tuple[Path, n
     return folder, values[:, 0]
 
 
-def test_stable_diffusion_of_mlperf_is_taken_as_it_is(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stable_diffusion_of_mlperf_is_copied(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, values = stable(tmp_path / "in")
     assert convert(folder, tmp_path / "out", "--tokens", pipeline / "text_encoder_2", *SMALL) == 0
     for split, these in numbers().items():
-        rows = whole(tmp_path / "out" / split)
+        rows = columns(tmp_path / "out" / split)
         assert (rows["moments"][:, :4] == values[these, :4].astype(np.float16)).all() and sorted(rows) == ["moments", "tokens"]
         assert (rows["moments"][:, 4:] == values[these, 4:].clip(-30, 20).astype(np.float16)).all()
         for row, number in enumerate(these):
             assert rows["tokens"][row] == pytest.approx(by_hand(pipeline, number)["tokens"].numpy(), rel=2e-3, abs=2e-3)
-    index = loaded(tmp_path / "out" / "train" / "index.json")
+    index = read_json(tmp_path / "out" / "train" / "index.json")
     about = {"scale": 0.18215, "shift": 0, "latents": 4, "size": [8, 8], "image": [64, 64], "vae": "mlperf"}
     assert {name: index[name] for name in about} == about
     assert index["pooled"] is None and index["encoders"] == [encoders.identity(pipeline / "text_encoder_2")]
@@ -332,7 +332,7 @@ def bits(values: np.ndarray) -> bytes:
 
 
 def flux(number: int, level: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A row as it is published, and what it means. Small whole numbers are the same in bfloat16 and in float16."""
+    """Return a row in the published format, and its values: small integers, equal in bfloat16 and float16."""
     draw = np.random.default_rng(number)
     values = {name: draw.integers(-20, 20, shape).astype(np.float32) for name, shape in
               (("mean", (16, 4, 4)), ("logvar", (16, 4, 4)), ("t5_encodings", (5, 6)), ("clip_encodings", (3,)))}  # fmt: skip
@@ -345,7 +345,7 @@ SCHEMA = pa.schema([("__key__", pa.string()), *((name, pa.binary()) for name in 
 
 
 def arrow(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """As datasets.save_to_disk writes it."""
+    """Write a table as datasets.save_to_disk does."""
     folder.mkdir(parents=True)
     names = []
     for part in range(2):
@@ -366,17 +366,17 @@ def flux_folders(root: Path) -> Path:
     return root
 
 
-def test_flux_of_mlperf_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_flux_of_mlperf_is_copied(tmp_path: Path) -> None:
     assert convert(flux_folders(tmp_path / "in"), tmp_path / "out", "--rows", 4, "--workers", 2) == 0
     for split, first, count in (("train", 0, 9), ("validation", 100, 16)):
-        rows = whole(tmp_path / "out" / split)
+        rows = columns(tmp_path / "out" / split)
         for n in range(count):
             for name, values in flux(first + n, None)[1].items():
                 values = np.concatenate((values[:16], values[16:].clip(-30, 20))) if name == "moments" else values
                 assert (rows[name][n] == values).all()
         assert len(rows["moments"]) == count and ("level" in rows) == (split == "validation")
     assert rows["level"].dtype == np.int64 and rows["level"].tolist() == [n % 8 for n in range(16)]
-    index = loaded(tmp_path / "out" / "validation" / "index.json")
+    index = read_json(tmp_path / "out" / "validation" / "index.json")
     about = {"scale": 0.3611, "shift": 0.1159, "latents": 16, "size": [4, 4], "image": [32, 32], "tokens": [5, 6], "pooled": 3,
              "vae": "mlperf", "encoders": ["mlperf"]}  # fmt: skip
     assert {name: index[name] for name in about} == about
@@ -391,7 +391,7 @@ def test_flux_of_mlperf_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_times_are_of_validation_alone_and_a_limit_takes_the_first(tmp_path: Path) -> None:
     folder = arrow(tmp_path / "in", [flux(n, n % 8)[0] for n in range(20)])
     assert convert(folder, tmp_path / "out", "--validation", 0.3, "--limit", 15, "--workers", 1) == 0
-    train, held = (whole(tmp_path / "out" / split) for split in ("train", "validation"))
+    train, held = (columns(tmp_path / "out" / split) for split in ("train", "validation"))
     assert "level" not in train and len(train["moments"]) == 10
     these = np.flatnonzero(latents.validation_mask(15, 0.3, 0))
     assert held["level"].tolist() == (these % 8).tolist() and len(these) == 5
@@ -415,7 +415,7 @@ def overwrite(name: str, data: bytes | str) -> Callable[[Path], None]:
 
 
 def member(name: str, data: bytes) -> Callable[[Path], None]:
-    """Another value of a member of the second tar."""
+    """Return a change of a member of the second tar."""
 
     def change(folder: Path) -> None:
         with tarfile.open(folder / "00001.tar") as file:
@@ -483,8 +483,8 @@ def test_what_cannot_be_used_is_refused_and_named(
         words, given = [], []
     usual = SMALL if form != "flux" else ["--workers", 1]
     assert convert(folder, tmp_path / "out", *usual, *given, *words) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and error in told and told.count("\n") == 1, told
+    error_text = capsys.readouterr().err
+    assert error_text.startswith("error: ") and error in error_text and error_text.count("\n") == 1, error_text
     assert not (tmp_path / "out" / "statistics.json").exists() or case == "empty caption"
 
 
@@ -502,8 +502,8 @@ def test_a_folder_that_was_begun_otherwise_is_refused(
         pipeline, words = other, []
     before = content(made)
     assert convert(source, made, "--model", pipeline, *SMALL, *words) == 2
-    told = capsys.readouterr().err
-    assert f"{made}: was made with {error}" in told and "choose a new folder" in told and content(made) == before
+    output = capsys.readouterr().err
+    assert f"{made}: was made with {error}" in output and "choose a new folder" in output and content(made) == before
 
 
 def test_other_images_and_an_out_within_them_are_refused(
@@ -515,7 +515,7 @@ def test_other_images_and_an_out_within_them_are_refused(
     assert "OUT lies within SOURCE" in capsys.readouterr().err and not (source / "out").exists()
 
 
-def test_without_transformers_the_error_says_what_to_install(
+def test_without_transformers_the_error_names_the_extra(
     source: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     encoders.load_networks.cache_clear()
@@ -540,7 +540,7 @@ def test_an_encoder_without_some_of_its_weights_is_refused(source: Path, pipelin
 # ---- check
 
 
-def test_the_check_draws_and_finds_harm(made: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_check_draws_and_finds_damage(made: Path, tmp_path: Path, capsys: Any) -> None:
     out = shutil.copytree(made, tmp_path / "out")
     words = ["check", str(out)]
     assert latents.main(words) == 0
@@ -550,10 +550,10 @@ def test_the_check_draws_and_finds_harm(made: Path, tmp_path: Path, capsys: Any)
     def spoil(file: h5py.File) -> None:
         file["moments"][0, L] = 21
 
-    harm(out, spoil)
+    damage(out, spoil)
     np.savez(out / "nothing.npz", tokens=np.zeros((2, 2), np.float16))
     assert latents.main(words) == 1
     text = capsys.readouterr().out
     assert "variances outside -30 to 20" in text and "nothing.npz: tokens is [2, 2]" in text and text.count("wrong: ") == 2
-    harm(out, lambda file: file["tokens"].__setitem__((1, 0, 0), np.inf))
+    damage(out, lambda file: file["tokens"].__setitem__((1, 0, 0), np.inf))
     assert latents.main(words) == 1 and "'tokens' row 1 of 3 holds NaN or infinity" in capsys.readouterr().out

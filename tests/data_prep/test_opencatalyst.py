@@ -13,7 +13,7 @@ from ase.optimize import LBFGS
 
 from data_prep import frames, opencatalyst, slabs, store
 from hpcai.errors import DataError
-from tests.data_prep.making import Promises, found_harm, loaded, plain, remembering, runner, whole
+from tests.data_prep.making import Promises, cached, check_fails, columns, field_types, read_json, runner
 
 SMALL = ["--systems", "5", "--each", "1", "--size", "2", "2", "3", "--dynamics", "6", "--no-check"]
 RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 6, 1, 0.2, 0.0, 6.0, 50)
@@ -23,20 +23,20 @@ run = runner(opencatalyst)
 
 
 # A system is simulated once; that it is a pure function of seed and number has a test.
-remembered = remembering(opencatalyst.Recipe, "make_system")
+remembered = cached(opencatalyst.Recipe, "make_system")
 
 
 # ---- simulate
 
 
 def test_the_files_are_as_promised(made):
-    index = loaded(made / "train" / "index.json")
-    assert {name: (field["dtype"], tuple(field["shape"])) for name, field in index["fields"].items()} == plain(frames.FIELDS)
+    index = read_json(made / "train" / "index.json")
+    assert {name: (field["dtype"], tuple(field["shape"])) for name, field in index["fields"].items()} == field_types(frames.FIELDS)
     assert index["fields"]["forces"] == {"dtype": "float32", "shape": ["atoms", 3], "unit": "eV/angstrom"}
     assert (index["cutoff"], index["most"]) == (6.0, 50) and "EMT" in index["label"] and "not DFT" in index["label"]
     assert all(source["labels"] == "EMT" for source in index["sources"]) and len(index["sources"]) == 3
     assert len(index["files"]) == 4 and len(list(made.glob("validation/*.h5"))) == 1
-    part = whole(made / "train")
+    part = columns(made / "train")
     assert (part["atoms"] >= 13).all() and (part["pbc"] == 1).all() and (part["edges"] > 12 * 12).all()
     assert {*part["tags"]} == {0, 1, 2} and ((part["tags"] == 0) == (part["fixed"] == 1)).all()
     assert (np.isin(part["numbers"], [13, 28, 29, 46, 47, 78, 79]) == (part["tags"] < 2)).all()
@@ -70,7 +70,7 @@ def test_no_composition_is_in_two_splits(made):
         parts = slabs.split_compositions(np.random.default_rng(seed), 0.2, 0.1)
         assert [len(parts[split]) for split in store.SPLITS] == [19, 6, 3]
         assert sorted(sum(parts.values(), [])) == slabs.compositions() and len(set(slabs.compositions())) == 28
-    told = loaded(made / "validation" / "index.json")["compositions"]
+    told = read_json(made / "validation" / "index.json")["compositions"]
     for split in ("train", "validation"):
         for path in made.glob(f"{split}/*.h5"):
             with h5py.File(path) as file:
@@ -144,8 +144,8 @@ def test_dynamics_keep_their_temperature():
 
 
 def test_statistics_are_those_of_the_data(made):
-    stated = loaded(made / "statistics.json")
-    train, held = whole(made / "train"), whole(made / "validation")
+    stated = read_json(made / "statistics.json")
+    train, held = columns(made / "train"), columns(made / "validation")
 
     for split, part in (("train", train), ("validation", held)):
         found, free = stated["splits"][split], part["forces"][part["fixed"] == 0].astype(np.float64)
@@ -164,4 +164,4 @@ def test_statistics_are_those_of_the_data(made):
 def test_the_check_recomputes_labels_and_neighbours(made, tmp_path, name, text):
     more = 1 if name == "edges" else 3e-4
     change = lambda file: file[name].write_direct(np.asarray(file[name][...] + more, file[name].dtype))  # noqa: E731
-    assert found_harm(run, made, tmp_path / "harmed", change, text)
+    assert check_fails(run, made, tmp_path / "harmed", change, text)

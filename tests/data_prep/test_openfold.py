@@ -21,11 +21,11 @@ from hpcai.models.openfold.features import FeatureConfig, featurize
 from hpcai.models.openfold.residues import GAP, RESTYPES
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.models.openfold.templates import read_templates, template_features
-from tests.data_prep.making import Promises, content, found_harm, goes_on_when_killed, loaded, plain, put, remembering, runner
+from tests.data_prep.making import Promises, cached, check_fails, content, field_types, read_json, resumes_if_killed, runner, set_to
 from tests.proteins import chain as drawn
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the conversion of proteins is NOT tested")
-FIELDS = plain(chains.FIELDS)
+FIELDS = field_types(chains.FIELDS)
 PLAIN = ["--chains", "8", "--families", "4", "--each", "1", "--length", "16", "20", "--rows", "6", "--validation", "0.25",
          "--no-check"]  # fmt: skip
 SMALL = [*PLAIN, "--templates", "1"]
@@ -108,7 +108,7 @@ def searched(library):
 
 
 def templates_of(out, **more):
-    rows = Rows(out / "templates", plain(chains.TEMPLATE_FIELDS), **more)
+    rows = Rows(out / "templates", field_types(chains.TEMPLATE_FIELDS), **more)
     return [rows.read(row) for row in range(len(rows))]
 
 
@@ -130,7 +130,7 @@ def test_rows_of_original_files_are_what_the_readers_read(tmp_path, capsys, orig
     assert "12 structures with 26 chains" in told and "7 chains have their own, 19 chains have none" in told
     found = {split: rows_of(tmp_path / "out", split) for split in ("train", "validation")}
     assert set(found["validation"]) == {"5zyh_A", "7zzx_B"} and len(found["train"]) == 24
-    assert loaded(tmp_path / "out" / "skipped.json") == {"unusable": {}, "filtered": {}}
+    assert read_json(tmp_path / "out" / "skipped.json") == {"unusable": {}, "filtered": {}}
     deep = 0
     for name, row in (found["train"] | found["validation"]).items():
         entry, author = name.split("_")
@@ -154,7 +154,7 @@ def test_rows_of_original_files_are_what_the_readers_read(tmp_path, capsys, orig
 
 def test_the_files_are_as_promised(library, tmp_path):
     assert convert(library, tmp_path / "out", "--each", "2") == 0
-    index = loaded(tmp_path / "out" / "train" / "index.json")
+    index = read_json(tmp_path / "out" / "train" / "index.json")
     assert {name: (field["dtype"], tuple(field["shape"])) for name, field in index["fields"].items()} == FIELDS
     none = {"hits": 0, "places": 0}
     assert [(entry["rows"], entry["lengths"]) for entry in index["files"]] == [
@@ -163,7 +163,7 @@ def test_the_files_are_as_promised(library, tmp_path):
     row = rows_of(tmp_path / "out", "train")["1aaa_A"]
     msa, deletions = (row[name].reshape(5, 20) for name in ("msa", "deletions"))
     assert (msa[0] == row["aatype"]).all() and (msa[3, -3:] == GAP).all() and deletions[3].tolist() == [0] * 3 + [4] + [0] * 16
-    stated = loaded(tmp_path / "out" / "statistics.json")["splits"]
+    stated = read_json(tmp_path / "out" / "statistics.json")["splits"]
     assert [stated["train"]["depth"][name] for name in ("minimum", "mean", "maximum")] == [[1], [4], [5]]
     assert stated["validation"]["residues"]["mean"] == [23] and stated["train"]["clusters"] == 4 and stated["train"]["undated"] == 0
 
@@ -256,7 +256,7 @@ def test_validation_is_selected_by_release_dates(library, tmp_path, capsys):
         "train": ["1aaa_A", "2bbb_A", "3ccc_A", "4ddd_A", "5eee_A", "8hhh_A"], "validation": ["6fff_A"]}  # fmt: skip
     assert "1 chains without a release date are taken for training" in capsys.readouterr().out
     assert rows_of(tmp_path / "out", "train")["8hhh_A"]["release"] == -1
-    assert list(loaded(tmp_path / "out" / "skipped.json")["filtered"]) == ["7ggg_A"]
+    assert list(read_json(tmp_path / "out" / "skipped.json")["filtered"]) == ["7ggg_A"]
     assert convert(library, tmp_path / "other", "--validation-from", "2021-09-16", held=None) == 2
     assert "expected after --released-until 2021-09-16" in capsys.readouterr().err
 
@@ -276,7 +276,7 @@ def test_clusters_are_lines_of_chains_or_of_entities_or_equal_sequences(library,
         assert "1 chains of training, such as 2bbb_A, share a cluster with validation" in told
         found = {name: (int(row["cluster"]), int(row["cluster_size"])) for name, row in rows_of(tmp_path / kind, "train").items()}
         assert found == {"1aaa_A": (0, 2), "5eee_A": (0, 2), "2bbb_A": (1, 1)}
-        why = loaded(tmp_path / kind / "skipped.json")["filtered"]
+        why = read_json(tmp_path / kind / "skipped.json")["filtered"]
         assert set(why) == {"3ccc_A", "6fff_A"} and "in no cluster of" in why["3ccc_A"]
 
 
@@ -292,7 +292,7 @@ def test_unusable_items_are_listed_and_skipped(library, tmp_path, capsys):
         file.write("9zzz_A\n")
     assert convert(library, tmp_path / "out") == 0
     assert named(tmp_path / "out") == {"train": ["1aaa_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
-    listed, told = loaded(tmp_path / "out" / "skipped.json"), capsys.readouterr().out
+    listed, told = read_json(tmp_path / "out" / "skipped.json"), capsys.readouterr().out
     assert set(listed["unusable"]) == {str(path), "2bbb_A", "7ggg_A"} and "9zzz_A" in listed["filtered"]
     assert "not a complete mmCIF file" in listed["unusable"][str(path)] and "residues, expected 26" in listed["unusable"]["7ggg_A"]
     assert f"{a3m}: line 4, column" in listed["unusable"]["2bbb_A"]
@@ -370,7 +370,7 @@ def test_hits_become_rows_of_the_structures_that_they_name(searched, tmp_path, c
                                     entry="2bbb", before=date(2011, 3, 2))  # fmt: skip
     same = template_features([stored[at] for at in row["hit_row"]], places, row["hit_sum_probs"])
     assert set(reasons) == {"2bbb_A", "4ddd_A", "9zzz_A"} and all((found[name] == same[name]).all() for name in found)
-    stated = loaded(out / "statistics.json")
+    stated = read_json(out / "statistics.json")
     hits = stated["splits"]["train"]["hits"]
     assert [hits[name] for name in ("minimum", "maximum", "mean")] == [[0], [3], [0.75]]
     assert stated["templates"] == {"rows": 2}
@@ -384,7 +384,7 @@ def test_hits_that_cannot_be_read_cost_the_templates_only(searched, tmp_path, ca
     other.write_text(other.read_text().replace(sequence(3)[2:15], sequence(2)[2:15]))
     assert convert(searched, tmp_path / "out") == 0
     broken = searched / "alignments" / "3ccc_A" / "hhr" / "pdb70_hits.hhr"
-    listed = loaded(tmp_path / "out" / "skipped.json")["unusable"]
+    listed = read_json(tmp_path / "out" / "skipped.json")["unusable"]
     assert set(listed) == {str(broken), str(other)} and "is it of another chain" in listed[str(other)]
     assert f"{broken}: line 3: not the head of a hit" in listed[str(broken)] and "refused: 2 of 7 items" in capsys.readouterr().out
     assert named(tmp_path / "out") == {"train": ["1aaa_A", "2bbb_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
@@ -442,7 +442,7 @@ def test_a_duplicate_shares_its_alignment_and_hits(searched, tmp_path):
 
 
 # Proteins are folded once; that a family is a pure function of seed and number has a test.
-remembered = remembering(proteins, "make_family")
+remembered = cached(proteins, "make_family")
 
 
 def test_relatives_are_templates_residue_on_residue(made, tmp_path):
@@ -498,22 +498,22 @@ class TestPromises(Promises):
 
 
 def test_a_killed_run_goes_on_also_with_templates(made, tmp_path, monkeypatch):
-    goes_on_when_killed(run, SMALL, made, tmp_path, monkeypatch)
+    resumes_if_killed(run, SMALL, made, tmp_path, monkeypatch)
 
 
 HARM = {
-    "the first row of the alignment differs from the chain at": put("msa", 3, 19), "'mask'": put("mask", (8, 0), 2),
-    "'positions'": put("positions", (8, 1, 0), np.nan), "not 0 where 'mask' is": put("mask", (8, slice(None)), 0),
-    "no residue has a CA": put("mask", slice(None), 0), "'letters'": put("letters", 0, 0),
-    "hit 1 is row 8 of templates, which has 8 rows": put("hit_row", 0, 8), "'hit_row'": put("hit_row", 0, -1),
-    "hit 1 is aligned to residues 0 to 99": put("hit_places", 5, 99), "'hit_places'": put("hit_places", 5, -2),
+    "the first row of the alignment differs from the chain at": set_to("msa", 3, 19), "'mask'": set_to("mask", (8, 0), 2),
+    "'positions'": set_to("positions", (8, 1, 0), np.nan), "not 0 where 'mask' is": set_to("mask", (8, slice(None)), 0),
+    "no residue has a CA": set_to("mask", slice(None), 0), "'letters'": set_to("letters", 0, 0),
+    "hit 1 is row 8 of templates, which has 8 rows": set_to("hit_row", 0, 8), "'hit_row'": set_to("hit_row", 0, -1),
+    "hit 1 is aligned to residues 0 to 99": set_to("hit_places", 5, 99), "'hit_places'": set_to("hit_places", 5, -2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", HARM)
 def test_the_check_finds_harm(made, tmp_path, text):
     """What no chain can have, where the index was made to agree."""
-    assert found_harm(run, made, tmp_path / "harmed", HARM[text], text)
+    assert check_fails(run, made, tmp_path / "harmed", HARM[text], text)
 
 
 @pytest.mark.parametrize("text", ["SHA-256", "not in the folder"])

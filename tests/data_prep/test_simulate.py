@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data_prep import command, cosmoflow, spectrum_check, store, universe
-from tests.data_prep.making import Promises, content, found_harm, goes_on_when_killed, loaded, runner, whole
+from tests.data_prep.making import Promises, check_fails, columns, content, read_json, resumes_if_killed, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
@@ -23,7 +23,7 @@ run = runner(cosmoflow)
 
 def test_the_files_are_as_promised_to_the_loader(made):
     files = [name for name in content(made) if name.endswith(".h5")]
-    index = {split: loaded(made / split / "index.json") for split in ("train", "validation")}
+    index = {split: read_json(made / split / "index.json") for split in ("train", "validation")}
     assert len(files) == 8 and [len(index[split]["files"]) for split in ("train", "validation")] == [7, 1]
     assert index["train"]["shape"] == [8, 8, 8, 4] and index["train"]["parameters"] == ["Omega_m", "sigma_8", "n_s", "H_0"]
     for split, name in (name.split("/") for name in files):
@@ -40,7 +40,7 @@ def test_the_files_are_as_promised_to_the_loader(made):
     assert not list(made.rglob("*.partial"))
 
 
-def test_samples_are_cut_first_axis_slowest_and_join_again(made):
+def test_blocks_are_ordered_first_axis_slowest_and_join_again(made):
     path = made / "train" / "universe_000001.h5"
     with h5py.File(path) as file:
         settings = json.loads(file.attrs["recipe"])
@@ -52,8 +52,8 @@ def test_samples_are_cut_first_axis_slowest_and_join_again(made):
 
 
 def test_statistics_are_those_of_the_data(made):
-    statistics = loaded(made / "statistics.json")["splits"]["train"]
-    train = whole(made / "train")
+    statistics = read_json(made / "statistics.json")["splits"]["train"]
+    train = columns(made / "train")
     counts, target = train["counts"].reshape(-1, 4).astype(float), train["target"].astype(float)
     assert statistics["rows"] == len(target) == 56
     assert statistics["counts"]["mean"] == pytest.approx(counts.mean(0))
@@ -73,11 +73,11 @@ class TestPromises(Promises):
     }  # fmt: skip
 
 
-def test_a_killed_run_goes_on(made, tmp_path, monkeypatch):
-    goes_on_when_killed(run, SMALL, made, tmp_path, monkeypatch)
+def test_a_killed_run_resumes(made, tmp_path, monkeypatch):
+    resumes_if_killed(run, SMALL, made, tmp_path, monkeypatch)
 
 
-def test_new_processes_make_the_same_bytes(made, tmp_path, monkeypatch):
+def test_new_processes_write_the_same_bytes(made, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "get_context", multiprocessing.get_context)       # as users have them
     assert run("simulate", tmp_path, *SMALL, workers="2") == 0 and content(tmp_path) == content(made)
 
@@ -199,8 +199,8 @@ def test_the_check_fails_for_wrong_growth(tmp_path, capsys, monkeypatch):
     (lambda file: file["counts"].write_direct(file["counts"][...] + 9), "matter is not conserved"),
     (lambda file: file["target"].__setitem__(0, 2), "'target'"),
 ])  # fmt: skip
-def test_the_check_finds_harm(made, tmp_path, change, words):
-    assert found_harm(run, made, tmp_path / "harmed", change, words, "universe_000000.h5")
+def test_the_check_finds_damage(made, tmp_path, change, words):
+    assert check_fails(run, made, tmp_path / "harmed", change, words, "universe_000000.h5")
 
 
 @pytest.mark.parametrize("harm, words", [
@@ -214,7 +214,7 @@ def test_the_check_finds_files_that_are_not_those_of_the_index(made, tmp_path, c
     assert words in text and "universe_000002.h5" in text and "mistakes: 1" in text
 
 
-def test_the_check_of_no_data_says_so(tmp_path, capsys):
+def test_the_check_of_no_data_fails(tmp_path, capsys):
     assert run("check", tmp_path) == 2
     (tmp_path / "train").mkdir()
     assert run("check", tmp_path) == 2
@@ -234,7 +234,7 @@ def test_refusals_are_counted_by_their_commonest_reasons_and_listed(tmp_path, ca
     assert filtered == "excluded by the options: 1, 1 such as x: too old"
     reasons = "3 such as a: 1: row 3 holds 7.5 | 1 such as b: no energy"
     assert refused == f"refused: 6 of 16 items: {reasons}; listed in {tmp_path / 'skipped.json'}"
-    listed = loaded(tmp_path / "skipped.json")
+    listed = read_json(tmp_path / "skipped.json")
     assert listed == {"unusable": {**dict(some), "d": "row 1 holds 2"}, "filtered": {"x": "too old"}}
     command.report_refused(tmp_path, command.Plan({}, [], {}, ""), [], 10)
     assert capsys.readouterr().out == "refused: none of 10 items\n"

@@ -1,4 +1,4 @@
-"""Text to rows of tokens: every document once and whole, the same however it is made, and refusals of what cannot be used."""
+"""Text to rows of tokens: every document once and complete, for any number of processes; unusable documents are refused."""
 
 import gzip
 import hashlib
@@ -24,7 +24,7 @@ from data_prep import documents, packing, store, text
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
-from tests.data_prep.making import content, found_harm, loaded, put
+from tests.data_prep.making import check_fails, content, read_json, set_to
 from tests.stored import DATA
 
 GOLDEN = str(DATA / "llm" / "tokenizer")
@@ -89,8 +89,8 @@ def rows_of(out: Path, split: str, fields: Any = FIELDS) -> list[dict[str, Any]]
     return found
 
 
-def said(out: Path, split: str) -> list[str]:
-    """The documents of a split, from its rows."""
+def documents_of(out: Path, split: str) -> list[str]:
+    """Return the documents of a split, from its rows."""
     rows, end = rows_of(out, split), Tokenizer.load(out).end_tokens[-1]
     stream = np.concatenate([*(row["tokens"][:-1] for row in rows), rows[-1]["tokens"][-1:]])
     parts = np.split(stream, np.flatnonzero(stream == end) + 1)
@@ -100,10 +100,10 @@ def said(out: Path, split: str) -> list[str]:
 # ---- what is made
 
 
-def test_every_document_is_there_once_and_whole_but_for_the_last(bytes_of: Path) -> None:
-    about, found = loaded(bytes_of / "text.json"), Counter[str]()
+def test_every_document_occurs_once_complete_but_for_the_last(bytes_of: Path) -> None:
+    about, found = read_json(bytes_of / "text.json"), Counter[str]()
     for split in ("train", "validation"):
-        *whole, last = said(bytes_of, split)
+        *whole, last = documents_of(bytes_of, split)
         found += Counter(whole)
         assert about["splits"][split]["documents"] - len(whole) in (0, 1) and about["splits"][split]["left_over"] < T
         if last:
@@ -123,7 +123,7 @@ def test_rows_ends_and_bytes_are_those_of_the_stream_cut_by_hand(bytes_of: Path)
             assert row["tokens"].tolist() == part
             assert row["ends"].tolist() == [place + 1 for place, token in enumerate(part) if token == 256]
             assert row["bytes"] == sum(token != 256 for token in part[1:])
-    files = loaded(bytes_of / "train" / "index.json")["files"]
+    files = read_json(bytes_of / "train" / "index.json")["files"]
     assert len(files) > 3 and {file["rows"] for file in files[:-1]} == {7}
     assert any(T + 1 in row["ends"] for row in rows_of(bytes_of, "train"))          # the last token of a row ends a document
 
@@ -138,12 +138,12 @@ def test_an_end_between_two_rows_is_in_both() -> None:
 
 def test_the_order_is_that_of_the_seed(bytes_of: Path, source: Path, tmp_path: Path) -> None:
     assert convert(source, tmp_path / "other", "--tokenizer", "bytes", *SMALL[:-1], 4) == 0
-    one, other = (said(folder, "train") for folder in (bytes_of, tmp_path / "other"))
+    one, other = (documents_of(folder, "train") for folder in (bytes_of, tmp_path / "other"))
     assert one[:20] != other[:20] and one[:20] != sorted(one[:20])
     assert (Counter(one) - Counter(other)).total() <= 3                             # the split is not that of the seed
 
 
-def test_parts_processes_and_ranks_change_nothing(
+def test_shards_processes_and_ranks_change_nothing(
     bytes_of: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--tokenizer", "bytes", *SMALL]
@@ -164,7 +164,7 @@ def ranked(monkeypatch: pytest.MonkeyPatch, rank: int, *words: object) -> int:
     return convert(*words)
 
 
-def test_a_killed_run_goes_on_with_what_is_missing(
+def test_a_killed_run_resumes(
     bytes_of: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_parts(monkeypatch)
@@ -188,7 +188,7 @@ def test_more_files_move_nothing_between_splits(source: Path, bytes_of: Path, tm
     write(more, notes | {"z.jsonl": lines([f"new {n}" for n in range(30)])})
     assert convert(more, tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
     for split, other in (("train", "validation"), ("validation", "train")):
-        assert not set(said(bytes_of, split)[:-1]) & set(said(tmp_path / "out", other)[:-1])
+        assert not set(documents_of(bytes_of, split)[:-1]) & set(documents_of(tmp_path / "out", other)[:-1])
 
 
 def test_files_of_a_folder_are_held_out_together(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_files_of_a_folder_are_held_out_together(tmp_path: Path) -> None:
              for n, letter in enumerate("ACDEFGHIKLMN") for name in ("one", "two")}  # fmt: skip
     folder, out = write(tmp_path / "in", kinds), tmp_path / "out"
     assert convert(folder, out, "--tokenizer", "bytes", "--sequence", 4, "--held-out", 0.4, "--group", "folder") == 0
-    held, seen = ({one[3] for one in said(out, split)[:-1]} for split in ("validation", "train"))
+    held, seen = ({one[3] for one in documents_of(out, split)[:-1]} for split in ("validation", "train"))
     assert held and seen and not held & seen
 
 
@@ -206,7 +206,7 @@ def test_families_and_groups_are_held_out_together(tmp_path: Path) -> None:
         json.dumps({"text": f"G{n % 5} {'x' * n}", "set": n % 5}).encode() + b"\n" for n in range(60))})  # fmt: skip
     assert convert(folder, tmp_path / "out", "--tokenizer", "bytes", *SMALL, "--group", "set") == 0
     for pattern in ("M(KV)*", "G[0-9]"):
-        held, kept = ({re.match(pattern, one)[0] for one in said(tmp_path / "out", split)[:-1] if re.match(pattern, one)}  # type: ignore[index]
+        held, kept = ({re.match(pattern, one)[0] for one in documents_of(tmp_path / "out", split)[:-1] if re.match(pattern, one)}  # type: ignore[index]
                       for split in ("validation", "train"))  # fmt: skip
         assert held and kept and not held & kept
 
@@ -214,17 +214,17 @@ def test_families_and_groups_are_held_out_together(tmp_path: Path) -> None:
 def test_files_may_be_named_for_validation_and_chosen_by_name(source: Path, tmp_path: Path) -> None:
     assert convert(source / "notes", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--only", "*1*.txt",
                    "--validation", source / "a.jsonl") == 0  # fmt: skip
-    assert {int(one.split(":")[0][5:]) for one in said(tmp_path / "out", "train")[:-1]} <= {1, *range(10, 20), 21}
-    assert set(said(tmp_path / "out", "validation")[:-1]) <= set(OF_LINES[:15])
+    assert {int(one.split(":")[0][5:]) for one in documents_of(tmp_path / "out", "train")[:-1]} <= {1, *range(10, 20), 21}
+    assert set(documents_of(tmp_path / "out", "validation")[:-1]) <= set(OF_LINES[:15])
 
 
-def test_text_json_tells_sources_and_tokenizer(bytes_of: Path, source: Path) -> None:
-    about = loaded(bytes_of / "text.json")
+def test_text_json_has_sources_and_tokenizer(bytes_of: Path, source: Path) -> None:
+    about = read_json(bytes_of / "text.json")
     assert about["tokenizer"] == Tokenizer.byte_level().identity == Tokenizer.load(bytes_of).identity
     assert (about["sequence"], about["vocabulary"], about["type"], about["ending"]) == (T, 257, "uint16", [256])
     files = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file() and path.name != ".hidden")
-    told = "".join(f"{store.digest(source / name)}  {name}\n" for name in files)
-    assert about["sources"][0]["files"] == len(files) and about["sources"][0]["sha256"] == hashlib.sha256(told.encode()).hexdigest()
+    sums = "".join(f"{store.digest(source / name)}  {name}\n" for name in files)
+    assert about["sources"][0]["files"] == len(files) and about["sources"][0]["sha256"] == hashlib.sha256(sums.encode()).hexdigest()
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "out" / "validation").exists()
 
 
-def test_a_long_text_is_read_in_parts_and_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_in_chunks_has_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = "".join(f"  line {n}: é {'x' * (n % 5)}\n\n" + "\tmore 12345\nflush left\n" * (n % 3) for n in range(400))
     write(tmp_path / "in", {"a.txt": whole.encode()})
     monkeypatch.setattr(documents, "TEXT_CHUNK", 100)
@@ -258,7 +258,7 @@ def test_a_long_text_is_read_in_parts_and_has_the_tokens_of_the_whole(tmp_path: 
     ("name", "data"),
     [("a.jsonl", lines(["one", "two\nlines", "é"]) + b'\n\n{"text": "last"}'), ("b.fa", FASTA), ("c.a3m", A3M + b">s\nMVV")],
 )
-def test_a_file_that_is_cut_anywhere_has_each_document_once(tmp_path: Path, name: str, data: bytes) -> None:
+def test_a_file_split_anywhere_has_each_document_once(tmp_path: Path, name: str, data: bytes) -> None:
     path = write(tmp_path, {name: data, f"{name}.gz": gzip.compress(data)}) / name
 
     def read(begin: int, end: int, path: Path = path) -> list[Any]:
@@ -277,9 +277,9 @@ def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeyp
     good = {f"{n}.txt": f"good {n}\n".encode() * 5 for n in (1, 3)}
     write(tmp_path / "in", {**good, "2.txt": b"some line\n" * 9 + b"\xff"})
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 4, "--held-out", 0, "--bad", 0.5) == 0
-    assert loaded(tmp_path / "out" / "text.json")["splits"]["train"]["tokens"] == 2 * 36
-    assert said(tmp_path / "out", "train")[0] in [data.decode() for data in good.values()]
-    assert "some" not in "".join(said(tmp_path / "out", "train"))
+    assert read_json(tmp_path / "out" / "text.json")["splits"]["train"]["tokens"] == 2 * 36
+    assert documents_of(tmp_path / "out", "train")[0] in [data.decode() for data in good.values()]
+    assert "some" not in "".join(documents_of(tmp_path / "out", "train"))
 
 
 # ---- a tokenizer of its own, the standard library
@@ -287,7 +287,7 @@ def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeyp
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small standard library, made into rows."""
+    """Convert a small standard library to rows."""
     root = tmp_path_factory.mktemp("stdlib")
     files = {f"part{n}.py": f"def function_{n}(value):\n    return value + {n}\n".encode() * (n + 1) for n in range(30)}
     other = dict.fromkeys(("test/a.py", "site-packages/b.py", "idlelib/idle_test/c.py", "d.txt"), b"import qqqqqqqq\n" * 99)
@@ -300,9 +300,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_library_is_what_comes_with_python_and_not_tests_or_packages(python: Path) -> None:
-    every = " ".join(said(python, "train") + said(python, "validation"))
+    every = " ".join(documents_of(python, "train") + documents_of(python, "validation"))
     assert "function_29" in every and "qqqq" not in every
-    about = loaded(python / "text.json")
+    about = read_json(python / "text.json")
     assert about["vocabulary"] == 300 and about["sources"][0]["files"] == 30 and about["sources"][0]["name"].startswith("Python 3.")
 
 
@@ -326,11 +326,11 @@ def test_a_tokenizer_is_not_trained_on_what_is_held_out_and_not_twice(tmp_path: 
 # ---- chats and answers
 
 
-def check_answers(out: Path, one: Tokenizer, told: Sequence[tuple[list[int], list[int]]]) -> None:
-    """The rows are those documents, whose answers are what ``spans`` say."""
+def check_answers(out: Path, tokenizer: Tokenizer, expected: Sequence[tuple[list[int], list[int]]]) -> None:
+    """Assert that the rows have these documents, and ``spans`` their answers."""
     rows = rows_of(out, "train", ANSWERS)
     stream = [token for row in rows for token in row["tokens"][:-1].tolist()]
-    mask, at, left = list[int](), 0, [*told]
+    mask, at, left = list[int](), 0, [*expected]
     while at < len(stream):
         (ids, part) = next(each for each in left if each[0][: len(stream) - at] == stream[at : at + len(each[0])])
         left.remove((ids, part))
@@ -341,10 +341,10 @@ def check_answers(out: Path, one: Tokenizer, told: Sequence[tuple[list[int], lis
         part[0] = 0                                             # it is what the row before says
         edges = [place for place, (a, b) in enumerate(pairwise([0, *part, 0])) if a != b]
         assert row["spans"].ravel().tolist() == edges
-        assert row["bytes"] == sum(int(one.byte_lengths[token]) for token, inside in zip(row["tokens"], part) if inside)
+        assert row["bytes"] == sum(int(tokenizer.byte_lengths[token]) for token, inside in zip(row["tokens"], part) if inside)
 
 
-def test_what_the_assistant_says_is_the_answer(tmp_path: Path) -> None:
+def test_messages_of_the_assistant_are_answers(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "Q" * n}, {"role": "assistant", "content": f"yes {n}<|end|>"}] for n in range(20)]
     chats += [[*chats[3], {"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}]]
     write(tmp_path / "in", {"c.jsonl": b"".join(json.dumps({"messages": chat}).encode() + b"\n" for chat in chats)})
@@ -368,27 +368,27 @@ def test_an_answer_is_learned_with_its_end_and_a_question_is_not(tmp_path: Path)
 # ---- check
 
 
-def test_check_tells_counts_copies_and_a_sample(bytes_of: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_counts_duplicates_and_a_sample(bytes_of: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert text.main(["check", str(bytes_of), "--rows", "3"]) == 0
-    told, about = capsys.readouterr().out, loaded(bytes_of / "text.json")["splits"]
-    assert f"train: rows {about['train']['rows']:,}, tokens" in told
-    assert told.count(".h5 row ") == 3 and "documents are copies" not in told and "are in train too" not in told
+    output, about = capsys.readouterr().out, read_json(bytes_of / "text.json")["splits"]
+    assert f"train: rows {about['train']['rows']:,}, tokens" in output
+    assert output.count(".h5 row ") == 3 and "documents are copies" not in output and "are in train too" not in output
     write(tmp_path / "in", {f"{n}.txt": b"the very same " * 30 for n in range(20)} | {"x.txt": b"other " * 30})
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
     assert text.main(["check", str(tmp_path / "out")]) == 0
-    told = capsys.readouterr().out
-    assert "documents are duplicates" in told
-    assert "documents of validation are in train too" in told
+    output = capsys.readouterr().out
+    assert "documents are duplicates" in output
+    assert "documents of validation are in train too" in output
 
 
 @pytest.mark.parametrize(("change", "error"), [
-    (put("tokens", (2, 5), 300), "'tokens'"), (put("ends", 0, 0), "'ends'"), (put("documents", 0, 90), "ends, expected"),
-    (put("tokens", (2, T), 7), "rows_000000.h5: row 3 does not begin with the last token of the row before"),
-    (put("tokens", (6, T), 7), "rows_000001.h5: row 0 does not begin with the last token of the row before"),
-    (put("ends", 0, 2), "a document ends with another token"), (put("bytes", 3, 9), "row 3: 'bytes' is 9, expected"),
+    (set_to("tokens", (2, 5), 300), "'tokens'"), (set_to("ends", 0, 0), "'ends'"), (set_to("documents", 0, 90), "ends, expected"),
+    (set_to("tokens", (2, T), 7), "rows_000000.h5: row 3 does not begin with the last token of the row before"),
+    (set_to("tokens", (6, T), 7), "rows_000001.h5: row 0 does not begin with the last token of the row before"),
+    (set_to("ends", 0, 2), "a document ends with another token"), (set_to("bytes", 3, 9), "row 3: 'bytes' is 9, expected"),
 ])  # fmt: skip
 def test_check_names_what_is_wrong_in_a_file(bytes_of: Path, tmp_path: Path, change: Any, error: str) -> None:
-    assert found_harm(lambda command, out, *words: text.main([command, str(out)]), bytes_of, tmp_path / "out", change, error)
+    assert check_fails(lambda command, out, *words: text.main([command, str(out)]), bytes_of, tmp_path / "out", change, error)
 
 
 def test_check_names_another_tokenizer(bytes_of: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,7 +419,7 @@ def test_bad_lines_are_listed_with_file_and_line_wherever_a_part_begins(
     assert "16 of 186 documents cannot be used, listed in" in error and "more than --bad 0.01: repair them, or allow more" in error
     assert "the first: " in error and "a.jsonl: line 7: not JSON" in error
     assert convert(*words, "--bad", 0.2) == 0
-    found = {Path(where).name: reason for where, reason in loaded(tmp_path / "out" / "skipped.json")["unusable"].items()}
+    found = {Path(where).name: reason for where, reason in read_json(tmp_path / "out" / "skipped.json")["unusable"].items()}
     for name in ("a.jsonl", "f.jsonl.gz"):
         assert found[f"{name}: line 20"] == "no field 'text'; it has other, id: name one with --field"
         assert found[f"{name}: line 33"] == "byte 0xff is not UTF-8" and "a int in text, expected text" in found[f"{name}: line 50"]
@@ -427,8 +427,8 @@ def test_bad_lines_are_listed_with_file_and_line_wherever_a_part_begins(
     assert found["c.txt"].startswith("line 2: byte 0xe9 is not UTF-8; convert it (iconv")
     assert found["d.txt"].startswith("line 2: a NUL byte") and found["e.fa: line 2"].startswith("'1' in a sequence")
     assert found["e.fa: line 1"].startswith("'what' before any line with '>'")
-    assert len(found) == 16 and loaded(tmp_path / "out" / "text.json")["unusable"] == 16
-    assert Counter(said(tmp_path / "out", "train")[:-1])["MKV"] == 1
+    assert len(found) == 16 and read_json(tmp_path / "out" / "text.json")["unusable"] == 16
+    assert Counter(documents_of(tmp_path / "out", "train")[:-1])["MKV"] == 1
 
 
 def cut(data: bytes) -> bytes:
@@ -474,8 +474,8 @@ def test_what_cannot_be_used_is_refused_and_named(case: str, tmp_path: Path, cap
     given = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
     held = [] if "--held-out" in words else ["--held-out", 0]
     assert convert(tmp_path / "in", tmp_path / "out", "--sequence", T, *held, *given, *words) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and error in told and told.count("\n") == 1, told
+    output = capsys.readouterr().err
+    assert output.startswith("error: ") and error in output and output.count("\n") == 1, output
 
 
 @pytest.mark.parametrize(
@@ -490,8 +490,8 @@ def test_a_folder_that_was_made_otherwise_is_refused(
 ) -> None:
     before = content(bytes_of)
     assert convert(source, bytes_of, "--tokenizer", "bytes", *SMALL, *words) == 2
-    told = capsys.readouterr().err
-    assert f"{bytes_of}: was made with {error}" in told and "choose a new folder" in told and content(bytes_of) == before
+    output = capsys.readouterr().err
+    assert f"{bytes_of}: was made with {error}" in output and "choose a new folder" in output and content(bytes_of) == before
 
 
 def test_another_source_and_an_out_within_it_are_refused(bytes_of: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:

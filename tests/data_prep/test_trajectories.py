@@ -16,7 +16,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms, FixCartesian
 
 from data_prep import frames, trajectories
-from tests.data_prep.making import loaded, whole
+from tests.data_prep.making import columns, read_json
 from tests.data_prep.test_opencatalyst import run
 from tests.stored import arrays, told
 
@@ -59,7 +59,7 @@ def test_every_original_file_is_converted(tmp_path, row, capsys, originals):
     for number, source in enumerate(source for source in sources if trajectories.file_format(source)):
         out = tmp_path / str(number)
         assert run("convert", source, out, "--validation", "0", "--skip-bad", "--label", "as told") == 0
-        found, part = loaded(out / "statistics.json")["splits"]["train"], whole(out / "train")
+        found, part = read_json(out / "statistics.json")["splits"]["train"], columns(out / "train")
         assert found["frames"] == row["frames"] and sorted({*part["atoms"].tolist()}) == row["natoms"]
         assert found["energy"]["mean"] == pytest.approx(row["energy_mean"], rel=1e-9)
         assert found["forces"]["zero_mae"] == pytest.approx(row["zero_force_mae_free"], rel=1e-5)
@@ -85,7 +85,7 @@ def test_a_real_relaxation_is_converted(tmp_path):
     row, source = PUBLIC[0], tmp_path / "random1447590.extxyz"
     ase.io.write(source, [*relaxation()])
     assert run("convert", source, tmp_path / "out", "--validation", "0", "--label", "as told") == 0
-    found, part = loaded(tmp_path / "out" / "statistics.json")["splits"]["train"], whole(tmp_path / "out" / "train")
+    found, part = read_json(tmp_path / "out" / "statistics.json")["splits"]["train"], columns(tmp_path / "out" / "train")
     assert found["frames"] == row["frames"] and sorted({*part["atoms"].tolist()}) == row["natoms"]
     assert found["energy"]["mean"] == pytest.approx(row["energy_mean"], rel=1e-9)
     assert found["forces"]["zero_mae"] == pytest.approx(row["zero_force_mae_free"], rel=1e-5)
@@ -125,7 +125,7 @@ def test_every_kind_of_file_gives_the_same_frames(tmp_path):
     parts = {}
     for source in sorted(tmp_path.glob("?.*")):
         assert run("convert", source, tmp_path / "out" / source.name, "--validation", "0", "--frames", "4") == 0
-        parts[source.name] = whole(tmp_path / "out" / source.name / "train")
+        parts[source.name] = columns(tmp_path / "out" / source.name / "train")
         assert len(list((tmp_path / "out" / source.name / "train").glob("*.h5"))) == 2
     first = parts["c.traj"]
     assert (first["fixed"].reshape(6, 12).sum(1) == 4).all() and set(first["tags"]) == {0, 1}
@@ -145,10 +145,10 @@ def test_chunks_of_oc20_lose_their_references(tmp_path, capsys):
         (tmp_path / "in" / f"{n}.extxyz.xz").write_bytes(lzma.compress((tmp_path / "x.extxyz").read_bytes()))
         (tmp_path / "in" / f"{n}.txt").write_text("".join(f"random{n + 40},frame{7 * k},{-100.5 - n}\n" for k in range(3)))
     assert run("convert", tmp_path / "in", tmp_path / "out", "--label", "DFT (VASP)") == 0
-    told = loaded(tmp_path / "out" / "train" / "index.json")
+    told = read_json(tmp_path / "out" / "train" / "index.json")
     assert told["label"] == "DFT (VASP)"
     assert told["sources"] == [{"name": "in", "labels": "DFT (VASP)", "energy": "less a reference"}]
-    parts = {split: whole(tmp_path / "out" / split) for split in ("train", "validation")}
+    parts = {split: columns(tmp_path / "out" / split) for split in ("train", "validation")}
     there = [{*part["system"].tolist()} for part in parts.values()]
     assert [len(systems) for systems in there] == [4, 1] and not there[0] & there[1]
     for part in parts.values():
@@ -167,7 +167,7 @@ def test_the_last_frames_of_a_trajectory_are_held_out(tmp_path, capsys):
     ase.io.write(tmp_path / "a.traj", some)
     assert run("convert", tmp_path / "a.traj", tmp_path / "out", "--hold-last", "2") == 0
     for split, wanted in (("train", [0, 1, 2, 3]), ("validation", [4, 5])):
-        part = whole(tmp_path / "out" / split)
+        part = columns(tmp_path / "out" / split)
         assert part["frame"].tolist() == wanted
         assert (part["energy"] == [some[n].calc.results["energy"] for n in wanted]).all()
     assert run("convert", tmp_path / "a.traj", tmp_path / "b", "--hold-last", "6") == 2 and "6 frames" in capsys.readouterr().err
@@ -180,7 +180,7 @@ def test_named_folders_are_the_splits(tmp_path):
         ase.io.write(tmp_path / "in" / folder / "a.traj", images(number))
     assert run("convert", tmp_path / "in", tmp_path / "out", "--label", "EMT") == 0
     folders = [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
-    assert {path.name: len(whole(path)["energy"]) for path in folders} == {"train": 5, "validation": 2}
+    assert {path.name: len(columns(path)["energy"]) for path in folders} == {"train": 5, "validation": 2}
     assert run("check", tmp_path / "out") == 0
 
 
@@ -196,7 +196,7 @@ def test_labels_of_several_methods_are_refused(tmp_path, capsys):
         ase.io.write(tmp_path / "in" / f"{name}.traj", images(2))
     assert run("convert", *words) == 2 and "have no method of their labels" in capsys.readouterr().err
     assert run("convert", *words, "--label", "DFT (VASP)") == 0
-    assert loaded(tmp_path / "out" / "train" / "index.json")["sources"][0]["labels"] == "DFT (VASP)"
+    assert read_json(tmp_path / "out" / "train" / "index.json")["sources"][0]["labels"] == "DFT (VASP)"
 
 
 def shortened(data):
@@ -262,7 +262,7 @@ def test_errors_are_one_line_and_skipped_on_demand(tmp_path, capsys, fault):
     assert not list(tmp_path.rglob("*.h5")) and not list(tmp_path.rglob("*.partial"))
     ase.io.write(tmp_path / "in" / "good.traj", images(3, "Ag"))
     assert run("convert", tmp_path / "in", tmp_path / "less", *words, "--skip-bad") == 0
-    told, left = capsys.readouterr().out, len(whole(tmp_path / "less" / "train")["energy"])
+    told, left = capsys.readouterr().out, len(columns(tmp_path / "less" / "train")["energy"])
     last = told.splitlines()[-1]
     assert source.name in last and REFUSED[fault][1] in last and re.match(r"refused: \d of \d+ items: ", last)
     assert left == 3 + LEFT.get(fault, 3)
