@@ -104,8 +104,8 @@ def has_finish(value: Any) -> bool:
 
 def _upcast(name: str, part: Any) -> Tensor:
     if not isinstance(part, Tensor) or part.is_complex():
-        actual = part.dtype if isinstance(part, Tensor) else type(part).__name__
-        raise ConfigError(f"metric {name!r}: a sum is a {actual}; expected (sums, finish) with a tensor of real numbers, or several")
+        kind = part.dtype if isinstance(part, Tensor) else type(part).__name__
+        raise ConfigError(f"metric {name!r}: a sum is a {kind}; expected (sums, finish) with a tensor of real numbers, or several")
     return part.detach().to(torch.float64 if part.is_floating_point() else torch.int64)
 
 

@@ -80,9 +80,9 @@ class ReplicaCheck:
         fingerprints = [(self.mesh.rank, int(self._fingerprints[index].item()))]
         for axis in self._axes[index]:
             fingerprints = [each for part in all_gather_object(fingerprints, axis) for each in part]
-        counts = [*Counter(found for _, fingerprint in fingerprints).most_common(), (None, 0)]
+        counts = [*Counter(fingerprint for _, fingerprint in fingerprints).most_common(), (None, 0)]
         majority = counts[0][0] if counts[0][1] > counts[1][1] else None
-        return {rank for rank, found in fingerprints if found != majority} if len(counts) > 2 else set()
+        return {rank for rank, fingerprint in fingerprints if fingerprint != majority} if len(counts) > 2 else set()
 
 
 def fingerprint(x: Tensor) -> Tensor:

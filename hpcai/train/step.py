@@ -342,9 +342,9 @@ def samples_in(batch: Any) -> int:
 def _get_loss(values: dict[str, Value]) -> Value:
     loss = values.get("loss")
     if not isinstance(loss[0] if isinstance(loss, tuple) else loss, Tensor):
-        actual = f", 'loss' as a {type(loss).__name__}" if "loss" in values else ""
+        kind = f", 'loss' as a {type(loss).__name__}" if "loss" in values else ""
         raise ConfigError(
-            f"the loss function returned {sorted(values)}{actual}; expected a scalar tensor named 'loss' among them, or (sum, count)"
+            f"the loss function returned {sorted(values)}{kind}; expected a scalar tensor named 'loss' among them, or (sum, count)"
         )
     if wrong := sorted(name for name, value in values.items() if has_finish(value)):
         raise ConfigError(

@@ -237,7 +237,8 @@ class _Examination:
             more = f", and {len(rows) - 1:,} more rows of these two" if len(rows) > 1 else ""
             name = next(name for name, stats in second_file.inspection.statistics.items() if stats.keys)
             place = f"{first_file.split.name}/{first_file.path.name} row {first_row}"
-            self.add("duplicate" if first_file.split is second_file.split else "leak", second_file.path, name, row=second_row, place=place, more=more)
+            code = "duplicate" if first_file.split is second_file.split else "leak"
+            self.add(code, second_file.path, name, row=second_row, place=place, more=more)
 
     # ---- splits and totals
 

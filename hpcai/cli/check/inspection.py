@@ -199,12 +199,12 @@ def widest(fields: Sequence[DatasetInfo]) -> DatasetInfo | None:
     return max((data for data in fields if data.readable), key=lambda data: (data.row_bytes, data.name), default=None)
 
 
-def _read_statistics(path: Path, inspection: Inspection, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[int]:
-    readable = [dataset for dataset in inspection.fields if dataset.readable]
+def _read_statistics(path: Path, file: Inspection, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[int]:
+    readable = [dataset for dataset in file.fields if dataset.readable]
     if keys is None or (keys and not {dataset.name for dataset in readable} & set(keys)):
         keys = {dataset.name for dataset in [widest(readable)] if dataset is not None}
     for dataset in readable:
-        statistics = inspection.statistics[dataset.name] = RowStatistics(bounds.get(dataset.name, Bounds()), dataset.name in keys)
+        statistics = file.statistics[dataset.name] = RowStatistics(bounds.get(dataset.name, Bounds()), dataset.name in keys)
         for first, part in _read_parts(path, dataset):
             statistics.add(first, part)
             yield 0

@@ -137,8 +137,8 @@ def _results(run: RunRecord) -> str:
 def _predictions(run: RunRecord) -> str:
     if run.table is None:
         return ""
-    table = run.table
-    return card(table.title, table(table.head, table.rows, "texts" if table.text else "numbers"), table.note)
+    data = run.table
+    return card(data.title, table(data.head, data.rows, "texts" if data.text else "numbers"), data.note)
 
 
 def _facts(run: RunRecord) -> str:
