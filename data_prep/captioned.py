@@ -76,8 +76,8 @@ def find_shards(folder: Path) -> list[Shard]:
     if saved:
         return [Shard(table / name) for table in saved for name in _arrow_files(table / STATE)]
     for ending in (".tar", ".arrow"):           # tables beside tar files are their metadata
-        if found := sorted(path for path in folder.rglob(f"*{ending}") if not path.name.startswith(".")):
-            return [Shard(path) for path in found]
+        if paths := sorted(path for path in folder.rglob(f"*{ending}") if not path.name.startswith(".")):
+            return [Shard(path) for path in paths]
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix[1:].lower() in IMAGE_SUFFIXES)
     names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     if not names:
@@ -289,8 +289,8 @@ def _image_or_moments(data: bytes, ending: str, where: str) -> dict[str, Any]:
 def _check_moments(values: Array, where: str) -> Array:
     shape = values.shape[1:] if values.ndim == 4 and values.shape[0] == 1 else values.shape
     if values.dtype.kind != "f" or len(shape) != 3 or shape[0] % 2:
-        found, expected = f"{values.dtype} {list(values.shape)}", "an image uint8 [H, W, 3], or moments float32 [1, 2L, h, w]"
-        raise DataError(f"{where}: holds {found}, expected {expected}; {REMEDY}")
+        actual, expected = f"{values.dtype} {list(values.shape)}", "an image uint8 [H, W, 3], or moments float32 [1, 2L, h, w]"
+        raise DataError(f"{where}: holds {actual}, expected {expected}; {REMEDY}")
     return values.reshape(shape)
 
 
@@ -303,8 +303,8 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Ten
     pixels = torch.from_numpy(_decode_image(sample).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
     sides = pixels.shape[1:]
     if min(side - target for side, target in zip(sides, size)) < 0 and not enlarge:
-        found, expected = (" x ".join(map(str, shape)) for shape in (sides, size))
-        raise DataError(f"{sample.name}: {found}, smaller than --size {expected}; leave it out, or give --enlarge")
+        actual, expected = (" x ".join(map(str, shape)) for shape in (sides, size))
+        raise DataError(f"{sample.name}: {actual}, smaller than --size {expected}; leave it out, or give --enlarge")
     factor = max(target / side for side, target in zip(sides, size))
     if factor != 1:
         covering = [max(target, round(side * factor)) for side, target in zip(sides, size)]

@@ -480,10 +480,10 @@ def _plan_files(
         total = int(ends[-1]) if len(ends) else 0
         rows = max(total - 1, 0) // sequence
         if not rows and (split == "train" or options.held_out or options.validation):
-            found = f"{split}: {total:,} tokens of {len(members)} documents, not one row of {sequence + 1:,}"
+            text = f"{split}: {total:,} tokens of {len(members)} documents, not one row of {sequence + 1:,}"
             advice = "take a smaller --sequence, or more text" if number == 0 or len(members) else (
                 "raise --held-out, name other files by --validation PATH, or give --held-out 0")
-            raise DataError(f"{found}; {advice}")
+            raise DataError(f"{text}; {advice}")
         if not rows:
             continue
         counts[split] = {"documents": len(members), "tokens": total, "left_over": total - rows * sequence - 1}
