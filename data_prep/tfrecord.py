@@ -2,7 +2,7 @@
 
 A record is: length (8 bytes), masked CRC-32C of the length (4), payload, masked CRC-32C of the payload (4), little endian. The
 payload is a tf.train.Example whose "x" holds int16 counts as bytes [D, H, W, C] and whose "y" holds the parameters in [-1, 1].
-Plain and gzip files  distinguished by content, never by name.
+Plain and gzip files are distinguished by content, never by name.
 """
 
 import gzip
