@@ -171,9 +171,7 @@ def _row_reader(where: str, parse: Callable[[], Frame]) -> FrameReader:
     return read
 
 
-def _from_atoms(
-    atoms: Any, name: str, index: int, about: dict[str, Any], reference: float = 0.0
-) -> Frame:
+def _from_atoms(atoms: Any, name: str, index: int, about: dict[str, Any], reference: float = 0.0) -> Frame:
     """Return a frame from ASE's Atoms and additional metadata."""
     results, about = (atoms.calc.results if atoms.calc else {}), {**atoms.info, **about}
     energy, forces = results.get("energy"), results.get("forces", atoms.arrays.get("force"))

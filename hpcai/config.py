@@ -212,7 +212,7 @@ class _Input:
         try:
             node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Reader)
             if node is None or isinstance(node, yaml.MappingNode):
-                self.merge({} if node is None else self.to_plain(node, (), self.line), self.tree)
+                self.add({} if node is None else self.to_plain(node, (), self.line))
                 return
             error = f"found {format_value(self.to_plain(node, (), self.line))}, expected key: value lines"
         except FileNotFoundError:
@@ -272,7 +272,7 @@ class _Input:
             self.origins[key] = origin
         for part in reversed(key):
             tree = {part: tree}
-        self.merge(tree, self.tree)
+        self.add(tree)
         return error
 
     def to_plain(self, node: yaml.Node, key: Key, origin_of: Callable[[yaml.Node], _Origin]) -> Any:
@@ -302,6 +302,15 @@ class _Input:
                 tree[word] = self.to_plain(child, below, origin_of)
         return list(tree.values()) if isinstance(node, yaml.SequenceNode) else tree
 
+    def add(self, tree: dict[str, Any]) -> None:
+        """Merge a file or an override, with today's names in place of earlier ones."""
+        for old, new in self.schema.apply_renames(tree):
+            self.origins[new] = origin = self.origin(old)
+            self.rejected |= {new} if old in self.rejected else set()
+            text = f"{format_key(old)} is now {format_key(new)}; the next version does not read the old name"
+            sys.stderr.write(f"{origin.text}: {text}\n")
+        self.merge(tree, self.tree)
+
     def merge(self, tree: dict[str, Any], into: dict[str, Any]) -> None:
         for name, value in tree.items():
             if isinstance(value, dict) and isinstance(old := into.get(name), dict):
@@ -316,10 +325,6 @@ class _Input:
 
     def validate(self) -> pydantic.BaseModel:
         suggested: set[Key] = set()
-        for old, new in self.schema.apply_renames(self.tree):
-            self.origins[new] = origin = self.origin(old)
-            text = f"{format_key(old)} is now {format_key(new)}; the next version does not read the old name"
-            sys.stderr.write(f"{origin.text}: {text}\n")
         for key in list(self.schema.unknown_keys(self.tree)):
             near, parent = self.schema.suggest(key), _lookup(self.tree, key[:-1])
             suggested |= set(near)

@@ -154,6 +154,7 @@ def test_earlier_names_are_read_and_reported(file, capsys):
         assert load(Run, path, overrides) == Run(step=Renamed(ema_decay=0.9))
         message = capsys.readouterr().err
         assert origin in message and "step.average is now step.ema_decay; the next version does not read the old name\n" in message
+    assert load(Run, file("step: {ema_decay: 0.8}"), ["step.average=0.9"]).step.ema_decay == 0.9
     with pytest.raises(ConfigError, match=r"command line: step.ema_decay is 'x', expected a number"):
         load(Run, None, ["step.average=x"])
     with pytest.raises(ConfigError, match=r"step.average: no such key"):
