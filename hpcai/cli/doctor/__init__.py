@@ -35,16 +35,14 @@ for i in range(torch.cuda.device_count()):
     found[f"GPU {i}"] = f"{known.name}, {known.total_memory / 2**30:.0f} GiB"
 if torch.cuda.is_available() and torch.distributed.is_nccl_available():
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-""",
-    "MPI": """
+""", "MPI": """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 found = {"mpi4py": mpi4py.__version__}
 from mpi4py import MPI
 found["MPI library"] = " ".join(MPI.Get_library_version().split(chr(10))[0].split()).rstrip(chr(0))
 found["MPI standard"] = ".".join(map(str, MPI.Get_version()))
-""",
-    "HDF5": """
+""", "HDF5": """
 import h5py
 parallel = "with MPI" if h5py.get_config().mpi else "without MPI: one process opens a file for writing"
 found = {"h5py": h5py.__version__, "HDF5": f"{h5py.version.hdf5_version}, {parallel}"}
