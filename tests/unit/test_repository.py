@@ -50,6 +50,11 @@ def test_what_strangers_look_for_says_what_the_repository_has() -> None:
     assert steps[-1] == {"run": ".ci/run"}
 
 
+def test_make_test_oldest_names_forms_that_exist() -> None:
+    forms = re.findall(r"foreach form,([\w ]+),tests/ranks/test_", (ROOT / "Makefile").read_text())[0].split()
+    assert len(forms) > 9 and all((ROOT / f"tests/ranks/test_{form}.py").is_file() for form in forms)
+
+
 def test_lines_stay_within_their_budget() -> None:
     packages: Counter[str] = Counter()
     names = ("hpcai", "apps", "data_prep", "tests")
