@@ -275,7 +275,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: LineWriter | None = None
-        self._pending: list[str] = []                    # until `start` tells a resumed run from a new one
+        self._pending: list[str] = []                    # until `start` distinguishes a resumed run from a new one
 
     def write(self, event: Event) -> None:
         self._pending.append(json.dumps(to_strict_json({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))

@@ -7,11 +7,12 @@ Samples are random: moments of latents with a text each, or fields with their co
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import numpy as np
 import torch
@@ -192,14 +193,10 @@ def _contiguous() -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [(blocks, name, partial(_call_contiguous, getattr(blocks, name))) for name in names]
     patches += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
     patches += [(module, "circular_pad", _circular_pad) for module in (upsample_conv, periodic)]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in patches]
-    try:
+    with ExitStack() as stack:
         for module, name, function in patches:
-            setattr(module, name, function)
+            stack.enter_context(mock.patch.object(module, name, function))
         yield
-    finally:
-        for module, name, function in originals:
-            setattr(module, name, function)
 
 
 def _call_contiguous(function: Callable[..., Tensor], *args: Any) -> Tensor:

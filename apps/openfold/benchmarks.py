@@ -8,8 +8,9 @@ checkpointing of blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -174,11 +175,7 @@ def use_reference(enabled: Enabled = frozenset()) -> Iterator[None]:
         "parts": [(evoformer, "map_chunks", single), (layers, "map_chunks", single), (objective, "chunk_size", lambda *_: 1 << 60)],
     }  # fmt: skip
     patches = [form for switch, group in forms.items() if switch not in enabled for form in group]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in patches]
-    try:
+    with ExitStack() as stack:
         for module, name, function in patches:
-            setattr(module, name, function)
+            stack.enter_context(mock.patch.object(module, name, function))
         yield
-    finally:
-        for module, name, function in originals:
-            setattr(module, name, function)
