@@ -1,5 +1,5 @@
-"""For all tests: the same examples every time, no time limit on one example, one folder of temporary files that goes with them, and
-at the end what this machine could not run."""
+"""Settings of all tests: deterministic Hypothesis examples without deadline, one temporary folder that is removed at the end, and a
+summary of skipped tests by reason."""
 
 import contextlib
 import ctypes
@@ -24,11 +24,14 @@ _BEGAN = time.time()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all tests but those of tests/gpu, run by themselves (make gpu). Autograd then counts no GPU, and starts no
-    threads for GPUs: no fork could run a backward pass beside them. Later, a fake tensor of a CUDA build would count as one."""
-    if not hasattr(config, "workerinput"):  # launchers and processes that are killed leave files behind
+    """Hide GPUs from all tests except a run of tests/gpu alone (make gpu).
+
+    The backward pass lets autograd count devices now: it starts no threads for GPUs, with which no fork could run a backward pass.
+    A fake tensor of a CUDA build would later count as a GPU.
+    """
+    if not hasattr(config, "workerinput"):  # killed launchers and processes leave files behind
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcai-")
-        config.option.basetemp = config.option.basetemp or f"{tempfile.tempdir}/tests"  # short: there are sockets below it
+        config.option.basetemp = config.option.basetemp or f"{tempfile.tempdir}/tests"  # short: paths of sockets are limited
     gpu = Path(__file__).parent / "gpu"
     alone = all(Path(word.partition("::")[0]).resolve().is_relative_to(gpu) for word in config.args)
     if alone and os.environ.get("HPCAI_TEST_DEVICE") != "cpu":
@@ -43,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def originals(pytestconfig: pytest.Config) -> Path:
-    """The folder of original files."""
+    """Return the folder of original files."""
     folder = pytestconfig.getoption("originals")
     if folder is None:
         pytest.skip("reads original files: make originals FROM=DIR")
@@ -60,7 +63,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: a run collects garbage at its start, which would look at all of it again in each test."""
+    """Exclude imported modules from garbage collection: each run collects at its start."""
     gc.collect()
     gc.freeze()
 
@@ -68,11 +71,11 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if hasattr(session.config, "workerinput"):
         return
-    for left in Path("/tmp").glob("hydra_hwloc_xmlfile_*"):  # of each mpiexec of MPICH that was killed, which takes no other folder
-        with contextlib.suppress(OSError):  # one that ends now
+    for left in Path("/tmp").glob("hydra_hwloc_xmlfile_*"):  # of killed mpiexec processes of MPICH, which ignore TMPDIR
+        with contextlib.suppress(OSError):  # a process that ends now
             if left.stat().st_uid == os.getuid() and left.stat().st_mtime > _BEGAN:
                 left.unlink()
-    if exitstatus == pytest.ExitCode.OK:  # otherwise there is something to look at
+    if exitstatus == pytest.ExitCode.OK:  # keep the files of failures
         session.config.add_cleanup(lambda: shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True))
 
 
@@ -82,10 +85,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_of_this_file() -> Iterator[None]:
-    """Its processes end with it, and memory that it has freed goes back: each fork would copy the tables of its pages."""
+    """End the processes of a test file, and return freed memory to the system: each fork would copy its page tables."""
     yield
     launch.end()
-    with contextlib.suppress(AttributeError):  # the GNU C library has it
+    with contextlib.suppress(AttributeError):  # GNU C library only
         ctypes.CDLL(None).malloc_trim(0)
 
 

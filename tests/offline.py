@@ -1,8 +1,7 @@
-"""A Python without a network.
+"""Run Python without network access.
 
-A hook of Python's audit events ends a child, and any Python that it starts, when it makes, binds or connects a socket to one, or
-asks for an address. What libraries in C do is not seen by it: where the system lets us (`unshare`), the child has no network,
-not even a loopback, and must do its work all the same.
+An audit hook ends the child, and every Python process started by it, at each internet socket or address lookup. The hook does not
+see C libraries: if the system allows `unshare`, the child also runs in an empty network namespace, without loopback.
 """
 
 import functools
@@ -31,19 +30,19 @@ sys.addaudithook(refuse)
 
 
 @functools.cache
-def without_a_network() -> tuple[str, ...]:
-    """What starts a process that has no network; nothing where the system does not allow it."""
-    for words in (("unshare", "--user", "--map-root-user", "--net"), ("unshare", "--net")):
-        if shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0:
-            return words
+def no_network_prefix() -> tuple[str, ...]:
+    """Return the command prefix that runs a process in an empty network namespace; empty if the system does not allow it."""
+    for prefix in (("unshare", "--user", "--map-root-user", "--net"), ("unshare", "--net")):
+        if shutil.which(prefix[0]) and subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
+            return prefix
     return ()
 
 
-def child(code: str, *words: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
-    """``python -c code words`` in ``cwd``, with the modules of ``path`` and without a network."""
-    hook = cwd / "hook/sitecustomize.py"  # which every Python imports at its start
+def run_offline(code: str, *args: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``python -c code args`` in ``cwd``, with the modules of ``path`` and without network access."""
+    hook = cwd / "hook/sitecustomize.py"  # imported by every interpreter at startup
     hook.parent.mkdir(exist_ok=True)
     hook.write_text(HOOK)
     environ = os.environ | {"PYTHONPATH": f"{hook.parent}{os.pathsep}{path}", "OMP_NUM_THREADS": "1"}
-    command = [*without_a_network(), sys.executable, "-P", "-c", code, *words]
+    command = [*no_network_prefix(), sys.executable, "-P", "-c", code, *args]
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)

@@ -1,12 +1,12 @@
-"""What of a file the page cache holds."""
+"""Residency of a file in the page cache."""
 
 import ctypes
 import mmap
 from pathlib import Path
 
 
-def resident(path: Path) -> float:
-    """The part of a file that is in the page cache."""
+def resident_fraction(path: Path) -> float:
+    """Return the fraction of a file's pages in the page cache."""
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as view:
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()

@@ -1,4 +1,4 @@
-"""ShellCheck, as the extra ``dev`` or the machine has it."""
+"""ShellCheck of the extra ``dev`` or of the machine."""
 
 import os
 import shutil
@@ -9,8 +9,8 @@ from pathlib import Path
 PROGRAM = shutil.which("shellcheck", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))))
 
 
-def complaints(script: str, *options: str) -> str:
-    """Warnings and errors in a script; none without the program."""
+def shellcheck_warnings(script: str, *options: str) -> str:
+    """Return the warnings and errors of a script; empty if ShellCheck is not installed."""
     if PROGRAM is None:
         return ""
     command = [PROGRAM, "--severity=warning", *options, "-"]

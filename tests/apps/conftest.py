@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("tests.apps.promises", "tests.apps.running")
+pytest.register_assert_rewrite("tests.apps.app_contract", "tests.apps.app_runs")
 
-from tests.apps.running import App  # noqa: E402
+from tests.apps.app_runs import App  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from hpcai import log
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.models.cosmoflow import CosmoFlow
 from tests.apps import universes
-from tests.apps.promises import Promises
-from tests.apps.running import ROOT, resumed_from, told
-from tests.apps.smallest import COSMOFLOW as APP
+from tests.apps.app_contract import AppContract
+from tests.apps.app_runs import ROOT, metric_by_step, resumed_from
+from tests.apps.small_apps import COSMOFLOW as APP
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 ENDLESS = ["train.epochs=300", "checkpoint.every_steps=100000"]
@@ -47,7 +47,7 @@ def spoil(data: Path, kind: str) -> None:
                 file["target"][1, 2] = np.nan
 
 
-class TestPromises(Promises):
+class TestContract(AppContract):
     leaves = ["predictions.npz"]
     shows = "Omega_m"
     test_several_processes_train_as_one = None  # below, with a run that is taken up
@@ -76,7 +76,7 @@ class TestPromises(Promises):
 
 
 def test_predictions_and_weights_are_in_physical_units(data: Path) -> None:
-    run = APP.once(data)
+    run = APP.cached_run(data)
     pairs = np.load(run / "predictions.npz", allow_pickle=False)
     assert pairs["names"].tolist() == ["Omega_m", "sigma_8", "n_s", "H_0"]
     assert pairs["predicted"].shape == pairs["true"].shape == (12, 4)
@@ -101,7 +101,7 @@ def wait_for(condition: Callable[[], bool], alive: Callable[[], bool], output: P
 
 
 def has_begun(run: Path) -> bool:
-    return (run / "metrics.jsonl").exists() and len(told(run)) >= 2
+    return (run / "metrics.jsonl").exists() and len(metric_by_step(run)) >= 2
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
@@ -113,7 +113,7 @@ def test_a_signal_saves_and_asks_to_be_requeued(data: Path, tmp_path: Path, name
         ((code,), _) = forks.wait()
     assert code == 85 and f"stopped by {name}" in output.read_text(), output.read_text()
     saved = [p.name for p in (run / "checkpoints").iterdir()]
-    assert saved == [f"step-{max(told(run)):08d}"], "nothing that was done is lost"
+    assert saved == [f"step-{max(metric_by_step(run)):08d}"], "nothing that was done is lost"
     assert not (run / "model.safetensors").exists()
 
 
@@ -121,7 +121,7 @@ def test_a_signal_saves_and_asks_to_be_requeued(data: Path, tmp_path: Path, name
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
 def test_two_ranks_are_stopped_by_a_signal_to_one(data: Path, tmp_path: Path) -> None:
     run, output = tmp_path / "run", tmp_path / "run.out"
-    line = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "apps.cosmoflow", *APP.words(data, run, *ENDLESS)]
+    line = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "apps.cosmoflow", *APP.overrides(data, run, *ENDLESS)]
     with output.open("w") as said:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(line, cwd=ROOT, env=environ, stdout=said, stderr=subprocess.STDOUT)
@@ -130,7 +130,7 @@ def test_two_ranks_are_stopped_by_a_signal_to_one(data: Path, tmp_path: Path) ->
     assert len(ranks) == 2
     os.kill(ranks[-1], signal.SIGTERM)
     assert process.wait(120) == 85, output.read_text()
-    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{max(told(run)):08d}"]
+    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{max(metric_by_step(run)):08d}"]
 
 
 def _is_rank(process: Path, run: Path, launcher: int) -> bool:
@@ -144,12 +144,12 @@ def _is_rank(process: Path, run: Path, launcher: int) -> bool:
 def test_a_run_on_another_data_set_is_refused_unless_that_is_meant(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, other = tmp_path / "run", universes.make(tmp_path / "other", size=16, train=5)
-    assert APP.here(data, run) == 0
-    assert APP.here(other, run, "train.epochs=4") == 1 and "another data set (6 files, 24 rows" in capsys.readouterr().err
+    run, other = tmp_path / "run", universes.write_universes(tmp_path / "other", size=16, train=5)
+    assert APP.run(data, run) == 0
+    assert APP.run(other, run, "train.epochs=4") == 1 and "another data set (6 files, 24 rows" in capsys.readouterr().err
     copied = Path(shutil.copytree(data, tmp_path / "copied"))
-    assert APP.here(copied, run, "train.epochs=3") == 0 and resumed_from(run) == 6
-    assert APP.here(other, run, "train.epochs=4", "checkpoint.other_data=true") == 0 and resumed_from(run) == 9
+    assert APP.run(copied, run, "train.epochs=3") == 0 and resumed_from(run) == 6
+    assert APP.run(other, run, "train.epochs=4", "checkpoint.other_data=true") == 0 and resumed_from(run) == 9
     notes = [event["text"] for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "note"]
     assert any("train.epochs: 2 then, 3 now" in text for text in notes) and any("another data set" in text for text in notes)
 
@@ -161,15 +161,15 @@ def test_a_run_on_another_data_set_is_refused_unless_that_is_meant(
 def test_four_ranks_give_the_loss_curve_of_one_which_takes_up_their_run(data: Path, tmp_path: Path, axes: list[str]) -> None:
     """Copies, cut ones too: each rank then reads its part of a turned universe. They stop in the middle of an epoch."""
     more, run = ["step.precision=fp64", "model.dropout=0"], tmp_path / "run"
-    one = APP.once(data, *more)
+    one = APP.cached_run(data, *more)
     output = APP.on_ranks(4, data, run, *more, *axes, "train.epochs=null", "train.steps=4")
     assert output.count("finished at step") == 1, "only one rank speaks"
     for kind, name in (("train", "loss"), ("train", "mae"), ("evaluate", "mae")):
-        expected, found = told(one, kind, name), told(run, kind, name)
+        expected, found = metric_by_step(one, kind, name), metric_by_step(run, kind, name)
         assert set(found) == ({1, 2, 3, 4} if kind == "train" else {3, 4})
         assert all(value == pytest.approx(expected.get(step, value), rel=1e-10) for step, value in found.items()), (kind, name)
-    assert APP.here(data, run, *more) == 0 and resumed_from(run) == 4
-    assert told(run) == pytest.approx(told(one), rel=1e-9) and len(told(run)) == 6
+    assert APP.run(data, run, *more) == 0 and resumed_from(run) == 4
+    assert metric_by_step(run) == pytest.approx(metric_by_step(one), rel=1e-9) and len(metric_by_step(run)) == 6
 
 
 FAST = [
@@ -182,13 +182,14 @@ FAST = [
 @pytest.mark.parametrize("case", FAST)
 def test_every_fast_setting_trains_as_the_plain_one(data: Path, tmp_path: Path, case: str) -> None:
     ranks, *settings = case.split()
-    plain, run = APP.once(data, *(w for w in settings if w.startswith(("step.optimizer", "step.ema_decay")))), tmp_path / "run"
+    plain = APP.cached_run(data, *(setting for setting in settings if setting.startswith(("step.optimizer", "step.ema_decay"))))
+    run = tmp_path / "run"
     APP.on_ranks(int(ranks), data, run, *settings)
-    expected, found = told(plain), told(run)
+    expected, found = metric_by_step(plain), metric_by_step(run)
     narrow = "step.precision" in case  # auto is bf16 on some processors
     assert list(found) == list(expected) and found == pytest.approx(expected, rel=8e-2 if narrow else 1e-3)
-    scores = told(run, "evaluate", "mae")
-    assert list(scores) == [3, 6] and scores == pytest.approx(told(plain, "evaluate", "mae"), rel=8e-2)
+    scores = metric_by_step(run, "evaluate", "mae")
+    assert list(scores) == [3, 6] and scores == pytest.approx(metric_by_step(plain, "evaluate", "mae"), rel=8e-2)
     names = load_file(plain / "model.safetensors").keys()
     assert load_file(run / "model.safetensors").keys() == names, "no switch changes the names of the weights"
     if "train.profile=[2,3]" in settings:

@@ -12,14 +12,14 @@ from hpcai import config, dist
 from hpcai.data import MemoryPool
 from hpcai.data.splits import row_shards
 from hpcai.errors import DataError
-from tests.apps.universes import make
+from tests.apps.universes import write_universes
 
 MEMORY = MemoryPool()
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("data") / "universes", train=2, validation=1, rows=2)
+    return write_universes(tmp_path_factory.mktemp("data") / "universes", train=2, validation=1, rows=2)
 
 
 def settings(data: Path, *words: str) -> Config:

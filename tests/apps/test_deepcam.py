@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hpcai.models.deepcam import CLASSES, DeepCam
-from tests.apps.promises import Promises
-from tests.apps.running import told
-from tests.apps.smallest import DEEPCAM as APP
+from tests.apps.app_contract import AppContract
+from tests.apps.app_runs import metric_by_step
+from tests.apps.small_apps import DEEPCAM as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = ("{unit: steps, warmup: 2, first_step: 1, late: true, after_warmup: true, decay: steps, length: null, decay_at: [3],"
@@ -39,7 +39,7 @@ def spoil(data: Path, kind: str) -> None:
                         file[name] = values
 
 
-class TestPromises(Promises):
+class TestContract(AppContract):
     leaves = ["maps.npz"]
     shows = "iou"
     jobs = ["2 batchnorm_group=2", "2 mesh.height=2"]
@@ -67,13 +67,13 @@ class TestPromises(Promises):
 
 
 def test_maps_are_those_of_the_data_and_of_the_kept_weights(data: Path) -> None:
-    run = APP.once(data)
+    run = APP.cached_run(data)
     maps = np.load(run / "maps.npz", allow_pickle=False)
     assert maps["fields"].shape == (2, 64, 96, 16) and maps["true"].shape == maps["predicted"].shape == (2, 64, 96)
     with h5py.File(data / "validation/samples_000000.h5") as file:
         fields, mask = file["fields"][:2], file["mask"][:2]
     assert np.array_equal(maps["fields"], fields) and np.array_equal(maps["true"], mask)
-    assert set(told(run, "evaluate", "iou")) and 0 < told(run, "evaluate", "iou").popitem()[1] <= 1
+    assert set(metric_by_step(run, "evaluate", "iou")) and 0 < metric_by_step(run, "evaluate", "iou").popitem()[1] <= 1
 
     model = DeepCam.load(run / "model.safetensors")
     statistics = json.loads((data / "statistics.json").read_text())["splits"]["train"]["fields"]

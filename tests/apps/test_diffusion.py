@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hpcai.models.diffusion import Batch, Condition, Diffusion, score
-from tests.apps.promises import Promises
-from tests.apps.running import ROOT, told
-from tests.apps.smallest import DIFFUSION as APP
-from tests.apps.smallest import prepared
+from tests.apps.app_contract import AppContract
+from tests.apps.app_runs import ROOT, metric_by_step
+from tests.apps.small_apps import DIFFUSION as APP
+from tests.apps.small_apps import prepared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +27,7 @@ def spoil(data: Path, kind: str) -> None:
         index.write_text(json.dumps(about))
 
 
-class TestPromises(Promises):
+class TestContract(AppContract):
     leaves = ["ensembles.npz"]
     shows = "Ensembles of unseen fields"
     jobs = ["4 mesh.height=2"]
@@ -56,13 +56,13 @@ class TestPromises(Promises):
 
 
 def test_ensembles_are_those_of_the_kept_weights(data: Path) -> None:
-    run = APP.once(data)
+    run = APP.cached_run(data)
     drawn = np.load(run / "ensembles.npz", allow_pickle=False)
     shapes = {"truth": (3, 1, 16, 16), "members": (3, 4, 1, 16, 16), "field": (3, 1, 4, 4)}
     assert {name: drawn[name].shape for name in shapes} == shapes
     with h5py.File(data / "validation/fields_000000.h5") as file:
         assert np.array_equal(drawn["truth"], file["high"][:3]) and np.array_equal(drawn["field"], file["low"][:3])
-    assert set(told(run, "evaluate", "loss_8")) and 0 < told(run, "evaluate", "loss").popitem()[1] < 3
+    assert set(metric_by_step(run, "evaluate", "loss_8")) and 0 < metric_by_step(run, "evaluate", "loss").popitem()[1] < 3
 
     model = Diffusion.load(run)
     assert model.cfg.size == (1, 16, 16) and model.cfg.fields is not None and model.cfg.fields.names == ("density",)
@@ -93,7 +93,7 @@ def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(app), "small", property(lambda self: ROOT / f"apps/diffusion/configs/{name}.yaml"))
-        assert app.here(tmp_path / "data", run) == 0
+        assert app.run(tmp_path / "data", run) == 0
     drawn, model = np.load(run / "ensembles.npz"), Diffusion.load(run)
     assert np.isfinite(drawn["members"]).all() and drawn["members"].shape[2:] == model.cfg.size
     assert ("field" in drawn) == (name != "parameters") == ("parameters" not in drawn)
@@ -105,7 +105,7 @@ def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
 
 def test_held_out_samples_are_measured_where_the_settings_say(data: Path) -> None:
     """At the beginning of each eighth of the times, as MLPerf's Flux.1 is, and not in its middle."""
-    run = APP.once(data, "data.evaluation_place=0", "step.ema_decay=null", "step.lr=0.03", "step.precision=fp32")
+    run = APP.cached_run(data, "data.evaluation_place=0", "step.ema_decay=null", "step.lr=0.03", "step.precision=fp32")
     held: dict[str, list[np.ndarray]] = {"high": [], "low": []}
     for path in sorted((data / "validation").glob("*.h5")):
         with h5py.File(path) as file:
@@ -123,7 +123,7 @@ def test_held_out_samples_are_measured_where_the_settings_say(data: Path) -> Non
         return found
 
     names = ("loss_1", "loss_5", "loss_8")
-    found = [told(run, "evaluate", name)[6] for name in names]
+    found = [metric_by_step(run, "evaluate", name)[6] for name in names]
     assert found == pytest.approx([by_hand(0.0)[name] for name in names], rel=1e-4)
     assert all(by_hand(0.5)[name] != pytest.approx(value, rel=1e-3) for name, value in zip(names, found))
 

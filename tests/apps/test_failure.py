@@ -16,8 +16,8 @@ from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.sampler import Shuffled
 from hpcai.train.flight_recorder import LAST_FAILURE, read_bundle
 from hpcai.train.step import Step
-from tests.apps.running import told
-from tests.apps.smallest import COSMOFLOW
+from tests.apps.app_runs import metric_by_step
+from tests.apps.small_apps import COSMOFLOW
 
 APP = COSMOFLOW
 NO_COUNT = -2  # of particles: the logarithm that the network sees is NaN
@@ -140,8 +140,8 @@ def test_a_run_that_ends_well_leaves_none_and_takes_the_link_of_an_earlier_failu
     run = tmp_path / "run"
     run.mkdir()
     (run / LAST_FAILURE).symlink_to("failure-00000001-19700101-000000")
-    assert APP.here(data, run, "train.hang_after=60") == 0
-    assert not list(run.glob("*failure*")) and not (run / LAST_FAILURE).is_symlink() and told(run)
+    assert APP.run(data, run, "train.hang_after=60") == 0
+    assert not list(run.glob("*failure*")) and not (run / LAST_FAILURE).is_symlink() and metric_by_step(run)
 
 
 def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

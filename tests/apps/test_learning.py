@@ -31,8 +31,8 @@ from hpcai.data import Rows
 from hpcai.models.dimenet import DimeNet
 from hpcai.models.openfold import Alignment
 from tests import proteins
-from tests.apps import smallest, universes
-from tests.apps.running import ROOT, told
+from tests.apps import small_apps, universes
+from tests.apps.app_runs import ROOT, metric_by_step
 
 
 def claim(test: Callable[..., None]) -> Callable[..., None]:
@@ -164,12 +164,12 @@ def test_real_proteins_are_learned(tmp_path: Path) -> None:
     """Five chains and their alignments, crops of 48 residues. The public network of this size reached a masked loss of 1.44 and a
     distogram of 3.19 in 225 CPU seconds."""
     clusters = [("102m_A", "8f9h_A"), ("1k1a_A",), ("5zyh_A",), ("7zzx_B",)]
-    train = [chains.chain_row(proteins.real(name), proteins.real_alignment(name), number, len(cluster))
+    train = [chains.chain_row(proteins.pdb_chain(name), proteins.pdb_alignment(name), number, len(cluster))
              for number, cluster in enumerate(clusters) for name in cluster]  # fmt: skip
-    stored(tmp_path / "data", train=train, validation=[chains.chain_row(proteins.real("3u8v_A"), None, 4, 1)])
+    stored(tmp_path / "data", train=train, validation=[chains.chain_row(proteins.pdb_chain("3u8v_A"), None, 4, 1)])
     quick = ["features.recycles=0", "data.batch=1", "data.epoch=1200", "train.steps=1200", "train.report_every=25"]
     run, spent = folded(tmp_path, *quick)
-    last = {name: np.mean([*told(run, name=name).values()][-4:]) for name in ("masked_msa", "distogram", "lddt")}
+    last = {name: np.mean([*metric_by_step(run, name=name).values()][-4:]) for name in ("masked_msa", "distogram", "lddt")}
     print({name: round(float(value), 3) for name, value in last.items()}, f"{spent:.0f} CPU seconds")
     assert last["masked_msa"] < 1.25 and last["distogram"] < 2.95, last
 
@@ -180,14 +180,14 @@ def test_a_real_chain_is_learned_by_heart(tmp_path: Path) -> None:
     by_heart(tmp_path / "data")
     words = ["features.crop=64", "features.recycles=0", "features.clamped=0", "model.structure.passes=8", "data.batch=1"]
     run, spent = folded(tmp_path, *words, *STILL, "step.lr=2e-3", "data.epoch=100", "train.steps=1200")
-    curve = told(run, "evaluate", "lddt")
+    curve = metric_by_step(run, "evaluate", "lddt")
     print({step: round(value, 3) for step, value in curve.items()}, f"{spent:.0f} CPU seconds")
     assert [*curve.values()][-1] > 0.8, curve
 
 
 def by_heart(folder: Path) -> None:
     """A store of 64 residues of one chain, to be learnt and to be folded."""
-    chain, rows, some = proteins.real("5zyh_A"), proteins.real_alignment("5zyh_A"), slice(40, 104)
+    chain, rows, some = proteins.pdb_chain("5zyh_A"), proteins.pdb_alignment("5zyh_A"), slice(40, 104)
     parts = {name: getattr(chain, name)[some] for name in ("sequence", "aatype", "positions", "mask", "bfactors")}
     alone = chains.chain_row(replace(chain, **parts), Alignment(rows.msa[:, some], rows.deletions[:, some], rows.names), 0, 1)
     stored(folder, train=[alone], validation=[alone])
@@ -206,7 +206,7 @@ STILL = [f"model.{part}.dropout=0" for part in ("rows", "pairs", "extra.msa", "e
 
 def planted(folder: Path) -> None:
     """Weather whose classes are bands, seen in one field each: one class everywhere would be an IoU of a seventh."""
-    smallest.DEEPCAM.make(folder)
+    small_apps.DEEPCAM.make(folder)
     about = json.loads((folder / "statistics.json").read_text())
     most = np.array(about["splits"]["train"]["fields"]["maximum"], np.float32)
     for number, path in enumerate(sorted(folder.glob("*/*.h5"))):
@@ -243,7 +243,7 @@ def told_about(folder: Path) -> None:
 
 SHORT = {
     "cosmoflow": (
-        lambda folder: universes.make(folder, size=16, train=96, validation=24, rows=1),
+        lambda folder: universes.write_universes(folder, size=16, train=96, validation=24, rows=1),
         ["model.size=16", "model.blocks=4", "model.filters=4", "data.batch=8", "step.lr=5e-3", "train.epochs=6",
          "step.ema_decay=null"],
         cosmology, {"Omega_m": (">", 1.6)},
@@ -255,13 +255,13 @@ SHORT = {
         last_scores, {"iou": (">", 0.5)},
     ),
     "unet3d": (
-        smallest.prepared("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"),
+        small_apps.prepared("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"),
         ["model.filters=[6,8,12]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "step.lr=1e-2", "train.epochs=7",
          "train.evaluate_every=7", "step.ema_decay=0.9", "train.seed=5"],  # most seeds begin to learn later
         last_scores, {"dice_kidney": (">", 0.12)},
     ),
     "opencatalyst": (
-        smallest.prepared("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
+        small_apps.prepared("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
         ["model.hidden=16", "model.output=16", "model.interaction=8", "model.basis=4", "model.blocks=1", "model.cutoff=4.0",
          "data.batch=4", "step.lr=5e-3", "step.ema_decay=0.9", "train.seed=2"],
         last_scores, {"force_cosine": (">", 0.1)},
@@ -273,7 +273,7 @@ SHORT = {
         last_scores, {"masked_msa": ("<", 2.6), "distogram": ("<", 3.6), "lddt": (">", 0.1)},
     ),
     "diffusion": (
-        smallest.prepared("fields", "--kind matter --samples 240 --size 16 --slabs 1 --thickness 4 --voxel 2 --validation 0.1"
+        small_apps.prepared("fields", "--kind matter --samples 240 --size 16 --slabs 1 --thickness 4 --voxel 2 --validation 0.1"
                           " --particles-per-cell 2"),
         ["model.unet.channels=[16,24]", "data.batch=16", "data.drawn=12", "data.members=8", "model.sampler.steps=6",
          "train.epochs=null", "train.steps=120", "step.lr=5e-3", "step.ema_decay=0.97"],
@@ -292,8 +292,8 @@ SHORT = {
 def test_an_app_learns(name: str, tmp_path: Path) -> None:
     make, words, scores, bounds = SHORT[name]
     make(tmp_path / "data")
-    app = replace(getattr(smallest, name.upper()), quick=["train.report_every=1", "step.precision=fp32"])
-    assert app.here(tmp_path / "data", tmp_path / "run", *words) == 0
+    app = replace(getattr(small_apps, name.upper()), quick=["train.report_every=1", "step.precision=fp32"])
+    assert app.run(tmp_path / "data", tmp_path / "run", *words) == 0
     found = scores(tmp_path / "run")
     for score, (way, bound) in bounds.items():
         assert found[score] > bound if way == ">" else found[score] < bound, found

@@ -23,9 +23,9 @@ from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer
 from hpcai.models.llm.load import save_folder
 from hpcai.train.optim import match_decay_names
-from tests.apps.promises import Promises
-from tests.apps.running import ROOT, damaged, told
-from tests.apps.smallest import LLM as APP
+from tests.apps.app_contract import AppContract
+from tests.apps.app_runs import ROOT, damage, metric_by_step
+from tests.apps.small_apps import LLM as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ def spoil(data: Path, kind: str) -> None:
     def change(file: h5py.File) -> None:
         file["tokens"][1, 3] = 300
 
-    damaged(data, kind, {"token": change})
+    damage(data, kind, {"token": change})
     about = json.loads((data / "text.json").read_text())
     changes: dict[str, Any] = {"vocabulary": 5000, "sequence": 31, "type": "float32"}
     if kind in changes:
@@ -45,7 +45,7 @@ def spoil(data: Path, kind: str) -> None:
         Tokenizer.train(["a text of another kind"] * 9, 257 + 9).save(data)
 
 
-class TestPromises(Promises):
+class TestContract(AppContract):
     leaves = ["config.json", "text.npz", "tokenizer.json", "tokenizer_config.json"]
     shows = "Continued texts"
     exactly: list[str] = []
@@ -76,7 +76,7 @@ class TestPromises(Promises):
 
 def test_bits_per_byte_are_those_of_the_text(data: Path) -> None:
     """All tokens of the validation rows, the first of each document too, are said from those before them in it."""
-    run, held = APP.once(data), open_rows(Config(), "validation", dist.single_process(), data)
+    run, held = APP.cached_run(data), open_rows(Config(), "validation", dist.single_process(), data)
     model, tokenizer = LLM.load(run / "model.safetensors").double(), Tokenizer.load(data)
     tokens = np.stack([held.read(index)["tokens"] for index in range(len(held))]).astype(int)
     whole = tokenizer.decode(np.append(tokens[:, :-1].ravel(), tokens[-1, -1]).tolist(), skip_special=True)
@@ -86,19 +86,19 @@ def test_bits_per_byte_are_those_of_the_text(data: Path) -> None:
         for begin, end in zip(begins, [*begins[1:], 32]):
             if end > begin:  # what is said after ``begin``, up to the token that ends the document
                 nats -= llm.likelihoods(model, row[begin : begin + 1], [row[begin + 1 : end + 1]])[0]
-    found = told(run, "evaluate", "bits_per_byte")[6]
+    found = metric_by_step(run, "evaluate", "bits_per_byte")[6]
     said = len(whole.encode()) - len(tokenizer.decode(tokens[0, :1].tolist()).encode())
     assert found == pytest.approx(nats / np.log(2) / said, rel=1e-5)
     bits = np.load(run / "text.npz")
     assert bits["names"][-1] == "this model" and bits["counts"].sum() == 2 * 32
-    assert told(run, "evaluate", "loss")[6] == pytest.approx(nats / (tokens.size - len(tokens)), rel=1e-5)
+    assert metric_by_step(run, "evaluate", "loss")[6] == pytest.approx(nats / (tokens.size - len(tokens)), rel=1e-5)
 
 
 def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -> None:
-    start, words = APP.once(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.lr=1e-2")
+    start, words = APP.cached_run(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.lr=1e-2")
     sizes = ("vocabulary", "width", "layers", "heads", "inner", "positions")
     run, two = tmp_path / "run", tmp_path / "two"
-    assert APP.here(data, run, f"start.weights={start}", *words) == 0
+    assert APP.run(data, run, f"start.weights={start}", *words) == 0
     assert sorted(path.name for path in (run / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert not (run / "model.safetensors").exists()
     model = LLM.load(start)
@@ -109,12 +109,12 @@ def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -
     batch = llm.Batch(*(torch.from_numpy(np.stack([row[k] for row in rows])) for k in range(4)))
     with torch.no_grad():
         total, count = llm.score(model, batch)["loss"]
-    assert float(total) / float(count) == pytest.approx(told(run, "evaluate")[6], rel=1e-5)
-    assert told(run, "evaluate")[6] < 0.999 * told(start, "evaluate")[6], "they learnt"
+    assert float(total) / float(count) == pytest.approx(metric_by_step(run, "evaluate")[6], rel=1e-5)
+    assert metric_by_step(run, "evaluate")[6] < 0.999 * metric_by_step(start, "evaluate")[6], "they learnt"
     APP.on_ranks(2, data, two, f"start.weights={start}", *words, "mesh.tensor=2")
-    assert told(two) == pytest.approx(told(run), rel=2e-5)
-    assert APP.here(data, run, f"start.weights={start}", *words, "train.epochs=3") == 0, "it goes on"
-    assert len(told(run)) == 9
+    assert metric_by_step(two) == pytest.approx(metric_by_step(run), rel=2e-5)
+    assert APP.run(data, run, f"start.weights={start}", *words, "train.epochs=3") == 0, "it goes on"
+    assert len(metric_by_step(run)) == 9
 
 
 GPT = ["model.rotary=null", "model.norm=layer", "model.feed=gelu", "model.bias=true"]
@@ -122,14 +122,14 @@ GPT = ["model.rotary=null", "model.norm=layer", "model.feed=gelu", "model.bias=t
 
 def test_training_goes_on_from_a_folder_of_gpt2(data: Path, tmp_path: Path) -> None:
     """As Hugging Face has it, and as a run leaves it: on any number of processes the same."""
-    first = APP.once(data, *GPT)
+    first = APP.cached_run(data, *GPT)
     model = LLM.load(first)
     save_folder(model.state_dict(), model.cfg, tmp_path / "folder")
     ways = {"one": (1, tmp_path / "folder"), "ours": (2, first, "mesh.tensor=2")}
     for name, (ranks, start, *more) in ways.items():
         APP.on_ranks(ranks, data, tmp_path / name, f"start.weights={start}", *GPT, *more)
-        assert told(tmp_path / name) == pytest.approx(told(tmp_path / "one"), rel=2e-5)
-    assert told(tmp_path / "one")[1] < 0.99 * told(first)[1]
+        assert metric_by_step(tmp_path / name) == pytest.approx(metric_by_step(tmp_path / "one"), rel=2e-5)
+    assert metric_by_step(tmp_path / "one")[1] < 0.99 * metric_by_step(first)[1]
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_made(
@@ -138,7 +138,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_made(
     monkeypatch.setattr("apps.llm.data.build_model", lambda *_: pytest.fail("a model was made"))
     monkeypatch.setattr("apps.llm.data.build_loaders", lambda *_: pytest.fail("data were read"))
     words, begin = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.process_time()
-    APP.refuses(data, tmp_path / "run", words, "a rank needs", capsys)
+    APP.check_refused(data, tmp_path / "run", words, "a rank needs", capsys)
     assert time.process_time() - begin < 10 and not (tmp_path / "run").exists()
 
 
@@ -151,14 +151,14 @@ def test_the_weights_of_all_layers_decay_and_those_of_adapters_where_they_are_tr
 def test_weights_of_other_sizes_and_tokenizers_are_refused(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = APP.once(data)
-    APP.refuses(data, tmp_path / "run", [f"start.weights={start}", "model.layers=3"], "model.layers is 3, in", capsys)
+    start = APP.cached_run(data)
+    APP.check_refused(data, tmp_path / "run", [f"start.weights={start}", "model.layers=3"], "model.layers is 3, in", capsys)
     other = tmp_path / "other"
     other.mkdir()
     for name in ("config.json", "model.safetensors"):
         (other / name).write_bytes((start / name).read_bytes())
     Tokenizer.train(["a text of another kind"] * 9, 257 + 9).save(other)
-    APP.refuses(data, tmp_path / "run", [f"start.weights={other}"], "its weights were trained with other tokens", capsys)
+    APP.check_refused(data, tmp_path / "run", [f"start.weights={other}"], "its weights were trained with other tokens", capsys)
 
 
 def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None
             order = training.sampler.order(epoch)
             seen = [count + int(part.sum()) for count, part in zip(seen, (order < 24, order >= 24))]
     assert seen == [48, 24]
-    assert APP.here(data, tmp_path / "run", f"data.blend={{{other}: 0.5}}") == 0 and len(told(tmp_path / "run")) == 8
+    assert APP.run(data, tmp_path / "run", f"data.blend={{{other}: 0.5}}") == 0 and len(metric_by_step(tmp_path / "run")) == 8
 
 
 def test_answers_alone_are_learnt_and_judged(tmp_path: Path) -> None:
@@ -185,18 +185,18 @@ def test_answers_alone_are_learnt_and_judged(tmp_path: Path) -> None:
     words = ["--tokenizer", "bytes", "--sequence", "32", "--held-out", "0.3", "--prompt", "q", "--answer", "a", "--workers", "1"]
     assert text.main(["convert", str(tmp_path / "sums.jsonl"), str(data), *words]) == 0
     asked = ("data.learn=answers", "data.judge=answers", "data.batch=1", "step.lr=1e-2", "train.epochs=1")
-    assert APP.here(data, run, *asked, "data.evaluation_batch=2") == 0
+    assert APP.run(data, run, *asked, "data.evaluation_batch=2") == 0
     opened = [open_rows(Config(), split, dist.single_process(), data) for split in ("train", "validation")]
     sets = [[rows.read(n) for n in range(len(rows))] for rows in opened]
     placed = [[[n for begin, end in row["spans"] for n in range(max(begin, 1), end)] for row in rows] for rows in sets]
-    assert sum(told(run, name="tokens").values()) == sum(map(len, placed[0])) < 0.6 * 32 * len(sets[0])
+    assert sum(metric_by_step(run, name="tokens").values()) == sum(map(len, placed[0])) < 0.6 * 32 * len(sets[0])
     model, nats, eos = LLM.load(run).double(), 0.0, Tokenizer.load(data).eos
     for row, places in zip(sets[1], placed[1]):
         tokens = row["tokens"].tolist()
         for n in places:
             begin = max([0, *(k for k in range(n) if tokens[k] == eos)])
             nats -= llm.likelihoods(model, tokens[begin:n], [[tokens[n]]])[0]
-    assert told(run, "evaluate")[len(sets[0])] == pytest.approx(nats / sum(map(len, placed[1])), rel=1e-5)
+    assert metric_by_step(run, "evaluate")[len(sets[0])] == pytest.approx(nats / sum(map(len, placed[1])), rel=1e-5)
 
 
 def commands(page: str) -> list[list[str]]:

@@ -31,7 +31,7 @@ from hpcai.plan.machines import find_machine as machine
 from hpcai.plan.step_trace import StepTracer, traced_job
 from hpcai.train import Step
 from hpcai.train.optim import Optimizer
-from tests.apps.running import ROOT
+from tests.apps.app_runs import ROOT
 
 TOKENS = 2048
 MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers=4", "model.vocabulary=32000", "step.clip=1.0",

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from tests.apps.running import ROOT
+from tests.apps.app_runs import ROOT
 
 FOLDER = ROOT / "docs/notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))

@@ -12,9 +12,9 @@ from apps.opencatalyst.data import FIELDS, Frames, SizeBuckets
 from hpcai import log
 from hpcai.data import Rows
 from hpcai.models.dimenet import DimeNet, DimeNetConfig
-from tests.apps.promises import Promises
-from tests.apps.running import damaged
-from tests.apps.smallest import OPENCATALYST as APP
+from tests.apps.app_contract import AppContract
+from tests.apps.app_runs import damage
+from tests.apps.small_apps import OPENCATALYST as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +24,7 @@ def spoil(data: Path, kind: str) -> None:
         file["positions"][...] *= 40
         file["cell"][...] *= 40
 
-    damaged(data, kind, {
+    damage(data, kind, {
         "element": lambda file: file["numbers"].__setitem__(..., 97), "apart": apart,
         "counts": lambda file: file["atoms"].__setitem__(0, file["atoms"][0] + 1),
     })  # fmt: skip
@@ -32,7 +32,7 @@ def spoil(data: Path, kind: str) -> None:
         (data / "statistics.json").unlink()
 
 
-class TestPromises(Promises):
+class TestContract(AppContract):
     leaves = ["pairs.npz"]
     shows = "force"
     jobs = ["3 data.balance=none train.evaluate=background", "3 data.balance=triplets", "1 step.accumulate=2", "1 data.shapes=few"]
@@ -60,7 +60,7 @@ class TestPromises(Promises):
 
 
 def test_pairs_are_those_of_the_data_and_of_the_kept_weights(data: Path) -> None:
-    run = APP.once(data)
+    run = APP.cached_run(data)
     found = np.load(run / "pairs.npz", allow_pickle=False)
     assert found["energy"].shape == (6, 2) and found["forces"].shape == (len(found["numbers"]), 2, 3)
     rows = Rows(data / "validation", FIELDS)

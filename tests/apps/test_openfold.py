@@ -32,9 +32,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt
 from hpcai.models.openfold.residues import ATOM_ORDER
-from tests.apps.promises import Promises
-from tests.apps.running import damaged, told
-from tests.apps.smallest import OPENFOLD as APP
+from tests.apps.app_contract import AppContract
+from tests.apps.app_runs import damage, metric_by_step
+from tests.apps.small_apps import OPENFOLD as APP
 from tests.ranks.launch import on_ranks
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")
@@ -50,7 +50,7 @@ def spoil(data: Path, kind: str) -> None:
 
     if kind == "no templates":
         shutil.rmtree(data / "templates")
-    damaged(data, kind, {
+    damage(data, kind, {
         "nan": lambda file: file["positions"].__setitem__((3, 1), np.nan),
         "letter": lambda file: file["msa"].__setitem__(..., 30), "ragged": ragged,
         "query": lambda file: file["msa"].__setitem__(..., (file["msa"][...] + 1) % 20),
@@ -58,7 +58,7 @@ def spoil(data: Path, kind: str) -> None:
     })  # fmt: skip
 
 
-class TestPromises(Promises):
+class TestContract(AppContract):
     leaves = ["structures", "structures.npz"]
     shows = "lddt"
     exactly = [*STILL]
@@ -107,7 +107,7 @@ def test_a_run_leaves_weights_and_structures_that_others_read(data: Path) -> Non
     import gemmi
     from Bio.PDB.MMCIFParser import MMCIFParser
 
-    run = APP.once(data)
+    run = APP.cached_run(data)
     found = np.load(run / "structures.npz", allow_pickle=False)
     held = {values["name"].decode(): values for values in map(Rows(data / "validation", FIELDS).read, range(6))}
     assert len(found["names"]) == 2 and set(found["names"]) <= set(held)
@@ -249,9 +249,9 @@ def test_a_step_has_the_passes_that_it_has_drawn(data: Path, monkeypatch: pytest
         run = tmp_path / f"{order}{begin}"
         words = f"data.order={order}", "features.recycles=3", "train.evaluate_every=9", "data.pictures=0"
         if begin:
-            assert APP.here(data, run, *words, f"train.steps={begin}") == 0
+            assert APP.run(data, run, *words, f"train.steps={begin}") == 0
         monkeypatch.setattr(of.OpenFold, "forward", noted)
-        assert APP.here(data, run, *words, "train.steps=4") == 0
+        assert APP.run(data, run, *words, "train.steps=4") == 0
         monkeypatch.setattr(of.OpenFold, "forward", forward)
         assert seen == [draw_passes(0, step, 3) for step in range(begin, 4)]
 
@@ -297,7 +297,7 @@ def test_chains_are_chosen_by_day_and_length(data: Path, tmp_path: Path) -> None
     folder = dated(data, tmp_path / "data", "train", [first + timedelta(days=n) for n in range(6)])
     folder = dated(folder, tmp_path / "both", "validation", [first + timedelta(days=n) for n in range(6)])
     words = ("data.released_until=2021-09-16", "data.validation_from=2021-09-17", "data.validation_until=2021-09-18")
-    assert APP.here(folder, tmp_path / "run", *words, "train.steps=1") == 0
+    assert APP.run(folder, tmp_path / "run", *words, "train.steps=1") == 0
     start = next(e for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "start")
     assert start["train_samples"] == 3 and start["validation_samples"] == 2
 
@@ -311,8 +311,8 @@ TEMPLATES = ("model.template={channels: 8, blocks: 1, head: 4, heads: 2, pairs: 
 def test_a_run_learns_from_templates_in_files(data: Path, tmp_path: Path) -> None:
     without = shutil.copytree(data, tmp_path / "without", ignore=shutil.ignore_patterns("templates"))
     for folder, name in ((data, "run"), (without, "other")):
-        assert APP.here(folder, tmp_path / name, *TEMPLATES, "train.steps=3", "train.evaluate_every=9", "data.pictures=0") == 0
-    one, other = (told(tmp_path / name) for name in ("run", "other"))
+        assert APP.run(folder, tmp_path / name, *TEMPLATES, "train.steps=3", "train.evaluate_every=9", "data.pictures=0") == 0
+    one, other = (metric_by_step(tmp_path / name) for name in ("run", "other"))
     assert one[1] == other[1] and one[3] != other[3], "at first the branch of templates says nothing"
 
 
@@ -336,14 +336,14 @@ def test_templates_are_structures_of_relatives_where_they_are_aligned(data: Path
 
 
 def test_a_run_begins_with_weights_of_a_file(data: Path, tmp_path: Path) -> None:
-    given = APP.once(data) / "model.safetensors"
+    given = APP.cached_run(data) / "model.safetensors"
     public = tmp_path / "public.pt"
     OpenFold.load(given).save(public, form="mlperf")
     words = (*STILL, "train.steps=1", "data.pictures=0")
     for path in (given, public):
-        assert APP.here(data, tmp_path / f"run-{path.stem}", f"start.weights={path}", *words) == 0
-    one, two = (told(tmp_path / f"run-{path.stem}")[1] for path in (given, public))
-    assert one == pytest.approx(two, rel=1e-12) and abs(told(APP.once(data, *STILL))[1] - one) > 0.01
+        assert APP.run(data, tmp_path / f"run-{path.stem}", f"start.weights={path}", *words) == 0
+    one, two = (metric_by_step(tmp_path / f"run-{path.stem}")[1] for path in (given, public))
+    assert one == pytest.approx(two, rel=1e-12) and abs(metric_by_step(APP.cached_run(data, *STILL))[1] - one) > 0.01
 
 
 @pytest.mark.parametrize("kind, text", [
@@ -419,7 +419,7 @@ SKIP = (*STILL, "data.on_bad_sample=skip", "data.pictures=0")
 
 
 def test_a_chain_that_cannot_be_read_is_replaced_and_told(data: Path) -> None:
-    run = APP.once(spoiled(data), *SKIP)
+    run = APP.cached_run(spoiled(data), *SKIP)
     notes = [e["text"] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "note"]
     named = [text for text in notes if "is skipped" in text]
     assert len(named) == 1 and re.search(r"train/\S+\.h5: row 0 of 'positions' holds NaN or infinity", named[0]), notes
@@ -430,4 +430,4 @@ def test_a_chain_that_cannot_be_read_is_replaced_alike_on_the_processes_of_a_cop
     APP.on_ranks(4, spoiled(data), tmp_path / "run", *SKIP, "mesh.axial=2")
     notes = [e["text"] for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "note"]
     assert sum("is skipped" in text for text in notes) == 1
-    assert told(tmp_path / "run") == pytest.approx(told(APP.once(spoiled(data), *SKIP)), rel=1e-9)
+    assert metric_by_step(tmp_path / "run") == pytest.approx(metric_by_step(APP.cached_run(spoiled(data), *SKIP)), rel=1e-9)

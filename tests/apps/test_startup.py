@@ -15,9 +15,9 @@ from hpcai.cli.report import draw_run
 from hpcai.data.loader import Loader
 from hpcai.models import cosmoflow
 from hpcai.train.checkpoint import Checkpoints
-from tests.apps.running import NOTHING, ROOT, App
-from tests.apps.smallest import COSMOFLOW as APP
-from tests.apps.smallest import OPENFOLD, prepared
+from tests.apps.app_runs import FAST, ROOT, App
+from tests.apps.small_apps import COSMOFLOW as APP
+from tests.apps.small_apps import OPENFOLD, prepared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALONE = {"imports", "processes", "data", "network", "checkpoint", "first batch", "first step"}
@@ -38,7 +38,7 @@ def test_the_parts_of_a_start_add_up_to_the_time_since_the_processes_began(data:
     assert all(parts[name] > 0 for name in ALONE) and (parts["connections"] > 0.001) == (ranks > 1) and parts["compile"] == 0
     assert parts["other"] < 0.1 + 0.1 * told["seconds"]
     assert len(re.findall(r"first step after \d+\.\d s", said)) == 1
-    assert APP.here(data, run, "train.epochs=2") == 0
+    assert APP.run(data, run, "train.epochs=2") == 0
     assert [event["step"] for event in starts(run)] == [1, 4], "each life tells its own"
     assert ranks == 2 or draw_run(run).read_text().count("first step after") == 1, "the last life's"
 
@@ -48,7 +48,7 @@ def test_what_is_slow_is_the_part_that_is_told(data: Path, tmp_path: Path, monke
     for place, name in slow.values():
         inner = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *words, inner=inner, **more: (time.sleep(0.3), inner(*words, **more))[1])
-    assert APP.here(data, tmp_path / "run", "train.epochs=1") == 0
+    assert APP.run(data, tmp_path / "run", "train.epochs=1") == 0
     (told,) = starts(tmp_path / "run")
     assert all(told["parts"][name] > 0.3 for name in slow) and told["seconds"] - 0.9 < 0.9
     assert sum(seconds for name, seconds in told["parts"].items() if name not in slow) < 0.8
@@ -82,7 +82,7 @@ def in_new_processes(app: App, ranks: int, folder: Path, data: Path, words: list
     environ = {name: value for name, value in os.environ.items() if name not in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     environ |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     before = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks)] if ranks > 1 else []
-    given = [str(app.small), *NOTHING, f"data.directory={data}", f"report.directory={folder / 'run'}", *words]
+    given = [str(app.small), *FAST, f"data.directory={data}", f"report.directory={folder / 'run'}", *words]
     command = [*before, sys.executable, "-m", f"apps.{app.name}", *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

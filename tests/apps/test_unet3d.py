@@ -12,14 +12,14 @@ from apps.unet3d.settings import AugmentConfig, Config
 from hpcai import config, log
 from hpcai.data import Rows
 from hpcai.models.unet3d import UNet3D
-from tests.apps.promises import Promises
-from tests.apps.smallest import UNET3D as APP
+from tests.apps.app_contract import AppContract
+from tests.apps.small_apps import UNET3D as APP
 
 WINDOW = (16, 32, 32)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class TestPromises(Promises):
+class TestContract(AppContract):
     leaves = ["maps.npz"]
     shows = "mean_dice"
     exactly = ["train.epochs=1", "step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
@@ -50,7 +50,7 @@ class TestPromises(Promises):
 
 
 def test_slices_and_scores_of_a_run_and_masks_of_its_weights(data: Path) -> None:
-    run = APP.once(data)
+    run = APP.cached_run(data)
     maps = np.load(run / "maps.npz", allow_pickle=False)
     assert maps["fields"].shape == (2, 48, 48, 1) and maps["true"].shape == maps["predicted"].shape == (2, 48, 48)
     assert maps["fields"].min() >= -79 and maps["fields"].max() <= 304.1 and maps["true"].max() > 0

@@ -13,12 +13,12 @@ from hpcai.errors import ConfigError
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import list_checkpoints
 from tests.apps import universes
-from tests.apps.running import ROOT
+from tests.apps.app_runs import ROOT
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    data = universes.make(tmp_path_factory.mktemp("universes") / "data", size=16)
+    data = universes.write_universes(tmp_path_factory.mktemp("universes") / "data", size=16)
     return [
         str(ROOT / "apps/cosmoflow/configs/small.yaml"), "model.size=16", "model.blocks=4", "model.filters=2", "model.dropout=0",
         "data.batch=8", "step.schedule.decay=none", "train.report_every=1", "train.epochs=4", "train.collect_every=null",

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 
 
-def make(folder: Path, size: int = 32, train: int = 6, validation: int = 3, rows: int = 4) -> Path:
+def write_universes(folder: Path, size: int = 32, train: int = 6, validation: int = 3, rows: int = 4) -> Path:
     """``train`` and ``validation`` files of ``rows`` Poisson universes whose mean and clumping follow two of four parameters."""
     for split, count in (("train", train), ("validation", validation)):
         (folder / split).mkdir(parents=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apps.universes import make
+from tests.apps.universes import write_universes
 from tests.cluster.one_machine_slurm import OneMachineSlurm, missing
 from tests.cluster.submitted import ENDLESS, Submit
 
@@ -30,7 +30,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachineSlurm]
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("universes"))
+    return write_universes(tmp_path_factory.mktemp("universes"))
 
 
 @pytest.fixture

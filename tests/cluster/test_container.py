@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpcai.train.checkpoint_reader import list_checkpoints as checkpoints
-from tests.apps.running import App
-from tests.apps.universes import make
+from tests.apps.app_runs import App
+from tests.apps.universes import write_universes
 from tests.cluster.one_machine_slurm import OneMachineSlurm
 from tests.cluster.submitted import ENDLESS, Submit, losses, of, start_again, wait_for_step
 from tests.containers.definition import stages
@@ -84,7 +84,7 @@ def test_a_job_in_an_image_equals_the_job_without_one(
 ) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     (number,) = submit(run, "--nodes", "2", "--container", str(image), "train.steps=3")
-    App("cosmoflow", make, ENDLESS).on_ranks(2, data, whole, "train.steps=3")
+    App("cosmoflow", write_universes, ENDLESS).on_ranks(2, data, whole, "train.steps=3")
     state = slurm.wait_for(number, "COMPLETED", "FAILED", timeout=90)
     assert state == "COMPLETED", (run / f"job-{number}.out").read_text()
     assert of(run, "start")[0]["world"] == 2
@@ -106,7 +106,7 @@ def test_a_stopped_run_in_an_image_is_restarted_from_outside(
     (stopped,) = of(run, "stop")
     assert stopped["reason"] == "signal"
     assert [path.name for path in checkpoints(run / "checkpoints")] == [f"step-{stopped['step']:08d}"]
-    App("cosmoflow", make, ENDLESS).on_ranks(2, data, whole, "train.steps=100")
+    App("cosmoflow", write_universes, ENDLESS).on_ranks(2, data, whole, "train.steps=100")
     assert slurm.wait_for(number, "COMPLETED", "FAILED", timeout=150) == "COMPLETED", (run / f"job-{number}.out").read_text()
     assert [e["resumed_from"] for e in of(run, "start")] == [None, stopped["step"]]
     assert list(losses(run)) == list(range(1, 101)) and losses(run) == losses(whole)

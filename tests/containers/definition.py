@@ -79,5 +79,5 @@ def _checked(path: Path, stage: Stage) -> Stage:
 def _look(where: str, script: str) -> None:
     """Apptainer runs scripts by sh."""
     told = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True)
-    if problem := told.stderr.strip() or shellcheck.complaints(script, "--shell=sh"):
+    if problem := told.stderr.strip() or shellcheck.shellcheck_warnings(script, "--shell=sh"):
         raise DefinitionError(f"{where}: {problem}")

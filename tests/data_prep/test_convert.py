@@ -11,8 +11,8 @@ import pytest
 
 from data_prep import cosmoflow, tfrecord
 from hpcai.errors import MissingExtraError
-from tests.data_prep.making import columns, runner
-from tests.stored import DATA, arrays
+from tests.data_prep.prep_contract import columns, runner
+from tests.reference_data import DATA, load_arrays
 
 pytest.importorskip("google_crc32c")
 pytest.importorskip("google.protobuf")
@@ -87,7 +87,7 @@ def test_golden_records_are_the_universe_that_was_cut(folder, tmp_path):
         shutil.copy(file, source)
     assert convert(source, tmp_path / "out", "--split", "validation", "--rows-per-file", "3") == 0
     counts, target = rows(tmp_path / "out", "validation")
-    expected = arrays("cosmoflow/tfrecord/expected")
+    expected = load_arrays("cosmoflow/tfrecord/expected")
     assert counts.shape == (8, 4, 4, 4, 4) and len(list((tmp_path / "out" / "validation").glob("*.h5"))) == 3
     for i, cube in enumerate(counts):
         x, y, z = 4 * (i // 4), 4 * (i // 2 % 2), 4 * (i % 2)

@@ -12,7 +12,7 @@ from data_prep import deepcam, detection, scenes, store
 from data_prep.atmosphere import VARIABLES
 from data_prep.sphere import Grid
 from hpcai.data.hdf5 import Rows
-from tests.data_prep.making import Promises, read_json, runner
+from tests.data_prep.prep_contract import PrepContract, read_json, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--height", "48", "--width", "72", "--spacing", "1", "--samples", "20", "--rows", "6", "--no-check"]
@@ -59,7 +59,7 @@ def test_a_sample_is_a_pure_function_of_seed_and_index(made):
     assert len({mask.max() for _, mask in seen.values()}) > 1                   # some hold something, some do not
 
 
-class TestPromises(Promises):
+class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
     wrong = {
         "--seed 2": "seed 1 (now 2)", "--samples 1 --seed 1": "none is left for", "--height 8": "--height 8",

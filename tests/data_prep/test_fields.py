@@ -13,7 +13,7 @@ from data_prep.sphere import Grid
 from hpcai import dist
 from hpcai.data.splits import open_split
 from hpcai.settings import LoaderConfig
-from tests.data_prep.making import Promises, check_fails, columns, content, read_json, runner, set_to
+from tests.data_prep.prep_contract import PrepContract, check_fails, columns, content, read_json, runner, set_to
 
 SMALL = ["--kind", "matter", "--size", "16", "--thickness", "4", "--samples", "96", "--rows", "24", "--no-check", "--voxel", "4",
          "--particles-per-cell", "4"]  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_resumed_folder_keeps_its_mean(made, tmp_path, monkeypatch):
     assert run("simulate", tmp_path / "new", *SMALL) == 0 and recipe_of(tmp_path / "new").mean != recipe_of(made).mean
 
 
-class TestPromises(Promises):
+class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
     wrong = {
         "--seed 2": "seed 1 (now 2)", "--samples 6": "none is left for", "--size 18": "--size 18: expected a multiple of 4",

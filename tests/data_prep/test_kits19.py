@@ -16,7 +16,7 @@ from data_prep import kits19, nifti, phantom
 from hpcai.cli.check import Options, check_dataset
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import preprocess
-from tests.data_prep.making import Promises, cached, check_fails, read_json, runner
+from tests.data_prep.prep_contract import PrepContract, cached, check_fails, read_json, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
@@ -70,7 +70,7 @@ def test_a_case_is_a_pure_function_of_seed_and_index(made):
     assert other.image.shape != scan.image.shape or (other.image != scan.image).mean() > 0.5
 
 
-class TestPromises(Promises):
+class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
     wrong = {
         "--seed 2": "seed 1 (now 2)", "--cases 1": "none is left for", "--spacing 0.1 1 1": "expected 0.3 to 20 mm",

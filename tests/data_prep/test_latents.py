@@ -22,8 +22,8 @@ from hpcai.data.splits import open_split
 from hpcai.errors import MissingExtraError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network, save_folder
 from hpcai.settings import LoaderConfig
-from tests.captions import WORDS, tokenizer
-from tests.data_prep.making import columns, content, damage, read_json
+from tests.captions import WORDS, save_tokenizer
+from tests.data_prep.prep_contract import columns, content, damage, read_json
 
 _WHY = "transformers is not installed: captions are NOT tested; pip install hpcai-suite[latents]"
 transformers: Any = pytest.importorskip("transformers", reason=_WHY)
@@ -59,8 +59,8 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
     t5 = transformers.T5Config(vocab_size=20, d_model=J, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
     transformers.T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
-    tokenizer(folder / "tokenizer", True)
-    tokenizer(folder / "tokenizer_2", False)
+    save_tokenizer(folder / "tokenizer", True)
+    save_tokenizer(folder / "tokenizer_2", False)
     return folder
 
 

@@ -13,7 +13,7 @@ from ase.optimize import LBFGS
 
 from data_prep import frames, opencatalyst, slabs, store
 from hpcai.errors import DataError
-from tests.data_prep.making import Promises, cached, check_fails, columns, field_types, read_json, runner
+from tests.data_prep.prep_contract import PrepContract, cached, check_fails, columns, field_types, read_json, runner
 
 SMALL = ["--systems", "5", "--each", "1", "--size", "2", "2", "3", "--dynamics", "6", "--no-check"]
 RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 6, 1, 0.2, 0.0, 6.0, 50)
@@ -55,7 +55,7 @@ def test_a_system_is_a_pure_function_of_seed_and_number(made):
     assert other.name != RECIPE.make_system(3).name or other.frames[0].energy != RECIPE.make_system(3).frames[0].energy
 
 
-class TestPromises(Promises):
+class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
     wrong = {
         "--seed 2": "seed 1 (now 2)", "--each 2": "--systems 5: expected a multiple of --each 2",

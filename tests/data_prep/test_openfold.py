@@ -21,8 +21,18 @@ from hpcai.models.openfold.features import FeatureConfig, featurize
 from hpcai.models.openfold.residues import GAP, RESTYPES
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.models.openfold.templates import read_templates, template_features
-from tests.data_prep.making import Promises, cached, check_fails, content, field_types, read_json, resumes_if_killed, runner, set_to
-from tests.proteins import chain as drawn
+from tests.data_prep.prep_contract import (
+    PrepContract,
+    cached,
+    check_fails,
+    content,
+    field_types,
+    read_json,
+    resumes_if_killed,
+    runner,
+    set_to,
+)
+from tests.proteins import random_chain as drawn
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the conversion of proteins is NOT tested")
 FIELDS = field_types(chains.FIELDS)
@@ -487,7 +497,7 @@ def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made, m
     assert not (made / ".convert").exists()
 
 
-class TestPromises(Promises):
+class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
     wrong = {
         "--seed 2": "seed 1 (now 2)", "--chains 9": "expected a multiple of --families", "--families 2 --chains 4": "files",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data_prep import command, cosmoflow, spectrum_check, store, universe
-from tests.data_prep.making import Promises, check_fails, columns, content, read_json, resumes_if_killed, runner
+from tests.data_prep.prep_contract import PrepContract, check_fails, columns, content, read_json, resumes_if_killed, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
@@ -63,7 +63,7 @@ def test_statistics_are_those_of_the_data(made):
     assert [*statistics["target"]["deviation"]] == pytest.approx(target.std(0))
 
 
-class TestPromises(Promises):
+class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
     wrong = {
         "--seed 2": "seed 1 (now 2); choose a new folder", "--universes 4 --validation 0": "validation 0.125 (now 0.0)",

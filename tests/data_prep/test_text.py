@@ -24,8 +24,8 @@ from data_prep import documents, packing, store, text
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
-from tests.data_prep.making import check_fails, content, read_json, set_to
-from tests.stored import DATA
+from tests.data_prep.prep_contract import check_fails, content, read_json, set_to
+from tests.reference_data import DATA
 
 GOLDEN = str(DATA / "llm" / "tokenizer")
 T = 32

@@ -16,11 +16,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms, FixCartesian
 
 from data_prep import frames, trajectories
-from tests.data_prep.making import columns, read_json
+from tests.data_prep.prep_contract import columns, read_json
 from tests.data_prep.test_opencatalyst import run
-from tests.stored import arrays, told
+from tests.reference_data import load_arrays, load_json
 
-PUBLIC = told("relaxations/files")
+PUBLIC = load_json("relaxations/files")
 
 
 
@@ -73,7 +73,7 @@ def test_every_original_file_is_converted(tmp_path, row, capsys, originals):
 
 def relaxation():
     """47 frames of OC20's random1447590, an oxygen atom on rubidium."""
-    real = arrays("relaxations/random1447590")
+    real = load_arrays("relaxations/random1447590")
     for positions, energy, forces in zip(real["positions"], real["energy"], real["forces"]):
         atoms = ase.Atoms(real["numbers"], positions, cell=real["cell"], pbc=real["pbc"], tags=real["tags"])
         atoms.set_constraint(FixAtoms(mask=real["fixed"]))
@@ -89,7 +89,7 @@ def test_a_real_relaxation_is_converted(tmp_path):
     assert found["frames"] == row["frames"] and sorted({*part["atoms"].tolist()}) == row["natoms"]
     assert found["energy"]["mean"] == pytest.approx(row["energy_mean"], rel=1e-9)
     assert found["forces"]["zero_mae"] == pytest.approx(row["zero_force_mae_free"], rel=1e-5)
-    real = arrays("relaxations/random1447590")
+    real = load_arrays("relaxations/random1447590")
     assert np.abs(part["forces"].reshape(real["forces"].shape) - real["forces"]).max() < 1e-5
 
 

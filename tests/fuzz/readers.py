@@ -30,7 +30,7 @@ from hpcai.train.checkpoint_reader import Progress
 from tests import proteins
 from tests.data_prep.test_trajectories import relaxation, write_rows
 from tests.fuzz.attack import Reader
-from tests.stored import DATA
+from tests.reference_data import DATA
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
 
 ROOT = DATA.parents[1]
@@ -53,7 +53,7 @@ def all_of(items: Iterable[Any]) -> list[Any]:
 
 def structure(name: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        chain = proteins.real("3u8v_A")
+        chain = proteins.pdb_chain("3u8v_A")
         some = slice(10, 30)
         write_structure(folder / name, chain.aatype[some], chain.positions[some], chain.mask[some], chain.bfactors[some])
         return folder / name

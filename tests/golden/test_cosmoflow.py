@@ -11,15 +11,15 @@ from hpcai import dist, train
 from hpcai.models import cosmoflow
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.train.schedule import make_lr_schedule
-from tests.hashed import hashed
-from tests.stored import DATA, arrays, digest, told
+from tests.hash_values import hash_values
+from tests.reference_data import DATA, digest, load_arrays, load_json
 
 WEIGHTS = DATA / "cosmoflow" / "f8_s32_b2_state_dict.pt"
 
 
 def universes(size: int, count: int) -> torch.Tensor:
     """Counts [B, D, H, W, C] of the golden cases."""
-    cubes = [np.floor(-3 * np.log(1 - hashed(size**3 * 4, f"cosmo_x_{size}_{i}"))).astype(np.int16) for i in range(count)]
+    cubes = [np.floor(-3 * np.log(1 - hash_values(size**3 * 4, f"cosmo_x_{size}_{i}"))).astype(np.int16) for i in range(count)]
     return torch.from_numpy(np.stack(cubes).reshape(count, size, size, size, 4))
 
 
@@ -39,7 +39,7 @@ def check(model: CosmoFlow, case: dict, counts: torch.Tensor, rounding: float = 
 
 
 def test_a_reference_state_dict_gives_its_outputs_loss_gradients_and_steps() -> None:
-    case, counts = told("cosmoflow/f8_s32_b2"), universes(32, 2)
+    case, counts = load_json("cosmoflow/f8_s32_b2"), universes(32, 2)
     model = CosmoFlow.load(WEIGHTS)
     assert (model.cfg.size, model.cfg.filters, model.cfg.channels) == (32, 8, 4)
     model.cfg = model.cfg.model_copy(update={"dropout": 0.0})
@@ -52,11 +52,11 @@ def test_a_reference_state_dict_gives_its_outputs_loss_gradients_and_steps() -> 
 
 @pytest.mark.parametrize("exactly", [False, pytest.param(True, marks=pytest.mark.claim)])
 def test_the_full_benchmark_network(exactly: bool) -> None:
-    case = told("cosmoflow/f32_s128_b1_formula")
+    case = load_json("cosmoflow/f32_s128_b1_formula")
     model = CosmoFlow(CosmoFlowConfig(dropout=0.0))
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            v = 2 * hashed(tensor.numel(), name) - 1
+            v = 2 * hash_values(tensor.numel(), name) - 1
             fan = tensor[0].numel() if tensor.ndim > 1 else 1
             value = 0.1 * v if name.endswith("bias") else v * np.sqrt(3 / fan)
             tensor.copy_(torch.from_numpy(value).reshape(tensor.shape))
@@ -82,7 +82,7 @@ def test_new_weights_have_the_reference_names_shapes_and_spread() -> None:
 
 @pytest.mark.parametrize("layout", ["legacy", "keras 3"])
 def test_keras_weights_give_keras_outputs(layout: str, tmp_path: Path) -> None:
-    stored = arrays("cosmoflow/keras_f8_s32")
+    stored = load_arrays("cosmoflow/keras_f8_s32")
     names = ["conv3d", *(f"conv3d_{i}" for i in range(1, 5)), "dense", "dense_1", "dense_2"]
     with h5py.File(tmp_path / "w.h5", "w") as file:
         for i, name in enumerate(names):
@@ -112,7 +112,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_learning_rate_of_every_epoch(name: str) -> None:
-    expected = told("cosmoflow/lr_schedules")[name]
+    expected = load_json("cosmoflow/lr_schedules")[name]
     lr, words = SCHEDULES[name]
     steps = 7
     at = make_lr_schedule(train.ScheduleConfig(**{"decay": "steps", "held": True} | words), lr, steps, steps * len(expected))

@@ -12,20 +12,20 @@ from hpcai.models.deepcam import Batch, DeepCam, DeepCamConfig
 from hpcai.models.deepcam.objective import confusion_matrix, iou
 from hpcai.settings import ScheduleConfig, StepConfig
 from hpcai.train.schedule import make_lr_schedule
-from tests.hashed import fill, hashed
-from tests.stored import arrays, check_thinned, digest, told
+from tests.hash_values import fill_parameters, hash_values
+from tests.reference_data import check_subsample, digest, load_arrays, load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NARROW = "div8_96x144_b2_formula"
 
 
 def read(name: str) -> Any:
-    return told(f"deepcam/{name}")
+    return load_json(f"deepcam/{name}")
 
 
 def maps(tag: str, height: int, width: int) -> torch.Tensor:
     """Input [2, H, W, V] of a case: what the network sees, so the model scales nothing."""
-    x = hashed(2 * 16 * height * width, f"dc_x_{tag}").astype(np.float32).reshape(2, 16, height, width)
+    x = hash_values(2 * 16 * height * width, f"dc_x_{tag}").astype(np.float32).reshape(2, 16, height, width)
     return torch.from_numpy(x).permute(0, 2, 3, 1)
 
 
@@ -47,9 +47,9 @@ def check(values: torch.Tensor, stats: dict[str, Any], relative: float) -> None:
 
 
 def test_the_narrow_network_gives_the_references_outputs_loss_gradients_and_statistics() -> None:
-    case, stored = read(NARROW), arrays(f"deepcam/{NARROW}")
+    case, stored = read(NARROW), load_arrays(f"deepcam/{NARROW}")
     model = DeepCam(DeepCamConfig(divide=8))
-    fill(model)
+    fill_parameters(model)
     assert sum(p.numel() for p in model.parameters()) == case["n_params"] == 937643
     torch.testing.assert_close(model.class_weights.double(), torch.tensor(case["class_weights"]).double(), rtol=1e-6, atol=0)
     batch = Batch(maps(NARROW, 96, 144), labels(96, 144, case["label_counts"]))
@@ -58,9 +58,9 @@ def test_the_narrow_network_gives_the_references_outputs_loss_gradients_and_stat
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         out = model.eval()(x)
-        check_thinned(out, stored, "out_eval", 1e-5 * float(out.abs().max()))
-        check_thinned(model.train()(x), stored, "out_train", 2e-3)
-        check_thinned(model.eval()(x), stored, "out_eval_after_train_forward", 2e-3)
+        check_subsample(out, stored, "out_eval", 1e-5 * float(out.abs().max()))
+        check_subsample(model.train()(x), stored, "out_train", 2e-3)
+        check_subsample(model.eval()(x), stored, "out_eval_after_train_forward", 2e-3)
     for name, stats in case["running_stats_after_one_train_forward"].items():
         check(model.state_dict()[name], stats, 1e-5)
     # Batch norm over few cells multiplies rounding: torch's own layers, in channels-last float32, are 1.2e-2 from the reference's
@@ -79,14 +79,14 @@ def test_the_narrow_network_gives_the_references_outputs_loss_gradients_and_stat
 
 
 def test_the_skip_of_nvidias_network_is_before_relu() -> None:
-    stored = arrays(f"deepcam/{NARROW}")
+    stored = load_arrays(f"deepcam/{NARROW}")
     model = DeepCam(DeepCamConfig(divide=8, skip="before"))
-    fill(model)
+    fill_parameters(model)
     x = maps(NARROW, 96, 144).permute(0, 3, 1, 2)
     with torch.no_grad():
         out = model.eval()(x)
-        check_thinned(out, stored, "before.out_eval", 1e-5 * float(out.abs().max()))
-        check_thinned(model.train()(x), stored, "before.out_train", 2e-3)
+        check_subsample(out, stored, "before.out_eval", 1e-5 * float(out.abs().max()))
+        check_subsample(model.train()(x), stored, "before.out_train", 2e-3)
 
 
 def test_seed_0_draws_the_references_weights() -> None:

@@ -15,17 +15,17 @@ from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
-from tests.hashed import fill
-from tests.stored import DATA, arrays, told
+from tests.hash_values import fill_parameters
+from tests.reference_data import DATA, load_arrays, load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOME = DATA / "diffusion"
-SD2, PLAIN, CODERS = (told(f"diffusion/{name}/cases") for name in ("sd2_unet_tiny", "unet2d_tiny", "vae_tiny"))
+SD2, PLAIN, CODERS = (load_json(f"diffusion/{name}/cases") for name in ("sd2_unet_tiny", "unet2d_tiny", "vae_tiny"))
 
 
 def tensors(name: str) -> dict[str, Tensor]:
     """Stored arrays, floating ones in float64."""
-    found = {key: torch.from_numpy(array) for key, array in arrays(f"diffusion/{name}").items()}
+    found = {key: torch.from_numpy(array) for key, array in load_arrays(f"diffusion/{name}").items()}
     return {key: x.double() if x.is_floating_point() else x for key, x in found.items()}
 
 
@@ -47,7 +47,7 @@ def structured(case: str) -> UNet:
     path = HOME / "sd2_unet_tiny" / f"{about['folder']}.json"
     cfg: Any = DIFFUSERS_CLASSES["UNet2DConditionModel"].from_config(json.loads(path.read_text()), path)
     net = UNet(cfg.model_copy(update={"groups": about["resnet_groups"], "attention_groups": about["transformer_groups"]})).double()
-    fill(net)
+    fill_parameters(net)
     return net
 
 

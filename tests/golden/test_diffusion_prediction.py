@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcai.models.diffusion.config import ObjectiveConfig
 from hpcai.models.diffusion.prediction import NoisySample, Objective, alphas_cumprod, loss_weights
 from hpcai.models.diffusion.samplers import apply_guidance, karras_sigmas, shift_times
-from tests.stored import arrays, check_thinned, told
+from tests.reference_data import check_subsample, load_arrays, load_json
 
 FOLDER = "diffusion/objectives"
 Says = Literal["epsilon", "v", "x0"]
@@ -19,11 +19,11 @@ SAYS: list[Says] = ["epsilon", "v", "x0"]
 
 def numbers(name: str) -> dict[str, Tensor]:
     """Read as float64, also arrays that are stored in float32 without loss."""
-    return {key: torch.from_numpy(value).double() for key, value in arrays(f"{FOLDER}/{name}").items()}
+    return {key: torch.from_numpy(value).double() for key, value in load_arrays(f"{FOLDER}/{name}").items()}
 
 
 def schedule(name: str, **more: Any) -> ObjectiveConfig:
-    known = told(f"{FOLDER}/settings")["schedules"][name]
+    known = load_json(f"{FOLDER}/settings")["schedules"][name]
     kind = {"squaredcos_cap_v2": "cosine"}.get(known["beta_schedule"], known["beta_schedule"])
     return ObjectiveConfig(
         schedule=kind, first=known["beta_start"], last=known["beta_end"], levels=known["num_train_timesteps"],
@@ -37,7 +37,7 @@ def close(found: Tensor | np.ndarray, known: Tensor | np.ndarray, tolerance: flo
 
 @pytest.mark.parametrize("name", ["sd2", "linear", "cosine", "sd2_zero_snr", "linear_zero_snr"])
 def test_schedules(name: str) -> None:
-    close(alphas_cumprod(schedule(name)), arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
+    close(alphas_cumprod(schedule(name)), load_arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
 
 
 @pytest.mark.parametrize("says", SAYS)
@@ -45,14 +45,14 @@ def test_schedules(name: str) -> None:
 @pytest.mark.parametrize("name", ["sd2", "sd2_zero_snr"])
 def test_min_snr_weights_of_all_levels(name: str, gamma: int, says: Says) -> None:
     found = loss_weights(schedule(name, prediction_type=says, min_snr=float(gamma)))
-    check_thinned(found, arrays(f"{FOLDER}/schedules"), f"{name}_min_snr_{gamma}_{says}", 1e-11)
+    check_subsample(found, load_arrays(f"{FOLDER}/schedules"), f"{name}_min_snr_{gamma}_{says}", 1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("says", SAYS)
 def test_on_a_schedule_input_target_weight_and_loss(says: Says, dtype: torch.dtype) -> None:
     known, tolerance = numbers("vp"), 1e-11 if dtype == torch.float64 else 1e-6
-    for gamma in (None, told(f"{FOLDER}/settings")["vp"]["min_snr_gamma"]):
+    for gamma in (None, load_json(f"{FOLDER}/settings")["vp"]["min_snr_gamma"]):
         objective = Objective(schedule("sd2", prediction_type=says, min_snr=gamma))
         noised = objective.add_noise(known["x0"].to(dtype), known["noise"].to(dtype), known["timesteps"].float())
         wanted = NoisySample(
@@ -83,7 +83,7 @@ def test_predictions_as_sample_as_noise_and_as_v(says: Says, each: bool) -> None
 
 
 def test_edm() -> None:
-    known, cfg = numbers("edm"), told(f"{FOLDER}/settings")["edm"]
+    known, cfg = numbers("edm"), load_json(f"{FOLDER}/settings")["edm"]
     sizes = {"sigma_data": cfg["sigma_data"], "mean": cfg["P_mean"], "deviation": cfg["P_std"]}
     objective = Objective(ObjectiveConfig(prediction_type="edm", **sizes))
     noised = objective.add_noise(known["x0"], known["noise"], known["sigma"])
@@ -114,27 +114,27 @@ def test_flow() -> None:
 
 def test_logit_normal_times() -> None:
     known = numbers("flow")
-    for i, (mean, deviation) in enumerate(told(f"{FOLDER}/settings")["flow"]["logit_normal"]):
+    for i, (mean, deviation) in enumerate(load_json(f"{FOLDER}/settings")["flow"]["logit_normal"]):
         objective = Objective(ObjectiveConfig(prediction_type="flow", times="logit_normal", mean=mean, deviation=deviation))
         close(objective.sample_times(known["normal"], known["normal"]), known[f"logit_normal_sample_{i}"])
 
 
 def test_shifted_times() -> None:
-    known = arrays(f"{FOLDER}/flow")
+    known = load_arrays(f"{FOLDER}/flow")
     times = known["weight_sigma"].astype(np.float64)
-    for shift in told(f"{FOLDER}/settings")["flow"]["sd3_shifts"]:
+    for shift in load_json(f"{FOLDER}/settings")["flow"]["sd3_shifts"]:
         close(shift_times(times, shift), known[f"sd3_shift_{shift:g}"])
     for mu, other in zip(known["flux_mu"], known["flux_shifted"]):
         close(shift_times(times, float(np.exp(mu))), other)
 
 
 def test_sigmas_of_karras() -> None:
-    for case in told(f"{FOLDER}/settings")["karras"]:
+    for case in load_json(f"{FOLDER}/settings")["karras"]:
         found = karras_sigmas(case["sigma_min"], case["sigma_max"], case["rho"], case["steps"])
-        close(found, arrays(f"{FOLDER}/karras")[case["key"]])
+        close(found, load_arrays(f"{FOLDER}/karras")[case["key"]])
 
 
 def test_guidance() -> None:
-    known, cfg = numbers("guidance"), told(f"{FOLDER}/settings")["guidance"]
+    known, cfg = numbers("guidance"), load_json(f"{FOLDER}/settings")["guidance"]
     close(apply_guidance(known["cond"], known["uncond"], cfg["scale"]), known["guided"])
     close(apply_guidance(known["cond"], known["uncond"], cfg["scale"], cfg["rescale"]), known["guided_rescaled"])

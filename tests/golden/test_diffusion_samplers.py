@@ -12,9 +12,9 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
 from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import plan_steps, sample
-from tests.stored import arrays, told
+from tests.reference_data import load_arrays, load_json
 
-KNOWN = told("diffusion/samplers/cases")
+KNOWN = load_json("diffusion/samplers/cases")
 CASES = {case["name"]: case for case in KNOWN["cases"]}
 
 
@@ -95,7 +95,7 @@ def settings(case: dict[str, Any], **more: Any) -> tuple[Objective, SamplerConfi
 
 @pytest.fixture(scope="module")
 def trajectories() -> dict[str, np.ndarray]:
-    return arrays("diffusion/samplers/trajectories")
+    return load_arrays("diffusion/samplers/trajectories")
 
 
 def begin(objective: Objective, cfg: SamplerConfig) -> float:

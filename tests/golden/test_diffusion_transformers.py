@@ -12,7 +12,7 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.dit import position_embedding
 from hpcai.models.diffusion.flux import pack_latents, rotary_cos_sin, unpack_latents
 from hpcai.models.diffusion.load import from_config, load_network
-from tests.stored import DATA, arrays, told
+from tests.reference_data import DATA, load_arrays, load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOME = DATA / "diffusion"
@@ -27,7 +27,7 @@ def network(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def given(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Condition]]:
-    found = {name: torch.from_numpy(value) for name, value in arrays(f"diffusion/{case}").items()}
+    found = {name: torch.from_numpy(value) for name, value in load_arrays(f"diffusion/{case}").items()}
     if case.startswith("dit"):
         return found, (found["sample"].to(dtype), found["timestep"], Condition(classes=found["class_labels"]))
     asked = Condition(
@@ -46,7 +46,7 @@ def close(found: Tensor, right: Tensor, most: float) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_losses_and_gradients(case: str) -> None:
-    model, known = network(HOME / CASES[case][0]).double(), told(f"diffusion/{case}")
+    model, known = network(HOME / CASES[case][0]).double(), load_json(f"diffusion/{case}")
     stored, inputs = given(case, torch.float64)
     out = as_theirs(case, model(*inputs))
     close(out, stored["out_f64"], 1e-10)
@@ -74,10 +74,10 @@ def test_outputs_in_float32_and_under_autocast(case: str) -> None:
 def test_embeddings_of_times_and_positions() -> None:
     stored, (_, time, _) = given("dit_tiny/dit", torch.float32)
     close(sinusoidal_embedding(time, 256, torch.float64, 127).float(), stored["time_proj"], 1.2e-4)  # theirs are float32
-    cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"), HOME)[1]
+    cfg: Any = from_config(load_json("diffusion/dit_tiny/model_a/config"), HOME)[1]
     close(position_embedding(cfg, torch.float64).float(), stored["pos_embed"], 1e-6)
     stored, (x, _, _) = given("flux_tiny/guided", torch.float32)
-    cfg = from_config(told("diffusion/flux_tiny/model_dev/config"), HOME)[1]
+    cfg = from_config(load_json("diffusion/flux_tiny/model_dev/config"), HOME)[1]
     rows, columns = (n // 2 for n in x.shape[2:])
     for found, name in zip(rotary_cos_sin(cfg, len(stored["txt_ids"]), rows, columns, torch.float64), ("rope_cos", "rope_sin")):
         close(found[0].chunk(2, -1)[0].repeat_interleave(2, -1).float(), stored[name], 1e-6)

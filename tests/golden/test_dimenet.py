@@ -12,7 +12,7 @@ from hpcai import config
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, collate, loss
 from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_bessel_zeros, spherical_harmonics
 from hpcai.train.schedule import make_lr_schedule
-from tests.stored import arrays, told
+from tests.reference_data import load_arrays, load_json
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,11 +21,11 @@ MEAN = -0.7554450631141663
 
 
 def read(name: str) -> dict[str, np.ndarray]:
-    return arrays(f"dimenet/{name}")
+    return load_arrays(f"dimenet/{name}")
 
 
 def golden() -> Any:
-    return told("dimenet/golden")
+    return load_json("dimenet/golden")
 
 
 def batch(dtype: Any) -> Batch:
@@ -118,7 +118,7 @@ def test_functions_of_distance_and_angle() -> None:
 
 
 def test_the_schedule() -> None:
-    about = told("dimenet/lr_schedule")
+    about = load_json("dimenet/lr_schedule")
     cfg = config.load(Config, ROOT / "apps/opencatalyst/configs/batch2048.yaml")
     found = make_lr_schedule(cfg.step.schedule, cfg.step.lr, 976, 976 * 48)
     assert [found(step) / cfg.step.lr for step in about["steps"]] == pytest.approx(about["mult"], rel=1e-9)

@@ -18,7 +18,7 @@ from hpcai.models.llm.generation import filter_logits, sample_tokens
 from hpcai.models.llm.load import read_config
 from hpcai.models.llm.model import rotary_frequencies
 from hpcai.settings import StepConfig
-from tests.stored import DATA, arrays, told
+from tests.reference_data import DATA, load_arrays, load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = ["llama2_tiny", "llama31_tiny", "llama31_short_tiny", "gpt2_tiny", "gpt2_hub_tiny"]
@@ -38,7 +38,7 @@ def wide(case: str) -> Any:
 
 
 def batch(case: str) -> Batch:
-    found = arrays(f"llm/{case}/io")
+    found = load_arrays(f"llm/{case}/io")
     ids, labels = torch.from_numpy(found["ids"]), torch.from_numpy(found["labels"])
     return Batch(ids, loss_mask=labels != -100)
 
@@ -60,7 +60,7 @@ def check(found: dict[str, Tensor], stored: dict[str, Any], tolerance: float) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str) -> None:
-    found = arrays(f"llm/{case}/io")
+    found = load_arrays(f"llm/{case}/io")
     with torch.no_grad():
         np.testing.assert_allclose(wide(case)(torch.from_numpy(found["ids"])), found["logits_f64"], rtol=0, atol=1e-10)
 
@@ -86,7 +86,7 @@ def trains(model: LLM, case: str, known: dict[str, Any], names: dict[str, str] |
 
 @pytest.mark.parametrize("case", TRAINED)
 def test_loss_gradients_and_three_steps_of_adamw(case: str) -> None:
-    model, known = wide(case).train(), told(f"llm/{case}/train")
+    model, known = wide(case).train(), load_json(f"llm/{case}/train")
     losses = trains(model, case, known)
     with torch.no_grad():
         total, count = llm.loss(model, batch(case))["loss"]
@@ -97,7 +97,7 @@ def test_loss_gradients_and_three_steps_of_adamw(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama31_tiny", "gpt2_tiny"])
 def test_documents_of_a_row_are_as_if_alone(case: str) -> None:
-    found, known, model = arrays(f"llm/{case}/packed"), told(f"llm/{case}/packed"), wide(case)
+    found, known, model = load_arrays(f"llm/{case}/packed"), load_json(f"llm/{case}/packed"), wide(case)
     ids, positions, documents = (torch.from_numpy(found[name]) for name in ("ids", "positions", "document"))
     assert torch.equal(llm.objective.document_positions(documents), positions)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_documents_of_a_row_are_as_if_alone(case: str) -> None:
 
 
 def test_frequencies_of_published_models() -> None:
-    found, about = arrays("llm/rope_inv_freq"), told("llm/rope_inv_freq")
+    found, about = load_arrays("llm/rope_inv_freq"), load_json("llm/rope_inv_freq")
     for preset, name in (("llama2-7b", "llama2_7b"), ("llama3-8b", "llama3_8b"), ("llama3.1-8b", "llama31_8b"),
                          ("llama3.1-405b", "llama31_405b"), ("llama3.2-1b", "llama32_1b")):  # fmt: skip
         cfg = LLMConfig.preset(preset)
@@ -119,7 +119,7 @@ def test_frequencies_of_published_models() -> None:
 @pytest.mark.parametrize(("preset", "name"), PRESETS.items())
 def test_published_sizes(preset: str, name: str) -> None:
     cfg = LLMConfig.preset(preset)
-    assert cfg.num_parameters == told("llm/real_sizes")[name]["parameters"]
+    assert cfg.num_parameters == load_json("llm/real_sizes")[name]["parameters"]
     few = cfg.model_copy(update={"layers": 1})
     with torch.device("meta"):
         assert sum(p.numel() for p in LLM(few).parameters()) == few.num_parameters
@@ -150,7 +150,8 @@ ADAPTERS = ["lora_qv", "lora_all_rs"]
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters(name: str, tmp_path: Path) -> None:
     case, folder = "llama2_tiny", DATA / "llm" / "llama2_tiny" / name
-    known, found, ids = told(f"llm/{case}/{name}"), arrays(f"llm/{case}/{name}"), torch.from_numpy(arrays(f"llm/{case}/io")["ids"])
+    known, found = load_json(f"llm/{case}/{name}"), load_arrays(f"llm/{case}/{name}")
+    ids = torch.from_numpy(load_arrays(f"llm/{case}/io")["ids"])
     model = LLM.load(home(case)).double()
     cfg = llm.load_adapter(model, folder)
     assert cfg.scale == pytest.approx(known["scale"]) and cfg.dropout == (0.05 if name == "lora_all_rs" else 0.0)
@@ -205,7 +206,7 @@ def test_errors_of_a_folder_are_one_line_that_names_it(fault: str) -> None:
         llm.load_adapter(good, folder) if fault.startswith("adapter") else LLM.load(folder)
     text = str(told_of.value)
     assert text.startswith(str(folder)) and ERRORS[fault] in text and "\n" not in text, text
-    found = arrays("llm/broken/good")  # an adapter that is refused changes nothing
+    found = load_arrays("llm/broken/good")  # an adapter that is refused changes nothing
     with torch.no_grad():
         logits = good.double()(torch.from_numpy(found["ids"]))
     np.testing.assert_allclose(logits, found["logits_f64"], rtol=0, atol=1e-10)
@@ -229,7 +230,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", TRAINED)
 def test_generated_tokens(case: str) -> None:
-    known, model = told(f"llm/{case}/generate"), LLM.load(home(case))
+    known, model = load_json(f"llm/{case}/generate"), LLM.load(home(case))
     prompts, most = known["prompts"], SamplingConfig(most=known["new_tokens"])
     assert [complete(model, [prompt], most)[0] for prompt in prompts] == known["tokens"]
     assert complete(model, prompts, most) == known["left_padded"]["tokens"]
@@ -244,7 +245,7 @@ def test_generated_tokens(case: str) -> None:
 
 
 def test_filters() -> None:
-    found, known = arrays("llm/sampling/filters"), told("llm/sampling/filters")
+    found, known = load_arrays("llm/sampling/filters"), load_json("llm/sampling/filters")
     logits, seen = torch.from_numpy(found["logits"]), torch.zeros(*found["logits"].shape, dtype=torch.bool)
     seen.scatter_(1, torch.from_numpy(found["ids"]), True)
     for number, setting in enumerate(known["settings"]):
@@ -273,7 +274,7 @@ def test_a_text_ends_where_positions_do() -> None:
 
 def test_likelihoods_of_choices() -> None:
     model = wide("llama2_tiny")
-    for item in told("llm/llama2_tiny/choices"):
+    for item in load_json("llm/llama2_tiny/choices"):
         assert llm.likelihoods(model, item["context_ids"], item["choice_ids"]) == pytest.approx(item["loglik"], abs=1e-9)
     with pytest.raises(DataError, match="at least one token"):
         llm.likelihoods(model, [], [[1]])

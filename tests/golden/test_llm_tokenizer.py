@@ -6,10 +6,10 @@ import pytest
 
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
-from tests.stored import DATA, told
+from tests.reference_data import DATA, load_json
 
 FOLDER = DATA / "llm" / "tokenizer"
-STRINGS, CHATS = told("llm/tokenizer/strings"), told("llm/tokenizer/chats")
+STRINGS, CHATS = load_json("llm/tokenizer/strings"), load_json("llm/tokenizer/chats")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hpcai.models.openfold.config import ObjectiveConfig, OpenFoldConfig
 from hpcai.models.openfold.load import from_public, load_weights, to_public
 from hpcai.models.openfold.model import OpenFold, Prediction
 from hpcai.models.openfold.objective import lddt, loss_terms, weighted_total
-from tests import stored
+from tests import reference_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
@@ -22,7 +22,7 @@ Arrays = dict[str, Tensor]
 
 
 def arrays(path: str, dtype: torch.dtype = torch.float64) -> Arrays:
-    found = {name: torch.from_numpy(value) for name, value in stored.arrays(f"openfold/{path}").items()}
+    found = {name: torch.from_numpy(value) for name, value in reference_data.load_arrays(f"openfold/{path}").items()}
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
 
 
@@ -70,7 +70,7 @@ def test_every_loss_and_every_gradient(clamped: bool) -> None:
     model = network(torch.float64)
     found, last, _ = compared(model, torch.float64)
     last["use_clamped_fape"] = torch.full_like(last["use_clamped_fape"], float(clamped))
-    said = stored.told(f"openfold/network/losses_{'and_grad_norms' if clamped else 'unclamped'}_fp64")
+    said = reference_data.load_json(f"openfold/network/losses_{'and_grad_norms' if clamped else 'unclamped'}_fp64")
     losses = said.get("losses", said)
     each = loss_terms(found, last, ALL)
     for name, term in each.items():

@@ -9,7 +9,7 @@ import pytest
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, center, collate, featurize
 from hpcai.models.openfold.formats import parse_features
-from tests.stored import arrays
+from tests.reference_data import load_arrays
 
 CHAINS = pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
 # Where atoms are missing the reference's angles are noise, and here 0; its frames, in float32, are off.
@@ -25,7 +25,7 @@ SAMPLED = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion
 
 @CHAINS
 def test_clusters_and_features_for_rows_drawn_by_the_reference(name: str) -> None:
-    golden = arrays(f"openfold/features/{name}")
+    golden = load_arrays(f"openfold/features/{name}")
     sampled = {key.removeprefix("sampled."): array for key, array in golden.items() if key.startswith("sampled.")}
     msa, deletions = sampled["msa"], sampled["deletion_matrix"]
     extra, extra_deletions = sampled["extra_msa"], sampled["extra_deletion_matrix"]
@@ -49,7 +49,7 @@ def test_clusters_and_features_for_rows_drawn_by_the_reference(name: str) -> Non
 
 def test_the_small_batch_of_the_full_model() -> None:
     """All that is not drawn is the same. The templates are those that the reference drew; centred here, and not there."""
-    raw, golden = (arrays(f"openfold/network/{name}") for name in ("raw_features", "batch"))
+    raw, golden = (load_arrays(f"openfold/network/{name}") for name in ("raw_features", "batch"))
     cfg = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
     drawn = [np.flatnonzero((raw["template_sum_probs"] == one).all(1))[0] for one in golden["template_sum_probs"][0, ..., 0]]
     chain, alignment, templates = parse_features(raw | {name: raw[name][drawn] for name in TEMPLATES})

@@ -8,7 +8,7 @@ import pytest
 
 from hpcai.models.openfold.alignments import read_alignments
 from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
-from tests.stored import arrays
+from tests.reference_data import load_arrays
 
 needs_gemmi = pytest.mark.skipif(find_spec("gemmi") is None, reason="gemmi is not installed: structures are NOT compared")
 
@@ -17,7 +17,7 @@ HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"         # the order of raw.msa
 
 def same_chain(path: Path, name: str) -> Chain:
     """The chain of a file, which is what the public code read of the original file, but for the resolution."""
-    golden, author = arrays(f"openfold/features/{name}"), name.split("_")[1]
+    golden, author = load_arrays(f"openfold/features/{name}"), name.split("_")[1]
     chain = read_mmcif(path, author).chains[author]
     assert chain.name == name and chain.sequence == golden["raw.sequence"].tobytes().decode()
     assert np.array_equal(chain.aatype, golden["raw.aatype"].argmax(1)) and np.array_equal(chain.aatype, golden["det.aatype"])
@@ -30,7 +30,7 @@ def same_chain(path: Path, name: str) -> Chain:
 @pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
 def test_a_chain_and_its_alignment_are_read_as_by_the_public_code(name: str, tmp_path: Path) -> None:
     """In files of our own writing."""
-    golden, path = arrays(f"openfold/features/{name}"), tmp_path / f"{name[:4]}.cif"
+    golden, path = load_arrays(f"openfold/features/{name}"), tmp_path / f"{name[:4]}.cif"
     positions, mask = golden["det.all_atom_positions"], golden["det.all_atom_mask"]
     write_structure(path, golden["det.aatype"], positions, mask, np.ones_like(mask), chain=name[-1])
     rows = [
@@ -46,7 +46,7 @@ def test_a_chain_and_its_alignment_are_read_as_by_the_public_code(name: str, tmp
 @pytest.mark.originals
 @pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
 def test_the_original_files_of_a_chain_are_read_as_by_the_public_code(name: str, originals: Path) -> None:
-    golden = arrays(f"openfold/features/{name}")
+    golden = load_arrays(f"openfold/features/{name}")
     chain = same_chain(originals / "openfold" / "mmcif" / f"{name[:4]}.cif", name)
     assert chain.resolution == pytest.approx(float(golden["raw.resolution"][0]))
     # Made of the .a3m files alone.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcai.models.openfold.targets import compute_targets
-from tests.stored import arrays
+from tests.reference_data import load_arrays
 
 # Where an atom is missing the reference fills torsion angles with noise, of rounding, scaled to unit length; here they are 0.
 DEFINED = {
@@ -17,7 +17,7 @@ DEFINED = {
 @pytest.mark.parametrize("chain", ["5zyh_A", "2q2k_A"])
 def test_targets_of_a_chain(chain: str) -> None:
     """All else everywhere, frames of missing groups too. The reference computes in float32: its angles are off by up to 7e-6."""
-    stored = arrays(f"openfold/features/{chain}")
+    stored = load_arrays(f"openfold/features/{chain}")
     wanted = {name.removeprefix("det."): array for name, array in stored.items() if name.startswith("det.")}
     found = compute_targets(wanted["aatype"], wanted["all_atom_positions"], wanted["all_atom_mask"], chain)
     assert len(found) == 23

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from hpcai.models.dimenet.periodic import count_triplets, find_reverse_edges, neighbour_list
-from tests.stored import arrays
+from tests.reference_data import load_arrays
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_fifty_nearest_of_three_structures() -> None:
     """27 edges have no reverse; 38,923 triplets."""
-    given = arrays("dimenet/small_input")
+    given = load_arrays("dimenet/small_input")
     other, centre = given["edge_index"]
     edges, triplets, lone = list[np.ndarray](), 0, 0
     for b, size in enumerate(given["natoms"]):

@@ -14,9 +14,9 @@ from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig
 from hpcai.models.unet3d.objective import dice
 from hpcai.settings import ScheduleConfig
 from hpcai.train.schedule import make_lr_schedule
-from tests.hashed import hashed
+from tests.hash_values import hash_values
 from tests.ranks.launch import on_ranks
-from tests.stored import arrays, check_thinned, digest, told
+from tests.reference_data import check_subsample, digest, load_arrays, load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NARROW = UNet3DConfig(filters=(8, 16, 32, 64, 80), window=(64, 64, 64))
@@ -24,7 +24,7 @@ STORED = "div4_64x64x32_b2"
 
 
 def read(name: str) -> Any:
-    return told(f"unet3d/{name}")
+    return load_json(f"unet3d/{name}")
 
 
 def volume(shape: tuple[int, ...], tag: str, batch: int, case: dict[str, Any]) -> Batch:
@@ -36,7 +36,7 @@ def volume(shape: tuple[int, ...], tag: str, batch: int, case: dict[str, Any]) -
         labels.append(sum((square <= (part * min(shape)) ** 2).astype(np.uint8) for part in (0.3, 0.12)))
     label = np.stack(labels)
     assert digest(label) == case["label_sha256"]
-    noise = (np.sqrt(3) * (2 * hashed(label.size, f"unet_x_{tag}") - 1)).astype(np.float32)
+    noise = (np.sqrt(3) * (2 * hash_values(label.size, f"unet_x_{tag}") - 1)).astype(np.float32)
     image = noise.reshape(label.shape) + np.float32(0.5) * label
     assert digest(image) == case["x_sha256"]
     return Batch(torch.from_numpy(image), torch.from_numpy(label))
@@ -65,10 +65,10 @@ def test_a_seed_draws_the_references_weights_and_its_state_dict_loads(tmp_path: 
 
 
 def test_the_narrow_network_gives_the_references_outputs_loss_and_gradients() -> None:
-    case, stored = read(STORED), arrays(f"unet3d/{STORED}")
+    case, stored = read(STORED), load_arrays(f"unet3d/{STORED}")
     model, batch = narrow(), volume((64, 64, 32), STORED, 2, case)
     logits = model(batch.image[:, None])
-    check_thinned(logits, stored, "out_train", 2e-5)
+    check_subsample(logits, stored, "out_train", 2e-5)
     values = unet3d.loss(model, batch)
     values["loss"].backward()
     assert values["loss"].item() == pytest.approx(case["loss"], rel=1e-6)
@@ -81,8 +81,8 @@ def test_the_narrow_network_gives_the_references_outputs_loss_and_gradients() ->
 def unlearnable(tag: str) -> Batch:
     """A whole volume [D, H, W] of noise, and labels drawn for each voxel."""
     case, shape = read("sliding_window")[tag], [int(side) for side in tag.rpartition("_")[2].split("x")]
-    image = (2 * hashed(math.prod(shape), tag) - 1).astype(np.float32).reshape(shape)
-    label = (3 * hashed(math.prod(shape), f"{tag}l")).astype(np.uint8).reshape(shape)
+    image = (2 * hash_values(math.prod(shape), tag) - 1).astype(np.float32).reshape(shape)
+    label = (3 * hash_values(math.prod(shape), f"{tag}l")).astype(np.uint8).reshape(shape)
     assert digest(image) == case["vol_sha256"] and digest(label) == case["label_sha256"]
     return Batch(torch.from_numpy(image), torch.from_numpy(label))
 
@@ -94,7 +94,7 @@ def test_windows_give_the_references_logits_on_the_same_crop(shape: str) -> None
     with torch.no_grad():
         logits, kept = model.sliding_window(model, given.image[None, None])
     assert list(logits.shape) == case["out_shape"]
-    check_thinned(logits, arrays("unet3d/sliding_window"), tag, 2e-5)
+    check_subsample(logits, load_arrays("unet3d/sliding_window"), tag, 2e-5)
     assert digest(given.label[kept].numpy()) == case["label_out_sha256"]
     scores = unet3d.score(model, [Batch(given.image[None], given.label[None])])
     found = [float(scores[f"dice_{name}"][0]) for name in ("kidney", "tumour")]
@@ -105,7 +105,7 @@ def logits_on(mesh: Mesh, tag: str) -> None:
     model = unet3d.parallelize(narrow().eval(), mesh, mesh["replicate"].size)
     with torch.no_grad():
         logits, _ = model.sliding_window(model, unlearnable(tag).image[None, None])
-    check_thinned(logits, arrays("unet3d/sliding_window"), tag, 2e-5)
+    check_subsample(logits, load_arrays("unet3d/sliding_window"), tag, 2e-5)
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2, "depth": 2}, {"replicate": 3}], ids=str)

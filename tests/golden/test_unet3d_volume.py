@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from hpcai.models.unet3d.volume import normalise, pad, preprocess, resample, resampled_shape
-from tests.stored import arrays, told
+from tests.reference_data import load_arrays, load_json
 
 
 def test_a_volume_is_prepared_as_the_reference_does() -> None:
-    stored, said = arrays("unet3d/preprocess"), told("unet3d/preprocess")
+    stored, said = load_arrays("unet3d/preprocess"), load_json("unet3d/preprocess")
     image, label, spacing = stored["image"][0], stored["label"][0], stored["spacing"]
     shape = resampled_shape(image.shape, spacing, (1.6, 1.2, 1.2))
     assert [1, *shape] == said["after_resample"]

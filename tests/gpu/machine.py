@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tape import Tape
+from tests.cpu_graph import CPUGraph
 
 DEVICE = torch.device(os.environ.get("HPCAI_TEST_DEVICE", "cuda"))
 GPU = DEVICE.type
 ON_GPU = GPU == "cuda"
-GRAPH: Callable[[], Any] | None = None if ON_GPU else Tape
+GRAPH: Callable[[], Any] | None = None if ON_GPU else CPUGraph
 """what records a captured step: CUDA's own graph"""
 cuda_alone = pytest.mark.skipif(not ON_GPU, reason="CUDA alone has what this test looks at")
 

@@ -11,8 +11,8 @@ from hpcai import dist
 from hpcai.errors import ConfigError
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
+from tests.cpu_graph import CPUGraph
 from tests.gpu.machine import DEVICE, GRAPH, ON_GPU, cuda_alone, wait
-from tests.tape import Tape
 
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def syncs(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     """What only the capture itself finds: no operation of torch reads the device here."""
     if ON_GPU:
         torch.cuda.current_stream().synchronize()
-    elif any(isinstance(mode, Tape) for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()):
+    elif any(isinstance(mode, CPUGraph) for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()):
         raise RuntimeError("operation not permitted when stream is capturing")
     return mean_square(model, x)
 

@@ -8,14 +8,14 @@ import torch
 from hpcai import dist, train
 from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, collate, loss
 from hpcai.settings import StepConfig
-from tests.atoms import network, structure
+from tests.atoms import random_network, random_structure
 from tests.gpu.machine import DEVICE, GPU, GRAPH, cuda_alone
 
 CFG = DimeNetConfig(hidden=64, output=64, interaction=32, blocks=2, cutoff=4.0, most=None)
 
 
 def batch(device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
-    parts = [structure(seed + k, CFG, 3 + k) for k in range(4)]
+    parts = [random_structure(seed + k, CFG, 3 + k) for k in range(4)]
     graph = collate(parts, Sizes(20, 3000, 110, 110, 7)).to(device, dtype)
     generator = torch.Generator().manual_seed(seed)
     forces, free = torch.randn(20, 3, generator=generator).to(dtype), (torch.arange(20) < 18).to(dtype)
@@ -24,7 +24,7 @@ def batch(device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Bat
 
 
 def gradients(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    model = network(CFG, dtype=dtype).to(device)
+    model = random_network(CFG, dtype=dtype).to(device)
     loss(model, batch(device, dtype=dtype))["loss"].backward()
     return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
@@ -42,7 +42,8 @@ def test_every_run_has_the_same_bits() -> None:
 
 def losses(**words: Any) -> tuple[list[float], train.Step]:
     dtype = torch.float64 if words["precision"] == "fp64" else torch.float32
-    step = train.Step(network(CFG, dtype=dtype), loss, StepConfig(lr=1e-4, **words), dist.single_process(DEVICE), graph=GRAPH)
+    model, cfg = random_network(CFG, dtype=dtype), StepConfig(lr=1e-4, **words)
+    step = train.Step(model, loss, cfg, dist.single_process(DEVICE), graph=GRAPH)
     return [step(batch(GPU, seed, dtype))["loss"].item() for seed in range(6)], step
 
 

@@ -31,7 +31,7 @@ def network(device: str, dtype: torch.dtype = torch.float32, checkpoint: bool = 
 
 def batch(device: str, dtype: torch.dtype = torch.float32, passes: int = 2, seed: int = 0) -> dict[str, Tensor]:
     """Two proteins of 16 residues, of which ``seed`` says which residues come first."""
-    features = {name: x.to(device) for name, x in proteins.batch([16, 16], dtype=dtype).items()}
+    features = {name: x.to(device) for name, x in proteins.random_batch([16, 16], dtype=dtype).items()}
     features["msa_feat"] = features["msa_feat"].roll(seed, 2)
     return {name: x[..., :passes].contiguous() for name, x in features.items()}
 

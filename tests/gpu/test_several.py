@@ -12,11 +12,11 @@ from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
+from tests.cpu_graph import CPUGraph
 from tests.gpu.gpus import needs, on_gpus
 from tests.gpu.machine import DEVICE, ON_GPU, precisely
 from tests.ranks.test_fsdp import Network, batch, loss
 from tests.ranks.test_spatial_models import Cam, Cosmo, Unet
-from tests.tape import Tape
 
 STEPS = 5  # two as they are, one that is recorded, two more
 Trained = tuple[list[float], dict[str, Any]]
@@ -24,7 +24,7 @@ Trained = tuple[list[float], dict[str, Any]]
 
 def new_step(mesh: Mesh, model: Any, loss: Any, words: dict[str, Any]) -> Step:
     """One that is captured by CUDA's graphs, and on a CPU by their double."""
-    return Step(model, loss, StepConfig(**words), mesh, graph=None if ON_GPU else Tape)
+    return Step(model, loss, StepConfig(**words), mesh, graph=None if ON_GPU else CPUGraph)
 
 
 def whole(tensor: Any) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""A small language model in training, whole and cut, for tests of the forms that cut it.
+"""Training of small language models, for tests of the forms of model parallelism.
 
-A case names the model and what differs from the usual: layers, packed (several documents in a row), adapted (LoRA), frozen,
-optimizer, shard.
+A case names the model and overrides: layers, packed (several documents per row), adapted (LoRA), frozen, optimizer, shard.
 """
 
 from pathlib import Path
@@ -29,41 +28,41 @@ TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
-    with deferred(seed):  # each rank draws its part of the same numbers
+    with deferred(seed):  # each rank draws its shard of the same numbers
         sizes = MODELS[case["model"]] | {name: case[name] for name in ("layers",) if name in case}
         model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
         if case.get("adapted"):
             llm.adapt(model, LoRAConfig(rank=3, targets=TARGETS, base_dtype=case.get("frozen", "as they are")))
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
-    words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9}
-    words |= {"eps": 1e-5, "capture": "none"}  # biases of keys have no gradient but rounding, which a smaller one would show
-    words |= {name: case[name] for name in ("optimizer", "shard") if name in case}
+    settings: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9}
+    settings |= {"eps": 1e-5, "capture": "none"}  # gradients of key biases are rounding errors, which a smaller eps would amplify
+    settings |= {name: case[name] for name in ("optimizer", "shard") if name in case}
     micros = 4 // mesh["replicate"].size if mesh["pipeline"].size > 1 else 2
-    return Step(model, llm.loss, StepConfig(**words, accumulate=micros), mesh, pipeline=llm.build_pipeline(model, mesh))
+    return Step(model, llm.loss, StepConfig(**settings, accumulate=micros), mesh, pipeline=llm.build_pipeline(model, mesh))
 
 
 def batch(mesh: Mesh, step: int, packed: bool) -> Batch:
-    """What a copy gets of four rows; some tokens do not count, and rows of several documents are as they come."""
+    """Return a replica's share of four rows, with masked tokens and, with ``packed``, random document boundaries."""
     generator, axis = torch.Generator().manual_seed(step), mesh["replicate"]
     tokens = torch.randint(0, LLAMA["vocabulary"], (4, 17), generator=generator)
     counted = torch.rand(4, 17, generator=generator) < 0.8
     documents = (torch.rand(4, 17, generator=generator) < 0.2).cumsum(1)
-    found = [value.chunk(axis.size)[axis.rank] for value in (tokens, documents, counted)]
-    return Batch(found[0], found[1] if packed else None, found[2])
+    shards = [value.chunk(axis.size)[axis.rank] for value in (tokens, documents, counted)]
+    return Batch(shards[0], shards[1] if packed else None, shards[2])
 
 
 def batches(mesh: Mesh, case: Case, first: int = 0, steps: int = STEPS) -> list[Batch]:
     return [batch(mesh, step, case.get("packed", False)) for step in range(first, first + steps)]
 
 
-def cut_equals_whole(axes: dict[str, int], cases: list[Case]) -> None:
-    values = () if "replicate" in axes else ("loss",)  # a copy tells of its own samples
-    training.cut_equals_whole(axes, cases, new_step, batches, values)
+def check_sharded_equals_full(axes: dict[str, int], cases: list[Case]) -> None:
+    values = () if "replicate" in axes else ("loss",)  # a replica reports the mean of its own samples
+    training.check_sharded_equals_full(axes, cases, new_step, batches, values)
 
 
-def checkpoints_go_round(places: list[tuple[dict[str, int], Case]], folder: Path) -> None:
-    training.checkpoints_go_round(places, folder, new_step, batches)
+def check_reshard(layouts: list[tuple[dict[str, int], Case]], folder: Path) -> None:
+    training.check_reshard(layouts, folder, new_step, batches)
 
 
 def sharded(case: Case, *ways: str) -> list[Case]:

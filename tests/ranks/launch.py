@@ -1,7 +1,7 @@
-"""Run one function as several processes of this machine (gloo, CPU) and raise the first failure with its traceback.
+"""Run a function on several local processes (gloo, CPU) and raise the first failure with its traceback.
 
-The processes are forked, so that torch is imported once, and they stay for the next calls of the same test file: a group of
-processes and its meshes are made once. A failure, an end or a silence of one of them ends all; the next call starts new ones.
+The processes are forked, so that torch is imported once, and serve further calls of the same test file with the same process group
+and meshes. After a failure, an exit or a timeout of one rank all are ended; the next call starts new ones.
 """
 
 import atexit
@@ -32,10 +32,10 @@ _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 def on_ranks(
     axes: dict[str, int], function: Callable[..., Any], *args: Any, timeout: float = 120, fresh: bool = False
 ) -> list[Any]:
-    """``function(mesh, *args)`` on a process per place of the mesh ``axes``; what each returned, by rank.
+    """Run ``function(mesh, *args)`` on each rank of a mesh with sizes ``axes``, and return the results by rank.
 
-    The function is one of a module. With ``fresh`` its processes serve this call alone: it may be a closure, find what the test
-    has changed in its own process, and leave them changed.
+    The function is defined at module level. With ``fresh``, new processes run this call alone: the function may be a closure, sees
+    changes that the test made in its own process, and may change global state.
     """
     world = 1
     for name, size in axes.items():
@@ -45,31 +45,31 @@ def on_ranks(
     if world == 1:
         return [function(Mesh(axes), *args)]
     if fresh:
-        ranks = _Ranks(world, call)
+        ranks = _ProcessGroup(world, call)
         try:
-            return ranks.answers(timeout)
+            return ranks.collect(timeout)
         finally:
             ranks.end()
-    if world not in _standing:
-        _standing[world] = _Ranks(world)
+    if world not in _groups:
+        _groups[world] = _ProcessGroup(world)
     try:
-        return _standing[world].run(call, timeout)
+        return _groups[world].run(call, timeout)
     except BaseException:
-        _standing.pop(world).end()
+        _groups.pop(world).end()
         raise
 
 
 def end() -> None:
-    """End the processes that wait for more calls."""
-    while _standing:
-        _standing.popitem()[1].end()
+    """End the processes that wait for calls."""
+    while _groups:
+        _groups.popitem()[1].end()
 
 
-class _Ranks:
-    """Forked processes that have met; each waits at its pipe for calls, or answers the one ``call`` that it was forked with."""
+class _ProcessGroup:
+    """Forked processes of one process group. Each reads calls from its pipe, or runs the one ``call`` given at the fork."""
 
     def __init__(self, world: int, call: Call | None = None) -> None:
-        # What models and fully_shard import takes seconds: once here, not in every process
+        # Imports of models and fully_shard take seconds: once here, not in every process
         import torch._dynamo
         import torch.distributed.fsdp  # noqa: F401
 
@@ -86,25 +86,25 @@ class _Ranks:
     def run(self, call: Call, timeout: float) -> list[Any]:
         for pipe in self.pipes:
             pipe.send(call)
-        return self.answers(timeout)
+        return self.collect(timeout)
 
-    def answers(self, timeout: float) -> list[Any]:
+    def collect(self, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
         world, until = len(self.pipes), time.monotonic() + timeout
         while len(results) < world:
             silent = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
-            for pipe in wait(silent, until - time.monotonic()) or self._lost(results):
+            for pipe in wait(silent, until - time.monotonic()) or self._raise_lost(results):
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 try:
                     results[rank], failure = self.pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
-                    self._lost(results)
+                    self._raise_lost(results)
                 if failure:
                     codes = [process.exitcode for process in self.processes]
                     raise AssertionError(f"rank {rank} of {world} failed; exit codes {codes}:\n{failure}")
         return [results[rank] for rank in range(world)]
 
-    def _lost(self, results: dict[int, Any]) -> list[Any]:
+    def _raise_lost(self, results: dict[int, Any]) -> list[Any]:
         codes = [process.exitcode for process in self.processes]
         raise AssertionError(f"only {sorted(results)} of {len(self.pipes)} ranks answered; exit codes {codes}")
 
@@ -117,29 +117,29 @@ class _Ranks:
         self.folder.cleanup()
 
 
-_standing: dict[int, _Ranks] = {}
+_groups: dict[int, _ProcessGroup] = {}
 atexit.register(end)
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection, call: Call | None) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)  # no rank outlives the tests, however they end
-    gc.freeze()  # a collection would look at all that was there before, and so copy it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)  # no rank outlives the tests
+    gc.freeze()  # a collection would touch, and so copy, all inherited pages
     torch.set_num_threads(1)
     meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
-    with contextlib.suppress(EOFError, KeyboardInterrupt):  # the pipe's other end is gone, or the tests are interrupted
+    with contextlib.suppress(EOFError, KeyboardInterrupt):  # the tests ended or were interrupted
         while True:
             axes, function, args = call or pipe.recv()
-            gc.collect()  # what a call before this one left ends while nothing is under way
+            gc.collect()  # objects of the call before end now, while no collective is under way
             for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
-                seed(0)  # no call depends on what those before it have drawn
+                seed(0)  # calls are independent of earlier draws
             try:
                 if not torch_dist.is_initialized():
                     torch_dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-                places = tuple(axes.items())
-                if places not in meshes:
-                    meshes[places] = Mesh(axes, world, rank)
-                pipe.send((function(meshes[places], *args), None))
+                key = tuple(axes.items())
+                if key not in meshes:
+                    meshes[key] = Mesh(axes, world, rank)
+                pipe.send((function(meshes[key], *args), None))
             except BaseException:
                 pipe.send((None, traceback.format_exc()))
             if call:
-                pipe.recv()  # it stays until its end comes: the others may still need it
+                pipe.recv()  # stays until it is ended: other ranks may still need it

@@ -10,13 +10,13 @@ from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig
 from hpcai.train.capture import _WARMUP_STEPS as WARM
 from hpcai.train.step import Step
+from tests.cpu_graph import CPUGraph
 from tests.ranks.launch import on_ranks
-from tests.tape import Tape
 
 STEPS = 4 * WARM + 2
 
 
-class Refusing(Tape):
+class Refusing(CPUGraph):
     def capture(self, function: Any) -> Any:
         super().capture(function)
         raise RuntimeError("out of memory")
@@ -28,7 +28,7 @@ def trained(mesh: Mesh, capture: str, refuses: bool, shard: str = "none") -> tup
     torch.manual_seed(0)
     cfg = StepConfig(capture="whole" if capture == "none" else capture, optimizer="adamw", accumulate=2, shard=shard, clip=0.1)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    graph = Refusing if refuses and mesh.rank == 1 else Tape
+    graph = Refusing if refuses and mesh.rank == 1 else CPUGraph
     step = Step(model, lambda model, x: {"loss": model(x).square().mean()}, cfg, mesh, graph=graph)
     if capture == "none":
         step._capture = None

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from hpcai.parallel.context import ContextParallelAttention, LocalChunk, _GatheredKV
-from tests.ranks.language_model import checkpoints_go_round, cut_equals_whole, sharded
+from tests.ranks.language_model import check_reshard, check_sharded_equals_full, sharded
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case
 
@@ -23,12 +23,12 @@ from tests.ranks.training import Case
 def test_sharded_equals_unsharded(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": "tied"}, {"model": "gpt", "packed": True}, {"model": "llama", "adapted": True}]
     more = sharded({"model": "llama", "packed": True}, "optimizer", "weights") if "replicate" in axes else []
-    cut_equals_whole(axes, cases + more)
+    check_sharded_equals_full(axes, cases + more)
 
 
 def test_a_checkpoint_loads_on_every_mesh(tmp_path: Path) -> None:
     places = [({"context": 2}, "none"), ({}, "none"), ({"replicate": 2, "context": 2}, "optimizer"), ({"context": 4}, "none")]
-    checkpoints_go_round([(axes, {"model": "llama", "shard": shard}) for axes, shard in places], tmp_path)
+    check_reshard([(axes, {"model": "llama", "shard": shard}) for axes, shard in places], tmp_path)
 
 
 def numbers(tensor: Tensor) -> np.ndarray:

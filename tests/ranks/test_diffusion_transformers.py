@@ -15,7 +15,7 @@ from hpcai.models.diffusion.parallel import parallelize
 from hpcai.nn.deferred_init import deferred
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.ranks.training import Case, cut_equals_whole
+from tests.ranks.training import Case, check_sharded_equals_full
 
 DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 4, "layers": 2, "heads": 4, "head": 3, "classes": 3}
 FLUX: dict[str, Any] = {
@@ -84,4 +84,4 @@ def test_sharded_equals_full(axes: dict[str, int]) -> None:
     if "replicate" in axes:  # whose copies leave out other classes
         shards = ("none", "optimizer", "weights") if "tensor" in axes else ("weights",)
         cases = [{"model": name, "shard": shard} for name in ("dit", "flux, guided") for shard in shards]
-    cut_equals_whole(axes, cases, new_step, batches)
+    check_sharded_equals_full(axes, cases, new_step, batches)

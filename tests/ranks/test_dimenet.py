@@ -11,7 +11,7 @@ from hpcai.models.dimenet import Batch, ObjectiveConfig, collate, counted, loss,
 from hpcai.models.dimenet.graph import Structure
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
-from tests.atoms import network, structure
+from tests.atoms import random_network, random_structure
 from tests.ranks.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,10 +34,11 @@ def batch(parts: list[tuple[int, Structure]]) -> Batch:
 
 def prepared(mesh: Mesh, shares: list[int]) -> tuple[Step, Batch]:
     """A step, and the structures of this rank."""
-    every = [(number, structure(number, count=count)) for number, count in enumerate(SIZES)]
+    every = [(number, random_structure(number, count=count)) for number, count in enumerate(SIZES)]
     first = sum(shares[: mesh["replicate"].rank])
     mine = batch(every[first : first + shares[mesh["replicate"].rank]])
-    return Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh, counts=counted), mine
+    model, cfg = parallelize(random_network(), mesh), StepConfig(optimizer="sgd", precision="fp64")
+    return Step(model, both, cfg, mesh, counts=counted), mine
 
 
 def trained(mesh: Mesh, shares: list[int]) -> dict[str, torch.Tensor]:

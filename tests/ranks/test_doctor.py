@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hpcai.cli.doctor.job  # noqa: F401  # once here, not in every forked rank
-from tests import forked
+from tests import fork_script
 from tests.ranks.test_launch_mpi import PROGRAMS, Ended, run_forked
 
 pytestmark = pytest.mark.timeout(120)
@@ -69,7 +69,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
         port = str(free.getsockname()[1])
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
     out, err, words = tmp_path / "out", tmp_path / "err", ("none", "0", "--limit", "5")
-    process = forked.script(PROGRAMS / "doctor.py", *words, out=out, err=err, **place, MASTER_PORT=port)
+    process = fork_script.fork_script(PROGRAMS / "doctor.py", *words, out=out, err=err, **place, MASTER_PORT=port)
     process.join(60)
     assert process.exitcode == 1
     assert "hpcai doctor: not done after 5 s: ranks 1-2 did not connect; check their processes and nodes" in err.read_text()

@@ -16,11 +16,11 @@ from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig
 from hpcai.train import Step, evaluate, predict
 from hpcai.train.metrics import MetricSums
-from tests.numbers import Numbers
+from tests.index_source import IndexSource
 from tests.ranks.launch import on_ranks
 
 
-class Rows(Numbers):
+class Rows(IndexSource):
     def sample(self, index: int, epoch: int) -> torch.Tensor:
         return torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
 

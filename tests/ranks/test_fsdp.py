@@ -21,8 +21,8 @@ from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import joined, same
-from tests.ranks.training import Case, Trained, checkpoints_go_round, cut_equals_whole, train, trained
+from tests.ranks.shards import check_equal, gather_full
+from tests.ranks.training import Case, TrainResult, check_reshard, check_sharded_equals_full, train, train_cases
 
 SHARDS = ("optimizer", "weights")
 
@@ -91,25 +91,25 @@ FURTHER: list[Case] = [
     ({"replicate": 2, "depth": 2}, EVERY + FURTHER[-2:]),
 ], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_sharded_equals_unsharded(axes: dict[str, int], cases: list[Case]) -> None:
-    cut_equals_whole(axes, cases, new_step, batches)
+    check_sharded_equals_full(axes, cases, new_step, batches)
 
 
-def train_hybrid(mesh: Mesh, shard: str) -> Trained:
+def train_hybrid(mesh: Mesh, shard: str) -> TrainResult:
     words = {"shard": shard, **({"shard_within": 2} if mesh.world > 1 else {})}
     return train(new_step(mesh, words), batches(mesh, {}, 0, 2))
 
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_hybrid_sharding_changes_nothing(shard: str) -> None:
-    right = joined([train_hybrid(Mesh({}), shard).held])
-    same(joined([rank.held for rank in on_ranks({"replicate": 4}, train_hybrid, shard)]), right)
+    right = gather_full([train_hybrid(Mesh({}), shard).state])
+    check_equal(gather_full([rank.state for rank in on_ranks({"replicate": 4}, train_hybrid, shard)]), right)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
 def test_two_ranks_with_a_sharded_adam_equal_two_without_bit_for_bit(precision: str) -> None:
     words = {"precision": precision, "clip": None, "moments": "bf16" if precision == "bf16-params" else "fp32"}
-    ranks = on_ranks({"replicate": 2}, trained, new_step, batches, [words, words | {"shard": "optimizer"}])
-    plain, divided = (joined([rank[case].held for rank in ranks]) for case in (0, 1))
+    ranks = on_ranks({"replicate": 2}, train_cases, new_step, batches, [words, words | {"shard": "optimizer"}])
+    plain, divided = (gather_full([rank[case].state for rank in ranks]) for case in (0, 1))
     assert all(np.array_equal(divided[name], value) for name, value in plain.items() if not name.endswith("gradient"))
 
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_loads_with_every_sharding(tmp_path: Path, optimizer: str) 
         ({"replicate": 1}, {}), ({"replicate": 2}, {"shard": "optimizer"}),
         ({"replicate": 4}, {"shard": "optimizer", "shard_within": 2, "bucket_mb": 1e-3}), ({"replicate": 2}, {"shard": "weights"}),
     ]  # fmt: skip
-    checkpoints_go_round([(axes, case | {"optimizer": optimizer}) for axes, case in places], tmp_path, new_step, batches)
+    check_reshard([(axes, case | {"optimizer": optimizer}) for axes, case in places], tmp_path, new_step, batches)
 
 
 def bytes_sent() -> int:
@@ -263,4 +263,4 @@ def test_access_to_a_weight_waits_for_its_all_gather() -> None:
     right = on_ranks({"replicate": 2}, access_weights, "none")[0]
     for found in on_ranks({"replicate": 2}, access_weights, "optimizer"):
         for early, expected in zip(found, right):
-            same(early, expected)
+            check_equal(early, expected)

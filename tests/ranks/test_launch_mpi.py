@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import hpcai.train.step  # noqa: F401  # once here, not in every forked rank
-from tests import forked
+from tests import fork_script
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = PROGRAMS.parents[2]
@@ -79,7 +79,7 @@ def run_forked(ranks: int, program: str, *words: str) -> list[Ended]:
         began, files, processes = time.time(), [(Path(name) / f"out{rank}", Path(name) / f"err{rank}") for rank in range(ranks)], []
         for rank, (out, err) in enumerate(files):
             mine = {key: str(value) for key, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            processes.append(forked.script(PROGRAMS / program, *words, out=out, err=err, **mine))
+            processes.append(fork_script.fork_script(PROGRAMS / program, *words, out=out, err=err, **mine))
         for process in processes:
             process.join(max(0.0, began + 60 - time.time()))
             process.kill()

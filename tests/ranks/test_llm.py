@@ -15,11 +15,11 @@ from hpcai.models.llm.load import read_config
 from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.ranks.language_model import LLAMA, checkpoints_go_round, cut_equals_whole, sharded
+from tests.ranks.language_model import LLAMA, check_reshard, check_sharded_equals_full, sharded
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import Pieces, joined, pieces
+from tests.ranks.shards import Shards, gather_full, local_shards
 from tests.ranks.training import Case
-from tests.stored import DATA
+from tests.reference_data import DATA
 
 MESHES = [
     {"context": 2, "tensor": 2}, {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2},
@@ -35,26 +35,26 @@ def test_sharded_equals_full(axes: dict[str, int]) -> None:
         cases = [case | {"layers": 4} for case in cases]  # several of a stage
     if "replicate" in axes:
         cases = [*sharded({"model": "llama", "packed": True}, "optimizer", "weights"), {"model": "tied", "shard": "weights"}]
-    cut_equals_whole(axes, cases)
+    check_sharded_equals_full(axes, cases)
 
 
 def test_a_checkpoint_is_resharded(tmp_path: Path) -> None:
     case = {"model": "tied", "layers": 4}
     places = [{"pipeline": 2, "tensor": 2}, {}, {"pipeline": 4}, {"context": 2, "tensor": 2}]
-    checkpoints_go_round([(axes, case) for axes in places], tmp_path)
+    check_reshard([(axes, case) for axes in places], tmp_path)
 
 
-def parts_of_a_folder(mesh: Mesh) -> Pieces:
+def parts_of_a_folder(mesh: Mesh) -> Shards:
     folder = DATA / "llm" / "llama31_tiny" / "hf"
     with deferred(0):
         model = llm.parallelize(LLM(read_config(folder)), mesh)
     materialize(llm.load_deferred(model, folder), "cpu")
-    return pieces(Step(model, llm.loss, StepConfig(precision="fp32", capture="none"), mesh))
+    return local_shards(Step(model, llm.loss, StepConfig(precision="fp32", capture="none"), mesh))
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}], ids=str)
 def test_each_rank_reads_its_shard_of_a_folder(axes: dict[str, int]) -> None:
-    found = joined([[p for p in rank if p[0].endswith("weight")] for rank in on_ranks(axes, parts_of_a_folder)])
+    found = gather_full([[p for p in rank if p[0].endswith("weight")] for rank in on_ranks(axes, parts_of_a_folder)])
     whole = LLM.load(DATA / "llm" / "llama31_tiny" / "hf")
     for name, parameter in whole.named_parameters():
         np.testing.assert_array_equal(found[f"{name} weight"], parameter.detach().numpy())

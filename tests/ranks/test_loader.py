@@ -14,7 +14,7 @@ from hpcai.data import Loader, Reader, Rows
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from hpcai.parallel.spatial import SpatialPartition
-from tests.numbers import Numbers
+from tests.index_source import IndexSource
 from tests.ranks.launch import on_ranks
 
 MESHES = (
@@ -27,7 +27,7 @@ def delivered(
 ) -> tuple[int, list[list[int]], list[int]]:
     slow = set(np.random.default_rng(mesh.rank).integers(0, 48, 6).tolist())  # other samples on each rank
 
-    class Slow(Numbers):
+    class Slow(IndexSource):
         replicated = True
 
         def sample(self, index: int, epoch: int) -> np.ndarray:
@@ -122,7 +122,7 @@ class Pair(NamedTuple):
     y: Any
 
 
-class Mixed(Numbers):
+class Mixed(IndexSource):
     """Samples of every kind, of which some have other sizes, and some another tree; notes what it makes, and where."""
 
     replicated = True

@@ -18,7 +18,7 @@ from hpcai.parallel.tensor import column_parallel, row_parallel
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import Pieces, joined, pieces, same
+from tests.ranks.shards import Shards, check_equal, gather_full, local_shards
 
 MESHES: list[dict[str, int]] = [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}]
 
@@ -40,7 +40,7 @@ def squares(model: nn.Module, x: Tensor) -> dict[str, Any]:
     return {"loss": model(x).square().sum() / (8 * 32 * len(x))}
 
 
-def fed(mesh: Mesh, sequence: bool) -> Pieces:
+def fed(mesh: Mesh, sequence: bool) -> Shards:
     """What two steps make of numbers that are positive and alike in size: no scale decides whether one vanishes."""
     torch.manual_seed(0)
     model = Feed()
@@ -58,29 +58,29 @@ def fed(mesh: Mesh, sequence: bool) -> Pieces:
         x = 0.5 + torch.rand(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         x = x.chunk(mesh["replicate"].size)[mesh["replicate"].rank]
         step(x.chunk(axis.size, 1)[axis.rank] if sequence else x)
-    return pieces(step)
+    return local_shards(step)
 
 
 def test_whole_in_eighths_is_not_whole_without() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        right = joined([fed(Mesh({}), False)])
+        right = gather_full([fed(Mesh({}), False)])
         patch.setattr("hpcai.train.step.enable_float8", lambda *_: [])
-        wide = joined([fed(Mesh({}), False)])
+        wide = gather_full([fed(Mesh({}), False)])
     assert all(np.abs(right[name] / wide[name] - 1).max() > 1e-4 for name in right if name.endswith("gradient"))
 
 
 @cache
 def whole() -> dict[str, Any]:
-    return joined([fed(Mesh({}), False)])
+    return gather_full([fed(Mesh({}), False)])
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_cut_equals_whole_in_eighths(axes: dict[str, int], sequence: bool) -> None:
-    same(joined(on_ranks(axes, fed, sequence)), whole())
+    check_equal(gather_full(on_ranks(axes, fed, sequence)), whole())
 
 
-def read(mesh: Mesh, products: str, shard: str = "none") -> tuple[Pieces, list[float]]:
+def read(mesh: Mesh, products: str, shard: str = "none") -> tuple[Shards, list[float]]:
     """A language model after three steps, and its losses."""
     with deferred(0):
         sizes: dict[str, Any] = {"vocabulary": 61, "width": 64, "layers": 2, "heads": 4, "inner": 128, "positions": 32}
@@ -91,7 +91,7 @@ def read(mesh: Mesh, products: str, shard: str = "none") -> tuple[Pieces, list[f
     rows = torch.randint(0, 61, (4, 33), generator=torch.Generator().manual_seed(0))
     rows = rows.chunk(mesh["replicate"].size)[mesh["replicate"].rank]
     found = [step(Batch(rows))["loss"] for _ in range(3)]
-    return pieces(step), [float(total) / float(count) for total, count in found]
+    return local_shards(step), [float(total) / float(count) for total, count in found]
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"context": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
@@ -101,16 +101,16 @@ def test_a_cut_language_model_learns_in_eighths_as_the_whole_one(axes: dict[str,
     found = on_ranks(axes, read, "fp8")
     off = max(abs(one - other) for one, other in zip(found[0][1], losses))
     assert off < 0.02 * max(abs(one - other) for one, other in zip(wide, losses)) < 1e-3, (found[0][1], losses, wide)
-    weights = joined([[piece for piece in rank[0] if piece[0].endswith(" weight")] for rank in found])
-    for name, value in joined([[piece for piece in right if piece[0].endswith(" weight")]]).items():
+    weights = gather_full([[piece for piece in rank[0] if piece[0].endswith(" weight")] for rank in found])
+    for name, value in gather_full([[piece for piece in right if piece[0].endswith(" weight")]]).items():
         assert np.abs(weights[name] - value).max() < 1e-4, name
 
 
 def test_divided_weights_multiply_in_eighths_as_whole_ones() -> None:
     whole, *divided = (on_ranks({"replicate": 2}, read, "fp8", shard) for shard in ("none", "optimizer", "weights"))
-    right = joined([rank[0] for rank in whole])
+    right = gather_full([rank[0] for rank in whole])
     for ranks in divided:
-        found = joined([rank[0] for rank in ranks])
+        found = gather_full([rank[0] for rank in ranks])
         assert found.keys() == right.keys()
         assert all(np.abs(found[name] - value).max() < 1e-12 for name, value in right.items() if name.endswith(" weight"))
 

@@ -21,7 +21,7 @@ from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests import proteins
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import joined, pieces, same
+from tests.ranks.shards import check_equal, gather_full, local_shards
 
 # 7 clusters with their templates, 7 extra rows, 13 residues: none divides into 2 or 4.
 FEATURES = FeatureConfig(crop=13, clusters=5, extra=7, templates=2, recycles=2)
@@ -40,7 +40,7 @@ def network(**changes: Any) -> OpenFold:
 
 @cache
 def protein(passes: int) -> dict[str, Tensor]:
-    return proteins.batch([13, 11], FEATURES, passes=passes)
+    return proteins.random_batch([13, 11], FEATURES, passes=passes)
 
 
 def objective(model: Any, batch: Any) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def weights_after_a_step(mesh: Mesh, shard: str) -> Any:
     step = Step(parallelize(network(), mesh), objective, cfg, mesh)
     copy = mesh["replicate"].rank
     values = [step({name: x[copy : copy + 1] for name, x in protein(1).items()}, 1e-2)["loss"].item() for _ in range(2)]
-    return values, pieces(step)
+    return values, local_shards(step)
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
@@ -101,8 +101,8 @@ def test_steps_of_sharded_replicas_are_those_of_full_ones(shard: str) -> None:
     cut = on_ranks({"replicate": 2, "axial": 2}, weights_after_a_step, shard)
     for rank, (values, _) in enumerate(cut):
         assert values == pytest.approx(whole[rank // 2][0], rel=1e-10)
-    expected, found = (joined([ours for _, ours in every]) for every in (whole, cut))
-    same(found, expected, close=1e-8)
+    expected, found = (gather_full([ours for _, ours in every]) for every in (whole, cut))
+    check_equal(found, expected, tolerance=1e-8)
 
 
 class Live(TorchDispatchMode):

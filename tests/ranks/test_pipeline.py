@@ -18,7 +18,7 @@ from hpcai.train.compiling import repeated_blocks
 from hpcai.train.evaluation import evaluate, predict
 from hpcai.train.step import SingleStage, Step
 from tests.ranks.launch import on_ranks
-from tests.ranks.training import Case, checkpoints_go_round, cut_equals_whole
+from tests.ranks.training import Case, check_reshard, check_sharded_equals_full
 
 WIDTH, WORDS = 8, 24
 SCHEDULES: list[dict[str, Any]] = [
@@ -151,7 +151,7 @@ CASES: list[tuple[dict[str, int], list[Case]]] = [
 
 @pytest.mark.parametrize(("axes", "cases"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else "")
 def test_stages_train_as_one_process_does(axes: dict[str, int], cases: list[Case]) -> None:
-    cut_equals_whole(axes, cases, new_step, batches, ("loss", "greatest", "pair"))
+    check_sharded_equals_full(axes, cases, new_step, batches, ("loss", "greatest", "pair"))
 
 
 @pytest.mark.parametrize("model", ["tied", "odd"])
@@ -161,7 +161,7 @@ def test_a_checkpoint_loads_with_every_number_of_stages(tmp_path: Path, model: s
         both = {"replicate": 2, "pipeline": 2}
         places += [({"pipeline": 2}, {"how": SCHEDULES[6]}), (both, {"shard": "optimizer"}), (both, {"shard": "weights"})]
     places = [(axes, case | {"model": model, "optimizer": "lamb"}) for axes, case in places]
-    checkpoints_go_round(places, tmp_path, new_step, batches)
+    check_reshard(places, tmp_path, new_step, batches)
 
 
 # ---- errors

@@ -15,9 +15,9 @@ from hpcai.train.capture import _Reads
 from hpcai.train.loop import fit
 from hpcai.train.replica_check import _BLOCK, fingerprint
 from hpcai.train.step import Step
+from tests.cpu_graph import CPUGraph
 from tests.ranks.launch import on_ranks
 from tests.ranks.test_scoring import Network, batches, loss, metric
-from tests.tape import Tape
 
 EVERY, FLIPPED = 4, 6  # steps; the flip follows the sixth
 
@@ -45,7 +45,7 @@ def trained(mesh: Mesh, struck: dict[int, str], words: dict[str, Any], settings:
     torch.manual_seed(0)
     model = Network()
     sum_gradients_over(model, mesh["depth"])
-    graph = Tape if "capture" in words else None
+    graph = CPUGraph if "capture" in words else None
     step = Struck(model, loss, StepConfig(lr=0.01, **words), mesh, graph=graph)
     step.struck = struck
     axis = mesh["replicate"]

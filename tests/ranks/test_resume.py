@@ -13,7 +13,7 @@ from hpcai.config import Settings
 from hpcai.data import Loader
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
-from tests.numbers import Numbers
+from tests.index_source import IndexSource
 from tests.ranks.launch import on_ranks
 
 COUNT, BATCH = 48, 8
@@ -25,7 +25,7 @@ class Config(Settings):
     model: int = 1
 
 
-class Late(Numbers):
+class Late(IndexSource):
     """Two samples of the first epoch are late."""
 
     def sample(self, index: int, epoch: int) -> Any:

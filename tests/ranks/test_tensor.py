@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.dist.mesh import Mesh
 from hpcai.parallel import tensor
 from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_embedding
-from tests.ranks.language_model import checkpoints_go_round, cut_equals_whole, new_step, sharded
+from tests.ranks.language_model import check_reshard, check_sharded_equals_full, new_step, sharded
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case
 
@@ -25,13 +25,13 @@ CASES: list[Case] = [
 def test_sharded_equals_unsharded(axes: dict[str, int]) -> None:
     """With sequence parallelism; test_diffusion_transformers.py tests tensor parallelism without it."""
     more = [*sharded(CASES[0], "optimizer", "weights"), *sharded(CASES[3], "optimizer", "weights")] if "replicate" in axes else []
-    cut_equals_whole(axes, CASES + more)
+    check_sharded_equals_full(axes, CASES + more)
 
 
 def test_a_checkpoint_loads_on_every_mesh(tmp_path: Path) -> None:
     both = {"replicate": 2, "tensor": 2}
     places = [({}, "none"), ({"tensor": 2}, "none"), ({"tensor": 4}, "none"), (both, "optimizer"), (both, "weights")]
-    checkpoints_go_round([(axes, {"model": "tied", "shard": shard}) for axes, shard in places], tmp_path)
+    check_reshard([(axes, {"model": "tied", "shard": shard}) for axes, shard in places], tmp_path)
 
 
 def compare_layers(mesh: Mesh) -> None:

@@ -24,9 +24,9 @@ from hpcai.cli.benchmarks import find_workload
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
 from hpcai.train.auto_settings import has_fast_bf16
-from tests.apps.universes import make
+from tests.apps.universes import write_universes
 from tests.ranks.launch import on_ranks
-from tests.slow.trying import ROOT, bench, until
+from tests.slow.bench_runs import ROOT, bench, until
 
 pytestmark = pytest.mark.timing
 Rows = list[dict[str, Any]]
@@ -232,7 +232,7 @@ def test_help_is_there_within_a_second(app: str) -> None:
 
 
 def test_four_processes_make_their_first_step_within_fifteen_seconds(tmp_path: Path) -> None:
-    words = [f"data.directory={make(tmp_path / 'data')}", "data.batch=8", "train.epochs=null", "train.steps=2"]
+    words = [f"data.directory={write_universes(tmp_path / 'data')}", "data.batch=8", "train.epochs=null", "train.steps=2"]
     words += ["apps/cosmoflow/configs/small.yaml", f"report.directory={tmp_path / 'run'}"]
     program = [Path(sys.executable).with_name("mpiexec"), "-n", "4", sys.executable, "-m", "apps.cosmoflow", *words]
     subprocess.run(program, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

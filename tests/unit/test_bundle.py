@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from containers import bundle
-from tests.offline import without_a_network
+from tests.offline import no_network_prefix
 
 FILES = {
     "tiny.py": "import sys\ndef main():\n    print('doctor says', *sys.argv[1:])\n",
@@ -39,7 +39,7 @@ def packed(tmp_path: Path) -> Path:
 
 def install(packed: Path, folder: Path, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHON": python}
-    command = [*without_a_network(), "bash", str(packed / "install.sh"), str(folder)]
+    command = [*no_network_prefix(), "bash", str(packed / "install.sh"), str(folder)]
     return subprocess.run(command, env=environ, cwd=packed.parent, capture_output=True, text=True, check=False)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.offline import REFUSED, child
+from tests.offline import REFUSED, run_offline
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
@@ -30,11 +30,11 @@ print(count)
     ],
 )
 def test_a_child_that_uses_a_network_is_ended(code: str, tmp_path: Path) -> None:
-    done = child(f"import socket\ntry:\n    {code}\nexcept Exception:\n    pass", cwd=tmp_path, path=ROOT)
+    done = run_offline(f"import socket\ntry:\n    {code}\nexcept Exception:\n    pass", cwd=tmp_path, path=ROOT)
     assert done.returncode == REFUSED and "File " in done.stderr
 
 
 def test_no_module_opens_a_socket_when_it_is_imported(tmp_path: Path) -> None:
-    done = child(IMPORTS, cwd=tmp_path, path=ROOT)
+    done = run_offline(IMPORTS, cwd=tmp_path, path=ROOT)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 200

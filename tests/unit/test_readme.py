@@ -77,7 +77,7 @@ def test_the_cell_of_the_diffusion_page_runs(runs: Path) -> None:
 
 def test_the_cell_of_the_openfold_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("gemmi")
-    one = proteins.chain(12)
+    one = proteins.random_chain(12)
     monkeypatch.chdir(tmp_path)
     OpenFold(TINY).save(tmp_path / "params_model_1.npz", form="alphafold")
     for folder in ("alignments/5zyh_A", "pdb_mmcif"):

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.offline import child
-from tests.stored import DATA, check_thinned, thinned
+from tests.offline import run_offline
+from tests.reference_data import DATA, check_subsample, subsample
 
 ROOT = DATA.parents[1]
 BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
@@ -147,7 +147,7 @@ def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_ne
 
     def hpcai(*words: str) -> str:
         code = "import sys; from hpcai.cli import main; sys.exit(main())"
-        done = child(code, *words, cwd=tmp_path, path=unpacked)
+        done = run_offline(code, *words, cwd=tmp_path, path=unpacked)
         assert done.returncode == 0 and str(ROOT) not in done.stdout + done.stderr, done.stdout + done.stderr
         return done.stdout
 
@@ -177,12 +177,12 @@ def test_what_hpcai_run_and_prepare_refuse_is_told_in_one_line(tmp_path: Path, c
 
 def test_what_is_stored_thinned_finds_one_value_far_off_and_a_region_slightly_off() -> None:
     whole = np.random.default_rng(0).normal(size=(3, 40, 50)).astype(np.float32)
-    stored = {f"out.{part}": array for part, array in thinned(whole).items()}
-    check_thinned(whole, stored, "out", 1e-5)
+    stored = {f"out.{part}": array for part, array in subsample(whole).items()}
+    check_subsample(whole, stored, "out", 1e-5)
     for where, off in ((5999, 1e-3), (slice(1000, 1300), 1e-5), (610, 2e-5)):
         other = whole.copy()
         other.reshape(-1)[where] += off
         with pytest.raises(AssertionError):
-            check_thinned(other, stored, "out", 1e-5)
+            check_subsample(other, stored, "out", 1e-5)
     with pytest.raises(AssertionError):
-        check_thinned(whole.reshape(3, 50, 40), stored, "out", 1e-5)
+        check_subsample(whole.reshape(3, 50, 40), stored, "out", 1e-5)

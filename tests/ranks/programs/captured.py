@@ -12,7 +12,7 @@ from hpcai import dist
 from hpcai.errors import DivergedError
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.tape import Tape
+from tests.cpu_graph import CPUGraph
 
 destroy = torch_dist.destroy_process_group
 
@@ -26,7 +26,7 @@ def destroy_and_print(group: Any = None) -> None:
     destroy(group)
 
 
-class PrintingTape(Tape):
+class PrintingTape(CPUGraph):
     def reset(self) -> None:
         say("reset")
 

@@ -9,7 +9,7 @@ import pytest
 
 from apps.cosmoflow import picture
 from hpcai.errors import DataError
-from tests import pages
+from tests import report_runs
 
 ARRAYS = {"names": ["a"], "units": [""], "predicted": np.zeros((3, 1)), "true": np.ones((3, 1))}
 
@@ -19,15 +19,15 @@ def test_the_page_measures_every_parameter_against_the_mean(tmp_path: Path, monk
     predicted = np.stack([true[:, 0], np.full(200, true[:, 1].mean()), -true[:, 2]], axis=1)
     predicted[7, 0] = np.nan
     names = {"names": ["Omega_m", "$\\sigma{$", "H_0"], "units": ["", "", "km/s/Mpc"]}
-    pages.saved(tmp_path / "predictions.npz", names | {"predicted": predicted, "true": true})
-    run = pages.evaluated(tmp_path, "cosmoflow", "lower", {"mae": 0.2}, {"mae": 0.1})
-    found = pages.read_by_people(run)
+    report_runs.write_arrays(tmp_path / "predictions.npz", names | {"predicted": predicted, "true": true})
+    run = report_runs.write_evaluated_run(tmp_path, "cosmoflow", "lower", {"mae": 0.2}, {"mae": 0.1})
+    found = report_runs.page_text(run)
     assert "Omega_m 199 1.0000 0 0 0.5" in found
     error = r"(0\.\d{3,4})"
     assert re.search(rf"\$\\sigma\{{\$ 199 -?0\.000\d {error} {error} \1 \2 ", found)   # a network that says the mean
     assert re.search(r"H_0 \[km/s/Mpc\] 199 -[23]\.\d+ ", found)
     assert "199 validation samples" in found                                        # one prediction is NaN
-    assert pages.shows_something(picture, run.predictions, monkeypatch)
+    assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 
 
 @pytest.mark.parametrize(("change", "reason"), [
@@ -39,4 +39,4 @@ def test_the_page_measures_every_parameter_against_the_mean(tmp_path: Path, monk
 ])  # fmt: skip
 def test_unusable_predictions_are_refused_with_a_reason(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises((DataError, ValueError), match=reason):
-        picture.read(pages.saved(tmp_path / "predictions.npz", ARRAYS | change))
+        picture.read(report_runs.write_arrays(tmp_path / "predictions.npz", ARRAYS | change))

@@ -14,7 +14,7 @@ from hpcai.cli.report.masks import OPACITY, WRONG_OPACITY, Masks
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.cli.report.theme import PALETTE as CLASSES
 from hpcai.errors import DataError
-from tests import pages
+from tests import report_runs
 
 NAMES = ["background", "tropical cyclone", "atmospheric $river"]
 SIZE = 24, 36
@@ -36,7 +36,7 @@ def arrays(count: int = 3) -> dict[str, Any]:
 
 
 def loaded(folder: Path, found: dict[str, Any]) -> Masks:
-    return picture.read(pages.saved(folder / "maps.npz", found))
+    return picture.read(report_runs.write_arrays(folder / "maps.npz", found))
 
 
 def outlines(axes: Any) -> dict[str, list[np.ndarray]]:
@@ -53,8 +53,8 @@ def outlines(axes: Any) -> dict[str, list[np.ndarray]]:
 
 def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded(tmp_path, arrays())
-    run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
-    found = pages.read_by_people(run)
+    run = report_runs.write_evaluated_run(tmp_path, "deepcam", "higher", *SCORES)
+    found = report_runs.page_text(run)
     # Each cyclone has 4 x 4 cells, of which 12 are common to what is true and to what is seen: 12 of 20.
     for words in ("Predicted and true maps 3 validation maps, 24 x 36 cells, north up. Outlined: true.",
                   "All 2,592 cells of 3 maps together",
@@ -62,7 +62,7 @@ def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: 
                   "background 0.9750 2,504 99.52 % 0.48 % 0.00 %", "tropical cyclone 0.6000 48 25.00 % 75.00 % 0.00 %",
                   "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80"):
         assert words in found, words
-    assert pages.shows_something(picture, run.predictions, monkeypatch)
+    assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
     assert run.higher_is_better("iou_of_rain") and picture.classes(run.predictions) == NAMES
 
 
@@ -114,7 +114,7 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
 
 def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> None:
     loaded(tmp_path, arrays())
-    run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
+    run = report_runs.write_evaluated_run(tmp_path, "deepcam", "higher", *SCORES)
     ((name, members),) = run.metric_families().items()
     assert name == "iou" and len(members) == 3
     run.settings["model"] = {"classes": NAMES}
@@ -144,4 +144,4 @@ def test_unusable_maps_are_refused_with_a_reason(tmp_path: Path, change: dict[st
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    pages.survives_damage(picture, pages.saved(tmp_path / "maps.npz", arrays(1)))
+    report_runs.check_damaged_files(picture, report_runs.write_arrays(tmp_path / "maps.npz", arrays(1)))

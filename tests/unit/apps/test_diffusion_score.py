@@ -34,7 +34,7 @@ from hpcai.models.diffusion import (
     save_folder,
 )
 from hpcai.models.diffusion.scores import frechet
-from tests.captions import WORDS, tokenizer
+from tests.captions import WORDS, save_tokenizer
 from tests.ranks.launch import on_ranks
 
 _WHY = "transformers is not installed: FID and CLIP of images are NOT tested; pip install hpcai-suite[latents]"
@@ -85,7 +85,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         nn.init.normal_(parameter, std=0.3)
     save_folder(vae.state_dict(), cfg, home / "pipeline/vae")
     transformers.CLIPTextModel(transformers.CLIPTextConfig(**words())).save_pretrained(home / "pipeline/text_encoder")
-    tokenizer(home / "pipeline/tokenizer", True)
+    save_tokenizer(home / "pipeline/tokenizer", True)
     kept = {"vae": encoders.identity(home / "pipeline/vae"), "encoders": (encoders.identity(home / "pipeline/text_encoder"),)}
     sizes: Any = {"inputs": 2, "outputs": 2, "channels": (4, 8), "heads": (1, 2), "tokens": J, "groups": 2}
     unet = UNetConfig(**sizes, attention=("cross", "none"), zero=False)
@@ -103,7 +103,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         half.bias.data += 0.5  # so that images and texts agree somewhat
     judge.visual_projection.weight.data.copy_(judge.text_projection.weight)
     judge.save_pretrained(home / "clip")
-    tokenizer(home / "clip", True)
+    save_tokenizer(home / "clip", True)
     seen = {"size": {"shortest_edge": SIDE}, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}
     (home / "clip/preprocessor_config.json").write_text(json.dumps(seen))
     rng = np.random.default_rng(0)

@@ -13,8 +13,8 @@ from apps.llm.texts import measure_codes, write_texts
 from hpcai.cli.report.theme import LIGHT
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
-from tests import pages
-from tests.pages import subtitle
+from tests import report_runs
+from tests.report_runs import subtitle
 
 CODES = {"gzip -9": 2.0, "this model": 1.5}
 TEXTS = [["def f(", "x):\n    return <b>x</b>", "y):\n    pass"]]
@@ -28,11 +28,12 @@ def rows(count: int = 5, length: int = 40) -> dict[str, torch.Tensor]:
 
 def test_the_page_shows_bits_and_texts_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_texts(tmp_path / "text.npz", rows(), CODES, TEXTS)
-    run = pages.evaluated(tmp_path, "llm", "lower", {"loss": 2.0, "bits_per_byte": 1.6}, {"loss": 1.9, "bits_per_byte": 1.5})
-    found = pages.read_by_people(run)
+    scores = {"loss": 2.0, "bits_per_byte": 1.6}, {"loss": 1.9, "bits_per_byte": 1.5}
+    run = report_runs.write_evaluated_run(tmp_path, "llm", "lower", *scores)
+    found = report_runs.page_text(run)
     for words in ("Held-out text", "200 tokens of validation rows", "prompt generated", "return &lt;b&gt;x", "bits_per_byte 1.5"):
         assert words in found, words
-    assert pages.shows_something(picture, run.predictions, monkeypatch)
+    assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 
 
 def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_file_that_is_none_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     whole = {"positions": [1.0] * 4, "counts": [2] * 4, "names": [*CODES], "bits": [*CODES.values()], "texts": TEXTS}
-    path = pages.saved(tmp_path / "text.npz", whole | changes)
+    path = report_runs.write_arrays(tmp_path / "text.npz", whole | changes)
     with pytest.raises(DataError, match=says):
         picture.read(path)
 

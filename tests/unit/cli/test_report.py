@@ -19,7 +19,7 @@ from hpcai.cli import report
 from hpcai.cli.report import curves, document, theme
 from hpcai.cli.report.theme import LIGHT
 from hpcai.errors import DataError
-from tests.pages import read_by_people, saved, text, written
+from tests.report_runs import page_text, visible_text, write_arrays, write_run
 
 PICTURE = """
 from matplotlib.figure import Figure
@@ -93,14 +93,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = written(tmp_path_factory.mktemp("runs") / "whole", events(), SETTINGS)
-    saved(run / "toy.npz", TOY)
+    run = write_run(tmp_path_factory.mktemp("runs") / "whole", events(), SETTINGS)
+    write_arrays(run / "toy.npz", TOY)
     assert cli.main(["report", str(run)]) == 0
     return run
 
 
 def test_the_page_describes_the_run(run: Path) -> None:
-    found = text((run / "report.html").read_text())
+    found = visible_text((run / "report.html").read_text())
     for words in ("toy target reached", "best validation mae 0.1231 at step 560, target 0.124",
                   "412 samples/s median; 103 samples/s per process", "training time 0:01:04 20,480 samples seen",
                   "640 / 640", "4 x NVIDIA H200",
@@ -111,7 +111,7 @@ def test_the_page_describes_the_run(run: Path) -> None:
 
 
 def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
-    page = text((run / "report.html").read_text())
+    page = visible_text((run / "report.html").read_text())
     assert "Guesses &lt;of&gt; the toy 3 guesses." in page
     assert "Guesses counted all of &lt;them&gt; guess times 4 1 " in page
     read = report.read_run(run)
@@ -129,8 +129,8 @@ def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
 
 def test_a_failed_picture_is_left_out(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def left_out(name: Any = "toy", **change: Any) -> list[str]:
-        written(tmp_path, [START | {"name": name}, *list(events(last=20))[1:]], SETTINGS)
-        saved(tmp_path / "toy.npz", b"PK\x03\x04 torn" if change.pop("torn", False) else TOY | change)
+        write_run(tmp_path, [START | {"name": name}, *list(events(last=20))[1:]], SETTINGS)
+        write_arrays(tmp_path / "toy.npz", b"PK\x03\x04 torn" if change.pop("torn", False) else TOY | change)
         return [line for line in report.read_run(tmp_path).left_out if "evaluations" not in line]
 
     assert left_out() == []
@@ -142,14 +142,14 @@ def test_a_failed_picture_is_left_out(run: Path, tmp_path: Path, monkeypatch: py
     for name in ("unknown", "../toy", "toy.picture", "os", 5, None):
         assert left_out(name) == [f"toy.npz: no picture is made of it; expected one in apps/{name}/picture.py"]
     (tmp_path / "toy.npz").unlink()
-    written(tmp_path, [START | {"name": "unknown"}])
+    write_run(tmp_path, [START | {"name": "unknown"}])
     assert not report.read_run(tmp_path).left_out
     # What fails only when it is drawn is noted too, and the page has the curves.
-    saved(written(tmp_path, events(last=20), SETTINGS) / "toy.npz", TOY)
+    write_arrays(write_run(tmp_path, events(last=20), SETTINGS) / "toy.npz", TOY)
     read = report.read_run(tmp_path)
     assert read.picture is not None
     monkeypatch.setattr(read.picture, "draw", lambda found, theme: 1 / 0)
-    assert "Guesses &lt;of&gt; the toy: division by zero" in text(report.draw_run(tmp_path).read_text())
+    assert "Guesses &lt;of&gt; the toy: division by zero" in visible_text(report.draw_run(tmp_path).read_text())
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == {"loss", "learning_rate", "throughput"}
 
 
@@ -175,13 +175,13 @@ def test_the_plots_are_written_and_not_blank(run: Path) -> None:
 def test_an_axis_over_decades_has_powers_of_ten_and_a_metric_may_be_called_anything(tmp_path: Path) -> None:
     odd = "$\\frac{$ <mae>"
     lines = [START, *({"kind": "evaluate", "time": 0.0, "step": n, "epoch": n, "seconds": 1.0, odd: 10.0**-n} for n in range(4))]
-    run = written(tmp_path, lines)
+    run = write_run(tmp_path, lines)
     figure = curves._draw_metric(report.read_run(run), odd, [], LIGHT)
     figure.draw_without_rendering()
     (axes,) = figure.axes
     assert axes.get_yscale() == "log" and axes.get_ylabel() == odd.replace("$", r"\$")
     assert any(label.get_text() == r"$\mathdefault{10^{-2}}$" and label.get_parse_math() for label in axes.get_yticklabels())
-    assert "Validation $\\frac{$ &lt;mae&gt;" in read_by_people(report.read_run(run))
+    assert "Validation $\\frac{$ &lt;mae&gt;" in page_text(report.read_run(run))
 
 
 def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
@@ -203,11 +203,11 @@ def test_the_best_value_follows_train_better(tmp_path: Path) -> None:
     about = {"kind": "evaluate", "time": 0.0, "seconds": 1.0}
     lines = [about | {"step": n, "epoch": n, "skill_of_rain": part, "skill": skill, "bias": bias}
              for n, (skill, part, bias) in enumerate(values, 1)]
-    run = written(tmp_path, [START, *lines])
+    run = write_run(tmp_path, [START, *lines])
     (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "higher"}}))
     found = report.read_run(run)
     assert [found.best(name) for name in ("skill", "skill_of_rain", "bias")] == [(2, 0.9), (2, 0.8), (2, 3.0)]
-    words = read_by_people(found)
+    words = page_text(found)
     assert "best validation skill 0.9 at step 2, target 0.95" in words and "skill_of_rain 0.8 2 0.7 3" in words
     assert [plot.name for plot in curves.plots(found)] == ["evaluate_skill", "evaluate_bias"]
     (axes,) = curves._draw_metric(found, "skill", ["skill_of_rain"], LIGHT).axes
@@ -222,16 +222,16 @@ def test_the_best_value_follows_train_better(tmp_path: Path) -> None:
 def test_parts_belong_to_the_shortest_metric_that_begins_their_names(tmp_path: Path) -> None:
     names = ["iou_river_deep", "iou", "iou_river", "loss", "loss_ce", "mae", "maerz_1", "iouu"]
     event = {"kind": "evaluate", "time": 0.0, "step": 1, "epoch": 1, "seconds": 1.0}
-    run = written(tmp_path, [START, event | dict.fromkeys(names, 1.0)])
+    run = write_run(tmp_path, [START, event | dict.fromkeys(names, 1.0)])
     parts = {"iou": ["iou_river_deep", "iou_river"], "loss_ce": [], "mae": [], "maerz_1": [], "iouu": []}
     assert report.read_run(run).metric_families() == parts
 
 
 def test_a_young_run_is_drawn(tmp_path: Path) -> None:
-    run = written(tmp_path / "young", events(last=40, end=None))
+    run = write_run(tmp_path / "young", events(last=40, end=None))
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "ti')              # the line that is being written
-    found = read_by_people(read := report.read_run(run))
+    found = page_text(read := report.read_run(run))
     for words in ("still running, last event 2026-09-21", "evaluations: none so far", "40 / 640",
                   "Guesses &lt;of&gt; the toy: there is no toy.npz",
                   "settings.yaml: there is no settings.yaml"):
@@ -240,7 +240,7 @@ def test_a_young_run_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_only_started_is_drawn(tmp_path: Path) -> None:
-    found = read_by_people(report.read_run(written(tmp_path, [START])))
+    found = page_text(report.read_run(write_run(tmp_path, [START])))
     assert "loss: the run has no finite value of it yet" in found and "still running" in found
 
 
@@ -250,10 +250,10 @@ ENDS = [("signal", "stopped by a signal"), ("diverged", ">diverged<"), ("finishe
 @pytest.mark.parametrize(("end", "words"), ENDS)
 def test_the_page_shows_the_state_of_the_run(end: str, words: str, tmp_path: Path) -> None:
     lines = list(events(last=20, end=end))
-    header = document._header(report.read_run(written(tmp_path, lines)))
+    header = document._header(report.read_run(write_run(tmp_path, lines)))
     assert words in header
     odd = START | {"resumed_from": 20, "name": "toy <small> & co"}
-    header = document._header(report.read_run(written(tmp_path, [*lines, odd])))
+    header = document._header(report.read_run(write_run(tmp_path, [*lines, odd])))
     assert "still running" in header and "toy &lt;small&gt; &amp; co" in header
 
 

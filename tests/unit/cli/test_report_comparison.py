@@ -16,7 +16,7 @@ from hpcai.cli.report import comparison, theme
 from hpcai.cli.report.comparison import Comparison
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
-from tests.pages import text, written
+from tests.report_runs import visible_text, write_run
 
 TRAIN = {"metric": "mae", "target": 0.2}
 
@@ -39,7 +39,7 @@ def made(
     events.append({"kind": "stop", "time": 0.0, "step": steps, "reason": "finished", "seconds": 20, "target_reached": False})
     settings = {"train": TRAIN | {"metric": metric, "seed": seed, "better": better}, "step": {"lr": lr, "betas": [0.9, 0.99]},
                 "report": {"directory": str(folder)}, "model": {"note": "<script>"}}  # fmt: skip
-    return written(folder, events, settings)
+    return write_run(folder, events, settings)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def blank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def compared(*runs: Path) -> str:
-    return text(report.compare_runs(runs).read_text())
+    return visible_text(report.compare_runs(runs).read_text())
 
 
 def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert out == f"{tmp_path}/comparison.html\n"
     assert err == f"hpcai report: skipped, since they are not folders of runs: {tmp_path}/job.sh\n"
     page = (tmp_path / "comparison.html").read_text()
-    found = text(page)
+    found = visible_text(page)
     assert "6 runs of toy" in found and "Left out" not in found
     head = "run state steps best mae best loss last training loss time to target training time samples/s J a sample W, limit of a"
     assert head in found
@@ -118,7 +118,7 @@ def test_versions_processes_and_runs_that_are_not_far_yet(tmp_path: Path) -> Non
     (young / "metrics.jsonl").write_text("".join(lines[:-1]))
     page = report.compare_runs([whole, young])
     assert page == tmp_path / "comparison.html"
-    found = text(page.read_text())
+    found = visible_text(page.read_text())
     assert "What differs x/whole y/young processes 2 4 version of torch 2.13 2.11" in found
     assert "y/young still running 5 – – 0.4 – 0:00:05 100" in found and "J a sample" not in found
     assert "Validation mae: no finite value of it yet in y/young" in found

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 
 from hpcai.cli.report.pairs import MAX_POINTS, Pair, draw, table
 from hpcai.cli.report.theme import DARK, LIGHT
-from tests.pages import subtitle
+from tests.report_runs import subtitle
 
 
 def pair(count: int, **words: Any) -> Pair:

@@ -24,7 +24,7 @@ from hpcai.data.prefetch import Ready, Task
 from hpcai.data.sampler import Balanced
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MissingExtraError
-from tests.meshes import mesh_of
+from tests.replica_mesh import replica_mesh
 
 HAS_DALI = find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None
 pytestmark = pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed: pip install 'hpcai-suite[dali]'")
@@ -72,7 +72,7 @@ FIELDS = (Field("volume", "DHWC", moved), Field("label", "DHW"), Field("index"))
 
 
 def new_loader(source: Any, batch: int = 4, mesh: Mesh | None = None, fields: Any = FIELDS, **words: Any) -> DaliLoader:
-    return DaliLoader(source, batch, mesh or mesh_of(0, 1), fields, name="train", **words)
+    return DaliLoader(source, batch, mesh or replica_mesh(0, 1), fields, name="train", **words)
 
 
 def numbers(batches: Any) -> list[list[int]]:
@@ -181,13 +181,13 @@ def test_supported_samples() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_order_and_augmentation_do_not_depend_on_the_number_of_ranks(size: int) -> None:
     data = Volumes()
-    plain = Loader(data, 8, mesh_of(0, 1), name="train", seed=5)
+    plain = Loader(data, 8, replica_mesh(0, 1), name="train", seed=5)
     for epoch in (0, 1):
         order = [batch["index"].tolist() for batch in plain.epoch(epoch)]
         with new_loader(data, 8, seed=5) as alone:
             whole = list(alone.epoch(epoch))
         assert numbers(whole) == order and len(order) == 3
-        loaders = [new_loader(data, 8, mesh_of(rank, size), seed=5) for rank in range(size)]
+        loaders = [new_loader(data, 8, replica_mesh(rank, size), seed=5) for rank in range(size)]
         ranks = [list(loader.epoch(epoch)) for loader in loaders]
         assert all(same(joined(list(parts)), batch) for parts, batch in zip(zip(*ranks), whole))
 
@@ -202,7 +202,7 @@ def test_an_epoch_resumes_within_itself() -> None:
         first = next(loader.epoch(2))
         assert same(first, whole[0]) and not same(whole[0], next(loader.epoch(3)))
         assert list(loader.epoch(2, 24)) == []
-        plain = Loader(data, 4, mesh_of(0, 1), name="train", seed=1)
+        plain = Loader(data, 4, replica_mesh(0, 1), name="train", seed=1)
         assert numbers(loader.epoch(2, 10, (3, 5))) == numbers(plain.epoch(2, 10, (3, 5))), "passed over before, these come first"
         assert loader.deferred() == [] and loader.skipped == [] and loader.news() == []
 
@@ -225,7 +225,7 @@ def test_more_epochs_follow_without_a_break() -> None:
 def test_local_batches_of_any_size() -> None:
     data = Volumes()
     sampler = Balanced([1] * 21 + [100] * 3, 8, equal=False)
-    loaders = [new_loader(data, 8, mesh_of(r, 2), sampler=sampler) for r in range(2)]
+    loaders = [new_loader(data, 8, replica_mesh(r, 2), sampler=sampler) for r in range(2)]
     parts = [numbers(loader.epoch(0)) for loader in loaders]
     assert sorted(sum(parts[0] + parts[1], [])) == list(range(24)) and len({len(p) for p in parts[0] + parts[1]}) > 1
 
@@ -347,7 +347,7 @@ def test_an_epoch_can_be_abandoned_for_another() -> None:
     data = Volumes()
     before, native = threading.active_count(), native_threads()
     loader = new_loader(data, seed=1)
-    with Loader(data, 4, mesh_of(0, 1), name="train", seed=1) as other:
+    with Loader(data, 4, replica_mesh(0, 1), name="train", seed=1) as other:
         plain = numbers(other.epoch(1))
     for _ in range(3):
         epoch = loader.epoch(0, more=True)
@@ -366,7 +366,7 @@ def test_an_epoch_can_be_abandoned_for_another() -> None:
     [
         ({"fields": ()}, "expected at least one"),
         ({"fields": (FIELDS[2], FIELDS[2])}, "fields index, index; .* each name once"),
-        ({"batch": 6, "mesh": mesh_of(0, 4)}, "a batch of 6 samples does not divide by 4 replicas"),
+        ({"batch": 6, "mesh": replica_mesh(0, 4)}, "a batch of 6 samples does not divide by 4 replicas"),
     ],
 )
 def test_contradictory_arguments_raise_at_construction(words: dict, text: str) -> None:

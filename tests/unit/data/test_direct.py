@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hpcai.data import direct
 from hpcai.data.direct import ALIGN, MemoryPool, Reader
 from hpcai.errors import DataError
-from tests.page_cache import resident
+from tests.page_cache import resident_fraction
 from tests.unit.data.conftest import held
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
@@ -69,10 +69,10 @@ def test_direct_reads_bypass_the_page_cache(file: Path) -> None:
     with Reader("direct") as reader:
         reader.fetch(file, 5, SIZE - 5)
         reader.read([(file, 17, np.empty(1 << 20, np.uint8))])
-    assert resident(file) < 0.05
+    assert resident_fraction(file) < 0.05
     with Reader("buffered") as reader:
         reader.fetch(file, 0, SIZE)
-    assert resident(file) > 0.9
+    assert resident_fraction(file) > 0.9
     forget()
 
 

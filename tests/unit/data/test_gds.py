@@ -21,7 +21,7 @@ from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.gds import GdsReader
 from hpcai.data.layout import Layout, npy_layout
 from hpcai.errors import DataError, MissingExtraError
-from tests.boxes import boxes, written
+from tests.array_files import arrays_and_slices, write_arrays
 
 CPU = torch.device("cpu")
 
@@ -97,11 +97,14 @@ def reader(double: Double) -> Iterator[GdsReader]:
         yield found
 
 
-@given(boxes(["i2", "f4", "f8", "u1"]), st.sampled_from([0, 1, 3, 4096, 5001]), st.booleans(), st.sampled_from([1, 5000, 1 << 28]))
+@given(
+    arrays_and_slices(["i2", "f4", "f8", "u1"]), st.sampled_from([0, 1, 3, 4096, 5001]), st.booleans(),
+    st.sampled_from([1, 5000, 1 << 28]),
+)  # fmt: skip
 @settings(max_examples=40)
 def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset: int, partly: bool, portion: int) -> None:
     array, chunks, where = case
-    array, layouts = written(tmp_path_factory.mktemp("gds"), array, chunks, partly, offset)
+    array, layouts = write_arrays(tmp_path_factory.mktemp("gds"), array, chunks, partly, offset)
     layout = layouts[0 if chunks else 2]
     module, plain = Double(), gds._STAGING_BYTES
     gds._STAGING_BYTES = portion

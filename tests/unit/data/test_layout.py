@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hpcai.data.direct import MemoryPool, Reader
 from hpcai.data.layout import MAX_GAP, UnreadableLayoutError, hdf5_layout, is_finite, npy_layout
 from hpcai.errors import DataError
-from tests.boxes import boxes, written
+from tests.array_files import arrays_and_slices, write_arrays
 
 
-@given(boxes(["<i2", ">f4", "f8", "u1"]), st.sampled_from(["earliest", "latest"]), st.booleans())
+@given(arrays_and_slices(["<i2", ">f4", "f8", "u1"]), st.sampled_from(["earliest", "latest"]), st.booleans())
 @settings(max_examples=60)
 def test_any_box_equals_what_the_library_reads(tmp_path_factory: Any, case: Any, version: str, partly: bool) -> None:
     array, chunks, where = case
-    array, layouts = written(tmp_path_factory.mktemp("layout"), array, chunks, partly, version=version)
+    array, layouts = write_arrays(tmp_path_factory.mktemp("layout"), array, chunks, partly, version=version)
     with Reader("direct", threads=2, block=4096) as reader:
         for layout in layouts:
             found = layout.read(reader, *where)

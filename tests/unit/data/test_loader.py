@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hpcai.data import Loader
 from hpcai.data.loader import _EpochPlan
 from hpcai.errors import ConfigError, DataError
-from tests.meshes import mesh_of
+from tests.replica_mesh import replica_mesh
 
 
 class Pair(NamedTuple):
@@ -43,7 +43,7 @@ class Numbers:
 
 
 def loader_of(count: int, batch: int, rank: int = 0, size: int = 1, source: Any = None, **words: Any) -> Loader:
-    return Loader(source or Numbers(count), batch, mesh_of(rank, size), name="train", **words)
+    return Loader(source or Numbers(count), batch, replica_mesh(rank, size), name="train", **words)
 
 
 def read(loader: Loader, epoch: int = 0, first: int = 0) -> list[list[int]]:
@@ -389,7 +389,7 @@ def test_threads_set_the_gpu_before_they_pin_or_allocate(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(taken, "device", device))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    mesh = mesh_of(0, 1)
+    mesh = replica_mesh(0, 1)
     mesh.device = torch.device("cuda", 3)
     with Loader(Told(8), 2, mesh, name="train") as loader:
         assert len(list(loader.epoch(0))) == 4

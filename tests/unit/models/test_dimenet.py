@@ -14,7 +14,7 @@ from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig,
 from hpcai.models.dimenet.graph import build_structure, collate, graph_sizes
 from hpcai.models.dimenet.triplets import TripletDimeNet
 from hpcai.train.auto_settings import cast_to_bf16
-from tests.atoms import SMALL, crystal, network, structure
+from tests.atoms import SMALL, random_crystal, random_network, random_structure
 from tests.unit.models.watched import Without
 
 DETACHED = SMALL.model_copy(update={"angles": "detached"})
@@ -24,9 +24,9 @@ FEW = SMALL.model_copy(update={"most": 9})
 @pytest.mark.parametrize("cfg", [SMALL, DETACHED, FEW], ids=["conservative", "detached", "nine neighbours"])
 def test_moments_are_the_sum_over_all_triplets(cfg: DimeNetConfig) -> None:
     """Energies, forces, and the gradients of a loss of both."""
-    model, plain, found = network(cfg), TripletDimeNet(cfg).double(), []
+    model, plain, found = random_network(cfg), TripletDimeNet(cfg).double(), []
     plain.load_state_dict(model.state_dict())
-    graph = collate([structure(seed, cfg, count) for seed, count in ((0, 3), (1, 1), (2, 5))])
+    graph = collate([random_structure(seed, cfg, count) for seed, count in ((0, 3), (1, 1), (2, 5))])
     for way in (model, plain):
         energy, forces = way(graph)
         (energy.square().sum() + (forces[:-1] - 0.3).abs().sum()).backward()
@@ -37,7 +37,7 @@ def test_moments_are_the_sum_over_all_triplets(cfg: DimeNetConfig) -> None:
 
 def test_energies_do_not_change_and_forces_turn_with_the_atoms() -> None:
     """Rotation, translation, the order of the atoms, and the choice of the unit cell."""
-    model, (numbers, positions, cell), rng = network(), crystal(0), np.random.default_rng(0)
+    model, (numbers, positions, cell), rng = random_network(), random_crystal(0), np.random.default_rng(0)
 
     def found(numbers: Any, positions: Any, cell: Any) -> Any:
         return model.energy_and_forces(build_structure(numbers, positions, cell, cutoff=4.0, most=None))
@@ -57,7 +57,7 @@ def test_energies_do_not_change_and_forces_turn_with_the_atoms() -> None:
 
 
 def test_padding_and_batching_change_nothing() -> None:
-    model, parts = network(), [structure(seed, count=count) for seed, count in ((0, 3), (1, 1), (2, 5))]
+    model, parts = random_network(), [random_structure(seed, count=count) for seed, count in ((0, 3), (1, 1), (2, 5))]
     exact, found = collate(parts), []
     tables = exact.incoming, exact.outgoing, exact.members
     assert graph_sizes(parts) == (len(exact.numbers), len(exact.centre), *(table.shape[1] for table in tables))
@@ -74,7 +74,7 @@ def test_padding_and_batching_change_nothing() -> None:
 
 
 def test_no_nondeterministic_operations() -> None:
-    model, graph = network(), collate([structure(0)])
+    model, graph = random_network(), collate([random_structure(0)])
     kinds = ("index_add", "scatter_add", "index_put", "_index_put_impl", "index_reduce", "scatter_reduce")
     with Without(*kinds, *(f"{name}_" for name in kinds), "lift_fresh"):
         model(graph).forces.sum().backward()
@@ -89,7 +89,7 @@ def test_initialisation_has_glorot_variance_and_zero_output() -> None:
 
 
 def test_sums_are_float32_under_bf16() -> None:
-    model, graph = network(dtype=torch.float32), collate([structure(0), structure(1)]).to("cpu", torch.float32)
+    model, graph = random_network(dtype=torch.float32), collate([random_structure(0), random_structure(1)]).to("cpu", torch.float32)
     expected = model(graph)
     cast_to_bf16(model)
     assert model.rbf.freq.dtype == torch.float32 and model.emb.lin.weight.dtype == torch.bfloat16
@@ -105,7 +105,7 @@ def test_sums_are_float32_under_bf16() -> None:
 
 
 def batch(cfg: DimeNetConfig = SMALL, dtype: torch.dtype = torch.float64) -> Batch:
-    graph = collate([structure(seed, cfg, count) for seed, count in ((0, 3), (2, 5))]).to("cpu", dtype)
+    graph = collate([random_structure(seed, cfg, count) for seed, count in ((0, 3), (2, 5))]).to("cpu", dtype)
     generator = torch.Generator().manual_seed(0)
     forces, free = torch.randn(9, 3, generator=generator, dtype=dtype), torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 0], dtype=dtype)
     return Batch(torch.tensor([5.0, 7], dtype=torch.float64), forces, free, graph)
@@ -113,7 +113,7 @@ def batch(cfg: DimeNetConfig = SMALL, dtype: torch.dtype = torch.float64) -> Bat
 
 def test_scores_are_in_physical_units_and_of_free_atoms() -> None:
     cfg = SMALL.model_copy(update={"mean": 1.5, "scale": 2.0, "references": {number: 0.1 * number for number in range(1, 60)}})
-    model, given = network(cfg), batch(cfg)
+    model, given = random_network(cfg), batch(cfg)
     energy, forces = model(given.graph)
     offset = torch.tensor([1.5 + sum(0.1 * int(z) for z in given.graph.numbers[rows]) for rows in (slice(0, 3), slice(3, 8))])
     free = given.free.bool()
@@ -133,7 +133,7 @@ def test_scores_are_in_physical_units_and_of_free_atoms() -> None:
 
 
 def test_within_needs_energy_and_all_free_forces() -> None:
-    model, given = network(), batch()
+    model, given = random_network(), batch()
     energy, forces = model.to_physical(given.graph, model(given.graph))
     right = given._replace(energy=energy.detach() + 0.019, forces=forces.detach() + 0.02)
     assert float(score(model, right)["within"][0]) == 2
@@ -150,12 +150,12 @@ def test_within_needs_energy_and_all_free_forces() -> None:
 
 def test_relaxation_with_ase() -> None:
     slab = Atoms("H3", [[0, 0, 0], [0.9, 0, 0], [0.2, 1.1, 0.3]])
-    slab.calc = network(SMALL).calculator()
+    slab.calc = random_network(SMALL).calculator()
     before = slab.get_potential_energy()
     BFGS(slab, logfile=None).run(fmax=1e-3, steps=8)
     assert slab.get_potential_energy() < before
     with pytest.raises(ConfigError, match="not the gradient of its energy.*conservative"):
-        network(DETACHED).calculator()
+        random_network(DETACHED).calculator()
 
 
 @pytest.mark.parametrize(
@@ -169,15 +169,15 @@ def test_relaxation_with_ase() -> None:
 def test_invalid_structures_raise(given: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         two = {"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None}
-        network().energy_and_forces(build_structure(**{**two, **given}))
+        random_network().energy_and_forces(build_structure(**{**two, **given}))
 
 
 def test_weights_of_other_codes_load(tmp_path: Any) -> None:
-    model = network(DETACHED)
+    model = random_network(DETACHED)
     state = model.state_dict()
     torch.save(state, tmp_path / "ocp.pt")
     assert DimeNet.load(tmp_path / "ocp.pt").cfg == DETACHED.model_copy(update={"cutoff": 6.0, "most": 50})
     again = DimeNet.load(tmp_path / "ocp.pt", DETACHED).double()
-    assert torch.equal(again(collate([structure(0)])).energy, model(collate([structure(0)])).energy)
+    assert torch.equal(again(collate([random_structure(0)])).energy, model(collate([random_structure(0)])).energy)
     torch.save({name: value for name, value in state.items() if not name.endswith("lin_up.bias")}, tmp_path / "pyg.pt")
     assert not DimeNet.load(tmp_path / "pyg.pt", SMALL).output_blocks[0].lin_up.bias.any()

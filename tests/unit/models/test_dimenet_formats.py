@@ -27,7 +27,7 @@ from hpcai.models.dimenet import (
     to_ase,
     to_data,
 )
-from tests.atoms import SMALL, crystal, network
+from tests.atoms import SMALL, random_crystal, random_network
 
 TINY = SMALL.model_copy(update={"spherical": 3, "radial": 3})
 WORDS: Any = {"cutoff": 4.0, "most": None}
@@ -45,7 +45,7 @@ def slab() -> Atoms:
 
 def names_of_open_catalyst(**changes: Any) -> Data:
     """A structure as its databases have it, with labels under the older names."""
-    numbers, positions, cell = crystal(0)
+    numbers, positions, cell = random_crystal(0)
     given = {
         "atomic_numbers": torch.tensor(numbers).float(), "pos": torch.tensor(positions), "cell": torch.tensor(cell)[None],
         "natoms": 4, "fixed": torch.tensor([1, 0, 0, 1]), "y": -3.5, "force": torch.arange(12.0).view(4, 3), **changes,
@@ -57,7 +57,7 @@ def names_of_open_catalyst(**changes: Any) -> Data:
 
 
 def test_both_kinds_of_names_are_the_atoms_that_arrays_are() -> None:
-    numbers, positions, cell = crystal(0)
+    numbers, positions, cell = random_crystal(0)
     wanted = build_structure(numbers, positions, cell, **WORDS)
     geometric = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), cell=torch.tensor(cell), pbc=torch.tensor([True] * 3))
     for given in (names_of_open_catalyst(), geometric, Atoms(numbers, positions, cell=cell, pbc=True)):
@@ -99,7 +99,7 @@ def test_invalid_fields_raise(changes: Any, text: str) -> None:
 
 def test_data_have_what_fairchem_reads() -> None:
     structure = build_structure(slab(), **WORDS)
-    energy, forces = network().energy_and_forces(structure)
+    energy, forces = random_network().energy_and_forces(structure)
     data = to_data(structure, (energy, forces))
     (j, i), offsets = data.edge_index, data.cell_offsets
     vector = data.pos[j] - data.pos[i] + offsets @ data.cell[0]
@@ -121,7 +121,7 @@ def test_round_trip_is_bitwise() -> None:
 
 
 def test_ase_has_the_prediction_in_a_calculator() -> None:
-    model, structures = network(), [build_structure(slab(), **WORDS), build_structure(molecule("H2O"), **WORDS)]
+    model, structures = random_network(), [build_structure(slab(), **WORDS), build_structure(molecule("H2O"), **WORDS)]
     found = model.energy_and_forces(structures)
     for one, (energy, forces) in zip(to_ase(structures, found), found):
         assert one.get_potential_energy() == energy and np.array_equal(one.get_forces(), forces)
@@ -138,7 +138,7 @@ def test_ase_has_the_prediction_in_a_calculator() -> None:
 @pytest.fixture(scope="module")
 def geometric(tmp_path_factory: pytest.TempPathFactory) -> tuple[DimeNet, Any, Path]:
     """A network of ours, with every bias, and PyTorch Geometric's with its weights."""
-    model = network(TINY)
+    model = random_network(TINY)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(weight, std=0.3)
@@ -191,7 +191,7 @@ def test_the_cells_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = (Path(__file__).resolve().parents[3] / "apps/opencatalyst/README.md").read_text()
     (tmp_path / "runs/opencatalyst-small").mkdir(parents=True)
     small = DimeNetConfig(hidden=8, output=8, interaction=4, blocks=1, cutoff=5.0, most=None)
-    network(small, dtype=torch.float32).save(tmp_path / "runs/opencatalyst-small/model.safetensors")
+    random_network(small, dtype=torch.float32).save(tmp_path / "runs/opencatalyst-small/model.safetensors")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"slab": slab()}
     for cell in re.findall(r"```python\n(.*?)```", page, re.S):

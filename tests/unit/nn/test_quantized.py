@@ -15,7 +15,7 @@ from hpcai.parallel.tensor import dequantize, quantize
 from hpcai.settings import StepConfig
 from hpcai.train.auto_settings import cast_to_bf16
 from hpcai.train.step import Step
-from tests.stored import DATA, arrays
+from tests.reference_data import DATA, load_arrays
 
 SIZES: dict[str, Any] = {"vocabulary": 40, "width": 128, "layers": 3, "heads": 4, "key_heads": 2, "inner": 192, "positions": 32}
 
@@ -113,7 +113,7 @@ def trained(bits: Any) -> tuple[float, float]:
     with deferred(0):
         llm.adapt(model, LoRAConfig(rank=4, base_dtype=bits, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
     step = Step(model, llm.loss, StepConfig(precision="bf16", lr=0.005, optimizer="adamw", capture="none"), dist.single_process())
-    rows = llm.Batch(torch.from_numpy(arrays("llm/llama31_tiny/io")["ids"]))
+    rows = llm.Batch(torch.from_numpy(load_arrays("llm/llama31_tiny/io")["ids"]))
     losses = [float(total) / float(count) for total, count in (step(rows)["loss"] for _ in range(30))]
     return losses[0], losses[-1]
 

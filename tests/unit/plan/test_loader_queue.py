@@ -9,7 +9,7 @@ import pytest
 from hpcai.data import Loader
 from hpcai.dist.launch import single_process
 from hpcai.plan.loader_queue import heavy_tail, max_samples, simulate_waits
-from tests.numbers import Numbers
+from tests.index_source import IndexSource
 
 LATE = np.array([1.0, 1, 5, 1, 1, 1])
 
@@ -47,7 +47,7 @@ def test_the_simulated_capacity_is_that_of_the_loader(order: Any) -> None:
     """Batches of 2: one is handed out, one is taken for the next step, and the others are ahead."""
     begun: list[int] = []
 
-    class Noted(Numbers):
+    class Noted(IndexSource):
         def sample(self, index: int, epoch: int) -> np.ndarray:
             begun.append(index)
             return np.zeros(100)

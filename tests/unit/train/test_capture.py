@@ -23,7 +23,7 @@ from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.metrics import MetricSums
 from hpcai.train.step import Step
-from tests.tape import Tape
+from tests.cpu_graph import CPUGraph
 
 
 class Network(nn.Module):
@@ -52,7 +52,7 @@ def batch(seed: int, count: int = 8) -> dict[str, torch.Tensor]:
 def new_step(capture: str, dropout: float = 0.0, loss: Any = loss, **words: Any) -> Step:
     torch.manual_seed(0)
     cfg = StepConfig(capture=capture, **{"weight_decay": 0.1, "decay_names": ("first.weight",)} | words)
-    return Step(Network(dropout), loss, cfg, dist.single_process(torch.device("cpu")), graph=Tape)
+    return Step(Network(dropout), loss, cfg, dist.single_process(torch.device("cpu")), graph=CPUGraph)
 
 
 def steps(step: Step, count: int, samples: int = 8) -> list[dict[str, Any]]:
@@ -179,7 +179,7 @@ def test_more_shapes_than_allowed_are_refused() -> None:
 
 
 def test_a_capture_that_fails_names_the_operation() -> None:
-    class Refusing(Tape):
+    class Refusing(CPUGraph):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "cumsum" in str(function):
                 raise RuntimeError("operation not permitted when stream is capturing")
@@ -202,7 +202,7 @@ def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
     assert (step.cfg.capture, step.messages) == ("none", ["step.capture: none, since there is no GPU: this rank computes on cpu"])
 
 
-class Failing(Tape):
+class Failing(CPUGraph):
     """A graph that fails at one point."""
 
     where, tries = "", 0
@@ -237,7 +237,7 @@ def of_graph(graph: Any, capture: str, **words: Any) -> Step:
 
 def check_eager(step: Step, parts: list[dict[str, torch.Tensor]]) -> None:
     """Compare the step with an uncaptured one on these batches."""
-    eager = of_graph(Tape, "whole")
+    eager = of_graph(CPUGraph, "whole")
     eager._capture = None
     for i, part in enumerate(parts):
         assert torch.equal(step(part, 1e-3 * (i + 1))["loss"], eager(part, 1e-3 * (i + 1))["loss"])
@@ -258,7 +258,7 @@ def test_auto_continues_uncaptured_after_a_failed_capture_and_reports_it_once() 
 
 
 def test_auto_runs_excess_shapes_uncaptured_and_reports_it_once() -> None:
-    step = of_graph(Tape, "auto", capture_shapes=1)
+    step = of_graph(CPUGraph, "auto", capture_shapes=1)
     check_eager(step, [batch(i, count) for i, count in enumerate((8, 4, 6, 8, 8, 4, 8))])
     assert step._capture is not None and step._capture.recorded() == 1
     told, made = step.news()
@@ -328,7 +328,7 @@ def test_each_capture_has_a_pool_of_its_own_for_all_its_graphs(monkeypatch: pyte
 def test_graphs_are_deleted_before_the_process_groups(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
-    class Told(Tape):
+    class Told(CPUGraph):
         def reset(self) -> None:
             events.append("reset")
 

@@ -21,7 +21,7 @@ from tests.apps import universes
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return universes.make(tmp_path_factory.mktemp("whole") / "set", size=8, train=3, validation=2)
+    return universes.write_universes(tmp_path_factory.mktemp("whole") / "set", size=8, train=3, validation=2)
 
 
 def run(*words: Any, seconds: float = 0) -> int:

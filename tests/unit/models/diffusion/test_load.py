@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network, read_folder, save_folder
-from tests.stored import DATA, arrays
+from tests.reference_data import DATA, load_arrays
 
 HOME = DATA / "diffusion" / "broken"
 FILE, CONFIG = "diffusion_pytorch_model.safetensors", "config.json"
@@ -75,7 +75,7 @@ def test_errors_of_a_folder(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["ok", "ok_sharded"])
 def test_good_folders_are_read(folder: str) -> None:
-    io = {name: torch.from_numpy(array) for name, array in arrays("diffusion/broken/ok_io").items()}
+    io = {name: torch.from_numpy(array) for name, array in load_arrays("diffusion/broken/ok_io").items()}
     net = load_network(HOME / folder)
     with torch.no_grad():
         y = net(io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcai.errors import ConfigError
 from hpcai.kernels import philox
 from hpcai.models.diffusion.noise import NOISE, SAMPLER_STEPS, TIMES, normals, uniforms
-from tests.stored import arrays, told
+from tests.reference_data import load_arrays, load_json
 from tests.unit.models.watched import Without
 
 SIZE = (3, 6, 5, 7)
@@ -21,9 +21,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 DRAWS = pytest.mark.parametrize("draw", [normals, uniforms], ids=["numbers", "uniforms"])
 
 
-@pytest.mark.parametrize("case", told("diffusion/philox/normals"), ids=lambda case: f"seed {case['seed']}")
+@pytest.mark.parametrize("case", load_json("diffusion/philox/normals"), ids=lambda case: f"seed {case['seed']}")
 def test_normal_numbers_of_a_stream_are_those_of_the_reference(case: dict[str, Any]) -> None:
-    stored, i = arrays("diffusion/philox/normals"), case["index"]
+    stored, i = load_arrays("diffusion/philox/normals"), case["index"]
     a, b, c, d = case["counter"]
     words: dict[str, Any] = {"upper": c + (d << 32)}
     first, seed = 4 * (a + (b << 32)), case["seed"]

@@ -12,10 +12,10 @@ from hpcai import dist
 from hpcai.errors import DataError
 from hpcai.models.diffusion import scores
 from hpcai.train.metrics import MetricSums
-from tests.stored import arrays, told
+from tests.reference_data import load_arrays, load_json
 
 ENSEMBLE, SPECTRA, POINTS, SETS = (
-    {name: torch.from_numpy(array) for name, array in arrays(f"diffusion/{path}").items()}
+    {name: torch.from_numpy(array) for name, array in load_arrays(f"diffusion/{path}").items()}
     for path in ("metrics/ensemble", "metrics/spectra", "metrics/one_point", "metrics/distribution")
 )
 X, Y = ENSEMBLE["ensemble"], ENSEMBLE["observation"]
@@ -52,7 +52,7 @@ def test_ranks_of_ties_are_shared() -> None:
     assert sum(finish(sums).values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("case", told("diffusion/metrics/spectra"), ids=lambda case: str(case["shape"]))
+@pytest.mark.parametrize("case", load_json("diffusion/metrics/spectra"), ids=lambda case: str(case["shape"]))
 def test_spectra_are_those_of_numpy(case: dict[str, Any]) -> None:
     field, i = SPECTRA[f"field_{case['index']}"], case["index"]
     at = scores.shells(case["shape"], case["lengths"])

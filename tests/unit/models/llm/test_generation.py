@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpcai.errors import ConfigError
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, complete, generate, generation, likelihoods, log_likelihoods
 from hpcai.models.llm.generation import sample_tokens
-from tests.tape import Tape
+from tests.cpu_graph import CPUGraph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LLAMA: dict[str, Any] = {
@@ -58,10 +58,10 @@ def test_cache_and_capture_change_no_token(kind: str, cfg: SamplingConfig, monke
     right = [text[: text.index(stop) + 1] if stop in text else text for text in free]
     assert complete(model, PROMPTS, cfg, stop=[stop], seed=5) == right and complete(model, PROMPTS, cfg, seed=5) == free
     monkeypatch.setattr(generation, "_BLOCK", 8)
-    made: list[Tape] = []
+    made: list[CPUGraph] = []
 
-    def tape() -> Tape:
-        made.append(Tape())
+    def tape() -> CPUGraph:
+        made.append(CPUGraph())
         return made[-1]
 
     steps, recorded = [], []
@@ -72,7 +72,7 @@ def test_cache_and_capture_change_no_token(kind: str, cfg: SamplingConfig, monke
     # After the first token one step looks at 8 places, the next at 16 or fewer, the others at all.
     assert recorded[-1] == [False, True, True] and recorded[1] == [False] and recorded[3] == [False, True]
     assert not any(each.operations for each in made), "graphs go with the last token"
-    alone = [complete(model, [prompt], cfg, stop=[stop], seed=5 + row, graph=Tape)[0] for row, prompt in enumerate(PROMPTS)]
+    alone = [complete(model, [prompt], cfg, stop=[stop], seed=5 + row, graph=CPUGraph)[0] for row, prompt in enumerate(PROMPTS)]
     assert alone == right
 
 
@@ -108,7 +108,7 @@ def test_a_cache_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
     assert with_memory.get_total_flops() * 10 < most * (first + 4 * middle + last) / 6
 
 
-class Unable(Tape):
+class Unable(CPUGraph):
     def capture(self, function: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -117,7 +117,7 @@ def test_a_step_that_cannot_be_captured_is_an_error_and_graphs_are_reset_before_
     given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Unable)
     with pytest.raises(ConfigError, match="cannot be captured: operation not permitted when .* capturing; give capture=False"):
         list(given)
-    given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Tape)
+    given = generate(model_of("llama"), PROMPTS, GREEDY, graph=CPUGraph)
     for _ in range(4):
         next(given)
     gc.collect()

@@ -16,7 +16,7 @@ from hpcai.models.llm import LLM, LLMConfig, Tokenizer, load_deferred, text
 from hpcai.models.llm.load import read_settings
 from hpcai.models.llm.text import TextStreamer
 from hpcai.nn.deferred_init import deferred, materialize
-from tests.stored import DATA
+from tests.reference_data import DATA
 
 GOLDEN = DATA / "llm" / "tokenizer"
 TEXT = "Zwölf Boxkämpfer — 😀👨‍👩‍👧 jagen\n\nViktor: quer über"

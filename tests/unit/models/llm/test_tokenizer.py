@@ -13,7 +13,7 @@ import tokenizers
 
 from hpcai.errors import ConfigError, DataError, MissingExtraError
 from hpcai.models.llm import Tokenizer
-from tests.stored import DATA
+from tests.reference_data import DATA
 
 GOLDEN = DATA / "llm" / "tokenizer"
 TEXTS = ["", "plain", "naïve — “½”", "你好 Привет مرحبا", "😀👨‍👩‍👧 ok", "\0\x1f\ufeff\uffff", "a<|endoftext|>b",

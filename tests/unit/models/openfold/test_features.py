@@ -22,9 +22,9 @@ SMALL = FeatureConfig(crop=16, clusters=5, extra=7, templates=3, recycles=2)
 
 
 def inputs(residues: int = 40, rows: int = 30, templates: int = 5, seed: int = 0) -> tuple[Chain, Alignment, dict[str, np.ndarray]]:
-    rng, chain = np.random.default_rng(seed), replace(proteins.chain(residues, seed), name="1abc_A")
+    rng, chain = np.random.default_rng(seed), replace(proteins.random_chain(residues, seed), name="1abc_A")
     there = (rng.random((templates, residues, 37)) < 0.5).astype(np.float32)
-    return chain, proteins.alignment(chain, rows, seed), {
+    return chain, proteins.random_alignment(chain, rows, seed), {
         "template_aatype": rng.integers(0, GAP + 1, (templates, residues)),
         "template_all_atom_positions": rng.normal(50, 9, (*there.shape, 3)).astype(np.float32),
         "template_all_atom_mask": there,

@@ -48,7 +48,7 @@ def test_no_templates_are_needed_and_invalid_chains_raise() -> None:
     model = OpenFold(OpenFoldConfig.preset("tiny", template=None))
     assert model.fold(SEQUENCE, recycles=0, cfg=FEW).positions.shape == (10, 37, 3)
     with pytest.raises(DataError, match="is it of another chain"):
-        model.fold(SEQUENCE, proteins.alignment(proteins.chain(10), 3), recycles=0, cfg=FEW)
+        model.fold(SEQUENCE, proteins.random_alignment(proteins.random_chain(10), 3), recycles=0, cfg=FEW)
     with pytest.raises(DataError, match="sequence: "):
         model.fold("MKVL\n", recycles=0, cfg=FEW)
 

@@ -51,7 +51,7 @@ def gradients(model: OpenFold, batch: dict[str, Tensor]) -> tuple[dict[str, Tens
 
 def test_a_batch_is_the_mean_of_its_proteins() -> None:
     """The published code sums periodic torsions over the batch, and takes a mean of lengths."""
-    model, whole = still(network()), proteins.batch([14, 14])
+    model, whole = still(network()), proteins.random_batch([14, 14])
     whole["seq_length"][1] = 5  # a length of its own
     values, grads = gradients(model, whole)
     parts = [gradients(model, {name: value[i : i + 1] for name, value in whole.items()}) for i in range(2)]
@@ -64,7 +64,7 @@ def test_a_batch_is_the_mean_of_its_proteins() -> None:
 def test_padding_changes_nothing() -> None:
     model = still(network())
     cfg = proteins.SMALL.model_copy(update={"crop": 20})
-    alone, padded = proteins.batch([14]), proteins.batch([14], cfg)
+    alone, padded = proteins.random_batch([14]), proteins.random_batch([14], cfg)
     found = [model(x) for x in (alone, padded)]
     torch.testing.assert_close(found[1].positions[:, :14], found[0].positions, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[1].logits.distogram[:, :14, :14], found[0].logits.distogram, rtol=1e-6, atol=1e-6)
@@ -73,7 +73,7 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_activation_checkpointing_gives_the_same_gradients() -> None:
-    batch = proteins.batch([12])
+    batch = proteins.random_batch([12])
     values, grads = gradients(still(network()), batch)
     model, seen = still(network(checkpoint=True)), []
     for stack in ("evoformer", "extra_msa_stack", "template_embedder.template_pair_stack"):
@@ -87,7 +87,7 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
 
 
 def test_only_the_last_pass_has_gradients() -> None:
-    model, batch = still(network()), proteins.batch([12], passes=3)
+    model, batch = still(network()), proteins.random_batch([12], passes=3)
     passes: list[bool] = []
     model.structure_module.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     loss(model, batch)["loss"].backward()
@@ -121,7 +121,7 @@ def test_dropout_add_is_fused() -> None:
 
 
 def test_distances_in_chunks_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = still(network()), proteins.batch([11])
+    model, batch = still(network()), proteins.random_batch([11])
     found = []
     for size in (1 << 30, 20_000):
         monkeypatch.setattr(objectives, "_CPU", size)
@@ -135,7 +135,7 @@ def test_distances_in_chunks_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_structures_heads_and_losses_are_float32(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = network(torch.float32), proteins.batch([12], dtype=torch.float32)
+    model, batch = network(torch.float32), proteins.random_batch([12], dtype=torch.float32)
     coarse, exact = "evoformer.blocks.0.pair.pair_transition", ("ipa", "bb_update", "angle_resnet.linear_out")
     found, binned, bins = dict[str, torch.dtype](), list[torch.dtype](), embedders.distogram
     for name in (coarse, "heads.plddt", "heads.distogram", *(f"structure_module.{part}" for part in exact)):
@@ -154,7 +154,7 @@ def test_structures_heads_and_losses_are_float32(
 @torch.no_grad()
 def test_chunks_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is as large as all pairs many times over is never there at once, where there are no gradients."""
-    model, batch = network().eval(), proteins.batch([14, 14])
+    model, batch = network().eval(), proteins.random_batch([14, 14])
     whole, counts, part = model(batch), list[int](), chunking.chunk_size
     monkeypatch.setattr(chunking, "chunk_size", lambda x, each, cpu: counts.append(part(x, each, 2000)) or counts[-1])  # type: ignore[func-returns-value]
     parts = model(batch)
@@ -164,7 +164,7 @@ def test_chunks_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_terms_without_weight_are_skipped_and_the_loss_scales_with_the_root_of_the_length() -> None:
-    model, batch, cfg = still(network()), proteins.batch([12]), ObjectiveConfig()
+    model, batch, cfg = still(network()), proteins.random_batch([12]), ObjectiveConfig()
     last = {name: value[..., -1] for name, value in batch.items()}
     last["seq_length"] = torch.tensor([100])  # of which a crop of 12 is seen
     found = loss_terms(model(batch), last, cfg)
@@ -174,7 +174,7 @@ def test_terms_without_weight_are_skipped_and_the_loss_scales_with_the_root_of_t
 
 
 def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -> None:
-    model, batch = network(), proteins.batch([12], passes=1)
+    model, batch = network(), proteins.random_batch([12], passes=1)
     calls: dict[str, list[str]] = {}
     for name, layer in model.named_modules():
         if name.endswith(("drop_rows", "drop_columns", "tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")):
@@ -189,7 +189,7 @@ def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -
 
 
 def test_confidence_is_learned_at_known_resolution_only() -> None:
-    model, batch = still(network()), proteins.batch([12])
+    model, batch = still(network()), proteins.random_batch([12])
     for resolution, counts in ((0.0, False), (0.1, True), (3.0, True), (3.1, False)):
         batch["resolution"] = torch.full_like(batch["resolution"], resolution)
         values = loss(model, batch, ALL)

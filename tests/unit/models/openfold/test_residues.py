@@ -20,7 +20,7 @@ def test_atom_swap_is_an_involution() -> None:
 
 def parts(count: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Types, positions and masks of residues here and there, without some atoms."""
-    chain = proteins.chain(count, seed)
+    chain = proteins.random_chain(count, seed)
     return chain.aatype, chain.positions, chain.mask
 
 

@@ -8,7 +8,7 @@ import torch
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, predict_structures, score
 from hpcai.models.openfold.objective import lddt
 from hpcai.models.openfold.scores import drmsd, gdt, superpose
-from tests.proteins import SMALL, batch
+from tests.proteins import SMALL, random_batch
 
 
 def turned(x: torch.Tensor, mirror: bool = False) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_limits_and_fractions() -> None:
 def test_scores_and_rows_of_a_network() -> None:
     torch.manual_seed(0)
     model = OpenFold(OpenFoldConfig.preset("tiny")).double().eval()
-    features = batch([7, 5], SMALL.model_copy(update={"crop": 8}))
+    features = random_batch([7, 5], SMALL.model_copy(update={"crop": 8}))
     features["index"] = torch.tensor([[4, 4], [9, 9]])
     features["all_atom_mask"][0, 2, 1] = 0
     found = score(model, features)

@@ -175,7 +175,7 @@ def test_hits_of_another_query_are_an_error(change: dict[str, Any]) -> None:
 
 
 def test_a_chain_without_backbone_or_with_a_jump_is_no_template() -> None:
-    chain = replace(proteins.chain(20), mask=np.ones((20, 37), np.float32))
+    chain = replace(proteins.random_chain(20), mask=np.ones((20, 37), np.float32))
     assert rejection_reason(chain) is None
     without, unseen = chain.mask.copy(), chain.mask.copy()
     without[:, ATOM_ORDER["C"]] = 0
@@ -221,7 +221,7 @@ def library(tmp_path: Path) -> Path:
 
 def made() -> Chain:
     """A chain with N, CA and C of residues 0 to 34 and of 40, and with N and CA of 45 and 52."""
-    chain = proteins.chain(60, 3)
+    chain = proteins.random_chain(60, 3)
     aatype = np.array([RESTYPES.index(letter) for letter in OTHER])
     mask = np.zeros((60, 37), np.float32)
     mask[:35, :3] = mask[40, :3] = mask[[45, 52], :2] = 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from data_prep import text
 from tests.apps import universes
-from tests.apps.running import App
+from tests.apps.app_runs import App
 
 
 def prepared(prep: str, words: str) -> Callable[[Path], None]:
@@ -21,7 +21,7 @@ def prepared(prep: str, words: str) -> Callable[[Path], None]:
 
 COSMOFLOW = App(
     "cosmoflow",
-    lambda folder: universes.make(folder, size=16),
+    lambda folder: universes.write_universes(folder, size=16),
     ["model.size=16", "model.blocks=4", "model.filters=2", "data.batch=8", "train.report_every=1", "train.epochs=2",
      "step.schedule.decay=none"],
 )  # fmt: skip

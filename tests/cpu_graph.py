@@ -1,8 +1,7 @@
-"""A CPU double of a CUDA Graph: the operations of a function on the memory that they used, done again in the same order.
+"""A CPU replacement of a CUDA Graph: records the operations of a function with their memory, and replays them in order.
 
-As with a graph, nothing has happened when something is recorded: messages are not sent, and memory that was there before is as it
-was. What a graph cannot record shows here too: a number that changes on the host stays what it was, and memory that is another in
-every step is no longer written.
+As in a graph, capture has no effect: collectives are not sent, and memory that existed before keeps its content. Errors of capture
+show here too: a number computed on the host stays constant, and memory allocated anew in every step is no longer written.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Tape(TorchDispatchMode):
+class CPUGraph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[torch.Tensor | None]]] = []
@@ -24,17 +23,17 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [t.untyped_storage() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        for storage in inputs:  # also what is only read: some operations write what their schema does not tell
+        for storage in inputs:  # also inputs that are only read: schemas of some operations omit mutations
             if storage.data_ptr() not in self._own | self._before.keys():
                 self._before[storage.data_ptr()] = storage, storage.clone()
-        made = _unsent(function, args) if function.namespace == "c10d" else function(*args, **kwargs)
+        outputs = _skip_collective(function, args) if function.namespace == "c10d" else function(*args, **kwargs)
         known = {storage.data_ptr() for storage in inputs}
         fresh = [
-            t if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known else None for t in tree_leaves(made)
+            t if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known else None for t in tree_leaves(outputs)
         ]
         self._own |= {t.untyped_storage().data_ptr() for t in fresh if t is not None}
         self.operations.append((function, args, kwargs, fresh))
-        return made
+        return outputs
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         function()
@@ -57,11 +56,11 @@ class Tape(TorchDispatchMode):
             for to, value in zip(fresh, tree_leaves(function(*args, **kwargs))):
                 if to is not None:
                     to.copy_(value)
-                elif hasattr(value, "wait"):  # messages keep the order of a graph too
+                elif hasattr(value, "wait"):  # collectives too complete in order
                     value.wait()
 
 
-def _unsent(function: Any, args: Any) -> Any:
-    """What a message returns, without it: its first argument, and work that is done."""
-    made = tuple(FakeWork().boxed() if "Work" in str(each.type) else args[0] for each in function._schema.returns)
-    return made if len(made) != 1 else made[0]
+def _skip_collective(function: Any, args: Any) -> Any:
+    """Return the results of a collective without communication: its first argument and completed work."""
+    outputs = tuple(FakeWork().boxed() if "Work" in str(each.type) else args[0] for each in function._schema.returns)
+    return outputs if len(outputs) != 1 else outputs[0]

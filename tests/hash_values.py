@@ -1,4 +1,4 @@
-"""Numbers that depend on nothing but their name: inputs and weights of the golden cases."""
+"""Deterministic pseudorandom numbers seeded by a name: inputs and weights of the golden cases."""
 
 import zlib
 
@@ -6,8 +6,8 @@ import numpy as np
 from torch import Tensor, from_numpy, nn
 
 
-def hashed(count: int, salt: str) -> np.ndarray:
-    """The hash numbers of the golden data, in [0, 1): 32-bit arithmetic on the index and the CRC of ``salt``."""
+def hash_values(count: int, salt: str) -> np.ndarray:
+    """Return ``count`` numbers in [0, 1): a 32-bit hash of the index and the CRC of ``salt``."""
     mask = np.uint64(0xFFFFFFFF)
     z = (np.arange(count, dtype=np.uint64) * np.uint64(2654435761) + np.uint64(zlib.crc32(salt.encode()) * 40503)) & mask
     for _ in range(2):
@@ -17,15 +17,15 @@ def hashed(count: int, salt: str) -> np.ndarray:
     return z.astype(np.float64) / 2.0**32
 
 
-def fill(model: nn.Module) -> None:
-    """The ``formula`` weights of the golden cases."""
+def fill_parameters(model: nn.Module) -> None:
+    """Set the parameters and buffers to the ``formula`` weights of the golden cases."""
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             tensor.copy_(_formula(name, tensor))
 
 
 def _formula(name: str, tensor: Tensor) -> Tensor:
-    v = 2 * hashed(tensor.numel(), name) - 1
+    v = 2 * hash_values(tensor.numel(), name) - 1
     if name.endswith(("running_mean", "bias")):
         v = 0.1 * v
     elif name.endswith(("running_var", ".weights")) or tensor.ndim == 1:

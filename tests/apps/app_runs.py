@@ -21,7 +21,7 @@ from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.index import INDEX, write_index
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTHING = ["train.collect_every=null"]  # a full collection costs more than these runs, and the collector has tests of its own
+FAST = ["train.collect_every=null"]  # a full collection costs more than these runs, and the collector has tests of its own
 
 
 @dataclass
@@ -43,13 +43,13 @@ class App:
     def small(self) -> Path:
         return ROOT / f"apps/{self.name}/configs/small.yaml"
 
-    def words(self, data: Path, run: Path, *more: str) -> list[str]:
-        return [str(self.small), *NOTHING, *self.quick, f"data.directory={data}", f"report.directory={run}", *more]
+    def overrides(self, data: Path, run: Path, *more: str) -> list[str]:
+        return [str(self.small), *FAST, *self.quick, f"data.directory={data}", f"report.directory={run}", *more]
 
-    def here(self, data: Path, run: Path, *more: str) -> int:
+    def run(self, data: Path, run: Path, *more: str) -> int:
         """Exit code of a run in this process."""
         try:
-            config.run(self.settings, import_module(f"apps.{self.name}.__main__").main, self.words(data, run, *more))
+            config.run(self.settings, import_module(f"apps.{self.name}.__main__").main, self.overrides(data, run, *more))
         except SystemExit as end:
             return int(end.code or 0)
         return 0
@@ -58,7 +58,7 @@ class App:
         """What ``python -m apps.NAME`` does once Python has begun, for forks."""
 
         def enter() -> None:
-            sys.argv = [self.name, *self.words(data, run, *more)]
+            sys.argv = [self.name, *self.overrides(data, run, *more)]
             runpy.run_module(f"apps.{self.name}", run_name="__main__")
 
         return enter
@@ -79,22 +79,22 @@ class App:
         assert codes == [0] * ranks, output
         return output
 
-    def refuses(self, data: Path, run: Path, more: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def check_refused(self, data: Path, run: Path, overrides: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
         """The run ends with one message that says ``text``, and leaves no weights."""
-        assert self.here(data, run, *more) not in (0, 85)
-        shown = capsys.readouterr().err
-        assert text in shown and "Traceback" not in shown, shown
+        assert self.run(data, run, *overrides) not in (0, 85)
+        stderr = capsys.readouterr().err
+        assert text in stderr and "Traceback" not in stderr, stderr
         assert not (run / "model.safetensors").exists()
 
-    def once(self, data: Path, *more: str) -> Path:
+    def cached_run(self, data: Path, *more: str) -> Path:
         """The folder of a run with these words that several tests look at."""
         run = data.with_name(" ".join([f"{data.name}-once", *more]).replace("/", "-"))
         if not run.exists():
-            assert self.here(data, run, *more) == 0
+            assert self.run(data, run, *more) == 0
         return run
 
 
-def damaged(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> None:
+def damage(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> None:
     """The first training file of ``data`` is changed, as if its maker had written it so: the index has a table of it."""
     path = next((data / "train").glob("*.h5"))
     if kind in changes:
@@ -103,7 +103,7 @@ def damaged(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], o
         write_index(path.parent, json.loads((path.parent / INDEX).read_text()))
 
 
-def told(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:
+def metric_by_step(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:
     """What a run's events say, by step."""
     return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
 
@@ -113,9 +113,9 @@ def resumed_from(run: Path) -> int | None:
     return [e["resumed_from"] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "start"][-1]
 
 
-def same_weights(one: Path, other: Path, **tolerance: float) -> None:
+def check_equal_weights(first: Path, second: Path, **tolerance: float) -> None:
     """Two runs ended with the same weights: bit for bit, or within ``rtol`` and ``atol``."""
-    expected, found = (load_file(run / "model.safetensors") for run in (one, other))
-    assert expected.keys() == found.keys()
+    expected, actual = (load_file(run / "model.safetensors") for run in (first, second))
+    assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, **(tolerance or {"rtol": 0, "atol": 0}), msg=name)
+        torch.testing.assert_close(actual[name], tensor, **(tolerance or {"rtol": 0, "atol": 0}), msg=name)

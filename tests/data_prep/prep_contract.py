@@ -105,7 +105,7 @@ def check_fails(run: Run, made: Path, out: Path, change: Callable[[h5py.File], o
     return True
 
 
-class Promises:
+class PrepContract:
     """Tests of a module with ``run`` and ``SMALL``. Functions that all data sets share are tested with cosmoflow."""
 
     run: Run

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from hpcai import config
-from tests.apps.running import ROOT, App, resumed_from, same_weights, told
+from tests.apps.app_runs import ROOT, App, check_equal_weights, metric_by_step, resumed_from
 
 Log = tuple[list[str], list[str]]
 Refused = tuple[str, Sequence[str], str]
 
 
 @pytest.mark.usefixtures("one_thread")
-class Promises:
+class AppContract:
     configs: list[str]
     ways: list[str]
     short: list[str] = ["train.epochs=1"]
@@ -59,29 +59,30 @@ class Promises:
     def test_a_run_leaves_everything_that_its_users_want(self, app: App, data: Path) -> None:
         from hpcai.cli.report import draw_run
 
-        run = app.once(data)
+        run = app.cached_run(data)
         usual = ["checkpoints", "metrics.jsonl", "model.safetensors", "settings.yaml"]
         assert {path.name for path in run.iterdir()} - {"report.html", "plots"} == {*usual, *self.leaves}
-        assert config.load(app.settings, run / "settings.yaml") == config.load(app.settings, app.small, app.words(data, run)[1:])
+        expected = config.load(app.settings, app.small, app.overrides(data, run)[1:])
+        assert config.load(app.settings, run / "settings.yaml") == expected
         page = draw_run(run).read_text()
         assert self.shows in page and "no picture" not in page and "http" not in page.replace("http://www.w3.org", "")
 
     def test_several_processes_train_as_one(self, app: App, data: Path, tmp_path: Path, job: str) -> None:
         count, *words = job.split()
-        one, run = app.once(data, *self.exactly), tmp_path / "run"
+        one, run = app.cached_run(data, *self.exactly), tmp_path / "run"
         app.on_ranks(int(count), data, run, *self.exactly, *words)
         metric = config.load(app.settings, app.small).train.metric
         for kind, names in {**self.compared, "evaluate": (metric, *self.compared.get("evaluate", ()))}.items():
             for name in names:
-                assert told(run, kind, name) == pytest.approx(told(one, kind, name), rel=self.close), name
-        same_weights(one, run, rtol=1e-2, atol=1e-4)
+                assert metric_by_step(run, kind, name) == pytest.approx(metric_by_step(one, kind, name), rel=self.close), name
+        check_equal_weights(one, run, rtol=1e-2, atol=1e-4)
 
     def test_resumed_is_uninterrupted(self, app: App, data: Path, tmp_path: Path) -> None:
         run = tmp_path / "cut"
-        assert app.here(data, run, "train.epochs=null", f"train.steps={self.stop}") == 0 and max(told(run)) == self.stop
-        assert app.here(data, run) == 0 and resumed_from(run) == self.stop
-        same_weights(app.once(data), run)
-        assert told(run) == told(app.once(data)) and len(told(run)) == 6
+        assert app.run(data, run, "train.epochs=null", f"train.steps={self.stop}") == 0 and max(metric_by_step(run)) == self.stop
+        assert app.run(data, run) == 0 and resumed_from(run) == self.stop
+        check_equal_weights(app.cached_run(data), run)
+        assert metric_by_step(run) == metric_by_step(app.cached_run(data)) and len(metric_by_step(run)) == 6
 
     def test_however_samples_are_read_the_loss_is_the_same(
         self, app: App, data: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
@@ -89,19 +90,20 @@ class Promises:
         if way == "data.reader=dali":
             pytest.importorskip("nvidia.dali", reason="DALI is not installed: data.reader=dali is NOT tested")
         monkeypatch.setenv("OWN_DISK", str(tmp_path / "own"))
-        assert app.here(data, tmp_path / "run", *way.split(), *self.short) == 0
-        found, scores = told(tmp_path / "run"), told(tmp_path / "run", "evaluate", "step")
-        whole = told(app.once(data))
+        assert app.run(data, tmp_path / "run", *way.split(), *self.short) == 0
+        found, scores = metric_by_step(tmp_path / "run"), metric_by_step(tmp_path / "run", "evaluate", "step")
+        whole = metric_by_step(app.cached_run(data))
         assert found == {step: whole[step] for step in found} and len(found) == 6 // 2 and set(scores) == {3}
         metric = config.load(app.settings, app.small).train.metric
-        assert told(tmp_path / "run", "evaluate", metric)[3] == told(app.once(data), "evaluate", metric)[3]
+        scores, expected = (metric_by_step(path, "evaluate", metric) for path in (tmp_path / "run", app.cached_run(data)))
+        assert scores[3] == expected[3]
         if "OWN_DISK" in way:
             assert len(list((tmp_path / "own/data/train").glob("*.h5"))) == len(list((data / "train").glob("*.h5")))
 
     def test_the_mlperf_log_of_a_run_keeps_the_rules(self, app: App, data: Path, tmp_path: Path, log: Log) -> None:
         pytest.importorskip("mlperf_logging")
         words, cannot = log
-        assert app.here(self.for_log(data, tmp_path), tmp_path / "run", "report.sinks=[mlperf]", *words) == 0
+        assert app.run(self.for_log(data, tmp_path), tmp_path / "run", "report.sinks=[mlperf]", *words) == 0
         checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", self.rules[0], "--ruleset", self.rules[1]]
         done = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)
         text = done.stdout + done.stderr
@@ -119,4 +121,4 @@ class Promises:
         if kind:
             data = Path(shutil.copytree(data, tmp_path / "data"))
             type(self).spoil(data, kind)
-        app.refuses(data, tmp_path / "run", more, text, capsys)
+        app.check_refused(data, tmp_path / "run", more, text, capsys)

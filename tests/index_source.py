@@ -1,11 +1,11 @@
-"""A source of data whose samples are their own numbers."""
+"""A data source whose samples are their indices."""
 
 from typing import Any
 
 import numpy as np
 
 
-class Numbers:
+class IndexSource:
     def __init__(self, count: int) -> None:
         self.count = count
 
