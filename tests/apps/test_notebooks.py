@@ -25,7 +25,7 @@ SHORT: dict[str, Names] = {
     "cosmoflow": {"UNIVERSES": 8, "HELD_OUT": 0.25, "STEPS": 2, "BATCH": 4},
     "deepcam": {"MAPS": 8, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 2},
     "diffusion": {"MAPS": 24, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 4, "CHANNELS": (8, 16), "MEMBERS": 2, "NOISE_STEPS": 2},
-    "llm": {"FILES": 3, "HELD_OUT": 1, "WORDS": 400, "STEPS": 2, "BATCH": 2, "TOKENS": 64, "WIDTH": 32},
+    "llm": {"FILES": 3, "HELD_OUT": 1, "VOCABULARY": 400, "STEPS": 2, "BATCH": 2, "TOKENS": 64, "WIDTH": 32},
     "opencatalyst": {"TRAINING": 8, "HELD_OUT": 4, "STEPS": 2, "BATCH": 4, "WIDTH": 16, "GRID": 2, "RELAX": 2},
     "openfold": {"RELATIVES": 2, "RESIDUES": 24, "ROWS": 16, "STEPS": 2},
     "unet3d": {"PATIENTS": 5, "HELD_OUT": 0.4, "STEPS": 2, "BATCH": 1, "FILTERS": (4, 6, 8)},
@@ -33,13 +33,13 @@ SHORT: dict[str, Names] = {
 
 # What has been learnt when the cells have run as they are, beside what is had for nothing, which the notebook prints.
 LEARNT: dict[str, Callable[[Names], bool]] = {
-    "cosmoflow": lambda names: names["sharper"]["Omega_m"] > 4 and names["sharper"]["sigma_8"] > 3,
-    "deepcam": lambda names: names["scores"]["iou"] > names["nothing"] + 0.08 and names["scores"]["recall_tropical_cyclone"] > 0.8,
-    "diffusion": lambda names: names["found"]["crps"] < min(0.97 * names["dressed"], 0.68 * names["plain"]),
-    "llm": lambda names: names["bits"]["this model"] < 0.75 * names["bits"]["tokens by their frequency"] and names["right"] >= 4,
-    "opencatalyst": lambda names: names["scores"]["force_mae"] < 0.4 * names["scores"]["force_zero"] and names["alike"] > 0.9,
-    "openfold": lambda names: names["after"] > 0.6 > 0.2 > names["before"],
-    "unet3d": lambda names: names["scores"]["dice_kidney"] > 0.7 and names["scores"]["dice_tumour"] > 0.2 > names["everything"],
+    "cosmoflow": lambda names: names["ratios"]["Omega_m"] > 4 and names["ratios"]["sigma_8"] > 3,
+    "deepcam": lambda names: names["scores"]["iou"] > names["baseline"] + 0.08 and names["scores"]["recall_tropical_cyclone"] > 0.8,
+    "diffusion": lambda names: names["metrics"]["crps"] < min(0.97 * names["dressed_crps"], 0.68 * names["smooth_mae"]),
+    "llm": lambda names: names["bits"]["this model"] < 0.75 * names["bits"]["tokens by their frequency"] and names["correct"] >= 4,
+    "opencatalyst": lambda names: names["scores"]["force_mae"] < 0.4 * names["scores"]["force_zero"] and names["correlation"] > 0.9,
+    "openfold": lambda names: names["lddt_after"] > 0.6 > 0.2 > names["lddt_before"],
+    "unet3d": lambda names: names["scores"]["dice_kidney"] > 0.7 and names["scores"]["dice_tumour"] > 0.2 > names["baseline"],
 }
 
 
