@@ -12,6 +12,7 @@ L channels of a latent   h w its pixels   N tokens of J elements   J' elements o
 """
 
 import io
+import math
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,9 @@ from torch.nn import functional
 
 from data_prep import store
 from data_prep.extras import import_extra
+from hpcai.data.layout import read_npy_header
 from hpcai.errors import ConfigError, DataError, HpcaiError
+from hpcai.json_file import check_fields, check_relative, read_regular
 
 Array = NDArray[Any]
 Entry = dict[str, Any]
@@ -35,6 +38,7 @@ Entry = dict[str, Any]
 STATE = "state.json"
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "npy")
 CHUNK = 4096                                    # images of a folder in a shard
+MAX_PIXELS = 1 << 26                            # of a resized image
 REMEDY = "copy or write it again, or leave it out"
 COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_encodings": "pooled"}
 
@@ -53,12 +57,12 @@ class Shard:
 
 @dataclass
 class Sample:
-    """The data of a sample. ``image`` is a file, its bytes, or uint8 [H, W, 3]; moments [2L, h, w], tokens [N, J] and pooled [J']
+    """The data of a sample. ``image`` is the bytes of a file, or uint8 [H, W, 3]; moments [2L, h, w], tokens [N, J] and pooled [J']
     have a floating-point type."""
 
     name: str
     caption: str | None = None
-    image: Path | bytes | Array | None = None
+    image: bytes | Array | None = None
     moments: Array | None = None
     tokens: Array | None = None
     pooled: Array | None = None
@@ -86,10 +90,8 @@ def find_shards(folder: Path) -> list[Shard]:
 
 
 def _arrow_files(path: Path) -> list[str]:
-    try:
-        return [str(entry["filename"]) for entry in store.read_json(path)["_data_files"]]
-    except (LookupError, TypeError) as problem:
-        raise DataError(f"{path}: no _data_files with a filename ({problem!r}); {REMEDY}") from None
+    with check_fields(path, "_data_files, each with a filename", DataError):
+        return [check_relative(entry["filename"], path, DataError) for entry in store.read_json(path)["_data_files"]]
 
 
 def list_samples(shard: Shard) -> dict[str, Any]:
@@ -161,13 +163,12 @@ def read_samples(shard: Shard, entries: Sequence[Entry]) -> Iterator[Sample]:
         for entry in entries:
             path = shard.path / entry["name"]
             caption = _decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
-            values = _image_or_moments(_read_bytes(path), "npy", str(path)) if path.suffix.lower() == ".npy" else {"image": path}
-            yield Sample(str(path), caption, **values)
+            yield Sample(str(path), caption, **_image_or_moments(_read_bytes(path), path.suffix[1:].lower(), str(path)))
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}); {REMEDY}") from problem
 
@@ -240,10 +241,11 @@ def _arrow_errors(path: Path) -> Iterator[None]:
 
 
 def _load_npy(data: bytes, where: str) -> Array:
-    try:
-        return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
-    except (ValueError, OSError, EOFError, SyntaxError) as problem:
-        raise DataError(f"{where}: not a complete .npy ({problem}); {REMEDY}") from problem
+    stream = io.BytesIO(data)
+    shape, fortran, dtype, offset = read_npy_header(stream, where)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data) - offset:
+        raise DataError(f"{where}: not a complete .npy of {dtype} {list(shape)}: {len(data) - offset:,} bytes of values; {REMEDY}")
+    return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C")
 
 
 def _decode_flux(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) -> Sample:
@@ -308,6 +310,8 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Ten
     factor = max(target / side for side, target in zip(sides, size))
     if factor != 1:
         covering = [max(target, round(side * factor)) for side, target in zip(sides, size)]
+        if math.prod(covering) > MAX_PIXELS:
+            raise DataError(f"{sample.name}: {' x '.join(map(str, sides))}, too long to cover --size; crop it, or leave it out")
         pixels = functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
     top, left = ((side - target) // 2 for side, target in zip(pixels.shape[1:], size))
     return pixels[:, top : top + size[0], left : left + size[1]]
@@ -321,7 +325,7 @@ def _decode_image(sample: Sample) -> Array:
 
     assert sample.image is not None
     try:
-        with Image.open(sample.image if isinstance(sample.image, Path) else io.BytesIO(sample.image)) as opened:
+        with Image.open(io.BytesIO(sample.image), formats=("PNG", "JPEG", "WEBP")) as opened:  # of others, EPS starts Ghostscript
             mode = opened.mode
             values = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
     except Exception as problem:                # Pillow's readers fail in a dozen ways

@@ -20,10 +20,12 @@ import hashlib
 import json
 import re
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -34,8 +36,10 @@ import numpy as np
 from data_prep import picture, store
 from hpcai.cli.check import Options, check_dataset
 from hpcai.data.index import write_json
+from hpcai.durable import locked_directory
 from hpcai.errors import ConfigError, HpcaiError
 from hpcai.programs import command_of_app
+from hpcai.stop import interrupt_on_signal
 
 R = TypeVar("R", bound="Recipe")
 SKIPPED = "skipped.json"
@@ -322,18 +326,18 @@ class DatasetBuilder:
     def main(self, arguments: Sequence[str] | None = None) -> int:
         try:
             options = self.parser().parse_args(arguments)
-            return int(options.run(options))
+            with interrupt_on_signal():
+                return int(options.run(options))
         except (HpcaiError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as problem:
             print("stopped; the same command resumes after the finished files", file=sys.stderr)
-            return 130
+            return 128 + int(*problem.args or (signal.SIGINT,))
         return 2
 
     def run(self, options: argparse.Namespace) -> int:
         """Write the missing files of this rank. Rank 0 then writes index and statistics, and checks all files."""
-        simulates = isinstance(options.spec, Simulate)
-        if not simulates:
+        if not isinstance(options.spec, Simulate):
             for source in (value for value in vars(options).values() if isinstance(value, Path)):
                 if source is not options.out and source.resolve() == options.out.resolve():
                     raise ConfigError(f"{options.out}: SOURCE and OUT are the same folder; choose another OUT")
@@ -346,9 +350,14 @@ class DatasetBuilder:
             name = options.spec.count[0]
             advice = f"ask for at least as many as it holds (--{name} is {getattr(options, name)}), or {advice}"
             recipe = {"kind": "simulate", **recipe.json_dict}
-        (rank, size), all_jobs, begin = store.rank_and_size(), [*jobs, *plan.extra_jobs], time.monotonic()
         store.claim_folder(options.out, recipe)
-        store.refuse_unplanned_files(options.out, all_jobs, advice)
+        with nullcontext() if store.rank_and_size()[0] else locked_directory(options.out, "choose another OUT"):
+            store.refuse_unplanned_files(options.out, [*jobs, *plan.extra_jobs], advice)
+            return self._write(options, plan, recipe)
+
+    def _write(self, options: argparse.Namespace, plan: Plan, recipe: dict[str, Any]) -> int:
+        (rank, size), begin, simulates = store.rank_and_size(), time.monotonic(), isinstance(options.spec, Simulate)
+        jobs, all_jobs = plan.jobs, [*plan.jobs, *plan.extra_jobs]
         local_jobs = [*jobs[rank::size], *plan.extra_jobs[rank::size]]
         if finished := sum(map(store.is_finished, local_jobs)):
             print_rank_0(f"{finished} of {len(local_jobs)} files are finished and are kept")

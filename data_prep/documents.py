@@ -10,7 +10,6 @@ read; a truncated file raises DataError.
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import IO, Any
 from data_prep import store
 from data_prep.extras import import_extra
 from hpcai.errors import DataError
+from hpcai.json_file import parse_object
 
 BLOCK = 1 << 20                                 # bytes
 MAX_LINE = 1 << 28                              # bytes
@@ -147,12 +147,11 @@ def read_lines(path: Path, begin: int = 0) -> Iterator[tuple[int, bytes]]:
 
 def _parse_object(line: bytes) -> Mapping[str, Any] | Unusable:
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        return parse_object(line.decode("utf-8-sig"), "the line", "an object in one line, as {'text': '.'}", DataError)
     except UnicodeDecodeError as problem:
         return Unusable(f"byte 0x{line[problem.start]:02x} is not UTF-8")
-    except (ValueError, RecursionError) as problem:
-        return Unusable(f"not JSON ({problem}), expected an object in one line")
-    return value if isinstance(value, dict) else Unusable(f"a JSON {type(value).__name__}, expected an object, as {{'text': '.'}}")
+    except DataError as problem:
+        return Unusable(str(problem).removeprefix("the line: "))
 
 
 def _open_table(path: Path) -> Any:

@@ -4,7 +4,6 @@ B captions   N tokens of J elements   J' elements of a pooled text vector
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from torch import Tensor
 from data_prep.extras import import_extra
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
+from hpcai.json_file import read_object
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
+from hpcai.nn.safetensors_files import read_weight_map
 
 T5_LENGTH = 256                                 # tokens of a caption in Flux.1-schnell and MLPerf
 CLASSES = {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"}
@@ -82,11 +83,8 @@ def _tokenizer_folder(folder: Path) -> Path:
 
 def _encoder_type(folder: Path) -> str:
     path = folder / "config.json"
-    try:
-        kind = json.loads(path.read_text())["model_type"]
-    except (OSError, ValueError, LookupError, TypeError) as problem:
-        raise ConfigError(f"{path}: no settings of an encoder ({problem!r}); expected a folder of transformers") from None
-    if kind not in CLASSES:
+    kind = read_object(path, "the settings of an encoder in a folder of transformers", ConfigError).get("model_type")
+    if not isinstance(kind, str) or kind not in CLASSES:
         raise ConfigError(f"{path}: model_type is {kind!r}; expected one of {', '.join(CLASSES)}")
     return "t5" if kind == "t5" else "clip"
 
@@ -106,10 +104,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder, in order."""
     for stem in ("diffusion_pytorch_model.safetensors", "model.safetensors", "pytorch_model.bin"):
         if (index := folder / f"{stem}.index.json").is_file():
-            try:
-                return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-            except (ValueError, LookupError, AttributeError, TypeError) as problem:
-                raise ConfigError(f"{index}: no weight_map ({problem!r}); fetch or save the folder again") from None
+            return sorted({folder / name for name in read_weight_map(index).values()})
         if (folder / stem).is_file():
             return [folder / stem]
     raise ConfigError(f"{folder}: holds no weights (model.safetensors); fetch or save the folder again")
@@ -123,7 +118,7 @@ class TextEncoder:
         transformers = import_extra("transformers", f"encoding captions by {folder}", "latents")
         transformers.logging.set_verbosity_error()          # it lists all unused weights of CLIP; missing ones are checked below
         self.folder, self.pooled, self.truncate, self.device = folder, pooled, cfg.truncate, cfg.device
-        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        kind = read_object(folder / "config.json", "the settings of an encoder", ConfigError)["model_type"]
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
             cls = getattr(transformers, CLASSES[kind])

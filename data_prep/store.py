@@ -16,7 +16,6 @@ call, so that the same code runs under mpiexec, srun or alone.
 """
 
 import hashlib
-import json
 import math
 import os
 import signal
@@ -37,8 +36,10 @@ import numpy as np
 import hpcai
 from data_prep import moments
 from hpcai.data.index import INDEX, commit_file, write_index, write_json
+from hpcai.data.workers import die_with_parent
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
+from hpcai.json_file import read_object
 
 SPLITS = ("train", "validation", "test")
 TIMEOUT = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
@@ -189,15 +190,8 @@ def read_rows(file: h5py.File, fields: Fields, first: int = 0, end: int | None =
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path}: does not exist; finish the run that writes this folder, or name another folder") from None
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); delete it and repeat the run that wrote it") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: a JSON {type(content).__name__}, expected an object; delete it and repeat the run that wrote it")
-    return content
+    """Return the object in a file that a command wrote. Raises DataError."""
+    return read_object(path, "an object; delete it, and repeat or finish the command that writes it", DataError)
 
 
 def digest(path: Path) -> str:
@@ -374,7 +368,7 @@ def run_parallel(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, 
                 step()
             return
         # A new interpreter per worker: forking a process that may have threads (HDF5, a test runner) is not safe.
-        pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _ignore_interrupts)
+        pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _start_worker)
         try:
             for future in as_completed([pool.submit(work, job) for job in jobs]):
                 future.result()
@@ -383,9 +377,11 @@ def run_parallel(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, 
             pool.shutdown(cancel_futures=True)
 
 
-def _ignore_interrupts() -> None:
-    """Ignore SIGINT, which a terminal sends to all processes: the parent stops the workers."""
+def _start_worker() -> None:
+    """Ignore signals that a terminal sends to all processes, and die with the parent, which stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    die_with_parent()
 
 
 @contextmanager

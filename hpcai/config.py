@@ -29,6 +29,7 @@ from pydantic_core import to_jsonable_python
 
 from hpcai import startup
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
+from hpcai.json_file import read_regular
 from hpcai.schema import NUMBER, Key, Schema, close_matches, format_key, format_value, join_names
 from hpcai.stop import exit_on_signal, ignore_broken_pipe
 
@@ -44,18 +45,25 @@ UnitInterval = Annotated[float, pydantic.Field(ge=0, le=1)]
 
 
 class Settings(pydantic.BaseModel):
-    """The base of every settings class: frozen, no unknown keys, no silent conversion (``true`` and ``"3"`` are not numbers).
+    """The base of every settings class: frozen, finite, no unknown keys, no conversion (``true`` and ``"3"`` are not numbers).
 
     The docstring of a field is its text in ``--help``. A section without a default has the defaults of its class. In Python a
     field takes exactly its type, such as a tuple or a ``Path``.
     """
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False,
         ser_json_inf_nan="constants", json_schema_extra=lambda schema, kind: schema.update(renamed=kind.renamed),
     )  # fmt: skip
     renamed: ClassVar[dict[str, str]] = {}
     """Earlier names of fields, which files and overrides of the previous version have, and today's."""
+
+    @pydantic.field_validator("*")
+    @classmethod
+    def _is_printable(cls, value: Any) -> Any:
+        if isinstance(value, Path) and not str(value).isprintable():
+            raise ValueError("a path must not contain control characters")
+        return value
 
     def notes(self) -> list[str]:
         """Return lines that ``--show`` prints as comments below the settings: derived quantities, such as memory."""
@@ -140,6 +148,9 @@ _SCALARS = [  # YAML 1.2, section 10.3.2
 ]
 
 
+_MAX_BYTES = 4 << 20  # of a file of settings
+
+
 class _Reader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -210,7 +221,7 @@ class _Input:
         """Add the file. An unreadable one is an error as any other, so that overrides are still checked."""
         origin = self.origins[()]
         try:
-            node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Reader)
+            node = yaml.compose(read_regular(path, _MAX_BYTES).decode(), Loader=_Reader)
             if node is None or isinstance(node, yaml.MappingNode):
                 self.add({} if node is None else self.to_plain(node, (), self.line))
                 return
@@ -243,6 +254,8 @@ class _Input:
             error = f"{override}: no such option; the options are --show and --help, settings are written key=value"
         elif _is_file(override):
             error = f"{override}: a second file; one run has one file" + (f", here {self.path}" if self.path else "")
+        elif not override.isprintable():
+            error = f"{override!r}: contains a character that cannot be printed; write it without"
         elif not equals or not re.fullmatch(r"[^\s.]+(\.[^\s.]+)*", name):
             error = f"{override}: expected key=value, such as step.lr=1e-3, or one file.yaml"
         else:
@@ -278,7 +291,8 @@ class _Input:
     def to_plain(self, node: yaml.Node, key: Key, origin_of: Callable[[yaml.Node], _Origin]) -> Any:
         """Return the value of a YAML node."""
         if isinstance(node, yaml.ScalarNode):
-            if node.value == "" and node.style is None and [*map(self.schema.section, self.schema.at(key))] not in ([], [None]):
+            sections = [*map(self.schema.section, self.schema.at(key))]
+            if node.value == "" and node.style is None and node.tag == f"{_TAG}null" and sections not in ([], [None]):
                 return {}  # a section with all lines commented out
             try:
                 return _scalar(node)

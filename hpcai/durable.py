@@ -4,7 +4,8 @@ import fcntl
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +21,7 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def lock_directory(folder: Path) -> IO[str]:
+def lock_directory(folder: Path, remedy: str = "choose another report.directory") -> IO[str]:
     """Lock a directory until ``unlock_directory`` is called with the returned file, or the process ends.
 
     Raises CheckpointError with host and process of another owner. On a file system without locks it always succeeds.
@@ -32,10 +33,12 @@ def lock_directory(folder: Path) -> IO[str]:
         file.seek(0)
         owner = file.read().strip() or "an unknown process"
         file.close()
-        text = f"{folder}: another run uses this directory ({owner}); wait for its end, or choose another report.directory"
-        raise CheckpointError(text) from None
+        raise CheckpointError(f"{folder}: another run uses this directory ({owner}); wait for its end, or {remedy}") from None
     except OSError:  # a file system without locks
         pass
+    if not os.path.exists(file.name) or not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+        file.close()  # an owner before this one removed the file between its opening and its lock
+        return lock_directory(folder, remedy)
     file.seek(0)
     file.truncate()
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
@@ -48,3 +51,13 @@ def unlock_directory(owner: IO[str]) -> None:
     with suppress(OSError):  # closing the file releases the lock in any case
         Path(owner.name).unlink(missing_ok=True)
     owner.close()
+
+
+@contextmanager
+def locked_directory(folder: Path, remedy: str) -> Iterator[None]:
+    """Context manager that locks a directory, as ``lock_directory``."""
+    owner = lock_directory(folder, remedy)
+    try:
+        yield
+    finally:
+        unlock_directory(owner)

@@ -167,6 +167,7 @@ def open_reports(
 
 # ------------------------------------------------------------------------------------------------------- JSON lines
 
+_EVENT: dict[str, Any] = {"kind": str, "time": int | float, "step": int | tuple}  # without a step: ()
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -207,12 +208,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             event = json.loads(line)
-            if not isinstance(event, dict) or "kind" not in event:
+            if not isinstance(event, dict) or not all(isinstance(event.get(key, ()), kind) for key, kind in _EVENT.items()):
                 raise ValueError("not an event")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):                     # no newline after it: incomplete
                 break
-            raise DataError(f"{path}:{number}: {line[:60]!r} is not an event of a run; expected an object with 'kind'") from error
+            raise DataError(f"{path}:{number}: {line[:60]!r} is no event; expected an object with kind and time") from error
         events.append(restore_non_finite(event))
     return events
 

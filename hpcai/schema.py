@@ -5,6 +5,7 @@ A field of a section is a section, an optional section or a value. Lists and map
 
 import difflib
 import json
+import math
 import re
 import shutil
 import sys
@@ -202,6 +203,8 @@ def _suggest_fix(value: Any, options: Sequence[Node]) -> str:
             return "write null"
         near = close_matches(value, [str(choice) for choice in _choices(options)])
         return f"did you mean {near[0]!r}?" if near else ""
+    if isinstance(value, float) and not math.isfinite(value) and "number" in kinds:
+        return "write a finite number"
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
         return f"write {int(value)}"
     if isinstance(value, int | float) and ("string" in kinds and (str(value) in _choices(options) or not _choices(options))):

@@ -213,7 +213,7 @@ class StepConfig(Settings):
     """torch.backends.cudnn.benchmark: cuDNN picks the fastest algorithm for each shape"""
     accumulate: PositiveInt = 1
     """gradient accumulation: micro-batches per step and process"""
-    clip: Annotated[float, Field(gt=0)] | None = None
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = None
     """maximum L2 norm of the gradient"""
     clip_per: Literal["batch", "sample"] = "batch"
     """clip the gradient of the batch, or that of each sample before the average (AlphaFold 2), which needs micro-batches of one

@@ -19,13 +19,14 @@ Result = TypeVar("Result")
 REQUEUE = 85
 """Exit code of a run that was stopped by a signal, has saved its state and should be restarted."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def _set_handler(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
-            signal.signal(number, handler)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                signal.signal(number, handler)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -56,6 +57,22 @@ def on_signal(callback: Callable[[str], object]) -> Iterator[None]:
         for number, handler in before.items():
             if threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.SIG_IGN if nested else handler)
+
+
+@contextmanager
+def interrupt_on_signal() -> Iterator[None]:
+    """Context manager in which SIGTERM and SIGHUP raise KeyboardInterrupt, with their number."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    installed = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, interrupt) for number in installed if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

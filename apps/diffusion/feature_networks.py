@@ -3,7 +3,6 @@
 B images or texts, H and W pixels, F features, J channels of CLIP's joint embedding
 """
 
-import json
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,9 @@ from torch.nn import functional
 from data_prep.extras import import_extra
 from hpcai.cli.report.picture import arrays
 from hpcai.errors import ConfigError, DataError
+from hpcai.json_file import read_object
+
+_EXPECTED = "settings of a CLIP saved by transformers"
 
 
 class Statistics(NamedTuple):
@@ -70,13 +72,13 @@ class Clip:
     """A CLIP from a folder of transformers: config.json, model.safetensors, preprocessor_config.json and its tokenizer."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        kind = _read_json(folder / "config.json").get("model_type")
+        kind = read_object(folder / "config.json", _EXPECTED, ConfigError).get("model_type")
         if kind != "clip":
             raise ConfigError(
                 f"{folder}: model_type is {kind!r}, without a joint embedding of images and texts; name a full "
                 "CLIP (model_type 'clip')"
             )
-        preprocessor = _read_json(folder / "preprocessor_config.json")
+        preprocessor = read_object(folder / "preprocessor_config.json", _EXPECTED, ConfigError)
         try:
             size = preprocessor["size"]
             self.side = int(size if isinstance(size, int) else size.get("shortest_edge") or size["height"])
@@ -121,11 +123,3 @@ class Clip:
         return embeddings
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-        if not isinstance(value, dict):
-            raise ValueError(f"holds a {type(value).__name__}")
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path}: cannot be read ({problem}); name the folder of a CLIP saved by transformers") from problem
-    return value

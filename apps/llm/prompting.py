@@ -1,6 +1,5 @@
 """Trained models for generation and scoring on a mesh, and the JSON lines of their inputs."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -8,6 +7,7 @@ from typing import Any, Literal
 from apps.llm.settings import AxesConfig
 from hpcai.config import PositiveInt, Settings
 from hpcai.errors import DataError
+from hpcai.json_file import parse_object
 
 
 class PromptingConfig(Settings):
@@ -71,10 +71,4 @@ def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, 
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            raise DataError(f"{path}: line {number}: not JSON ({problem}); expected {expected}") from problem
-        if not isinstance(value, dict):
-            raise DataError(f"{path}: line {number}: a JSON {type(value).__name__}, expected {expected}")
-        yield number, value
+        yield number, parse_object(line, f"{path}: line {number}", expected, DataError)

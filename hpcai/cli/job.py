@@ -80,6 +80,8 @@ class Job:
 
 
 def main(argv: Sequence[str]) -> int:
+    if line := next((word for word in argv if not word.isprintable()), None):
+        raise ConfigError(f"{line!r}: has a character that cannot be printed, such as a newline; write it without")
     args = _parse_args(argv)
     job = build_job(args)
     text = render_script(job, shlex.join(["hpcai", "job", *argv]))

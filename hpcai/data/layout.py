@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import numpy as np
@@ -168,25 +168,33 @@ def is_finite(value: Any) -> bool:
 # ---- formats
 
 
+def read_npy_header(file: IO[bytes], where: object) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Return shape, Fortran order and dtype of a ``.npy`` file, and the offset of its values. Raises DataError for damage."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if read_header is None:
+            raise ValueError(f"format {version}, expected 1.0 or 2.0")
+        with _parse_lock:
+            shape, fortran, dtype = read_header(file, max_header_size=10_000)
+    except OSError:
+        raise
+    except Exception as problem:  # a damaged header raises errors of the tokenizer, overflows, and others
+        raise DataError(f"{where}: not a .npy file ({type(problem).__name__}: {str(problem)[:200]})") from problem
+    if any(n < 0 for n in shape):
+        raise DataError(f"{where}: not a .npy file: its shape is {shape}")
+    return shape, fortran, dtype, file.tell()
+
+
 def npy_layout(path: str | Path) -> Layout:
     """Return the layout of a ``.npy`` file. Raises DataError for a damaged header, Python objects, and a truncated file."""
     path = Path(path)
     size = _file_size(path)
     try:
         with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-            if read_header is None:
-                raise ValueError(f"format {version}, expected 1.0 or 2.0")
-            with _parse_lock:
-                shape, fortran, dtype = read_header(file, max_header_size=10_000)
-            offset = file.tell()
+            shape, fortran, dtype, offset = read_npy_header(file, path)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
-    except Exception as problem:  # a damaged header raises errors of the tokenizer, overflows, and others
-        raise DataError(f"{path}: not a .npy file ({type(problem).__name__}: {str(problem)[:200]})") from problem
-    if any(n < 0 for n in shape):
-        raise DataError(f"{path}: not a .npy file: its shape is {shape}")
     dtype = _numeric_dtype(dtype, path, path.name)
     if fortran and len(shape) > 1:
         raise UnreadableLayoutError(f"{path}: its values are in Fortran order; write it again with numpy.save(ascontiguousarray)")

@@ -195,7 +195,7 @@ def _serve(connection: Connection, pickled: bytes, label: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may ignore or block it
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.setpgid(0, 0)
-    _die_with_parent()
+    die_with_parent()
     faulthandler.enable()
     source, load_error = None, ""
     try:
@@ -266,7 +266,7 @@ def _create_shared(need: int, name: str) -> tuple[int, mmap.mmap]:
         raise DataError(f"{name}: no {size:,} bytes of shared memory ({problem}); lower data.workers or data.prefetch") from problem
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process at the end of its parent, by SIGKILL as the I/O signal of multiprocessing's sentinel pipe.
 
     A waiting thread would need the GIL, which a C call can hold for minutes. PR_SET_PDEATHSIG fires at the end of the parent's

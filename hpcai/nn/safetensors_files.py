@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hpcai.errors import CheckpointError
+from hpcai.json_file import check_fields, check_relative, read_object
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,7 @@ def open_tensors(source: Path) -> dict[str, LazyTensor]:
     index = source / "model.safetensors.index.json" if source.is_dir() else source
     if index.suffix != ".json":
         return _list_tensors(source)
-    try:
-        weight_map = {str(name): index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index}: no index of safetensors files: {error!r}; expected a weight_map") from error
+    weight_map = {name: index.parent / file for name, file in read_weight_map(index).items()}
     tensors: dict[str, LazyTensor] = {}
     for path in sorted(set(weight_map.values())):
         tensors |= _list_tensors(path)
@@ -42,6 +40,13 @@ def open_tensors(source: Path) -> dict[str, LazyTensor]:
         if name not in tensors or tensors[name].path != path:
             raise CheckpointError(f"{index}: {name} is not in {path.name}, as the index says; fetch or save the folder again")
     return tensors
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor in an index. Raises CheckpointError for files outside the folder of the index."""
+    expected = "an index of safetensors files with a weight_map"
+    with check_fields(index, expected):
+        return {str(name): check_relative(file, index) for name, file in read_object(index, expected)["weight_map"].items()}
 
 
 def save_sharded(tensors: Mapping[str, Tensor], folder: Path, name: str, max_bytes: int) -> None:
@@ -79,18 +84,16 @@ def _list_tensors(path: Path) -> dict[str, LazyTensor]:
 def _open(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():
+        raise CheckpointError(f"{path}: {'no regular file' if path.exists() else 'does not exist'}; fetch or save the folder again")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: does not exist; fetch or save the folder again") from error
     except (OSError, SafetensorError) as error:
         reason = "a pointer of Git LFS in place of the file; fetch it by git lfs pull" if _is_lfs_pointer(path) else error
         raise CheckpointError(f"{path}: no safetensors file, or damaged: {reason}") from error
 
 
 def _is_lfs_pointer(path: Path) -> bool:
-    if not path.is_file():
-        return False
     with path.open("rb") as file:
         return file.read(24).startswith(b"version https://git-lfs")

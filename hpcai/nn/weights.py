@@ -4,7 +4,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
-from hpcai.config import Settings, format_first_error
+from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.schema import Schema
+from hpcai.json_file import check_fields, parse_object
+from hpcai.schema import Schema, format_value
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -141,16 +141,15 @@ def _safetensors(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict
 
 
 def _embedded_settings(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: type[SettingsT]) -> SettingsT | None:
-    content = json.loads((metadata or {}).get("hpcai", "{}"))
-    if not content:
+    if "hpcai" not in (metadata or {}):
         return None
+    where = f"{path}: settings inside the file"
+    content = parse_object((metadata or {})["hpcai"], where, "those of hpcai")
     if content.get("model") != kind:
         raise CheckpointError(f"{path}: holds a model of kind {content.get('model')!r}; expected {kind!r}")
-    try:
+    with check_fields(where, "a section of settings"):
         list(Schema(settings).apply_renames(content["settings"]))
         return settings.model_validate_json(json.dumps(content["settings"]))
-    except ValidationError as error:
-        raise ConfigError(f"{path}: settings inside the file: {format_first_error(error)}") from error
 
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
@@ -179,6 +178,18 @@ def check_names(path: Path, state: Mapping[str, Tensor], expected: str) -> Itera
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(state.items())[:6])
         reason = f"no tensor {error}" if isinstance(error, KeyError) else f"tensors of other shapes ({error})"
         raise CheckpointError(f"{path}: {reason}; expected the names {expected}, found {shapes}") from error
+
+
+def check_claims(path: Path, cfg: Settings, shapes: Mapping[str, Sequence[int]], keys: Mapping[str, str] | None = None) -> None:
+    """Raise CheckpointError, before a network is built, if settings have more layers than the weights have tensors, or larger sizes
+    than these. ``keys``: Names of the settings in ``path``, if they are other names."""
+    largest = max((1 << 24, *(size for shape in shapes.values() for size in shape)))
+    for name, value in cfg.model_dump().items():
+        numbers = [number for number in (value if isinstance(value, tuple) else (value,)) if isinstance(number, int)]
+        limit = len(shapes) if name in ("layers", "blocks", "double", "single") else largest
+        if len(numbers) > len(shapes) or max(numbers, default=0) > limit:
+            claim, actual = f"{(keys or {}).get(name, name)} is {format_value(value)}", f"{len(shapes)} tensors with dims up to"
+            raise CheckpointError(f"{path}: {claim}; the weights have {actual} {largest:,}: fetch or save both again")
 
 
 def check_sizes(path: Path, sizes: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -240,7 +240,7 @@ def _set_cache_dir(key: str) -> Path:
 
 
 def _check_owner(path: Path) -> None:
-    """Raise PermissionError if another user may have written the contents of ``path``."""
+    """Raise PermissionError if another user may have written the contents of ``path``, or can replace it or a folder above it."""
     about = path.lstat()
     if stat.S_ISLNK(about.st_mode):
         raise PermissionError(f"{path} is a link, which may lead to files of other users; delete it")
@@ -248,6 +248,10 @@ def _check_owner(path: Path) -> None:
         raise PermissionError(f"{path} belongs to another user")
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"other users can write to {path}; delete it, or verify its contents and chmod go-w it")
+    for folder in path.absolute().parents:
+        about = folder.stat()
+        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not about.st_mode & stat.S_ISVTX:
+            raise PermissionError(f"other users can write to {folder}, above {path}; chmod go-w it, or use another folder")
 
 
 def _is_locked(path: Path) -> bool:

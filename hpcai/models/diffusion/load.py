@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError
+from hpcai.json_file import check_fields, read_object
 from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FluxConfig, UNetConfig, VAEConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
@@ -67,6 +68,7 @@ def read_folder(path: str | Path) -> tuple[Settings, State]:
             raise CheckpointError(f"{lazy.path}: {name} has elements that are not finite; fetch or save it again")
         tensors[name] = tensor
     state = kind.from_names(tensors)
+    weights.check_claims(path / CONFIG, cfg, {name: x.shape for name, x in state.items()})
     with torch.device("meta"):
         expected = kind.network(cfg).state_dict()
     _check_tensors(path, {name: list(x.shape) for name, x in state.items()}, {name: list(x.shape) for name, x in expected.items()})
@@ -127,27 +129,16 @@ def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, 
 
 def _settings(folder: Path) -> tuple[DiffusersClass, Settings]:
     path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text())
-        config["_class_name"]
-    except (OSError, ValueError, LookupError, TypeError) as problem:
-        raise CheckpointError(f"{path}: no settings of a network: {problem!r}; expected JSON with a _class_name") from problem
-    return from_config(config, path)
+    return from_config(read_object(path, "the settings of a network of diffusers, with a _class_name"), path)
 
 
 def from_config(config: Mapping[str, Any], path: Path) -> tuple[DiffusersClass, Settings]:
     """Return the class and the settings of a config.json; ``path`` is for errors."""
-    name = config["_class_name"]
+    name = config.get("_class_name")
     if not isinstance(name, str) or name not in DIFFUSERS_CLASSES:
         raise ConfigError(f"{path}: _class_name is {name!r}; expected one of {', '.join(DIFFUSERS_CLASSES)}")
-    try:
+    with check_fields(path, f"the settings of a {name}"):
         return DIFFUSERS_CLASSES[name], DIFFUSERS_CLASSES[name].from_config(config, path)
-    except KeyError as problem:
-        raise CheckpointError(f"{path}: has no {problem}") from problem
-    except (ConfigError, CheckpointError):
-        raise
-    except (TypeError, ValueError) as problem:
-        raise ConfigError(f"{path}: {problem}") from problem
 
 
 def to_config(cfg: Settings) -> tuple[DiffusersClass | None, dict[str, Any]]:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from hpcai.config import format_first_error
 from hpcai.errors import CheckpointError, ConfigError
+from hpcai.json_file import check_fields, read_object
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn import weights
@@ -25,6 +24,23 @@ _GPT2_LAYER = {  # names of GPT-2's files within a layer
     "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
 }  # fmt: skip
+_KEYS = {  # settings, and their names in config.json
+    "llama": {
+        "vocabulary": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+        "key_heads": "num_key_value_heads", "head": "head_dim", "inner": "intermediate_size",
+        "positions": "max_position_embeddings", "eps": "rms_norm_eps", "tied": "tie_word_embeddings",
+        "deviation": "initializer_range",
+    },
+    "gpt2": {
+        "vocabulary": "vocab_size", "width": "n_embd", "layers": "n_layer", "heads": "n_head", "inner": "n_inner",
+        "positions": "n_positions", "eps": "layer_norm_epsilon", "tied": "tie_word_embeddings", "deviation": "initializer_range",
+    },
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"key_heads": None, "head": None, "positions": 2048, "eps": 1e-6, "tied": False, "deviation": 0.02},
+    "gpt2": {"inner": None, "eps": 1e-5, "tied": True, "deviation": 0.02},
+}
+_LLAMA3 = {"low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings"}
 _GPT2_EMBEDDINGS = {"wte.weight": "model.embed_tokens.weight", "wpe.weight": "model.add_positions.weight"}
 
 
@@ -41,6 +57,7 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
         state, settings = weights.load_state(path, "llm", LLMConfig)
         if settings is None:
             raise CheckpointError(f"{path}: weights without settings; give the folder that has {_CONFIG} beside them")
+        weights.check_claims(path, settings, {name: tensor.shape for name, tensor in state.items()})
     else:
         settings, state = read_config(path), {}
         for name, tensor in _open_weights(path, settings).items():
@@ -120,23 +137,14 @@ def read_settings(path: str | Path) -> LLMConfig:
 
 def read_config(folder: Path) -> LLMConfig:
     """Read the settings from config.json of any version of transformers."""
-    path = folder / _CONFIG
-    try:
-        config = json.loads(path.read_text())
+    path, expected = folder / _CONFIG, "settings as transformers writes them"
+    config = read_object(path, expected)
+    with check_fields(path, expected, keys=_KEYS.get(str(config.get("model_type")))):
         kind = config["model_type"]
-    except (OSError, ValueError, LookupError, TypeError) as problem:
-        raise CheckpointError(f"{path}: no settings of a model: {problem!r}; expected JSON with a model_type") from problem
-    readers = {"llama": _llama, "gpt2": _gpt2}
-    if kind not in readers:
-        raise ConfigError(f"{path}: a model of type {kind!r}; expected one of {', '.join(readers)}")
-    try:
-        return LLMConfig(**readers[kind](config, path))
-    except ValidationError as problem:
-        raise ConfigError(f"{path}: {format_first_error(problem)}") from problem
-    except KeyError as problem:
-        raise CheckpointError(f"{path}: has no {problem}") from problem
-    except (TypeError, AttributeError) as problem:
-        raise CheckpointError(f"{path}: {problem}; expected settings as transformers writes them") from problem
+        if kind not in (*_KEYS,):
+            raise ConfigError(f"{path}: a model of type {kind!r}; expected one of {', '.join(_KEYS)}")
+        values = {field: config[key] for field, key in _KEYS[kind].items() if key in config or field not in _DEFAULTS[kind]}
+        return LLMConfig(**_DEFAULTS[kind] | values | (_llama if kind == "llama" else _gpt2)(config, path))
 
 
 def _llama(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -148,16 +156,8 @@ def _llama(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: rope_type is {kind!r}; expected default, linear or llama3")
     scaling = None if kind == "default" else {"kind": kind, "factor": rope["factor"]}
     if kind == "llama3":
-        keys = {"low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings"}
-        scaling = {**(scaling or {}), **{ours: rope[theirs] for ours, theirs in keys.items()}}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    return {
-        "vocabulary": config["vocab_size"], "width": config["hidden_size"], "layers": config["num_hidden_layers"],
-        "heads": config["num_attention_heads"], "key_heads": config.get("num_key_value_heads"), "head": config.get("head_dim"),
-        "inner": config["intermediate_size"], "positions": config.get("max_position_embeddings", 2048),
-        "rotary": {"theta": theta, "scaling": scaling}, "eps": config.get("rms_norm_eps", 1e-6),
-        "tied": bool(config.get("tie_word_embeddings", False)), "deviation": config.get("initializer_range", 0.02),
-    }  # fmt: skip
+        scaling = {**(scaling or {}), **{ours: rope[theirs] for ours, theirs in _LLAMA3.items()}}
+    return {"rotary": {"theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)), "scaling": scaling}}
 
 
 def _gpt2(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -165,41 +165,29 @@ def _gpt2(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     feed = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}.get(act)
     if feed is None or config.get("scale_attn_by_inverse_layer_idx"):
         raise ConfigError(f"{path}: a GPT-2 with activation {act!r} or with scaled layers; expected gelu_new or gelu alone")
-    return {
-        "vocabulary": config["vocab_size"], "width": config["n_embd"], "layers": config["n_layer"], "heads": config["n_head"],
-        "inner": config.get("n_inner") or 4 * config["n_embd"], "positions": config["n_positions"], "rotary": None,
-        "norm": "layer", "feed": feed, "bias": True, "tied": config.get("tie_word_embeddings", True),
-        "eps": config.get("layer_norm_epsilon", 1e-5), "deviation": config.get("initializer_range", 0.02),
-    }  # fmt: skip
+    return {"inner": config.get("n_inner") or 4 * config["n_embd"], "rotary": None, "norm": "layer", "feed": feed, "bias": True}
 
 
 def hub_config(cfg: LLMConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return ``cfg`` as config.json for all versions of transformers. Raises CheckpointError if it is neither Llama nor GPT-2."""
-    kind = str(dtype).removeprefix("torch.")
+    full = cfg.model_copy(update={"key_heads": cfg.kv_heads, "head": cfg.head_dim})
+    own: dict[str, Any]
     if (cfg.rotary, cfg.norm, cfg.bias) == (None, "layer", True) and cfg.feed != "swiglu":
-        return {
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": cfg.vocabulary, "n_embd": cfg.width,
-            "n_layer": cfg.layers, "n_head": cfg.heads, "n_inner": cfg.inner, "n_positions": cfg.positions,
-            "layer_norm_epsilon": cfg.eps, "activation_function": "gelu_new" if cfg.feed == "gelu" else "gelu",
-            "initializer_range": cfg.deviation, "tie_word_embeddings": cfg.tied, "torch_dtype": kind,
+        activation = "gelu_new" if cfg.feed == "gelu" else "gelu"
+        kind, own = "gpt2", {"architectures": ["GPT2LMHeadModel"], "activation_function": activation}
+    else:
+        if cfg.rotary is None or (cfg.norm, cfg.feed, cfg.bias) != ("rms", "swiglu", False):
+            raise CheckpointError("neither a Llama nor a GPT-2: Hugging Face has no such model; save it as a file of ours")
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rotary.theta}
+        if (scaling := cfg.rotary.scaling) is not None:
+            rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+            rope |= {theirs: getattr(scaling, ours) for ours, theirs in _LLAMA3.items() if scaling.kind == "llama3"}
+        kind, own = "llama", {
+            "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+            "rope_theta": cfg.rotary.theta, "rope_scaling": rope if scaling else None, "rope_parameters": rope,
         }  # fmt: skip
-    if cfg.rotary is None or (cfg.norm, cfg.feed, cfg.bias) != ("rms", "swiglu", False):
-        raise CheckpointError("neither a Llama nor a GPT-2: Hugging Face has no such model; save it as a file of ours")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rotary.theta}
-    if (scaling := cfg.rotary.scaling) is not None:
-        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-            rope |= {"original_max_position_embeddings": scaling.original}
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": cfg.vocabulary, "hidden_size": cfg.width,
-        "num_hidden_layers": cfg.layers, "num_attention_heads": cfg.heads, "num_key_value_heads": cfg.kv_heads,
-        "head_dim": cfg.head_dim, "intermediate_size": cfg.inner, "max_position_embeddings": cfg.positions,
-        "rms_norm_eps": cfg.eps, "hidden_act": "silu",
-        "rope_theta": cfg.rotary.theta, "rope_scaling": rope if cfg.rotary.scaling else None, "rope_parameters": rope,
-        "attention_bias": False, "mlp_bias": False, "initializer_range": cfg.deviation, "tie_word_embeddings": cfg.tied,
-        "torch_dtype": kind,
-    }  # fmt: skip
+    sizes = {key: getattr(full, field) for field, key in _KEYS[kind].items()}
+    return own | {"model_type": kind, **sizes, "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 # ---- names
@@ -209,6 +197,8 @@ def _open_weights(folder: Path, cfg: LLMConfig) -> dict[str, LazyTensor]:
     """Open the weights in a folder. Raises CheckpointError for unexpected tensors, or a wrong index."""
     tensors = open_tensors(folder if (folder / _INDEX).exists() else folder / _FILE)
     opened = {name: tensor for name, tensor in tensors.items() if not _IGNORED.fullmatch(name)}
+    shapes = {name: tensor.size for name, tensor in opened.items()}
+    weights.check_claims(folder / _CONFIG, cfg, shapes, _KEYS["llama" if cfg.rotary else "gpt2"])
     with torch.device("meta"):
         expected = _to_hub(LLM(cfg).state_dict(), cfg)
     short = {name.removeprefix("transformer.") for name in expected}

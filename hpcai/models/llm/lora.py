@@ -7,7 +7,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError, ConfigError
+from hpcai.json_file import check_fields, read_object
 from hpcai.models.llm.config import LoRAConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn.quantized import QuantizedLinear
@@ -164,23 +165,19 @@ def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
 
 
 def read_adapter_config(folder: Path) -> LoRAConfig:
-    path = folder / _CONFIG
-    try:
-        config: Mapping[str, Any] = json.loads(path.read_text())
-        kind = config["peft_type"]
-    except (OSError, ValueError, LookupError, TypeError) as problem:
-        raise CheckpointError(f"{path}: no settings of an adapter: {problem!r}; expected JSON with a peft_type") from problem
+    path, expected = folder / _CONFIG, "settings of an adapter as peft writes them, with a peft_type"
+    config = read_object(path, expected)
+    kind = config.get("peft_type")
     odd = [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out") if config.get(name)]
     if kind != "LORA" or odd or config.get("bias", "none") != "none":
         reason = f"an adapter of kind {kind!r}" if kind != "LORA" else f"{odd[0] if odd else 'bias'} is set"
         raise CheckpointError(f"{path}: {reason}; expected a plain LORA")
-    try:
+    keys = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
+    with check_fields(path, expected, keys=keys):
         return LoRAConfig(
             rank=config["r"], alpha=config["lora_alpha"], dropout=config.get("lora_dropout") or 0.0,
             stabilised=bool(config.get("use_rslora")), targets=tuple(sorted(config["target_modules"])),
         )  # fmt: skip
-    except (LookupError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"{path}: {problem!r}") from problem
 
 
 def _add_adapter(linear: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

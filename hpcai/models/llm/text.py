@@ -5,11 +5,11 @@
         print(piece, end="")
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcai.errors import ConfigError, DataError
+from hpcai.json_file import read_object
 from hpcai.models.llm.config import SamplingConfig
 from hpcai.models.llm.generation import Generation, generate
 from hpcai.models.llm.model import LLM
@@ -175,9 +175,6 @@ def stop_tokens(model: LLM) -> set[int]:
     ends = {model.tokenizer.eos} - {None}
     path = None if model.folder is None else model.folder / _GENERATION_CONFIG
     if path is not None and path.is_file():
-        try:
-            ids = json.loads(path.read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as problem:
-            raise DataError(f"{path}: {problem}; expected a JSON object with an eos_token_id, or no such file") from problem
+        ids = read_object(path, "an eos_token_id, or no such file", DataError).get("eos_token_id")
         ends |= {token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
     return ends

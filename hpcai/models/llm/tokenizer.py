@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpcai.errors import ConfigError, DataError, HpcaiError
+from hpcai.json_file import parse_object, read_regular
 from hpcai.lazy import import_optional
 from hpcai.models.llm.chats import render
 
@@ -363,7 +364,7 @@ class DecodeStream:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_regular(path).decode("utf-8")
     except OSError as problem:
         expected = f"expected {CONTENT}, its folder, or the word {BYTES}"
         raise DataError(f"{path}: cannot be read ({problem.strerror}); {expected}") from problem
@@ -373,13 +374,7 @@ def _read(path: Path) -> str:
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        raise DataError(f"{where}: not JSON ({problem}); expected it as Hugging Face writes it; fetch it again") from problem
-    if not isinstance(content, dict):
-        raise DataError(f"{where}: a JSON {type(content).__name__}, expected an object as Hugging Face writes it")
-    return content
+    return parse_object(text, where, "an object as Hugging Face writes it; fetch it again", DataError)
 
 
 def _identity(content: Mapping[str, Any]) -> str:
