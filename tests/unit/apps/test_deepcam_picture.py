@@ -83,7 +83,7 @@ def test_true_masks_are_outlined_and_predicted_masks_filled_in_the_colour_of_the
         assert np.allclose(water, masks.field(1)[m])
         assert ((layer[..., 3] > 0) == (masks.predicted[m] == 1)).all()
         assert to_hex(layer[6, 6, :3]) == CLASSES[0] and (layer[6, 6, 3], layer[8, 6, 3]) == (OPACITY, WRONG_OPACITY)  # 8: not true
-        assert axes.get_ylim() == (-0.5, 23.5)                                  # the first row, the southernmost, is below
+        assert axes.get_ylim() == (-0.5, 23.5)                                  # the first row, the southernmost, is at the bottom
         title = " ".join(axes.get_title(loc="left").split())
         assert title == f"Map {m}: tropical cyclone 0.60, atmospheric \\$river {('–', '0.00')[m]}"
     labels = [label.get_text() for label in figure.legends[0].get_texts()]

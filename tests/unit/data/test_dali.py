@@ -107,7 +107,7 @@ def encode_png(image: np.ndarray) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-# ---- the pipeline
+# ---- pipeline
 
 
 def load_by_dali(fields: tuple[Field, ...], samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -175,17 +175,17 @@ def test_supported_samples() -> None:
         assert isinstance(batch, Pair) and batch.y.shape == (4, 6, 7, 8)
 
 
-# ---- the order
+# ---- order
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_order_and_augmentation_do_not_depend_on_the_number_of_ranks(size: int) -> None:
     data = Volumes()
-    plain = Loader(data, 8, replica_mesh(0, 1), name="train", seed=5)
+    reference = Loader(data, 8, replica_mesh(0, 1), name="train", seed=5)
     for epoch in (0, 1):
-        order = [batch["index"].tolist() for batch in plain.epoch(epoch)]
-        with new_loader(data, 8, seed=5) as alone:
-            full = list(alone.epoch(epoch))
+        order = [batch["index"].tolist() for batch in reference.epoch(epoch)]
+        with new_loader(data, 8, seed=5) as single:
+            full = list(single.epoch(epoch))
         assert sample_indices(full) == order and len(order) == 3
         loaders = [new_loader(data, 8, replica_mesh(rank, size), seed=5) for rank in range(size)]
         ranks = [list(loader.epoch(epoch)) for loader in loaders]
@@ -202,12 +202,12 @@ def test_an_epoch_resumes_from_any_batch() -> None:
         first = next(loader.epoch(2))
         assert is_equal(first, full[0]) and not is_equal(full[0], next(loader.epoch(3)))
         assert list(loader.epoch(2, 24)) == []
-        plain = Loader(data, 4, replica_mesh(0, 1), name="train", seed=1)
-        assert sample_indices(loader.epoch(2, 10, (3, 5))) == sample_indices(plain.epoch(2, 10, (3, 5))), "deferred first"
+        reference = Loader(data, 4, replica_mesh(0, 1), name="train", seed=1)
+        assert sample_indices(loader.epoch(2, 10, (3, 5))) == sample_indices(reference.epoch(2, 10, (3, 5))), "deferred first"
         assert loader.deferred() == [] and loader.skipped == [] and loader.news() == []
 
 
-def test_more_epochs_follow_without_a_break() -> None:
+def test_the_next_epoch_is_prefetched() -> None:
     data = Volumes()
     with new_loader(data, seed=1) as loader, new_loader(data, seed=1) as other:
         for epoch in range(3):
@@ -330,7 +330,7 @@ def test_errors_of_dali_at_the_start_name_the_samples(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("problem", [DataError("file seven is damaged"), RuntimeError("seven"), MemoryError()])
-def test_an_error_of_the_source_is_raised_soon_and_no_thread_is_left(problem: Exception) -> None:
+def test_an_error_of_the_source_is_raised_soon_and_all_threads_end(problem: Exception) -> None:
     def fault(index: int) -> None:
         if index == 7:
             raise problem
@@ -385,14 +385,14 @@ def test_contradictory_arguments_raise_at_construction(kwargs: dict, message: st
         (Field("y"), np.zeros(3), "field 'y': is not in the sample, which has x"),
     ],
 )
-def test_a_sample_that_does_not_fit_is_named(field: Field, value: Any, message: str) -> None:
+def test_a_sample_that_contradicts_its_field_is_named(field: Field, value: Any, message: str) -> None:
     thread_count = count_threads()
     with pytest.raises(DataError, match=message):
         load_by_dali((field,), [{"x": value, "volume": value}] * 2)
     assert count_threads(thread_count) <= thread_count
 
 
-def test_samples_that_do_not_fit_together_are_named() -> None:
+def test_incompatible_samples_of_a_batch_are_named() -> None:
     samples = [{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}]
     with pytest.raises(DataError, match=r"samples 0 \(volume 0\), 1 .*shapes \(2, 3\), \(2, 4\) in one batch; crop"):
         load_by_dali((Field("x"),), samples)
@@ -411,10 +411,10 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
 
 
 def test_without_dali_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> Any:
+    def fail_to_import(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(dali, "import_module", absent)
+    monkeypatch.setattr(dali, "import_module", fail_to_import)
     with pytest.raises(MissingExtraError, match=r"pip install 'hpcai-suite\[dali\]', or read without it: data.reader=direct"):
         DaliLoader(np.zeros(3), 1, dist.single_process(), [Field("x")], name="train")  # type: ignore[arg-type]
 

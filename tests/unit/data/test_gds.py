@@ -268,10 +268,10 @@ def test_a_file_that_the_driver_refuses_is_named(kvikio: FakeKvikIO, reader: Gds
         reader.read(volume[0])
 
 
-@pytest.mark.parametrize("dtype, text", [(">f4", "'x' is >f4, not in this machine's byte order"), ("V6", "torch has no dtype")])
-def test_dtypes_unknown_to_torch_raise(reader: GdsReader, tmp_path: Path, dtype: str, text: str) -> None:
+@pytest.mark.parametrize("dtype, message", [(">f4", "'x' is >f4, not in this machine's byte order"), ("V6", "torch has no dtype")])
+def test_dtypes_unknown_to_torch_raise(reader: GdsReader, tmp_path: Path, dtype: str, message: str) -> None:
     (tmp_path / "x").write_bytes(bytes(600))
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(DataError, match=message):
         reader.read(Layout(tmp_path / "x", "x", (50,), np.dtype(dtype), 0))
 
 

@@ -1,4 +1,4 @@
-"""Rows of HDF5 files: equal by every reader, with and without an index; errors name the file, the fault and the expectation."""
+"""Rows of HDF5 files: equal by every reader, with and without an index; errors name the file, actual and expected content."""
 
 import copy
 import json

@@ -157,6 +157,6 @@ def test_a_damaged_hdf5_file_raises_or_is_read_within_its_bounds(tmp_path_factor
 def test_is_finite_is_correct_if_the_sum_overflows() -> None:
     large = np.full(10, 3e38, np.float32)
     assert is_finite(large) and is_finite(np.array([1, 2])) and is_finite(np.array([1 + 2j]))
-    for bad in (np.nan, np.inf, -np.inf):
-        assert not is_finite(np.array([1.0, bad, 2.0])) and not is_finite(np.append(large, np.float32(bad)))
+    for nonfinite in (np.nan, np.inf, -np.inf):
+        assert not is_finite(np.array([1.0, nonfinite, 2.0])) and not is_finite(np.append(large, np.float32(nonfinite)))
     assert not is_finite(np.array([np.inf, -np.inf])), "they sum to NaN"

@@ -53,11 +53,11 @@ def read_epoch(loader: Loader, epoch: int = 0, first: int = 0) -> list[list[int]
 @given(st.integers(8, 60), st.sampled_from([1, 2, 4]), st.integers(0, 3))
 @settings(max_examples=20)
 def test_the_global_batch_is_the_same_on_any_number_of_processes(count: int, size: int, epoch: int) -> None:
-    alone = read_epoch(new_loader(count, 8, seed=5), epoch)
+    expected = read_epoch(new_loader(count, 8, seed=5), epoch)
     ranks = [read_epoch(new_loader(count, 8, r, size, seed=5), epoch) for r in range(size)]
-    assert [sum(parts, []) for parts in zip(*ranks)] == alone
+    assert [sum(parts, []) for parts in zip(*ranks)] == expected
     assert all(len(part) == 8 // size for rank in ranks for part in rank)
-    assert len(alone) == count // 8 and len({x for b in alone for x in b}) == len(alone) * 8
+    assert len(expected) == count // 8 and len({x for b in expected for x in b}) == len(expected) * 8
 
 
 @given(st.integers(4, 40), st.sampled_from([1, 2, 3, 4]), st.sampled_from(["strict", "ready"]))

@@ -506,7 +506,7 @@ def test_command(source: Path, target: Path, capsys: pytest.CaptureFixture[str],
     assert report["nodes"][0]["node"] == str(target.parent)
 
 
-def test_command_refuses(source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_errors(source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH", raising=False)
     monkeypatch.setenv("EMPTY", "")
     target.mkdir(parents=True)

@@ -44,9 +44,9 @@ def write_files(folder: Path) -> list[dict[str, np.ndarray]]:
         }  # fmt: skip
         with h5py.File(folder / f"u{number}.h5", "w") as file:
             for name, array in data.items():
-                big = name in ("cube", "target", "count", "group/day") and number % 2
+                big_endian = name in ("cube", "target", "count", "group/day") and number % 2
                 chunks = (2, 3, 5, 8)[: array.ndim] if name == "cube" and number > 1 else None
-                file.create_dataset(name, data=array.astype(array.dtype.newbyteorder(">")) if big else array, chunks=chunks)
+                file.create_dataset(name, data=array.astype(array.dtype.newbyteorder(">")) if big_endian else array, chunks=chunks)
             blank = file.create_dataset("blank", (rows, 8, 40), "i4", chunks=(1, 4, 32) if number > 1 else None, fillvalue=7)
             data["blank"] = np.full((rows, 8, 40), 7, "i4")
             if number == 3:
