@@ -1,4 +1,4 @@
-"""The picture of a CosmoFlow run: every parameter is drawn and measured against the mean."""
+"""The picture of a CosmoFlow run: each parameter is plotted, with its errors relative to the mean."""
 
 import re
 from pathlib import Path
@@ -14,19 +14,19 @@ from tests import report_runs
 ARRAYS = {"names": ["a"], "units": [""], "predicted": np.zeros((3, 1)), "true": np.ones((3, 1))}
 
 
-def test_the_page_measures_every_parameter_against_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_lists_errors_of_every_parameter_relative_to_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true = np.random.default_rng(0).uniform(-1, 1, (200, 3))
     predicted = np.stack([true[:, 0], np.full(200, true[:, 1].mean()), -true[:, 2]], axis=1)
     predicted[7, 0] = np.nan
     names = {"names": ["Omega_m", "$\\sigma{$", "H_0"], "units": ["", "", "km/s/Mpc"]}
     report_runs.write_arrays(tmp_path / "predictions.npz", names | {"predicted": predicted, "true": true})
     run = report_runs.write_evaluated_run(tmp_path, "cosmoflow", "lower", {"mae": 0.2}, {"mae": 0.1})
-    found = report_runs.page_text(run)
-    assert "Omega_m 199 1.0000 0 0 0.5" in found
+    text = report_runs.page_text(run)
+    assert "Omega_m 199 1.0000 0 0 0.5" in text
     error = r"(0\.\d{3,4})"
-    assert re.search(rf"\$\\sigma\{{\$ 199 -?0\.000\d {error} {error} \1 \2 ", found)   # a network that says the mean
-    assert re.search(r"H_0 \[km/s/Mpc\] 199 -[23]\.\d+ ", found)
-    assert "199 validation samples" in found                                        # one prediction is NaN
+    assert re.search(rf"\$\\sigma\{{\$ 199 -?0\.000\d {error} {error} \1 \2 ", text)   # a prediction of the mean
+    assert re.search(r"H_0 \[km/s/Mpc\] 199 -[23]\.\d+ ", text)
+    assert "199 validation samples" in text                                        # one prediction is NaN
     assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 
 

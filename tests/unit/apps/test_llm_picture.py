@@ -1,4 +1,4 @@
-"""The picture of a language model's run: what is drawn, told and listed is what text.npz holds."""
+"""The picture of a run of a language model: plots and tables show the contents of text.npz."""
 
 import gzip
 import math
@@ -20,56 +20,56 @@ CODES = {"gzip -9": 2.0, "this model": 1.5}
 TEXTS = [["def f(", "x):\n    return <b>x</b>", "y):\n    pass"]]
 
 
-def rows(count: int = 5, length: int = 40) -> dict[str, torch.Tensor]:
+def make_rows(count: int = 5, length: int = 40) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     nats = torch.rand(count, length, generator=draw)
     return {"tokens": torch.randint(32, 127, (count, length + 1), generator=draw), "nats": nats, "counted": nats > 0}
 
 
-def test_the_page_shows_bits_and_texts_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_texts(tmp_path / "text.npz", rows(), CODES, TEXTS)
+def test_the_page_shows_bits_and_texts_with_line_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_texts(tmp_path / "text.npz", make_rows(), CODES, TEXTS)
     scores = {"loss": 2.0, "bits_per_byte": 1.6}, {"loss": 1.9, "bits_per_byte": 1.5}
     run = report_runs.write_evaluated_run(tmp_path, "llm", "lower", *scores)
-    found = report_runs.page_text(run)
-    for words in ("Held-out text", "200 tokens of validation rows", "prompt generated", "return &lt;b&gt;x", "bits_per_byte 1.5"):
-        assert words in found, words
+    text = report_runs.page_text(run)
+    for entry in ("Held-out text", "200 tokens of validation rows", "prompt generated", "return &lt;b&gt;x", "bits_per_byte 1.5"):
+        assert entry in text, entry
     assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 
 
-def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
-    given = rows()
-    write_texts(tmp_path / "text.npz", given, CODES, TEXTS)
-    found = picture.read(tmp_path / "text.npz")
-    left, right = picture.draw(found, LIGHT).axes
-    assert [bar.get_width() for bar in left.patches] == list(CODES.values())
-    assert [label.get_text() for label in left.get_yticklabels()] == list(CODES)
-    places, losses = right.get_lines()[0].get_data()
+def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path) -> None:
+    rows = make_rows()
+    write_texts(tmp_path / "text.npz", rows, CODES, TEXTS)
+    contents = picture.read(tmp_path / "text.npz")
+    bars, curve = picture.draw(contents, LIGHT).axes
+    assert [bar.get_width() for bar in bars.patches] == list(CODES.values())
+    assert [label.get_text() for label in bars.get_yticklabels()] == list(CODES)
+    positions, losses = curve.get_lines()[0].get_data()
     change = f"{losses[-1] - losses[0]:+.2f} from first to last positions"
-    assert subtitle(right) == f"mean {float(given['nats'].mean()):.3f} nats; {change}"
-    assert losses[0] == pytest.approx(float(given["nats"][:, 0].mean())) and places[0] == 1
-    table = picture.table(found)
+    assert subtitle(curve) == f"mean {float(rows['nats'].mean()):.3f} nats; {change}"
+    assert losses[0] == pytest.approx(float(rows["nats"][:, 0].mean())) and positions[0] == 1
+    table = picture.table(contents)
     assert table is not None and table.rows == TEXTS
 
 
-@pytest.mark.parametrize(("changes", "says"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"positions": [math.nan] * 4}, "not finite"), ({"counts": [0] * 4}, "no token counts"), ({"bits": [1.0]}, "expected"),
     ({"texts": [["a", "b"]]}, "expected"), ({"counts": [1.5] * 4}, "counts is float64"), ({"positions": None}, "has no array"),
 ])  # fmt: skip
-def test_a_file_that_is_none_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    whole = {"positions": [1.0] * 4, "counts": [2] * 4, "names": [*CODES], "bits": [*CODES.values()], "texts": TEXTS}
-    path = report_runs.write_arrays(tmp_path / "text.npz", whole | changes)
-    with pytest.raises(DataError, match=says):
+def test_unusable_files_are_refused_with_a_reason(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    arrays = {"positions": [1.0] * 4, "counts": [2] * 4, "names": [*CODES], "bits": [*CODES.values()], "texts": TEXTS}
+    path = report_runs.write_arrays(tmp_path / "text.npz", arrays | changes)
+    with pytest.raises(DataError, match=message):
         picture.read(path)
 
 
-# ---- what is measured
+# ---- code lengths
 
 
-def test_codes_are_of_the_very_text() -> None:
-    given, tokenizer = rows(), Tokenizer.byte_level()
-    found = measure_codes(given, tokenizer)
-    text = bytes(given["tokens"][:, 1:].flatten().tolist())
-    assert found["gzip -9"] == 8 * len(gzip.compress(text, 9)) / len(text)
-    assert found["this model"] == pytest.approx(float(given["nats"].double().sum()) / math.log(2) / len(text))
-    given["counted"][2, 3] = False
-    assert measure_codes(given, tokenizer) == {}, "only some count"
+def test_code_lengths_are_those_of_the_same_text() -> None:
+    rows, tokenizer = make_rows(), Tokenizer.byte_level()
+    codes = measure_codes(rows, tokenizer)
+    text = bytes(rows["tokens"][:, 1:].flatten().tolist())
+    assert codes["gzip -9"] == 8 * len(gzip.compress(text, 9)) / len(text)
+    assert codes["this model"] == pytest.approx(float(rows["nats"].double().sum()) / math.log(2) / len(text))
+    rows["counted"][2, 3] = False
+    assert measure_codes(rows, tokenizer) == {}, "rows with tokens that are not counted have none"

@@ -1,4 +1,4 @@
-"""The picture of an Open Catalyst run: energies and forces are drawn and measured as pairs.npz has them."""
+"""The picture of an Open Catalyst run shows the energies and forces of pairs.npz and their errors."""
 
 import re
 from pathlib import Path
@@ -18,19 +18,19 @@ from tests import report_runs
 ELEMENTS = {1: "H", 8: "O", 29: "Cu", 78: "Pt", 118: "Og"}
 
 
-def arrays(frames: int = 30, atoms: int = 400, elements: Any = tuple(ELEMENTS), seed: int = 0) -> dict[str, np.ndarray]:
-    """Forces over decades, as they are; the light atoms' are seen worse."""
+def make_arrays(frames: int = 30, atoms: int = 400, elements: Any = tuple(ELEMENTS), seed: int = 0) -> dict[str, np.ndarray]:
+    """Return forces over several decades, with larger errors on light atoms, and energies."""
     rng = np.random.default_rng(seed)
     numbers = rng.permutation(np.resize(np.array(elements, np.uint8), atoms))
     true = rng.normal(size=(atoms, 3)) * rng.lognormal(-2, 1.5, (atoms, 1))
     predicted = true + 0.2 * rng.normal(size=true.shape) / np.sqrt(numbers)[:, None]
     energy = rng.normal(-5, 2, frames)
-    both = np.stack((energy, 0.8 * energy - 1 + 0.2 * rng.normal(size=frames)), 1)
-    return {"energy": both, "forces": np.stack((true, predicted), 1).astype(np.float32), "numbers": numbers}
+    energies = np.stack((energy, 0.8 * energy - 1 + 0.2 * rng.normal(size=frames)), 1)
+    return {"energy": energies, "forces": np.stack((true, predicted), 1).astype(np.float32), "numbers": numbers}
 
 
-def loaded(folder: Path, found: dict[str, np.ndarray]) -> list[Pair]:
-    return picture.read(report_runs.write_arrays(folder / "pairs.npz", found))
+def write_and_read(folder: Path, arrays: dict[str, np.ndarray]) -> list[Pair]:
+    return picture.read(report_runs.write_arrays(folder / "pairs.npz", arrays))
 
 
 def mean_abs(values: np.ndarray) -> float:
@@ -39,28 +39,28 @@ def mean_abs(values: np.ndarray) -> float:
 
 def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = [{"force_mae": 0.2 / n, "loss": 1 / n, "force_cosine": 0.4 * n, "within": 0.01 * n} for n in (1, 2)]
-    write_pairs(tmp_path / "pairs.npz", {name: torch.as_tensor(values) for name, values in arrays().items()})
+    write_pairs(tmp_path / "pairs.npz", {name: torch.as_tensor(values) for name, values in make_arrays().items()})
     run = report_runs.write_evaluated_run(tmp_path, "opencatalyst", "lower", *scores)
-    found = report_runs.page_text(run)
-    for words in ("Predicted and true energies and forces", "30 validation frames, 400 free atoms in them.",
+    text = report_runs.page_text(run)
+    for entry in ("Predicted and true energies and forces", "30 validation frames, 400 free atoms in them.",
                   "force_cosine 0.8 80 0.8 80", "within 0.02 80 0.02 80", "best validation force_mae 0.1 at step 80"):
-        assert words in found, words
-    true, predicted = (arrays()["forces"][:, k].astype(float) for k in (0, 1))
+        assert entry in text, entry
+    true, predicted = (make_arrays()["forces"][:, k].astype(float) for k in (0, 1))
     for symbol, z in (("Forces", None), *((f"Forces on {symbol}", z) for z, symbol in ELEMENTS.items())):
-        of = np.ones(400, bool) if z is None else arrays()["numbers"] == z
-        errors = rf"\S+ \S+ {format_number(mean_abs((predicted - true)[of]))} \S+ {format_number(mean_abs(true[of]))} "
-        assert re.search(rf"{symbol} \[eV/Å\] {3 * of.sum():,} {errors}", found), symbol
+        mask = np.ones(400, bool) if z is None else make_arrays()["numbers"] == z
+        errors = rf"\S+ \S+ {format_number(mean_abs((predicted - true)[mask]))} \S+ {format_number(mean_abs(true[mask]))} "
+        assert re.search(rf"{symbol} \[eV/Å\] {3 * mask.sum():,} {errors}", text), symbol
     assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 
 
-def test_what_is_not_finite_is_passed_over(tmp_path: Path) -> None:
-    said = arrays()
-    said["forces"][:3, 1, 0], said["energy"][4, 1] = np.nan, np.inf
-    found = loaded(tmp_path, said)
-    assert picture.caption(found).startswith("29 validation frames, 397 free atoms in them.")
-    rest = said["forces"][3:].astype(float)
-    assert np.array_equal(found[0].true, rest[:, 0].ravel()) and np.array_equal(found[0].predicted, rest[:, 1].ravel())
-    assert sum(len(pair.true) for pair in found[2:]) == rest[:, 0].size
+def test_nonfinite_values_are_excluded(tmp_path: Path) -> None:
+    arrays = make_arrays()
+    arrays["forces"][:3, 1, 0], arrays["energy"][4, 1] = np.nan, np.inf
+    pairs = write_and_read(tmp_path, arrays)
+    assert picture.caption(pairs).startswith("29 validation frames, 397 free atoms in them.")
+    forces = arrays["forces"][3:].astype(float)
+    assert np.array_equal(pairs[0].true, forces[:, 0].ravel()) and np.array_equal(pairs[0].predicted, forces[:, 1].ravel())
+    assert sum(len(pair.true) for pair in pairs[2:]) == forces[:, 0].size
 
 
 @pytest.mark.parametrize(("change", "reason"), [
@@ -70,4 +70,4 @@ def test_what_is_not_finite_is_passed_over(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_unusable_pairs_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        loaded(tmp_path, arrays() | change)
+        write_and_read(tmp_path, make_arrays() | change)

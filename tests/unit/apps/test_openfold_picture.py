@@ -1,4 +1,4 @@
-"""The picture of an OpenFold run: chains are superposed, drawn and measured as structures.npz has them."""
+"""The picture of an OpenFold run: chains of structures.npz are superposed, plotted and scored."""
 
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,22 @@ from tests.report_runs import subtitle
 
 CA, CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
 GLYCINE = RESTYPES.index("G")
-PLDDT = (95.0, 80.0, 60.0, 20.0)                                                # one of each band
+PLDDT = (95.0, 80.0, 60.0, 20.0)                                                # one in each confidence band
 
 
-def turn(rng: np.random.Generator) -> np.ndarray:
-    found = np.linalg.qr(rng.normal(size=(3, 3)))[0]
-    return found * np.linalg.det(found)
+def random_rotation(rng: np.random.Generator) -> np.ndarray:
+    orthogonal = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+    return orthogonal * np.linalg.det(orthogonal)
 
 
-def chain(count: int, seed: int = 0, unknown: Any = (), noise: float = 1.0) -> dict[str, np.ndarray]:
-    """A right-handed helix, and what is said of it in another frame; each seventh residue is a glycine."""
+def make_chain(count: int, seed: int = 0, unknown: Any = (), noise: float = 1.0) -> dict[str, np.ndarray]:
+    """Return a right-handed helix and its prediction, in another frame. Each seventh residue is a glycine."""
     rng = np.random.default_rng(seed)
     n = np.arange(count)
     true = np.zeros((count, 37, 3))
     true[:, CA] = np.stack((2.3 * np.cos(np.deg2rad(100) * n), 2.3 * np.sin(np.deg2rad(100) * n), 1.5 * n), 1)
     true[:, CB] = true[:, CA] * (1.66, 1.66, 1)
-    predicted = (true + noise * rng.normal(size=(count, 1, 3))) @ turn(rng) + rng.normal(0, 30, 3)
+    predicted = (true + noise * rng.normal(size=(count, 1, 3))) @ random_rotation(rng) + rng.normal(0, 30, 3)
     aatype = rng.integers(0, 20, count)
     aatype[::7] = GLYCINE
     mask = np.zeros((count, 37))
@@ -46,91 +46,91 @@ def chain(count: int, seed: int = 0, unknown: Any = (), noise: float = 1.0) -> d
             "distance": distance.ravel()}  # fmt: skip
 
 
-KINDS = {"aatype": "i1", "predicted": "f4", "true": "f4", "mask": "u1", "plddt": "f4", "lddt": "f4", "distance": "f2"}
+DTYPES = {"aatype": "i1", "predicted": "f4", "true": "f4", "mask": "u1", "plddt": "f4", "lddt": "f4", "distance": "f2"}
 
 
-def arrays(*chains: dict[str, np.ndarray], names: Any = None) -> dict[str, np.ndarray]:
-    chains = chains or (chain(40, 0, [0, 11, 12, 14]), chain(25, 1))
-    found = {name: np.concatenate([each[name] for each in chains]).astype(kind) for name, kind in KINDS.items()}
+def make_arrays(*chains: dict[str, np.ndarray], names: Any = None) -> dict[str, np.ndarray]:
+    chains = chains or (make_chain(40, 0, [0, 11, 12, 14]), make_chain(25, 1))
+    concatenated = {name: np.concatenate([each[name] for each in chains]).astype(dtype) for name, dtype in DTYPES.items()}
     names = names or [f"{k}abc_A" for k in range(len(chains))]
-    return {"names": np.array(names), "residues": np.array([len(each["aatype"]) for each in chains], np.int32), **found}
+    return {"names": np.array(names), "residues": np.array([len(each["aatype"]) for each in chains], np.int32), **concatenated}
 
 
-def loaded(folder: Path, *chains: dict[str, np.ndarray], **words: Any) -> list[Chain]:
-    return picture.read(report_runs.write_arrays(folder / "structures.npz", arrays(*chains, **words)))
+def write_and_read(folder: Path, *chains: dict[str, np.ndarray], **kwargs: Any) -> list[Chain]:
+    return picture.read(report_runs.write_arrays(folder / "structures.npz", make_arrays(*chains, **kwargs)))
 
 
-def test_the_page_shows_the_chains_and_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = loaded(tmp_path)
+def test_the_page_shows_the_chains_and_their_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains = write_and_read(tmp_path)
     scores = [{"lddt": 0.4 * n, "loss": 1 / n, "gdt_ts": 0.3 * n, "drmsd": 4 / n} for n in (1, 2)]
     run = report_runs.write_evaluated_run(tmp_path, "openfold", "higher", *scores)
-    found = report_runs.page_text(run)
-    for words in ("Predicted and true structures 2 validation chains. Left: Cα traces", "Prediction per chain Means over 2 chains:",
+    text = report_runs.page_text(run)
+    for entry in ("Predicted and true structures 2 validation chains. Left: Cα traces", "Prediction per chain Means over 2 chains:",
                   "chain residues in the truth lDDT-Cα pLDDT GDT-TS RMSD of Cα [Å] 0abc_A 40 36 ", " 1abc_A 25 25 ",
                   "best validation lddt 0.8 at step 80", "gdt_ts 0.6 80 0.6 80", "drmsd 2 80 2 80"):
-        assert words in found, words
-    for each in said:
-        scored = f"{np.nanmean(each.lddt):.1f} {each.plddt.mean():.1f} {each.gdt_ts():.1f} {each.rmsd():.2f}"
-        assert f"{len(each.plddt)} {each.known.sum()} {scored}" in found, scored
-    assert f"RMSD {np.mean([each.rmsd() for each in said]):.2f} Å." in found
-    assert report_runs.is_drawn(picture, said, monkeypatch)
+        assert entry in text, entry
+    for chain in chains:
+        scored = f"{np.nanmean(chain.lddt):.1f} {chain.plddt.mean():.1f} {chain.gdt_ts():.1f} {chain.rmsd():.2f}"
+        assert f"{len(chain.plddt)} {chain.known.sum()} {scored}" in text, scored
+    assert f"RMSD {np.mean([chain.rmsd() for chain in chains]):.2f} Å." in text
+    assert report_runs.is_drawn(picture, chains, monkeypatch)
 
 
 # ---- scores
 
 
-def test_scores_are_those_of_a_count_by_hand() -> None:
-    """Two pairs of atoms, each drawn apart along its own axis: the best turn is none, and the middle stays."""
+def test_scores_equal_those_computed_by_hand() -> None:
+    """Two pairs of atoms are displaced symmetrically along their axes: the best superposition is the identity."""
     true = np.array([(20.0, 0, 0), (-20, 0, 0), (0, 12, 0), (0, -12, 0), (0, 0, 5), (np.nan, np.nan, np.nan)])
-    away = np.array([(0.5, 0, 0), (-0.5, 0, 0), (0, 3, 0), (0, -3, 0), (0, 0, 0), (0, 0, 0)])
-    predicted = np.nan_to_num(true) + away
+    displacement = np.array([(0.5, 0, 0), (-0.5, 0, 0), (0, 3, 0), (0, -3, 0), (0, 0, 0), (0, 0, 0)])
+    predicted = np.nan_to_num(true) + displacement
     lddt = np.array([80, 60, 40, np.nan, np.nan, np.nan])
-    rest = {"beta": true, "plddt": np.full(6, 50.0), "lddt": lddt, "distance": np.zeros((6, 6))}
+    kwargs = {"beta": true, "plddt": np.full(6, 50.0), "lddt": lddt, "distance": np.zeros((6, 6))}
     rng = np.random.default_rng(6)
-    found = Chain(name="x", predicted=predicted @ turn(rng) - 7, true=true, **rest)
-    assert found.known.tolist() == [True] * 5 + [False]
-    assert sorted(found.errors) == pytest.approx([0, 0.5, 0.5, 3, 3])
-    assert found.rmsd() == pytest.approx(np.sqrt((2 * 0.25 + 2 * 9) / 5))
-    assert found.gdt_ts() == pytest.approx(100 * (3 + 3 + 5 + 5) / 20) and found.mean_lddt() == pytest.approx(60)
+    chain = Chain(name="x", predicted=predicted @ random_rotation(rng) - 7, true=true, **kwargs)
+    assert chain.known.tolist() == [True] * 5 + [False]
+    assert sorted(chain.errors) == pytest.approx([0, 0.5, 0.5, 3, 3])
+    assert chain.rmsd() == pytest.approx(np.sqrt((2 * 0.25 + 2 * 9) / 5))
+    assert chain.gdt_ts() == pytest.approx(100 * (3 + 3 + 5 + 5) / 20) and chain.mean_lddt() == pytest.approx(60)
 
 
 # ---- the picture
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
-def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path, theme: Any) -> None:
-    said = chain(40, 0, [0, 11, 12, 14])
-    found = loaded(tmp_path, said, chain(25, 1), names=["$odd_A", "x" * 60])
-    figure = picture.draw(found, theme)
-    first = found[0]
+def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path, theme: Any) -> None:
+    chain = make_chain(40, 0, [0, 11, 12, 14])
+    chains = write_and_read(tmp_path, chain, make_chain(25, 1), names=["$odd_A", "x" * 60])
+    figure = picture.draw(chains, theme)
+    first = chains[0]
     fold, predicted, true, scores = figure.axes[:4]
     assert [axes.get_title(loc="left") for axes in figure.axes[:4]] == [
         r"\$odd_A" + "\n", "Distances, predicted\n", "Distances, true\n", "lDDT-Cα\n"]
-    lddt = np.nanmean(said["lddt"])
+    lddt = np.nanmean(chain["lddt"])
     assert subtitle(fold) == f"40 residues, lDDT {lddt:.1f}, GDT-TS {first.gdt_ts():.1f}, RMSD {first.rmsd():.2f} Å"
-    # Both matrices on one scale; what is unknown, and only that, is blank.
+    # Both matrices have one scale. Unknown distances, and only these, are masked.
     image, other = (axes.get_images()[0] for axes in (predicted, true))
-    between = np.asarray(image.get_array())
-    assert np.allclose(between.ravel(), said["distance"].astype(np.float16)) and not np.ma.is_masked(image.get_array())
+    distance = np.asarray(image.get_array())
+    assert np.allclose(distance.ravel(), chain["distance"].astype(np.float16)) and not np.ma.is_masked(image.get_array())
     assert image.get_clim() == other.get_clim() == (2, 22) and image.cmap == other.cmap
-    beta = np.where((said["aatype"] == GLYCINE)[:, None], said["true"][:, CA], said["true"][:, CB])
-    blank = np.zeros(40, bool)
-    blank[[0, 11, 12, 14]] = True
-    assert (np.ma.getmaskarray(other.get_array()) == (blank[:, None] | blank)).all()
+    beta = np.where((chain["aatype"] == GLYCINE)[:, None], chain["true"][:, CA], chain["true"][:, CB])
+    unknown = np.zeros(40, bool)
+    unknown[[0, 11, 12, 14]] = True
+    assert (np.ma.getmaskarray(other.get_array()) == (unknown[:, None] | unknown)).all()
     expected = np.linalg.norm(beta[:, None] - beta, axis=2)
-    seen = ~(blank[:, None] | blank)
-    assert np.allclose(np.asarray(other.get_array())[seen], expected[seen], atol=1e-4)
-    near = seen & (expected < 22) & ~np.eye(40, dtype=bool)
-    assert subtitle(predicted) == f"MAE {np.abs(between - expected)[near].mean():.2f} Å where true is below 22"
+    known = ~(unknown[:, None] | unknown)
+    assert np.allclose(np.asarray(other.get_array())[known], expected[known], atol=1e-4)
+    near = known & (expected < 22) & ~np.eye(40, dtype=bool)
+    assert subtitle(predicted) == f"MAE {np.abs(distance - expected)[near].mean():.2f} Å where true is below 22"
     assert subtitle(true) == "36 of 40 residues known"
-    # The near is dark on light paper and light on dark paper.
+    # Small distances are dark in the light theme and light in the dark one.
     ends = [np.mean(image.cmap(value)[:3]) for value in (0.0, 1.0)]
     assert (ends[0] < ends[1]) == (theme is LIGHT)
-    # Each residue's confidence and score.
+    # The confidence and the score of each residue.
     for line, color, name in zip(scores.lines, (theme.main, theme.second), ("lddt", "plddt")):
-        assert line.get_color() == color and np.allclose(line.get_ydata(), said[name], equal_nan=True, atol=1e-4)
+        assert line.get_color() == color and np.allclose(line.get_ydata(), chain[name], equal_nan=True, atol=1e-4)
         assert np.array_equal(line.get_xdata(), np.arange(40) + 1)
-    assert subtitle(scores) == f"mean: true {lddt:.1f}, predicted (pLDDT) {said['plddt'].mean():.1f}" and scores.get_ylim()[0] == 0
+    assert subtitle(scores) == f"mean: true {lddt:.1f}, predicted (pLDDT) {chain['plddt'].mean():.1f}" and scores.get_ylim()[0] == 0
     assert figure.axes[4].get_title(loc="left") == "x" * (picture.LETTERS - 1) + "…\n"
     labels = [label.get_text() for label in figure.legends[0].get_texts()]
     assert labels[1:5] == ["predicted, pLDDT above 90", "predicted, 70 to 90", "predicted, 50 to 70", "predicted, below 50"]
@@ -138,12 +138,12 @@ def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path, theme: Any) -> Non
     assert figure.legends[0].get_window_extent().x1 < figure.bbox.x1
 
 
-# ---- files that cannot be used
+# ---- unusable files
 
 
-def spoiled(name: str, place: Any, value: float) -> dict[str, np.ndarray]:
-    values = arrays()[name].copy()
-    values[place] = value
+def set_value(name: str, index: Any, value: float) -> dict[str, np.ndarray]:
+    values = make_arrays()[name].copy()
+    values[index] = value
     return {name: values}
 
 
@@ -151,16 +151,16 @@ def spoiled(name: str, place: Any, value: float) -> dict[str, np.ndarray]:
     ({"plddt": None}, "has no array plddt"),
     ({"residues": np.array([65, 0], np.int32)}, r"residues is 0 to 65, .*expected integers from 1 on"),
     ({"residues": np.array([40, 24])}, "their sum 64 .* expected .* R = 65"),
-    (spoiled("aatype", 3, 21), "aatype is .* to 21, expected 0 to 20"),
-    (spoiled("true", (3, CA, 1), np.nan), "true: CA of residue 3 has no finite position"),
+    (set_value("aatype", 3, 21), "aatype is .* to 21, expected 0 to 20"),
+    (set_value("true", (3, CA, 1), np.nan), "true: CA of residue 3 has no finite position"),
 ])  # fmt: skip
 def test_unusable_structures_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        picture.read(report_runs.write_arrays(tmp_path / "structures.npz", arrays() | change))
+        picture.read(report_runs.write_arrays(tmp_path / "structures.npz", make_arrays() | change))
 
 
-def test_what_is_hidden_by_the_mask_is_not_looked_at(tmp_path: Path) -> None:
-    said = arrays()
-    said["true"][11], said["lddt"][3] = np.nan, np.nan
-    (first, _) = picture.read(report_runs.write_arrays(tmp_path / "structures.npz", said))
+def test_masked_values_are_ignored(tmp_path: Path) -> None:
+    arrays = make_arrays()
+    arrays["true"][11], arrays["lddt"][3] = np.nan, np.nan
+    (first, _) = picture.read(report_runs.write_arrays(tmp_path / "structures.npz", arrays))
     assert not first.known[11] and first.known[3]

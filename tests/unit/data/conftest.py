@@ -1,4 +1,4 @@
-"""What a test of data leaves behind."""
+"""A fixture that detects leaks of files and threads."""
 
 import os
 import threading
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 import pytest
 
 
-def held() -> Counter[str]:
-    """Files that this process has open, and its threads."""
+def open_resources() -> Counter[str]:
+    """Return the paths of open files and the names of threads of this process, with their counts."""
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    targets = [os.readlink(link) for link in links if os.path.lexists(link)]  # the listing itself is gone
+    targets = [os.readlink(link) for link in links if os.path.lexists(link)]  # the descriptor of the listing is closed
     return Counter([target for target in targets if target.startswith("/")] + [thread.name for thread in threading.enumerate()])
 
 
 @pytest.fixture
-def nothing_stays() -> Iterator[None]:
-    """No open file and no thread outlives a test, however it ended."""
-    before = held()
+def no_leaks() -> Iterator[None]:
+    """Assert that no open file and no thread outlives the test, also after a failure."""
+    before = open_resources()
     yield
-    until = time.monotonic() + 3
-    while held() - before and time.monotonic() < until:  # the thread of a progress bar is told to end, not awaited
+    deadline = time.monotonic() + 3
+    while open_resources() - before and time.monotonic() < deadline:  # the thread of a progress bar is not joined
         time.sleep(0.02)
-    assert not held() - before
+    assert not open_resources() - before

@@ -1,4 +1,4 @@
-"""DALI is fed samples with their random numbers, in the order of ``Loader`` and from any place; nothing hangs."""
+"""DaliLoader: order and random numbers as in ``Loader``, on any number of ranks and from any position; memory; errors."""
 
 import os
 import struct
@@ -52,111 +52,111 @@ class Volumes:
         self.closed = True
 
 
-def moved(x: Any, drawn: Any) -> Any:
-    """A crop at random places, a flip, and float32 as in ``moved_by_numpy``."""
+def augment(x: Any, random: Any) -> Any:
+    """Crop at a random position, flip at random, and convert to float32, as ``augment_by_numpy``."""
     from nvidia.dali import fn, types
 
-    x = fn.crop(x, crop_d=3, crop_h=4, crop_w=5, crop_pos_z=drawn[0], crop_pos_y=drawn[1], crop_pos_x=drawn[2])
-    x = fn.flip(x, horizontal=fn.cast(drawn[3] < 0.5, dtype=types.INT32))
+    x = fn.crop(x, crop_d=3, crop_h=4, crop_w=5, crop_pos_z=random[0], crop_pos_y=random[1], crop_pos_x=random[2])
+    x = fn.flip(x, horizontal=fn.cast(random[3] < 0.5, dtype=types.INT32))
     return fn.cast(x, dtype=types.FLOAT) / 2
 
 
-def moved_by_numpy(x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+def augment_by_numpy(x: np.ndarray, random: np.ndarray) -> np.ndarray:
     for dim, size in enumerate((3, 4, 5)):
-        start = int(np.float32(drawn[dim]) * (x.shape[dim] - size) + 0.5)
+        start = int(np.float32(random[dim]) * (x.shape[dim] - size) + 0.5)
         x = x.take(range(start, start + size), dim)
-    return (x[:, :, ::-1] if drawn[3] < 0.5 else x).astype(np.float32) / 2
+    return (x[:, :, ::-1] if random[3] < 0.5 else x).astype(np.float32) / 2
 
 
-FIELDS = (Field("volume", "DHWC", moved), Field("label", "DHW"), Field("index"))
+FIELDS = (Field("volume", "DHWC", augment), Field("label", "DHW"), Field("index"))
 
 
-def new_loader(source: Any, batch: int = 4, mesh: Mesh | None = None, fields: Any = FIELDS, **words: Any) -> DaliLoader:
-    return DaliLoader(source, batch, mesh or replica_mesh(0, 1), fields, name="train", **words)
+def new_loader(source: Any, batch: int = 4, mesh: Mesh | None = None, fields: Any = FIELDS, **kwargs: Any) -> DaliLoader:
+    return DaliLoader(source, batch, mesh or replica_mesh(0, 1), fields, name="train", **kwargs)
 
 
-def numbers(batches: Any) -> list[list[int]]:
+def sample_indices(batches: Any) -> list[list[int]]:
     return [batch["index"].tolist() for batch in batches]
 
 
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def is_equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
-def joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def concatenate(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def native_threads(at_most: int = 0) -> int:
-    """Threads of this process, DALI's own among them. One that has ended is seen for a moment longer."""
+def count_threads(at_most: int = 0) -> int:
+    """Return the number of threads of this process, including those of DALI. An ended thread is listed for a moment longer."""
     end = time.monotonic() + 2
     while (count := len(os.listdir("/proc/self/task"))) > at_most > 0 and time.monotonic() < end:
         time.sleep(0.01)
     return count
 
 
-def png(image: np.ndarray) -> bytes:
-    """An 8-bit PNG without any loss.   [H, W, 3]"""
+def encode_png(image: np.ndarray) -> bytes:
+    """Encode an image [H, W, 3] as an 8-bit PNG, without loss."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     height, width, _ = image.shape
     rows = b"".join(b"\0" + row.tobytes() for row in image)
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-# ---- the pipeline
+# ---- pipeline
 
 
-def through_dali(fields: tuple[Field, ...], samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    class Given(Volumes):
+def load_by_dali(fields: tuple[Field, ...], samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    class Fixed(Volumes):
         def sample(self, index: int, epoch: int) -> dict[str, Any]:
             return samples[index]
 
-    with new_loader(Given(len(samples)), len(samples), fields=fields, shuffle=False, workers=1) as loader:
+    with new_loader(Fixed(len(samples)), len(samples), fields=fields, shuffle=False, workers=1) as loader:
         return next(loader.epoch(0))
 
 
-def new_graph(field: Field, first: np.ndarray) -> Any:
+def new_pipeline(field: Field, first: np.ndarray) -> Any:
     return dali._Pipeline([field], [first], batch=4, threads=1, device=torch.device("cpu"), name="graph", describe=str)
 
 
-def ready(index: int, array: np.ndarray, drawn: np.ndarray | None = None) -> Ready:
-    return Ready(Task(0, index, index), dali._Item((array,), np.zeros(8, np.float32) if drawn is None else drawn))
+def new_ready(index: int, array: np.ndarray, random: np.ndarray | None = None) -> Ready:
+    return Ready(Task(0, index, index), dali._Item((array,), np.zeros(8, np.float32) if random is None else random))
 
 
 def test_operators_get_the_sample_and_the_random_numbers_of_its_position() -> None:
-    data, places = Volumes(100), set()
+    data, crops = Volumes(100), set()
     with new_loader(data, 10, seed=5) as loader:
         for number, batch in enumerate(loader.epoch(1)):
             for row, index in enumerate(batch["index"].tolist()):
-                drawn = random_numbers(5, 1, 10 * number + row)
-                places.add((drawn[:4] * [4, 4, 4, 2]).astype(int).tobytes())
-                assert np.array_equal(batch["volume"][row], moved_by_numpy(data.sample(index, 1)["volume"], drawn))
-    assert len(places) > 50 and len({random_numbers(*at).tobytes() for at in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
+                random = random_numbers(5, 1, 10 * number + row)
+                crops.add((random[:4] * [4, 4, 4, 2]).astype(int).tobytes())
+                assert np.array_equal(batch["volume"][row], augment_by_numpy(data.sample(index, 1)["volume"], random))
+    assert len(crops) > 50 and len({random_numbers(*at).tobytes() for at in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
 
 
 def test_outputs_are_copied_to_the_gpu() -> None:
-    """Only the definition is made, since without a driver no such graph can be built."""
+    """The pipeline is only defined, because it cannot be built without a driver."""
     from nvidia.dali import fn
 
-    graph = object.__new__(dali._Pipeline)
-    graph._dali, graph._device, graph._on_gpu = dali._import_dali(), torch.device("cuda"), True
-    decode = Field("image", "", lambda x, drawn: fn.decoders.image(x, device="mixed"))
-    with graph._dali.Pipeline(batch_size=1, num_threads=1, device_id=0):
-        drawn = fn.external_source(name="drawn", ndim=1)
+    pipeline = object.__new__(dali._Pipeline)
+    pipeline._dali, pipeline._device, pipeline._on_gpu = dali._import_dali(), torch.device("cuda"), True
+    decode = Field("image", "", lambda x, random: fn.decoders.image(x, device="mixed"))
+    with pipeline._dali.Pipeline(batch_size=1, num_threads=1, device_id=0):
+        random = fn.external_source(name="drawn", ndim=1)
         for i, field in enumerate((decode, *FIELDS)):
-            assert graph._define(i, field, np.zeros([1] * max(len(field.layout), 1), np.uint8), drawn).device == "gpu", field
+            assert pipeline._define(i, field, np.zeros([1] * max(len(field.layout), 1), np.uint8), random).device == "gpu", field
 
 
 def test_a_png_is_decoded_exactly() -> None:
     from nvidia.dali import fn
 
     images = [np.random.default_rng(i).integers(0, 256, (13, 17, 3)).astype(np.uint8) for i in range(3)]
-    field = Field("x", "", lambda x, drawn: fn.decoders.image(x))
-    assert np.array_equal(through_dali((field,), [{"x": png(image)} for image in images])["x"], images)
+    field = Field("x", "", lambda x, random: fn.decoders.image(x))
+    assert np.array_equal(load_by_dali((field,), [{"x": encode_png(image)} for image in images])["x"], images)
 
 
 def test_supported_samples() -> None:
@@ -164,69 +164,69 @@ def test_supported_samples() -> None:
         x: torch.Tensor
         y: torch.Tensor
 
-    turned = np.arange(12).reshape(3, 4).T
-    samples = [{"x": torch.arange(6).reshape(2, 3) + i, "y": 0.5 * i, "other": None, "z": turned} for i in range(2)]
-    made = through_dali((Field("x"), Field("y"), Field("z")), samples)
-    assert made["x"].tolist() == [[[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]]]
-    assert made["y"].dtype == torch.float64 and made["y"].tolist() == [0, 0.5]
-    assert np.array_equal(made["z"][0], turned)
+    transposed = np.arange(12).reshape(3, 4).T
+    samples = [{"x": torch.arange(6).reshape(2, 3) + i, "y": 0.5 * i, "other": None, "z": transposed} for i in range(2)]
+    outputs = load_by_dali((Field("x"), Field("y"), Field("z")), samples)
+    assert outputs["x"].tolist() == [[[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]]]
+    assert outputs["y"].dtype == torch.float64 and outputs["y"].tolist() == [0, 0.5]
+    assert np.array_equal(outputs["z"][0], transposed)
     with new_loader(Volumes(), fields=FIELDS[:2], make_batch=lambda batch: Pair(batch["volume"], batch["label"])) as loader:
         batch = next(loader.epoch(0))
         assert isinstance(batch, Pair) and batch.y.shape == (4, 6, 7, 8)
 
 
-# ---- the order
+# ---- order
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_order_and_augmentation_do_not_depend_on_the_number_of_ranks(size: int) -> None:
     data = Volumes()
-    plain = Loader(data, 8, replica_mesh(0, 1), name="train", seed=5)
+    reference = Loader(data, 8, replica_mesh(0, 1), name="train", seed=5)
     for epoch in (0, 1):
-        order = [batch["index"].tolist() for batch in plain.epoch(epoch)]
-        with new_loader(data, 8, seed=5) as alone:
-            whole = list(alone.epoch(epoch))
-        assert numbers(whole) == order and len(order) == 3
+        order = [batch["index"].tolist() for batch in reference.epoch(epoch)]
+        with new_loader(data, 8, seed=5) as single:
+            full = list(single.epoch(epoch))
+        assert sample_indices(full) == order and len(order) == 3
         loaders = [new_loader(data, 8, replica_mesh(rank, size), seed=5) for rank in range(size)]
         ranks = [list(loader.epoch(epoch)) for loader in loaders]
-        assert all(same(joined(list(parts)), batch) for parts, batch in zip(zip(*ranks), whole))
+        assert all(is_equal(concatenate(list(parts)), batch) for parts, batch in zip(zip(*ranks), full))
 
 
-def test_an_epoch_resumes_within_itself() -> None:
+def test_an_epoch_resumes_from_any_batch() -> None:
     data = Volumes()
     with new_loader(data, seed=1) as loader, new_loader(data, 2, seed=1) as other:
-        whole = list(loader.epoch(2))
+        full = list(loader.epoch(2))
         rest = list(loader.epoch(2, 8))
-        assert len(rest) == 4 and all(map(same, rest, whole[2:]))
-        assert same(joined(list(other.epoch(2, 8))), joined(whole[2:])), "also with another batch"
+        assert len(rest) == 4 and all(map(is_equal, rest, full[2:]))
+        assert is_equal(concatenate(list(other.epoch(2, 8))), concatenate(full[2:])), "also with another batch"
         first = next(loader.epoch(2))
-        assert same(first, whole[0]) and not same(whole[0], next(loader.epoch(3)))
+        assert is_equal(first, full[0]) and not is_equal(full[0], next(loader.epoch(3)))
         assert list(loader.epoch(2, 24)) == []
-        plain = Loader(data, 4, replica_mesh(0, 1), name="train", seed=1)
-        assert numbers(loader.epoch(2, 10, (3, 5))) == numbers(plain.epoch(2, 10, (3, 5))), "passed over before, these come first"
+        reference = Loader(data, 4, replica_mesh(0, 1), name="train", seed=1)
+        assert sample_indices(loader.epoch(2, 10, (3, 5))) == sample_indices(reference.epoch(2, 10, (3, 5))), "deferred first"
         assert loader.deferred() == [] and loader.skipped == [] and loader.news() == []
 
 
-def test_more_epochs_follow_without_a_break() -> None:
+def test_the_next_epoch_is_prefetched() -> None:
     data = Volumes()
     with new_loader(data, seed=1) as loader, new_loader(data, seed=1) as other:
         for epoch in range(3):
-            assert all(map(same, loader.epoch(epoch, more=epoch < 2), other.epoch(epoch)))
+            assert all(map(is_equal, loader.epoch(epoch, more=epoch < 2), other.epoch(epoch)))
             assert epoch == 2 or (loader._next_epoch.pipeline is not None and loader._next_epoch.in_flight), (
-                "the next one is in DALI already"
+                "the pipeline of the next epoch has batches in flight"
             )
             assert sum(thread.name.startswith("train-") for thread in threading.enumerate()) <= 2
         list(loader.epoch(3, more=True))
-        assert same(next(loader.epoch(7)), next(other.epoch(7))), "another one than was prepared"
+        assert is_equal(next(loader.epoch(7)), next(other.epoch(7))), "an epoch other than the prefetched one"
         list(loader.epoch(3, more=True))
-        assert same(next(loader.epoch(4, 8)), next(other.epoch(4, 8))), "not all of what was prepared"
+        assert is_equal(next(loader.epoch(4, 8)), next(other.epoch(4, 8))), "a part of the prefetched epoch"
 
 
 def test_local_batches_of_any_size() -> None:
     data = Volumes()
     sampler = Balanced([1] * 21 + [100] * 3, 8, equal=False)
     loaders = [new_loader(data, 8, replica_mesh(r, 2), sampler=sampler) for r in range(2)]
-    parts = [numbers(loader.epoch(0)) for loader in loaders]
+    parts = [sample_indices(loader.epoch(0)) for loader in loaders]
     assert sorted(sum(parts[0] + parts[1], [])) == list(range(24)) and len({len(p) for p in parts[0] + parts[1]}) > 1
 
 
@@ -234,7 +234,7 @@ def test_local_batches_of_any_size() -> None:
 
 
 def test_later_batches_do_not_overwrite_a_batch_and_memory_is_reused() -> None:
-    class Reused(Volumes):  # as the direct reader does: memory goes back, and is written again, once nothing views it
+    class Reused(Volumes):  # as in the direct reader: memory is overwritten once it has no view
         memory = MemoryPool(max_unused=1 << 20)
 
         def sample(self, index: int, epoch: int) -> Any:
@@ -242,14 +242,14 @@ def test_later_batches_do_not_overwrite_a_batch_and_memory_is_reused() -> None:
 
     for batch, fields in ((4, FIELDS), (1, (Field("volume", "DHWC"), Field("index")))):
         with new_loader(Reused(), batch, fields=fields, prefetch=4096) as loader:
-            kept = list(loader.epoch(0))
-            copies = [{name: tensor.clone() for name, tensor in part.items()} for part in kept]
-            kept[0]["volume"] += 0  # they are ours, and may be written
+            batches = list(loader.epoch(0))
+            copies = [{name: tensor.clone() for name, tensor in part.items()} for part in batches]
+            batches[0]["volume"] += 0  # a batch may be modified
             list(loader.epoch(1))
             del loader._pipeline
             loader._pipeline = None
-        for part, copy in zip(kept, copies):
-            assert same(part, copy)
+        for part, copy in zip(batches, copies):
+            assert is_equal(part, copy)
             for row, index in enumerate(part["index"].tolist()):
                 if len(fields) == 2:
                     assert np.array_equal(part["volume"][row], Volumes().sample(index, 0)["volume"])
@@ -260,43 +260,43 @@ def test_inputs_are_not_copied_and_are_released() -> None:
 
     class Large(Volumes):
         def sample(self, index: int, epoch: int) -> Any:
-            place = memory.allocate(1 << 20)
-            place[:] = index
-            addresses.add(place.ctypes.data)
-            return {"volume": place}
+            buffer = memory.allocate(1 << 20)
+            buffer[:] = index
+            addresses.add(buffer.ctypes.data)
+            return {"volume": buffer}
 
     with new_loader(Large(60), 2, fields=(Field("volume"),), prefetch=8 << 20, shuffle=False) as loader:
         for number, batch in enumerate(loader.epoch(0)):
             assert (batch["volume"] == torch.tensor([[2 * number], [2 * number + 1]])).all()
-    assert number == 29 and len(addresses) <= 16, "memory is used again, within the budget"
+    assert number == 29 and len(addresses) <= 16, "memory is reused, within the budget"
 
 
 def test_inputs_and_outputs_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros((5, 4), np.float32)
-    graph = new_graph(Field("x"), x)
-    run, outputs = graph._pipeline.schedule_run, []
+    pipeline = new_pipeline(Field("x"), x)
+    run, outputs = pipeline._pipeline.schedule_run, []
 
     def write_and_run() -> None:
-        x[:] = 7  # after it was fed
+        x[:] = 7  # after the input was fed
         run()
 
-    tensor = graph._tensor
-    monkeypatch.setattr(graph._pipeline, "schedule_run", write_and_run)
-    monkeypatch.setattr(graph, "_tensor", lambda field, output: (outputs.append(output), tensor(field, output))[1])
-    graph.start(0, [ready(0, x)])
-    assert graph.in_flight[0].items[0].arrays[0] is x, "what DALI looks at is kept"
-    made = graph.finish()[2][0]
-    assert (made == 7).all() and made.data_ptr() == outputs[0].as_tensor().data_ptr()
+    tensor = pipeline._tensor
+    monkeypatch.setattr(pipeline._pipeline, "schedule_run", write_and_run)
+    monkeypatch.setattr(pipeline, "_tensor", lambda field, output: (outputs.append(output), tensor(field, output))[1])
+    pipeline.start(0, [new_ready(0, x)])
+    assert pipeline.in_flight[0].items[0].arrays[0] is x, "the input of DALI is kept alive"
+    output_tensor = pipeline.finish()[2][0]
+    assert (output_tensor == 7).all() and output_tensor.data_ptr() == outputs[0].as_tensor().data_ptr()
 
 
-def test_two_batches_are_in_dali(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_batches_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     start, counts = dali._Pipeline.start, []
 
-    def counted(graph: Any, number: int, found: Any) -> None:
-        start(graph, number, found)
-        counts.append(len(graph.in_flight))
+    def start_and_count(pipeline: Any, number: int, samples: Any) -> None:
+        start(pipeline, number, samples)
+        counts.append(len(pipeline.in_flight))
 
-    monkeypatch.setattr(dali._Pipeline, "start", counted)
+    monkeypatch.setattr(dali._Pipeline, "start", start_and_count)
     with new_loader(Volumes()) as loader:
         for epoch in range(3):
             for _ in loader.epoch(epoch, more=epoch < 2):
@@ -305,77 +305,77 @@ def test_two_batches_are_in_dali(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_is_delivered_before_the_samples_of_the_next_are_ready() -> None:
-    given = threading.Event()
-    with new_loader(Volumes(fault=lambda index: index == 4 and given.wait(20)), shuffle=False) as loader:  # type: ignore
-        epoch, began = loader.epoch(0), time.monotonic()
+    released = threading.Event()
+    with new_loader(Volumes(fault=lambda index: index == 4 and released.wait(20)), shuffle=False) as loader:  # type: ignore
+        epoch, start = loader.epoch(0), time.monotonic()
         next(epoch)
-        assert time.monotonic() - began < 10
-        given.set()
+        assert time.monotonic() - start < 10
+        released.set()
         assert len(list(epoch)) == 5
 
 
 def test_errors_of_dali_at_the_start_name_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros(2, np.float32)
-    graph = new_graph(Field("x"), x)
+    pipeline = new_pipeline(Field("x"), x)
 
     def refuse() -> None:
         raise RuntimeError("Error in x\nencountered:\n\nno luck\nC++ context: [x.cc]\nCurrent pipeline object is no longer valid.")
 
-    monkeypatch.setattr(graph._pipeline, "schedule_run", refuse)
+    monkeypatch.setattr(pipeline._pipeline, "schedule_run", refuse)
     with pytest.raises(DataError, match=r"^graph, in or after the batch of samples 7 \(7\): DALI stops: no luck$"):
-        graph.start(0, [ready(7, x)])
+        pipeline.start(0, [new_ready(7, x)])
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 @pytest.mark.parametrize("problem", [DataError("file seven is damaged"), RuntimeError("seven"), MemoryError()])
-def test_an_error_of_the_source_is_raised_soon_and_no_thread_is_left(problem: Exception) -> None:
+def test_an_error_of_the_source_is_raised_soon_and_all_threads_end(problem: Exception) -> None:
     def fault(index: int) -> None:
         if index == 7:
             raise problem
 
-    before, native, began = threading.active_count(), native_threads(), time.monotonic()
+    before, thread_count, start = threading.active_count(), count_threads(), time.monotonic()
     source = Volumes(fault=fault)
     with new_loader(source, 2, shuffle=False) as loader, pytest.raises(DataError, match=r"(sample|index) 7"):
         list(loader.epoch(0))
-    assert source.closed and time.monotonic() - began < 5
-    assert threading.active_count() == before and native_threads(native) <= native
+    assert source.closed and time.monotonic() - start < 5
+    assert threading.active_count() == before and count_threads(thread_count) <= thread_count
 
 
 def test_an_epoch_can_be_abandoned_for_another() -> None:
     data = Volumes()
-    before, native = threading.active_count(), native_threads()
+    before, thread_count = threading.active_count(), count_threads()
     loader = new_loader(data, seed=1)
     with Loader(data, 4, replica_mesh(0, 1), name="train", seed=1) as other:
-        plain = numbers(other.epoch(1))
+        expected = sample_indices(other.epoch(1))
     for _ in range(3):
         epoch = loader.epoch(0, more=True)
         next(epoch), next(epoch)
         epoch.close()
-    assert numbers(loader.epoch(1)) == plain
-    half = loader.epoch(0)
-    next(half)
+    assert sample_indices(loader.epoch(1)) == expected
+    partial_epoch = loader.epoch(0)
+    next(partial_epoch)
     loader.close()
-    half.close()
-    assert threading.active_count() <= before and native_threads(native) <= native
+    partial_epoch.close()
+    assert threading.active_count() <= before and count_threads(thread_count) <= thread_count
 
 
 @pytest.mark.parametrize(
-    "words, text",
+    "kwargs, message",
     [
         ({"fields": ()}, "expected at least one"),
         ({"fields": (FIELDS[2], FIELDS[2])}, "fields index, index; .* each name once"),
         ({"batch": 6, "mesh": replica_mesh(0, 4)}, "a batch of 6 samples does not divide by 4 replicas"),
     ],
 )
-def test_contradictory_arguments_raise_at_construction(words: dict, text: str) -> None:
-    with pytest.raises(DataError, match=text):
-        new_loader(Volumes(), **words)
+def test_contradictory_arguments_raise_at_construction(kwargs: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        new_loader(Volumes(), **kwargs)
 
 
 @pytest.mark.parametrize(
-    "field, value, text",
+    "field, value, message",
     [
         (FIELDS[0], np.zeros((2, 2, 2, 1)), "samples 0 .*DALI stops: "),
         (Field("x", "HWC"), np.zeros((4, 4)), r"shape \(4, 4\), but layout 'HWC' has 3 dims"),
@@ -385,36 +385,36 @@ def test_contradictory_arguments_raise_at_construction(words: dict, text: str) -
         (Field("y"), np.zeros(3), "field 'y': is not in the sample, which has x"),
     ],
 )
-def test_a_sample_that_does_not_fit_is_named(field: Field, value: Any, text: str) -> None:
-    native = native_threads()
-    with pytest.raises(DataError, match=text):
-        through_dali((field,), [{"x": value, "volume": value}] * 2)
-    assert native_threads(native) <= native
+def test_a_sample_that_contradicts_its_field_is_named(field: Field, value: Any, message: str) -> None:
+    thread_count = count_threads()
+    with pytest.raises(DataError, match=message):
+        load_by_dali((field,), [{"x": value, "volume": value}] * 2)
+    assert count_threads(thread_count) <= thread_count
 
 
-def test_samples_that_do_not_fit_together_are_named() -> None:
-    shapes = [{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}]
+def test_incompatible_samples_of_a_batch_are_named() -> None:
+    samples = [{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}]
     with pytest.raises(DataError, match=r"samples 0 \(volume 0\), 1 .*shapes \(2, 3\), \(2, 4\) in one batch; crop"):
-        through_dali((Field("x"),), shapes)
+        load_by_dali((Field("x"),), samples)
     with pytest.raises(DataError, match=r"sample 1: field 'x': float32 with 1 dims, but float64 with 1 in sample 0"):
-        through_dali((Field("x"),), [{"x": np.zeros(2)}, {"x": np.zeros(2, np.float32)}])
+        load_by_dali((Field("x"),), [{"x": np.zeros(2)}, {"x": np.zeros(2, np.float32)}])
+
     class Growing(Volumes):
         def sample(self, index: int, epoch: int) -> Any:
             return {"x": np.full((index + 1, 2), index)}
 
-    with new_loader(Growing(5), 1, fields=(Field("x"),), shuffle=False) as loader:  # alone in its batch each size is right
+    with new_loader(Growing(5), 1, fields=(Field("x"),), shuffle=False) as loader:  # alone in its batch a sample may have any size
         assert [tuple(batch["x"].shape) for batch in loader.epoch(0)] == [(1, i + 1, 2) for i in range(5)]
-
 
 
 # ---- without DALI
 
 
 def test_without_dali_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> Any:
+    def fail_to_import(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(dali, "import_module", absent)
+    monkeypatch.setattr(dali, "import_module", fail_to_import)
     with pytest.raises(MissingExtraError, match=r"pip install 'hpcai-suite\[dali\]', or read without it: data.reader=direct"):
         DaliLoader(np.zeros(3), 1, dist.single_process(), [Field("x")], name="train")  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Any range of any file, right to the byte, past the page cache; what cannot be read is named; nothing leaks."""
+"""Direct reads: exact bytes of any range, without the page cache; reused memory; errors with the file name; no leaks."""
 
 import copy
 import ctypes
@@ -22,9 +22,9 @@ from hpcai.data import direct
 from hpcai.data.direct import ALIGN, MemoryPool, Reader
 from hpcai.errors import DataError
 from tests.page_cache import resident_fraction
-from tests.unit.data.conftest import held
+from tests.unit.data.conftest import open_resources
 
-pytestmark = pytest.mark.usefixtures("nothing_stays")
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 SIZE = 3 * (1 << 20) + 1234
 CONTENT = np.random.default_rng(0).bytes(SIZE)
@@ -43,29 +43,29 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     st.sampled_from(["auto", "direct", "buffered"]), st.sampled_from([4096, 1 << 16, 4 << 20]), st.integers(0, 4100),
 )  # fmt: skip
 @settings(max_examples=40)
-def test_any_range_is_right_to_the_byte(file: Path, ranges: list[tuple[int, int]], mode: Any, block: int, shift: int) -> None:
+def test_any_range_is_read_exactly(file: Path, ranges: list[tuple[int, int]], mode: Any, block: int, shift: int) -> None:
     ranges = [(offset, min(length, SIZE - offset)) for offset, length in ranges]
     with Reader(mode, threads=3, block=block) as reader:
-        for (offset, length), found in zip(ranges, reader.fetch_all([(file, o, n) for o, n in ranges])):
-            assert found.tobytes() == CONTENT[offset : offset + length]
-        places = [np.full(length + shift + 50, 0xAA, np.uint8) for _, length in ranges]
-        reader.read([(file, o, place[shift : shift + n]) for (o, n), place in zip(ranges, places)])
-        for (offset, length), place in zip(ranges, places):
-            assert place[shift : shift + length].tobytes() == CONTENT[offset : offset + length]
-            assert (place[:shift] == 0xAA).all() and (place[shift + length :] == 0xAA).all(), "not a byte beside its place"
-        asked = 2 * sum(length for _, length in ranges)
-        assert reader.requested == asked <= reader.transferred <= asked + 2 * len(ranges) * (2 * ALIGN + 2 * ALIGN)
+        for (offset, length), data in zip(ranges, reader.fetch_all([(file, o, n) for o, n in ranges])):
+            assert data.tobytes() == CONTENT[offset : offset + length]
+        buffers = [np.full(length + shift + 50, 0xAA, np.uint8) for _, length in ranges]
+        reader.read([(file, o, buffer[shift : shift + n]) for (o, n), buffer in zip(ranges, buffers)])
+        for (offset, length), buffer in zip(ranges, buffers):
+            assert buffer[shift : shift + length].tobytes() == CONTENT[offset : offset + length]
+            assert (buffer[:shift] == 0xAA).all() and (buffer[shift + length :] == 0xAA).all(), "other bytes are not written"
+        requested = 2 * sum(length for _, length in ranges)
+        assert reader.requested == requested <= reader.transferred <= requested + 2 * len(ranges) * (2 * ALIGN + 2 * ALIGN)
         if mode == "buffered":
-            assert reader.transferred == asked
+            assert reader.transferred == requested
 
 
 def test_direct_reads_bypass_the_page_cache(file: Path) -> None:
-    def forget() -> None:
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    def drop_page_cache() -> None:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    forget()
+    drop_page_cache()
     with Reader("direct") as reader:
         reader.fetch(file, 5, SIZE - 5)
         reader.read([(file, 17, np.empty(1 << 20, np.uint8))])
@@ -73,34 +73,34 @@ def test_direct_reads_bypass_the_page_cache(file: Path) -> None:
     with Reader("buffered") as reader:
         reader.fetch(file, 0, SIZE)
     assert resident_fraction(file) > 0.9
-    forget()
+    drop_page_cache()
 
 
 def test_aligned_reads_are_not_copied(file: Path) -> None:
-    places: list[int] = []
+    addresses: list[int] = []
 
-    def told(descriptor: int, views: Sequence[Any], offset: int) -> int:
-        places.append(np.frombuffer(views[0], np.uint8).ctypes.data)
+    def recording_preadv(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        addresses.append(np.frombuffer(views[0], np.uint8).ctypes.data)
         return os.preadv(descriptor, views, offset)
 
-    with Reader("direct", preadv=told) as reader:
-        whole = reader.memory.allocate(1 << 20)
-        reader.read([(file, 8192, whole)])
-        assert places == [whole.ctypes.data]
-        places.clear()
-        found = reader.fetch(file, 8192 + 100, 9000)
-        assert places == [found.ctypes.data - 100] and found.ctypes.data % ALIGN == 100
+    with Reader("direct", preadv=recording_preadv) as reader:
+        buffer = reader.memory.allocate(1 << 20)
+        reader.read([(file, 8192, buffer)])
+        assert addresses == [buffer.ctypes.data]
+        addresses.clear()
+        data = reader.fetch(file, 8192 + 100, 9000)
+        assert addresses == [data.ctypes.data - 100] and data.ctypes.data % ALIGN == 100
 
 
 @pytest.mark.parametrize("offset, length", [(100, 1 << 16), (4096, 10_000), (0, 8192), (4000, 200), (4095, 4098)])
 def test_ends_within_a_block_are_read(file: Path, offset: int, length: int) -> None:
     with Reader("direct", block=1 << 14) as reader:
-        whole = reader.memory.allocate(length + 2 * ALIGN)
-        whole[:] = 0xAA
-        place = whole[offset % ALIGN :][:length]  # lies in memory as in the file
-        reader.read([(file, offset, place)])
-        assert place.tobytes() == CONTENT[offset : offset + length]
-        assert (whole[: offset % ALIGN] == 0xAA).all() and (whole[offset % ALIGN + length :] == 0xAA).all()
+        buffer = reader.memory.allocate(length + 2 * ALIGN)
+        buffer[:] = 0xAA
+        view = buffer[offset % ALIGN :][:length]  # aligned in memory as in the file
+        reader.read([(file, offset, view)])
+        assert view.tobytes() == CONTENT[offset : offset + length]
+        assert (buffer[: offset % ALIGN] == 0xAA).all() and (buffer[offset % ALIGN + length :] == 0xAA).all()
 
 
 def test_a_file_is_not_closed_while_it_is_read(tmp_path: Path) -> None:
@@ -108,13 +108,13 @@ def test_a_file_is_not_closed_while_it_is_read(tmp_path: Path) -> None:
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]) * 8192)
 
-    def slow(descriptor: int, views: Sequence[Any], offset: int) -> int:
+    def slow_preadv(descriptor: int, views: Sequence[Any], offset: int) -> int:
         time.sleep(0.005)
         return os.preadv(descriptor, views, offset)
 
-    with Reader("direct", threads=6, files=1, preadv=slow) as reader:
+    with Reader("direct", threads=6, files=1, preadv=slow_preadv) as reader:
         for _ in range(10):
-            assert [int(found[-1]) for found in reader.fetch_all([(path, 0, 8192) for path in paths])] == list(range(6))
+            assert [int(data[-1]) for data in reader.fetch_all([(path, 0, 8192) for path in paths])] == list(range(6))
 
 
 # ---- memory
@@ -122,19 +122,19 @@ def test_a_file_is_not_closed_while_it_is_read(tmp_path: Path) -> None:
 
 def test_memory_is_reused_after_the_last_view() -> None:
     memory = MemoryPool()
-    one = memory.allocate(1 << 20)
-    address = one.ctypes.data
+    block = memory.allocate(1 << 20)
+    address = block.ctypes.data
     assert address % ALIGN == 0 and memory.unused == 0
-    part = one[100:200].view(np.int16).reshape(5, 10)
-    del one
+    view = block[100:200].view(np.int16).reshape(5, 10)
+    del block
     other = memory.allocate(1 << 20)
-    assert other.ctypes.data != address, "a view of a view keeps it"
-    del part
+    assert other.ctypes.data != address, "a view of a view keeps the memory alive"
+    del view
     gc.collect()
     assert memory.allocate(1 << 20).ctypes.data == address
 
 
-def test_a_tensor_keeps_the_memory_that_it_views() -> None:
+def test_a_tensor_keeps_its_memory_alive() -> None:
     import torch
 
     memory = MemoryPool()
@@ -149,76 +149,76 @@ def test_a_tensor_keeps_the_memory_that_it_views() -> None:
 @settings(max_examples=30)
 def test_unused_memory_stays_within_its_bound(sizes: list[int]) -> None:
     memory = MemoryPool(max_unused=4 << 20)
-    held = []
+    blocks = []
     for i, size in enumerate(sizes):
-        held.append(memory.allocate(size))
-        assert len(held[-1]) == size
+        blocks.append(memory.allocate(size))
+        assert len(blocks[-1]) == size
         if i % 3 == 2:
-            held.clear()
+            blocks.clear()
         assert memory.unused <= max(4 << 20, 3 * 1.25 * max(sizes) + 3 * ALIGN)
-    held.clear()
+    blocks.clear()
     assert memory.unused <= max(4 << 20, 3 * 1.25 * max(sizes) + 3 * ALIGN)
 
 
 def test_memory_is_never_allocated_twice_by_several_threads() -> None:
-    memory, wrong = MemoryPool(max_unused=1 << 20), []
+    memory, overwritten = MemoryPool(max_unused=1 << 20), []
 
-    def work(number: int) -> None:
+    def fill(number: int) -> None:
         for i in range(300):
-            place = memory.allocate(4096 * (1 + i % 5))
-            place[:] = number
-            if not (place == number).all():
-                wrong.append(number)
+            block = memory.allocate(4096 * (1 + i % 5))
+            block[:] = number
+            if not (block == number).all():
+                overwritten.append(number)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    threads = [threading.Thread(target=fill, args=(n,)) for n in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not overwritten
 
 
 def test_copies_are_contiguous_and_keep_shape_and_type() -> None:
     memory = MemoryPool()
     source = np.arange(24, dtype=">i4").reshape(2, 3, 4).transpose(2, 0, 1)[::-1]
-    copy = memory.copy(source)
-    assert copy.flags.c_contiguous and copy.dtype == source.dtype and np.array_equal(copy, source)
+    copied = memory.copy(source)
+    assert copied.flags.c_contiguous and copied.dtype == source.dtype and np.array_equal(copied, source)
     assert memory.copy(np.empty((0, 3))).shape == (0, 3) and memory.copy(np.array(7)).shape == ()
 
 
-# ---- faults
+# ---- errors
 
 
 def test_short_reads_and_interruptions_are_continued(file: Path) -> None:
     calls = 0
 
-    def grudging(descriptor: int, views: Sequence[Any], offset: int) -> int:
+    def short_preadv(descriptor: int, views: Sequence[Any], offset: int) -> int:
         nonlocal calls
         calls += 1
-        assert offset % ALIGN == 0 or mode == "buffered", "a disk of 4 KiB blocks would refuse that"
+        assert offset % ALIGN == 0 or mode == "buffered", "a disk of 4 KiB blocks refuses unaligned reads"
         if calls % 3 == 0:
             raise InterruptedError
         return os.preadv(descriptor, [views[0][: min(len(views[0]), 4096 * (1 + calls % 2) if calls % 5 else 512)]], offset)
 
     for mode in ("direct", "buffered"):
-        with Reader(mode, threads=1, preadv=grudging) as reader:  # type: ignore[arg-type]
+        with Reader(mode, threads=1, preadv=short_preadv) as reader:  # type: ignore[arg-type]
             assert reader.fetch(file, 3000, 100_000).tobytes() == CONTENT[3000:103_000]
 
 
-def test_a_disk_error_is_named_with_file_and_range(file: Path) -> None:
-    def failing(descriptor: int, views: Sequence[Any], offset: int) -> int:
+def test_a_disk_error_names_the_file_and_the_range(file: Path) -> None:
+    def failing_preadv(descriptor: int, views: Sequence[Any], offset: int) -> int:
         if offset >= 1 << 20:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return os.preadv(descriptor, views, offset)
 
-    with Reader("direct", block=1 << 18, preadv=failing) as reader:
+    with Reader("direct", block=1 << 18, preadv=failing_preadv) as reader:
         with pytest.raises(DataError, match=r"file.bin: bytes [\d,]+ to [\d,]+ cannot be read: Input/output error \(EIO\)"):
             reader.fetch(file, 0, SIZE)
-        assert reader.fetch(file, 0, 1 << 20).tobytes() == CONTENT[: 1 << 20], "the others can still be read"
+        assert reader.fetch(file, 0, 1 << 20).tobytes() == CONTENT[: 1 << 20], "other ranges can still be read"
 
 
 @pytest.mark.parametrize("mode", ["auto", "direct", "buffered"])
-def test_beyond_the_end_and_missing_files(file: Path, tmp_path: Path, mode: Any) -> None:
+def test_reads_beyond_the_end_and_of_missing_files_raise(file: Path, tmp_path: Path, mode: Any) -> None:
     with Reader(mode) as reader:
         with pytest.raises(DataError, match=r"file.bin: ends at byte 3,146,962, but bytes 3,145,728 to 3,147,728 are requested"):
             reader.fetch(file, 3 << 20, 2000)
@@ -234,41 +234,41 @@ def test_a_file_system_without_direct_reads_is_logged_once(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    real, refused = os.open, []
+    system_open, refused_paths = os.open, []
 
-    def without(path: Any, flags: int, *rest: Any) -> int:
+    def open_without_direct(path: Any, flags: int, *rest: Any) -> int:
         if flags & os.O_DIRECT:
-            refused.append(path)
+            refused_paths.append(path)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(path, flags, *rest)
+        return system_open(path, flags, *rest)
 
     monkeypatch.setattr(direct, "_without_direct", set())
-    monkeypatch.setattr(os, "open", without)
+    monkeypatch.setattr(os, "open", open_without_direct)
     with Reader("auto", files=1) as reader:
         for _ in range(3):
             assert reader.fetch(file, 10, 5000).tobytes() == CONTENT[10:5010]
-    assert len(refused) == 1 and [r.message for r in caplog.records if "does not support O_DIRECT" in r.message] != []
+    assert len(refused_paths) == 1 and [r.message for r in caplog.records if "does not support O_DIRECT" in r.message] != []
     with Reader("direct") as reader, pytest.raises(DataError, match="may not support O_DIRECT: set the reader to auto or buffered"):
         reader.fetch(file, 10, 5000)
     monkeypatch.undo()
 
 
-def test_a_file_system_that_refuses_the_first_direct_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_first_direct_read_falls_back_to_buffered(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_without_direct", set())
-    refused = []
+    refused_offsets = []
 
-    def picky(descriptor: int, views: Sequence[Any], offset: int) -> int:
+    def refusing_preadv(descriptor: int, views: Sequence[Any], offset: int) -> int:
         if os.O_DIRECT & int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0], 8):
-            refused.append(offset)
+            refused_offsets.append(offset)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return os.preadv(descriptor, views, offset)
 
-    with Reader("auto", threads=1, block=1 << 18, preadv=picky) as reader:
+    with Reader("auto", threads=1, block=1 << 18, preadv=refusing_preadv) as reader:
         assert reader.fetch(file, 100, 1 << 20).tobytes() == CONTENT[100 : 100 + (1 << 20)]
-        assert len(refused) <= 2
+        assert len(refused_offsets) <= 2
 
 
-def test_files_are_closed_and_not_too_many_are_open(tmp_path: Path) -> None:
+def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
     paths = [tmp_path / f"{i}.bin" for i in range(40)]
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]) * 5000)
@@ -280,15 +280,15 @@ def test_files_are_closed_and_not_too_many_are_open(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sum(held()[str(path)] for path in paths) <= 8
+        assert sum(open_resources()[str(path)] for path in paths) <= 8
         assert all(reader.fetch(path, 4000, 1000)[0] == i for i, path in enumerate(paths))
 
 
 def test_a_reader_is_pickled_without_its_files(file: Path) -> None:
     with Reader("direct", threads=2, block=8192) as reader:
         reader.fetch(file, 0, 10)
-        with copy.copy(reader) as again:  # by way of pickle's protocol
-            assert (again.mode, again.block) == ("direct", 8192) and again.fetch(file, 1, 9).tobytes() == CONTENT[1:10]
+        with copy.copy(reader) as restored:  # by the pickle protocol
+            assert (restored.mode, restored.block) == ("direct", 8192) and restored.fetch(file, 1, 9).tobytes() == CONTENT[1:10]
 
 
 def test_memory_is_pinned_and_unpinned_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,14 +296,14 @@ def test_memory_is_pinned_and_unpinned_with_its_gpu(monkeypatch: pytest.MonkeyPa
     registered: dict[int, int] = {}
 
     @contextmanager
-    def on(device: Any) -> Any:
+    def cuda_device(device: Any) -> Any:
         events.append(device)
         yield
-        events.append("left")
+        events.append("exited")
 
     class Runtime:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-            assert all(address + size <= other or other + its <= address for other, its in registered.items())
+            assert all(address + size <= start or start + length <= address for start, length in registered.items())
             registered[address] = size
             events.append("pinned")
             return 0
@@ -313,20 +313,20 @@ def test_memory_is_pinned_and_unpinned_with_its_gpu(monkeypatch: pytest.MonkeyPa
             events.append("unpinned")
             return 0
 
-    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "device", cuda_device)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     gpu = torch.device("cuda", 3)
     memory = MemoryPool(max_unused=0, pin=gpu)
     sizes = [1 << 12, 1 << 13, 1 << 14, 1 << 15]
     for size in sizes:
         memory.allocate(size)
-    assert events[:3] == [gpu, "pinned", "left"]
+    assert events[:3] == [gpu, "pinned", "exited"]
     memory._largest = 0
-    assert memory.unused == 0 and events[-3:] == [gpu, "unpinned", "left"]
-    for _ in range(20):  # the kernel maps each at the address of the one before
+    assert memory.unused == 0 and events[-3:] == [gpu, "unpinned", "exited"]
+    for _ in range(20):  # the kernel maps each block at the address of its predecessor
         memory = MemoryPool(pin=gpu)
-        kept = memory.allocate(1 << 16), memory.allocate(1 << 20)
+        blocks = memory.allocate(1 << 16), memory.allocate(1 << 20)
         del memory
         assert len(registered) == 2
-        del kept
+        del blocks
         assert not registered

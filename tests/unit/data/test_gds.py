@@ -1,4 +1,4 @@
-"""Boxes of arrays by GPUDirect Storage equal what the direct reader reads; the module that would read is a double with os.pread."""
+"""GPUDirect Storage reads slices of arrays like the direct reader. KvikIO is replaced by a fake that reads with os.pread."""
 
 import logging
 import os
@@ -26,17 +26,17 @@ from tests.array_files import arrays_and_slices, write_arrays
 CPU = torch.device("cpu")
 
 
-class Double:
-    """KvikIO, as far as it is used. ``change(count, offset)`` alters how many bytes a read gives, or raises."""
+class FakeKvikIO:
+    """A replacement of KvikIO. ``change(count, offset)`` returns the number of bytes that a read returns, or raises."""
 
     def __init__(self) -> None:
         self.defaults, self.settings, self.compatible = self, {}, False
         self.pool = ThreadPoolExecutor(4)
         self.reads: list[tuple[int, int, int, int]] = []  # address, bytes, offset, task
         self.open: list[Any] = []
-        self.opened = self.closed = self.flying = self.most = 0
+        self.opened = self.closed = self.in_flight = self.max_in_flight = 0
         self.change: Callable[[int, int], int] = lambda count, offset: count
-        self.wait = 0.0
+        self.delay = 0.0
         self.lock = threading.Lock()
 
     def set(self, settings: dict[str, int]) -> None:
@@ -45,35 +45,35 @@ class Double:
     def is_compat_mode_preferred(self) -> bool:
         return self.compatible
 
-    def CuFile(self, path: Path, flags: str) -> "DoubleFile":  # noqa: N802
+    def CuFile(self, path: Path, flags: str) -> "FakeFile":  # noqa: N802
         assert flags == "r"
         self.opened += 1
-        return DoubleFile(self, path)
+        return FakeFile(self, path)
 
 
-class DoubleFile:
-    def __init__(self, module: Double, path: Path) -> None:
+class FakeFile:
+    def __init__(self, module: FakeKvikIO, path: Path) -> None:
         self.module, self.descriptor = module, os.open(path, os.O_RDONLY)
 
-    def pread(self, into: torch.Tensor, size: int, offset: int, task: int) -> Any:
-        assert into.dtype == torch.uint8 and into.is_contiguous() and len(into) == size and size > 0
+    def pread(self, buffer: torch.Tensor, size: int, offset: int, task: int) -> Any:
+        assert buffer.dtype == torch.uint8 and buffer.is_contiguous() and len(buffer) == size and size > 0
         if offset + size > os.fstat(self.descriptor).st_size:
             raise RuntimeError("POSIX error on pread: EOF")  # as KvikIO does
         module = self.module
-        module.reads.append((into.data_ptr(), size, offset, task))
+        module.reads.append((buffer.data_ptr(), size, offset, task))
 
         def run() -> int:
             with module.lock:
-                module.flying += 1
-                module.most = max(module.most, module.flying)
-            time.sleep(module.wait)
+                module.in_flight += 1
+                module.max_in_flight = max(module.max_in_flight, module.in_flight)
+            time.sleep(module.delay)
             try:
                 count = module.change(size, offset)
-                into.numpy()[:count] = np.frombuffer(os.pread(self.descriptor, count, offset), np.uint8)
+                buffer.numpy()[:count] = np.frombuffer(os.pread(self.descriptor, count, offset), np.uint8)
                 return count
             finally:
                 with module.lock:
-                    module.flying -= 1
+                    module.in_flight -= 1
 
         future = module.pool.submit(run)
         future.get = future.result  # type: ignore[attr-defined]
@@ -85,16 +85,16 @@ class DoubleFile:
 
 
 @pytest.fixture
-def double() -> Iterator[Double]:
-    module = Double()
+def kvikio() -> Iterator[FakeKvikIO]:
+    module = FakeKvikIO()
     yield module
     module.pool.shutdown()
 
 
 @pytest.fixture
-def reader(double: Double) -> Iterator[GdsReader]:
-    with GdsReader(CPU, kvikio=double) as found:
-        yield found
+def reader(kvikio: FakeKvikIO) -> Iterator[GdsReader]:
+    with GdsReader(CPU, kvikio=kvikio) as reader:
+        yield reader
 
 
 @given(
@@ -102,21 +102,21 @@ def reader(double: Double) -> Iterator[GdsReader]:
     st.sampled_from([1, 5000, 1 << 28]),
 )  # fmt: skip
 @settings(max_examples=40)
-def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset: int, partly: bool, portion: int) -> None:
-    array, chunks, where = case
-    array, layouts = write_arrays(tmp_path_factory.mktemp("gds"), array, chunks, partly, offset)
+def test_any_slice_of_any_array_is_read_exactly(tmp_path_factory: Any, case: Any, offset: int, partial: bool, staging: int) -> None:
+    array, chunks, index = case
+    array, layouts = write_arrays(tmp_path_factory.mktemp("gds"), array, chunks, partial, offset)
     layout = layouts[0 if chunks else 2]
-    module, plain = Double(), gds._STAGING_BYTES
-    gds._STAGING_BYTES = portion
+    module, default = FakeKvikIO(), gds._STAGING_BYTES
+    gds._STAGING_BYTES = staging
     try:
         with GdsReader(CPU, kvikio=module) as reader:
-            found = reader.read(layout, *where)
+            actual = reader.read(layout, *index)
     finally:
-        gds._STAGING_BYTES = plain
+        gds._STAGING_BYTES = default
         module.pool.shutdown()
-    expected = array[tuple(where)]
-    assert found.dtype == torch.from_numpy(array).dtype and tuple(found.shape) == expected.shape
-    assert np.array_equal(found.numpy(), expected)
+    expected = array[tuple(index)]
+    assert actual.dtype == torch.from_numpy(array).dtype and tuple(actual.shape) == expected.shape
+    assert np.array_equal(actual.numpy(), expected)
     assert all(address % ALIGN == 0 and first % ALIGN == 0 for address, _, first, _ in module.reads)
     end = layout.path.stat().st_size
     assert all(size % ALIGN == 0 or first + size == end for _, size, first, _ in module.reads)
@@ -132,27 +132,27 @@ def volume(tmp_path: Path) -> tuple[Layout, np.ndarray]:
     return npy_layout(tmp_path / "volume.npy"), array
 
 
-def test_a_single_range_is_not_copied(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_a_single_range_is_not_copied(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
-    found = reader.read(layout, slice(3, 9))
-    assert torch.equal(found, torch.from_numpy(array[3:9]))
-    ((address, size, offset, task),) = double.reads
+    actual = reader.read(layout, slice(3, 9))
+    assert torch.equal(actual, torch.from_numpy(array[3:9]))
+    ((address, size, offset, task),) = kvikio.reads
     start = layout.offset + 3 * array[0].nbytes
-    assert offset == start // ALIGN * ALIGN and found.data_ptr() == address + start - offset, "no copy"
-    assert task == 4 << 20 and double.settings == {"num_threads": 8, "task_size": 4 << 20}
+    assert offset == start // ALIGN * ALIGN and actual.data_ptr() == address + start - offset, "no copy"
+    assert task == 4 << 20 and kvikio.settings == {"num_threads": 8, "task_size": 4 << 20}
     assert reader.requested == 6 * array[0].nbytes <= reader.transferred == size <= reader.requested + 2 * ALIGN
     with Reader("auto") as direct:
-        assert np.array_equal(found.numpy(), layout.read(direct, slice(3, 9)))
+        assert np.array_equal(actual.numpy(), layout.read(direct, slice(3, 9)))
 
 
 def test_unaligned_values_are_copied(reader: GdsReader, tmp_path: Path) -> None:
     array = np.arange(1000, dtype=np.float64)
     (tmp_path / "x").write_bytes(b"123" + array.tobytes())
-    found = reader.read(Layout(tmp_path / "x", "x", (1000,), np.dtype(np.float64), 3))
-    assert found.data_ptr() % 8 == 0 and torch.equal(found, torch.from_numpy(array))
+    actual = reader.read(Layout(tmp_path / "x", "x", (1000,), np.dtype(np.float64), 3))
+    assert actual.data_ptr() % 8 == 0 and torch.equal(actual, torch.from_numpy(array))
 
 
-def test_a_scalar_and_nothing_at_all(reader: GdsReader, tmp_path: Path) -> None:
+def test_scalars_and_empty_slices(reader: GdsReader, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.float32(2.5))
     assert reader.read(npy_layout(tmp_path / "x.npy")) == 2.5
     np.save(tmp_path / "y.npy", np.zeros((3, 4), np.float16))
@@ -160,50 +160,50 @@ def test_a_scalar_and_nothing_at_all(reader: GdsReader, tmp_path: Path) -> None:
     assert reader.read(npy_layout(tmp_path / "y.npy"), 1, 2).dtype == torch.float16
 
 
-def test_many_reads_are_in_flight(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_many_reads_are_in_flight(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
-    double.wait = 0.02
+    kvikio.delay = 0.02
     assert torch.equal(reader.read(layout, slice(0, 16), slice(5, 40)), torch.from_numpy(array[:, 5:40]))
-    assert len(double.reads) == 16 and double.most == 4, "as many as there are threads"
+    assert len(kvikio.reads) == 16 and kvikio.max_in_flight == 4, "limited by the number of threads"
 
 
-def test_memory_beside_the_result_is_bounded(reader: GdsReader, volume: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_memory_is_bounded(reader: GdsReader, volume: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, array = volume
     monkeypatch.setattr(gds, "_STAGING_BYTES", 100_000)
     fetch, counts = reader._fetch, []
     monkeypatch.setattr(reader, "_fetch", lambda path, runs: (counts.append(len(runs)), fetch(path, runs))[1])
     assert torch.equal(reader.read(layout, slice(0, 16), slice(5, 40)), torch.from_numpy(array[:, 5:40]))
-    assert counts == [4, 4, 4, 4], "runs of 17,920 bytes in 20,480, with a block more that alignment may add"
+    assert counts == [4, 4, 4, 4], "ranges of 17,920 bytes take 20,480, plus one block for alignment"
 
 
-def test_a_file_may_be_evicted_during_a_read(double: Double, reader: GdsReader, volume: Any, tmp_path: Path) -> None:
+def test_a_file_may_be_evicted_during_a_read(kvikio: FakeKvikIO, reader: GdsReader, volume: Any, tmp_path: Path) -> None:
     layout, array = volume
     with ThreadPoolExecutor(1) as pool:
-        double.wait = 0.3
-        coming = pool.submit(reader.read, layout)
-        while not double.flying:
+        kvikio.delay = 0.3
+        future = pool.submit(reader.read, layout)
+        while not kvikio.in_flight:
             time.sleep(0.01)
         reader.close()
-        assert double.flying and double.closed == 0, "its reads go on"
-        assert torch.equal(coming.result(), torch.from_numpy(array))
-    assert (double.opened, double.closed) == (1, 1)
+        assert kvikio.in_flight and kvikio.closed == 0, "its reads continue"
+        assert torch.equal(future.result(), torch.from_numpy(array))
+    assert (kvikio.opened, kvikio.closed) == (1, 1)
 
 
-def test_a_gap_is_read_across_not_around(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_a_small_gap_is_read_over(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
     assert torch.equal(reader.read(layout, 2, slice(0, 64), slice(7, 30)), torch.from_numpy(array[2, :64, 7:30]))
-    assert len(double.reads) == 1
+    assert len(kvikio.reads) == 1
 
 
-def test_from_many_threads(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_reads_from_many_threads(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda i: reader.read(layout, i % 16), range(64)))
-    assert all(torch.equal(f, torch.from_numpy(array[i % 16])) for i, f in enumerate(found))
+        results = list(pool.map(lambda i: reader.read(layout, i % 16), range(64)))
+    assert all(torch.equal(actual, torch.from_numpy(array[i % 16])) for i, actual in enumerate(results))
     assert reader.requested == 4 * array.nbytes
 
 
-def test_files_stay_open_up_to_a_number_and_are_closed(double: Double, reader: GdsReader, tmp_path: Path) -> None:
+def test_the_number_of_open_files_is_limited(kvikio: FakeKvikIO, reader: GdsReader, tmp_path: Path) -> None:
     reader._files._limit = 4
     layouts = []
     for i in range(6):
@@ -211,24 +211,24 @@ def test_files_stay_open_up_to_a_number_and_are_closed(double: Double, reader: G
         layouts.append(npy_layout(tmp_path / f"{i}.npy"))
     for _ in range(3):
         assert [int(reader.read(layout)[0]) for layout in layouts[:4]] == [0, 1, 2, 3]
-    assert (double.opened, double.closed) == (4, 0)
+    assert (kvikio.opened, kvikio.closed) == (4, 0)
     assert [int(reader.read(layout)[0]) for layout in layouts] == [0, 1, 2, 3, 4, 5]
-    assert (double.opened, double.closed) == (6, 2)
-    assert int(reader.read(layouts[2])[0]) == 2 and double.opened == 6, "what was used last stays longest"
+    assert (kvikio.opened, kvikio.closed) == (6, 2)
+    assert int(reader.read(layouts[2])[0]) == 2 and kvikio.opened == 6, "the least recently used file is closed"
     reader.read(layouts[0])
-    assert int(reader.read(layouts[2])[0]) == 2 and double.opened == 7
-    kept = reader.read(layouts[5])
+    assert int(reader.read(layouts[2])[0]) == 2 and kvikio.opened == 7
+    values = reader.read(layouts[5])
     reader.close()
-    assert double.opened == double.closed and int(kept[9]) == 5
-    assert int(reader.read(layouts[0])[0]) == 0, "it may be used again"
+    assert kvikio.opened == kvikio.closed and int(values[9]) == 5
+    assert int(reader.read(layouts[0])[0]) == 0, "a closed reader reopens files"
 
 
-def test_what_is_too_short_is_named(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_short_files_and_short_reads_raise(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
-    double.change = lambda count, offset: count - 3 * ALIGN
+    kvikio.change = lambda count, offset: count - 3 * ALIGN
     with pytest.raises(DataError, match=r"volume.npy: bytes 393,344 to 524,416 are requested, but reads stop at byte 516,096 of"):
         reader.read(layout, 3)
-    double.change = lambda count, offset: count - 1  # of what only alignment has added
+    kvikio.change = lambda count, offset: count - 1  # a byte that only alignment has added
     assert torch.equal(reader.read(layout, 3), torch.from_numpy(array[3]))
     os.truncate(layout.path, 100_000)
     reader.close()
@@ -236,22 +236,22 @@ def test_what_is_too_short_is_named(double: Double, reader: GdsReader, volume: A
         reader.read(layout, 3)
 
 
-def test_an_error_of_the_driver_names_the_file_and_all_reads_end(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_an_error_of_the_driver_names_the_file_and_all_reads_end(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
-    done: list[int] = []
+    completed: list[int] = []
 
     def fail(count: int, offset: int) -> int:
         if offset < ALIGN:
             raise RuntimeError("cuFile: internal error")
         time.sleep(0.1)
-        done.append(offset)
+        completed.append(offset)
         return count
 
-    double.change = fail
+    kvikio.change = fail
     with pytest.raises(DataError, match="volume.npy: bytes .* cannot be read to the GPU: cuFile: internal error; data.reader"):
         reader.read(layout, slice(0, 4), slice(0, 40))
-    assert double.flying == 0 and len(done) == 3, "memory goes only after the last read into it"
-    double.change = lambda count, offset: count
+    assert kvikio.in_flight == 0 and len(completed) == 3, "memory is freed only after the last read into it"
+    kvikio.change = lambda count, offset: count
     assert torch.equal(reader.read(layout), torch.from_numpy(array))
     layout.path.unlink()
     reader.close()
@@ -259,49 +259,49 @@ def test_an_error_of_the_driver_names_the_file_and_all_reads_end(double: Double,
         reader.read(layout)
 
 
-def test_a_file_that_the_driver_refuses_is_named(double: Double, reader: GdsReader, volume: Any) -> None:
+def test_a_file_that_the_driver_refuses_is_named(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     def refuse(path: Path, flags: str) -> Any:
         raise OSError("cuFileHandleRegister: not supported")
 
-    double.CuFile = refuse  # type: ignore[method-assign]
+    kvikio.CuFile = refuse  # type: ignore[method-assign]
     with pytest.raises(DataError, match=r"volume.npy: cannot be opened for the GPU: cuFileHandleRegister: not supported; data"):
         reader.read(volume[0])
 
 
-@pytest.mark.parametrize("dtype, text", [(">f4", "'x' is >f4, not in this machine's byte order"), ("V6", "torch has no dtype")])
-def test_dtypes_unknown_to_torch_raise(reader: GdsReader, tmp_path: Path, dtype: str, text: str) -> None:
+@pytest.mark.parametrize("dtype, message", [(">f4", "'x' is >f4, not in this machine's byte order"), ("V6", "torch has no dtype")])
+def test_dtypes_unknown_to_torch_raise(reader: GdsReader, tmp_path: Path, dtype: str, message: str) -> None:
     (tmp_path / "x").write_bytes(bytes(600))
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(DataError, match=message):
         reader.read(Layout(tmp_path / "x", "x", (50,), np.dtype(dtype), 0))
 
 
-def test_the_mode_of_kvikio_is_logged_once(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_mode_of_kvikio_is_logged_once(kvikio: FakeKvikIO, caplog: pytest.LogCaptureFixture) -> None:
     gds._log_mode.cache_clear()
     caplog.set_level(logging.INFO)
-    for double.compatible in (True, True, False, False):
-        GdsReader(CPU, kvikio=double)
+    for kvikio.compatible in (True, True, False, False):
+        GdsReader(CPU, kvikio=kvikio)
     assert [("compatibility mode" in text, "is available" in text) for text in caplog.messages] == [(True, False), (False, True)]
 
 
 def test_without_kvikio_or_a_driver_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvikio", None)  # as when it is not installed
+    monkeypatch.setitem(sys.modules, "kvikio", None)  # as if it were not installed
     with pytest.raises(MissingExtraError, match=r"pip install 'hpcai-suite\[gds\]'; data.reader=direct needs neither"):
         GdsReader(torch.device("cuda"))
-    module = Double()
+    module = FakeKvikIO()
     monkeypatch.setattr(gds, "import_module", lambda name: module)
     with pytest.raises(DataError, match="the device is cpu and CUDA is .*libcuda.so.1"):
         GdsReader(CPU)
 
-    def broken(name: str) -> Any:
+    def fail_to_load(name: str) -> Any:
         raise OSError("libcufile.so.0: cannot open shared object file")
 
-    monkeypatch.setattr(gds, "import_module", broken)
+    monkeypatch.setattr(gds, "import_module", fail_to_load)
     with pytest.raises(DataError, match="installed but does not load .libcufile.so.0"):
         GdsReader(CPU)
 
-    def unset(settings: dict) -> None:
+    def fail_to_set(settings: dict) -> None:
         raise RuntimeError("libcuda.so.1: cannot open shared object file")
 
-    module.set = unset  # type: ignore[method-assign]
+    module.set = fail_to_set  # type: ignore[method-assign]
     with pytest.raises(DataError, match="KvikIO cannot be set up: libcuda.so.1: .*; data.reader=direct"):
         GdsReader(CPU, kvikio=module)

@@ -1,4 +1,4 @@
-"""Files that cannot be used are named, with what was found and what was expected."""
+"""Rows of HDF5 files: equal by every reader, with and without an index; errors name the file, actual and expected content."""
 
 import copy
 import json
@@ -17,16 +17,16 @@ from hpcai.errors import DataError
 FIELDS = {"counts": ("int16", (4, 4, 4, 2)), "target": ("float32", (3,))}
 
 
-def write(path: Path, rows: int = 2, value: float = 0.5, **other: np.ndarray) -> None:
+def write_h5(path: Path, rows: int = 2, value: float = 0.5, **datasets: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"counts": np.full((rows, 4, 4, 4, 2), rows, np.int16), "target": np.full((rows, 3), value, np.float32)} | other
+    data = {"counts": np.full((rows, 4, 4, 4, 2), rows, np.int16), "target": np.full((rows, 3), value, np.float32)} | datasets
     with h5py.File(path, "w") as file:
         for name, array in data.items():
             if array is not None:
                 file[name] = array
 
 
-def index(folder: Path) -> None:
+def write_index(folder: Path) -> None:
     files = [{"name": p.name, "rows": len(h5py.File(p)["target"]), "bytes": p.stat().st_size} for p in sorted(folder.glob("*.h5"))]
     (folder / "index.json").write_text(json.dumps({"files": files, "low": [0, 0, 0]}))
 
@@ -34,9 +34,9 @@ def index(folder: Path) -> None:
 @pytest.mark.parametrize("indexed", [True, False])
 def test_rows_of_all_files_in_order(tmp_path: Path, indexed: bool) -> None:
     for i, rows in enumerate((2, 1, 3)):
-        write(tmp_path / f"u{i}.h5", rows, value=i)
+        write_h5(tmp_path / f"u{i}.h5", rows, value=i)
     if indexed:
-        index(tmp_path)
+        write_index(tmp_path)
     rows = Rows(tmp_path, FIELDS)
     assert len(rows) == 6 and rows.shapes["counts"] == (4, 4, 4, 2)
     assert [rows.read(i)["target"][0] for i in range(6)] == [0, 0, 1, 2, 2, 2]
@@ -45,29 +45,29 @@ def test_rows_of_all_files_in_order(tmp_path: Path, indexed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil, text",
+    "damage, message",
     [
         (lambda p: None, r"u0.h5: dataset 'counts' is \(2, 4, 4, 4, 9\), expected \(rows, 4, 4, 4, 2\); make it so"),
-        (lambda p: write(p, counts=np.zeros((2, 4, 4, 4, 2))), "u0.h5: dataset 'counts' is float64, expected int16; make it so"),
-        (lambda p: write(p, target=None), "u0.h5: no dataset 'target'; it has counts"),
-        (lambda p: write(p, target=np.zeros((3, 3), np.float32)), "different numbers of rows"),
+        (lambda p: write_h5(p, counts=np.zeros((2, 4, 4, 4, 2))), "u0.h5: dataset 'counts' is float64, expected int16; make it so"),
+        (lambda p: write_h5(p, target=None), "u0.h5: no dataset 'target'; it has counts"),
+        (lambda p: write_h5(p, target=np.zeros((3, 3), np.float32)), "different numbers of rows"),
         (lambda p: p.write_bytes(p.read_bytes()[:100]), "u0.h5: not a complete HDF5 file"),
         (lambda p: p.unlink(), "holds no .*h5 file; make it so"),
     ],
 )
-def test_bad_files(tmp_path: Path, spoil, text: str) -> None:  # type: ignore[no-untyped-def]
-    write(tmp_path / "u0.h5", counts=np.zeros((2, 4, 4, 4, 9), np.int16))
-    spoil(tmp_path / "u0.h5")
-    with pytest.raises(DataError, match=text):
+def test_unusable_files_raise_at_construction(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
+    write_h5(tmp_path / "u0.h5", counts=np.zeros((2, 4, 4, 4, 9), np.int16))
+    damage(tmp_path / "u0.h5")
+    with pytest.raises(DataError, match=message):
         Rows(tmp_path, FIELDS, "make it so")
 
 
-def test_the_index_finds_missing_files_at_once_and_truncated_ones_when_they_are_read(tmp_path: Path) -> None:
+def test_with_an_index_missing_files_raise_at_once_and_truncated_files_at_their_first_read(tmp_path: Path) -> None:
     for i in range(3):
-        write(tmp_path / f"u{i}.h5")
-    index(tmp_path)
-    whole = (tmp_path / "u2.h5").read_bytes()
-    (tmp_path / "u2.h5").write_bytes(whole[:-1])
+        write_h5(tmp_path / f"u{i}.h5")
+    write_index(tmp_path)
+    content = (tmp_path / "u2.h5").read_bytes()
+    (tmp_path / "u2.h5").write_bytes(content[:-1])
     rows = Rows(tmp_path, FIELDS)
     assert rows.read(3)["target"][0] == 0.5
     with pytest.raises(DataError, match=r"u2.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json has [\d,]+ bytes and"):
@@ -87,16 +87,16 @@ def test_the_index_finds_missing_files_at_once_and_truncated_ones_when_they_are_
 def test_nan_is_named_with_its_file_and_row(tmp_path: Path) -> None:
     target = np.zeros((2, 3), np.float32)
     target[1, 2] = np.nan
-    write(tmp_path / "u0.h5", target=target)
+    write_h5(tmp_path / "u0.h5", target=target)
     rows = Rows(tmp_path, FIELDS)
     rows.read(0)
     with pytest.raises(DataError, match=r"u0.h5: row 1 of 'target' holds NaN"):
         rows.read(1)
 
 
-def test_many_files_do_not_stay_open(tmp_path: Path) -> None:
+def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
     for i in range(70):
-        write(tmp_path / f"u{i:02d}.h5", 1)
+        write_h5(tmp_path / f"u{i:02d}.h5", 1)
     rows = Rows(tmp_path, FIELDS, reader="hdf5")
     for i in range(70):
         rows.read(i)
@@ -106,12 +106,12 @@ def test_many_files_do_not_stay_open(tmp_path: Path) -> None:
 
 
 LARGE = {"counts": ("int16", (8, 8, 8, 2)), "target": ("float32", (3,))}
-"""Rows of 2 KiB; those of a few bytes are read with the header."""
-WAYS = ("auto", "direct", "buffered", "memory", "hdf5")
+"""Fields with rows of 2 KiB. Fields of a few bytes are read with the header."""
+READERS = ("auto", "direct", "buffered", "memory", "hdf5")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_reader_returns_the_same_rows(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_returns_the_same_rows(tmp_path: Path, reader: str) -> None:
     generator = np.random.default_rng(0)
     expected = []
     for i, chunks in enumerate((None, (1, 8, 4, 8, 2), (2, 3, 3, 3, 1))):
@@ -120,37 +120,37 @@ def test_every_reader_returns_the_same_rows(tmp_path: Path, way: str) -> None:
             file.create_dataset("counts", data=counts.astype(">i2") if i == 1 else counts, chunks=chunks)
             file["target"] = target
         expected += list(zip(counts, target))
-    rows = Rows(tmp_path, LARGE, reader=way)
+    rows = Rows(tmp_path, LARGE, reader=reader)
     for _ in range(2):
         for i, (counts, target) in enumerate(expected):
-            found = rows.read(i)
-            assert np.array_equal(found["counts"], counts) and np.array_equal(found["target"], target)
-            assert found["counts"].dtype == np.dtype("int16") and found["counts"].dtype.isnative
-    again = copy.copy(rows)  # as for a worker process
-    assert np.array_equal(again.read(4)["counts"], expected[4][0])
+            row = rows.read(i)
+            assert np.array_equal(row["counts"], counts) and np.array_equal(row["target"], target)
+            assert row["counts"].dtype == np.dtype("int16") and row["counts"].dtype.isnative
+    restored = copy.copy(rows)  # as for a worker process
+    assert np.array_equal(restored.read(4)["counts"], expected[4][0])
     rows.close()
-    again.close()
+    restored.close()
 
 
-@pytest.mark.parametrize("way", ["direct", "memory"])
-def test_cached_rows_are_not_changed_by_a_batch(tmp_path: Path, way: str) -> None:
-    write(tmp_path / "u0.h5", counts=np.full((2, 8, 8, 8, 2), 2, np.int16))
-    source = Rows(tmp_path, LARGE, reader=way)
+@pytest.mark.parametrize("reader", ["direct", "memory"])
+def test_cached_rows_are_not_changed_by_a_batch(tmp_path: Path, reader: str) -> None:
+    write_h5(tmp_path / "u0.h5", counts=np.full((2, 8, 8, 8, 2), 2, np.int16))
+    source = Rows(tmp_path, LARGE, reader=reader)
 
-    (tmp_path / "u0.h5").rename(tmp_path / "was.read")
+    (tmp_path / "u0.h5").rename(tmp_path / "moved")
     with pytest.raises(DataError, match="no such file"):
         source.read(0)
-    (tmp_path / "was.read").rename(tmp_path / "u0.h5")
+    (tmp_path / "moved").rename(tmp_path / "u0.h5")
     with Loader(Samples(source), 1, dist.single_process(), name="t", shuffle=False) as loader:
         for epoch in range(2):
             for batch in loader.epoch(epoch):
                 assert (batch["counts"] == 2).all() and batch["counts"].shape == (1, 8, 8, 8, 2)
-                assert (batch["target"] == 0.5).all(), "small fields are kept in every way"
+                assert (batch["target"] == 0.5).all(), "small fields are cached by every reader"
                 batch["counts"].fill_(77)
                 batch["target"].fill_(77)
     (tmp_path / "u0.h5").unlink()
-    if way == "memory":
-        assert source.read(1)["counts"][0, 0, 0, 0] == 2, "it is read once"
+    if reader == "memory":
+        assert source.read(1)["counts"][0, 0, 0, 0] == 2, "the file is read once"
 
 
 def test_compressed_files_raise_with_advice_and_are_read_by_h5py(tmp_path: Path) -> None:
@@ -164,35 +164,35 @@ def test_compressed_files_raise_with_advice_and_are_read_by_h5py(tmp_path: Path)
 
 
 def test_local_copies_are_read_in_place_of_the_shared_files(tmp_path: Path) -> None:
-    write(tmp_path / "shared" / "u0.h5", 2)
-    write(tmp_path / "shared" / "u1.h5", 3)
-    write(tmp_path / "own" / "u1.h5", 3, value=9)
+    write_h5(tmp_path / "shared" / "u0.h5", 2)
+    write_h5(tmp_path / "shared" / "u1.h5", 3)
+    write_h5(tmp_path / "own" / "u1.h5", 3, value=9)
     rows = Rows(tmp_path / "shared", FIELDS, local={tmp_path / "shared" / "u1.h5": tmp_path / "own" / "u1.h5"})
     assert [rows.read(i)["target"][0] for i in range(5)] == [0.5, 0.5, 9, 9, 9]
 
 
-def test_rows_that_the_index_promises_and_the_file_lacks(tmp_path: Path) -> None:
-    write(tmp_path / "u0.h5", counts=np.zeros((2, 8, 8, 8, 2), np.int16))
-    index(tmp_path)
+def test_rows_that_the_index_lists_and_the_file_lacks_raise(tmp_path: Path) -> None:
+    write_h5(tmp_path / "u0.h5", counts=np.zeros((2, 8, 8, 8, 2), np.int16))
+    write_index(tmp_path)
     text = (tmp_path / "index.json").read_text()
     (tmp_path / "index.json").write_text(text.replace('"rows": 2', '"rows": 4'))
-    for way in ("direct", "hdf5"):
+    for reader in ("direct", "hdf5"):
         with pytest.raises(DataError, match="u0.h5: .*row"):
-            Rows(tmp_path, LARGE, reader=way).read(3)
+            Rows(tmp_path, LARGE, reader=reader).read(3)
 
 
 @pytest.mark.parametrize("reader", ["direct", "hdf5", "memory"])
-@pytest.mark.parametrize("how", ["link", "external", "virtual"])
-def test_values_of_another_file_are_never_read(tmp_path: Path, how: str, reader: str) -> None:
-    """A link could name any file that the reader may read, and its offset would be read in this one."""
-    write(tmp_path / "other.h5")
+@pytest.mark.parametrize("kind", ["link", "external", "virtual"])
+def test_values_of_another_file_are_never_read(tmp_path: Path, kind: str, reader: str) -> None:
+    """A link can name any readable file, and its offset would be applied to this file."""
+    write_h5(tmp_path / "other.h5")
     (tmp_path / "set").mkdir()
     shape = (2, 4, 4, 4, 2)
     with h5py.File(tmp_path / "set" / "u0.h5", "w") as file:
         file["target"] = np.zeros((2, 3), np.float32)
-        if how == "link":
+        if kind == "link":
             file["counts"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "/counts")
-        elif how == "external":
+        elif kind == "external":
             file.create_dataset("counts", shape, "i2", external=[(str(tmp_path / "other.h5"), 0, h5py.h5f.UNLIMITED)])
         else:
             layout = h5py.VirtualLayout(shape, "i2")
@@ -216,7 +216,7 @@ INDEXES = [
 
 @pytest.mark.parametrize(("text", "message"), INDEXES, ids=range(len(INDEXES)))
 def test_an_invalid_index_raises(tmp_path: Path, text: str, message: str) -> None:
-    write(tmp_path / "u0.h5")
+    write_h5(tmp_path / "u0.h5")
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(DataError, match=f"index.json: cannot be read as an index of files .*{message}"):
         Rows(tmp_path, FIELDS)

@@ -1,4 +1,4 @@
-"""The way of reading follows what fits into memory, within the limits of cgroups, and is said."""
+"""The choice of a reader: by the available memory, within the limits of cgroups, and logged."""
 
 from pathlib import Path
 
@@ -11,39 +11,39 @@ from hpcai.errors import DataError
 GB = 1 << 30
 
 
-def system(root: Path, free: int, cgroup: str = "", **files: str) -> Path:
+def write_system_files(root: Path, free: int, cgroup: str = "", **files: str) -> Path:
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {free >> 10} kB\n")
     (root / "proc/self/cgroup").write_text(cgroup)
-    for name, text in files.items():
+    for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(content)
     return root
 
 
-def test_without_limits_what_the_node_has_free_counts(tmp_path: Path) -> None:
-    assert available_memory(system(tmp_path, 8 * GB)) == 8 * GB
+def test_without_limits_the_free_memory_of_the_node_is_available(tmp_path: Path) -> None:
+    assert available_memory(write_system_files(tmp_path, 8 * GB)) == 8 * GB
 
 
-def test_limits_of_both_versions_of_cgroups_count_and_the_cache_is_not_used_memory(tmp_path: Path) -> None:
+def test_cgroup_limits_of_both_versions_apply_and_the_page_cache_is_available_memory(tmp_path: Path) -> None:
     v2 = {
         "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": str(4 * GB),
         "sys/fs/cgroup/a/memory.current": str(3 * GB), "sys/fs/cgroup/a/memory.stat": f"anon 5\nfile {2 * GB}\n",
     }  # fmt: skip
-    assert available_memory(system(tmp_path / "2", 8 * GB, "0::/a/b\n", **v2)) == 3 * GB
+    assert available_memory(write_system_files(tmp_path / "2", 8 * GB, "0::/a/b\n", **v2)) == 3 * GB
     base = "sys/fs/cgroup/memory/job"
     v1 = {
         f"{base}/memory.limit_in_bytes": str(2 * GB), f"{base}/memory.usage_in_bytes": str(1 * GB),
         f"{base}/memory.stat": f"cache 1\ntotal_cache {GB // 2}\n",
     }  # fmt: skip
-    text = "5:cpu,cpuacct:/\n4:memory:/job\n"
-    assert available_memory(system(tmp_path / "1", 8 * GB, text, **v1)) == 2 * GB - GB // 2
-    assert available_memory(system(tmp_path / "full", GB, text, **{f"{base}/memory.limit_in_bytes": "0"})) == 0
+    cgroup = "5:cpu,cpuacct:/\n4:memory:/job\n"
+    assert available_memory(write_system_files(tmp_path / "1", 8 * GB, cgroup, **v1)) == 2 * GB - GB // 2
+    assert available_memory(write_system_files(tmp_path / "full", GB, cgroup, **{f"{base}/memory.limit_in_bytes": "0"})) == 0
 
 
 def test_the_choice_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = system(tmp_path, 10 * GB)
+    root = write_system_files(tmp_path, 10 * GB)
     assert choose_mode(5 * GB, root) == ("buffered", "5.37 GB of samples fit into 6.44 GB of page cache: reads go through it")
     assert choose_mode(7 * GB, root) == ("auto", "7.52 GB of samples do not fit into 6.44 GB of page cache: reads go past it")
     caplog.set_level("INFO")
@@ -52,8 +52,8 @@ def test_the_choice_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.Log
     assert caplog.records[-1].message.startswith("train: 1 kB of samples fit into")
     with open_reader("auto", 1 << 60) as reader:
         assert reader.mode == "auto"
-    for way, mode in {"direct": "direct", "buffered": "buffered", "hdf5": "auto", "memory": "auto"}.items():
-        with open_reader(way, 1000) as reader:
+    for setting, mode in {"direct": "direct", "buffered": "buffered", "hdf5": "auto", "memory": "auto"}.items():
+        with open_reader(setting, 1000) as reader:
             assert reader.mode == mode and not reader.memory.pin
 
 

@@ -1,4 +1,4 @@
-"""Samplers are pure functions; every sample comes as often as it should, and work is as even as it can be."""
+"""Samplers: deterministic orders, the specified frequency of every sample, and balanced work of replicas."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def test_ranges_cover_all_and_differ_by_one(count: int, size: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def samplers(count: int, batch: int, seed: int) -> list[Sampler]:
+def new_samplers(count: int, batch: int, seed: int) -> list[Sampler]:
     costs = np.random.default_rng(seed).pareto(1.5, count)
     return [
         InOrder(count), Shuffled(count, seed), Endless(count, 2 * batch, seed), Weighted(costs, 3 * batch, seed),
@@ -30,10 +30,10 @@ def samplers(count: int, batch: int, seed: int) -> list[Sampler]:
 @given(st.integers(16, 90), st.sampled_from([8, 16]), st.integers(0, 99), st.integers(0, 3), st.sampled_from([1, 2, 3, 4, 8]))
 @settings(max_examples=30)
 def test_every_sample_of_a_batch_is_assigned_to_one_replica(count: int, batch: int, seed: int, epoch: int, size: int) -> None:
-    for sampler, again in zip(samplers(count, batch, seed), samplers(count, batch, seed)):
+    for sampler, other in zip(new_samplers(count, batch, seed), new_samplers(count, batch, seed)):
         order = sampler.order(epoch)
         assert len(order) == sampler.samples and ((order >= 0) & (order < count)).all()
-        assert np.array_equal(order, again.order(epoch)), "the same in every process"
+        assert np.array_equal(order, other.order(epoch)), "the same in every process"
         for first in range(0, len(order), batch):
             indices = order[first : first + batch]
             parts = [sampler.assign(indices, rank, size) for rank in range(size)]
@@ -43,7 +43,7 @@ def test_every_sample_of_a_batch_is_assigned_to_one_replica(count: int, batch: i
 
 
 @given(st.integers(1, 60), st.integers(0, 9))
-def test_a_shuffled_epoch_holds_every_sample_once_and_differs_from_the_last(count: int, seed: int) -> None:
+def test_a_shuffled_epoch_has_every_sample_once_and_differs_from_the_last(count: int, seed: int) -> None:
     assert sorted(Shuffled(count, seed).order(3)) == list(range(count))
     if count > 20:
         orders = {tuple(Shuffled(count, s).order(e)) for s in (seed, seed + 1) for e in range(3)}
@@ -53,39 +53,39 @@ def test_a_shuffled_epoch_holds_every_sample_once_and_differs_from_the_last(coun
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 9))
 @settings(max_examples=30)
 def test_an_endless_sequence_is_continuous_over_epochs(count: int, samples: int, seed: int) -> None:
-    row = np.concatenate([Endless(count, samples, seed).order(epoch) for epoch in range(6)])
-    for first in range(0, len(row) - count + 1, count):
-        assert sorted(row[first : first + count]) == list(range(count)), "each pass is whole, wherever epochs begin"
-    whole = Endless(count, 6 * samples, seed).order(0)
-    assert np.array_equal(row, whole)
+    sequence = np.concatenate([Endless(count, samples, seed).order(epoch) for epoch in range(6)])
+    for first in range(0, len(sequence) - count + 1, count):
+        assert sorted(sequence[first : first + count]) == list(range(count)), "passes are complete, also across epochs"
+    expected = Endless(count, 6 * samples, seed).order(0)
+    assert np.array_equal(sequence, expected)
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=4), st.integers(40, 200), st.integers(0, 9))
 @settings(max_examples=30)
-def test_a_blend_has_each_dataset_in_proportion_and_in_full_passes(sets: list[tuple[int, int]], samples: int, seed: int) -> None:
-    counts, weights = zip(*sets)
-    begins, epochs = np.cumsum([0, *counts]), 5
+def test_a_blend_has_each_dataset_in_proportion_in_full_passes(datasets: list[tuple[int, int]], samples: int, seed: int) -> None:
+    counts, weights = zip(*datasets)
+    offsets, epochs = np.cumsum([0, *counts]), 5
     blend = Blend(counts, weights, samples, seed)
     orders = [blend.order(epoch) for epoch in range(epochs)]
     assert all(len(order) == samples for order in orders)
-    row = np.concatenate(orders)
-    for number, (count, weight) in enumerate(sets):
-        own = row[(row >= begins[number]) & (row < begins[number + 1])] - begins[number]
-        assert abs(len(own) - epochs * samples * weight / sum(weights)) <= 1
-        seen = np.bincount(own, minlength=count)
-        assert seen.max() - seen.min() <= 1, "no sample comes again before all others of its set have come"
+    sequence = np.concatenate(orders)
+    for number, (count, weight) in enumerate(datasets):
+        indices = sequence[(sequence >= offsets[number]) & (sequence < offsets[number + 1])] - offsets[number]
+        assert abs(len(indices) - epochs * samples * weight / sum(weights)) <= 1
+        frequencies = np.bincount(indices, minlength=count)
+        assert frequencies.max() - frequencies.min() <= 1, "no sample repeats before all others of its dataset"
     assert np.array_equal(blend.order(3), orders[3])
     with pytest.raises(DataError, match="has none of the set of weight 1"):
         Blend([5, 5], [1, 1000], 100)
 
 
 def test_weighted_draws_follow_the_weights() -> None:
-    drawn = np.bincount(Weighted([1, 0, 3, 0], 40_000, 1).order(0), minlength=4) / 40_000
-    assert drawn[1] == drawn[3] == 0 and drawn[0] == pytest.approx(0.25, abs=0.01)
-    assert Weighted([0.1] * 10 + [0], 1)._ends[9] == 1.0, "whatever was rounded"
-    for bad in ([], [0, 0], [1, -1], [np.nan], [[1.0]]):
+    frequencies = np.bincount(Weighted([1, 0, 3, 0], 40_000, 1).order(0), minlength=4) / 40_000
+    assert frequencies[1] == frequencies[3] == 0 and frequencies[0] == pytest.approx(0.25, abs=0.01)
+    assert Weighted([0.1] * 10 + [0], 1)._ends[9] == 1.0, "despite rounding"
+    for weights in ([], [0, 0], [1, -1], [np.nan], [[1.0]]):
         with pytest.raises(DataError, match="weights must be"):
-            Weighted(bad, 3)
+            Weighted(weights, 3)
     with pytest.raises(DataError, match="at least 1"):
         Endless(0, 3)
 
@@ -103,8 +103,8 @@ def test_each_replica_reads_the_shard_on_its_disk(shards: int, count: int, seed:
             indices = np.random.default_rng(first).permutation(order[first : first + batch])
             for rank in range(size):
                 assert set(shard[indices[sampler.assign(indices, rank, size)]]) == {rank * shards // size}
-    left = {i for e in range(30) for i in sampler.order(e)}
-    assert len(left) >= min(count, len(order) + 1) - (shards == 1 and 0), "what one epoch leaves out another brings"
+    delivered = {i for e in range(30) for i in sampler.order(e)}
+    assert len(delivered) >= min(count, len(order) + 1) - (shards == 1 and 0), "samples dropped by one epoch are in another"
 
 
 def test_impossible_sharding_raises() -> None:
@@ -114,8 +114,8 @@ def test_impossible_sharding_raises() -> None:
         Sharded([0, 2, 2, 0], 3)
 
 
-def spread(sampler: Any, costs: np.ndarray, batch: int, size: int) -> float:
-    """Mean over the steps of what the busiest copy has over what it would have if all had the same."""
+def imbalance(sampler: Any, costs: np.ndarray, batch: int, size: int) -> float:
+    """Return the mean over steps of the maximum work of a replica divided by the mean."""
     order = sampler.order(0)
     ratios = []
     for first in range(0, len(order) - batch + 1, batch):
@@ -127,11 +127,11 @@ def spread(sampler: Any, costs: np.ndarray, batch: int, size: int) -> float:
 
 def test_balanced_replicas_have_equal_work_in_each_step() -> None:
     costs = np.random.default_rng(0).lognormal(0, 0.8, 4096)
-    plain = spread(Shuffled(4096), costs, 128, 16)
-    dealt = spread(Balanced(costs, 128), costs, 128, 16)
-    bucketed = spread(Balanced(costs, 128, window=8), costs, 128, 16)
-    free = spread(Balanced(costs, 128, equal=False), costs, 128, 16)
-    assert plain > 1.4 and dealt < 1.08 and bucketed < 1.05 and free < 1.08, (plain, dealt, bucketed, free)
+    shuffled = imbalance(Shuffled(4096), costs, 128, 16)
+    balanced = imbalance(Balanced(costs, 128), costs, 128, 16)
+    bucketed = imbalance(Balanced(costs, 128, window=8), costs, 128, 16)
+    unequal = imbalance(Balanced(costs, 128, equal=False), costs, 128, 16)
+    assert shuffled > 1.4 and balanced < 1.08 and bucketed < 1.05 and unequal < 1.08, (shuffled, balanced, bucketed, unequal)
     with pytest.raises(DataError, match="costs must be"):
         Balanced([1, -2], 1)
 

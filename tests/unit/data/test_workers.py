@@ -1,4 +1,4 @@
-"""A worker process gives what its source gives, keeps nothing that it should not, and its end is noticed."""
+"""Worker processes: samples arrive unchanged, memory is shared and released, errors and the end of a process are reported."""
 
 import ctypes
 import errno
@@ -26,7 +26,7 @@ from hpcai.data.direct import MemoryPool
 from hpcai.data.workers import Worker
 from hpcai.errors import ConfigError, DataError, HpcaiError
 
-BIG = 5000  # elements; too large to travel within the pickle
+BIG = 5000  # elements; too large to be sent within the pickle
 
 
 class Pair(NamedTuple):
@@ -51,19 +51,19 @@ class PrivateError(Exception):
 
 
 LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "plain": np.asarray, "fortran": np.asfortranarray, "turned": np.transpose, "back": lambda a: a[..., ::-1],
-    "gaps": lambda a: np.repeat(a, 2, -1)[..., ::2], "channels first": lambda a: np.moveaxis(a, -1, 0),
+    "plain": np.asarray, "fortran": np.asfortranarray, "transposed": np.transpose, "reversed": lambda a: a[..., ::-1],
+    "strided": lambda a: np.repeat(a, 2, -1)[..., ::2], "channels first": lambda a: np.moveaxis(a, -1, 0),
 }  # fmt: skip
 
 
-def grid(dtype: str) -> dict[str, np.ndarray]:
-    """Arrays of every layout, with and without values, below and above what travels within the pickle."""
+def arrays_of_all_layouts(dtype: str) -> dict[str, np.ndarray]:
+    """Return arrays of every layout, with and without elements, below and above the size limit of the pickle."""
     shapes = [(1,), (3, 0, 2), (4, 2, 100), (2, 3, 4000)]
-    plain = [np.arange(np.prod(shape)).clip(max=9e3).astype(dtype).reshape(shape) for shape in shapes]
-    return {f"{name} {array.shape}": lay(array) for array in plain for name, lay in LAYOUTS.items()}
+    arrays = [np.arange(np.prod(shape)).clip(max=9e3).astype(dtype).reshape(shape) for shape in shapes]
+    return {f"{name} {array.shape}": layout(array) for array in arrays for name, layout in LAYOUTS.items()}
 
 
-def trees() -> list[Any]:
+def sample_trees() -> list[Any]:
     rng = np.random.default_rng(7)
     cube = rng.normal(size=(20, 30, 40)).astype("f4")
     table = np.zeros(BIG, [("id", ">i4"), ("at", "f8", (3,)), ("name", "S5")])
@@ -76,27 +76,27 @@ def trees() -> list[Any]:
         [cube, (cube[::2], [cube.T, cube[:, ::-1, 3:9]])],
         Pair(np.zeros((0, 3)), Pair(np.array(3.5), np.array(True))),
         Box({"flags": cube > 0, "big-endian": np.arange(BIG, dtype=">u2"), "small": np.arange(3, dtype=">i8")}),
-        {"table": table, "column": table["at"], "times": np.arange(BIG).astype("M8[s]"), "words": np.full(BIG, "ab")},
+        {"table": table, "column": table["at"], "times": np.arange(BIG).astype("M8[s]"), "strings": np.full(BIG, "ab")},
         {"read-only": read_only, "wide": np.broadcast_to(np.arange(9.0), (900, 9)), "complex": cube + 1j},
         {"objects": np.array([1, "two", None] * BIG, object), "void": np.zeros(BIG, "V3"), "no size": np.zeros((2, 3), "V0")},
         {"odd sizes": [np.arange(4096 + n, dtype="u1") for n in range(5)], "long": list(range(100_000))},
         np.asfortranarray(cube),
-        *map(grid, ["f4", ">f8", "u1", "?", "i8", "c16", "M8[s]", "S3", "<U2", "f2"]),
+        *map(arrays_of_all_layouts, ["f4", ">f8", "u1", "?", "i8", "c16", "M8[s]", "S3", "<U2", "f2"]),
     ]
 
 
 class Trees:
     def sample(self, index: int, epoch: int) -> Any:
-        return trees()[index]
+        return sample_trees()[index]
 
 
-def tensors() -> dict[str, Any]:
+def sample_tensors() -> dict[str, Any]:
     import torch
 
     x = torch.arange(6000, dtype=torch.float64).reshape(60, 100)
     return {
         "plain": x,
-        "turned": x.T[::2],
+        "transposed": x.T[::2],
         "bf16": x.to(torch.bfloat16),
         "bool": x > 3,
         "conjugate": torch.complex(x, x).conj(),
@@ -113,11 +113,11 @@ class Tensors:
             import torch
 
             return torch.zeros(3, device="meta")
-        return tensors()
+        return sample_tensors()
 
 
-class Full:
-    """Sample i holds the number i + epoch, in arrays of ``size(i)`` bytes."""
+class Filled:
+    """Sample i has arrays with value i + epoch, in sizes that repeat ``sizes``."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
@@ -173,14 +173,14 @@ class Deadly:
         if index == 4:
             time.sleep(60)
         if index == 5:
-            sum(range(10**13))  # one C call, which keeps the interpreter for hours
-        if index == 6 and os.fork() == 0:  # a process that keeps the socket open
+            sum(range(10**13))  # one C call, which holds the GIL for hours
+        if index == 6 and os.fork() == 0:  # a child process that keeps the socket open
             time.sleep(3)
             os._exit(0)
         return os.getpid()
 
 
-class Surroundings:
+class Environment:
     def sample(self, index: int, epoch: int) -> Any:
         names = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_PROC_BIND", "MPI4PY_RC_INITIALIZE"]
         return {
@@ -209,38 +209,38 @@ class Locked:
         self.lock = threading.Lock()
 
 
-def same(got: Any, want: Any) -> None:
-    assert type(got) is type(want)
-    if isinstance(want, np.ndarray):
-        assert got.dtype == want.dtype and got.shape == want.shape
-        assert got.tolist() == want.tolist() if want.dtype.hasobject else got.tobytes() == want.tobytes()
-        assert got.nbytes < 4096 or want.dtype.kind not in "biufc" or got.ctypes.data % 64 == 0
-    elif isinstance(want, dict):
-        assert list(got) == list(want)
-        for key in want:
-            same(got[key], want[key])
-    elif isinstance(want, list | tuple):
-        assert len(got) == len(want)
-        for one, other in zip(got, want):
-            same(one, other)
-    elif isinstance(want, Box):
-        same(vars(got), vars(want))
+def check_equal(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, np.ndarray):
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        assert actual.tolist() == expected.tolist() if expected.dtype.hasobject else actual.tobytes() == expected.tobytes()
+        assert actual.nbytes < 4096 or expected.dtype.kind not in "biufc" or actual.ctypes.data % 64 == 0
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key in expected:
+            check_equal(actual[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for actual_item, expected_item in zip(actual, expected):
+            check_equal(actual_item, expected_item)
+    elif isinstance(expected, Box):
+        check_equal(vars(actual), vars(expected))
     else:
-        assert got == want or (got != got and want != want)
+        assert actual == expected or (actual != actual and expected != expected)
 
 
-def mapped(pid: int | str = "self") -> int:
-    """Blocks of workers' memory that a process has mapped."""
+def count_mappings(pid: int | str = "self") -> int:
+    """Return the number of blocks of shared memory of workers that a process has mapped."""
     return sum("memfd:hpcai" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
-def opened() -> int:
+def count_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def gone(pid: int, within: float) -> bool:
-    end = time.monotonic() + within
-    while time.monotonic() < end:
+def has_ended(pid: int, timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
@@ -251,117 +251,117 @@ def gone(pid: int, within: float) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """No process, mapping or descriptor stays behind a test."""
-    resource_tracker.ensure_running()  # Python's own, which stays
+def no_leaked_processes() -> Iterator[None]:
+    """Assert that no process, mapping or descriptor outlives a test."""
+    resource_tracker.ensure_running()  # a process of Python, which stays
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    there, fds = set(children.read_text().split()), opened()
+    before, descriptors = set(children.read_text().split()), count_descriptors()
     yield
     gc.collect()
-    assert opened() <= fds and mapped() == 0
-    assert set(children.read_text().split()) <= there
+    assert count_descriptors() <= descriptors and count_mappings() == 0
+    assert set(children.read_text().split()) <= before
 
 
-def test_every_kind_of_tree_is_passed_unchanged() -> None:
+def test_every_kind_of_tree_arrives_unchanged() -> None:
     with closing(Worker(Trees(), "train", 0)) as worker:
-        held = []
-        for index, tree in enumerate(trees()):
-            held.append((worker.sample(index, 0), tree))
-            same(*held[-1])
-            del held[: -1 - index % 4]
-            for pair in held:
-                same(*pair)
+        pairs = []
+        for index, tree in enumerate(sample_trees()):
+            pairs.append((worker.sample(index, 0), tree))
+            check_equal(*pairs[-1])
+            del pairs[: -1 - index % 4]
+            for pair in pairs:
+                check_equal(*pair)
         assert worker.sample(np.int64(3), 0)[0].flags.writeable
-        twice = worker.sample(10, 0)
-        assert twice.flags.f_contiguous and not twice.flags.c_contiguous
+        array = worker.sample(10, 0)
+        assert array.flags.f_contiguous and not array.flags.c_contiguous
 
 
 def test_tensors_arrive_as_tensors() -> None:
     import torch
 
     with closing(Worker(Tensors(), "train", 0)) as worker:
-        got, want = worker.sample(0, 0), tensors()
-        assert list(got) == list(want)
-        for name, tensor in want.items():
-            assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
-            assert torch.equal(got[name], tensor) and got[name].requires_grad == tensor.requires_grad, name
+        actual, expected = worker.sample(0, 0), sample_tensors()
+        assert list(actual) == list(expected)
+        for name, tensor in expected.items():
+            assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape, name
+            assert torch.equal(actual[name], tensor) and actual[name].requires_grad == tensor.requires_grad, name
         with pytest.raises(DataError, match="sample 1 cannot be sent .*a tensor is on meta, expected one on the CPU"):
             worker.sample(1, 0)
 
 
 def test_shared_memory_grows_and_earlier_samples_stay_valid() -> None:
     memory = MemoryPool()
-    with closing(Worker(Full(*(5000 * 2**k for k in range(8))), "train", 0, memory)) as worker:
-        kept = {index: worker.sample(index, 5) for index in range(8)}
+    with closing(Worker(Filled(*(5000 * 2**k for k in range(8))), "train", 0, memory)) as worker:
+        samples = {index: worker.sample(index, 5) for index in range(8)}
         for index in range(8, 60):
-            got = worker.sample(index, 5)
-            assert (got["a"] == (index + 5) % 251).all() and (got["b"] == index + 5).all() and int(got["label"]) == index
-            assert mapped() == 1 == mapped(worker.pid)
-        assert memory.unused < 20 * 5000 * 2**7  # what is let go is used again
+            sample = worker.sample(index, 5)
+            assert (sample["a"] == (index + 5) % 251).all() and (sample["b"] == index + 5).all() and int(sample["label"]) == index
+            assert count_mappings() == 1 == count_mappings(worker.pid)
+        assert memory.unused < 20 * 5000 * 2**7  # released memory is reused
         assert len(os.listdir(f"/proc/{worker.pid}/fd")) < 20
-    for index, got in kept.items():  # also after the end of the worker
-        assert (got["a"] == index + 5).all() and (got["b"] == index + 5).all() and int(got["label"]) == index
+    for index, sample in samples.items():  # still valid after the end of the worker
+        assert (sample["a"] == index + 5).all() and (sample["b"] == index + 5).all() and int(sample["label"]) == index
 
 
 def test_memory_that_cannot_be_mapped_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    with closing(Worker(Full(10_000), "train", 5)) as worker:
+    with closing(Worker(Filled(10_000), "train", 5)) as worker:
         monkeypatch.setattr(mmap, "mmap", refuse)
         for _ in range(2):
-            died(worker, 0, "was ended: its .* bytes of shared memory cannot be mapped here .*Cannot allocate memory")
+            check_dead(worker, 0, "was ended: its .* bytes of shared memory cannot be mapped here .*Cannot allocate memory")
 
 
-@pytest.mark.filterwarnings("ignore:BuiltinImporter")  # xdist's __main__ in the text of an error
+@pytest.mark.filterwarnings("ignore:BuiltinImporter")  # __main__ of xdist in the error text
 def test_exceptions_of_the_source_are_raised_in_the_parent_and_the_worker_continues() -> None:
     with closing(Worker(Faulty(), "train", 3)) as worker:
 
-        def error(index: int) -> Exception:
+        def exception_of(index: int) -> Exception:
             with pytest.raises(Exception) as caught:
                 worker.sample(index, 0)
             assert len(worker.sample(0, 0)) == BIG
             return caught.value
 
-        missing = error(1)
+        missing = exception_of(1)
         assert type(missing) is DataError
         assert str(missing).startswith("train: worker 3, sample 1: KeyError: 'missing key'\n")
         line = Faulty.sample.__code__.co_firstlineno + 4
         assert f'File "{__file__}", line {line}, in sample' in str(missing) and '{}["missing key"]' in str(missing)
         assert str(Path("data/processes.py")) not in str(missing)
-        config = error(2)
+        config = exception_of(2)
         assert type(config) is ConfigError and str(config) == "batch: 3 is odd\nseed: missing"
         assert f"process {worker.pid}, sample 2" in config.__notes__[0] and __file__ in config.__notes__[0]
-        assert type(error(3)) is HpcaiError and str(error(3)) == "a.h5:7 is bad"
-        private = error(4)
+        assert type(exception_of(3)) is HpcaiError and str(exception_of(3)) == "a.h5:7 is bad"
+        private = exception_of(4)
         assert type(private) is DataError and "PrivateError: ('private', <function" in str(private) and __file__ in str(private)
-        unsendable = error(5)
+        unsendable = exception_of(5)
         assert type(unsendable) is DataError and "sample 5 cannot be sent from the worker process" in str(unsendable)
         assert "lambda" in str(unsendable) and "a tree of arrays" in str(unsendable)
-        assert "sample 6: SystemExit: enough" in str(error(6))
-        assert type(error(7)) is DataError and str(error(7)) == "from within"
-        assert "sample 8 cannot be unpickled in the parent" in str(error(8)) and type(error(8)) is DataError
+        assert "sample 6: SystemExit: enough" in str(exception_of(6))
+        assert type(exception_of(7)) is DataError and str(exception_of(7)) == "from within"
+        assert "sample 8 cannot be unpickled in the parent" in str(exception_of(8)) and type(exception_of(8)) is DataError
 
 
-def died(worker: Worker, index: int, text: str, within: float = 2.0) -> None:
+def check_dead(worker: Worker, index: int, message: str, timeout: float = 2.0) -> None:
     start = time.monotonic()
-    with pytest.raises(DataError, match=text) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         worker.sample(index, 0)
-    assert time.monotonic() - start < within
+    assert time.monotonic() - start < timeout
     assert f"sample {index}: the process {worker.pid}" in str(caught.value) and "train: worker 5" in str(caught.value)
 
 
-def busy(worker: Worker, index: int) -> tuple[threading.Thread, list[Exception]]:
-    """A thread that waits for a sample."""
+def start_request(worker: Worker, index: int) -> tuple[threading.Thread, list[Exception]]:
+    """Request a sample in a thread that blocks. Return the thread and a list for its exception."""
     caught: list[Exception] = []
 
-    def ask() -> None:
+    def request() -> None:
         try:
             worker.sample(index, 0)
         except Exception as error:
             caught.append(error)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=request)
     thread.start()
     time.sleep(0.3)
     assert thread.is_alive()
@@ -369,46 +369,46 @@ def busy(worker: Worker, index: int) -> tuple[threading.Thread, list[Exception]]
 
 
 @pytest.mark.parametrize(
-    "index, text",
+    "index, message",
     [(1, "ended with exit code 0; see its output on stderr"), (2, r"signal 11 \(SIGSEGV\)"), (3, r"signal 15 \(SIGTERM\)")],
 )
-def test_the_end_of_a_worker_is_reported(index: int, text: str, capfd: pytest.CaptureFixture) -> None:
+def test_the_end_of_a_worker_is_reported(index: int, message: str, capfd: pytest.CaptureFixture) -> None:
     with closing(Worker(Deadly(), "train", 5)) as worker:
-        assert worker.sample(6, 0) == worker.pid  # leaves a process that keeps the socket open
-        died(worker, index, text)
-        died(worker, 0, text)
+        assert worker.sample(6, 0) == worker.pid  # leaves a child process that keeps the socket open
+        check_dead(worker, index, message)
+        check_dead(worker, 0, message)
     err = capfd.readouterr().err
-    assert ("in string_at" in err and "test_workers.py" in err) == (index == 2)  # where it happened
+    assert ("in string_at" in err and "test_workers.py" in err) == (index == 2)  # the location of the fault
 
 
-def test_a_killed_worker_is_noticed_idle_and_busy() -> None:
-    text = r"was killed by signal 9 \(SIGKILL\): probably out of memory on the node; lower data.workers or data.prefetch"
+def test_a_killed_worker_is_reported_idle_and_busy() -> None:
+    message = r"was killed by signal 9 \(SIGKILL\): probably out of memory on the node; lower data.workers or data.prefetch"
     with closing(Worker(Deadly(), "train", 5)) as worker:
-        worker.sample(6, 0)  # leaves a process that keeps the socket open
+        worker.sample(6, 0)  # leaves a child process that keeps the socket open
         os.kill(worker.pid, signal.SIGKILL)
-        died(worker, 0, text)
+        check_dead(worker, 0, message)
     with closing(Worker(Deadly(), "train", 5)) as worker:
         worker.sample(0, 0)
-        thread, caught = busy(worker, 5)
+        thread, caught = start_request(worker, 5)
         os.kill(worker.pid, signal.SIGKILL)
         thread.join(2)
         assert not thread.is_alive() and "sample 5" in str(caught[0])
-        died(worker, 0, text)
+        check_dead(worker, 0, message)
 
 
 def test_a_busy_worker_is_closed_from_another_thread() -> None:
     worker = Worker(Deadly(), "train", 5)
     worker.sample(0, 0)
-    thread, caught = busy(worker, 5)
+    thread, caught = start_request(worker, 5)
     start = time.monotonic()
     worker.close()
     assert time.monotonic() - start < 2 and not Path(f"/proc/{worker.pid}").exists()
     thread.join(1)
     assert not thread.is_alive() and type(caught[0]) is DataError and "is closed" in str(caught[0])
-    died(worker, 0, "is closed")
+    check_dead(worker, 0, "is closed")
 
 
-def test_a_worker_that_has_hardly_started_is_closed() -> None:
+def test_a_starting_worker_is_closed() -> None:
     start = time.monotonic()
     worker = Worker(Deadly(), "train", 5)
     assert time.monotonic() - start < 0.5
@@ -416,7 +416,7 @@ def test_a_worker_that_has_hardly_started_is_closed() -> None:
     assert time.monotonic() - start < 2 and not Path(f"/proc/{worker.pid}").exists()
 
 
-def test_an_interrupted_sample_is_never_taken_for_the_next_one() -> None:
+def test_an_interrupted_sample_is_never_returned_for_the_next_request() -> None:
     class Interrupt(BaseException):
         pass
 
@@ -434,10 +434,10 @@ def test_an_interrupted_sample_is_never_taken_for_the_next_one() -> None:
         finally:
             timer.join()
             signal.signal(signal.SIGUSR2, before)
-        died(worker, 0, "was ended when a sample was interrupted")
+        check_dead(worker, 0, "was ended when a sample was interrupted")
 
 
-def test_a_worker_has_the_path_one_thread_and_no_signals_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_has_the_path_one_thread_and_no_signals_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, "", str(tmp_path)])
     monkeypatch.chdir(tmp_path)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -446,20 +446,20 @@ def test_a_worker_has_the_path_one_thread_and_no_signals_of_the_job(monkeypatch:
     for name in "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_CPU_AFFINITY":
         monkeypatch.setenv(name, "4")
     try:
-        worker = Worker(Surroundings(), "train", 0)
+        worker = Worker(Environment(), "train", 0)
     finally:
         socket.setdefaulttimeout(None)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGTERM, before)
     with closing(worker):
-        got = worker.sample(0, 0)
+        info = worker.sample(0, 0)
         time.sleep(0.1)
         os.kill(worker.pid, signal.SIGINT)
         os.kill(worker.pid, signal.SIGUSR1)
-        assert worker.sample(0, 0) == got
-    assert str(tmp_path) in got["path"]
-    assert not got["heavy"] and got["settings"] == ["1", "1", "1", "false", "0", None]
-    assert got["signals"] == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL] and not got["blocked"] and got["group"]
+        assert worker.sample(0, 0) == info
+    assert str(tmp_path) in info["path"]
+    assert not info["heavy"] and info["settings"] == ["1", "1", "1", "false", "0", None]
+    assert info["signals"] == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL] and not info["blocked"] and info["group"]
     assert [os.environ[name] for name in ("OMP_NUM_THREADS", "GOMP_CPU_AFFINITY")] == ["4", "4"]
 
 
@@ -468,8 +468,8 @@ def test_a_source_that_cannot_be_sent_or_loaded_is_named() -> None:
         Worker(Locked(), "train", 0)
     with closing(Worker(Unloadable(), "train", 0)) as worker:
         for index in 4, 5:
-            text = f"worker 0, sample {index}: the source cannot be loaded .*RuntimeError: no such tables here\n.*test_workers"
-            with pytest.raises(DataError, match=text):
+            message = f"worker 0, sample {index}: the source cannot be loaded .*RuntimeError: no such tables here\n.*test_workers"
+            with pytest.raises(DataError, match=message):
                 worker.sample(index, 0)
 
 
@@ -497,11 +497,11 @@ if __name__ == '__main__':
 """
 
 
-def test_a_source_of_the_script_itself(tmp_path: Path) -> None:
+def test_a_source_defined_in_the_script(tmp_path: Path) -> None:
     (tmp_path / "guarded.py").write_text(SCRIPT)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    words = [sys.executable, "guarded.py"]
-    result = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    args = [sys.executable, "guarded.py"]
+    result = subprocess.run(args, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert result.stdout.split("\n") == ["runs", "runs", "True 40495500 True __main__", ""], result.stderr
     assert result.stderr == ""
 
@@ -526,12 +526,12 @@ os.kill(os.getpid(), 9)
 
 def test_workers_end_with_their_parent_idle_starting_or_busy() -> None:
     root = str(Path(__file__).parents[3])
-    words = [sys.executable, "-c", ORPHANS, str(Path(__file__).parent)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as parent:
+    args = [sys.executable, "-c", ORPHANS, str(Path(__file__).parent)]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 4
-        assert all(gone(pid, 2) for pid in pids)
+        assert all(has_ended(pid, 2) for pid in pids)
 
 
 def test_a_worker_ends_when_it_is_garbage_collected() -> None:
@@ -539,25 +539,25 @@ def test_a_worker_ends_when_it_is_garbage_collected() -> None:
     pid = worker.sample(0, 0)
     del worker
     gc.collect()
-    assert gone(pid, 2)
-    multiprocessing.active_children()  # reaps it
+    assert has_ended(pid, 2)
+    multiprocessing.active_children()  # reaps the process
 
 
 @pytest.mark.timing
 def test_a_sample_costs_two_copies_and_a_fraction_of_a_millisecond() -> None:
-    """The bounds are for a machine with other work."""
-    bytes_ = 16 << 20
+    """The bounds allow for other load on the machine."""
+    size = 16 << 20
 
-    def best(act: Callable[[], Any], times: int = 60) -> float:
-        spent = []
-        for _ in range(times):
+    def min_seconds(function: Callable[[], Any], repeats: int = 60) -> float:
+        seconds = []
+        for _ in range(repeats):
             start = time.perf_counter()
-            act()
-            spent.append(time.perf_counter() - start)
-        return min(spent)
+            function()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
 
-    with closing(Worker(Constant(bytes_), "train", 0)) as worker:
-        one, other = np.zeros(bytes_, "u1"), np.ones(bytes_, "u1")
-        copy = best(lambda: np.copyto(one, other))
-        assert best(lambda: worker.sample(1, 0)) < 3 * copy + 1e-3
-        assert best(lambda: worker.sample(0, 0), 500) < 500e-6
+    with closing(Worker(Constant(size), "train", 0)) as worker:
+        target, source = np.zeros(size, "u1"), np.ones(size, "u1")
+        copy = min_seconds(lambda: np.copyto(target, source))
+        assert min_seconds(lambda: worker.sample(1, 0)) < 3 * copy + 1e-3
+        assert min_seconds(lambda: worker.sample(0, 0), 500) < 500e-6
