@@ -49,14 +49,14 @@ def test_flops_of_a_layer_are_those_of_its_matrix_products() -> None:
 
 def test_kernels_are_counted_by_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "MISSING", None)
-    supported = []
-    monkeypatch.setattr(attention, "_fused", lambda qkvg: supported.append(triton_support.is_supported(SimpleNamespace(is_cuda=True))))
+    triton = []
+    monkeypatch.setattr(attention, "_fused", lambda qkvg: triton.append(triton_support.is_supported(SimpleNamespace(is_cuda=True))))
     rows, entries, heads, channels = 2, 8, 2, 4
     qkvg, gate_bias = torch.randn(1, rows, entries, 4, heads, channels), torch.zeros(heads * channels)
     mask = torch.ones(1, rows, entries)
     flops = gpu_clocks.count_flops(lambda: attention.gated_attention(qkvg, gate_bias, mask))
     assert flops == 2 * (2 * rows * heads * entries * entries * channels), "q k and p v"
-    assert supported == [False] and triton_support.MISSING is None, "Triton is available again"
+    assert triton == [False] and triton_support.MISSING is None, "Triton is available again"
 
 
 def test_a_window_has_one_time_per_run() -> None:
@@ -67,13 +67,13 @@ def test_a_window_has_one_time_per_run() -> None:
 
 
 class Event:
-    def __init__(self, name: str, first: int, last: int, kind: Any = torch.autograd.DeviceType.CUDA, annotation: bool = False) -> None:
-        self.name, self.device_type, self.is_user_annotation = (lambda value=value: value for value in (name, kind, annotation))
+    def __init__(self, name: str, first: int, last: int, kind: Any = torch.autograd.DeviceType.CUDA, marked: bool = False) -> None:
+        self.name, self.device_type, self.is_user_annotation = (lambda value=value: value for value in (name, kind, marked))
         self.start_ns, self.duration_ns = lambda: first * 1000, lambda: (last - first) * 1000
 
 
 def test_a_profile_has_gaps_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [Event("mm", 0, 40), Event("copy", 140, 150), Event("mm", 150, 200), Event("step", 0, 200, annotation=True)]
+    events = [Event("mm", 0, 40), Event("copy", 140, 150), Event("mm", 150, 200), Event("step", 0, 200, marked=True)]
     events.append(Event("aten::mm", 30, 130, torch.autograd.DeviceType.CPU))
     ran: list[int] = []
 
@@ -127,9 +127,9 @@ def test_published_configurations_are_read_from_the_files(name: str) -> None:
     assert app.gpu_cases, "an app declares its GPU cases"
     for case in app.gpu_cases:
         path = Path(inspect.getfile(type(app))).parent / "configs" / case.yaml
-        for variant, overrides in gpu_steps.VARIANTS.items():
-            for extra in case.step_variants:
-                cfg: Any = config.load(app.published_settings, path, [*case.overrides, *gpu_steps._BASE_OVERRIDES, *overrides, *extra])
+        for variant, flags in gpu_steps.VARIANTS.items():
+            for step in case.step_variants:
+                cfg: Any = config.load(app.published_settings, path, [*case.overrides, *gpu_steps._BASE_OVERRIDES, *flags, *step])
                 assert cfg.step.capture == ("whole" if "captured" in variant else "none")
         plain: Any = config.load(app.published_settings, path)
         assert cfg.step.optimizer == plain.step.optimizer and cfg.step.lr == plain.step.lr and cfg.step.clip == plain.step.clip
