@@ -161,10 +161,10 @@ def test_an_environment_is_broadcast_and_unpacked(
     args = [*small_args(tmp_path / "run"), "--site", "generic", "--nodes", "3", "--stage", "/disk/data", "data.directory=far"]
     text, job = write_script(capsys, *args, "--environment", "my env.tar"), {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7"}
     make, send, unpack, stage, train, draw, remove = run_script(text, tmp_path, **job)
-    prefix, srun = "/tmp/hpcai-7-0", ["srun", "--kill-on-bad-exit=1", "--ntasks=3", "--ntasks-per-node=1"]
-    assert make == [*srun, "mkdir", "-m", "700", prefix] and send == ["sbcast", str(Path.cwd() / "my env.tar"), f"{prefix}/packed.tar"]
-    assert unpack[:6] == [*srun, "sh", "-c"] and unpack[-1] == prefix and remove == [*srun, "rm", "-rf", prefix]
-    assert train[2:7] == [f"{prefix}/bin/python", "-m", "hpcai.cli", "run", "cosmoflow"] and stage[1] == draw[-5] == train[2]
+    base, srun = "/tmp/hpcai-7-0", ["srun", "--kill-on-bad-exit=1", "--ntasks=3", "--ntasks-per-node=1"]
+    assert make == [*srun, "mkdir", "-m", "700", base] and send == ["sbcast", str(Path.cwd() / "my env.tar"), f"{base}/packed.tar"]
+    assert unpack[:6] == [*srun, "sh", "-c"] and unpack[-1] == base and remove == [*srun, "rm", "-rf", base]
+    assert train[2:7] == [f"{base}/bin/python", "-m", "hpcai.cli", "run", "cosmoflow"] and stage[1] == draw[-5] == train[2]
     assert run_script(text, tmp_path, **job, CODE="1")[-2:] == [train, remove]
     *_, last, requeue, final = run_script(text, tmp_path, **job, CODE="85", SLURM_RESTART_COUNT="2")
     assert requeue == ["scontrol", "requeue", "7"] and last == final == [*remove[:-1], "/tmp/hpcai-7-2"]
@@ -176,7 +176,7 @@ def test_an_environment_is_broadcast_and_unpacked(
 def test_a_container_mounts_the_folders_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Apptainer mounts the current folder itself; a missing folder is mounted by its nearest existing parent."""
+    """Apptainer mounts the current folder itself; for a missing folder the nearest existing parent is mounted."""
     for name in ("here/data", "disk", "far"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "here/link").symlink_to(tmp_path / "far")
@@ -327,7 +327,8 @@ def test_paths_are_checked_before_submission(
         assert reason in stderr and "data.directory nowhere does not exist" in stderr and "no.sif: there is no such file" in stderr
         assert cli.main(["job", *small_args(run), *site]) == 0
         assert reason in capsys.readouterr().err
-    stderr = expect_refusal(capsys, *small_args(tmp_path / "disk/run"), *site[:-2], f"data.directory={tmp_path}", "--any-directory", "--submit")
+    stderr = expect_refusal(capsys, *small_args(tmp_path / "disk/run"), *site[:-2], f"data.directory={tmp_path}",
+                            "--any-directory", "--submit")  # fmt: skip
     assert "sbatch is not installed here" in stderr or "sbatch" in stderr
     monkeypatch.setenv("PATH", str(tmp_path))
     stderr = expect_refusal(capsys, *small_args(tmp_path / "run"), *site[:-2], f"data.directory={tmp_path}", "--submit")

@@ -57,9 +57,9 @@ def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) ->
 
 
 def test_more_replicas_than_recorded_change_only_the_gradients(tiny: Planner) -> None:
-    few, many = (tiny.fit_memory(2, replicas, 1, machine("h100")).step for replicas in (32, 1024))
-    assert (few.messages, few.memory_bound, few.launches) == (many.messages, many.memory_bound, many.launches)
-    assert many.sent > few.sent and many.seconds > few.seconds
+    small, large = (tiny.fit_memory(2, replicas, 1, machine("h100")).step for replicas in (32, 1024))
+    assert (small.messages, small.memory_bound, small.launches) == (large.messages, large.memory_bound, large.launches)
+    assert large.sent > small.sent and large.seconds > small.seconds
 
 
 def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:

@@ -119,7 +119,7 @@ def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
     scores = {"mean_luck": 0.5, "luck_lucky": 0.4, "luck_wrong": 0.3, "luck_none": 0.2}
     record.events.append({"kind": "evaluate", "time": 1.79e9, "step": 640} | scores)
     (members,) = [members for name, members in record.metric_families().items() if name == "mean_luck"]
-    for predictions in (record.predictions, None):  # without a picture from the settings
+    for predictions in (record.predictions, None):  # None: classes from the settings
         record.predictions = predictions
         (axes,) = curves._draw_metric(record, "mean_luck", members, LIGHT).axes
         colors = {line.get_label(): (line.get_color(), line.get_marker()) for line in axes.lines}
@@ -144,7 +144,7 @@ def test_a_failed_picture_is_left_out(run: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "toy.npz").unlink()
     write_run(tmp_path, [START | {"name": "unknown"}])
     assert not report.read_run(tmp_path).left_out
-    # A picture that fails when it is drawn is noted too, and the page has the curves.
+    # A picture that fails when drawn is noted too, and the page has the curves.
     write_arrays(write_run(tmp_path, events(last=20), SETTINGS) / "toy.npz", TOY)
     record = report.read_run(tmp_path)
     assert record.picture is not None
