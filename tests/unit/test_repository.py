@@ -88,7 +88,7 @@ def test_binary_files_are_declared_in_gitattributes() -> None:
 # A user's app: its worker process imports it and the apps of the wheel from the ``sys.path`` of the parent.
 USER_APP = """
 import subprocess, sys
-code = "import sys; sys.path[:] = sys.argv[1:]; import apps.mine, apps.cosmoflow as ours; print(ours.__file__.split('/')[-4])"
+code = "import sys; sys.path[:] = sys.argv[1:]; import apps.mine, apps.cosmoflow as app; print(app.__file__.split('/')[-4])"
 sys.stdout.write(subprocess.run([sys.executable, "-P", "-c", code, *sys.path], check=True, capture_output=True, text=True).stdout)
 """
 
