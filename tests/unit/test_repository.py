@@ -145,19 +145,19 @@ def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_ne
         (tmp_path / name).touch()
     (tmp_path / "apps/mine/__main__.py").write_text(USER_APP)
 
-    def hpcai(*args: str) -> str:
+    def run_hpcai(*args: str) -> str:
         code = "import sys; from hpcai.cli import main; sys.exit(main())"
         process = run_offline(code, *args, cwd=tmp_path, path=unpacked)
         assert process.returncode == 0 and str(ROOT) not in process.stdout + process.stderr, process.stdout + process.stderr
         return process.stdout
 
-    assert hpcai("run", "mine") == "suite\n"
-    assert "step.lr" in hpcai("run", "cosmoflow", "--help") and "simulate" in hpcai("prepare", "cosmoflow", "--help")
-    assert "directory: datasets/cosmoflow-small" in hpcai("run", "cosmoflow", "small", "--show")
+    assert run_hpcai("run", "mine") == "suite\n"
+    assert "step.lr" in run_hpcai("run", "cosmoflow", "--help") and "simulate" in run_hpcai("prepare", "cosmoflow", "--help")
+    assert "directory: datasets/cosmoflow-small" in run_hpcai("run", "cosmoflow", "small", "--show")
     args = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]
-    assert "next: hpcai run cosmoflow small data.directory=data" in hpcai("prepare", "cosmoflow", "simulate", "data", *args)
+    assert "next: hpcai run cosmoflow small data.directory=data" in run_hpcai("prepare", "cosmoflow", "simulate", "data", *args)
     args = ["data.directory=data", "data.batch=2", "data.workers=1", "train.epochs=null", "train.steps=2", "report.sinks=[]"]
-    hpcai("run", "cosmoflow", "small.yaml", "report.directory=run", "model.filters=2", *args)
+    run_hpcai("run", "cosmoflow", "small.yaml", "report.directory=run", "model.filters=2", *args)
     assert (tmp_path / "run/model.safetensors").is_file()
 
 

@@ -55,7 +55,7 @@ def test_npy_files_are_one_sample_each(tmp_path: Path) -> None:
 
 
 def test_files_in_groups_scalars_and_odd_dtypes_are_fine(root: Path) -> None:
-    def odd(file: h5py.File, seed: list[int]) -> None:
+    def add_datasets(file: h5py.File, seed: list[int]) -> None:
         file["deep/er/mask"] = np.random.default_rng(seed).random((ROWS, 20)) > 0.5
         file["version"], file["none"], file["again"] = 3, h5py.Empty("f4"), file["target"]
         file["soft"], file["away"] = h5py.SoftLink("/nowhere"), h5py.ExternalLink("/dev/zero", "/x")
@@ -65,7 +65,7 @@ def test_files_in_groups_scalars_and_odd_dtypes_are_fine(root: Path) -> None:
 
     for split in ("train", "validation"):
         for i, path in enumerate(sorted((root / split).glob("*.h5"))):
-            edit(path, lambda file: odd(file, [len(split), i]))  # noqa: B023
+            edit(path, lambda file: add_datasets(file, [len(split), i]))  # noqa: B023
     outcome = check(root)
     assert {(f.severity, f.code, f.dataset) for f in outcome.findings} == {("note", "layout", "names")}
     assert outcome.splits[0].fields["deep/er/mask"] == "|b1 (20)"
@@ -76,25 +76,25 @@ def test_a_null_length_in_the_index_allows_any(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     fields = {"image": {"dtype": "float32", "shape": [None, None, 3]}, "kind": {"dtype": "int32", "shape": [2]}}
 
-    def volume(path: str, shape: tuple[int, ...], dtype: str = "f4") -> None:
+    def write_volume(path: str, shape: tuple[int, ...], dtype: str = "f4") -> None:
         write(tmp_path / path, {"image": rng.normal(size=(1, *shape)).astype(dtype), "kind": rng.integers(0, 9, (1, 2), np.int32)})
         index((tmp_path / path).parent, fields=fields)
 
     for i, shape in enumerate([(40, 50, 3), (41, 50, 3), (40, 33, 3), (7, 9, 3)]):
-        volume(f"train/v{i}.h5", shape)
-    volume("validation/v0.h5", (20, 21, 3))
+        write_volume(f"train/v{i}.h5", shape)
+    write_volume("validation/v0.h5", (20, 21, 3))
     outcome = check(tmp_path)
     assert outcome.findings == () and outcome.splits[0].fields["image"] == "<f4 (any, any, 3)"
-    for spoiled, code, text in (
+    for changed, code, text in (
         (((40, 50, 4),), "shape", "has rows of (40, 50, 4), expected (any, any, 3), as index.json has it"),
         (((40, 50),), "shape", "has rows of (40, 50), expected (any, any, 3)"),
         (((40, 50, 3), "f8"), "dtype", "is <f8, expected <f4"),
     ):
-        volume("train/v0.h5", *spoiled)
+        write_volume("train/v0.h5", *changed)
         outcome = check(tmp_path, quick=True)
         assert summarize(outcome) == [("error", code, "train/v0.h5", "image", None)] and text in outcome.findings[0].text
-    volume("train/v0.h5", (40, 50, 3))
-    volume("validation/v0.h5", (20, 21, 4))  # all files of a split against its index, and the splits
+    write_volume("train/v0.h5", (40, 50, 3))
+    write_volume("validation/v0.h5", (20, 21, 4))  # all files of a split against its index, and the splits
     findings = {(f.severity, f.code, f.text.split(",")[0]) for f in check(tmp_path, quick=True).findings}
     assert findings == {("error", "shape", "has rows of (20"), ("warning", "schema", "'image' is <f4 (any")}
 
@@ -260,11 +260,11 @@ def test_a_damaged_file_always_gives_an_outcome(tmp_path: Path, name: str, make:
 
 
 def test_a_dataset_larger_than_its_file_is_not_read(root: Path) -> None:
-    def vast(file: h5py.File) -> None:
+    def declare_large(file: h5py.File) -> None:
         del file["counts"]
         file.create_dataset("counts", (1 << 30, 1 << 20), np.int16, chunks=(1, 1 << 16), compression="gzip")
 
-    edit(root / "train" / "u2.h5", vast)
+    edit(root / "train" / "u2.h5", declare_large)
     assert single_finding(check(root), "unwritten").path.name == "u2.h5"
 
 

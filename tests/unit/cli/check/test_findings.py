@@ -97,12 +97,12 @@ def slow_down(root: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(disk, "Reader", partial(Reader, preadv=read))
 
 
-def on(name: str, act: Callable[[Path], Any]) -> Callable[[Path, pytest.MonkeyPatch], Any]:
-    return lambda root, patch: act(root / name)
+def on(name: str, function: Callable[[Path], Any]) -> Callable[[Path, pytest.MonkeyPatch], Any]:
+    return lambda root, patch: function(root / name)
 
 
-def inside(name: str, act: Callable[[h5py.File], Any], **fields: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
-    return lambda root, patch: edit(root / name, act, **fields)
+def inside(name: str, function: Callable[[h5py.File], Any], **fields: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
+    return lambda root, patch: edit(root / name, function, **fields)
 
 
 def fields(**expected: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
