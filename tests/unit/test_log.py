@@ -1,4 +1,4 @@
-"""Reports: the output of every sink for the same events, and no sink ends a run."""
+"""Reports: each sink's output for the same events; a sink that fails does not end the run."""
 
 import io
 import json
@@ -73,7 +73,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     run_job(path, 40, 100)
     assert steps(path, "train") == list(range(1, 101))
     assert steps(path, "evaluate") == steps(path, "note") == [20, 40, 60, 80, 100]
-    assert steps(path, "epoch") == [0, 20, 40, 60, 80]                         # the one that began at 40 began again
+    assert steps(path, "epoch") == [0, 20, 40, 60, 80]                         # epoch 2 was begun twice
     assert [e["resumed_from"] for e in read_metrics(path) if e["kind"] == "start"] == [None, 40]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -88,12 +88,12 @@ def test_a_new_run_in_an_old_directory_renames_the_old_file(tmp_path: Path) -> N
 def test_an_incomplete_last_line_is_omitted_and_a_damaged_one_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_job(path, None, 5)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
+    content = path.read_bytes()
+    path.write_bytes(content[:-9])
     assert steps(path, "train") == [1, 2, 3, 4]
-    run_job(path, 4, 6)                                     # goes on behind the torn line, not inside it
+    run_job(path, 4, 6)                                     # appends after the torn line, not to it
     assert steps(path, "train") == [1, 2, 3, 4, 5, 6]
-    path.write_bytes(whole.replace(b'{"kind": "train", "time": 2', b'{"kind": "tra', 1))
+    path.write_bytes(content.replace(b'{"kind": "train", "time": 2', b'{"kind": "tra', 1))
     with pytest.raises(DataError, match=r"metrics\.jsonl:4: .* is not an event"):
         read_metrics(path)
     path.write_text("[1, 2]\n")
@@ -213,12 +213,12 @@ def test_tensorboard_has_the_scalars_and_hides_repeated_ones_after_a_resume(tmp_
             reports.emit("evaluate", step=points[-1], epoch=1, samples=9, seconds=1.0, mae=0.25)
             written = sum(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())
         assert written == sum(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())      # no wait for the end
-    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
     names = {"train/loss", "train/mae", "train/lr", "train/samples_per_second", "train/epoch", "evaluate/mae"}
-    assert set(found.Tags()["scalars"]) == names
-    assert [point.step for point in found.Scalars("train/loss")] == [10, 20, 30, 40]
-    assert found.Scalars("train/loss")[0].value == pytest.approx(0.0712)
+    assert set(events.Tags()["scalars"]) == names
+    assert [point.step for point in events.Scalars("train/loss")] == [10, 20, 30, 40]
+    assert events.Scalars("train/loss")[0].value == pytest.approx(0.0712)
 
 
 # ---------------------------------------------------------------------------------------------------------- logging

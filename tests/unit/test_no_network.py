@@ -1,4 +1,4 @@
-"""No socket to a network: not at the import of any module, and not in a run of one process, which test_repository.py makes."""
+"""No module opens a network socket at import. test_repository.py asserts this of a run of one process."""
 
 from pathlib import Path
 
@@ -30,11 +30,11 @@ print(count)
     ],
 )
 def test_a_child_that_uses_a_network_is_ended(code: str, tmp_path: Path) -> None:
-    done = run_offline(f"import socket\ntry:\n    {code}\nexcept Exception:\n    pass", cwd=tmp_path, path=ROOT)
-    assert done.returncode == REFUSED and "File " in done.stderr
+    process = run_offline(f"import socket\ntry:\n    {code}\nexcept Exception:\n    pass", cwd=tmp_path, path=ROOT)
+    assert process.returncode == REFUSED and "File " in process.stderr
 
 
 def test_no_module_opens_a_socket_when_it_is_imported(tmp_path: Path) -> None:
-    done = run_offline(IMPORTS, cwd=tmp_path, path=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 200
+    process = run_offline(IMPORTS, cwd=tmp_path, path=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout.split()[-1]) > 200

@@ -1,4 +1,4 @@
-"""The pages: their commands are ones that there are, their links lead somewhere, and they make a site that needs no network."""
+"""Pages: their commands and the targets of their links exist, and the site needs no network."""
 
 import pkgutil
 import re
@@ -28,7 +28,7 @@ OTHERS = (
 
 
 def commands(page: str) -> Iterator[tuple[str, list[str]]]:
-    """Each command of a page's shell blocks, as it stands and as words."""
+    """Yield each command of a page's shell blocks, as text and as arguments."""
     for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.S):
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"\s+&&\s+", re.sub(r"(^|\s)#.*", "", line).strip()):
@@ -36,57 +36,56 @@ def commands(page: str) -> Iterator[tuple[str, list[str]]]:
                     yield part, shlex.split(LAUNCHERS.sub("", part.replace(".venv/bin/", ""), count=1))
 
 
-def module(words: list[str]) -> str | None:
-    """The module that is run."""
-    return words[words.index("-m") + 1] if "-m" in words else None
+def module_name(args: list[str]) -> str | None:
+    return args[args.index("-m") + 1] if "-m" in args else None
 
 
-def look(words: list[str]) -> None:
-    """Fail where a command cannot be."""
-    name = module(words)
-    if name is None and words[0] == "hpcai":
-        assert words[1] in cli.COMMANDS
-        if words[1] == "run" and len(words) > 3:
-            named = f"apps/{words[2]}/configs/{words[3]}.yaml"
-            settings(words[2], [named if (ROOT / named).is_file() else words[3], *words[4:]])
-    elif name is None and words[0] == "python":
-        assert (ROOT / words[1]).is_file()
+def check_command(args: list[str]) -> None:
+    """Assert that the program, module, settings and options of a command exist."""
+    name = module_name(args)
+    if name is None and args[0] == "hpcai":
+        assert args[1] in cli.COMMANDS
+        if args[1] == "run" and len(args) > 3:
+            file = f"apps/{args[2]}/configs/{args[3]}.yaml"
+            check_settings(args[2], [file if (ROOT / file).is_file() else args[3], *args[4:]])
+    elif name is None and args[0] == "python":
+        assert (ROOT / args[1]).is_file()
     elif name is None:
-        assert words[0] in OTHERS, f"{words[0]} is no command that a page may name"
-        if words[0] == "make":
-            targets = [word for word in words[1:] if "=" not in word]
+        assert args[0] in OTHERS, f"{args[0]} is no command that a page may name"
+        if args[0] == "make":
+            targets = [arg for arg in args[1:] if "=" not in arg]
             assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in targets)
     elif name in ("pip", "venv"):
         pass
     elif name.startswith("data_prep."):
-        given = words[words.index(name) + 1 :]
-        if "..." not in given:
-            import_module(name).parser().parse_args(given)
+        options = args[args.index(name) + 1 :]
+        if "..." not in options:
+            import_module(name).parser().parse_args(options)
     else:
-        settings(name.removeprefix("apps."), words[words.index(name) + 1 :])
+        check_settings(name.removeprefix("apps."), args[args.index(name) + 1 :])
 
 
-def settings(app: str, given: list[str]) -> None:
-    """A YAML file and words are settings of the app; another first word is one of its own commands."""
-    if given and given[0].endswith(".yaml"):
-        config.load(import_module(f"apps.{app}.settings").Config, ROOT / given[0], given[1:])
-    elif given and given[0] not in ("...", "--help", "--show"):
-        assert (ROOT / f"apps/{app}/{given[0]}.py").is_file() and f'"{given[0]}"' in (ROOT / f"apps/{app}/__main__.py").read_text()
+def check_settings(app: str, args: list[str]) -> None:
+    """Assert that a YAML file and overrides are settings of the app, or that the first argument is a command of it."""
+    if args and args[0].endswith(".yaml"):
+        config.load(import_module(f"apps.{app}.settings").Config, ROOT / args[0], args[1:])
+    elif args and args[0] not in ("...", "--help", "--show"):
+        assert (ROOT / f"apps/{app}/{args[0]}.py").is_file() and f'"{args[0]}"' in (ROOT / f"apps/{app}/__main__.py").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_of_pages_are_ones_that_there_are(page: str, capsys: pytest.CaptureFixture) -> None:
-    for line, words in commands(page):
+def test_commands_of_pages_exist(page: str, capsys: pytest.CaptureFixture) -> None:
+    for line, args in commands(page):
         if "ringdown" in line:  # the model that docs/new_model.md adds; tests/apps/test_new_model.py runs its lines
             continue
         try:
-            look(words)
+            check_command(args)
         except (AssertionError, SystemExit, Exception) as problem:
             raise AssertionError(f"{page}: {line}: {problem}{capsys.readouterr().err}") from problem
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_link_targets_exist(page: str) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text) + re.findall(r'src="([^"]+)"', text):
         assert target.startswith("https://") or (ROOT / page).parent.joinpath(target).exists(), target
@@ -104,15 +103,15 @@ def test_modules_functions_and_files_that_pages_name_exist(page: str) -> None:
 
 def test_every_page_is_in_the_site_and_needs_no_network(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    about = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    named = set(re.findall(r"[\w./-]+\.md", yaml.safe_dump(about["nav"])))
-    assert set(PAGES) <= named
-    for page in named:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    nav = set(re.findall(r"[\w./-]+\.md", yaml.safe_dump(site["nav"])))
+    assert set(PAGES) <= nav
+    for page in nav:
         (tmp_path / "pages" / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / "pages" / page)
-    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(about | {"docs_dir": "pages", "site_dir": "site"}))
-    made = subprocess.run([sys.executable, "-m", "mkdocs", "build", "-q", "--strict"], cwd=tmp_path, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(site | {"docs_dir": "pages", "site_dir": "site"}))
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "-q", "--strict"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     for page in tmp_path.glob("site/**/*.html"):
         fetched = re.findall(r'(?:<script[^>]* src|<link[^>]* href|<img[^>]* src)="((?:https?:)?//[^"]+)"', page.read_text())
-        assert not fetched, f"{page.name} asks the network for {fetched[0]}"
+        assert not fetched, f"{page.name} fetches {fetched[0]}"

@@ -1,4 +1,4 @@
-"""The README runs: its notebook cells, its file names, its six files to read, and no word that would fetch another's package."""
+"""README: its notebook cells run, its files and settings exist, and no command installs another project's package."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ TINY = OpenFoldConfig.preset("model_1", blocks=1, extra={"blocks": 1}, msa=16, p
 
 
 def run_cells(page: str, count: int, names: dict) -> dict:  # type: ignore[type-arg]
-    """``names`` after the notebook cells of a page."""
+    """Run the notebook cells of a page with ``names`` as globals, and return these."""
     cells = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert len(cells) == count
     for cell in cells:
@@ -35,7 +35,7 @@ def run_cells(page: str, count: int, names: dict) -> dict:  # type: ignore[type-
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which runs have left their weights."""
+    """A folder with the saved weights of runs."""
     monkeypatch.chdir(tmp_path)
     models = {
         "cosmoflow": CosmoFlow(CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1,) * 4, high=(0.9,) * 4)),
@@ -64,9 +64,9 @@ def test_the_cells_of_pages_run(runs: Path) -> None:
 
 def test_the_cell_of_the_diffusion_page_runs(runs: Path) -> None:
     network = {"inputs": 1, "outputs": 1, "field": 1, "tokens": None, "channels": (8,), "blocks": 1, "attention": ("none",)}
-    about = {"names": ("density",), "units": ("mean",), "mean": (-0.3,), "deviation": (1.2,), "floor": 0.05, "factor": 4}
+    fields = {"names": ("density",), "units": ("mean",), "mean": (-0.3,), "deviation": (1.2,), "floor": 0.05, "factor": 4}
     cfg = DiffusionConfig.model_validate({
-        "unet": {**network, "middle": "none", "heads": (1,), "groups": 4}, "size": (1, 64, 64), "fields": about,
+        "unet": {**network, "middle": "none", "heads": (1,), "groups": 4}, "size": (1, 64, 64), "fields": fields,
         "objective": {"prediction_type": "flow"}, "sampler": {"method": "euler", "steps": 2},
     })  # fmt: skip
     (runs / "diffusion-small").mkdir()
@@ -77,17 +77,17 @@ def test_the_cell_of_the_diffusion_page_runs(runs: Path) -> None:
 
 def test_the_cell_of_the_openfold_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("gemmi")
-    one = proteins.random_chain(12)
+    chain = proteins.random_chain(12)
     monkeypatch.chdir(tmp_path)
     OpenFold(TINY).save(tmp_path / "params_model_1.npz", form="alphafold")
     for folder in ("alignments/5zyh_A", "pdb_mmcif"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "alignments/5zyh_A/hits.a3m").write_text(f">5zyh_A\n{one.sequence}\n")
+    (tmp_path / "alignments/5zyh_A/hits.a3m").write_text(f">5zyh_A\n{chain.sequence}\n")
     (tmp_path / "hits.hhr").write_text("Query         5zyh_A\n\n No Hit\n")
-    write_structure(tmp_path / "5zyh.cif", one.aatype, one.positions, one.mask, one.bfactors, chain="A")
-    letters = np.array([["ACDEFGHIKLMNPQRSTVWY".index(letter) for letter in one.sequence]])
-    raw = {"aatype": np.eye(21)[one.aatype], "msa": letters, "deletion_matrix_int": np.zeros((1, 12), int)}
-    names = run_cells("apps/openfold/README.md", 1, {"sequence": one.sequence, "raw": raw})
+    write_structure(tmp_path / "5zyh.cif", chain.aatype, chain.positions, chain.mask, chain.bfactors, chain="A")
+    letters = np.array([["ACDEFGHIKLMNPQRSTVWY".index(letter) for letter in chain.sequence]])
+    raw = {"aatype": np.eye(21)[chain.aatype], "msa": letters, "deletion_matrix_int": np.zeros((1, 12), int)}
+    names = run_cells("apps/openfold/README.md", 1, {"sequence": chain.sequence, "raw": raw})
     assert (tmp_path / "5zyh_A.cif").exists() and names["features"]["template_mask"].sum() == 0 and names["refused"] == {}
     assert names["features"]["aatype"].shape == (256, 4) and names["fold"].positions.shape == (12, 37, 3)
 
@@ -101,18 +101,18 @@ def test_the_cell_of_the_data_page_runs(tmp_path: Path, monkeypatch) -> None:  #
     assert names["batch"]["image"].shape == (8, 3, 512, 512) and names["batch"]["label"].dtype == torch.uint8
 
 
-def test_the_data_page_names_settings_that_there_are() -> None:
+def test_settings_on_the_data_page_exist() -> None:
     from apps.llm.settings import DataConfig
 
     page = (ROOT / "docs/data.md").read_text()
     fields = LoaderConfig.model_fields
     for name in re.findall(r"data\.(\w+)=", page + README):
         assert name in DataConfig.model_fields, name
-    ways = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
-    assert ways == set(get_args(fields["reader"].annotation))
+    readers = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    assert readers == set(get_args(fields["reader"].annotation))
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
+def test_files_that_the_readme_names_exist() -> None:
     for name in re.findall(r"`((?:apps|hpcai|slurm|docs|tests|data_prep)/[\w./-]+\.\w+)`", README) + re.findall(
         r"\]\((\w[\w./-]+)\)", README
     ):
@@ -121,7 +121,7 @@ def test_every_file_that_the_readme_names_is_there() -> None:
         assert (ROOT / name).exists(), name
 
 
-def test_the_make_targets_are_there() -> None:
+def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`?make (\w+)", README)):
         assert re.search(rf"^{target}:", makefile, re.M), target
@@ -131,14 +131,14 @@ def test_the_commands_that_check_this_page_have_tests() -> None:
     commands = re.findall(r"\| `(tests[^`]*)` \|$", README, re.M)
     assert len(commands) >= 12
     for command in commands:
-        paths, _, words = command.partition(" -k ")
-        places = [ROOT / path for path in paths.split()]
-        files = [file for place in places for file in ([place] if place.suffix else place.rglob("test_*.py"))]
+        paths, _, keywords = command.partition(" -k ")
+        targets = [ROOT / path for path in paths.split()]
+        files = [file for target in targets for file in ([target] if target.suffix else target.rglob("test_*.py"))]
         names = "\n".join(name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.M))
-        assert names and all(word in names for word in words.strip('"').split(" or ")), command
+        assert names and all(keyword in names for keyword in keywords.strip('"').split(" or ")), command
 
 
-def test_no_document_installs_somebody_elses_package() -> None:
+def test_no_document_installs_the_package_of_another_project() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     bare = re.compile(r"pip3? install +(-\S+ +)*" + "hpcai" + r"($|[^-/.\w])", re.M)
     for name in tracked:
@@ -147,27 +147,27 @@ def test_no_document_installs_somebody_elses_package() -> None:
             assert not bare.search(path.read_text(errors="replace")), name
 
 
-def test_every_setting_that_the_documents_name_can_be_set() -> None:
+def test_settings_that_the_documents_name_exist() -> None:
     from apps.cosmoflow.settings import Config
     from apps.llm.settings import Config as Texts
     from apps.opencatalyst.settings import Config as Atoms
     from apps.openfold.settings import Config as Proteins
     from hpcai import config
 
-    together = {"step.compile_cache=x": "step.compile=whole", "step.shard_within=8": "step.shard=optimizer"}
-    together |= {"data.shards=2": "data.stage=x"}
-    named = set()
+    required = {"step.compile_cache=x": "step.compile=whole", "step.shard_within=8": "step.shard=optimizer"}
+    required |= {"data.shards=2": "data.stage=x"}
+    pairs = set()
     for text in (README, *((ROOT / "docs" / name).read_text() for name in ("performance.md", "data.md", "benchmarks.md"))):
-        named |= set(re.findall(r"`((?:step|train|data|mesh)\.[a-z_]+(?:\.[a-z_]+)*)(?:=([\w.\[\],-]+))?`", text))
-    assert len(named) > 25
-    for key, value in sorted(named):
-        word = f"{key}={value.replace('FOLDER', 'x').replace('N', '2')}"
+        pairs |= set(re.findall(r"`((?:step|train|data|mesh)\.[a-z_]+(?:\.[a-z_]+)*)(?:=([\w.\[\],-]+))?`", text))
+    assert len(pairs) > 25
+    for key, value in sorted(pairs):
+        override = f"{key}={value.replace('FOLDER', 'x').replace('N', '2')}"
         texts = dict.fromkeys(("mesh.context", "mesh.tensor", "mesh.pipeline", "data.blend"), Texts)
         settings = {"data.balance": Atoms, "mesh.axial": Proteins, **texts}.get(key, Config)
         if value:
-            config.load(settings, None, [word, *([together[word]] if word in together else [])])
+            config.load(settings, None, [override, *([required[override]] if override in required else [])])
             continue
-        at: object = settings()
+        section: object = settings()
         for part in key.split("."):
-            assert hasattr(at, part), f"{key}: there is no such setting"
-            at = getattr(at, part)
+            assert hasattr(section, part), f"{key}: there is no such setting"
+            section = getattr(section, part)

@@ -1,4 +1,4 @@
-"""The repository as a clone and as a wheel: what tests compare with is in it, small and explained."""
+"""The repository as a clone and as a wheel: reference data are included, small and documented."""
 
 import contextlib
 import os
@@ -24,13 +24,13 @@ BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 SUITE = ("apps", "data_prep", "slurm")
 
 
-def test_what_tests_compare_with_is_small_and_each_folder_explains_itself() -> None:
+def test_reference_data_are_small_and_each_folder_has_a_readme() -> None:
     sizes = {path: path.stat().st_size for path in DATA.rglob("*") if path.is_file()}
     assert sum(sizes.values()) < 30e6 and max(sizes.values()) < 3e6, sorted(sizes.items(), key=lambda pair: -pair[1])[:5]
     assert all((folder / "README.md").is_file() for folder in (DATA, *DATA.iterdir()) if folder.is_dir())
 
 
-def test_what_strangers_look_for_says_what_the_repository_has() -> None:
+def test_community_files_agree_with_the_repository() -> None:
     from hpcai import __version__
 
     pages = {name: (ROOT / name).read_text() for name in ("SECURITY.md", "CONTRIBUTING.md", "docs/install.md")}
@@ -62,66 +62,66 @@ def test_lines_stay_within_their_budget() -> None:
         packages["/".join(path.parent.parts[:2])] += len((ROOT / path).read_bytes().splitlines())
     print(*(f"{number:7,} {name}" for name, number in packages.items()), sep="\n")
     tests = sum(number for name, number in packages.items() if name.startswith("tests"))
-    found = {"code": packages.total() - tests, "tests": tests}
+    totals = {"code": packages.total() - tests, "tests": tests}
     budget = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hpcai"]["lines"]
-    assert all(found[name] <= most for name, most in budget.items()), f"{found} lines, expected at most {budget}; make room first"
+    assert all(totals[name] <= cap for name, cap in budget.items()), f"{totals} lines, expected at most {budget}; make room first"
 
 
-def test_no_folder_that_a_command_leaves_changes_the_linter(tmp_path: Path) -> None:
-    """`make train` once left runs/, which the linter of `make test` then took for a package that a test imports."""
-    left = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.strip("/").isidentifier()]
-    assert {"runs", "datasets", "build"} <= set(left)
+def test_folders_written_by_commands_do_not_change_the_linter(tmp_path: Path) -> None:
+    """Once the linter of `make test` took runs/, written by `make train`, for a package that a test imports."""
+    folders = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.strip("/").isidentifier()]
+    assert {"runs", "datasets", "build"} <= set(folders)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    imports = (f"from {name} import it\n" for name in sorted((*left, "numpy")))
+    imports = (f"from {name} import it\n" for name in sorted((*folders, "numpy")))
     (tmp_path / "test_it.py").write_text(f"{''.join(imports)}\nfrom hpcai import log\nfrom tests import atoms\n")
-    for name in ("", *left):
+    for name in ("", *folders):
         (tmp_path / name).mkdir(exist_ok=True)
         command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=I"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, f"with a folder {name}: {done.stdout}"
+        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert process.returncode == 0, f"with a folder {name}: {process.stdout}"
 
 
-def test_git_takes_what_is_binary_as_such() -> None:
+def test_binary_files_are_declared_in_gitattributes() -> None:
     binary = {line.split()[0].removeprefix("*") for line in (ROOT / ".gitattributes").read_text().splitlines()}
     assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - {".json", ".md"} <= binary
 
-# An app of the user's, whose workers find it and those of the wheel by the path of modules that they are given.
-MINE = """
+# A user's app: its worker process imports it and the apps of the wheel from the ``sys.path`` of the parent.
+USER_APP = """
 import subprocess, sys
-code = "import sys; sys.path[:] = sys.argv[1:]; import apps.mine, apps.cosmoflow as ours; print(ours.__file__.split('/')[-4])"
+code = "import sys; sys.path[:] = sys.argv[1:]; import apps.mine, apps.cosmoflow as app; print(app.__file__.split('/')[-4])"
 sys.stdout.write(subprocess.run([sys.executable, "-P", "-c", code, *sys.path], check=True, capture_output=True, text=True).stdout)
 """
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of this tree, built by setuptools without a network."""
+    """A wheel of a copy of this checkout, built by setuptools without a network."""
     from setuptools.build_meta import build_wheel
 
-    copy = tmp_path_factory.mktemp("checkout")
+    checkout = tmp_path_factory.mktemp("checkout")
     for name in BUILT:
-        shutil.copy(ROOT / name, copy)
+        shutil.copy(ROOT / name, checkout)
     for name in ("hpcai", *SUITE):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "apps/cosmoflow/__pycache__").mkdir()
-    (copy / "apps/cosmoflow/__pycache__/old.pyc").touch()
-    (copy / "build/lib/hpcai/suite/apps/gone").mkdir(parents=True)
-    (copy / "build/lib/hpcai/suite/apps/gone/__init__.py").touch()
-    with contextlib.chdir(copy):
-        return copy / build_wheel(str(copy))
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / "apps/cosmoflow/__pycache__").mkdir()
+    (checkout / "apps/cosmoflow/__pycache__/old.pyc").touch()
+    (checkout / "build/lib/hpcai/suite/apps/gone").mkdir(parents=True)
+    (checkout / "build/lib/hpcai/suite/apps/gone/__init__.py").touch()
+    with contextlib.chdir(checkout):
+        return checkout / build_wheel(str(checkout))
 
 
-def test_the_wheel_holds_library_and_suite_and_nothing_beside_them(wheel: Path) -> None:
+def test_the_wheel_contains_the_library_and_suite_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hpcai", "hpcai_suite"}
     tracked = subprocess.run(["git", "ls-files", *SUITE], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    held = {name.removeprefix("hpcai/suite/") for name in names if name.startswith("hpcai/suite/")}
-    assert held >= {name for name in tracked if (ROOT / name).is_file()}
-    assert not [name for name in held if name.endswith(".pyc") or name.startswith("apps/gone/")]
+    members = {name.removeprefix("hpcai/suite/") for name in names if name.startswith("hpcai/suite/")}
+    assert members >= {name for name in tracked if (ROOT / name).is_file()}
+    assert not [name for name in members if name.endswith(".pyc") or name.startswith("apps/gone/")]
     assert wheel.stat().st_size < 2e6
 
 
-def test_a_source_distribution_holds_what_a_wheel_is_built_of(tmp_path: Path, wheel: Path) -> None:
+def test_a_source_distribution_contains_the_sources_of_a_wheel(tmp_path: Path, wheel: Path) -> None:
     from setuptools.build_meta import build_sdist
 
     with contextlib.chdir(wheel.parent):
@@ -143,46 +143,46 @@ def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_ne
     (tmp_path / "apps/mine").mkdir(parents=True)  # an app of the user's
     for name in ("apps/__init__.py", "apps/mine/__init__.py"):
         (tmp_path / name).touch()
-    (tmp_path / "apps/mine/__main__.py").write_text(MINE)
+    (tmp_path / "apps/mine/__main__.py").write_text(USER_APP)
 
-    def hpcai(*words: str) -> str:
+    def run_hpcai(*args: str) -> str:
         code = "import sys; from hpcai.cli import main; sys.exit(main())"
-        done = run_offline(code, *words, cwd=tmp_path, path=unpacked)
-        assert done.returncode == 0 and str(ROOT) not in done.stdout + done.stderr, done.stdout + done.stderr
-        return done.stdout
+        process = run_offline(code, *args, cwd=tmp_path, path=unpacked)
+        assert process.returncode == 0 and str(ROOT) not in process.stdout + process.stderr, process.stdout + process.stderr
+        return process.stdout
 
-    assert hpcai("run", "mine") == "suite\n"
-    assert "step.lr" in hpcai("run", "cosmoflow", "--help") and "simulate" in hpcai("prepare", "cosmoflow", "--help")
-    assert "directory: datasets/cosmoflow-small" in hpcai("run", "cosmoflow", "small", "--show")
-    words = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]
-    assert "next: hpcai run cosmoflow small data.directory=data" in hpcai("prepare", "cosmoflow", "simulate", "data", *words)
-    words = ["data.directory=data", "data.batch=2", "data.workers=1", "train.epochs=null", "train.steps=2", "report.sinks=[]"]
-    hpcai("run", "cosmoflow", "small.yaml", "report.directory=run", "model.filters=2", *words)
+    assert run_hpcai("run", "mine") == "suite\n"
+    assert "step.lr" in run_hpcai("run", "cosmoflow", "--help") and "simulate" in run_hpcai("prepare", "cosmoflow", "--help")
+    assert "directory: datasets/cosmoflow-small" in run_hpcai("run", "cosmoflow", "small", "--show")
+    args = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]
+    assert "next: hpcai run cosmoflow small data.directory=data" in run_hpcai("prepare", "cosmoflow", "simulate", "data", *args)
+    args = ["data.directory=data", "data.batch=2", "data.workers=1", "train.epochs=null", "train.steps=2", "report.sinks=[]"]
+    run_hpcai("run", "cosmoflow", "small.yaml", "report.directory=run", "model.filters=2", *args)
     assert (tmp_path / "run/model.safetensors").is_file()
 
 
-def test_what_hpcai_run_and_prepare_refuse_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_hpcai_run_and_prepare_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from hpcai.cli import apps, main
 
-    for words, expected in (
+    for args, expected in (
         (["run", "cosmoflwo", "small"], "there is no app 'cosmoflwo'; expected one of cosmoflow, deepcam"),
         (["run", "cosmoflow", "smal.yaml"], "there is no file smal.yaml, and cosmoflow has none of that name; its own are"),
         (["prepare", "store"], "there is no command 'store'; expected one of cosmoflow, deepcam"),
     ):
-        assert main(words) == 2
-        told = capsys.readouterr().err
-        assert expected in told and told.count("\n") == 1
+        assert main(args) == 2
+        stderr = capsys.readouterr().err
+        assert expected in stderr and stderr.count("\n") == 1
     assert set(apps.list_apps()) <= set(os.listdir(ROOT / "apps"))
 
 
-def test_what_is_stored_thinned_finds_one_value_far_off_and_a_region_slightly_off() -> None:
-    whole = np.random.default_rng(0).normal(size=(3, 40, 50)).astype(np.float32)
-    stored = {f"out.{part}": array for part, array in subsample(whole).items()}
-    check_subsample(whole, stored, "out", 1e-5)
-    for where, off in ((5999, 1e-3), (slice(1000, 1300), 1e-5), (610, 2e-5)):
-        other = whole.copy()
-        other.reshape(-1)[where] += off
+def test_a_subsample_detects_one_outlier_and_a_small_error_of_a_region() -> None:
+    full = np.random.default_rng(0).normal(size=(3, 40, 50)).astype(np.float32)
+    stored = {f"out.{part}": array for part, array in subsample(full).items()}
+    check_subsample(full, stored, "out", 1e-5)
+    for index, error in ((5999, 1e-3), (slice(1000, 1300), 1e-5), (610, 2e-5)):
+        changed = full.copy()
+        changed.reshape(-1)[index] += error
         with pytest.raises(AssertionError):
-            check_subsample(other, stored, "out", 1e-5)
+            check_subsample(changed, stored, "out", 1e-5)
     with pytest.raises(AssertionError):
-        check_subsample(whole.reshape(3, 50, 40), stored, "out", 1e-5)
+        check_subsample(full.reshape(3, 50, 40), stored, "out", 1e-5)

@@ -1,4 +1,4 @@
-"""Timing of the startup by consecutive parts."""
+"""Times of consecutive parts of the startup."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from hpcai.startup import Part
 
 
 def test_parts_are_consecutive_and_add_up() -> None:
-    began = time.perf_counter()
+    start = time.perf_counter()
     with startup.clock(age=2.0):
         startup.begin("network")
         time.sleep(0.02)
@@ -25,9 +25,9 @@ def test_parts_are_consecutive_and_add_up() -> None:
         time.sleep(0.03)
         assert startup.is_running()
         parts = startup.end(compiled=0.02)
-        took = 2 + time.perf_counter() - began
+        elapsed = 2 + time.perf_counter() - start
         assert not startup.is_running()
-    assert sum(parts.values()) == pytest.approx(took, abs=2e-3)
+    assert sum(parts.values()) == pytest.approx(elapsed, abs=2e-3)
     assert parts["imports"] == pytest.approx(2, abs=5e-3) and parts["compile"] == 0.02
     for name, least in (("network", 0.03), ("checkpoint", 0.01), ("first step", 0.01)):
         assert least <= parts[name] < least + 0.02  # type: ignore[index]
@@ -45,21 +45,21 @@ def test_nothing_is_recorded_without_a_clock_or_after_its_end() -> None:
 
 def test_between_synchronizations_the_slowest_rank_counts() -> None:
     names: list[Part] = ["imports", "processes", "data", "network", "connections", "first batch", "compile", "first step"]
-    every = [dict(zip(names, (3, 4, 1, 1, 9, 1, 20, 2), strict=True)), dict(zip(names, (6, 1, 8, 1, 2, 3, 10, 10), strict=True))]
-    found = startup.combine_ranks(every)
-    assert {name: seconds for name, seconds in found.items() if seconds} == {
+    ranks = [dict(zip(names, (3, 4, 1, 1, 9, 1, 20, 2), strict=True)), dict(zip(names, (6, 1, 8, 1, 2, 3, 10, 10), strict=True))]
+    combined = startup.combine_ranks(ranks)
+    assert {name: seconds for name, seconds in combined.items() if seconds} == {
         "imports": 6, "processes": 1, "data": 8, "network": 1, "connections": 2, "first batch": 1, "compile": 20, "first step": 2,
     }  # fmt: skip
-    assert sum(found.values()) == sum(every[0].values()) == sum(every[1].values()) == 41
+    assert sum(combined.values()) == sum(ranks[0].values()) == sum(ranks[1].values()) == 41
     expected = "first step after 41.0 s: imports 6.0, processes 1.0, data 8.0, network 1.0, connections 2.0, first batch 1.0"
-    assert startup.format_parts(found) == f"{expected}, compile 20.0, first step 2.0"
+    assert startup.format_parts(combined) == f"{expected}, compile 20.0, first step 2.0"
 
 
 def test_the_clock_starts_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import time; time.sleep(0.3); from hpcai import startup; print(startup.process_age())"
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
-    assert 0.3 <= float(done.stdout) <= time.perf_counter() - began + 0.02
+    start = time.perf_counter()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert 0.3 <= float(process.stdout) <= time.perf_counter() - start + 0.02
     monkeypatch.setattr(startup, "Path", lambda name: Path("/nowhere"))
     assert 0 < startup.process_age() <= time.perf_counter() - startup._IMPORTED, "a system without /proc"

@@ -34,19 +34,19 @@ config.run(config.Settings, main)
 """
 
 
-def run(sleeps: tuple[float, float, float], *when: str) -> int:
+def run(sleeps: tuple[float, float, float], *states: str) -> int:
     program = [sys.executable, "-c", RUN.replace("SLEEP", repr(sleeps))]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     for line in process.stdout:
-        for _ in range(when.count(line.strip())):
+        for _ in range(states.count(line.strip())):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
     return process.wait(30)
 
 
 @pytest.mark.parametrize(
-    ("sleeps", "when", "code"),
+    ("sleeps", "states", "code"),
     [
         ((9, 0, 0), ["starting"], 85),
         ((0, 9, 0), ["training"], 85),
@@ -56,15 +56,15 @@ def run(sleeps: tuple[float, float, float], *when: str) -> int:
     ],
     ids=["while it starts", "while it trains", "again after the stop", "once training is over", "never"],
 )
-def test_exit_codes_after_signals(sleeps: tuple[float, float, float], when: list[str], code: int) -> None:
-    assert run(sleeps, *when) == code
+def test_exit_codes_after_signals(sleeps: tuple[float, float, float], states: list[str], code: int) -> None:
+    assert run(sleeps, *states) == code
 
 
 def test_previous_handlers_are_restored_in_a_notebook() -> None:
-    before, seen = signal.getsignal(signal.SIGUSR1), []
-    with stop.on_signal(seen.append):
+    before, received = signal.getsignal(signal.SIGUSR1), []
+    with stop.on_signal(received.append):
         os.kill(os.getpid(), signal.SIGUSR1)
-    assert seen == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) is before
+    assert received == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) is before
 
 
 @pytest.fixture
@@ -77,13 +77,13 @@ def interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interrupts")
 def test_a_first_interrupt_is_deferred_and_a_second_one_is_not() -> None:
-    done = []
+    completed = []
     with pytest.raises(KeyboardInterrupt), stop.defer_interrupts():
         signal.raise_signal(signal.SIGINT)
-        done.append("complete")
-    assert done == ["complete"]
+        completed.append("complete")
+    assert completed == ["complete"]
     with pytest.raises(KeyboardInterrupt), stop.defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        done.append("never")
-    assert done == ["complete"]
+        completed.append("never")
+    assert completed == ["complete"]

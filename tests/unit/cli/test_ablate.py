@@ -1,4 +1,4 @@
-"""`hpcai ablate` with an app whose trainings only sleep: statistics, order, table, JSON and errors."""
+"""`hpcai ablate` on an app whose training steps only sleep: statistics, order, table, JSON and errors."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ import torch
 from hpcai.config import Settings
 from hpcai.cli.benchmarks import Switch
 from hpcai.settings import MeshConfig
-seen, ALIVE, counts = [], [], []
+executed, ALIVE, counts = [], [], []
 class CONFIG(Settings):
     mesh: MeshConfig = MeshConfig()
     wrong: str = ""
@@ -49,7 +49,7 @@ class Training:
         self.runs += 1
         if self.cfg.wrong in self.on and self.runs > 1:
             raise ValueError("later")
-        seen.append(self.on)
+        executed.append(self.on)
         time.sleep(steps * (0.004 if "half" in self.on else 0.008) + steps * 0.002 * ("brake" in self.on))
 class Benchmark:
     settings = CONFIG
@@ -57,16 +57,16 @@ class Benchmark:
         return switches()
     @contextmanager
     def training(self, cfg, mesh, on):
-        made = Training(cfg, on)
+        training = Training(cfg, on)
         ALIVE.append(on)
         counts.append(len(ALIVE))
         try:
-            yield made
+            yield training
         finally:
             ALIVE.remove(on)
 """
 PLAIN, ALL = frozenset[str](), frozenset({"half", "rounded", "brake"})
-SETS = [PLAIN, {"half"}, {"half", "rounded"}, ALL, ALL - {"half"}, ALL - {"rounded"}]  # all but brake is there already
+SETS = [PLAIN, {"half"}, {"half", "rounded"}, ALL, ALL - {"half"}, ALL - {"rounded"}]  # ALL - {"brake"} equals the third
 
 
 @pytest.fixture
@@ -83,18 +83,18 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def result(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert ablate.main(["fake", "--json", *words]) == 0
+def run_ablation(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert ablate.main(["fake", "--json", *args]) == 0
     return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
 def test_a_bootstrap_interval_covers_the_true_ratio_and_is_deterministic() -> None:
     rng = np.random.default_rng(7)
     rows = [1.5 * np.exp(0.1 * rng.standard_normal(15)) for _ in range(300)]
-    found = [timing.bootstrap_interval(row) for row in rows]
-    assert 0.9 <= np.mean([f["low"] <= 1.5 <= f["high"] for f in found]) < 1, "about 95 % of them"
-    assert all(f["low"] < f["median"] < f["high"] for f in found) and found[0]["median"] == np.median(rows[0])
-    assert timing.bootstrap_interval(rows[0]) == found[0]
+    intervals = [timing.bootstrap_interval(row) for row in rows]
+    assert 0.9 <= np.mean([interval["low"] <= 1.5 <= interval["high"] for interval in intervals]) < 1, "about 95 % of them"
+    assert all(each["low"] < each["median"] < each["high"] for each in intervals) and intervals[0]["median"] == np.median(rows[0])
+    assert timing.bootstrap_interval(rows[0]) == intervals[0]
     assert timing.bootstrap_interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
 
 
@@ -106,65 +106,65 @@ def test_each_repeat_starts_with_another_arrangement() -> None:
 
 
 def test_arrangements_are_interleaved_warmed_up_and_released(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    found = result(capsys, "--repeats", "2", "--steps", "1")
+    result = run_ablation(capsys, "--repeats", "2", "--steps", "1")
     expected = [SETS[i] for i in (*range(6), *range(6), 3, 4, 5, 0, 1, 2)]
-    assert fake.seen == expected and fake.ALIVE == [] and found["kept"]
-    assert all(len(row["each"]) == 2 for row in found["cumulative"] + found["left_out"]), "the first run is not counted"
+    assert fake.executed == expected and fake.ALIVE == [] and result["kept"]
+    assert all(len(row["each"]) == 2 for row in result["cumulative"] + result["left_out"]), "the first run is not counted"
 
 
-def test_seconds_are_those_of_the_slowest_process(fake: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablate, "all_gather_object", lambda mine, axis: [mine, 7.0 if isinstance(mine, float) else mine])
-    assert {row["seconds"] for row in result(capsys, "--repeats", "1", "--steps", "1")["cumulative"]} == {7.0}
+def test_seconds_are_those_of_the_slowest_rank(fake: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablate, "all_gather_object", lambda value, axis: [value, 7.0 if isinstance(value, float) else value])
+    assert {row["seconds"] for row in run_ablation(capsys, "--repeats", "1", "--steps", "1")["cumulative"]} == {7.0}
 
 
 def test_arrangements_that_do_not_fit_together_are_rebuilt(
     fake: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ablate.Ablation, "_free_bytes", lambda self: 100 - 20 * len(fake.ALIVE))
-    found = result(capsys, "--repeats", "1", "--steps", "1")
-    assert fake.counts == [1, 2, 3] + [1] * 9 and not found["kept"] and fake.ALIVE == []
-    assert fake.seen == [*SETS, *(one for one in SETS for _ in range(2))], "each with a run that is not counted"
+    result = run_ablation(capsys, "--repeats", "1", "--steps", "1")
+    assert fake.counts == [1, 2, 3] + [1] * 9 and not result["kept"] and fake.ALIVE == []
+    assert fake.executed == [*SETS, *(names for names in SETS for _ in range(2))], "each with a warmup run"
 
 
 def test_rows_have_the_gain_of_each_switch(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    found = result(capsys, "--repeats", "5", "--steps", "3")
-    rows = {row["name"]: row for row in found["cumulative"]}
+    result = run_ablation(capsys, "--repeats", "5", "--steps", "3")
+    rows = {row["name"]: row for row in result["cumulative"]}
     assert list(rows) == ["plain", "half", "rounded", "brake"] and rows["rounded"]["on"] == ["half", "rounded"]
-    assert 0.008 < rows["plain"]["seconds"] < 0.012, "around() is not counted"
+    assert 0.008 < rows["plain"]["seconds"] < 0.012, "context() is not counted"
     assert rows["plain"]["samples_per_second"] == pytest.approx(6 / rows["plain"]["seconds"])
-    assert 1.6 < rows["half"]["factor"]["median"] < 2.2 and 1.1 < rows["brake"]["factor"]["median"] < 1.5, "against plain"
+    assert 1.6 < rows["half"]["factor"]["median"] < 2.2 and 1.1 < rows["brake"]["factor"]["median"] < 1.5, "relative to plain"
     assert rows["half"]["loss_difference"] == rows["half"]["gradient_difference"] == 0
     assert rows["brake"]["loss_difference"] == pytest.approx(0.01) and rows["brake"]["gradient_difference"] == pytest.approx(0.1)
-    alone = {row["name"]: row for row in found["left_out"]}
+    alone = {row["name"]: row for row in result["left_out"]}
     assert list(alone) == ["half", "rounded", "brake"] and alone["half"]["on"] == ["rounded", "brake"]
-    assert 1.4 < alone["half"]["factor"]["median"] < 1.9 and alone["brake"]["factor"]["median"] < 0.85, "against all"
+    assert 1.4 < alone["half"]["factor"]["median"] < 1.9 and alone["brake"]["factor"]["median"] < 0.85, "relative to all"
     assert alone["half"]["each"] != rows["plain"]["each"] and alone["brake"]["each"] == rows["rounded"]["each"]
 
 
 def test_the_table_has_all_switches_and_failures(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert ablate.main(["fake", "wrong=rounded", "--repeats", "3", "--steps", "6"]) == 0
-    shown = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     for text in ("plain", "+ half", "- brake", "warp drive", "there is no dilithium", "RuntimeError: no room [for it]", "failed"):
-        assert text in shown
-    assert "+ warp drive" not in shown and "…" not in shown
+        assert text in stdout
+    assert "+ warp drive" not in stdout and "…" not in stdout
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_training_that_raises_is_a_row(fake: Any, capsys: pytest.CaptureFixture[str], late: bool) -> None:
-    found = result(capsys, "wrong=rounded", f"late={str(late).lower()}", "--repeats", "2", "--steps", "1")
+    result = run_ablation(capsys, "wrong=rounded", f"late={str(late).lower()}", "--repeats", "2", "--steps", "1")
     reason = "ValueError: later" if late else "RuntimeError: no room [for it]"
-    errors = [row["error"] for row in found["cumulative"]]
+    errors = [row["error"] for row in result["cumulative"]]
     assert errors == [None, None, reason, reason] and fake.ALIVE == []
-    assert found["cumulative"][1]["factor"] and "factor" not in found["cumulative"][2]
-    alone = {row["name"]: row for row in found["left_out"]}
+    assert result["cumulative"][1]["factor"] and "factor" not in result["cumulative"][2]
+    alone = {row["name"]: row for row in result["left_out"]}
     assert alone["half"]["error"] == reason and alone["rounded"]["error"] is None
-    assert alone["rounded"]["factor"] is None, "there is no all to compare with"
+    assert alone["rounded"]["factor"] is None, "no full set to compare with"
 
 
 def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    found = result(capsys, "--repeats", "1", "--steps", "1", "--only", "Brake", "half")
-    assert [row["name"] for row in found["cumulative"]] == ["plain", "half", "brake"], "in their own order"
-    assert [s["name"] for s in found["switches"] if s["on"]] == ["half", "brake"] and len(found["switches"]) == 4
+    result = run_ablation(capsys, "--repeats", "1", "--steps", "1", "--only", "Brake", "half")
+    assert [row["name"] for row in result["cumulative"]] == ["plain", "half", "brake"], "in their own order"
+    assert [s["name"] for s in result["switches"] if s["on"]] == ["half", "brake"] and len(result["switches"]) == 4
     with pytest.raises(ConfigError, match="no switch 'quarter'; expected some of half, warp-drive, rounded, brake"):
         ablate.main(["fake", "--only", "quarter"])
     with pytest.raises(ConfigError, match="'warp_drive' cannot be switched on here: there is no dilithium"):
@@ -172,8 +172,8 @@ def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_apps_without_benchmarks_are_refused(fake: Any) -> None:
-    every = ", ".join(sorted(["fake", *(name for name in declared.with_part("benchmarks") if name != "fake")]))
-    with pytest.raises(ConfigError, match=rf"there is no app 'cosmo'; expected one of {every}"):
+    names = ", ".join(sorted(["fake", *(name for name in declared.with_part("benchmarks") if name != "fake")]))
+    with pytest.raises(ConfigError, match=rf"there is no app 'cosmo'; expected one of {names}"):
         ablate.main(["cosmo"])
     with pytest.raises(ConfigError, match=r"apps/bare has no file benchmarks.py; expected one of cosmoflow, .*, fake, .*"):
         ablate.main(["bare"])

@@ -1,4 +1,4 @@
-"""Discovery of apps and their parts without importing others."""
+"""Discovery of apps and their modules without imports of other apps."""
 
 import importlib
 import subprocess
@@ -13,7 +13,7 @@ from hpcai.cli.apps import find_module, with_part
 
 
 def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder whose name is not an identifier, or that is not a package, is not an app."""
+    """A folder is an app if it is a package and its name an identifier."""
     for name in ("one", "two", "an-app", "plain"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "trick.py").write_text("FOUND = 1" if name == "one" else "raise RuntimeError")
@@ -23,8 +23,8 @@ def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Pa
     importlib.invalidate_caches()
     assert with_part("trick") == ["one", "two"] and with_part("nothing") == []
     assert not any(module.startswith(("apps.one", "apps.two")) for module in sys.modules)
-    found = find_module("one", "trick")
-    assert found is not None and found.FOUND == 1
+    trick = find_module("one", "trick")
+    assert trick is not None and trick.FOUND == 1
     for name in ("cosmoflow", "an-app", "plain", "nobody", "one.trick", "../one", "", "os"):
         assert find_module(name, "trick") is None
     for module in ("apps.one", "apps.one.trick"):
@@ -32,10 +32,10 @@ def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Pa
 
 
 def test_the_apps_of_the_checkout_are_found_from_anywhere(tmp_path: Path) -> None:
-    """An installed command has neither the checkout nor, at first, the current folder on its path."""
+    """``sys.path`` of an installed command lacks the checkout and, at first, the current folder."""
     root = Path(hpcai.__file__).parents[1]
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import hpcai, hpcai.cli.apps as apps; sys.path.remove({str(root)!r})\n"
     code += "sys.path[:] = filter(None, sys.path); print(apps.with_part('settings')); print(len(sys.path) == len(set(sys.path)))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, env={})
-    assert done.stdout.splitlines() == [str(with_part("settings")), "True"], done.stderr
-    assert "cosmoflow" in done.stdout
+    process = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, env={})
+    assert process.stdout.splitlines() == [str(with_part("settings")), "True"], process.stderr
+    assert "cosmoflow" in process.stdout

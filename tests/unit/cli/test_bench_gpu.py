@@ -1,4 +1,4 @@
-"""`hpcai bench gpu`: times and counts compared with known ones, names, and failing variants."""
+"""`hpcai bench gpu`: times and FLOPs of known inputs, names, and failing variants."""
 
 import inspect
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_gaps_are_idle_times_of_more_than_20_microseconds() -> None:
-    # Out of order, one within another, two that overlap; 10 us of nothing, then 30.
+    # Out of order, nested, overlapping; an idle gap of 10 us, then one of 30.
     spans = [(100.0, 160.0), (0.0, 50.0), (10.0, 20.0), (40.0, 60.0), (70.0, 70.0)]
     assert gpu_clocks.idle_shares(spans) == pytest.approx((30 / 160, 40 / 160))
     assert gpu_clocks.idle_shares(spans, above=30.0)[0] == 0, "30 is not more than 30"
@@ -32,7 +32,7 @@ def test_gaps_are_idle_times_of_more_than_20_microseconds() -> None:
     assert gpu_clocks.idle_shares([(5.0, 5.0)]) == (0, 0) and gpu_clocks.idle_shares([(0.0, 4.0)]) == (0, 0)
 
 
-def test_operations_of_a_layer_are_those_of_its_products() -> None:
+def test_flops_of_a_layer_are_those_of_its_matrix_products() -> None:
     batch, inputs, outputs = 6, 10, 4
     layer, x = nn.Linear(inputs, outputs), torch.randn(batch, inputs)
     product = 2 * batch * inputs * outputs
@@ -42,59 +42,59 @@ def test_operations_of_a_layer_are_those_of_its_products() -> None:
     image = torch.randn(2, 3, 8, 8)
     assert gpu_clocks.count_flops(lambda: nn.Conv2d(3, 5, 3, padding=1)(image)) == 2 * 2 * 64 * 5 * 3 * 9
     into, a = torch.zeros(4, 4), torch.randn(4, 7)
-    assert gpu_clocks.count_flops(lambda: into.addmm_(a, a.T)) == 2 * 4 * 4 * 7, "which torch's counter does not know"
+    assert gpu_clocks.count_flops(lambda: into.addmm_(a, a.T)) == 2 * 4 * 4 * 7, "torch's counter omits this operation"
     cubes = torch.randn(3, 4, 4)
     assert gpu_clocks.count_flops(lambda: cubes.baddbmm_(cubes, cubes)) == 3 * 2 * 4 * 4 * 4
 
 
 def test_kernels_are_counted_by_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "MISSING", None)
-    seen = []
-    monkeypatch.setattr(attention, "_fused", lambda qkvg: seen.append(triton_support.is_supported(SimpleNamespace(is_cuda=True))))
+    triton = []
+    monkeypatch.setattr(attention, "_fused", lambda qkvg: triton.append(triton_support.is_supported(SimpleNamespace(is_cuda=True))))
     rows, entries, heads, channels = 2, 8, 2, 4
     qkvg, gate_bias = torch.randn(1, rows, entries, 4, heads, channels), torch.zeros(heads * channels)
     mask = torch.ones(1, rows, entries)
-    found = gpu_clocks.count_flops(lambda: attention.gated_attention(qkvg, gate_bias, mask))
-    assert found == 2 * (2 * rows * heads * entries * entries * channels), "q k and p v"
-    assert seen == [False] and triton_support.MISSING is None, "Triton is there again"
+    flops = gpu_clocks.count_flops(lambda: attention.gated_attention(qkvg, gate_bias, mask))
+    assert flops == 2 * (2 * rows * heads * entries * entries * channels), "q k and p v"
+    assert triton == [False] and triton_support.MISSING is None, "Triton is available again"
 
 
 def test_a_window_has_one_time_per_run() -> None:
-    seen: list[int] = []
-    assert len(gpu_clocks.time_window(seen.append, 3)) == 3 and seen == [0, 1, 2]
+    calls: list[int] = []
+    assert len(gpu_clocks.time_window(calls.append, 3)) == 3 and calls == [0, 1, 2]
     assert set(gpu_clocks.peak_rates(torch.device("cpu"))) == {"matrix_tflops", "copy_gb_s"}
-    assert gpu_clocks.graph_bytes() == 0 and gpu_clocks.profile(seen.append, 1) == {}
+    assert gpu_clocks.graph_bytes() == 0 and gpu_clocks.profile(calls.append, 1) == {}
 
 
 class Event:
-    def __init__(self, name: str, first: int, last: int, kind: Any = torch.autograd.DeviceType.CUDA, noted: bool = False) -> None:
-        self.name, self.device_type, self.is_user_annotation = (lambda value=value: value for value in (name, kind, noted))
+    def __init__(self, name: str, first: int, last: int, kind: Any = torch.autograd.DeviceType.CUDA, marked: bool = False) -> None:
+        self.name, self.device_type, self.is_user_annotation = (lambda value=value: value for value in (name, kind, marked))
         self.start_ns, self.duration_ns = lambda: first * 1000, lambda: (last - first) * 1000
 
 
 def test_a_profile_has_gaps_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [Event("mm", 0, 40), Event("copy", 140, 150), Event("mm", 150, 200), Event("step", 0, 200, noted=True)]
+    events = [Event("mm", 0, 40), Event("copy", 140, 150), Event("mm", 150, 200), Event("step", 0, 200, marked=True)]
     events.append(Event("aten::mm", 30, 130, torch.autograd.DeviceType.CPU))
     ran: list[int] = []
 
     class Profile:
         profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
 
-        def __init__(self, **words: Any) -> None:
+        def __init__(self, **kwargs: Any) -> None:
             pass
 
         def __enter__(self) -> "Profile":
             return self
 
-        def __exit__(self, *problem: Any) -> None:
+        def __exit__(self, *error: Any) -> None:
             pass
 
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_clocks, "synchronize", lambda: None)
-    found = gpu_clocks.profile(ran.append, 2)
-    assert ran == [0, 1] and found["gaps_percent"] == found["idle_percent"] == 50.0 and found["launches"] == 2
-    assert found["costly"] == [["mm", 0.045, 1.0], ["copy", 0.005, 0.5]]
+    result = gpu_clocks.profile(ran.append, 2)
+    assert ran == [0, 1] and result["gaps_percent"] == result["idle_percent"] == 50.0 and result["launches"] == 2
+    assert result["costly"] == [["mm", 0.045, 1.0], ["copy", 0.005, 0.5]]
     events[:] = events[-2:]
     assert "no kernel" in gpu_clocks.profile(ran.append, 1)["left_out_trace"]
 
@@ -103,51 +103,51 @@ def test_a_profile_has_gaps_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_cases_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for part, some in (("apps", "openfold-crop-256"), ("kernels", "attention-triangle")):
+    for part, case in (("apps", "openfold-crop-256"), ("kernels", "attention-triangle")):
         assert bench.main(["gpu", "--list", part]) == 0
         names = capsys.readouterr().out.splitlines()
-        assert some in names and len(set(names)) == len(names) and not any(" " in name for name in names)
+        assert case in names and len(set(names)) == len(names) and not any(" " in name for name in names)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [(["chess"], "there is no part 'chess'; expected some of apps, kernels"),
      (["apps", "--case", "attention-rows"], "no case 'attention-rows' in apps"),
      (["--variants", "fast"], "no variant 'fast'; expected some of eager, captured")],
 )  # fmt: skip
-def test_an_unknown_name_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench.main(["gpu", *words])
-    assert said in capsys.readouterr().err
+        bench.main(["gpu", *args])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", apps.with_part("benchmarks"))
 def test_published_configurations_are_read_from_the_files(name: str) -> None:
     app = find_workload(name)
-    assert app.gpu_cases, "an app says what is measured on a GPU"
+    assert app.gpu_cases, "an app declares its GPU cases"
     for case in app.gpu_cases:
         path = Path(inspect.getfile(type(app))).parent / "configs" / case.yaml
-        for variant, words in gpu_steps.VARIANTS.items():
-            for turn in case.step_variants:
-                cfg: Any = config.load(app.published_settings, path, [*case.overrides, *gpu_steps._BASE_OVERRIDES, *words, *turn])
+        for variant, flags in gpu_steps.VARIANTS.items():
+            for step in case.step_variants:
+                cfg: Any = config.load(app.published_settings, path, [*case.overrides, *gpu_steps._BASE_OVERRIDES, *flags, *step])
                 assert cfg.step.capture == ("whole" if "captured" in variant else "none")
         plain: Any = config.load(app.published_settings, path)
         assert cfg.step.optimizer == plain.step.optimizer and cfg.step.lr == plain.step.lr and cfg.step.clip == plain.step.clip
         assert case.published and case.published.samples_per_s > 0 and case.goal
-        assert any(place in case.published.source for place in ("github.com/mlcommons", "docs.nvidia.com"))
+        assert any(host in case.published.source for host in ("github.com/mlcommons", "docs.nvidia.com"))
 
 
-# ---- what becomes of a failure
+# ---- failures
 
 
 class FakeApp:
     def __init__(self) -> None:
         self.gpu_cases = [SimpleNamespace(name="one", step_variants=((),), published=None, goal=None)]
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
 
-def words(**given: Any) -> Any:
-    return SimpleNamespace(**{"tiny": True, "repeats": 1, "seconds": 1.0, "variants": None, "limit": 9.0, **given})
+def parsed_args(**kwargs: Any) -> Any:
+    return SimpleNamespace(**{"tiny": True, "repeats": 1, "seconds": 1.0, "variants": None, "limit": 9.0, **kwargs})
 
 
 def test_a_variant_that_raises_is_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,20 +156,20 @@ def test_a_variant_that_raises_is_a_row_and_the_others_continue(monkeypatch: pyt
         "compiled": ZeroDivisionError(),
     }  # fmt: skip
 
-    def measured(self: gpu_steps.StepBenchmark, variant: str) -> dict[str, Any]:
+    def measure(self: gpu_steps.StepBenchmark, variant: str) -> dict[str, Any]:
         if variant in problems:
             raise problems[variant]
         return {"ms": 1.0}
 
     app: Any = FakeApp()
-    monkeypatch.setattr(gpu_steps.StepBenchmark, "_measure", measured)
-    made = gpu_steps.StepBenchmark("app-one", app, app.gpu_cases[0], words())
-    first, *rest = [made.row(variant) for variant in gpu_steps.VARIANTS]
+    monkeypatch.setattr(gpu_steps.StepBenchmark, "_measure", measure)
+    benchmark = gpu_steps.StepBenchmark("app-one", app, app.gpu_cases[0], parsed_args())
+    first, *rest = [benchmark.row(variant) for variant in gpu_steps.VARIANTS]
     assert first == {"case": "app-one", "variant": "eager", "failed": "RuntimeError: no such kernel"}
     assert all(row["left_out"].startswith("there is no GPU") for row in rest)
-    made.on_gpu = True
+    benchmark.on_gpu = True
     monkeypatch.setattr(gpu_steps, "close_all", lambda: None)
-    rows = {variant: made.row(variant) for variant in gpu_steps.VARIANTS}
+    rows = {variant: benchmark.row(variant) for variant in gpu_steps.VARIANTS}
     assert rows["captured"]["failed"] == "out of memory" and rows["compiled"]["failed"] == "ZeroDivisionError: no message"
     assert rows["tf32"] == {"case": "app-one", "variant": "tf32", "ms": 1.0}
 
@@ -185,18 +185,18 @@ def test_backend_flags_are_restored() -> None:
 def test_rows_of_a_killed_case_are_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = json.dumps({"bench": "gpu", "part": "apps", "torch": "2", "rows": [{"case": "a", "variant": "eager", "ms": 1.0}]})
+    stdout = json.dumps({"bench": "gpu", "part": "apps", "torch": "2", "rows": [{"case": "a", "variant": "eager", "ms": 1.0}]})
 
-    def run(command: list[str], timeout: float, **more: Any) -> Any:
+    def run(command: list[str], timeout: float, **kwargs: Any) -> Any:
         if "'a'" in command[-1]:
-            raise subprocess.TimeoutExpired(command, timeout, output=f'{told}\n{{"bench": "gp'.encode())
+            raise subprocess.TimeoutExpired(command, timeout, output=f'{stdout}\n{{"bench": "gp'.encode())
         return SimpleNamespace(returncode=-11, stdout="", stderr="Segmentation fault")
 
     monkeypatch.setattr(timing.subprocess, "run", run)
     monkeypatch.setattr(gpu_steps, "cases", lambda: ["a", "b"])
     assert bench.main(["gpu", "apps", "--json", "--limit", "7"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["bench"] == "gpu" and found["torch"] == "2" and found["rows"] == [
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["bench"] == "gpu" and result["torch"] == "2" and result["rows"] == [
         {"case": "a", "variant": "eager", "ms": 1.0}, {"part": "apps", "case": "a", "failed": "killed after 7 s"},
         {"part": "apps", "case": "b", "failed": "Segmentation fault"},
     ]  # fmt: skip

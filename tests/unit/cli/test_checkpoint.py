@@ -17,9 +17,9 @@ from tests.unit.train.test_checkpoint import new_checkpoints, new_step
 
 
 def test_a_run_and_one_checkpoint_are_shown_and_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    step, kept = new_step(), new_checkpoints(tmp_path / "checkpoints", keep=2)
+    step, checkpoints = new_step(), new_checkpoints(tmp_path / "checkpoints", keep=2)
     for count in (3, 7):
-        kept.save(step, Progress(step=count, epoch=1))
+        checkpoints.save(step, Progress(step=count, epoch=1))
     assert show(tmp_path) == 0
     text = capsys.readouterr().out
     assert "step-00000003" in text and "step-00000007" in text and text.count("whole") == 2
@@ -52,7 +52,7 @@ def test_the_weights_of_a_checkpoint_are_a_model(tmp_path: Path, capsys: pytest.
         assert all(torch.equal(value, step.model.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def tuned(weights: Path, lr: float = 0.1) -> Step:
+def new_finetuning_step(weights: Path, lr: float = 0.1) -> Step:
     """Return a step of loaded weights that trains only the last layer."""
     model = CosmoFlow.load(weights)
     for name, parameter in model.named_parameters():
@@ -64,39 +64,39 @@ def tuned(weights: Path, lr: float = 0.1) -> Step:
 def test_weights_that_are_not_trained_are_named_and_not_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "start.safetensors")
-    step, kept = tuned(tmp_path / "start.safetensors"), new_checkpoints(tmp_path / "checkpoints")
+    step, checkpoints = new_finetuning_step(tmp_path / "start.safetensors"), new_checkpoints(tmp_path / "checkpoints")
     step(Batch(torch.randint(0, 9, (2, 32, 32, 32, 4), dtype=torch.int16), torch.rand(2, 4)))
-    saved = kept.save(step, Progress(step=1))
+    saved = checkpoints.save(step, Progress(step=1))
     frozen = {name for name, p in step.model.named_parameters() if not p.requires_grad}
     assert not {f"model/{name}" for name in frozen} & read_tensors(saved.path).keys()
     run = json.loads((saved.path / "run.json").read_text())
     assert run["frozen"].keys() == frozen and [*run["origins"].values()] == [str(tmp_path / "start.safetensors")]
 
-    again = tuned(tmp_path / "start.safetensors")
-    assert new_checkpoints(tmp_path / "checkpoints").resume(again) == Progress(step=1)
+    resumed = new_finetuning_step(tmp_path / "start.safetensors")
+    assert new_checkpoints(tmp_path / "checkpoints").resume(resumed) == Progress(step=1)
     main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
-    for model in (again.model, CosmoFlow.load(tmp_path / "model.safetensors")):
+    for model in (resumed.model, CosmoFlow.load(tmp_path / "model.safetensors")):
         assert all(torch.equal(t, step.model.state_dict()[name]) for name, t in model.state_dict().items())
 
     CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"is not trained and was that of .*start.safetensors .*now it is that of .*other"):
-        new_checkpoints(tmp_path / "checkpoints").resume(tuned(tmp_path / "other.safetensors"))
+        new_checkpoints(tmp_path / "checkpoints").resume(new_finetuning_step(tmp_path / "other.safetensors"))
     (tmp_path / "start.safetensors").unlink()
     with pytest.raises(CheckpointError, match="frozen weights are those of .*start.safetensors"):
         main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
 
 
-def test_weights_that_were_trained_until_now_are_saved_on(tmp_path: Path) -> None:
+def test_frozen_weights_that_were_trained_before_are_still_saved(tmp_path: Path) -> None:
     CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "start.safetensors")
     old = Step(CosmoFlow.load(tmp_path / "start.safetensors"), loss, StepConfig(optimizer="sgd", momentum=0), dist.single_process())
     for parameter in old.model.parameters():
         parameter.data.add_(1.0)
     new_checkpoints(tmp_path / "checkpoints").save(old, Progress(step=1))
-    kept, step = new_checkpoints(tmp_path / "checkpoints"), tuned(tmp_path / "start.safetensors")
+    checkpoints, step = new_checkpoints(tmp_path / "checkpoints"), new_finetuning_step(tmp_path / "start.safetensors")
     step = Step(step.model, loss, StepConfig(optimizer="sgd", momentum=0), dist.single_process())
-    assert kept.resume(step) == Progress(step=1)
-    found = read_tensors(kept.save(step, Progress(step=2)).path)
-    assert all(torch.equal(found[f"model/{name}"], p) for name, p in old.model.named_parameters())
+    assert checkpoints.resume(step) == Progress(step=1)
+    tensors = read_tensors(checkpoints.save(step, Progress(step=2)).path)
+    assert all(torch.equal(tensors[f"model/{name}"], p) for name, p in old.model.named_parameters())
 
 
 def test_export_errors(tmp_path: Path) -> None:

@@ -20,109 +20,108 @@ from hpcai.dist import RankInfo
 from hpcai.dist.watchdog import RankStatus
 from tests.ranks.launch import on_ranks
 
-# ------------------------------------------------------------------------------------------------------ the rules
+# ---------------------------------------------------------------------------------------------------------- rules
 
 
-def ranks_of(ranks: int = 4, per_node: int = 2, but: Mapping[int, dict[str, Any]] = {}, **words: Any) -> Report:
-    """Return a report of equal ranks ``but`` for some, each bound to two CPUs of eight; ``words`` change all, or other parts of
-    it."""
-    report = Report(**{name: words.pop(name) for name in ("network", "storage") if name in words})
+def report_of(ranks: int = 4, per_node: int = 2, but: Mapping[int, dict[str, Any]] = {}, **common: Any) -> Report:
+    """Return a report of ranks bound to two of eight CPUs each, with fields of all (``common``) and of some ranks (``but``)."""
+    report = Report(**{name: common.pop(name) for name in ("network", "storage") if name in common})
     for rank in range(ranks):
-        node, place = f"n{rank // per_node + 1}", rank % per_node
-        about = {"node": node, "machine": node, "launcher": "srun", "cpus": (2 * place, 2 * place + 1), "online": 8, "numa": (0,)}
-        about |= {"threads": 2, "versions": {"torch": "2.13.0"}, **words, **but.get(rank, {})}
-        report.members.append(RankReport(rank, **about))
+        node, local = f"n{rank // per_node + 1}", rank % per_node
+        fields = {"node": node, "machine": node, "launcher": "srun", "cpus": (2 * local, 2 * local + 1), "online": 8, "numa": (0,)}
+        fields |= {"threads": 2, "versions": {"torch": "2.13.0"}, **common, **but.get(rank, {})}
+        report.members.append(RankReport(rank, **fields))
     return report
 
 
-def gpus(*uuids: str, **of_last: Any) -> dict[int, dict[str, Any]]:
-    known = {rank: Gpu(0, "A100", uuid, "0000:c1:00.0", 40.0) for rank, uuid in enumerate(uuids)}
-    known[len(uuids) - 1] = replace(known[len(uuids) - 1], **of_last)
-    return {rank: {"gpu": gpu} for rank, gpu in known.items()}
+def gpus(*uuids: str, **last: Any) -> dict[int, dict[str, Any]]:
+    devices = {rank: Gpu(0, "A100", uuid, "0000:c1:00.0", 40.0) for rank, uuid in enumerate(uuids)}
+    devices[len(uuids) - 1] = replace(devices[len(uuids) - 1], **last)
+    return {rank: {"gpu": gpu} for rank, gpu in devices.items()}
 
 
 def links(slow: Callable[[int, int], bool], ranks: int = 4) -> Network:
-    pairs = [(one, other) for one in range(ranks) for other in range(one + 1, ranks)]
-    every = [Link(*pair, 50e-6 if slow(*pair) else 10e-6 + 1e-8 * sum(pair), 2e9) for pair in pairs]
-    return Network("gloo", links=every, sums={8: 1e-3})
+    pairs = [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
+    measured = [Link(*pair, 50e-6 if slow(*pair) else 10e-6 + 1e-8 * sum(pair), 2e9) for pair in pairs]
+    return Network("gloo", links=measured, sums={8: 1e-3})
 
 
 def pace(rates: Mapping[int, float] = {}, shares: Mapping[int, float] = {}) -> Network:
     return Network(paces={rank: Pace(rates.get(rank, 1e11), shares.get(rank, 1.0)) for rank in range(4)})
 
 
-def run(count: int = 4, **of_last: Any) -> Folders:
-    every = dict.fromkeys(range(count), Folder("/run", "lustre", 1 << 40, seen=True, write=1e9, read=2e9))
-    return Folders(every | {count - 1: replace(every[0], **of_last)})
+def folders(count: int = 4, **last: Any) -> Folders:
+    by_rank = dict.fromkeys(range(count), Folder("/run", "lustre", 1 << 40, seen=True, write=1e9, read=2e9))
+    return Folders(by_rank | {count - 1: replace(by_rank[0], **last)})
 
 
 CROWDED = {"per_node": 4, "cpus": (0, 1), "online": 2, "threads": 1}
 RULES = [
-    (ranks_of(), ""), (ranks_of(1, 1), ""), (Report(), ""),
-    (ranks_of(but={2: {"versions": {"torch": "2.11"}}}), "error: rank 2 on n2: torch is 2.11, expected 2.13.0 as on ranks 0-1,3 "),
-    (ranks_of(but={0: {"versions": {}}}), "error: rank 0 on n1: torch is missing, expected 2.13.0 as on ranks 1-3 on 2 nodes (n1"),
-    (ranks_of(but={rank: {"versions": {"torch": "2"}} for rank in (2, 3)}),  # of equals rank 0's
+    (report_of(), ""), (report_of(1, 1), ""), (Report(), ""),
+    (report_of(but={2: {"versions": {"torch": "2.11"}}}), "error: rank 2 on n2: torch is 2.11, expected 2.13.0 as on ranks 0-1,3 "),
+    (report_of(but={0: {"versions": {}}}), "error: rank 0 on n1: torch is missing, expected 2.13.0 as on ranks 1-3 on 2 nodes (n1"),
+    (report_of(but={rank: {"versions": {"torch": "2"}} for rank in (2, 3)}),  # a tie: rank 0's is expected
      "error: ranks 2-3 on n2: torch is 2, expected 2.13.0 as on ranks 0-1 on n1; give all ranks"),
-    (ranks_of(versions={"NVIDIA driver": "550"}, but={3: {"versions": {"NVIDIA driver": "535"}}}),
+    (report_of(versions={"NVIDIA driver": "550"}, but={3: {"versions": {"NVIDIA driver": "535"}}}),
      "warning: rank 3 on n2: NVIDIA driver is 535, 550 on ra"),
-    (ranks_of(but={1: {"variables": {"NCCL_ALGO": "Ring"}}}), "warning: rank 1 on n1: NCCL_ALGO is Ring, expected missing as"),
-    (ranks_of(but=gpus("a", "b", "c", "d")), ""),
-    (ranks_of(but=gpus("a", "a", "c", "d")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; make all GPUs o"),
-    (ranks_of(but=gpus("a", "b", "c")), "error: rank 3 on n2: found no GPU, but ranks 0-2 on"),
-    (ranks_of(but={**gpus("a", "b", "c"), 3: {"gpu_problem": "is lost"}}), "error: rank 3 on n2: is lost"),
-    (ranks_of(but=gpus("a", "b", "c", "d", node=3)), "warning: rank 3 on n2: cores are on NUMA node 0, the GPU is at 3; "),
-    (ranks_of(but=gpus("a", "b", "c", "d", node=3), cpus=tuple(range(8))), ""),  # not bound: a GPU's node may have no cores
-    (ranks_of(but={1: {"cpus": (1, 2, 3)}}), "warning: ranks 0-1 on n1: are bound to the same CPUs (partly), expected cores of"),
-    (ranks_of(cpus=tuple(range(8))), ""),  # not bound, and there are cores for all threads
-    (ranks_of(2, cpus=tuple(range(8)), threads=8),
+    (report_of(but={1: {"variables": {"NCCL_ALGO": "Ring"}}}), "warning: rank 1 on n1: NCCL_ALGO is Ring, expected missing as"),
+    (report_of(but=gpus("a", "b", "c", "d")), ""),
+    (report_of(but=gpus("a", "a", "c", "d")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; make all GPUs o"),
+    (report_of(but=gpus("a", "b", "c")), "error: rank 3 on n2: found no GPU, but ranks 0-2 on"),
+    (report_of(but={**gpus("a", "b", "c"), 3: {"gpu_problem": "is lost"}}), "error: rank 3 on n2: is lost"),
+    (report_of(but=gpus("a", "b", "c", "d", node=3)), "warning: rank 3 on n2: cores are on NUMA node 0, the GPU is at 3; "),
+    (report_of(but=gpus("a", "b", "c", "d", node=3), cpus=tuple(range(8))), ""),  # not bound: a GPU's node may have no cores
+    (report_of(but={1: {"cpus": (1, 2, 3)}}), "warning: ranks 0-1 on n1: are bound to the same CPUs (partly), expected cores of"),
+    (report_of(cpus=tuple(range(8))), ""),  # not bound, and there are cores for all threads
+    (report_of(2, cpus=tuple(range(8)), threads=8),
      "warning: all 2 ranks: start 16 threads on 8 CPUs, expected at most one on each; set OMP_NUM_THREADS=4"),
-    (ranks_of(**CROWDED), "warning: all 4 ranks: start 4 threads on 2 CPUs, expected at most one on each; start at most 2 ranks"),
-    (ranks_of(2, 1, but={1: {"machine": "n2"}}), ""),  # containers of one computer with names of their own share its cores
-    (ranks_of(2, 1, but={1: {"machine": "n1", "cpus": (1, 2, 3)}}), "warning: all 2 ranks: are bound to the same CPUs (partly)"),
-    (ranks_of(4, 4, network=links(lambda one, other: 2 in (one, other))),  # a slow rank instead of its links
+    (report_of(**CROWDED), "warning: all 4 ranks: start 4 threads on 2 CPUs, expected at most one on each; start at most 2 ranks"),
+    (report_of(2, 1, but={1: {"machine": "n2"}}), ""),  # containers of one computer with names of their own share its cores
+    (report_of(2, 1, but={1: {"machine": "n1", "cpus": (1, 2, 3)}}), "warning: all 2 ranks: are bound to the same CPUs (partly)"),
+    (report_of(4, 4, network=links(lambda a, b: 2 in (a, b))),  # a slow rank instead of its links
      "warning: rank 2 on n1: has slow links to all others: 50 us, the others 10 us; look at its node's"),
-    (ranks_of(6, 6, network=links(lambda one, other: (one, other) == (1, 4), 6)),
+    (report_of(6, 6, network=links(lambda a, b: (a, b) == (1, 4), 6)),
      "warning: rank 1 on n1: to rank 4 on n1: 50 us, other links 10 us; look at cables"),
-    (ranks_of(8, 4, network=links(lambda one, other: one // 4 != other // 4, 8)), ""),  # links between nodes are compared apart
-    (ranks_of(**CROWDED, network=links(lambda one, other: 2 in (one, other))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
-    (ranks_of(**CROWDED, network=pace(shares=dict.fromkeys(range(4), 0.3))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
-    (ranks_of(network=pace({3: 5e10})), "warning: rank 3 on n2: multiplies matrices at 50.0 GFLOP/s, the others at 100.0; "),
-    (ranks_of(network=pace(shares={1: 0.5})), "warning: rank 1 on n1: had CPU time for its threads 50% of the time"),
-    (ranks_of(storage=run(seen=False)), "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expect"),
-    (ranks_of(storage=run(problem="Disk quota exceeded", free=0)),
+    (report_of(8, 4, network=links(lambda a, b: a // 4 != b // 4, 8)), ""),  # links between nodes are compared apart
+    (report_of(**CROWDED, network=links(lambda a, b: 2 in (a, b))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
+    (report_of(**CROWDED, network=pace(shares=dict.fromkeys(range(4), 0.3))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
+    (report_of(network=pace({3: 5e10})), "warning: rank 3 on n2: multiplies matrices at 50.0 GFLOP/s, the others at 100.0; "),
+    (report_of(network=pace(shares={1: 0.5})), "warning: rank 1 on n1: had CPU time for its threads 50% of the time"),
+    (report_of(storage=folders(seen=False)), "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expect"),
+    (report_of(storage=folders(problem="Disk quota exceeded", free=0)),
      "error: rank 3 on n2: /run is not writable: Disk quota exceeded; name another with --directory"),
-    (ranks_of(storage=run(free=1 << 20)), "warning: rank 3 on n2: /run: 1.05 MB are free, expected 10.7 GB or more; "),
-    (ranks_of(storage=Folders({0: Folder("/run", seen=True)})), ""),  # a rank that does not measure
-    (ranks_of(5, 1, storage=run(5, read=5e8)),
+    (report_of(storage=folders(free=1 << 20)), "warning: rank 3 on n2: /run: 1.05 MB are free, expected 10.7 GB or more; "),
+    (report_of(storage=Folders({0: Folder("/run", seen=True)})), ""),  # a rank that does not measure
+    (report_of(5, 1, storage=folders(5, read=5e8)),
      "warning: rank 4 on n5: /run: reads 500 MB/s when all nodes read at once, the others 2 GB/s; look"),
-    (ranks_of(shm=64 << 20), "warning: all 4 ranks: /dev/shm has 67.1 MB, expected 1.07 GB or more"),
-    (ranks_of(locked=8 << 20, rdma=True), "warning: all 4 ranks: may lock 8.39 MB of memory, expected no limit"),
-    (ranks_of(files=1024), "warning: rank 0 on n1: may open 1,024 files, and rank 0 of 4 needs 1,056"),
+    (report_of(shm=64 << 20), "warning: all 4 ranks: /dev/shm has 67.1 MB, expected 1.07 GB or more"),
+    (report_of(locked=8 << 20, rdma=True), "warning: all 4 ranks: may lock 8.39 MB of memory, expected no limit"),
+    (report_of(files=1024), "warning: rank 0 on n1: may open 1,024 files, and rank 0 of 4 needs 1,056"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("report", "text"), RULES)
-def test_a_rule(report: Report, text: str) -> None:
-    found = [f"{found.severity}: {found.place}: {found.text}" for found in diagnose(report)]
-    assert [line[: len(text)] for line in found] == ([text] if text else [])
+def test_a_rule_reports_its_finding(report: Report, text: str) -> None:
+    lines = [f"{finding.severity}: {finding.place}: {finding.text}" for finding in diagnose(report)]
+    assert [line[: len(text)] for line in lines] == ([text] if text else [])
 
 
 def test_each_cause_is_reported() -> None:
-    found = diagnose(ranks_of(cpus=(0,), threads=1))
-    assert [(one.code, one.severity, one.ranks) for one in found] == [
+    findings = diagnose(report_of(cpus=(0,), threads=1))
+    assert [(each.code, each.severity, each.ranks) for each in findings] == [
         ("cores", "error", (0, 1)), ("cores", "error", (2, 3)), ("threads", "warning", (0, 1)), ("threads", "warning", (2, 3))]
-    two_of_five = links(lambda one, other: bool({2, 3} & {one, other}), 5)  # half of the links of each other rank are slow
-    assert [found.ranks for found in diagnose(ranks_of(5, 5, network=two_of_five))] == [(2,), (3,)]
-    crowded = {rank: {"cpus": (0, 1)} for rank in (0, 1)}  # whose links among themselves alone are slow for that
-    found = diagnose(ranks_of(but=crowded, network=links(lambda one, other: other == 3)))
-    assert [(one.code, one.ranks) for one in found] == [("threads", (0, 1)), ("links", (3,))]
+    two_of_five = links(lambda a, b: bool({2, 3} & {a, b}), 5)  # half of the links of each other rank are slow
+    assert [finding.ranks for finding in diagnose(report_of(5, 5, network=two_of_five))] == [(2,), (3,)]
+    crowded = {rank: {"cpus": (0, 1)} for rank in (0, 1)}  # explains slow links between these ranks alone
+    findings = diagnose(report_of(but=crowded, network=links(lambda a, b: b == 3)))
+    assert [(each.code, each.ranks) for each in findings] == [("threads", (0, 1)), ("links", (3,))]
 
 
 def test_an_outlier_is_above_twice_the_median_and_five_deviations() -> None:
     assert network.slow_outliers({0: 1.0, 1: 1.1, 2: 0.9, 3: 2.2}, 2.0) == [3]
     assert network.slow_outliers({0: 1.0, 1: 1.1, 2: 0.9, 3: 1.9}, 2.0) == [], "not twice"
     assert network.slow_outliers({0: 1.0, 1: 3.0, 2: 2.0, 3: 5.1}, 2.0) == [], "the others differ as much"
-    assert network.slow_outliers({0: 1.0, 1: 1.0, 2: 9.0}, 2.0) == [], "with two others nobody can say"
+    assert network.slow_outliers({0: 1.0, 1: 1.0, 2: 9.0}, 2.0) == [], "two other ranks are too few to decide"
 
 
 def test_every_kind_of_finding_is_raised_by_a_rule() -> None:
@@ -135,7 +134,7 @@ def test_every_kind_of_finding_is_raised_by_a_rule() -> None:
 
 def test_a_report_groups_equal_nodes_and_ends_with_findings() -> None:
     other = {"versions": {"torch": "2.11.0"}, "files": 1024, "shm": 64 << 20}
-    report = ranks_of(8, 4, but={5: other}, network=links(lambda one, other: False, 8))
+    report = report_of(8, 4, but={5: other}, network=links(lambda a, b: False, 8))
     findings = diagnose(report)
     text = list(page.lines(report, findings))
     assert "ranks            all 8 ranks, 4 on each: 2 of 8 CPUs (0-1 | 2-3 | 4-5 | 6-7), 2 threads each, NUMA 0" in text
@@ -148,35 +147,35 @@ def test_a_report_groups_equal_nodes_and_ends_with_findings() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 64])
 def test_a_tournament_pairs_all_players_once(count: int) -> None:
-    met = list(zip(*(network.schedule(rank, ["n"] * count) for rank in range(count))))
-    for row in met:
-        assert all(other is None or row[other] == place for place, other in enumerate(row))
+    rounds = list(zip(*(network.schedule(rank, ["n"] * count) for rank in range(count))))
+    for row in rounds:
+        assert all(other is None or row[other] == player for player, other in enumerate(row))
         assert sum(other is None for other in row) == count % 2
-    assert all(sorted(row[p] for row in met if row[p] is not None) == [q for q in range(count) if q != p] for p in range(count))
+    assert all(sorted(row[p] for row in rounds if row[p] is not None) == [q for q in range(count) if q != p] for p in range(count))
 
 
 def test_a_large_job_measures_one_rank_per_node() -> None:
     nodes = [f"n{rank // 4}" for rank in range(4 * 100)]
-    every = [network.schedule(rank, nodes) for rank in range(len(nodes))]
-    assert {len(each) for each in every[::4]} == {64} and not any(every[1::4])
-    assert all(other is None or every[other][turn] == rank for rank, each in enumerate(every) for turn, other in enumerate(each))
-    assert len(set(every[4])) == 64 and network.first_ranks(["a", "b", "a"]) == [0, 1]
+    schedules = [network.schedule(rank, nodes) for rank in range(len(nodes))]
+    assert {len(row) for row in schedules[::4]} == {64} and not any(schedules[1::4])
+    assert all(peer is None or schedules[peer][turn] == rank for rank, row in enumerate(schedules) for turn, peer in enumerate(row))
+    assert len(set(schedules[4])) == 64 and network.first_ranks(["a", "b", "a"]) == [0, 1]
 
 
-def _links(mesh: Any, seconds: float) -> list[Link]:
-    wire = network.Channel(torch.device("cpu"), mesh.job.group, mesh.job.group)
-    return network.measure_links(wire, mesh.rank, ["n"] * mesh.world, seconds)
+def measure_links(mesh: Any, seconds: float) -> list[Link]:
+    channel = network.Channel(torch.device("cpu"), mesh.job.group, mesh.job.group)
+    return network.measure_links(channel, mesh.rank, ["n"] * mesh.world, seconds)
 
 
 def test_links_are_measured_once_and_skipped_after_the_time() -> None:
-    found = on_ranks({"replicate": 4}, _links, 10.0)
-    every = [link for own in found for link in own]
-    assert sorted((link.one, link.other) for link in every) == [(a, b) for a in range(4) for b in range(a + 1, 4)]
-    assert all(0 < link.latency < 1 and link.rate > 1e5 for link in every)
-    assert on_ranks({"replicate": 4}, _links, 0.0) == [[]] * 4
+    by_rank = on_ranks({"replicate": 4}, measure_links, 10.0)
+    measured = [link for local in by_rank for link in local]
+    assert sorted((link.one, link.other) for link in measured) == [(a, b) for a in range(4) for b in range(a + 1, 4)]
+    assert all(0 < link.latency < 1 and link.rate > 1e5 for link in measured)
+    assert on_ranks({"replicate": 4}, measure_links, 0.0) == [[]] * 4
 
 
-# ------------------------------------------------------------------------------------------- what a rank looks at
+# ------------------------------------------------------------------------------------------ inspection of a rank
 
 
 def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,39 +194,39 @@ def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HPCAI_TOKEN", "secret")
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    found = rank_report.inspect_rank(RankInfo("srun", 3, 4, 1, 2), root=tmp_path)
-    assert (found.node, found.machine, found.online, found.rdma) == ("nid7", "b00t", 16, True)
-    assert (found.cpus, found.numa) == ((6, 7, 8), (0, 1))
-    assert found.versions["NVIDIA driver"] == "570.86.15" and found.gpu_problem.startswith("the NVIDIA driver is there")
-    assert found.variables["NCCL_ALGO"] == "Ring" and not {"HPCAI_TOKEN", "UCX_NET_DEVICES"} & set(found.variables)
-    assert page.describe_cores([found]).startswith("3 of 16 CPUs (6-8), ") and ", NUMA 0-1" in page.describe_cores([found])
+    report = rank_report.inspect_rank(RankInfo("srun", 3, 4, 1, 2), root=tmp_path)
+    assert (report.node, report.machine, report.online, report.rdma) == ("nid7", "b00t", 16, True)
+    assert (report.cpus, report.numa) == ((6, 7, 8), (0, 1))
+    assert report.versions["NVIDIA driver"] == "570.86.15" and report.gpu_problem.startswith("the NVIDIA driver is there")
+    assert report.variables["NCCL_ALGO"] == "Ring" and not {"HPCAI_TOKEN", "UCX_NET_DEVICES"} & set(report.variables)
+    assert page.describe_cores([report]).startswith("3 of 16 CPUs (6-8), ") and ", NUMA 0-1" in page.describe_cores([report])
 
 
 def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"name": "A100", "uuid": "aaaa-bbbb", "total_memory": 40 << 30}
-    known |= {"pci_domain_id": 0, "pci_bus_id": 0xC1, "pci_device_id": 0}
+    properties = {"name": "A100", "uuid": "aaaa-bbbb", "total_memory": 40 << 30}
+    properties |= {"pci_domain_id": 0, "pci_bus_id": 0xC1, "pci_device_id": 0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(**known))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
     folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("3\n")
     gpu = Gpu(2, "A100", "aaaa-bbbb", "0000:c1:00.0", 40.0, 3)
     assert rank_report.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path) == (gpu, "")
     (folder / "numa_node").write_text("-1\n")
-    found, _ = rank_report.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path)
-    assert found is not None and found.node is None
-    found, problem = rank_report.find_gpu(RankInfo("srun", 6, 8, 5, 6), tmp_path)
-    assert found is None and problem.startswith("local rank 5 finds only 4 visible GPUs")
+    detected, _ = rank_report.find_gpu(RankInfo("srun", 6, 8, 2, 4), tmp_path)
+    assert detected is not None and detected.node is None
+    detected, problem = rank_report.find_gpu(RankInfo("srun", 6, 8, 5, 6), tmp_path)
+    assert detected is None and problem.startswith("local rank 5 finds only 4 visible GPUs")
 
 
 def test_links_are_measured_between_gpus_if_each_rank_has_one() -> None:
-    assert job.has_gpu_per_rank(ranks_of(but=gpus(*"abcd")).members) == torch.distributed.is_nccl_available()
-    assert not job.has_gpu_per_rank(ranks_of(but=gpus(*"aacd")).members) and not job.has_gpu_per_rank(ranks_of().members)
+    assert job.has_gpu_per_rank(report_of(but=gpus(*"abcd")).members) == torch.distributed.is_nccl_available()
+    assert not job.has_gpu_per_rank(report_of(but=gpus(*"aacd")).members) and not job.has_gpu_per_rank(report_of().members)
 
 
 def test_invalid_options_of_the_doctor_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HPCAI_TIMEOUT", "60")  # which it sets otherwise
+    monkeypatch.setenv("HPCAI_TIMEOUT", "60")  # otherwise set by the command
     assert cli.main(["doctor", "--ranks", "--limit", "1"]) == 2
     assert capsys.readouterr().err == "hpcai doctor: --limit is 1 s, expected 5 or more\n"
     for thread in threading.enumerate():
@@ -240,29 +239,29 @@ def test_invalid_options_of_the_doctor_are_refused(capsys: pytest.CaptureFixture
 
 
 def test_a_folder_is_measured_and_left_unchanged(tmp_path: Path) -> None:
-    found = storage.measure_folder(tmp_path, "t", 0, 0.05)
-    assert found.free > 0 and found.write > 0 and found.read > 0 and found.problem == "" and found.kind
-    found = storage.measure_folder(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # write 32 MiB, read half
-    assert (found.write, found.read) == (16 << 20, 8 << 20)
+    result = storage.measure_folder(tmp_path, "t", 0, 0.05)
+    assert result.free > 0 and result.write > 0 and result.read > 0 and result.problem == "" and result.kind
+    result = storage.measure_folder(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # write 32 MiB, read half
+    assert (result.write, result.read) == (16 << 20, 8 << 20)
     with storage.marker_file(tmp_path, "t") as problem:
         assert problem == "" and storage.sees_marker(tmp_path, "t") and not storage.sees_marker(tmp_path, "other", 0.0)
     with pytest.raises(KeyboardInterrupt), storage.marker_file(tmp_path, "t"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    gone = tmp_path / "none"
-    assert storage.measure_folder(gone, "t", 0, 0.05).problem == "No such file or directory"
-    with storage.marker_file(gone, "t") as problem:
+    missing = tmp_path / "none"
+    assert storage.measure_folder(missing, "t", 0, 0.05).problem == "No such file or directory"
+    with storage.marker_file(missing, "t") as problem:
         assert problem == "No such file or directory"
 
 
-def lagging(answers: Sequence[str | None], world: int | None = None) -> str:
+def describe_lagging(answers: Sequence[str | None], world: int | None = None) -> str:
     statuses = {rank: RankStatus(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}
     return deadline.describe_lagging(statuses, world)
 
 
 def test_lagging_ranks_are_named() -> None:
-    assert lagging(["3 clocks for 9 s", "3 clocks for 9 s", "2 inspection for 9 s"]) == (
+    assert describe_lagging(["3 clocks for 9 s", "3 clocks for 9 s", "2 inspection for 9 s"]) == (
         "rank 2 on n2 is still at inspection for 9 s, and the others wait for it")
-    assert lagging(["3 clocks for 9 s", None]).startswith("rank 1 on n1 does not respond: stopped, or blocked by")
-    assert lagging(["1 meeting for 9 s"], 4) == "ranks 1-3 did not connect; check their processes and nodes"
-    assert lagging(["3 links for 9 s"] * 2, 2) == "all ranks are at links for 9 s, and none lags; give more time (--limit)"
+    assert describe_lagging(["3 clocks for 9 s", None]).startswith("rank 1 on n1 does not respond: stopped, or blocked by")
+    assert describe_lagging(["1 meeting for 9 s"], 4) == "ranks 1-3 did not connect; check their processes and nodes"
+    assert describe_lagging(["3 links for 9 s"] * 2, 2) == "all ranks are at links for 9 s, and none lags; give more time (--limit)"

@@ -1,4 +1,4 @@
-"""Batch scripts, run and checked by shells, shellcheck, and a stand-in for PBS with a real mpiexec."""
+"""Batch scripts, run and checked by bash, shellcheck, and a stub of PBS with a real mpiexec."""
 
 import json
 import os
@@ -26,23 +26,23 @@ SITES = ["alps", "frontier", "generic", "jupiter", "juwels-booster", "leonardo",
 FULL = ["--account", "project", "--queue", "somewhere", "--time", "1:00:00"]
 
 
-def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the printed script, after a syntax check by bash."""
-    assert cli.main(["job", *words]) == 0
+def write_script(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Run `hpcai job` and return the printed script, after a syntax check by bash."""
+    assert cli.main(["job", *args]) == 0
     text = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     return text
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["job", *words]) == 2
+def expect_refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert cli.main(["job", *args]) == 2
     out, err = capsys.readouterr()
     assert not out
     return err.removeprefix("hpcai job: ")
 
 
-def small(run: Path, *words: str) -> list[str]:
-    return ["cosmoflow", str(ROOT / CONFIG), f"report.directory={run}", *words]
+def small_args(run: Path, *overrides: str) -> list[str]:
+    return ["cosmoflow", str(ROOT / CONFIG), f"report.directory={run}", *overrides]
 
 
 def test_every_site_is_short_names_its_page_and_holds_no_setting() -> None:
@@ -63,12 +63,12 @@ def test_every_site_is_short_names_its_page_and_holds_no_setting() -> None:
 def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
     name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--stage", "$TMPDIR/a folder", "--array", "seed=0-2"] if form == "full" else []
+    options = ["--stage", "$TMPDIR/a folder", "--array", "seed=0-2"] if form == "full" else []
     if form == "full" and script.find_site(name).facts.get("container") != "none":
-        more += ["--container", str(tmp_path / "an image.sif")]
+        options += ["--container", str(tmp_path / "an image.sif")]
     elif form == "full":
-        more += ["--environment", str(tmp_path / "an env.tar")]
-    text = written(capsys, *small(tmp_path / "a run"), "--site", name, "--nodes", "2", *FULL, *more)
+        options += ["--environment", str(tmp_path / "an env.tar")]
+    text = write_script(capsys, *small_args(tmp_path / "a run"), "--site", name, "--nodes", "2", *FULL, *options)
     head = text.partition("\n\n")[0].splitlines()
     mark = "#PBS " if script.find_site(name).pbs else "#SBATCH "
     assert head[0].startswith("#!/bin/bash") and head[1].startswith("# hpcai job cosmoflow")
@@ -82,16 +82,16 @@ def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
 def test_options_override_the_site_and_the_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--site", "juwels-booster", "--nodes", "3", *FULL, "--per-node", "2", "--option=--gres=gpu:2", "--stop-before", "600"]
-    text = written(capsys, *small(tmp_path / "run"), *words)
+    args = ["--site", "juwels-booster", "--nodes", "3", *FULL, "--per-node", "2", "--option=--gres=gpu:2", "--stop-before", "600"]
+    text = write_script(capsys, *small_args(tmp_path / "run"), *args)
     head = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     assert len({line.partition("=")[0] for line in head}) == len(head)
     assert {"--partition=somewhere", "--gres=gpu:2", "--ntasks-per-node=2", "--signal=USR1@600", "--nodes=3", "--requeue"} <= set(
         head
     )
     assert {"--time=01:00:00", "--account=project", f"--output={tmp_path}/run/job-%j.out", "--hint=nomultithread"} <= set(head)
-    assert "--qos=somewhere" in written(capsys, *small(tmp_path / "run"), "--site", "perlmutter", "--nodes", "1", *FULL)
-    pbs = written(capsys, *small(tmp_path / "run"), "--site", "polaris", "--nodes", "3", *FULL)
+    assert "--qos=somewhere" in write_script(capsys, *small_args(tmp_path / "run"), "--site", "perlmutter", "--nodes", "1", *FULL)
+    pbs = write_script(capsys, *small_args(tmp_path / "run"), "--site", "polaris", "--nodes", "3", *FULL)
     assert {"-l select=3:system=polaris", "-l walltime=01:00:00", "-l filesystems=home:eagle", "-A project", "-q somewhere"} <= {
         line.removeprefix("#PBS ") for line in pbs.splitlines()
     }
@@ -100,106 +100,104 @@ def test_options_override_the_site_and_the_template(
 def test_a_power_cap_is_passed_to_run_and_scheduler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*small(tmp_path / "run"), "--nodes", "1", *FULL]
-    for asked in (["--power-cap", "300"], ["train.power_cap=300"]):
-        assert cli.main(["job", *words, "--site", "perlmutter", *asked]) == 0
+    args = [*small_args(tmp_path / "run"), "--nodes", "1", *FULL]
+    for cap in (["--power-cap", "300"], ["train.power_cap=300"]):
+        assert cli.main(["job", *args, "--site", "perlmutter", *cap]) == 0
         text, err = capsys.readouterr()
         assert "#SBATCH --gpu-power=300\n" in text and "train.power_cap=300" in text and "site perlmutter" not in err
-        assert cli.main(["job", *words, "--site", "generic", *asked]) == 0
+        assert cli.main(["job", *args, "--site", "generic", *cap]) == 0
         text, err = capsys.readouterr()
         assert "--gpu-power" not in text and "\n  train.power_cap=300" in text
         assert "site generic has no option for power: set the limit of each GPU in another way ('nvidia-smi -pl', on most" in err
-    assert "gpu-power" not in written(capsys, *words, "--site", "perlmutter")
-    assert "train.power_cap" in refused(capsys, *words, "--site", "perlmutter", "--power-cap", "0")
-    told = refused(capsys, *words, "--site", "perlmutter", "--array", "power_cap=200,300")
-    assert "site perlmutter caps a whole job (--gpu-power); submit one for each" in told
-    assert "train.power_cap=200" in written(capsys, *words, "--site", "generic", "--array", "power_cap=200,300")
+    assert "gpu-power" not in write_script(capsys, *args, "--site", "perlmutter")
+    assert "train.power_cap" in expect_refusal(capsys, *args, "--site", "perlmutter", "--power-cap", "0")
+    message = expect_refusal(capsys, *args, "--site", "perlmutter", "--array", "power_cap=200,300")
+    assert "site perlmutter caps a whole job (--gpu-power); submit one for each" in message
+    assert "train.power_cap=200" in write_script(capsys, *args, "--site", "generic", "--array", "power_cap=200,300")
 
 
-def runs_as(text: str, tmp_path: Path, *words: str, **environ: str) -> list[list[str]]:
-    """Return the commands that the script runs: srun, mpiexec, scontrol and others are stubs; a training ends with exit code
-    CODE."""
-    fake, log = tmp_path / "fake", tmp_path / "calls"
-    fake.mkdir(exist_ok=True)
+def run_script(text: str, tmp_path: Path, *args: str, **environ: str) -> list[list[str]]:
+    """Run the script with stubs of srun, mpiexec and others; return its commands. A training ends with exit code CODE."""
+    stubs, log = tmp_path / "stubs", tmp_path / "calls"
+    stubs.mkdir(exist_ok=True)
     log.write_text("")
     for name in ("srun", "mpiexec", "scontrol", "qsub", "apptainer", "sbcast"):
         end = 'case "$*" in *" apps."*|*"hpcai.cli run"*) exit "${CODE:-0}" ;; esac' if name in ("srun", "mpiexec") else ""
-        (fake / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> {log}; echo >> {log}\n{end}\n')
-        (fake / name).chmod(0o755)
+        (stubs / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> {log}; echo >> {log}\n{end}\n')
+        (stubs / name).chmod(0o755)
     (tmp_path / "job").write_text(text)
-    about = {"PATH": f"{fake}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environ}
-    subprocess.run(["bash", str(tmp_path / "job"), *words], env=about, check=False, capture_output=True)
+    env = {"PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environ}
+    subprocess.run(["bash", str(tmp_path / "job"), *args], env=env, check=False, capture_output=True)
     return [line.rstrip("\0").split("\0") for line in log.read_text().splitlines()]
 
 
 def test_the_script_copies_trains_draws_and_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every word arrives as it was given, spaces and all; and the job goes on in the folder that it was asked for in."""
+    """Arguments arrive unchanged, spaces included; the job runs in the folder from which it was submitted."""
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "it's a run"
-    asked = ["--site", "generic", "--nodes", "1", "--stage", "$DISK/my data", "data.directory=over there"]
-    text = written(capsys, *small(run), *asked)
-    stage, train, draw = runs_as(text, tmp_path, DISK="/disk")
+    options = ["--site", "generic", "--nodes", "1", "--stage", "$DISK/my data", "data.directory=over there"]
+    text = write_script(capsys, *small_args(run), *options)
+    stage, train, draw = run_script(text, tmp_path, DISK="/disk")
     python = [sys.executable, "-m"]
     assert stage == ["srun", *python, "hpcai.cli", "data", "stage", "over there", "/disk/my data"]
-    words = ["apps.cosmoflow", str(ROOT / CONFIG), f"report.directory={run}", "data.directory=over there"]
-    assert train == ["srun", "--kill-on-bad-exit=0", *python, *words, "data.directory=/disk/my data"]
+    args = ["apps.cosmoflow", str(ROOT / CONFIG), f"report.directory={run}", "data.directory=over there"]
+    assert train == ["srun", "--kill-on-bad-exit=0", *python, *args, "data.directory=/disk/my data"]
     assert draw[-4:] == ["-m", "hpcai.cli", "report", str(run)]
-    assert runs_as(text, tmp_path) == [], "a variable that is not set ends the script before anything is copied to /"
-    plain = written(capsys, *small(run), "--site", "generic", "--nodes", "1")
-    assert runs_as(plain, tmp_path, CODE="85")[1:] == [["scontrol", "requeue", "7"]]
-    assert len(runs_as(plain, tmp_path, CODE="1")) == 1
-    chain = written(capsys, *small(run), "--site", "generic", "--nodes", "1", "--chain", "2")
-    assert len(runs_as(chain, tmp_path, CODE="85")) == 1
-    inside = written(capsys, *small(run), "--site", "generic", "--nodes", "1", "--container", "my image.sif")
-    assert runs_as(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
+    assert run_script(text, tmp_path) == [], "an unset variable ends the script before a copy to /"
+    plain = write_script(capsys, *small_args(run), "--site", "generic", "--nodes", "1")
+    assert run_script(plain, tmp_path, CODE="85")[1:] == [["scontrol", "requeue", "7"]]
+    assert len(run_script(plain, tmp_path, CODE="1")) == 1
+    chain = write_script(capsys, *small_args(run), "--site", "generic", "--nodes", "1", "--chain", "2")
+    assert len(run_script(chain, tmp_path, CODE="85")) == 1
+    inside = write_script(capsys, *small_args(run), "--site", "generic", "--nodes", "1", "--container", "my image.sif")
+    assert run_script(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
 
 
 def test_an_environment_is_broadcast_and_unpacked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [*small(tmp_path / "run"), "--site", "generic", "--nodes", "3", "--stage", "/disk/data", "data.directory=far"]
-    text, job = written(capsys, *asked, "--environment", "my env.tar"), {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7"}
-    make, send, unpack, stage, train, draw, remove = runs_as(text, tmp_path, **job)
-    at, each = "/tmp/hpcai-7-0", ["srun", "--kill-on-bad-exit=1", "--ntasks=3", "--ntasks-per-node=1"]
-    assert make == [*each, "mkdir", "-m", "700", at] and send == ["sbcast", str(Path.cwd() / "my env.tar"), f"{at}/packed.tar"]
-    assert unpack[:6] == [*each, "sh", "-c"] and unpack[-1] == at and remove == [*each, "rm", "-rf", at]
-    assert train[2:7] == [f"{at}/bin/python", "-m", "hpcai.cli", "run", "cosmoflow"] and stage[1] == draw[-5] == train[2]
-    assert runs_as(text, tmp_path, **job, CODE="1")[-2:] == [train, remove]
-    *_, last, requeue, again = runs_as(text, tmp_path, **job, CODE="85", SLURM_RESTART_COUNT="2")
-    assert requeue == ["scontrol", "requeue", "7"] and last == again == [*remove[:-1], "/tmp/hpcai-7-2"]
-    there = written(capsys, *asked, "--environment", "x.tar", "--environment-at", "$DISK/my env")
-    assert runs_as(there, tmp_path, **job, DISK="/disk")[4][2] == "/disk/my env/bin/python"
-    assert runs_as(written(capsys, *asked), tmp_path, HPCAI_ENVIRONMENT="left/over.tar")[0][1] == sys.executable
+    args = [*small_args(tmp_path / "run"), "--site", "generic", "--nodes", "3", "--stage", "/disk/data", "data.directory=far"]
+    text, job = write_script(capsys, *args, "--environment", "my env.tar"), {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7"}
+    make, send, unpack, stage, train, draw, remove = run_script(text, tmp_path, **job)
+    base, srun = "/tmp/hpcai-7-0", ["srun", "--kill-on-bad-exit=1", "--ntasks=3", "--ntasks-per-node=1"]
+    assert make == [*srun, "mkdir", "-m", "700", base] and send == ["sbcast", str(Path.cwd() / "my env.tar"), f"{base}/packed.tar"]
+    assert unpack[:6] == [*srun, "sh", "-c"] and unpack[-1] == base and remove == [*srun, "rm", "-rf", base]
+    assert train[2:7] == [f"{base}/bin/python", "-m", "hpcai.cli", "run", "cosmoflow"] and stage[1] == draw[-5] == train[2]
+    assert run_script(text, tmp_path, **job, CODE="1")[-2:] == [train, remove]
+    *_, last, requeue, final = run_script(text, tmp_path, **job, CODE="85", SLURM_RESTART_COUNT="2")
+    assert requeue == ["scontrol", "requeue", "7"] and last == final == [*remove[:-1], "/tmp/hpcai-7-2"]
+    custom = write_script(capsys, *args, "--environment", "x.tar", "--environment-at", "$DISK/my env")
+    assert run_script(custom, tmp_path, **job, DISK="/disk")[4][2] == "/disk/my env/bin/python"
+    assert run_script(write_script(capsys, *args), tmp_path, HPCAI_ENVIRONMENT="stale/env.tar")[0][1] == sys.executable
 
 
 def test_a_container_mounts_the_folders_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those outside the current folder, which Apptainer mounts by itself; for a missing one its nearest parent."""
+    """Apptainer mounts the current folder itself; for a missing folder the nearest existing parent is mounted."""
     for name in ("here/data", "disk", "far"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "here/link").symlink_to(tmp_path / "far")
     monkeypatch.chdir(tmp_path / "here")
     site = ["--site", "generic", "--nodes", "1", "--container", "x.sif"]
-    words = [*small(tmp_path / "disk/runs/one"), "data.directory=data", "step.compile=whole", "step.compile_cache=link/cache"]
-    text = written(capsys, *words, *site)
+    args = [*small_args(tmp_path / "disk/runs/one"), "data.directory=data", "step.compile=whole", "step.compile_cache=link/cache"]
+    text = write_script(capsys, *args, *site)
     assert f"\nHPCAI_FOLDERS={ROOT / CONFIG},{tmp_path / 'here/link'},{tmp_path / 'disk'}\n" in text
-    assert "HPCAI_FOLDERS=''\n" in written(capsys, "cosmoflow", "report.directory=run", "data.directory=data", *site)
+    assert "HPCAI_FOLDERS=''\n" in write_script(capsys, "cosmoflow", "report.directory=run", "data.directory=data", *site)
     (tmp_path / "a:b").mkdir()
-    told = refused(capsys, *small(tmp_path / "a:b/run"), *site)
-    assert told.startswith(f"{tmp_path / 'a:b'}: a container cannot mount a path with ':'")
-    assert "HPCAI_IMAGE=" in written(capsys, *small(tmp_path / "a:b/run"), *site[:-2])
+    message = expect_refusal(capsys, *small_args(tmp_path / "a:b/run"), *site)
+    assert message.startswith(f"{tmp_path / 'a:b'}: a container cannot mount a path with ':'")
+    assert "HPCAI_IMAGE=" in write_script(capsys, *small_args(tmp_path / "a:b/run"), *site[:-2])
 
 
 def test_the_template_can_be_edited_by_hand(tmp_path: Path) -> None:
-    """Arguments arrive unchanged, spaces included; and the job runs in the folder from which it was submitted."""
     (tmp_path / "mine.sh").write_text("srun=(--gpu-bind=closest)\ncontainer=(apptainer exec image.sif)\n")
     text = (ROOT / "slurm/job.sh").read_text()
-    about = {"HPCAI_SITE": str(tmp_path / "mine.sh"), "HPCAI_SRUN": "--mpi=pmi2 -l", "SLURM_CPUS_PER_TASK": "7"}
-    (train,) = runs_as(text, tmp_path, "apps.cosmoflow", "a file.yaml", **about)
-    words = [
+    env = {"HPCAI_SITE": str(tmp_path / "mine.sh"), "HPCAI_SRUN": "--mpi=pmi2 -l", "SLURM_CPUS_PER_TASK": "7"}
+    (train,) = run_script(text, tmp_path, "apps.cosmoflow", "a file.yaml", **env)
+    args = [
         "--gpu-bind=closest",
         "--mpi=pmi2",
         "-l",
@@ -211,49 +209,49 @@ def test_the_template_can_be_edited_by_hand(tmp_path: Path) -> None:
         "apps.cosmoflow",
         "a file.yaml",
     ]
-    assert train == ["srun", "--kill-on-bad-exit=0", *words]
-    assert runs_as(text, tmp_path, "apps.cosmoflow")[0] == ["srun", "--kill-on-bad-exit=0", "python", "-m", "apps.cosmoflow"]
+    assert train == ["srun", "--kill-on-bad-exit=0", *args]
+    assert run_script(text, tmp_path, "apps.cosmoflow")[0] == ["srun", "--kill-on-bad-exit=0", "python", "-m", "apps.cosmoflow"]
 
 
 def test_the_page_names_every_site_and_its_commands_write_scripts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    stands_for = {"CONFIG.yaml": CONFIG}
+    replacements = {"CONFIG.yaml": CONFIG}
     page = (ROOT / "docs/cluster.md").read_text()
     assert sorted(re.findall(r"^\| `(\w[\w-]*)` \|", page, re.M)) == SITES
     commands = re.findall(r"^(?:\.venv/bin/)?hpcai job (.*?)(?: +#.*)?$", page, re.M)
     assert len(commands) >= 6
     for command in commands:
-        words = [stands_for.get(word, word) for word in shlex.split(command) if word not in ("--submit", "...")]
-        written(capsys, *words, *([] if "generic" in words else FULL))
+        args = [replacements.get(arg, arg) for arg in shlex.split(command) if arg not in ("--submit", "...")]
+        write_script(capsys, *args, *([] if "generic" in args else FULL))
 
 
 def test_an_array_gives_each_run_overrides_and_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A setting may be given by its last name, if that is unique."""
-    words = small(tmp_path / "run", "--nodes", "1", "--array", "seed=1-2")
-    text = written(capsys, *words, "--site", "generic", "--array", "step.betas=[0.9,0.99],[0.8,0.9]")
+    """A setting may be named by the last part of its key, if that is unique."""
+    args = small_args(tmp_path / "run", "--nodes", "1", "--array", "seed=1-2")
+    text = write_script(capsys, *args, "--site", "generic", "--array", "step.betas=[0.9,0.99],[0.8,0.9]")
     assert "--array=0-3\n" in text
-    (train, *_) = runs_as(text, tmp_path, SLURM_ARRAY_TASK_ID="2")
-    where = tmp_path / "run/seed-2_betas--0.9-0.99-"
-    assert train[-3:] == ["train.seed=2", "step.betas=[0.9,0.99]", f"report.directory={where}"]
-    pbs = written(capsys, *words, "--site", "pbs", "--time", "60")
-    (train, *_) = runs_as(pbs, tmp_path, HPCAI_TASK="1", PBS_NODEFILE=str(ROOT / "LICENSE"))
+    (train, *_) = run_script(text, tmp_path, SLURM_ARRAY_TASK_ID="2")
+    directory = tmp_path / "run/seed-2_betas--0.9-0.99-"
+    assert train[-3:] == ["train.seed=2", "step.betas=[0.9,0.99]", f"report.directory={directory}"]
+    pbs = write_script(capsys, *args, "--site", "pbs", "--time", "60")
+    (train, *_) = run_script(pbs, tmp_path, HPCAI_TASK="1", PBS_NODEFILE=str(ROOT / "LICENSE"))
     assert train[-2:] == ["train.seed=2", f"report.directory={tmp_path / 'run/seed-2'}"]
-    again = runs_as(pbs, tmp_path, HPCAI_TASK="1", PBS_NODEFILE=str(ROOT / "LICENSE"), CODE="85")[-1]
-    assert again == ["qsub", "-v", "HPCAI_TASK=1", str(tmp_path / "run/job.pbs")]
+    resubmitted = run_script(pbs, tmp_path, HPCAI_TASK="1", PBS_NODEFILE=str(ROOT / "LICENSE"), CODE="85")[-1]
+    assert resubmitted == ["qsub", "-v", "HPCAI_TASK=1", str(tmp_path / "run/job.pbs")]
 
 
 def test_times_are_parsed_in_slurm_syntax() -> None:
-    found = {text: parse_time(text) for text in ("30", "1:30", "4:00:00", "1-0", "1-12", "1-12:30", "2-01:02:03")}
-    assert list(found.values()) == [1800, 90, 14400, 86400, 129600, 131400, 176523]
+    seconds = {text: parse_time(text) for text in ("30", "1:30", "4:00:00", "1-0", "1-12", "1-12:30", "2-01:02:03")}
+    assert list(seconds.values()) == [1800, 90, 14400, 86400, 129600, 131400, 176523]
     for text in ("", "0", "soon", "1h", "1:2:3:4", "-5", "0:00", "1-"):
         with pytest.raises(ConfigError, match="is not a time; expected minutes"):
             parse_time(text)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (["--site", "summit", "--nodes", "1"], "there is no site 'summit'; expected one of alps, frontier, generic"),
         (["--site", "./mine.sh", "--nodes", "1"], "mine.sh: cannot be read"),
@@ -281,26 +279,26 @@ def test_times_are_parsed_in_slurm_syntax() -> None:
     ],
 )  # fmt: skip
 def test_invalid_jobs_are_refused_before_submission(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
-    found = refused(capsys, *small(tmp_path / "run"), *words)
-    if said.startswith("step.lr: found"):  # what a setting takes is said by hpcai.config
-        assert "step.lr" in found and "fast" in found
+    stderr = expect_refusal(capsys, *small_args(tmp_path / "run"), *args)
+    if message.startswith("step.lr: found"):  # the message is that of hpcai.config
+        assert "step.lr" in stderr and "fast" in stderr
     else:
-        assert said in found
+        assert message in stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    found = refused(capsys, "cosmoflow", CONFIG, "--site", "polaris", "--nodes", "-1", "--time", "now")
-    assert len(found.splitlines()) == 4
-    told = refused(capsys, "cosmology", "--site", "generic", "--nodes", "1")
-    assert told.startswith("there is no app 'cosmology'; expected one of cosmo")
+    stderr = expect_refusal(capsys, "cosmoflow", CONFIG, "--site", "polaris", "--nodes", "-1", "--time", "now")
+    assert len(stderr.splitlines()) == 4
+    message = expect_refusal(capsys, "cosmology", "--site", "generic", "--nodes", "1")
+    assert message.startswith("there is no app 'cosmology'; expected one of cosmo")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("#: acount required\n#SBATCH --nodes=1\n", "mine.sh:1: '#: acount required' is no fact of a site"),
         ("#: queue prod\n#PBS -r y\n", "mine.sh:1:"),
@@ -308,32 +306,33 @@ def test_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
         ("#PBS -r y\n#SBATCH --a=b\n", "found both"),
     ],
 )
-def test_a_user_site_file_is_validated(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_site_file_is_validated(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.sh").write_text(text)
-    assert said in refused(capsys, *small(tmp_path / "run"), "--site", str(tmp_path / "mine.sh"), "--nodes", "1")
+    assert message in expect_refusal(capsys, *small_args(tmp_path / "run"), "--site", str(tmp_path / "mine.sh"), "--nodes", "1")
 
 
 def test_paths_are_checked_before_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may be written for another machine."""
+    """Invalid paths only warn without --submit, since a script may be for another machine."""
     (tmp_path / "file").write_text("")
     (tmp_path / "mine.sh").write_text(f"#: local {tmp_path}/disk\n#SBATCH --ntasks-per-node=1\n")
     site = ["--site", str(tmp_path / "mine.sh"), "--nodes", "1", "--container", str(tmp_path / "no.sif")]
-    found = {
+    reasons = {
         tmp_path / "disk/run": "is node-local, where no other node finds the checkpoints",
         tmp_path / "file/run": f"{tmp_path / 'file'} is not writable; name a folder of yours",
     }
-    for run, said in found.items():
-        told = refused(capsys, *small(run, "data.directory=nowhere"), *site, "--submit")
-        assert said in told and "data.directory nowhere does not exist" in told and "no.sif: there is no such file" in told
-        assert cli.main(["job", *small(run), *site]) == 0
-        assert said in capsys.readouterr().err
-    told = refused(capsys, *small(tmp_path / "disk/run"), *site[:-2], f"data.directory={tmp_path}", "--any-directory", "--submit")
-    assert "sbatch is not installed here" in told or "sbatch" in told
+    for run, reason in reasons.items():
+        stderr = expect_refusal(capsys, *small_args(run, "data.directory=nowhere"), *site, "--submit")
+        assert reason in stderr and "data.directory nowhere does not exist" in stderr and "no.sif: there is no such file" in stderr
+        assert cli.main(["job", *small_args(run), *site]) == 0
+        assert reason in capsys.readouterr().err
+    stderr = expect_refusal(capsys, *small_args(tmp_path / "disk/run"), *site[:-2], f"data.directory={tmp_path}",
+                            "--any-directory", "--submit")  # fmt: skip
+    assert "sbatch is not installed here" in stderr or "sbatch" in stderr
     monkeypatch.setenv("PATH", str(tmp_path))
-    told = refused(capsys, *small(tmp_path / "run"), *site[:-2], f"data.directory={tmp_path}", "--submit")
-    assert told.startswith("sbatch is not installed here; run this on a login node")
+    stderr = expect_refusal(capsys, *small_args(tmp_path / "run"), *site[:-2], f"data.directory={tmp_path}", "--submit")
+    assert stderr.startswith("sbatch is not installed here; run this on a login node")
 
 
 def test_templates_are_found_in_checkout_and_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,34 +351,34 @@ def test_apps_outside_the_folder_are_on_the_python_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert "export PYTHONPATH" not in written(capsys, *small(tmp_path / "run"), "--site", "generic", "--nodes", "1")
+    assert "export PYTHONPATH" not in write_script(capsys, *small_args(tmp_path / "run"), "--site", "generic", "--nodes", "1")
     monkeypatch.chdir(tmp_path)
-    text = written(capsys, *small(tmp_path / "run"), "--site", "generic", "--nodes", "1")
+    text = write_script(capsys, *small_args(tmp_path / "run"), "--site", "generic", "--nodes", "1")
     assert f"export PYTHONPATH={ROOT}${{PYTHONPATH" in text
 
 
 def test_help_and_errors_do_not_import_torch(tmp_path: Path) -> None:
     code = "import sys; from hpcai.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
-    for words in (["--help"], [*small(tmp_path / "run"), "--site", "generic", "--nodes", "1"]):
-        done = subprocess.run([sys.executable, "-c", code, "job", *words], capture_output=True, text=True, cwd=ROOT)
-        assert done.stdout.splitlines()[-1] == "False", done.stderr
+    for args in (["--help"], [*small_args(tmp_path / "run"), "--site", "generic", "--nodes", "1"]):
+        process = subprocess.run([sys.executable, "-c", code, "job", *args], capture_output=True, text=True, cwd=ROOT)
+        assert process.stdout.splitlines()[-1] == "False", process.stderr
 
 
 PBS = """#!{python}
 import json, os, pathlib, subprocess, sys
 home = pathlib.Path({home!r})
 number = len(list(home.glob("*.job"))) + 1
-words = sys.argv[1:]
-environ = dict(pair.split("=", 1) for at, word in enumerate(words) if word == "-v" for pair in [words[at + 1]])
-waits = [word for word in words if "depend" in word]
-(home / f"{{number}}.job").write_text(json.dumps({{"script": words[-1], "environ": environ, "waits": waits}}))
+args = sys.argv[1:]
+environ = dict(pair.split("=", 1) for option, pair in zip(args, args[1:]) if option == "-v")
+waits = [arg for arg in args if "depend" in arg]
+(home / f"{{number}}.job").write_text(json.dumps({{"script": args[-1], "environ": environ, "waits": waits}}))
 print(f"{{number}}.stand-in")
 """
 
 
 @pytest.fixture
 def qsub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stub, also for sbatch, that records and numbers jobs. ``started`` then runs one, as PBS would."""
+    """Install a stub of qsub and sbatch that records and numbers jobs; ``start_job`` runs one as PBS does."""
     home = tmp_path / "pbs"
     home.mkdir()
     (home / "qsub").write_text(PBS.format(python=sys.executable, home=str(home)))
@@ -390,17 +389,17 @@ def qsub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def started(qsub: Path, number: int) -> subprocess.Popen[str]:
+def start_job(qsub: Path, number: int) -> subprocess.Popen[str]:
     job = json.loads((qsub / f"{number}.job").read_text())
-    about = {"PBS_NODEFILE": str(qsub / "nodes"), "PBS_JOBID": str(number), "OMP_NUM_THREADS": "1", "HOME": str(qsub)}
-    about |= {"PATH": os.environ["PATH"], **job["environ"]}
-    return subprocess.Popen(["bash", job["script"]], env=about, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = {"PBS_NODEFILE": str(qsub / "nodes"), "PBS_JOBID": str(number), "OMP_NUM_THREADS": "1", "HOME": str(qsub)}
+    env |= {"PATH": os.environ["PATH"], **job["environ"]}
+    return subprocess.Popen(["bash", job["script"]], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = job.communicate(timeout=240)
-    print(said)
-    return job.returncode, said
+def wait_for(job: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = job.communicate(timeout=240)
+    print(output)
+    return job.returncode, output
 
 
 @pytest.mark.mpi
@@ -409,23 +408,23 @@ def test_under_pbs_every_process_of_a_real_mpiexec_has_a_clock(qsub: Path, tmp_p
     program = """
 import os, signal, sys, time
 def stop(number, frame):
-    print("asked", os.getpid(), flush=True)
+    print("got SIGUSR1", os.getpid(), flush=True)
     sys.exit(85)
 signal.signal(signal.SIGUSR1, stop)
 if os.fork() == 0:
-    signal.signal(signal.SIGUSR1, lambda number, frame: print("a worker was asked", flush=True))
+    signal.signal(signal.SIGUSR1, lambda number, frame: print("a worker got it", flush=True))
     time.sleep(3)
     os._exit(0)
 time.sleep(60)
 """
-    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "10:00", "--stop-before", "598", "--any-directory"]
-    assert main([*small(tmp_path / "run", f"data.directory={tmp_path}"), *asked, "--submit"]) == 0
+    options = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "10:00", "--stop-before", "598", "--any-directory"]
+    assert main([*small_args(tmp_path / "run", f"data.directory={tmp_path}"), *options, "--submit"]) == 0
     (tmp_path / "waits.py").write_text(program)
-    change(tmp_path / "run/job.pbs", "apps.cosmoflow", "waits")
-    change(tmp_path / "run/job.pbs", "set -- waits", f"export PYTHONPATH={tmp_path}; set -- waits")
-    began = time.monotonic()
-    code, said = ended(started(qsub, 1))
-    assert code == 0 and said.count("asked") == 2 and "worker" not in said and time.monotonic() - began < 30
+    replace_text(tmp_path / "run/job.pbs", "apps.cosmoflow", "waits")
+    replace_text(tmp_path / "run/job.pbs", "set -- waits", f"export PYTHONPATH={tmp_path}; set -- waits")
+    start = time.monotonic()
+    code, output = wait_for(start_job(qsub, 1))
+    assert code == 0 and output.count("got SIGUSR1") == 2 and "worker" not in output and time.monotonic() - start < 30
     assert json.loads((qsub / "2.job").read_text()) == {"script": str(tmp_path / "run/job.pbs"), "environ": {}, "waits": []}
 
 
@@ -434,31 +433,31 @@ time.sleep(60)
 @pytest.mark.slow
 def test_under_pbs_a_stopped_run_resubmits_itself_and_finishes(qsub: Path, tmp_path: Path) -> None:
     run, data = tmp_path / "run", write_universes(tmp_path / "data")
-    words = [
+    overrides = [
         f"data.directory={data}", "data.batch=8", "model.filters=2", "model.dropout=0", "train.epochs=null", "train.steps=100000",
         "step.schedule.decay=none", "train.evaluate_every=100000", "report.sinks=[]", "checkpoint.every_steps=100000",
         "train.report_every=1",
     ]  # fmt: skip
-    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "1:00:00", "--any-directory", "--submit"]
-    assert main([*small(run, *words), *asked]) == 0
-    job = started(qsub, 1)
+    options = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "1:00:00", "--any-directory", "--submit"]
+    assert main([*small_args(run, *overrides), *options]) == 0
+    job = start_job(qsub, 1)
     while not (run / "metrics.jsonl").exists() or all(e["kind"] != "train" for e in log.read_metrics(run / "metrics.jsonl")):
-        assert job.poll() is None, ended(job)
+        assert job.poll() is None, wait_for(job)
         time.sleep(0.1)
     owner = re.search(r"process (\d+) ", (run / ".owner").read_text())
     assert owner
-    os.kill(int(owner[1]), signal.SIGUSR1)  # one process is asked, and all stop
-    assert ended(job)[0] == 0
+    os.kill(int(owner[1]), signal.SIGUSR1)  # a signal to one process stops all
+    assert wait_for(job)[0] == 0
     stopped = log.read_metrics(run / "metrics.jsonl")[-1]["step"]
-    change(run / "job.pbs", "train.steps=100000", f"train.steps={stopped + 3}")
-    assert ended(started(qsub, 2))[0] == 0 and not (qsub / "3.job").exists()
+    replace_text(run / "job.pbs", "train.steps=100000", f"train.steps={stopped + 3}")
+    assert wait_for(start_job(qsub, 2))[0] == 0 and not (qsub / "3.job").exists()
     events = log.read_metrics(run / "metrics.jsonl")
     assert [event["resumed_from"] for event in events if event["kind"] == "start"] == [None, stopped]
     assert [event["reason"] for event in events if event["kind"] == "stop"] == ["signal", "finished"]
     assert (run / "report.html").exists()
 
 
-def change(file: Path, old: str, new: str) -> None:
+def replace_text(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
@@ -467,20 +466,20 @@ def change(file: Path, old: str, new: str) -> None:
 def test_chains_and_arrays_of_pbs_and_chains_of_slurm(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An array is one job per run, since a job of a PBS array could not resubmit itself."""
     common = ["--site", "pbs", "--nodes", "1", "--time", "30", "--any-directory", "--submit"]
-    assert main([*small(tmp_path / "chain", f"data.directory={tmp_path}"), *common, "--chain", "3"]) == 0
-    assert main([*small(tmp_path / "array", f"data.directory={tmp_path}"), *common, "--array", "seed=4-5"]) == 0
+    assert main([*small_args(tmp_path / "chain", f"data.directory={tmp_path}"), *common, "--chain", "3"]) == 0
+    assert main([*small_args(tmp_path / "array", f"data.directory={tmp_path}"), *common, "--array", "seed=4-5"]) == 0
     assert capsys.readouterr().out.split() == [f"{number}.stand-in" for number in range(1, 6)]
     jobs = [json.loads((qsub / f"{number}.job").read_text()) for number in range(1, 6)]
     assert [job["waits"] for job in jobs] == [[], ["depend=afternotok:1.stand-in"], ["depend=afternotok:2.stand-in"], [], []]
     assert [job["environ"] for job in jobs[3:]] == [{"HPCAI_TASK": "0"}, {"HPCAI_TASK": "1"}]
-    slurm = [*small(tmp_path / "slurm", f"data.directory={tmp_path}"), "--site", "generic", *common[2:], "--chain", "2"]
+    slurm = [*small_args(tmp_path / "slurm", f"data.directory={tmp_path}"), "--site", "generic", *common[2:], "--chain", "2"]
     assert main(slurm) == 0 and "HPCAI_REQUEUE=0\n" in (tmp_path / "slurm/job.sh").read_text()
     assert json.loads((qsub / "7.job").read_text())["waits"] == ["--dependency=afternotok:6.stand-in"]
 
 
 def test_a_scheduler_that_refuses_is_quoted(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (qsub / "qsub").write_text("#!/bin/sh\necho 'qsub: would exceed the allocation' >&2; exit 1\n")
-    words = small(
+    args = small_args(
         tmp_path / "run", f"data.directory={tmp_path}", "--site", "pbs", "--nodes", "1", "--time", "30", "--any-directory"
     )
-    assert "refused the job: qsub: would exceed the allocation" in refused(capsys, *words, "--submit")
+    assert "refused the job: qsub: would exceed the allocation" in expect_refusal(capsys, *args, "--submit")

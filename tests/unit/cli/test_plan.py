@@ -1,4 +1,4 @@
-"""Plans of whole trainings: `hpcai plan`."""
+"""`hpcai plan`: plans of training runs."""
 
 import json
 from dataclasses import replace
@@ -18,8 +18,8 @@ from hpcai.plan.machines import find_machine as machine
 PLANNED = ["cosmoflow", "deepcam", "llm", "openfold", "unet3d"]
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main(["plan", *words, "--json"]) == 0
+def run_plan(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    assert main(["plan", *args, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -31,35 +31,35 @@ def tiny() -> Planner:
 def test_all_apps_but_those_without_a_plan_are_planned() -> None:
     assert apps.with_part("plan") == PLANNED
     for name in PLANNED:
-        load = find_training(name)
-        assert load.published[0].kind == "step" and any(point.kind == "run" for point in load.published)
-        assert all(load.samples_needed(point.batch) > 0 for point in load.published)
+        training = find_training(name)
+        assert training.published[0].kind == "step" and any(point.kind == "run" for point in training.published)
+        assert all(training.samples_needed(point.batch) > 0 for point in training.published)
 
 
-def test_a_split_step_takes_less_time_and_memory(tiny: Planner) -> None:
-    on = machine("h100")
-    (whole, most), (cut, less) = (tiny.fit_memory(ways, 128, 1, on)[:2] for ways in (1, 2))
-    assert whole.compute_bound + whole.memory_bound > 1.2 * (cut.compute_bound + cut.memory_bound) and most > less
-    assert cut.messages > whole.messages and cut.exposed_communication > whole.exposed_communication
+def test_a_sharded_step_takes_less_time_and_memory(tiny: Planner) -> None:
+    h100 = machine("h100")
+    (full, peak), (sharded, sharded_peak) = (tiny.fit_memory(ways, 128, 1, h100)[:2] for ways in (1, 2))
+    assert full.compute_bound + full.memory_bound > 1.2 * (sharded.compute_bound + sharded.memory_bound) and peak > sharded_peak
+    assert sharded.messages > full.messages and sharded.exposed_communication > full.exposed_communication
 
 
 def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) -> None:
-    job, known = tiny.plan_job(256, 1, 256, machine("h100"), evaluating=32), tiny.training.evaluation
+    job, evaluation = tiny.plan_job(256, 1, 256, machine("h100"), evaluating=32), tiny.training.evaluation
     alone = tiny.fit_memory(1, 1, 1, machine("h100")).step.seconds
-    score = known.samples * known.cost * alone / 32
+    score = evaluation.samples * evaluation.cost * alone / 32
     train = 520 * job.seconds
     assert job.steps == pytest.approx(520) and job.loader > 0
     assert job.minutes == pytest.approx((max(train, 520 / 40 * score) + score) / 60)
     assert job.evaluation == pytest.approx(job.minutes - train / 60)
-    waits = tiny.plan_job(256, 1, 256, machine("h100"))  # for thirteen evaluations by all of them
-    assert waits.minutes == pytest.approx((train + 520 / 40 * score * 32 / 256) / 60)
+    inline = tiny.plan_job(256, 1, 256, machine("h100"))  # thirteen evaluations, each on all GPUs
+    assert inline.minutes == pytest.approx((train + 520 / 40 * score * 32 / 256) / 60)
     assert [Evaluation(1, 1.0, **when).count(100.0, 4) for when in ({"every": 20.0, "start": 40.0}, {"steps": 10})] == [3.0, 2.5]
 
 
 def test_more_replicas_than_recorded_change_only_the_gradients(tiny: Planner) -> None:
-    few, many = (tiny.fit_memory(2, copies, 1, machine("h100")).step for copies in (32, 1024))
-    assert (few.messages, few.memory_bound, few.launches) == (many.messages, many.memory_bound, many.launches)
-    assert many.sent > few.sent and many.seconds > few.seconds
+    small, large = (tiny.fit_memory(2, replicas, 1, machine("h100")).step for replicas in (32, 1024))
+    assert (small.messages, small.memory_bound, small.launches) == (large.messages, large.memory_bound, large.launches)
+    assert large.sent > small.sent and large.seconds > small.seconds
 
 
 def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:
@@ -70,16 +70,16 @@ def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:
 
 
 def test_slowdown_is_fitted_to_a_step(tiny: Planner) -> None:
-    on = machine("h100")
+    h100 = machine("h100")
     seconds = tiny.fit_memory(1, 1, 1, machine("h100", slowdown=5.0)).step.seconds
-    assert tiny.slowdown_of_step(seconds, on) == pytest.approx(5, rel=5e-3)
+    assert tiny.slowdown_of_step(seconds, h100) == pytest.approx(5, rel=5e-3)
 
 
 def test_memory_savings_are_used_if_needed(tiny: Planner) -> None:
-    on = machine("h100")
-    kept, saved = (tiny.mean_step(1, 1, 1, on, lean).peak for lean in tiny.training.memory_savings)
-    assert saved < kept
-    small = machine("h100", capacity=(saved + kept) / 2 / 0.92)
+    h100 = machine("h100")
+    default, saved = (tiny.mean_step(1, 1, 1, h100, lean).peak for lean in tiny.training.memory_savings)
+    assert saved < default
+    small = machine("h100", capacity=(saved + default) / 2 / 0.92)
     assert tiny.fit_memory(1, 1, 1, small).memory_savings == ("model.checkpoint=true",)
     with pytest.raises(ConfigError, match=r"exceed the .* GB of h100; split samples further"):
         tiny.fit_memory(1, 1, 1, machine("h100", capacity=saved / 2))
@@ -88,47 +88,49 @@ def test_memory_savings_are_used_if_needed(tiny: Planner) -> None:
 def test_the_command_prints_table_and_json(
     tiny: Planner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hpcai.cli.plan.Planner", lambda *words: tiny)
-    words = ["--gpus", "256", "512", "1026", "--ways", "1", "2", "--slower", "2"]
-    found = planned(capsys, "openfold", *words)
-    rows = [row for each in found["jobs"].values() for row in each]
+    monkeypatch.setattr("hpcai.cli.plan.Planner", lambda *args: tiny)
+    args = ["--gpus", "256", "512", "1026", "--ways", "1", "2", "--slower", "2"]
+    plan = run_plan(capsys, "openfold", *args)
+    rows = [row for table in plan["jobs"].values() for row in table]
     assert [(row["gpus"], row["ways"]) for row in rows] == [(256, 1), (256, 2), (512, 2)]  # no batch of 512 is known
     parts = ("kernels_s", "launches_s", "messages_s", "loader_s")
     assert all(row["step_s"] == pytest.approx(sum(row[part] for part in parts)) and row["minutes"] > 0 for row in rows)
-    assert found["slower"] == 2
-    print_tables(found)
-    told = capsys.readouterr().out
-    assert "no batch that is known to reach the target" in told and "exposed communication" in told
+    assert plan["slower"] == 2
+    print_tables(plan)
+    stdout = capsys.readouterr().out
+    assert "no batch that is known to reach the target" in stdout and "exposed communication" in stdout
 
 
 @pytest.mark.parametrize(
-    ("ways", "more"), [(1, "lora=null"), pytest.param(2, "model.recompute=layers", marks=pytest.mark.claim)], ids=["alone", "cut"]
+    ("ways", "override"),
+    [(1, "lora=null"), pytest.param(2, "model.recompute=layers", marks=pytest.mark.claim)],
+    ids=["full", "sharded"],
 )
-def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, more: str) -> None:
-    # In rows of their own weights are sent one by one, and so as often as there are layers.
-    words = [*llm.Benchmark.tiny, "model.layers=8", "data.batch=8", "step.bucket_mb=1e-6", "data.documents=joined"]
-    few, every = Planner("llm", words), Planner("llm", words)
-    every.training.depth = None
-    found = (each.mean_step(ways, 4, 1, machine("h100"), (more, "step.accumulate=1")) for each in (few, every))
-    (step, peak, *_), (whole, most, *_) = found
+def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, override: str) -> None:
+    # With tiny buckets each parameter is reduced alone, so the number of collectives grows with the layers.
+    overrides = [*llm.Benchmark.tiny, "model.layers=8", "data.batch=8", "step.bucket_mb=1e-6", "data.documents=joined"]
+    reduced, full = Planner("llm", overrides), Planner("llm", overrides)
+    full.training.depth = None
+    plans = (planner.mean_step(ways, 4, 1, machine("h100"), (override, "step.accumulate=1")) for planner in (reduced, full))
+    (step, peak, *_), (full_step, full_peak, *_) = plans
     for part in ("compute_bound", "memory_bound", "launches", "sent", "messages"):
-        assert getattr(step, part) == pytest.approx(getattr(whole, part), rel=1e-9)
-    assert whole.memory_bound > 0 and whole.messages > 30
-    assert peak == pytest.approx(most, rel=1e-9) and step.seconds == pytest.approx(whole.seconds, rel=1e-2)
-    assert any("model.layers=4" in key[3] for key in few._recorded) and len(every._recorded) == 1
+        assert getattr(step, part) == pytest.approx(getattr(full_step, part), rel=1e-9)
+    assert full_step.memory_bound > 0 and full_step.messages > 30
+    assert peak == pytest.approx(full_peak, rel=1e-9) and step.seconds == pytest.approx(full_step.seconds, rel=1e-2)
+    assert any("model.layers=4" in key[3] for key in reduced._recorded) and len(full._recorded) == 1
 
 
 def test_a_model_too_large_for_one_gpu_is_evaluated_by_all() -> None:
     planner = Planner("llm", [*llm.Benchmark.tiny, "data.batch=8"])
-    on = machine("h100")
-    cut = planner.fit_memory(2, 4, 2, on)
-    assert planner._single_gpu_seconds(8, 8, cut, on, ()) == planner.fit_memory(1, 1, 1, on).step.seconds
-    assert planner._single_gpu_seconds(8, 16, cut, replace(on, capacity=1.0), ()) == cut.step.seconds / 2
+    h100 = machine("h100")
+    sharded = planner.fit_memory(2, 4, 2, h100)
+    assert planner._single_gpu_seconds(8, 8, sharded, h100, ()) == planner.fit_memory(1, 1, 1, h100).step.seconds
+    assert planner._single_gpu_seconds(8, 16, sharded, replace(h100, capacity=1.0), ()) == sharded.step.seconds / 2
 
 
 @pytest.mark.parametrize("name", ["cosmoflow", pytest.param("unet3d", marks=pytest.mark.claim)])
 def test_published_runs_are_predicted_with_errors(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = planned(capsys, name, "--check")["check"]
+    rows = run_plan(capsys, name, "--check")["check"]
     assert rows[0]["error_percent"] is None and rows[0]["planned"] == pytest.approx(rows[0]["published"], rel=2e-3)
     errors = [row["error_percent"] for row in rows[1:]]
     print(name, [round(error) for error in errors])
@@ -137,13 +139,13 @@ def test_published_runs_are_predicted_with_errors(name: str, capsys: pytest.Capt
 
 
 def test_infeasible_plans_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, text in (
+    for args, text in (
         (["openfold", "--machine", "abacus"], "there is no machine 'abacus'; expected one of"),
         (["nothing"], "there is no app 'nothing'; expected one of cosmoflow, deepcam, llm, openfold, unet3d"),
         (["opencatalyst"], "apps/opencatalyst has no file plan.py; expected one of"),
         (["openfold", "model.blocks=many"], "model.blocks"),
     ):
-        assert main(["plan", *words, "--gpus", "128", "--slower", "1"]) == 2
+        assert main(["plan", *args, "--gpus", "128", "--slower", "1"]) == 2
         assert text in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", "openfold", "--gpus", "0"])

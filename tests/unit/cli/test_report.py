@@ -30,19 +30,19 @@ FILE, TITLE, PALETTE, HIGHER = "toy.npz", "Guesses <of> the toy", ("#112233",), 
 def read(path):
     return arrays(path, {"guess": "real N", "kinds": "text K"})
 
-def classes(found):
-    return found["kinds"].tolist()
+def classes(data):
+    return data["kinds"].tolist()
 
-def caption(found):
-    return f"{len(found['guess'])} guesses."
+def caption(data):
+    return f"{len(data['guess'])} guesses."
 
-def draw(found, theme):
+def draw(data, theme):
     figure = Figure(figsize=(6.4, 3.5))
-    figure.subplots().plot(found["guess"], color=theme.main)
+    figure.subplots().plot(data["guess"], color=theme.main)
     return figure
 
-def table(found):
-    return Table("Guesses counted", "all of <them>", ("guess", "times"), [(f"{found['guess'].max():g}", "1")])
+def table(data):
+    return Table("Guesses counted", "all of <them>", ("guess", "times"), [(f"{data['guess'].max():g}", "1")])
 """
 TOY = {"guess": [1.0, 4.0, 2.0], "kinds": ["none", "lucky", "wrong"]}
 SETTINGS = {"train": {"metric": "mae", "target": 0.124, "better": "lower"}, "model": {"note": "<script>alert(1)</script>"}}
@@ -54,7 +54,7 @@ START = {
 
 
 def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, Any]]:
-    """A run that was stopped at step 320 and resumed."""
+    """Yield the events of a run that was stopped at step 320 and resumed."""
     yield START
     for step in range(10, last + 1, 10):
         if step == 330:
@@ -93,38 +93,38 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = write_run(tmp_path_factory.mktemp("runs") / "whole", events(), SETTINGS)
+    run = write_run(tmp_path_factory.mktemp("runs") / "complete", events(), SETTINGS)
     write_arrays(run / "toy.npz", TOY)
     assert cli.main(["report", str(run)]) == 0
     return run
 
 
 def test_the_page_describes_the_run(run: Path) -> None:
-    found = visible_text((run / "report.html").read_text())
-    for words in ("toy target reached", "best validation mae 0.1231 at step 560, target 0.124",
+    page = visible_text((run / "report.html").read_text())
+    for text in ("toy target reached", "best validation mae 0.1231 at step 560, target 0.124",
                   "412 samples/s median; 103 samples/s per process", "training time 0:01:04 20,480 samples seen",
                   "640 / 640", "4 x NVIDIA H200",
                   "8,907,556", "8 of 8, 80 steps each", "2, resumed from step 320", "mae 0.1231 560 0.1266 640 0.124",
                   "accuracy 0.64 640 0.64 640", "ckpt/640 640 107 MB 0.40 s", "320 resumed &lt;b&gt;here&lt;/b&gt;", "metric: mae"):
-        assert words in found, words
-    assert "Left out" not in found
+        assert text in page, text
+    assert "Left out" not in page
 
 
 def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
     page = visible_text((run / "report.html").read_text())
     assert "Guesses &lt;of&gt; the toy 3 guesses." in page
     assert "Guesses counted all of &lt;them&gt; guess times 4 1 " in page
-    read = report.read_run(run)
-    assert read.higher_is_better("luck_of_rain") and not read.higher_is_better("bad_weather")
+    record = report.read_run(run)
+    assert record.higher_is_better("luck_of_rain") and not record.higher_is_better("bad_weather")
     scores = {"mean_luck": 0.5, "luck_lucky": 0.4, "luck_wrong": 0.3, "luck_none": 0.2}
-    read.events.append({"kind": "evaluate", "time": 1.79e9, "step": 640} | scores)
-    (members,) = [members for name, members in read.metric_families().items() if name == "mean_luck"]
-    for found in (read.predictions, None):  # by the settings where there is no picture yet
-        read.predictions = found
-        (axes,) = curves._draw_metric(read, "mean_luck", members, LIGHT).axes
+    record.events.append({"kind": "evaluate", "time": 1.79e9, "step": 640} | scores)
+    (members,) = [members for name, members in record.metric_families().items() if name == "mean_luck"]
+    for predictions in (record.predictions, None):  # None: classes from the settings
+        record.predictions = predictions
+        (axes,) = curves._draw_metric(record, "mean_luck", members, LIGHT).axes
         colors = {line.get_label(): (line.get_color(), line.get_marker()) for line in axes.lines}
         assert colors["lucky"] == ("#112233", "s") and colors["wrong"] == ("#112233", "^") and colors["none"] == (LIGHT.faint, "o")
-        read.settings["model"] = {"classes": TOY["kinds"]}
+        record.settings["model"] = {"classes": TOY["kinds"]}
 
 
 def test_a_failed_picture_is_left_out(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +144,11 @@ def test_a_failed_picture_is_left_out(run: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "toy.npz").unlink()
     write_run(tmp_path, [START | {"name": "unknown"}])
     assert not report.read_run(tmp_path).left_out
-    # What fails only when it is drawn is noted too, and the page has the curves.
+    # A picture that fails when drawn is noted too, and the page has the curves.
     write_arrays(write_run(tmp_path, events(last=20), SETTINGS) / "toy.npz", TOY)
-    read = report.read_run(tmp_path)
-    assert read.picture is not None
-    monkeypatch.setattr(read.picture, "draw", lambda found, theme: 1 / 0)
+    record = report.read_run(tmp_path)
+    assert record.picture is not None
+    monkeypatch.setattr(record.picture, "draw", lambda data, theme: 1 / 0)
     assert "Guesses &lt;of&gt; the toy: division by zero" in visible_text(report.draw_run(tmp_path).read_text())
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == {"loss", "learning_rate", "throughput"}
 
@@ -185,38 +185,38 @@ def test_an_axis_over_decades_has_powers_of_ten_and_a_metric_may_be_called_anyth
 
 
 def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
-    found = report.read_run(run)
+    record = report.read_run(run)
     labels = {}
     for name in ("mae", "accuracy"):
-        (axes,) = curves._draw_metric(found, name, [], LIGHT).axes
+        (axes,) = curves._draw_metric(record, name, [], LIGHT).axes
         labels[name] = axes.get_legend_handles_labels()[1]
     assert "target 0.124" in labels["mae"] and "best 0.1231" in labels["mae"]
     assert not any("target" in label for label in labels["accuracy"]) and "best 0.64" in labels["accuracy"]
-    assert found.best("mae") == (560, 0.1231)
-    (throughput,) = [plot for plot in curves.plots(found) if plot.name == "throughput"]
+    assert record.best("mae") == (560, 0.1231)
+    (throughput,) = [plot for plot in curves.plots(record) if plot.name == "throughput"]
     assert throughput.draw(LIGHT).axes[0].get_legend_handles_labels()[1] == ["median 412"]
 
 
 def test_the_best_value_follows_train_better(tmp_path: Path) -> None:
-    """Also for the parts of the metric; its axis stays linear, and its parts have no picture of their own."""
+    """Parts of a metric follow it, and have no plot of their own; the axis of a score to maximize stays linear."""
     values = [(0.01, 0.02, 9.0), (0.9, 0.8, 3.0), (0.6, 0.7, 5.0)]
-    about = {"kind": "evaluate", "time": 0.0, "seconds": 1.0}
-    lines = [about | {"step": n, "epoch": n, "skill_of_rain": part, "skill": skill, "bias": bias}
+    event = {"kind": "evaluate", "time": 0.0, "seconds": 1.0}
+    lines = [event | {"step": n, "epoch": n, "skill_of_rain": part, "skill": skill, "bias": bias}
              for n, (skill, part, bias) in enumerate(values, 1)]
     run = write_run(tmp_path, [START, *lines])
     (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "higher"}}))
-    found = report.read_run(run)
-    assert [found.best(name) for name in ("skill", "skill_of_rain", "bias")] == [(2, 0.9), (2, 0.8), (2, 3.0)]
-    words = page_text(found)
-    assert "best validation skill 0.9 at step 2, target 0.95" in words and "skill_of_rain 0.8 2 0.7 3" in words
-    assert [plot.name for plot in curves.plots(found)] == ["evaluate_skill", "evaluate_bias"]
-    (axes,) = curves._draw_metric(found, "skill", ["skill_of_rain"], LIGHT).axes
+    record = report.read_run(run)
+    assert [record.best(name) for name in ("skill", "skill_of_rain", "bias")] == [(2, 0.9), (2, 0.8), (2, 3.0)]
+    text = page_text(record)
+    assert "best validation skill 0.9 at step 2, target 0.95" in text and "skill_of_rain 0.8 2 0.7 3" in text
+    assert [plot.name for plot in curves.plots(record)] == ["evaluate_skill", "evaluate_bias"]
+    (axes,) = curves._draw_metric(record, "skill", ["skill_of_rain"], LIGHT).axes
     assert axes.get_legend_handles_labels()[1] == ["skill", "of rain", "target 0.95", "best 0.9"]
     assert axes.get_yscale() == "linear" and axes.get_ylim()[1] > 0.95
     (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "lower"}}))
-    found = report.read_run(run)
-    assert [found.best(name) for name in ("skill", "skill_of_rain")] == [(1, 0.01), (1, 0.02)]
-    assert curves._draw_metric(found, "skill", [], LIGHT).axes[0].get_yscale() == "log"
+    record = report.read_run(run)
+    assert [record.best(name) for name in ("skill", "skill_of_rain")] == [(1, 0.01), (1, 0.02)]
+    assert curves._draw_metric(record, "skill", [], LIGHT).axes[0].get_yscale() == "log"
 
 
 def test_parts_belong_to_the_shortest_metric_that_begins_their_names(tmp_path: Path) -> None:
@@ -230,28 +230,28 @@ def test_parts_belong_to_the_shortest_metric_that_begins_their_names(tmp_path: P
 def test_a_young_run_is_drawn(tmp_path: Path) -> None:
     run = write_run(tmp_path / "young", events(last=40, end=None))
     with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "ti')              # the line that is being written
-    found = page_text(read := report.read_run(run))
-    for words in ("still running, last event 2026-09-21", "evaluations: none so far", "40 / 640",
+        file.write('{"kind": "train", "ti')              # an incomplete line, still being written
+    page = page_text(record := report.read_run(run))
+    for text in ("still running, last event 2026-09-21", "evaluations: none so far", "40 / 640",
                   "Guesses &lt;of&gt; the toy: there is no toy.npz",
                   "settings.yaml: there is no settings.yaml"):
-        assert words in found, words
-    assert {plot.name for plot in curves.plots(read)} == {"loss", "learning_rate", "throughput"}
+        assert text in page, text
+    assert {plot.name for plot in curves.plots(record)} == {"loss", "learning_rate", "throughput"}
 
 
 def test_a_run_that_has_only_started_is_drawn(tmp_path: Path) -> None:
-    found = page_text(report.read_run(write_run(tmp_path, [START])))
-    assert "loss: the run has no finite value of it yet" in found and "still running" in found
+    page = page_text(report.read_run(write_run(tmp_path, [START])))
+    assert "loss: the run has no finite value of it yet" in page and "still running" in page
 
 
 ENDS = [("signal", "stopped by a signal"), ("diverged", ">diverged<"), ("finished", ">finished<")]
 
 
-@pytest.mark.parametrize(("end", "words"), ENDS)
-def test_the_page_shows_the_state_of_the_run(end: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "text"), ENDS)
+def test_the_page_shows_the_state_of_the_run(end: str, text: str, tmp_path: Path) -> None:
     lines = list(events(last=20, end=end))
     header = document._header(report.read_run(write_run(tmp_path, lines)))
-    assert words in header
+    assert text in header
     odd = START | {"resumed_from": 20, "name": "toy <small> & co"}
     header = document._header(report.read_run(write_run(tmp_path, [*lines, odd])))
     assert "still running" in header and "toy &lt;small&gt; &amp; co" in header

@@ -8,21 +8,21 @@ import pytest
 
 from hpcai.cli.check import pool
 from hpcai.errors import DataError
-from tests.unit.cli.check.datasets import index, values, write
+from tests.unit.cli.check.datasets import arrays, index, write
 
 
-class Here:
-    """A worker without a process of its own."""
+class InlineWorker:
+    """A worker in the process of the test."""
 
-    def call(self, act: pool.Task, *words: Any, advance: Callable[[int], None]) -> Any:
-        answer = None
+    def call(self, task: pool.Task, *args: Any, advance: Callable[[int], None]) -> Any:
+        result = None
         try:
-            for answer in act(*words):
-                if isinstance(answer, int):
-                    advance(answer)
-        except Exception as problem:
-            raise problem if isinstance(problem, DataError) else DataError(f"{type(problem).__name__}: {problem}") from problem
-        return answer
+            for result in task(*args):
+                if isinstance(result, int):
+                    advance(result)
+        except Exception as error:
+            raise error if isinstance(error, DataError) else DataError(f"{type(error).__name__}: {error}") from error
+        return result
 
     def kill(self, stop: bool = False) -> None:
         pass
@@ -32,18 +32,18 @@ Worker = pool.Worker
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "Worker", Here)
+def inline_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "Worker", InlineWorker)
 
 
 @pytest.fixture
-def children(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read files in child processes, as outside of tests."""
+def child_processes(inline_worker: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read files in child processes, as in the product."""
     monkeypatch.setattr(pool, "Worker", Worker)
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
+def no_open_files_left() -> Iterator[None]:
     before = set(os.listdir("/proc/self/fd"))
     yield
     opened = [fd for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")]
@@ -51,15 +51,15 @@ def nothing_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine")
     for split, count in (("train", 4), ("validation", 2)):
         for i in range(count):
-            write(folder / split / f"u{i}.h5", values(100 * len(split) + i))
+            write(folder / split / f"u{i}.h5", arrays(100 * len(split) + i))
         index(folder / split)
     return folder
 
 
 @pytest.fixture
-def made(whole: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(whole, tmp_path / "set")
+def root(pristine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "set")

@@ -18,21 +18,21 @@ ROWS = 4
 PACKED = {"compression": "gzip", "chunks": (1, *SHAPE)}
 
 
-def values(seed: int, rows: int = ROWS, shape: tuple[int, ...] = SHAPE) -> dict[str, np.ndarray]:
+def arrays(seed: int, rows: int = ROWS, shape: tuple[int, ...] = SHAPE) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 1000, (rows, *shape), dtype=np.int16)
     return {"counts": counts, "target": rng.uniform(-1, 1, (rows, 3)).astype(np.float32)}
 
 
-def write(path: Path, data: dict[str, np.ndarray], **how: Any) -> None:
+def write(path: Path, data: dict[str, np.ndarray], **kwargs: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w", **ALIGNED) as file:
         for name, array in data.items():
-            file.create_dataset(name, data=array, **(how if array.ndim > 2 else {}))
-        file.attrs["made by"] = "a test"
+            file.create_dataset(name, data=array, **(kwargs if array.ndim > 2 else {}))
+        file.attrs["creator"] = "a test"
 
 
-def index(folder: Path, **more: Any) -> None:
+def index(folder: Path, **fields: Any) -> None:
     files = []
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".h5", ".npy")):
         rows, data = 1, path.read_bytes()
@@ -40,27 +40,27 @@ def index(folder: Path, **more: Any) -> None:
             with h5py.File(path) as file:
                 rows = next((item.shape[0] for item in file.values() if getattr(item, "shape", ())), 1)
         files.append({"name": path.name, "rows": rows, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-    (folder / "index.json").write_text(json.dumps({"format": 1, "files": files, "units": ["a", "b"], **more}))
+    (folder / "index.json").write_text(json.dumps({"format": 1, "files": files, "units": ["a", "b"], **fields}))
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "index.json").read_text())["files"]
 
 
-def edit_entries(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    about = json.loads((folder / "index.json").read_text())
-    change(about["files"])
-    (folder / "index.json").write_text(json.dumps(about))
+def edit_entries(folder: Path, edit: Callable[[list[dict[str, Any]]], Any]) -> None:
+    document = json.loads((folder / "index.json").read_text())
+    edit(document["files"])
+    (folder / "index.json").write_text(json.dumps(document))
 
 
-def put(path: Path, data: dict[str, Any], **how: Any) -> None:
-    write(path, data, **how)
+def put(path: Path, data: dict[str, Any], **kwargs: Any) -> None:
+    write(path, data, **kwargs)
     index(path.parent)
 
 
-def change(path: Path, act: Callable[[h5py.File], Any], **fields: Any) -> None:
+def edit(path: Path, function: Callable[[h5py.File], Any], **fields: Any) -> None:
     with h5py.File(path, "a") as file:
-        act(file)
+        function(file)
     index(path.parent, **fields)
 
 
@@ -71,14 +71,14 @@ def flip(path: Path, byte: int, bit: int) -> None:
 
 
 def summarize(outcome: Outcome) -> list[tuple[str, str, str, str | None, int | None]]:
-    where = outcome.directory
-    return [(f.severity, f.code, f.path.relative_to(where).as_posix(), f.dataset, f.row) for f in outcome.findings]
+    root = outcome.directory
+    return [(f.severity, f.code, f.path.relative_to(root).as_posix(), f.dataset, f.row) for f in outcome.findings]
 
 
 def single_finding(outcome: Outcome, code: str) -> Finding:
-    found = [finding for finding in outcome.findings if finding.code == code]
-    assert len(found) == 1, outcome.findings
-    return found[0]
+    matching = [finding for finding in outcome.findings if finding.code == code]
+    assert len(matching) == 1, outcome.findings
+    return matching[0]
 
 
 def file_contents(folder: Path) -> dict[str, bytes]:
@@ -93,20 +93,20 @@ def write_all_indexes(folder: Path) -> list[str]:
     return write_indexes(folder, check(folder))
 
 
-def table_of(folder: Path) -> list[str]:
-    """Return the names of the tables beside an index; at most one is expected."""
+def tables_in(folder: Path) -> list[str]:
+    """Return the file names of the tables of a folder; at most one is expected."""
     return [path.name for path in folder.glob("index-*")]
 
 
 def delete_table(folder: Path) -> None:
     write_index(folder, json.loads((folder / "index.json").read_text()))
-    (name,) = table_of(folder)
+    (name,) = tables_in(folder)
     (folder / name).unlink()
 
 
 def rewrite(path: Path) -> None:
-    """Write another file with the size of the one in the table, and update the index."""
-    folder, size, data = path.parent, path.stat().st_size, values(77)
+    """Replace a file by another of the size in the table, and update the index."""
+    folder, size, data = path.parent, path.stat().st_size, arrays(77)
     write_index(folder, json.loads((folder / "index.json").read_text()))
     table = json.loads((folder / "index.json").read_text())["table"]
     write(path, {name: data[name] for name in reversed(data)})

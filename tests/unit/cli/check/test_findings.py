@@ -1,4 +1,4 @@
-"""Every kind of finding is provoked once, and found with its code, file, dataset and row, without others."""
+"""Each kind of finding: a fault is reported with its code, file, dataset and row, without other findings."""
 
 import os
 import shutil
@@ -24,15 +24,15 @@ from tests.unit.cli.check.datasets import (
     PACKED,
     ROWS,
     SHAPE,
-    change,
+    arrays,
     check,
     delete_table,
+    edit,
     edit_entries,
     flip,
     index,
     put,
     rewrite,
-    values,
     write,
 )
 
@@ -46,19 +46,19 @@ class Fault:
     row: int | None = None
     text: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    beside: frozenset[str] = frozenset()  # codes that come with it
+    others: frozenset[str] = frozenset()  # codes of further findings
     repairable: bool = False
 
 
-def leave(made: Path, patch: pytest.MonkeyPatch) -> None:
+def nothing(root: Path, patch: pytest.MonkeyPatch) -> None:
     pass
 
 
-def half_written(made: Path, patch: pytest.MonkeyPatch) -> None:
-    with h5py.File(made / "train" / "u0.h5", "w", **ALIGNED) as file:
-        file["target"] = values(500)["target"]
-        file.create_dataset("counts", (ROWS, *SHAPE), np.int16, **PACKED)[:3] = values(500)["counts"][:3]
-    index(made / "train")
+def write_half(root: Path, patch: pytest.MonkeyPatch) -> None:
+    with h5py.File(root / "train" / "u0.h5", "w", **ALIGNED) as file:
+        file["target"] = arrays(500)["target"]
+        file.create_dataset("counts", (ROWS, *SHAPE), np.int16, **PACKED)[:3] = arrays(500)["counts"][:3]
+    index(root / "train")
 
 
 def compact(file: h5py.File) -> None:
@@ -69,27 +69,27 @@ def compact(file: h5py.File) -> None:
     file["target"][...] = data
 
 
-def elsewhere(file: h5py.File) -> None:
+def external(file: h5py.File) -> None:
     del file["target"]
     file.create_dataset("target", (ROWS, 3), np.float32, external=[("/dev/zero", 0, h5py.h5f.UNLIMITED)])
 
 
-def unaligned(made: Path, patch: pytest.MonkeyPatch) -> None:
-    with h5py.File(made / "train" / "u0.h5", "w") as file:
-        for name, array in values(500).items():
+def write_unaligned(root: Path, patch: pytest.MonkeyPatch) -> None:
+    with h5py.File(root / "train" / "u0.h5", "w") as file:
+        for name, array in arrays(500).items():
             file[name] = array
-    index(made / "train")
+    index(root / "train")
 
 
-def mounted(kind: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
-    def mount(made: Path, patch: pytest.MonkeyPatch) -> None:
-        (made.parent / "mounts").write_text(f"x {made} {kind} rw\n")
-        patch.setattr(disk, "MOUNTS", made.parent / "mounts")
+def mount_as(kind: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def mount(root: Path, patch: pytest.MonkeyPatch) -> None:
+        (root.parent / "mounts").write_text(f"x {root} {kind} rw\n")
+        patch.setattr(disk, "MOUNTS", root.parent / "mounts")
 
     return mount
 
 
-def slow(made: Path, patch: pytest.MonkeyPatch) -> None:
+def slow_down(root: Path, patch: pytest.MonkeyPatch) -> None:
     def read(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.02)
         return os.preadv(descriptor, buffers, offset)
@@ -97,30 +97,30 @@ def slow(made: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(disk, "Reader", partial(Reader, preadv=read))
 
 
-def on(name: str, act: Callable[[Path], Any]) -> Callable[[Path, pytest.MonkeyPatch], Any]:
-    return lambda made, patch: act(made / name)
+def on(name: str, function: Callable[[Path], Any]) -> Callable[[Path, pytest.MonkeyPatch], Any]:
+    return lambda root, patch: function(root / name)
 
 
-def inside(name: str, act: Callable[[h5py.File], Any], **fields: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
-    return lambda made, patch: change(made / name, act, **fields)
+def inside(name: str, function: Callable[[h5py.File], Any], **fields: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
+    return lambda root, patch: edit(root / name, function, **fields)
 
 
-def fields(**wanted: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
-    return lambda made, patch: index(made / "train", fields=wanted)
+def fields(**expected: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
+    return lambda root, patch: index(root / "train", fields=expected)
 
 
 def other(split: str, shape: tuple[int, ...] = SHAPE, **data: np.ndarray) -> Callable[[Path, pytest.MonkeyPatch], Any]:
-    """Other datasets in all files of a split."""
+    """Replace the datasets in all files of a split."""
 
-    def replace(made: Path, patch: pytest.MonkeyPatch) -> None:
-        for i, path in enumerate(sorted((made / split).glob("*.h5"))):
-            write(path, {**values(900 + i, shape=shape), **data})
-        index(made / split)
+    def replace(root: Path, patch: pytest.MonkeyPatch) -> None:
+        for i, path in enumerate(sorted((root / split).glob("*.h5"))):
+            write(path, {**arrays(900 + i, shape=shape), **data})
+        index(root / split)
 
     return replace
 
 
-SAME = values(500)["counts"]  # of train/u0.h5
+SAME = arrays(500)["counts"]  # of train/u0.h5
 QUICK = {"quick": True}
 FAULTS = [
     Fault("index/none", on("train/index.json", Path.unlink), "train/index.json", text="is missing, so", repairable=True),
@@ -129,32 +129,32 @@ FAULTS = [
           text="files.4.name: String should match"),
     Fault("index/table", on("train", delete_table), "train/index.json", text="jobs refuse to start; --index writes it again",
           repairable=True),
-    Fault("stranger", on("train/x.h5", lambda p: write(p, values(7))), "train/x.h5", text="a loader may leave it out"),
+    Fault("stranger", on("train/x.h5", lambda p: write(p, arrays(7))), "train/x.h5", text="a loader may leave it out"),
     Fault("missing", on("train/u2.h5", Path.unlink), "train/u2.h5", text="copy it again from its source, or remove its entry"),
     Fault("missing", on("train", lambda p: edit_entries(p, lambda e: e.append({"name": "x.rec"}))), "train/x.rec", text="is in"),
     Fault("leftover", on("train/.u2.h5.partial", lambda p: p.write_bytes(b"x")), "train/.u2.h5.partial", text="delete it when"),
-    Fault("empty", on("test", Path.mkdir), "test", text="holds neither *.h5 nor *.npy; make it again", beside=frozenset({"index"})),
-    Fault("empty", lambda made, patch: [shutil.rmtree(made / name) for name in ("train", "validation")], ".", text="nor a folder"),
-    Fault("empty", on("train/u2.h5", lambda p: put(p, values(1, rows=0))), "train/u2.h5", text="has 0 rows; make it again"),
+    Fault("empty", on("test", Path.mkdir), "test", text="holds neither *.h5 nor *.npy; make it again", others=frozenset({"index"})),
+    Fault("empty", lambda root, patch: [shutil.rmtree(root / name) for name in ("train", "validation")], ".", text="nor a folder"),
+    Fault("empty", on("train/u2.h5", lambda p: put(p, arrays(1, rows=0))), "train/u2.h5", text="has 0 rows; make it again"),
     Fault("truncated", on("train/u2.h5", lambda p: os.truncate(p, 5000)), "train/u2.h5", text="has 5,000 bytes, the index says"),
     Fault("overlong", on("train/u2.h5", lambda p: os.truncate(p, 1 << 20)), "train/u2.h5", text="has 1,048,576 bytes, the"),
     Fault("bit-flip", on("train/u2.h5", lambda p: flip(p, 9000, 3)), "train/u2.h5", text="copy it from its source, or if it"),
     Fault("table", on("train/u2.h5", rewrite), "train/u2.h5", text="compare it with its source, or --index"),
     Fault("unreadable", on("train/u2.h5", lambda p: [p.write_text("no HDF5"), index(p.parent)]), "train/u2.h5", text="cannot be"),
-    Fault("rows", on("train/u1.h5", lambda p: put(p, {**values(1), "target": np.ones((5, 3), "f4")})), "train/u1.h5", "target",
+    Fault("rows", on("train/u1.h5", lambda p: put(p, {**arrays(1), "target": np.ones((5, 3), "f4")})), "train/u1.h5", "target",
           text="has 5 rows, expected 4 as other datasets have it"),
     Fault("rows", on("train", lambda p: edit_entries(p, lambda e: e[1].update(rows=3))), "train/u1.h5",
           text="has 4 rows, expected 3 as index.json has it"),
-    Fault("unwritten", half_written, "train/u0.h5", "counts", text="1 of 4 chunks of", beside=frozenset({"compressed"})),
-    Fault("compressed", on("train/u0.h5", lambda p: put(p, values(500), **PACKED)), "train/u0.h5", "counts",
+    Fault("unwritten", write_half, "train/u0.h5", "counts", text="1 of 4 chunks of", others=frozenset({"compressed"})),
+    Fault("compressed", on("train/u0.h5", lambda p: put(p, arrays(500), **PACKED)), "train/u0.h5", "counts",
           text="each read decompresses a whole chunk of (1, 16, 16, 16, 4); h5repack -l CONTI"),
     Fault("layout", inside("train/u0.h5", compact), "train/u0.h5", "target", text="contiguous values in the file"),
-    Fault("layout/elsewhere", inside("train/u0.h5", elsewhere), "train/u0.h5", "target", text="are not checked; direct reads need"),
+    Fault("layout/elsewhere", inside("train/u0.h5", external), "train/u0.h5", "target", text="are not checked; direct reads need"),
     Fault("layout/objects", inside("train/u0.h5", lambda file: file.update(text=["a"] * 4)), "train/u0.h5", "text",
-          text="its values are not checked", beside=frozenset({"schema"})),
-    Fault("chunked", on("train/u0.h5", lambda p: put(p, values(500), chunks=(1, 8, 8, 8, 4))), "train/u0.h5", "counts",
+          text="its values are not checked", others=frozenset({"schema"})),
+    Fault("chunked", on("train/u0.h5", lambda p: put(p, arrays(500), chunks=(1, 8, 8, 8, 4))), "train/u0.h5", "counts",
           text="so that a row is 8 reads instead of one"),
-    Fault("unaligned", unaligned, "train/u0.h5", "counts", text="begins at byte 2,048, not at a page boundary"),
+    Fault("unaligned", write_unaligned, "train/u0.h5", "counts", text="begins at byte 2,048, not at a page boundary"),
     Fault("nan", inside("train/u1.h5", lambda file: file["target"].__setitem__((2, 1), -np.inf)), "train/u1.h5", "target", 2,
           text="row 2 of 4 holds NaN or infinity"),
     Fault("range", inside("train/u3.h5", lambda file: file["counts"].__setitem__((2, 0, 0, 0, 1), -7)), "train/u3.h5", "counts", 2,
@@ -167,36 +167,36 @@ FAULTS = [
           text="row 0 is the same sample as train/u0.h5 row 3;"),
     Fault("schema", on("train/u0.h5", lambda p: put(p, {"counts": SAME})), "train/u0.h5", "target",
           text="is not in this file; expected <f4 rows of (3), as 3 of 4 files have it"),
-    Fault("schema/extra", on("train/u0.h5", lambda p: put(p, {**values(500), "more": np.ones((4, 3))})), "train/u0.h5", "more",
+    Fault("schema/extra", on("train/u0.h5", lambda p: put(p, {**arrays(500), "more": np.ones((4, 3))})), "train/u0.h5", "more",
           text="is in this file and not in 3 of 4 files"),
     Fault("schema/index", fields(weights={}), "train/index.json", "weights", text="names dataset 'weights'", options=QUICK),
     Fault("schema/splits", other("validation", label=np.ones((4, 3))), "validation", "label", text="expected missing as in train"),
     Fault("schema/splits", other("validation", (9, 9, 9, 4)), "validation", "counts", text="is <i2 (9, 9, 9, 4) here, expected"),
-    Fault("dtype", on("train/u0.h5", lambda p: put(p, {**values(500), "target": np.ones((4, 3))})), "train/u0.h5", "target",
+    Fault("dtype", on("train/u0.h5", lambda p: put(p, {**arrays(500), "target": np.ones((4, 3))})), "train/u0.h5", "target",
           text="is <f8, expected <f4, as 3 of 4 files have it"),
     Fault("dtype", fields(target={"dtype": "float64"}), "train/u0.h5", "target", text="expected <f8, as index.json has it"),
-    Fault("shape", on("train/u0.h5", lambda p: put(p, values(500, shape=(9, 9, 9, 4)))), "train/u0.h5", "counts",
+    Fault("shape", on("train/u0.h5", lambda p: put(p, arrays(500, shape=(9, 9, 9, 4)))), "train/u0.h5", "counts",
           text="has rows of (9, 9, 9, 4), expected (16, 16, 16, 4)"),
     Fault("shape", fields(target={"shape": [4]}), "train/u0.h5", "target", text="has rows of (3), expected (4), as index.json has"),
-    Fault("batch", leave, "train", text="by 3 processes; expected a multiple: 3 or 6", options={**QUICK, "world": 3, "batch": 4}),
-    Fault("few", leave, "validation", text="8 samples are less than one batch of 16", options={**QUICK, "batch": 16}),
-    Fault("remainder", leave, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
+    Fault("batch", nothing, "train", text="by 3 processes; expected a multiple: 3 or 6", options={**QUICK, "world": 3, "batch": 4}),
+    Fault("few", nothing, "validation", text="8 samples are less than one batch of 16", options={**QUICK, "batch": 16}),
+    Fault("remainder", nothing, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
           options={**QUICK, "batch": 5}),
-    Fault("inodes", lambda made, p: p.setattr(disk, "MANY_FILES", 5), ".", text="6 files of 139 kB on average", options=QUICK),
-    Fault("network", mounted("nfs4"), ".", text="is on nfs4, one server for all nodes"),
-    Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
+    Fault("inodes", lambda root, p: p.setattr(disk, "MANY_FILES", 5), ".", text="6 files of 139 kB on average", options=QUICK),
+    Fault("network", mount_as("nfs4"), ".", text="is on nfs4, one server for all nodes"),
+    Fault("rate", slow_down, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.kind}-{fault.text[:20]}")
-def test_a_fault_is_found(made: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    fault.spoil(made, monkeypatch)
+def test_a_fault_is_reported(root: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    fault.spoil(root, monkeypatch)
     severity, code = KINDS[fault.kind][0], fault.kind.partition("/")[0]
-    outcome = check(made, **fault.options)
+    outcome = check(root, **fault.options)
     first = next(finding for finding in outcome.findings if (finding.severity, finding.code) == (severity, code))
-    found = (first.path.relative_to(made).as_posix(), first.dataset, first.row, first.repairable)
-    assert found == (fault.path, fault.dataset, fault.row, fault.repairable)
-    assert fault.text in first.text and {finding.code for finding in outcome.findings} == {code} | fault.beside
+    location = (first.path.relative_to(root).as_posix(), first.dataset, first.row, first.repairable)
+    assert location == (fault.path, fault.dataset, fault.row, fault.repairable)
+    assert fault.text in first.text and {finding.code for finding in outcome.findings} == {code} | fault.others
 
 
 def test_every_kind_of_finding_has_a_fault() -> None:
@@ -206,16 +206,16 @@ def test_every_kind_of_finding_has_a_fault() -> None:
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 5000))
 def test_divide_into_batches_counts_every_sample(samples: int, batch: int, world: int) -> None:
-    found, problems = divide_into_batches(Path(), samples, batch, world)
-    left, repeated = found["left_out"], found["repeated"]
-    assert found["batches"] * batch + left == samples == found["padded_batches"] * batch - repeated
-    assert 0 <= left < batch and 0 <= repeated < batch
-    few, rest = samples < max(batch, world), left > 0
-    codes = ["batch"] * (batch % world > 0) + (["few"] if few else ["remainder"] * rest)
+    batches, problems = divide_into_batches(Path(), samples, batch, world)
+    dropped, repeated = batches["left_out"], batches["repeated"]
+    assert batches["batches"] * batch + dropped == samples == batches["padded_batches"] * batch - repeated
+    assert 0 <= dropped < batch and 0 <= repeated < batch
+    too_few, rest = samples < max(batch, world), dropped > 0
+    codes = ["batch"] * (batch % world > 0) + (["few"] if too_few else ["remainder"] * rest)
     assert [problem.code for problem in problems] == codes
 
 
-def test_options_refuse_all_mistakes_at_once() -> None:
+def test_all_invalid_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Options(world=0, batch=-1, step_time=0, seconds=-1)
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["world", "batch", "step_time", "seconds"]
