@@ -13,7 +13,7 @@ from hpcai.settings import ReportConfig, RunConfig
 from hpcai.train import Run
 
 
-def new_run(folder: Path) -> Run:
+def run_in(folder: Path) -> Run:
     return Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.single_process())
 
 
@@ -30,25 +30,25 @@ input()
 def test_a_second_run_in_a_directory_is_refused_with_host_and_process_of_the_first(tmp_path: Path) -> None:
     first = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None and first.stdout.readline() == "1\n"
-    with new_run(tmp_path) as second, pytest.raises(CheckpointError) as refused:
+    with run_in(tmp_path) as second, pytest.raises(CheckpointError) as refused:
         second.begin()
     assert f"process {first.pid} on {os.uname().nodename}" in str(refused.value)
     assert not (tmp_path / "settings.yaml").exists(), "a refused run changes no file"
     first.kill()
     first.wait()
-    with new_run(tmp_path) as third:
+    with run_in(tmp_path) as third:
         third.begin()
-        with new_run(tmp_path) as fourth, pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+        with run_in(tmp_path) as fourth, pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
             fourth.begin()
-    with new_run(tmp_path) as last:
+    with run_in(tmp_path) as last:
         last.begin()
 
 
 def test_an_unusable_directory_is_reported_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    with new_run(tmp_path) as run, pytest.raises(CheckpointError, match="checkpoints: File exists; choose another report.directory"):
+    with run_in(tmp_path) as run, pytest.raises(CheckpointError, match="checkpoints: File exists; choose another report.directory"):
         run.begin()
-    (tmp_path / "two").mkdir()
-    (tmp_path / "two" / ".owner").mkdir()
-    with new_run(tmp_path / "two") as run, pytest.raises(CheckpointError, match=".owner: Is a directory; choose another report"):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".owner").mkdir()
+    with run_in(tmp_path / "other") as run, pytest.raises(CheckpointError, match=".owner: Is a directory; choose another report"):
         run.begin()
