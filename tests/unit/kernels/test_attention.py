@@ -82,8 +82,8 @@ def test_glu_halves(masked: bool) -> None:
 def test_triangle_multiplication(outgoing: bool) -> None:
     torch.manual_seed(0)
     ab = torch.randn(2, 6, 4, 5, dtype=torch.float64)
-    ours, reference = triangle_multiplication.triangle_multiplication, triangle_multiplication.reference
-    compare(lambda ab: ours(ab, outgoing), lambda ab: reference(ab, outgoing), [ab], [0])
+    function, reference = triangle_multiplication.triangle_multiplication, triangle_multiplication.reference
+    compare(lambda ab: function(ab, outgoing), lambda ab: reference(ab, outgoing), [ab], [0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -32,7 +32,7 @@ def test_values_and_gradients_equal_the_formula(layout: str) -> None:
     assert torch.autograd.gradcheck(layer_norm, (x, weight.requires_grad_(), bias.requires_grad_()))
 
 
-def test_it_has_the_keys_and_values_of_torch() -> None:
+def test_layer_norm_has_the_keys_and_values_of_torch() -> None:
     torch.manual_seed(0)
     torch_norm, norm = nn.LayerNorm(6, 1e-3), LayerNorm(6, 1e-3, autocast_output=True)
     nn.init.normal_(torch_norm.weight), nn.init.normal_(torch_norm.bias)

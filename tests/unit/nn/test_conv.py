@@ -31,7 +31,7 @@ def check_equal(function: Any, reference: Any, leaves: list[torch.Tensor], toler
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * max(1e-3, float(expected.abs().max())))
 
 
-def call_with(function: Any, bias: Any, args: tuple[Any, ...], *leaves: torch.Tensor) -> torch.Tensor:
+def call(function: Any, bias: Any, args: tuple[Any, ...], *leaves: torch.Tensor) -> torch.Tensor:
     return function(*leaves, *(bias or []), *args)
 
 
@@ -74,7 +74,7 @@ def test_conv3d_equals_torch(case: tuple[Any, ...], layout: torch.memory_format)
         leaves = [x, weight, *([torch.randn(outputs, dtype=dtype)] if bias else [])]
 
         args = None if bias else [None], (stride, padding, dilation, groups)
-        check_equal(*(partial(call_with, f, *args) for f in (conv3d, F.conv3d)), leaves, 1e-12 if dtype == torch.float64 else 1e-5)
+        check_equal(partial(call, conv3d, *args), partial(call, F.conv3d, *args), leaves, 1e-12 if dtype == torch.float64 else 1e-5)
 
 
 @pytest.mark.parametrize("channels", [1, 4])

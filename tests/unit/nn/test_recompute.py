@@ -71,7 +71,7 @@ def test_results_are_freed_after_the_forward_pass_and_after_the_backward_pass() 
     assert len(storages) == 2 and storages[1]() is None, "after the backward pass"
 
 
-def test_it_has_no_effect_under_torch_compile() -> None:
+def test_recompute_cheap_has_no_effect_under_torch_compile() -> None:
     net, x = Net(), torch.ones(5, 4)
 
     def run(x: Tensor) -> Tensor:

@@ -195,10 +195,10 @@ def test_a_capture_that_fails_names_the_operation() -> None:
 
 
 def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
-    here = dist.single_process(torch.device("cpu"))
+    mesh = dist.single_process(torch.device("cpu"))
     with pytest.raises(ConfigError, match="step.capture is whole, but there is no GPU: this rank computes on cpu"):
-        Step(Network(), loss, StepConfig(capture="whole"), here)
-    step = Step(Network(), loss, StepConfig(capture="auto"), here)
+        Step(Network(), loss, StepConfig(capture="whole"), mesh)
+    step = Step(Network(), loss, StepConfig(capture="auto"), mesh)
     assert (step.cfg.capture, step.messages) == ("none", ["step.capture: none, since there is no GPU: this rank computes on cpu"])
 
 

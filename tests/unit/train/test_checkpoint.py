@@ -375,9 +375,9 @@ def save_and_count_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[in
     the number of bytes read by it."""
     original_read, original_fill, reads = checkpoint.shard_file._OpenFiles.read, checkpoint_reader.CheckpointReader.fill, [[]]
 
-    def read(files: Any, file: str, at: int, into: torch.Tensor) -> None:
+    def read(files: Any, file: str, offset: int, into: torch.Tensor) -> None:
         reads[-1].append(len(into))
-        original_read(files, file, at, into)
+        original_read(files, file, offset, into)
 
     def fill(*args: Any) -> str:
         reads.append([])
@@ -399,8 +399,8 @@ def save_and_count_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[in
 def test_replicated_boxes_are_written_by_two_and_each_byte_is_read_by_one(tmp_path: Path, ranks: int) -> None:
     results = on_ranks({"replicate": ranks}, save_and_count_reads, str(tmp_path))
     files = results[0][0]
-    assert [writer for each in files.values() for writer, _ in each] == [0, 1]
+    assert [writer for pieces in files.values() for writer, _ in pieces] == [0, 1]
     counts = [blocks for _, blocks, _ in results]
-    assert sum(counts) == sum(count for each in files.values() for _, count in each) and max(counts) - min(counts) <= 1
+    assert sum(counts) == sum(count for pieces in files.values() for _, count in pieces) and max(counts) - min(counts) <= 1
     size = sum(tensor.nbytes for tensor in read_tensors(next(tmp_path.glob("step-*"))).values())
     assert sum(n for *_, n in results) == size and all(n for *_, n in results[:2]) and not any(n for *_, n in results[2:])

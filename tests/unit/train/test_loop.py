@@ -91,7 +91,7 @@ def test_a_report_is_the_mean_of_its_steps() -> None:
 
 
 @pytest.mark.parametrize(("begin", "steps"), [(None, [6, 12, 15]), (3, [9, 15])])
-def test_evaluation_every_second_epoch_from_one_on_and_at_the_end(tmp_path: Path, begin: int | None, steps: list[int]) -> None:
+def test_evaluation_every_second_epoch_from_a_given_one_and_at_the_end(tmp_path: Path, begin: int | None, steps: list[int]) -> None:
     cfg = TrainConfig(epochs=5, evaluate_every=2, evaluate_from=begin)
     with new_run(tmp_path) as run:
         result = train.fit(new_step(), batches(), cfg, validation=batches(2), evaluate=metric, run=run)
@@ -171,11 +171,11 @@ def test_a_metric_equal_to_the_target_reaches_it(better: str) -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 4, 6])
-@pytest.mark.parametrize("every", [None, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one_also_within_an_epoch(tmp_path: Path, stop: int, every: int | None) -> None:
+@pytest.mark.parametrize("every_steps", [None, 2])
+def test_a_resumed_run_equals_an_uninterrupted_one_also_within_an_epoch(tmp_path: Path, stop: int, every_steps: int | None) -> None:
     def fit(folder: str, steps: int) -> tuple[dict, list[dict]]:
         step = new_step()
-        with new_run(tmp_path / folder, every_steps=every) as run:
+        with new_run(tmp_path / folder, every_steps=every_steps) as run:
             train.fit(step, batches(), TrainConfig(steps=steps, report_every=2), validation=batches(2), evaluate=metric, run=run)
         return step.model.state_dict(), read_events(tmp_path / folder)
 

@@ -69,7 +69,7 @@ def test_a_full_disk_does_not_end_the_run_and_invalid_steps_are_refused(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_on_a_gpu_spans_are_ranges_and_the_steps_are_marked_for_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_spans_are_nvtx_ranges_and_steps_are_marked_for_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(profile, "_gpu", True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
