@@ -11,8 +11,8 @@ RANGE = 262_143_328_850  # uJ, of most server processors
 FOLDER = "sys/class/powercap"
 
 
-def counter(root: Path, place: str, name: str, value: int) -> Path:
-    folder = root / FOLDER / place
+def write_counter(root: Path, zone: str, name: str, value: int) -> Path:
+    folder = root / FOLDER / zone
     folder.mkdir(parents=True)
     (folder / "name").write_text(name + "\n")
     (folder / "max_energy_range_uj").write_text(f"{RANGE}\n")
@@ -21,11 +21,11 @@ def counter(root: Path, place: str, name: str, value: int) -> Path:
 
 
 def test_processors_and_memory_are_counted_once_and_across_a_wrap_around(tmp_path: Path) -> None:
-    first = counter(tmp_path, "intel-rapl:0", "package-0", 1_000_000)
-    second = counter(tmp_path, "intel-rapl:1", "package-1", RANGE - 2_000_000)
-    memory = counter(tmp_path, "intel-rapl:0:0", "dram", 0)
-    for place, name in (("intel-rapl:0:1", "core"), ("intel-rapl:2", "psys"), ("intel-rapl-mmio:0", "package-0")):
-        counter(tmp_path, place, name, 0)
+    first = write_counter(tmp_path, "intel-rapl:0", "package-0", 1_000_000)
+    second = write_counter(tmp_path, "intel-rapl:1", "package-1", RANGE - 2_000_000)
+    memory = write_counter(tmp_path, "intel-rapl:0:0", "dram", 0)
+    for zone, name in (("intel-rapl:0:1", "core"), ("intel-rapl:2", "psys"), ("intel-rapl-mmio:0", "package-0")):
+        write_counter(tmp_path, zone, name, 0)
     counters = RaplCounters(tmp_path)
     for file in (tmp_path / FOLDER).glob("*/energy_uj"):
         if file not in (first, second, memory):
@@ -42,7 +42,7 @@ def test_processors_and_memory_are_counted_once_and_across_a_wrap_around(tmp_pat
 def test_a_counter_is_polled_before_it_wraps_around_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(energy.time, "monotonic", lambda: now[0])
-    file = counter(tmp_path, "intel-rapl:0", "package-0", 0)
+    file = write_counter(tmp_path, "intel-rapl:0", "package-0", 0)
     counters = RaplCounters(tmp_path)
     for second in range(0, 1000, 10):  # 200 kJ in each 100 s
         now[0] = float(second)
@@ -53,8 +53,8 @@ def test_a_counter_is_polled_before_it_wraps_around_twice(tmp_path: Path, monkey
 
 def test_an_unreadable_counter_is_omitted_and_named(tmp_path: Path) -> None:
     assert RaplCounters(tmp_path).joules() == {} and RaplCounters(tmp_path).unreadable == "", "a machine without counters"
-    counter(tmp_path, "intel-rapl:0", "package-0", 0)
-    memory = counter(tmp_path, "intel-rapl:0:0", "dram", 0)
+    write_counter(tmp_path, "intel-rapl:0", "package-0", 0)
+    memory = write_counter(tmp_path, "intel-rapl:0:0", "dram", 0)
     memory.unlink()
     memory.mkdir()  # root may read everything but this
     counters = RaplCounters(tmp_path)

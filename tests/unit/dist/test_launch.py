@@ -30,7 +30,7 @@ SRUN = BY_NAME["srun --mpi=none -N2 -n4"]
 PMI2 = BY_NAME["srun --mpi=pmi2 -N2 -n4"]
 MPICH = BY_NAME["mpiexec of MPICH 5.0, 4 ranks on one node"]
 TORCHRUN = BY_NAME["torchrun with two nodes inside srun"]
-BY_HAND = BY_NAME["RANK and WORLD_SIZE set by a script under srun"]
+MANUAL = BY_NAME["RANK and WORLD_SIZE set by a script under srun"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -39,7 +39,7 @@ def test_rank_info(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "says"),
+    ("environ", "message"),
     [
         (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4, but the world has 4 ranks"),
         (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK=-1 is not an integer"),
@@ -48,14 +48,14 @@ def test_rank_info(case: dict[str, Any]) -> None:
         ({k: v for k, v in SRUN.items() if "TASKS" not in k}, "SLURM_NTASKS is not set"),
         ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "the address of rank 0 is unknown; set MASTER_ADDR"),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}, "rank 0 is not on n1"),
-        (BY_HAND | {"WORLD_SIZE": "1", "RANK": "0"}, "srun started 2 tasks, each with RANK and WORLD_SIZE of WORLD_SIZE=1"),
+        (MANUAL | {"WORLD_SIZE": "1", "RANK": "0"}, "srun started 2 tasks, each with RANK and WORLD_SIZE of WORLD_SIZE=1"),
         (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun started 2 tasks, each with torchrun of 1 node"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK or .* is not set"),
         (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not an integer"),
     ],
 )
-def test_inconsistent_variables_are_an_error(environ: dict[str, str], says: str) -> None:
-    with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
+def test_inconsistent_variables_are_an_error(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message.replace("(", r"\(")):
         read_rank_info(environ)
 
 
@@ -86,15 +86,15 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPU 0 of each task may be the same physical GPU."""
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: type("Properties", (), {"uuid": "GPU-1"}))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "GPU-1"}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    where = torch.device("cuda:0")
-    launch._claim_gpu(where, RankInfo("srun", 0, 2, 0, 2), store)
-    launch._claim_gpu(where, RankInfo("srun", 0, 2, 0, 2), store)
+    device = torch.device("cuda:0")
+    launch._claim_gpu(device, RankInfo("srun", 0, 2, 0, 2), store)
+    launch._claim_gpu(device, RankInfo("srun", 0, 2, 0, 2), store)
     with pytest.raises(LaunchError, match="rank 1 and rank 0 both use GPU GPU-1; .*--gpu-bind=none.* local rank"):
-        launch._claim_gpu(where, RankInfo("srun", 1, 2, 1, 2), store)
+        launch._claim_gpu(device, RankInfo("srun", 1, 2, 1, 2), store)
     monkeypatch.setenv("HPCAI_SHARE_GPU", "1")
-    launch._claim_gpu(where, RankInfo("srun", 1, 2, 1, 2), store)
+    launch._claim_gpu(device, RankInfo("srun", 1, 2, 1, 2), store)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> tuple
 
 
 RANGE = st.tuples(st.integers(0, 12000), st.integers(0, 30)).map(lambda pair: (pair[0], pair[0] + pair[1]))
-WORD = st.from_regex(r"[a-z]([a-z0-9-]{0,4}[a-z])?", fullmatch=True)
+PREFIX = st.from_regex(r"[a-z]([a-z0-9-]{0,4}[a-z])?", fullmatch=True)
 
 
-@given(st.lists(st.tuples(WORD, st.integers(1, 6), st.lists(RANGE, min_size=1, max_size=4), st.just("") | WORD), max_size=4))
+@given(st.lists(st.tuples(PREFIX, st.integers(1, 6), st.lists(RANGE, min_size=1, max_size=4), st.just("") | PREFIX), max_size=4))
 def test_expand_undoes_compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> None:
     text, names = compress(groups)
     assert expand_hostlist(text) == names
@@ -137,13 +137,13 @@ def test_expand_undoes_compress(groups: list[tuple[str, int, list[tuple[int, int
 
 def test_exceptions_of_a_single_process_propagate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(launch, "read_rank_info", lambda: SINGLE_PROCESS)
-    monkeypatch.setattr(launch, "retain_freed_memory", lambda: None)  # this process has other tests, which measure theirs
+    monkeypatch.setattr(launch, "retain_freed_memory", lambda: None)  # other tests measure freed memory in this process
     with pytest.raises(ValueError, match="mine"), dist.start({"replicate": -1}) as mesh:
         assert mesh.world == 1
         raise ValueError("mine")
-    with pytest.raises(SystemExit) as left, dist.start({}):
+    with pytest.raises(SystemExit) as stop, dist.start({}):
         sys.exit(85)
-    assert left.value.code == 85
+    assert stop.value.code == 85
     with pytest.raises(MeshError, match="needs 2 processes, but 1 was started"), dist.start({"axial": 2}):
         pass
     assert capfd.readouterr() == ("", "")
@@ -189,12 +189,12 @@ INVALID = [
 
 
 def test_the_hub_ignores_connections_without_the_token() -> None:
-    """Security scanners connect to every open port of a compute node, and other users may try to end a job."""
+    """Security scanners connect to all open ports of a compute node, and other users may try to end a job."""
     store = torch.distributed.HashStore()
     with Watchdog(0, 1, "127.0.0.1", store, os._exit, "secret"):
         for data in INVALID * 30:
-            with socket.create_connection(("127.0.0.1", int(store.get("hub")))) as stranger, suppress(OSError):
-                stranger.sendall(data)
+            with socket.create_connection(("127.0.0.1", int(store.get("hub")))) as connection, suppress(OSError):
+                connection.sendall(data)
         time.sleep(0.1)
         assert [thread.name for thread in threading.enumerate() if thread.name == "hpcai-hub"], "the hub is still there"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hpcai")]
@@ -204,12 +204,12 @@ def test_a_failure_never_has_exit_code_0_and_control_characters_are_replaced(cap
     hub = _Hub(3, "secret", "127.0.0.1")
     assert hub._socket.getsockname()[0] == "127.0.0.1"
     threading.Thread(target=hub.serve, daemon=True).start()
-    with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as stranger:
-        stranger.sendall(b'{"token": "guess", "rank": 1, "name": "me"}\n')
-        assert stranger.recv(1) == b"", "a connection without the token is closed, and blocks no rank"
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as connection:
+        connection.sendall(b'{"token": "guess", "rank": 1, "name": "me"}\n')
+        assert connection.recv(1) == b"", "a connection without the token is closed, and blocks no rank"
     ranks = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(3)]
-    for rank, line in enumerate(ranks):
-        line.sendall(json.dumps({"token": "secret", "rank": rank, "name": f"rank {rank}"}).encode() + b"\n")
+    for rank, client in enumerate(ranks):
+        client.sendall(json.dumps({"token": "secret", "rank": rank, "name": f"rank {rank}"}).encode() + b"\n")
     ranks[1].sendall(b'{"failed": "text", "report": "\\u001b[2J\\u001b]0;title\\u0007red", "code": 0, "refused": false}\n')
     time.sleep(0.1)  # a consequence on another rank is not reported as the cause
     ranks[0].sendall(b'{"failed": "peer closed", "report": "peer closed", "code": 1, "refused": false}\n')
@@ -221,17 +221,17 @@ def test_a_failure_never_has_exit_code_0_and_control_characters_are_replaced(cap
 def test_a_message_may_arrive_in_chunks() -> None:
     near, far = socket.socketpair()
     with near, far:
-        found = _read_messages(near)
-        for piece in (b'{"a": 1}\n{"b', b'": 2}\n'):
-            far.sendall(piece)
-            assert next(found) == ({"a": 1} if b"a" in piece else {"b": 2})
+        messages = _read_messages(near)
+        for chunk in (b'{"a": 1}\n{"b', b'": 2}\n'):
+            far.sendall(chunk)
+            assert next(messages) == ({"a": 1} if b"a" in chunk else {"b": 2})
 
 
 def test_the_store_of_one_node_listens_on_its_loopback_alone() -> None:
     store = launch._serve_store("127.0.0.1", 0, True)
     ports = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]]
-    mine = f":{store.port:04X}"
-    assert [words[1] for words in ports if words[3] == "0A" and words[1].endswith(mine)] == [f"0100007F{mine}"]
+    address = f":{store.port:04X}"
+    assert [fields[1] for fields in ports if fields[3] == "0A" and fields[1].endswith(address)] == [f"0100007F{address}"]
     client = torch.distributed.TCPStore("127.0.0.1", store.port, None, False)
     client.set("a", "b")
     assert store.get("a") == b"b"

@@ -1,4 +1,4 @@
-"""Named axes: always there, and refused with a reason when they do not fit."""
+"""Mesh axes: every mesh has all of them, and sizes that do not fit are refused with a reason."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -47,12 +47,12 @@ def test_an_unknown_axis_and_an_unsupported_axis_of_a_model() -> None:
         mesh.check_axes("CosmoFlow", "replicate")
 
 
-def coordinates(mesh: Mesh) -> tuple[int, ...]:
+def get_coordinates(mesh: Mesh) -> tuple[int, ...]:
     return mesh.rank, mesh["replicate"].rank, mesh["depth"].rank, mesh["replicate"].size, mesh["depth"].size, mesh["tensor"].size
 
 
 def test_the_last_axis_varies_fastest() -> None:
-    assert on_ranks({"replicate": 2, "depth": 2}, coordinates) == [
+    assert on_ranks({"replicate": 2, "depth": 2}, get_coordinates) == [
         (0, 0, 0, 2, 2, 1),
         (1, 0, 1, 2, 2, 1),
         (2, 1, 0, 2, 2, 1),
@@ -69,14 +69,14 @@ def test_the_backend_of_a_group_with_several_depends_on_the_device(monkeypatch: 
         assert (collectives.get_backend(cpu, axis), collectives.get_backend(cuda, axis)) == expected
 
 
-def ranks_of(mesh: Mesh) -> tuple[bool, bool, int, int, tuple[int, ...], list[int]]:
+def get_layout(mesh: Mesh) -> tuple[bool, bool, int, int, tuple[int, ...], list[int]]:
     link = torch_dist.get_process_group_ranks(mesh.link.group) if mesh.link.group else []
     axes = (mesh["replicate"].rank, mesh["replicate"].size, mesh["depth"].rank, mesh["depth"].size, mesh.peers.size)
     return mesh.trains, mesh.is_first, mesh.rank, mesh.world, axes, link
 
 
 def test_the_last_ranks_only_evaluate_with_axes_of_their_own() -> None:
-    assert on_ranks({"replicate": 2, "depth": 2, "evaluate": 2}, ranks_of) == [
+    assert on_ranks({"replicate": 2, "depth": 2, "evaluate": 2}, get_layout) == [
         (True, True, 0, 4, (0, 2, 0, 2, 4), [0, 4]),
         (True, False, 1, 4, (0, 2, 1, 2, 4), [1, 5]),
         (True, False, 2, 4, (1, 2, 0, 2, 4), []),
@@ -86,26 +86,26 @@ def test_the_last_ranks_only_evaluate_with_axes_of_their_own() -> None:
     ]
 
 
-def halves(mesh: Mesh) -> list[list[int]]:
+def split_replicate_axis(mesh: Mesh) -> list[list[int]]:
     axes = mesh.split("replicate", 2, "step.shard_within")
     return [torch_dist.get_process_group_ranks(axis.group) if axis.group else [axis.size] for axis in axes]
 
 
 def test_an_axis_splits_into_neighbours_and_ranks_at_the_same_position() -> None:
-    found = on_ranks({"replicate": 4, "depth": 1}, halves)
-    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
-    assert on_ranks({"replicate": 2, "depth": 2}, halves)[0] == [[1], [0, 2]], "one group: nothing is between"
+    groups = on_ranks({"replicate": 4, "depth": 1}, split_replicate_axis)
+    assert groups == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+    assert on_ranks({"replicate": 2, "depth": 2}, split_replicate_axis)[0] == [[1], [0, 2]], "one group: the outer axis has size 1"
 
 
 @pytest.fixture
-def meet() -> Iterator[Callable[[int, int], None]]:
+def init_fake_group() -> Iterator[Callable[[int, int], None]]:
     yield lambda world, rank: torch_dist.init_process_group("fake", store=FakeStore(), world_size=world, rank=rank)
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 
 
-def test_each_of_2048_ranks_creates_only_its_own_groups_on_first_use(meet: Callable[[int, int], None]) -> None:
-    meet(2048, 1237)
+def test_each_of_2048_ranks_creates_only_its_own_groups_on_first_use(init_fake_group: Callable[[int, int], None]) -> None:
+    init_fake_group(2048, 1237)
     mesh = Mesh({"replicate": -1} | dict.fromkeys(AXES[1:-1], 2), 2048, 1237)
     groups = torch_dist.distributed_c10d._world.pg_map
     assert len(groups) == 1 and [axis.size for axis in mesh.used] == [32, 2, 2, 2, 2, 2, 2]
@@ -118,27 +118,27 @@ def test_each_of_2048_ranks_creates_only_its_own_groups_on_first_use(meet: Calla
     assert torch_dist.get_process_group_ranks(mesh.model_parallel.group) == [*range(1216, 1280)] and len(groups) == 9
     assert mesh.peers.group is mesh.job.group is torch_dist.group.WORLD and len(groups) == 9
     assert [line.ranks for line in mesh.created[-2:]] == [tuple(range(1216, 1280)), tuple(range(2048))]
-    both = mesh.flatten("tensor", "depth")
-    assert both.dimension is not None and both.dimension.ranks == (1232, 1233, 1236, 1237)
-    assert (both.name, both.rank) == ("depth x tensor", 3)
-    assert both is mesh.flatten("depth", "tensor") and len(groups) == 9
+    flattened = mesh.flatten("tensor", "depth")
+    assert flattened.dimension is not None and flattened.dimension.ranks == (1232, 1233, 1236, 1237)
+    assert (flattened.name, flattened.rank) == ("depth x tensor", 3)
+    assert flattened is mesh.flatten("depth", "tensor") and len(groups) == 9
 
 
-def test_a_dimension_first_used_within_another_process_group_is_an_error(meet: Callable[[int, int], None]) -> None:
-    meet(4, 0)
+def test_a_dimension_first_used_within_another_process_group_is_an_error(init_fake_group: Callable[[int, int], None]) -> None:
+    init_fake_group(4, 0)
     old = Mesh({"replicate": 2, "depth": 2}, 4, 0)
     first = old["depth"].group
     torch_dist.destroy_process_group()
     with pytest.raises(MeshError, match=r"ranks 0, 2 first communicate within no process group; use it within its own start\(\)"):
         old["replicate"].init_group()
-    meet(4, 0)
+    init_fake_group(4, 0)
     with pytest.raises(MeshError, match="ranks 0, 2 first communicate within another process group than that of their mesh"):
         old["replicate"].init_group()
     assert Mesh({"replicate": 2, "depth": 2}, 4, 0)["depth"].group is not first
 
 
-def test_axes_without_a_device_mesh(meet: Callable[[int, int], None]) -> None:
-    meet(4, 0)
+def test_axes_without_a_device_mesh(init_fake_group: Callable[[int, int], None]) -> None:
+    init_fake_group(4, 0)
     mesh = Mesh({"replicate": 2, "depth": 2}, 4, 0)
     both = mesh.peers, mesh.model_parallel
     for axes, text in ((mesh["tensor"],), "tensor, which has size 1"), ((), "no axis"), (both, "peers and model_parallel"):

@@ -28,7 +28,7 @@ def watchdogs(world: int) -> Iterator[list[Watchdog]]:
             member._leave(None)
 
 
-def stops(world: int, ranks: list[Watchdog], requests: dict[int, int], work: Callable[[int, int], None]) -> list[int | None]:
+def run_steps(world: int, ranks: list[Watchdog], requests: dict[int, int], work: Callable[[int, int], None]) -> list[int | None]:
     """Return the step after which each rank stopped, of 200 steps. ``requests``: rank to step."""
     stopped: list[int | None] = [None] * world
 
@@ -52,22 +52,22 @@ def stops(world: int, ranks: list[Watchdog], requests: dict[int, int], work: Cal
 
 @pytest.mark.parametrize("seed", range(8))
 def test_all_ranks_stop_after_the_same_step(seed: int) -> None:
-    """A barrier in each step, as an all-reduce of gradients: the fastest rank is one step ahead at most."""
+    """A barrier in each step acts as the all-reduce of gradients: the fastest rank is one step ahead at most."""
     rng, world = random.Random(seed), 5
     requests = {rank: rng.randrange(1, 20) for rank in rng.sample(range(world), rng.randrange(1, 4))}
-    naps = [[rng.random() * 2e-3 for _ in range(201)] for _ in range(world)]
-    meeting = threading.Barrier(world, timeout=30)
+    delays = [[rng.random() * 2e-3 for _ in range(201)] for _ in range(world)]
+    barrier = threading.Barrier(world, timeout=30)
 
     def work(rank: int, step: int) -> None:
-        meeting.wait()
-        time.sleep(naps[rank][step])
+        barrier.wait()
+        time.sleep(delays[rank][step])
 
     with watchdogs(world) as ranks:
         for _ in range(2):  # a second run in the same processes
-            found = stops(world, ranks, requests, work)
+            stopped = run_steps(world, ranks, requests, work)
             first = min(requests.values())
-            assert len(set(found)) == 1 and found[0] is not None, found
-            assert first <= found[0] <= first + 50
+            assert len(set(stopped)) == 1 and stopped[0] is not None, stopped
+            assert first <= stopped[0] <= first + 50
 
 
 def test_a_straggler_and_a_rank_that_has_left_block_no_other_rank() -> None:
@@ -79,13 +79,13 @@ def test_a_straggler_and_a_rank_that_has_left_block_no_other_rank() -> None:
         assert not ahead.should_stop("SIGUSR1")
         assert not any(ahead.should_stop(None) for _ in range(20)), "a rank that has left counts as past every step"
         assert not any(behind.should_stop(None) for _ in range(30))
-        before, late, other = (rank.next_boundary() for rank in (*ranks[:2], ranks[2]))
-        while not before.should_stop("SIGUSR1"):
+        requester, second, third = (rank.next_boundary() for rank in (*ranks[:2], ranks[2]))
+        while not requester.should_stop("SIGUSR1"):
             pass
-        passed = before._steps
-        assert not any(one.should_stop(None) for one in (late, other) for _ in range(passed - 1))
-        assert late.should_stop(None) and other.should_stop(None)
-        assert late.reason.startswith("SIGUSR1 on rank 0 on ")
+        passed = requester._steps
+        assert not any(boundary.should_stop(None) for boundary in (second, third) for _ in range(passed - 1))
+        assert second.should_stop(None) and third.should_stop(None)
+        assert second.reason.startswith("SIGUSR1 on rank 0 on ")
 
 
 def test_no_message_is_sent_before_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +93,9 @@ def test_no_message_is_sent_before_a_request(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(watchdog, "_send", lambda write, **message: (sent.append(message), send(write, **message)))
     with watchdogs(4) as ranks:
         before = len(sent)
-        assert stops(4, ranks, {}, lambda rank, step: None) == [None] * 4
+        assert run_steps(4, ranks, {}, lambda rank, step: None) == [None] * 4
         assert sent[before:] == []
-        assert stops(4, ranks, {2: 3}, lambda rank, step: time.sleep(0.001))[0] is not None
+        assert run_steps(4, ranks, {2: 3}, lambda rank, step: time.sleep(0.001))[0] is not None
         assert len(sent) - before == 1 + 4 + 4 + 4, "one request, four queries, four answers, four stops"
 
 
@@ -112,12 +112,12 @@ def test_ranks_without_a_watchdog_cannot_stop_together() -> None:
 
 
 def test_a_rank_holds_until_the_step_is_set() -> None:
-    boundary, found = StepBoundary(lambda **_: None, alone=False), []
+    boundary, results = StepBoundary(lambda **_: None, alone=False), []
     assert not boundary.should_stop(None) and boundary.hold() == 1
-    thread = threading.Thread(target=lambda: found.append(boundary.should_stop(None)))
+    thread = threading.Thread(target=lambda: results.append(boundary.should_stop(None)))
     thread.start()
     thread.join(0.1)
-    assert thread.is_alive() and not found
+    assert thread.is_alive() and not results
     boundary.set_stop(2, "SIGTERM on rank 1")
     thread.join(10)
-    assert found == [True]
+    assert results == [True]

@@ -11,13 +11,13 @@ from hpcai.kernels import attention, gates, outer_product, triangle_multiplicati
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def compare(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], args: Sequence[Tensor | None], trained: list[int]) -> None:
+def compare(fused: Callable[..., Tensor], reference: Callable[..., Tensor], args: Sequence[Tensor | None], wrt: list[int]) -> None:
     results = []
-    for function in (ours, theirs):
-        leaves = [x.detach().requires_grad_(i in trained) if x is not None else None for i, x in enumerate(args)]
+    for function in (fused, reference):
+        leaves = [x.detach().requires_grad_(i in wrt) if x is not None else None for i, x in enumerate(args)]
         out = function(*leaves)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-        grads = torch.autograd.grad((out * weight).sum(), [x for i, x in enumerate(leaves) if x is not None and i in trained])
+        grads = torch.autograd.grad((out * weight).sum(), [x for i, x in enumerate(leaves) if x is not None and i in wrt])
         results.append([out, *grads])
     for result, expected in zip(*results):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
@@ -82,8 +82,8 @@ def test_glu_halves(masked: bool) -> None:
 def test_triangle_multiplication(outgoing: bool) -> None:
     torch.manual_seed(0)
     ab = torch.randn(2, 6, 4, 5, dtype=torch.float64)
-    ours, reference = triangle_multiplication.triangle_multiplication, triangle_multiplication.reference
-    compare(lambda ab: ours(ab, outgoing), lambda ab: reference(ab, outgoing), [ab], [0])
+    function, reference = triangle_multiplication.triangle_multiplication, triangle_multiplication.reference
+    compare(lambda ab: function(ab, outgoing), lambda ab: reference(ab, outgoing), [ab], [0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

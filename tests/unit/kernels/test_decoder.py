@@ -1,4 +1,4 @@
-"""Functions of a language model: they equal their references, which implementation runs where, and the saved tensors."""
+"""Functions of a language model: equality with their references, selection of the implementation, and saved tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +19,23 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
 
 
-def tanh(x: Tensor) -> Tensor:
+def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
 ANGLE = draw(2, 5, 3).repeat(1, 1, 2)
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...]]] = {
-    "root norm": (rmsnorm.rms_norm, rmsnorm.reference, (draw(3, 4, 7).transpose(0, 1), draw(7))),
+    "rms norm": (rmsnorm.rms_norm, rmsnorm.reference, (draw(3, 4, 7).transpose(0, 1), draw(7))),
     "swiglu": (activations.swiglu, activations.reference_swiglu, (draw(5, 9), draw(5, 9) + 1)),
     "swiglu, small": (activations.swiglu, activations.reference_swiglu, (draw(3, 9), draw(3, 9) + 1)),
     "swiglu, transposed": (activations.swiglu, activations.reference_swiglu, (30 * draw(9, 5).T, draw(5, 9) + 1)),
-    "gelu": (activations.gelu, tanh, (3 * draw(4, 11).T,)),
-    "queries": (
+    "gelu": (activations.gelu, gelu_tanh, (3 * draw(4, 11).T,)),
+    "rotary": (
         lambda q, k: rotary.apply_rotary(q, k, ANGLE.cos(), ANGLE.sin()),
         lambda q, k: tuple(rotary.reference(x, ANGLE.cos(), ANGLE.sin()) for x in (q, k)),
         (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
     ),
-    "neighbours": (
+    "rotary, interleaved": (
         lambda q, k: rotary.apply_rotary(q, k, ANGLE.cos(), ANGLE.sin(), True),
         lambda q, k: tuple(rotate_complex(x) for x in (q, k)),
         (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
@@ -44,40 +44,40 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...
 
 
 def rotate_complex(x: Tensor) -> Tensor:
-    """Neighbouring channels are the real and the imaginary part."""
-    turn = torch.polar(torch.ones_like(ANGLE), ANGLE)[:, None, :, :3]
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous()) * turn).flatten(-2)
+    """Rotate pairs of neighbouring channels as real and imaginary parts."""
+    rotation = torch.polar(torch.ones_like(ANGLE), ANGLE)[:, None, :, :3]
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous()) * rotation).flatten(-2)
 
 
-def as_list(found: Any) -> list[Tensor]:
-    return list(found) if isinstance(found, tuple) else [found]
+def as_list(outputs: Any) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_equal_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (activations, rmsnorm):
         monkeypatch.setattr(module, "_CPU", 64)  # several chunks, the last one shorter
-    ours, theirs, given = CASES[case]
-    leaves = [x.detach().requires_grad_() for x in given]
-    for found, expected in zip(as_list(ours(*leaves)), as_list(theirs(*leaves)), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
-    assert torch.autograd.gradcheck(ours, leaves)
+    function, reference, inputs = CASES[case]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    for actual, expected in zip(as_list(function(*leaves)), as_list(reference(*leaves)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_half_precision_keeps_its_dtype_and_saves_few_tensors(case: str) -> None:
-    ours, theirs, given = CASES[case]
-    leaves, saved = [x.bfloat16().requires_grad_() for x in given], []
+    function, reference, inputs = CASES[case]
+    leaves, saved = [x.bfloat16().requires_grad_() for x in inputs], []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
-        found = as_list(ours(*leaves))
-    gradients = torch.autograd.grad(sum(x.float().square().sum() for x in found), leaves)  # type: ignore[arg-type]
-    for one, expected in zip(found, as_list(theirs(*(x.detach().double() for x in leaves))), strict=True):
-        assert one.dtype == torch.bfloat16
-        torch.testing.assert_close(one.double(), expected, rtol=1.6e-2, atol=2e-2)
+        outputs = as_list(function(*leaves))
+    gradients = torch.autograd.grad(sum(x.float().square().sum() for x in outputs), leaves)  # type: ignore[arg-type]
+    for actual, expected in zip(outputs, as_list(reference(*(x.detach().double() for x in leaves))), strict=True):
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.double(), expected, rtol=1.6e-2, atol=2e-2)
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
     input_storages = {x.untyped_storage().data_ptr() for x in leaves}
     angles = 2 * 8 * 2 * ANGLE.numel()  # cosines and sines
-    new = {"root norm": 4 * 4 * 3, "queries": angles, "neighbours": angles}.get(case, 0)  # of a norm one element for each row
+    new = {"rms norm": 4 * 4 * 3, "rotary": angles, "rotary, interleaved": angles}.get(case, 0)  # of a norm one element per row
     assert sum(x.numel() * x.element_size() for x in saved if x.untyped_storage().data_ptr() not in input_storages) <= new
 
 
@@ -91,25 +91,25 @@ def test_norms_for_matmuls_have_the_dtype_of_autocast() -> None:
 
 
 @pytest.fixture
-def given(kernel_calls: Any) -> list[tuple[str, torch.dtype]]:
+def calls(kernel_calls: Any) -> list[tuple[str, torch.dtype]]:
     kernel_calls("rmsnorm", rms_norm=lambda x, weight, eps, dtype: rmsnorm.reference(x, weight, eps).to(dtype))
     kernel_calls("activations", swiglu=lambda gate, up: gate)
-    found: list[tuple[str, torch.dtype]] = kernel_calls("rotary", apply_rotary=lambda q, k, *_: (q, k))
-    return found
+    recorded: list[tuple[str, torch.dtype]] = kernel_calls("rotary", apply_rotary=lambda q, k, *_: (q, k))
+    return recorded
 
 
-def test_kernels_run_for_their_dtypes_only(given: list[tuple[str, torch.dtype]]) -> None:
-    def all_of(dtype: torch.dtype) -> None:
+def test_kernels_run_for_their_dtypes_only(calls: list[tuple[str, torch.dtype]]) -> None:
+    def run_all(dtype: torch.dtype) -> None:
         x = torch.ones(1, 1, 2, 6, dtype=dtype)
         rmsnorm.rms_norm(x, x[0, 0, 0]), activations.swiglu(x, x), rotary.apply_rotary(x, x, x[0], x[0])
 
-    all_of(torch.float64), all_of(torch.float16)
+    run_all(torch.float64), run_all(torch.float16)
     rmsnorm.rms_norm(torch.ones(2, 8193), torch.ones(8193))
-    one = torch.ones(1, 1, 2, 6)
-    activations.swiglu(one, one.bfloat16()), rotary.apply_rotary(one, one.bfloat16(), one[0], one[0])
-    assert not given, "the reference"
-    all_of(torch.float32), all_of(torch.bfloat16)
-    assert given == [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in ("rms_norm", "swiglu", "apply_rotary")]
+    ones = torch.ones(1, 1, 2, 6)
+    activations.swiglu(ones, ones.bfloat16()), rotary.apply_rotary(ones, ones.bfloat16(), ones[0], ones[0])
+    assert not calls, "the reference"
+    run_all(torch.float32), run_all(torch.bfloat16)
+    assert calls == [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in ("rms_norm", "swiglu", "apply_rotary")]
 
 
 ROWS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5, 5]])
@@ -120,16 +120,16 @@ ROWS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 3, 3], [
 def test_attention_per_document_equals_masked_attention(keys: int, strided: bool) -> None:
     q, k, v = (draw(3, 9, heads, 8).transpose(1, 2) + n for n, heads in enumerate((4, keys, keys)))
     leaves = [(x if strided else x.contiguous()).detach().requires_grad_() for x in (q, k, v)]
-    found, expected = varlen_attention.varlen_attention(*leaves, ROWS), varlen_attention.reference(*leaves, ROWS)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    weight = draw(*found.shape)
-    for ours, theirs in zip(*(torch.autograd.grad(x, leaves, weight) for x in (found, expected)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    actual, expected = varlen_attention.varlen_attention(*leaves, ROWS), varlen_attention.reference(*leaves, ROWS)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    weight = draw(*actual.shape)
+    for actual_grad, expected_grad in zip(*(torch.autograd.grad(x, leaves, weight) for x in (actual, expected)), strict=True):
+        torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("supports_gqa", [True, False])
 def test_varlen_sequences_are_the_documents_and_too_many_give_nan(supports_gqa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a substitute of torch's varlen_attn, which requires CUDA."""
+    """A substitute replaces torch's varlen_attn, which requires CUDA."""
     ends, fits = varlen_attention._cu_seqlens(ROWS, 9)
     assert ends.tolist() == [0, 3, 5, 9, 10, 18, 27, 27, 27, 27] and ends.dtype == torch.int32 and fits
     ends, fits = varlen_attention._cu_seqlens(ROWS, 6)
@@ -158,22 +158,22 @@ def test_varlen_sequences_are_the_documents_and_too_many_give_nan(supports_gqa: 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_few_tokens_without_gradients_have_equal_values(case: str) -> None:
-    ours, theirs, given = CASES[case]
+    function, reference, inputs = CASES[case]
     with torch.no_grad():
-        for found, expected in zip(as_list(ours(*given)), as_list(theirs(*given)), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
-    leaves = [x.detach().requires_grad_() for x in given]
+        for actual, expected in zip(as_list(function(*inputs)), as_list(reference(*inputs)), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+    leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.no_grad():
-        with_leaves = as_list(ours(*leaves))
-    assert all(map(torch.equal, with_leaves, as_list(ours(*leaves)))), "recomputation depends on it"
+        with_leaves = as_list(function(*leaves))
+    assert all(map(torch.equal, with_leaves, as_list(function(*leaves)))), "recomputation depends on it"
 
 
-CAUSAL, NUMBERS = causal_lower_right(5, 5), torch.ones(5, 5, dtype=torch.bool).tril()
+CAUSAL, MASK = causal_lower_right(5, 5), torch.ones(5, 5, dtype=torch.bool).tril()
 
 
 @pytest.mark.parametrize("kind, mask, repeated", [
-    (torch.bfloat16, None, False), (torch.bfloat16, CAUSAL, False), (torch.bfloat16, NUMBERS, True), (torch.float32, None, True),
-    (torch.float32, NUMBERS, True),
+    (torch.bfloat16, None, False), (torch.bfloat16, CAUSAL, False), (torch.bfloat16, MASK, True), (torch.float32, None, True),
+    (torch.float32, MASK, True),
 ])  # fmt: skip
 def test_keys_of_grouped_heads_are_repeated_where_a_gpu_would_materialize_all_logits(
     kind: torch.dtype, mask: Any, repeated: bool, monkeypatch: pytest.MonkeyPatch,
@@ -183,7 +183,7 @@ def test_keys_of_grouped_heads_are_repeated_where_a_gpu_would_materialize_all_lo
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Tensor:
         calls.append((k.shape[1], kwargs["enable_gqa"]))
-        return torch_attention(q, k, v, NUMBERS if mask is CAUSAL else mask, **kwargs)
+        return torch_attention(q, k, v, MASK if mask is CAUSAL else mask, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(triton_support, "PLANNED", True)

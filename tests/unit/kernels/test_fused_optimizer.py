@@ -1,4 +1,4 @@
-"""Fused optimizer steps against torch's optimizers, and against their formulas in float64."""
+"""Fused optimizer steps equal torch's optimizers and their formulas in float64."""
 
 import copy
 
@@ -14,7 +14,7 @@ from hpcai.kernels.fused_optimizer import Segments, adam_, lamb_direction_, lamb
 
 SIZES = st.sampled_from([1, 15, 16, 17, 1000, 262_143, 262_144, 262_145, 600_000])
 BETAS = {"betas": (0.9, 0.999), "eps": 1e-8}
-RANGES = [(0, 0), (3, 5), (8, 0), (8, 1), (16, 300_000), (300_016, 0), (300_020, 100)]  # padding before, between and behind
+RANGES = [(0, 0), (3, 5), (8, 0), (8, 1), (16, 300_000), (300_016, 0), (300_020, 100)]  # padding before, between and after
 N = 300_130
 
 
@@ -22,22 +22,22 @@ def rand(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def squares(x: Tensor, y: Tensor) -> Tensor:
+def segment_squares(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([torch.stack([row[a : a + b].square().sum() for row in (x, y)]) for a, b in RANGES])
 
 
 def per_element(ratio: Tensor) -> Tensor:
-    each = torch.ones(N, dtype=torch.float64)
+    factors = torch.ones(N, dtype=torch.float64)
     for (a, b), r in zip(RANGES, ratio):
-        each[a : a + b] = r
-    return each
+        factors[a : a + b] = r
+    return factors
 
 
 def scalars(lr: float = 0.1, scale: float = 1.0, found_inf: float = 0.0) -> dict[str, Tensor]:
     return {name: torch.tensor(x) for name, x in (("lr", lr), ("scale", scale), ("found_inf", found_inf))}
 
 
-class Trap(TorchDispatchMode):
+class NoHostRead(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads the device"
         return func(*args, **(kwargs or {}))
@@ -46,18 +46,18 @@ class Trap(TorchDispatchMode):
 @given(n=SIZES, decoupled=st.booleans(), fused=st.booleans())
 def test_adam_equals_torch_over_50_steps(n: int, decoupled: bool, fused: bool) -> None:
     parameter = torch.nn.Parameter(rand(n))
-    kind, w, m, v = torch.optim.AdamW if decoupled else torch.optim.Adam, rand(n), torch.zeros(n), torch.zeros(n)
-    same = {**BETAS, **scalars(3e-3)}
+    optimizer_class, w, m, v = torch.optim.AdamW if decoupled else torch.optim.Adam, rand(n), torch.zeros(n), torch.zeros(n)
+    hyperparameters = {**BETAS, **scalars(3e-3)}
     lr = torch.tensor(3e-3) if fused else float(torch.tensor(3e-3))  # the same float32 value
-    other = kind([parameter], lr=lr, weight_decay=0.1, fused=fused, foreach=False)
+    optimizer = optimizer_class([parameter], lr=lr, weight_decay=0.1, fused=fused, foreach=False)
     for step in range(1, 51 if n < 1001 else 4):
         parameter.grad = rand(n, step)
-        other.step()
-        adam_(w, rand(n, step), m, v, step=torch.tensor(float(step)), weight_decay=0.1, decoupled=decoupled, **same)
+        optimizer.step()
+        adam_(w, rand(n, step), m, v, step=torch.tensor(float(step)), weight_decay=0.1, decoupled=decoupled, **hyperparameters)
     if fused:
-        assert torch.equal(w, parameter) and torch.equal(m, other.state[parameter]["exp_avg"]), "torch's fused update"
+        assert torch.equal(w, parameter) and torch.equal(m, optimizer.state[parameter]["exp_avg"]), "torch's fused update"
     torch.testing.assert_close(w, parameter.detach(), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(v, other.state[parameter]["exp_avg_sq"], rtol=2e-6, atol=0)
+    torch.testing.assert_close(v, optimizer.state[parameter]["exp_avg_sq"], rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -66,13 +66,13 @@ def test_lamb_and_lars_follow_their_formulas_with_padding_and_empty_segments(dty
     segments, s = Segments(RANGES, "cpu", N), scalars(0.125, 0.5)
     w, g, m, v = rand(N, 1, dtype), rand(N, 2, dtype), rand(N, 3, dtype), rand(N, 4, dtype).abs()
     w[16:200_000] *= 3
-    w[8] = 0  # a whole parameter
+    w[8] = 0  # a full parameter
     old, g64, direction = w.double().clone(), 0.5 * g.double(), torch.empty_like(w)
     m64, v64 = 0.9 * m.double() + 0.1 * g64, 0.99 * v.double() + 0.01 * g64**2
     u = m64 / (1 - 0.9**3) / ((v64 / (1 - 0.99**3)).sqrt() + 1e-6) + 0.05 * old
     sums = lamb_direction_(w, g, m, v, direction, segments, step=torch.tensor(3.0), scale=s["scale"], found_inf=s["found_inf"],
                            betas=(0.9, 0.99), eps=1e-6, weight_decay=0.05)  # fmt: skip
-    expected = squares(old, u)
+    expected = segment_squares(old, u)
     torch.testing.assert_close(sums.double(), expected, rtol=4e-6, atol=1e-6)
     torch.testing.assert_close(direction.double(), u, **tolerance)
     ratio = trust_ratio(sums, weight_decay=0.05)
@@ -82,7 +82,7 @@ def test_lamb_and_lars_follow_their_formulas_with_padding_and_empty_segments(dty
 
     old, velocity = w.double().clone(), m.clone()
     norms = lars_norms(w, g, segments, scale=s["scale"])
-    torch.testing.assert_close(norms.double(), expected := squares(old, g64), rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(norms.double(), expected := segment_squares(old, g64), rtol=4e-6, atol=1e-6)
     ratio = trust_ratio(norms, weight_decay=0.05, coefficient=0.02, lars=True)
     a, b = expected[4].sqrt()
     assert ratio[[0, 2, 5]].tolist() == [1, 1, 1] and abs(ratio[4] - 0.02 * a / (b + 0.05 * a)) < 1e-7
@@ -103,11 +103,11 @@ def test_average_bf16_copy_and_scale(n: int, average_decay: float, bf16_gradient
     torch.testing.assert_close(average, expected.lerp_(w, 1 - average_decay), rtol=1e-6, atol=5e-7)
 
 
-def every_update(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], average_rate: Tensor) -> None:
+def run_all_updates(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], average_rate: Tensor) -> None:
     n, step, fixed, rounds = len(g), torch.tensor(2.0), {"weight_decay": 0.1}, {"seed": torch.tensor(7)}
     copies, skip = {"bf16_copy": x["low"], "average": x["average"], "average_rate": average_rate}, {"found_inf": s["found_inf"]}
     segments = Segments([(0, n // 2), (n // 2 + 1, 3)], "cpu", n)
-    with Trap():
+    with NoHostRead():
         for decoupled in (True, False):
             adam_(x["w"], g, x["m"], x["v"], step=step, decoupled=decoupled, **BETAS, **fixed, **copies, **rounds, **s)
         for inside in (True, False):
@@ -127,22 +127,22 @@ def test_a_skipped_update_changes_no_bit_without_synchronisation(average_decay: 
     for row in x.values():
         row[:3] = torch.tensor([-0.0, torch.inf, torch.nan])
     before = copy.deepcopy(x)
-    every_update(x, torch.full((n,), torch.nan), scalars(scale=torch.inf, found_inf=1.0), average_rate)
+    run_all_updates(x, torch.full((n,), torch.nan), scalars(scale=torch.inf, found_inf=1.0), average_rate)
     for name, row in x.items():
         assert torch.equal(row.view(torch.int16), before[name].view(torch.int16)), name
-    every_update(x, rand(n, 9), scalars(), average_rate)
+    run_all_updates(x, rand(n, 9), scalars(), average_rate)
     for name in ("w", "average", "m", "v", "low"):
         assert (x[name] != before[name]).float().mean() > 0.2, f"{name} is written when not skipped"
 
 
-@given(cut=st.integers(1, 299_999), seed=st.sampled_from([0, 1, -3, 1 << 50]), start=st.sampled_from([0, 5, (1 << 32) - 1000]))
-def test_a_shard_draws_the_random_bits_of_the_flat_parameter(cut: int, seed: int, start: int) -> None:
+@given(split=st.integers(1, 299_999), seed=st.sampled_from([0, 1, -3, 1 << 50]), start=st.sampled_from([0, 5, (1 << 32) - 1000]))
+def test_a_shard_draws_the_random_bits_of_the_flat_parameter(split: int, seed: int, start: int) -> None:
     n, fixed = 300_000, {"step": torch.tensor(1.0), "weight_decay": 0.0, "seed": torch.tensor(seed), **BETAS, **scalars()}
     full, g = [rand(n), *(torch.zeros(n, dtype=torch.bfloat16) for _ in "mv")], rand(n, 2)
     shards, repeated = ([row.clone() for row in full] for _ in "pa")
     adam_(full[0], g, *full[1:], offset=start, **fixed)
     adam_(repeated[0], g, *repeated[1:], offset=start, **fixed)
-    for part in (slice(0, cut), slice(cut, n)):
+    for part in (slice(0, split), slice(split, n)):
         adam_(shards[0][part], g[part], *(row[part] for row in shards[1:]), offset=start + part.start, **fixed)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(full, shards, repeated))
 

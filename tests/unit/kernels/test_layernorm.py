@@ -1,4 +1,4 @@
-"""Layer norms: values without a kernel, which implementation runs where, and the dtype of the result."""
+"""Layer norms: values of the reference, selection of the implementation, and the dtype of the result."""
 
 from typing import Any
 
@@ -32,13 +32,13 @@ def test_values_and_gradients_equal_the_formula(layout: str) -> None:
     assert torch.autograd.gradcheck(layer_norm, (x, weight.requires_grad_(), bias.requires_grad_()))
 
 
-def test_it_has_the_keys_and_values_of_torch() -> None:
+def test_layer_norm_has_the_keys_and_values_of_torch() -> None:
     torch.manual_seed(0)
-    theirs, ours = nn.LayerNorm(6, 1e-3), LayerNorm(6, 1e-3, autocast_output=True)
-    nn.init.normal_(theirs.weight), nn.init.normal_(theirs.bias)
-    ours.load_state_dict(theirs.state_dict())
+    torch_norm, norm = nn.LayerNorm(6, 1e-3), LayerNorm(6, 1e-3, autocast_output=True)
+    nn.init.normal_(torch_norm.weight), nn.init.normal_(torch_norm.bias)
+    norm.load_state_dict(torch_norm.state_dict())
     x = torch.randn(4, 6)
-    assert torch.equal(ours(x), theirs(x)) and repr(ours) == repr(theirs)
+    assert torch.equal(norm(x), torch_norm(x)) and repr(norm) == repr(torch_norm)
     assert LayerNorm([6], bias=False).bias is None and LayerNorm(6, elementwise_affine=False)(x).shape == (4, 6)
     with pytest.raises(ValueError, match=r"LayerNorm over \[4, 6\]; expected one number of channels"):
         LayerNorm((4, 6))

@@ -32,8 +32,8 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("counter_and_key", "answer"), KNOWN.items(), ids=["zeros", "ones", "pi"])
 def test_known_answers_of_the_authors(counter_and_key: tuple[tuple[int, ...], int], answer: str) -> None:
     counter, key = counter_and_key
-    found = philox.words([torch.tensor([one, 0]) for one in counter], key)
-    assert " ".join(f"{int(word[0]):08x}" for word in found) == answer
+    words = philox.words([torch.tensor([element, 0]) for element in counter], key)
+    assert " ".join(f"{int(word[0]):08x}" for word in words) == answer
     if not any(counter):
         assert [f"{int(word):08x}" for word in philox.bits(key, 0, 4)] == answer.split(), "counter 0 gives elements 0 to 3"
 
@@ -67,16 +67,16 @@ def test_an_element_does_not_depend_on_the_call_that_draws_it(make: Any, kwargs:
 @streams
 def test_each_element_may_have_its_own_key(make: Any, kwargs: dict[str, Any]) -> None:
     keys, starts = torch.randint(-(2**63), 2**63 - 1, (6, 1)), torch.randint(0, 2**40, (6, 4))
-    found, rows = make(keys, starts, **kwargs), make(keys, starts, 11, **kwargs)
+    elements, rows = make(keys, starts, **kwargs), make(keys, starts, 11, **kwargs)
     for i, j in ((0, 0), (3, 2), (5, 3)):
         expected = make(int(keys[i]), int(starts[i, j]), 11, **kwargs)
-        assert torch.equal(rows[i, j], expected) and found[i, j] == expected[0]
+        assert torch.equal(rows[i, j], expected) and elements[i, j] == expected[0]
 
 
 @streams
 def test_keys_and_neighbours_are_uncorrelated(make: Any, kwargs: dict[str, Any]) -> None:
-    one, other = (make(key, 0, 100_000, **kwargs).double() for key in (1, 2))
-    pairs = [(one, other), *((one[:-lag], one[lag:]) for lag in (1, 2, 3, 4, 64))]
+    first, second = (make(key, 0, 100_000, **kwargs).double() for key in (1, 2))
+    pairs = [(first, second), *((first[:-lag], first[lag:]) for lag in (1, 2, 3, 4, 64))]
     for x, y in pairs:
         assert abs(torch.corrcoef(torch.stack((x, y)))[0, 1]) < 0.015
 
@@ -87,7 +87,7 @@ def test_distributions(dtype: torch.dtype) -> None:
     u, z = philox.uniform(3, 0, n, dtype=dtype).double(), philox.normal(3, 0, n, dtype=dtype).double()
     for x, cdf in ((u, lambda x: x), (z, torch.special.ndtr)):
         largest = (cdf(x.sort().values) - torch.arange(n) / n).abs().max().item()
-        assert largest < 1.95 / math.sqrt(n), "Kolmogorov and Smirnov: one of 1000 would be beyond"
+        assert largest < 1.95 / math.sqrt(n), "Kolmogorov-Smirnov: 1 of 1000 samples would exceed this"
     assert u.min() >= 0 and u.max() < 1 and (u * 2 ** (24 if dtype == torch.float32 else 53)).frac().eq(0).all()
     moments = [z.mean(), z.square().mean() - 1, z.pow(3).mean(), z.pow(4).mean() - 3]
     assert all(abs(x) < 5 * scale / math.sqrt(n) for x, scale in zip(moments, (1, 2**0.5, 15**0.5, 96**0.5)))

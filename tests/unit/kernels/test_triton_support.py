@@ -1,4 +1,4 @@
-"""The requirements of Triton are checked before anything is launched; without them the references run."""
+"""The requirements of Triton are checked before the first launch; without them the references run."""
 
 import sysconfig
 from pathlib import Path

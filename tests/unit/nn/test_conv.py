@@ -16,23 +16,23 @@ LAST = torch.channels_last_3d
 LAYOUTS = [torch.contiguous_format, LAST]
 
 
-def gradients(function: Any, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
+def run_backward(function: Any, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
     leaves = [t.detach().clone().requires_grad_() for t in leaves]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
-def compare(ours: Any, theirs: Any, leaves: list[torch.Tensor], small: float) -> None:
-    """Compare values and gradients with torch's in float64 and contiguous memory, to ``small`` of the largest."""
+def check_equal(function: Any, reference: Any, leaves: list[torch.Tensor], tolerance: float) -> None:
+    """Assert that outputs and gradients equal torch's in float64 and contiguous memory, within ``tolerance`` of the largest."""
     wide = [t.double().contiguous() for t in leaves]
-    dy = torch.randn(theirs(*wide).shape)
-    for found, expected in zip(gradients(ours, leaves, dy), gradients(theirs, wide, dy.double()), strict=True):
-        assert found.shape == expected.shape
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=small * max(1e-3, float(expected.abs().max())))
+    dy = torch.randn(reference(*wide).shape)
+    for actual, expected in zip(run_backward(function, leaves, dy), run_backward(reference, wide, dy.double()), strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * max(1e-3, float(expected.abs().max())))
 
 
-def call(function: Any, bias: Any, how: tuple[Any, ...], *leaves: torch.Tensor) -> torch.Tensor:
-    return function(*leaves, *(bias or []), *how)
+def call(function: Any, bias: Any, args: tuple[Any, ...], *leaves: torch.Tensor) -> torch.Tensor:
+    return function(*leaves, *(bias or []), *args)
 
 
 def with_weights(layer: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -64,8 +64,8 @@ def triple(value: int | tuple[int, ...]) -> tuple[int, ...]:
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_conv3d_equals_torch(case: tuple[Any, ...], layout: torch.memory_format) -> None:
     torch.manual_seed(0)
-    inputs, outputs, volume, *how = case
-    kernel, stride, padding, dilation = map(triple, how)
+    inputs, outputs, volume, *args = case
+    kernel, stride, padding, dilation = map(triple, args)
     for batch, groups, bias, dtype in itertools.product((1, 2), (1, 2), (False, True), (torch.float64, torch.float32)):
         if inputs % groups or outputs % groups:
             continue
@@ -73,8 +73,8 @@ def test_conv3d_equals_torch(case: tuple[Any, ...], layout: torch.memory_format)
         weight = torch.randn(outputs, inputs // groups, *kernel).to(dtype, memory_format=layout)
         leaves = [x, weight, *([torch.randn(outputs, dtype=dtype)] if bias else [])]
 
-        how = None if bias else [None], (stride, padding, dilation, groups)
-        compare(partial(call, conv3d, *how), partial(call, F.conv3d, *how), leaves, 1e-12 if dtype == torch.float64 else 1e-5)
+        args = None if bias else [None], (stride, padding, dilation, groups)
+        check_equal(partial(call, conv3d, *args), partial(call, F.conv3d, *args), leaves, 1e-12 if dtype == torch.float64 else 1e-5)
 
 
 @pytest.mark.parametrize("channels", [1, 4])
@@ -83,11 +83,11 @@ def test_conv3d_equals_torch(case: tuple[Any, ...], layout: torch.memory_format)
 def test_no_convolution_of_a_small_volume_is_unrolled(channels: int, padding: tuple[int, ...], stride: int) -> None:
     x = torch.randn(1, channels, 16, 16, 16)
     layer = Conv3d(channels, 5, 3, stride, padding)
-    names = kernels(lambda: layer(x.requires_grad_()).sum().backward())
+    names = profile_operations(lambda: layer(x.requires_grad_()).sum().backward())
     assert "aten::mkldnn_convolution" in names and not any("slow_conv3d" in name for name in names)
     y = layer(x)
     assert y.stride(1) == 1, "channels-last memory, even with one channel: the next layer needs no copy"
-    assert not any("slow" in name for name in kernels(lambda: Conv3d(channels, 5, 1, 1, 0)(channels_last(x))))
+    assert not any("slow" in name for name in profile_operations(lambda: Conv3d(channels, 5, 1, 1, 0)(channels_last(x))))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -100,21 +100,20 @@ def test_conv_transpose3d_equals_torch(kernel: Any, kwargs: dict[str, Any], layo
     for inputs, batch, bias, dtype in itertools.product((1, 6), (1, 2), (False, True), (torch.float64, torch.float32)):
         if inputs % kwargs.get("groups", 1):
             continue
-        plain = nn.ConvTranspose3d(inputs, 4, kernel, bias=bias, **kwargs)
-        ours = ConvTranspose3d(inputs, 4, kernel, bias=bias, **kwargs).to(dtype, memory_format=layout)  # type: ignore[call-overload]
-        ours.load_state_dict(plain.state_dict())
-        assert list(plain.state_dict()) == list(ours.state_dict())
+        reference = nn.ConvTranspose3d(inputs, 4, kernel, bias=bias, **kwargs)
+        layer = ConvTranspose3d(inputs, 4, kernel, bias=bias, **kwargs).to(dtype, memory_format=layout)  # type: ignore[call-overload]
+        layer.load_state_dict(reference.state_dict())
+        assert list(reference.state_dict()) == list(layer.state_dict())
 
         x = torch.randn(batch, inputs, 3, 4, 5).to(dtype, memory_format=layout)
-        small = 1e-12 if dtype == torch.float64 else 1e-5
-        compare(
-            partial(with_weights, ours), partial(with_weights, plain.double()), [x, *(p.detach() for p in ours.parameters())], small
-        )
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        leaves = [x, *(p.detach() for p in layer.parameters())]
+        check_equal(partial(with_weights, layer), partial(with_weights, reference.double()), leaves, tolerance)
 
 
 def test_a_transposed_convolution_without_overlap_is_a_matmul_in_channels_last_memory() -> None:
     layer, x = ConvTranspose3d(6, 4, 2, 2), channels_last(torch.randn(1, 6, 3, 4, 5))
-    names = kernels(lambda: layer(x))
+    names = profile_operations(lambda: layer(x))
     assert "aten::addmm" in names and not any("conv" in name for name in names)
     assert layer(x).is_contiguous(memory_format=LAST)
     size = [7, 8, 9]
@@ -130,7 +129,7 @@ def test_other_paddings_and_an_unbatched_volume_equal_torch(shape: tuple[int, ..
     torch.testing.assert_close(conv(x), nn.Conv3d.forward(conv, x))
 
 
-def kernels(function: Any) -> set[str]:
+def profile_operations(function: Any) -> set[str]:
     from torch.profiler import ProfilerActivity, profile
 
     if not torch.backends.mkldnn.is_available():
@@ -142,25 +141,25 @@ def kernels(function: Any) -> set[str]:
 
 def fill_free_memory_with_nan() -> None:
     """Fill the memory that torch will allocate next with NaN."""
-    kept = [torch.full((2**k,), torch.nan, dtype=dtype) for k in range(6, 22) for dtype in (torch.float32, torch.bfloat16)]
-    del kept
+    tensors = [torch.full((2**k,), torch.nan, dtype=dtype) for k in range(6, 22) for dtype in (torch.float32, torch.bfloat16)]
+    del tensors
 
 
-@pytest.mark.parametrize("how", ["autocast", "bf16 weights"])
+@pytest.mark.parametrize("mode", ["autocast", "bf16 weights"])
 @pytest.mark.parametrize("depth, kernel", [(2, 3), (1, 3), (4, 5), (3, 5)])
-def test_gradients_of_a_shallow_volume_in_bf16_are_fully_written(how: str, depth: int, kernel: int) -> None:
+def test_gradients_of_a_shallow_volume_in_bf16_are_fully_written(mode: str, depth: int, kernel: int) -> None:
     torch.manual_seed(0)
     layer = Conv3d(16, 32, kernel, padding=kernel // 2)
     x = torch.randn(2, 16, depth, 8, 8).to(memory_format=torch.channels_last_3d)
     expected = torch.autograd.grad(layer(x).square().mean(), layer.parameters())
-    narrow = layer if how == "autocast" else layer.bfloat16()
+    narrow = layer if mode == "autocast" else layer.bfloat16()
     for _ in range(4):
-        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-            y = narrow(x if how == "autocast" else x.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            y = narrow(x if mode == "autocast" else x.bfloat16())
         assert y.dtype == torch.bfloat16
         fill_free_memory_with_nan()
-        for found, right in zip(torch.autograd.grad(y.float().square().mean(), narrow.parameters()), expected):
-            assert (found.float() - right).norm() < 2e-2 * right.norm()
+        for grad, expected_grad in zip(torch.autograd.grad(y.float().square().mean(), narrow.parameters()), expected):
+            assert (grad.float() - expected_grad).norm() < 2e-2 * expected_grad.norm()
 
 
 @pytest.mark.parametrize("stride", [1, 2, (1, 3)])
@@ -168,13 +167,14 @@ def test_gradients_of_a_shallow_volume_in_bf16_are_fully_written(how: str, depth
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_1x1_convolution_is_a_matmul(stride: int, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    plain, ours = nn.Conv2d(6, 10, 1, stride, bias=bias).double(), Conv2d(6, 10, 1, stride, bias=bias).to(dtype)
-    assert list(plain.state_dict()) == list(ours.state_dict())
+    reference, layer = nn.Conv2d(6, 10, 1, stride, bias=bias).double(), Conv2d(6, 10, 1, stride, bias=bias).to(dtype)
+    assert list(reference.state_dict()) == list(layer.state_dict())
     x = torch.randn(2, 6, 9, 8).to(dtype, memory_format=torch.channels_last)
-    assert ours._is_product(x) and not ours._is_product(x.contiguous())
-    assert ours(x).is_contiguous(memory_format=torch.channels_last)
-    small = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    compare(partial(with_weights, ours), partial(with_weights, plain), [x, *(p.detach() for p in ours.parameters())], small)
+    assert layer._is_product(x) and not layer._is_product(x.contiguous())
+    assert layer(x).is_contiguous(memory_format=torch.channels_last)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    leaves = [x, *(p.detach() for p in layer.parameters())]
+    check_equal(partial(with_weights, layer), partial(with_weights, reference), leaves, tolerance)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -183,20 +183,20 @@ def test_gradients_in_mixed_memory_formats_equal_torch(kind: str, bias: bool) ->
     torch.manual_seed(0)
     kwargs = {"padding": 2, "dilation": 2} if kind == "dilated" else {"stride": 2, "padding": 1, "output_padding": 1}
     classes = (nn.Conv2d, Conv2d) if kind == "dilated" else (nn.ConvTranspose2d, ConvTranspose2d)
-    plain, ours = (made(5, 16, 3, bias=bias, **kwargs) for made in classes)  # type: ignore[operator]
-    ours.to(memory_format=torch.channels_last)
+    reference, layer = (build(5, 16, 3, bias=bias, **kwargs) for build in classes)  # type: ignore[operator]
+    layer.to(memory_format=torch.channels_last)
     x = torch.randn(2, 5, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
-    y = ours(x)
+    y = layer(x)
     assert "_MixedFormatConv" in type(y.grad_fn).__name__ and y.is_contiguous(memory_format=torch.channels_last)
-    leaves = [x.detach(), *(p.detach() for p in ours.parameters())]
-    compare(partial(with_weights, ours), partial(with_weights, plain.double()), leaves, 1e-5)
-    ours.requires_grad_(False)
-    ours(x).sum().backward()
-    assert x.grad is not None and all(p.grad is None for p in ours.parameters())
+    leaves = [x.detach(), *(p.detach() for p in layer.parameters())]
+    check_equal(partial(with_weights, layer), partial(with_weights, reference.double()), leaves, 1e-5)
+    layer.requires_grad_(False)
+    layer(x).sum().backward()
+    assert x.grad is not None and all(p.grad is None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("how", ["autocast", "bf16"])
-def test_gradients_of_dilated_depthwise_convolutions_in_bf16_are_fully_written(how: str) -> None:
+@pytest.mark.parametrize("mode", ["autocast", "bf16"])
+def test_gradients_of_dilated_depthwise_convolutions_in_bf16_are_fully_written(mode: str) -> None:
     """For 16 maps of 48 x 72, oneDNN's gradient of the weights in channels-last memory is infinite or NaN."""
     torch.manual_seed(0)
     conv, x = Conv2d(16, 16, 3, 1, 2, 2, groups=16, bias=False), torch.randn(2, 16, 48, 72)
@@ -204,8 +204,8 @@ def test_gradients_of_dilated_depthwise_convolutions_in_bf16_are_fully_written(h
     wide.load_state_dict(conv.state_dict())
     wide(x).square().mean().backward()
     conv = conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    conv, x = (conv.bfloat16(), x.bfloat16()) if how == "bf16" else (conv, x)
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+    conv, x = (conv.bfloat16(), x.bfloat16()) if mode == "bf16" else (conv, x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
         y = conv(x.contiguous(memory_format=torch.channels_last))
     assert y.dtype == torch.bfloat16 and y.is_contiguous(memory_format=torch.channels_last)
     y.float().square().mean().backward()

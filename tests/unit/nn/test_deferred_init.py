@@ -1,4 +1,4 @@
-"""Models built without memory: elements have the distribution of an ordinary model, and are the same for any shard."""
+"""Deferred initialisation: elements have the distribution of an ordinary model, and do not depend on the sharding."""
 
 import copy
 import ctypes
@@ -29,7 +29,7 @@ from hpcai.parallel.sharding import shard_
 
 
 class Everything(nn.Module):
-    """Parameters with every kind of initialisation."""
+    """A model whose parameters are initialised in every supported way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def random_ranges(size: Sequence[int], r: random.Random) -> list[list[tuple[int, int]]]:
-    """Return one to three index ranges of each dim, and all of some dims."""
+    """Return one to three index ranges of each dim; of some dims the full range."""
     return [[(0, n)] if r.random() < 0.3 or n == 0 else
             [tuple(sorted(r.choices(range(n + 1), k=2))) for _ in range(r.randint(1, 3))] for n in size]  # type: ignore[misc] # fmt: skip
 
@@ -197,7 +197,7 @@ def test_shared_parameters_stay_shared_and_attributes_stay() -> None:
 
 
 class Twins(nn.Module):
-    """The second network is initialised as the first."""
+    """A model whose layers copy weights of each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,9 +206,9 @@ class Twins(nn.Module):
         self.copied.weight.data.copy_(self.online.weight.data)
         self.online.bias.data.zero_()
         self.online.weight.data.mul_(2)
-        given = torch.ones(5)
-        self.copied.bias.data.copy_(given)
-        given.zero_()
+        bias = torch.ones(5)
+        self.copied.bias.data.copy_(bias)
+        bias.zero_()
 
 
 def test_a_copied_parameter_has_the_elements_of_its_source_at_that_time() -> None:
@@ -265,10 +265,10 @@ def measure_memory() -> list[str]:
 def test_a_model_larger_than_memory_is_built_sharded_and_materialized() -> None:
     """Measured in a new interpreter: forks of a large one have free memory left."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new:
-        built_, shared, own, full = new.submit(measure_memory).result(timeout=120)
-    assert built_ == "enough", "while it is built"
+        built, shared, own, full = new.submit(measure_memory).result(timeout=120)
+    assert built == "enough", "during construction"
     assert shared == "enough"
-    assert own == "enough", "elements are not held twice"
+    assert own == "enough", "initial values are stored once"
     assert "memory" in full, "too little memory is detected"
 
 
@@ -310,16 +310,16 @@ def test_tensors_that_cannot_be_materialized_raise_with_their_name() -> None:
 
 
 def save_tensors(folder: Path, parts: int = 1) -> dict[str, Tensor]:
-    """Save other elements, in one file or several."""
+    """Save other elements in one file or in several, and return them."""
     torch.manual_seed(3)
     state = {f"net.{n}": torch.randn_like(x) if x.is_floating_point() else x + 7 for n, x in Everything().state_dict().items()}
     state.pop("net.tied.weight")
-    each = [dict(list(state.items())[part::parts]) for part in range(parts)]
+    shards = [dict(list(state.items())[part::parts]) for part in range(parts)]
     names = ["model.safetensors"] if parts == 1 else [f"model-{part}.safetensors" for part in range(parts)]
-    for name, tensors in zip(names, each):
+    for name, tensors in zip(names, shards):
         save_file({key: x.contiguous() for key, x in tensors.items()}, folder / name)
     if parts > 1:
-        weight_map = {key: name for name, tensors in zip(names, each) for key in tensors}
+        weight_map = {key: name for name, tensors in zip(names, shards) for key in tensors}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return state
 

@@ -12,8 +12,8 @@ from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 BATCH = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d, 2: nn.BatchNorm1d}
-EVERY = (None, *batchnorm.ACTIVATIONS)
-ACTS = {BatchNorm: EVERY[:2], InstanceNorm: EVERY, GroupNorm: EVERY}
+ACTIVATIONS = (None, *batchnorm.ACTIVATIONS)
+ACTS = {BatchNorm: ACTIVATIONS[:2], InstanceNorm: ACTIVATIONS, GroupNorm: ACTIVATIONS}
 INSTANCE = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 
 
@@ -30,20 +30,20 @@ class Seam(nn.Module):
 
 
 def pair(kind: type, ndim: int, act: str | None, dtype: torch.dtype, seam: bool = False, channels: int = 6, **kwargs: Any) -> Any:
-    """Return torch's norm and ours, with the same weights."""
-    theirs: nn.Module
+    """Return torch's norm and hpcai's norm with equal weights."""
+    torch_norm: nn.Module
     if kind is BatchNorm:
-        theirs, ours = BATCH[ndim](channels, **kwargs), BatchNorm(channels, act == "relu", **kwargs)
+        torch_norm, norm = BATCH[ndim](channels, **kwargs), BatchNorm(channels, act == "relu", **kwargs)
     elif kind is InstanceNorm:
-        theirs, ours = INSTANCE[ndim](channels, affine=True), InstanceNorm(channels, act)
+        torch_norm, norm = INSTANCE[ndim](channels, affine=True), InstanceNorm(channels, act)
     else:
-        theirs, ours = nn.GroupNorm(2, channels, **kwargs), GroupNorm(2, channels, act, **kwargs)
-    for parameter in theirs.to(dtype).parameters():
+        torch_norm, norm = nn.GroupNorm(2, channels, **kwargs), GroupNorm(2, channels, act, **kwargs)
+    for parameter in torch_norm.to(dtype).parameters():
         nn.init.normal_(parameter)
-    assert list(theirs.state_dict()) == list(ours.to(dtype).state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    ours.all_reduce = Seam() if seam else ours.all_reduce
-    return theirs, ours
+    assert list(torch_norm.state_dict()) == list(norm.to(dtype).state_dict())
+    norm.load_state_dict(torch_norm.state_dict())
+    norm.all_reduce = Seam() if seam else norm.all_reduce
+    return torch_norm, norm
 
 
 def run(norm: Any, dy: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -80,20 +80,20 @@ CASES = [
 def test_values_gradients_and_statistics_equal_torch(kind: Any, shape: tuple[int, ...], seam: bool) -> None:
     torch.manual_seed(0)
     sums = [False, True] if kind is BatchNorm else [False]
-    for act, residual, last, dtype in itertools.product(ACTS[kind], sums, [False, True], [torch.float64, torch.float32]):
-        form = FORMATS.get(len(shape), torch.contiguous_format) if last else torch.contiguous_format
+    for act, residual, channels_last, dtype in itertools.product(ACTS[kind], sums, [False, True], [torch.float64, torch.float32]):
+        form = FORMATS.get(len(shape), torch.contiguous_format) if channels_last else torch.contiguous_format
         x, added, dy = ((c + torch.randn(shape, dtype=dtype)).contiguous(memory_format=form) for c in (3, 0, 0))
-        theirs, ours = pair(kind, len(shape), act, dtype, seam)
+        torch_norm, norm = pair(kind, len(shape), act, dtype, seam)
         inputs = (x, added) if residual else (x,)
-        small = 1e-12 if dtype == torch.float64 else 3e-5
+        tolerance = 1e-12 if dtype == torch.float64 else 3e-5
         for training in (True, True, False) if kind is BatchNorm else (True,):
-            ours.train(training)
-            expected, found = run(Reference(theirs.train(training), act), dy, *inputs), run(ours, dy, *inputs)
-            for a, b in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=small, atol=small)
-            assert found[0].stride() == found[1].stride() == x.stride(), "the memory format is that of the input"
-        for a, b in zip(run(ours, dy.contiguous(), *inputs), found, strict=True):
-            torch.testing.assert_close(a, b, rtol=small, atol=small)
+            norm.train(training)
+            expected, actual = run(Reference(torch_norm.train(training), act), dy, *inputs), run(norm, dy, *inputs)
+            for a, b in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            assert actual[0].stride() == actual[1].stride() == x.stride(), "the memory format is that of the input"
+        for a, b in zip(run(norm, dy.contiguous(), *inputs), actual, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("kind", "kwargs"), [
@@ -102,11 +102,11 @@ def test_values_gradients_and_statistics_equal_torch(kind: Any, shape: tuple[int
 ], ids=str)  # fmt: skip
 def test_options_of_torch(kind: Any, kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    theirs, ours = pair(kind, 4, "relu", torch.float64, **kwargs)
+    torch_norm, norm = pair(kind, 4, "relu", torch.float64, **kwargs)
     for training in (True, True, False):
-        ours.train(training)
+        norm.train(training)
         x, dy = (t.contiguous(memory_format=torch.channels_last) for t in torch.randn(2, 3, 6, 4, 4, dtype=torch.float64))
-        for a, b in zip(run(ours, dy, x), run(Reference(theirs.train(training), "relu"), dy, x), strict=True):
+        for a, b in zip(run(norm, dy, x), run(Reference(torch_norm.train(training), "relu"), dy, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
@@ -119,14 +119,14 @@ def test_bf16_input_has_float32_statistics_and_gradients_of_weights(kind: Any, s
     for act, form in itertools.product(ACTS[kind], (FORMATS[len(shape)], torch.contiguous_format)):
         torch.manual_seed(0)
         x, dy = ((c + torch.randn(shape)).bfloat16().contiguous(memory_format=form) for c in (100, 0))
-        theirs, ours = pair(kind, len(shape), act, torch.float64, seam)
-        expected, found = run(Reference(theirs, act), dy.double(), x.double()), run(ours.float(), dy, x)
-        assert [t.dtype for t in found[:4]] == [torch.bfloat16] * 2 + [torch.float32] * 2
-        for a, b in zip(found, expected, strict=True):
-            small = (2e-2, 3e-2) if a.dtype == torch.bfloat16 else (1e-3, 2e-3)
+        torch_norm, norm = pair(kind, len(shape), act, torch.float64, seam)
+        expected, actual = run(Reference(torch_norm, act), dy.double(), x.double()), run(norm.float(), dy, x)
+        assert [t.dtype for t in actual[:4]] == [torch.bfloat16] * 2 + [torch.float32] * 2
+        for a, b in zip(actual, expected, strict=True):
+            tolerance = (2e-2, 3e-2) if a.dtype == torch.bfloat16 else (1e-3, 2e-3)
             if a.ndim == 1 and act in ("leaky_relu", "silu"):
-                small = 1e-2, 0.2  # sums of 4,000 or 8,000 gradients in bfloat16
-            torch.testing.assert_close(a.double(), b.double(), rtol=small[0], atol=small[1])
+                tolerance = 1e-2, 0.2  # sums of 4,000 or 8,000 gradients in bfloat16
+            torch.testing.assert_close(a.double(), b.double(), rtol=tolerance[0], atol=tolerance[1])
 
 
 LOCAL_AND_SYNCHRONISED = list(itertools.product((BatchNorm, InstanceNorm, GroupNorm), (False, True)))
@@ -139,7 +139,7 @@ def make_inputs(kind: Any, *shape: int, **kwargs: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind, seam", LOCAL_AND_SYNCHRONISED)
 def test_compiled_is_eager(kind: Any, seam: bool) -> None:
-    """Synchronised statistics have a graph break."""
+    """Synchronised statistics cause a graph break."""
     torch.manual_seed(0)
     for act in ACTS[kind] if kind is GroupNorm and not seam else ACTS[kind][-1:]:
         torch._dynamo.reset()
@@ -157,26 +157,26 @@ def test_compiled_is_eager(kind: Any, seam: bool) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", [InstanceNorm, GroupNorm])
 @pytest.mark.parametrize("act", ["leaky_relu", "silu"])
-def test_a_sharded_volume_has_the_norm_of_the_full_one_by_two_all_reduces(kind: Any, act: str, batch: int, last: bool) -> None:
+def test_a_sharded_volume_has_the_norm_of_the_full_one(kind: Any, act: str, batch: int, channels_last: bool) -> None:
     torch.manual_seed(0)
-    theirs, ours = pair(kind, 5, act, torch.float64)
+    torch_norm, norm = pair(kind, 5, act, torch.float64)
     x, dy = ((c + torch.randn(batch, 6, 5, 3, 2, dtype=torch.float64)) for c in (2, 0))
-    cuts, form = (slice(0, 4), slice(4, 5)), torch.channels_last_3d if last else torch.contiguous_format
+    shards, form = (slice(0, 4), slice(4, 5)), torch.channels_last_3d if channels_last else torch.contiguous_format
     sent: list[list[torch.Tensor]] = [[], []]
-    for _ in range(3):  # each round makes one more message correct, first that of the forward pass
-        found, now = [], []
-        for rank, cut in enumerate(cuts):
-            ours.all_reduce = seam = Seam(sent[1 - rank])
-            found.append(run(ours, *(t[:, :, cut].contiguous(memory_format=form) for t in (dy, x))))
-            now.append(seam.sent)
-        sent = now
+    for _ in range(3):  # each iteration corrects the input of one more all-reduce, beginning with that of the forward pass
+        results, sums = [], []
+        for rank, shard in enumerate(shards):
+            norm.all_reduce = seam = Seam(sent[1 - rank])
+            results.append(run(norm, *(t[:, :, shard].contiguous(memory_format=form) for t in (dy, x))))
+            sums.append(seam.sent)
+        sent = sums
     values = 2 * batch * (6 if kind is InstanceNorm else 2)
-    assert [[message.numel() for message in messages] for messages in sent] == [[values + 1, values]] * 2
-    for i, expected in enumerate(run(Reference(theirs, act), dy, x)):
-        parts = [f[i] for f in found]
+    assert [[tensor.numel() for tensor in tensors] for tensors in sent] == [[values + 1, values]] * 2, "two all-reduces"
+    for i, expected in enumerate(run(Reference(torch_norm, act), dy, x)):
+        parts = [f[i] for f in results]
         torch.testing.assert_close(torch.cat(parts, 2) if i < 2 else sum(parts), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -184,15 +184,15 @@ def test_wrong_shapes_and_a_volume_of_one_voxel_raise() -> None:
     for norm in (BatchNorm(5), InstanceNorm(5), GroupNorm(5, 5)):
         with pytest.raises(ValueError, match=r"shape \[2, 4, 3, 3\]; expected \[B, 5"):
             norm(torch.zeros(2, 4, 3, 3))
-    one = torch.randn(2, 5, 1, 1, 1)
+    voxel = torch.randn(2, 5, 1, 1, 1)
     for norm in (InstanceNorm(5), GroupNorm(5, 5)):
         for all_reduce in (norm.all_reduce, Seam()):
             norm.all_reduce = all_reduce  # type: ignore[assignment]
             with pytest.raises(ValueError, match="one value per channel"):
-                norm(one)
+                norm(voxel)
         norm.all_reduce = Seam([torch.ones(2 * 2 * 5 + 1, dtype=torch.float64)])  # type: ignore[assignment]
-        assert norm(one).isfinite().all(), "another rank has one more element"
-    assert GroupNorm(1, 5)(one).isfinite().all(), "five channels are five elements"
+        assert norm(voxel).isfinite().all(), "another rank has one more element"
+    assert GroupNorm(1, 5)(voxel).isfinite().all(), "five channels are five elements"
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -206,11 +206,11 @@ def test_invalid_arguments_raise(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", [InstanceNorm, GroupNorm])
-def test_a_nan_stays_in_its_sample(kind: Any, last: bool) -> None:
+def test_a_nan_stays_in_its_sample(kind: Any, channels_last: bool) -> None:
     torch.manual_seed(0)
-    form = torch.channels_last_3d if last else torch.contiguous_format
+    form = torch.channels_last_3d if channels_last else torch.contiguous_format
     x, dy = (t.contiguous(memory_format=form) for t in torch.randn(2, 3, 6, 2, 3, 4))
     for act in ACTS[kind]:
         _, norm = pair(kind, 5, act, torch.float32)

@@ -20,27 +20,27 @@ from tests.reference_data import DATA, load_arrays
 SIZES: dict[str, Any] = {"vocabulary": 40, "width": 128, "layers": 3, "heads": 4, "key_heads": 2, "inner": 192, "positions": 32}
 
 
-def linear(bits: Any, dtype: torch.dtype = torch.float64) -> Any:
+def new_layer(bits: Any, dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(0)
-    made = nn.Linear(96, 40, dtype=dtype)
-    quantize(made, bits)
-    return made
+    layer = nn.Linear(96, 40, dtype=dtype)
+    quantize(layer, bits)
+    return layer
 
 
 @pytest.mark.parametrize("bits", ["8bit", "bf16"])
 def test_output_and_gradient_equal_those_of_the_dequantized_weight(bits: str) -> None:
-    made, x = linear(bits), torch.randn(2, 5, 96, dtype=torch.float64, requires_grad=True)
+    layer, x = new_layer(bits), torch.randn(2, 5, 96, dtype=torch.float64, requires_grad=True)
     reference = nn.Linear(96, 40, dtype=torch.float64)
     with torch.no_grad():
-        reference.weight.copy_(made.weight.double() if bits == "bf16" else made.weight.double() * made.scale[:, None])
-        reference.bias.copy_(made.bias)
-    result, expected = made(x), reference(x)
+        reference.weight.copy_(layer.weight.double() if bits == "bf16" else layer.weight.double() * layer.scale[:, None])
+        reference.bias.copy_(layer.bias)
+    result, expected = layer(x), reference(x)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-13)
     grad = torch.randn_like(result)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (result, expected)), rtol=0, atol=1e-13)
-    assert made.weight.dtype == {"8bit": torch.int8, "bf16": torch.bfloat16}[bits]
-    dequantize(made, torch.float64)
-    assert type(made) is nn.Linear and torch.equal(made.weight, reference.weight) and [*made.state_dict()] == ["weight", "bias"]
+    assert layer.weight.dtype == {"8bit": torch.int8, "bf16": torch.bfloat16}[bits]
+    dequantize(layer, torch.float64)
+    assert type(layer) is nn.Linear and torch.equal(layer.weight, reference.weight) and [*layer.state_dict()] == ["weight", "bias"]
 
 
 def test_the_quantization_error_is_at_most_half_a_scale() -> None:
@@ -50,51 +50,51 @@ def test_the_quantization_error_is_at_most_half_a_scale() -> None:
     result = quantize_int8(weight, scale)
     assert torch.equal(scale, scale.bfloat16().float()) and result.abs().amax() <= 127 and not result[7].any()
     assert ((result * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
-    few = torch.arange(50) != 7
-    assert (scale[few] * 127 >= weight.abs().amax(1)[few]).all() and (scale[few] * 125.5 <= weight.abs().amax(1)[few]).all()
+    rows = torch.arange(50) != 7
+    assert (scale[rows] * 127 >= weight.abs().amax(1)[rows]).all() and (scale[rows] * 125.5 <= weight.abs().amax(1)[rows]).all()
 
 
 def test_non_finite_weights_give_non_finite_outputs() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
-        made = nn.Linear(8, 3)
-        made.weight.data[1, 2] = bad
-        quantize(made, "8bit")
-        assert made(torch.ones(1, 8)).isfinite().tolist() == [[True, False, True]]
+        layer = nn.Linear(8, 3)
+        layer.weight.data[1, 2] = bad
+        quantize(layer, "8bit")
+        assert layer(torch.ones(1, 8)).isfinite().tolist() == [[True, False, True]]
 
 
 @pytest.mark.parametrize("bits", ["8bit", "bf16"])
 def test_under_autocast_outputs_are_bf16_and_gradients_keep_their_dtype(bits: str) -> None:
-    made, x = linear(bits, torch.float32), torch.randn(4, 96, requires_grad=True)
+    layer, x = new_layer(bits, torch.float32), torch.randn(4, 96, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        y = made(x)
+        y = layer(x)
     assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), made(x), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.02, atol=0.02)
     y.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
 
 
 def test_no_dequantized_weight_is_saved_for_the_backward_pass() -> None:
-    made, x, saved = linear("8bit", torch.float32), torch.randn(4, 96, requires_grad=True), list[Tensor]()
+    layer, x, saved = new_layer("8bit", torch.float32), torch.randn(4, 96, requires_grad=True), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        made(x)
-    assert {t.data_ptr() for t in saved} <= {made.weight.data_ptr(), made.scale.data_ptr()} and saved
+        layer(x)
+    assert {t.data_ptr() for t in saved} <= {layer.weight.data_ptr(), layer.scale.data_ptr()} and saved
 
 
-def quantized_model(**kwargs: Any) -> LLM:
+def new_model(**kwargs: Any) -> LLM:
     with deferred(0):
         model = LLM(LLMConfig(**SIZES))
     return llm.adapt(model, LoRAConfig(rank=2, **kwargs))
 
 
 def test_weights_take_at_most_1_1_bytes_per_element() -> None:
-    parts = [part for part in materialize(quantized_model(base_dtype="8bit"), "cpu").modules() if isinstance(part, QuantizedLinear)]
-    held = sum(parameter.nbytes for part in parts for parameter in part.parameters(recurse=False))
-    assert len(parts) == 7 * 3 and 1 < held / sum(part.weight.numel() for part in parts) <= 1.1
+    layers = [layer for layer in materialize(new_model(base_dtype="8bit"), "cpu").modules() if isinstance(layer, QuantizedLinear)]
+    nbytes = sum(parameter.nbytes for layer in layers for parameter in layer.parameters(recurse=False))
+    assert len(layers) == 7 * 3 and 1 < nbytes / sum(layer.weight.numel() for layer in layers) <= 1.1
 
 
 @pytest.mark.parametrize("bits", ["8bit", "bf16"])
 def test_merging_adapters_keeps_the_outputs(bits: Any) -> None:
-    model = materialize(quantized_model(base_dtype=bits, targets=("q_proj", "down_proj")), "cpu").double()
+    model = materialize(new_model(base_dtype=bits, targets=("q_proj", "down_proj")), "cpu").double()
     for name, parameter in model.named_parameters():
         if "lora" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -107,8 +107,8 @@ def test_merging_adapters_keeps_the_outputs(bits: Any) -> None:
     assert all(p.requires_grad and p.dtype == torch.float64 for p in model.parameters())
 
 
-def trained(bits: Any) -> tuple[float, float]:
-    """The loss in bfloat16 before and after adapters were trained for 30 steps."""
+def train_adapters(bits: Any) -> tuple[float, float]:
+    """Train adapters for 30 steps in bfloat16, and return the first and the last loss."""
     model = llm.load_weights(DATA / "llm" / "llama31_tiny" / "hf").train()
     with deferred(0):
         llm.adapt(model, LoRAConfig(rank=4, base_dtype=bits, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
@@ -119,13 +119,13 @@ def trained(bits: Any) -> tuple[float, float]:
 
 
 def test_adapters_train_equally_with_int8_and_bf16_weights() -> None:
-    (first, last), (first16, last16) = trained("8bit"), trained("bf16")
+    (first, last), (first16, last16) = train_adapters("8bit"), train_adapters("bf16")
     assert abs(first - first16) < 0.002 * first16, (first, first16)
     assert first16 - last16 > 5 and abs((first - last) / (first16 - last16) - 1) < 0.01, (first, first16, last, last16)
 
 
 def test_conversion_to_bf16_keeps_int8_weights_and_their_scales() -> None:
-    model: Any = materialize(quantized_model(base_dtype="8bit"), "cpu")
+    model: Any = materialize(new_model(base_dtype="8bit"), "cpu")
     layer = model.model.layers[0].self_attn.q_proj
     weight, scale = layer.weight.clone(), layer.scale.clone()
     cast_to_bf16(model)

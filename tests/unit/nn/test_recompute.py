@@ -1,4 +1,4 @@
-"""Recomputed results: bitwise equal gradients with fewer saved tensors."""
+"""Recomputation of cheap results: bitwise equal gradients with fewer saved tensors."""
 
 import weakref
 from typing import Any
@@ -22,7 +22,7 @@ def sum_and_difference(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Net(nn.Module):
-    """Three layers that read one cheap result, and one that reads two."""
+    """A network in which three layers read one cheap result, and a product reads two results of one cheap function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,28 +50,28 @@ def train(recompute: bool, **autocast: Any) -> tuple[list[Tensor], int]:
 
 @pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
 def test_gradients_are_bitwise_equal_and_each_result_is_recomputed_once(autocast: dict[str, Any]) -> None:
-    (found, calls), (expected, calls_without) = train(True, **autocast), train(False, **autocast)
-    assert len(found) == 9 and all(map(torch.equal, found, expected))
+    (actual, calls), (expected, calls_without) = train(True, **autocast), train(False, **autocast)
+    assert len(actual) == 9 and all(map(torch.equal, actual, expected))
     assert calls == 2 and calls_without == 1, "three layers read it"
 
 
 def test_results_are_freed_after_the_forward_pass_and_after_the_backward_pass() -> None:
     net, storages = nn.Linear(4, 4), []
 
-    def recorded(x: Tensor) -> Tensor:
+    def double(x: Tensor) -> Tensor:
         y = x * 2
         storages.append(weakref.ref(y.untyped_storage()))
         return y
 
     up = nn.Linear(4, 4)
     with recompute_cheap():
-        y = net(cheap(recorded, up(torch.ones(3, 4))))
+        y = net(cheap(double, up(torch.ones(3, 4))))
     assert storages[0]() is None, "after the forward pass"
     y.sum().backward()
     assert len(storages) == 2 and storages[1]() is None, "after the backward pass"
 
 
-def test_it_has_no_effect_under_torch_compile() -> None:
+def test_recompute_cheap_has_no_effect_under_torch_compile() -> None:
     net, x = Net(), torch.ones(5, 4)
 
     def run(x: Tensor) -> Tensor:

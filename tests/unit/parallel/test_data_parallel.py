@@ -1,4 +1,4 @@
-"""Gradients of bfloat16 parameters over simulated ranks: an all-reduce sums in the dtype of its buffer, rank by rank."""
+"""Gradients of bfloat16 parameters over simulated ranks. An all-reduce sums rank by rank in the dtype of its buffer."""
 
 from typing import Any
 
@@ -12,43 +12,43 @@ from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.parallel.fsdp import ShardedReducer
 
 
-def gradients(ranks: int) -> torch.Tensor:
+def make_gradients(ranks: int) -> torch.Tensor:
     """Return correlated gradients of each rank in bfloat16.   [R, N]"""
     return (torch.randn(ranks, 4096, generator=torch.Generator().manual_seed(0)) + 1).bfloat16()
 
 
-def error(ranks: int, monkeypatch: pytest.MonkeyPatch, **words: Any) -> float:
+def sum_error(ranks: int, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> float:
     """Return the error of the sum relative to the norm of the exact one."""
-    every = gradients(ranks)
+    per_rank = make_gradients(ranks)
 
     def all_reduce(total: torch.Tensor, **_: Any) -> None:
-        for gradient in every[1:]:
+        for gradient in per_rank[1:]:
             total += gradient.to(total.dtype)
 
-    for name, stand_in in {"all_reduce": all_reduce, "broadcast": lambda *_, **words: None}.items():
+    for name, stand_in in {"all_reduce": all_reduce, "broadcast": lambda *_, **kwargs: None}.items():
         monkeypatch.setattr(data_parallel.torch_dist, name, stand_in)
     monkeypatch.setattr(Axis, "group", None)
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
-    sums = GradientReducer(model, Mesh({"replicate": ranks}, ranks), **words)
+    sums = GradientReducer(model, Mesh({"replicate": ranks}, ranks), **kwargs)
     sums.zero_grad()
-    (model.weight * every[0]).sum().backward()
+    (model.weight * per_rank[0]).sum().backward()
     sums.reduce()
-    found, exact = sums.flat_parameters[0].gradient(), every.double().sum(0)
-    assert found is not None
-    return ((found.double() - exact).norm() / exact.norm()).item()
+    actual, exact = sums.flat_parameters[0].gradient(), per_rank.double().sum(0)
+    assert actual is not None
+    return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
 def test_the_error_of_bfloat16_gradients_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = [error(ranks, monkeypatch) for ranks in (2, 4, 8, 128)]
+    errors = [sum_error(ranks, monkeypatch) for ranks in (2, 4, 8, 128)]
     assert errors[0] < errors[1] < 0.004 and max(errors[2:]) < 1e-5
     monkeypatch.setattr(data_parallel, "MAX_BF16_RANKS", 1000)
-    assert error(128, monkeypatch) > 0.005, "in bfloat16"
-    assert error(128, monkeypatch, float32_sums=True) < 1e-5
+    assert sum_error(128, monkeypatch) > 0.005, "in bfloat16"
+    assert sum_error(128, monkeypatch, float32_sums=True) < 1e-5
 
 
 def test_shards_are_summed_in_the_same_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_parallel.torch_dist, "broadcast", lambda *_, **words: None)
+    monkeypatch.setattr(data_parallel.torch_dist, "broadcast", lambda *_, **kwargs: None)
     monkeypatch.setattr(Axis, "group", None)
     kinds = []
     for ranks in (4, 8):

@@ -23,23 +23,23 @@ def sharded_twice(tensor: int, height: int) -> nn.Parameter:
 
 
 def test_the_shards_of_all_ranks_are_the_full_tensor() -> None:
-    whole, found = torch.arange(12 * 10.0).view(12, 10), torch.full((12, 10), torch.nan)
+    full, gathered = torch.arange(12 * 10.0).view(12, 10), torch.full((12, 10), torch.nan)
     for tensor in range(3):
         for height in range(2):
             part = sharded_twice(tensor, height)
             assert part.shape == (4, 5) and shard_spec(part).global_shape == (12, 10)
-            for offsets, here in shard_spec(part).boxes((0, 0), part.shape):
-                box = tuple(slice(o, o + n) for o, n in zip(offsets, part[here].shape))
-                assert found[box].isnan().all()
-                found[box] = part[here].detach()
-    assert torch.equal(found, whole)
+            for offsets, index in shard_spec(part).boxes((0, 0), part.shape):
+                box = tuple(slice(o, o + n) for o, n in zip(offsets, part[index].shape))
+                assert gathered[box].isnan().all()
+                gathered[box] = part[index].detach()
+    assert torch.equal(gathered, full)
 
 
 def test_a_box_of_a_shard_maps_to_the_full_tensor() -> None:
     part = sharded_twice(1, 1)
     assert shard_spec(part).ranges == (((2, 4), (7, 8), (10, 11)), ((5, 10),))
-    found = [(at, part[1:4, 2:3][here].tolist()) for at, here in shard_spec(part).boxes((1, 2), (3, 1))]
-    assert found == [((3, 7), [[37.0]]), ((7, 7), [[77.0]]), ((10, 7), [[107.0]])]
+    boxes = [(offsets, part[1:4, 2:3][index].tolist()) for offsets, index in shard_spec(part).boxes((1, 2), (3, 1))]
+    assert boxes == [((3, 7), [[37.0]]), ((7, 7), [[77.0]]), ((10, 7), [[107.0]])]
 
 
 def test_a_dim_may_be_sharded_over_two_axes() -> None:

@@ -1,4 +1,4 @@
-"""The computed queue of the loader: cases worked out by hand, and the real one beside it."""
+"""The simulated queue of the loader: cases computed by hand, and the capacity of a real loader."""
 
 import time
 from typing import Any
@@ -11,43 +11,43 @@ from hpcai.dist.launch import single_process
 from hpcai.plan.loader_queue import heavy_tail, max_samples, simulate_waits
 from tests.index_source import IndexSource
 
-LATE = np.array([1.0, 1, 5, 1, 1, 1])
+SECONDS = np.array([1.0, 1, 5, 1, 1, 1])
 
 
 def test_only_strict_order_waits_for_a_straggler() -> None:
-    # Samples 0 and 1 are there at 1, when 2 (to 6) and 3 begin. In strict order it is wanted at 5; 5 begins when it is taken.
-    assert simulate_waits(LATE, 2, workers=2, capacity=3, order="strict").tolist() == [1, 0, 1, 0, 0, 0]
-    assert simulate_waits(LATE, 2, workers=2, capacity=3, order="ready").tolist() == [1, 0, 0, 0, 0, 0]
+    # Samples 0 and 1 are ready at 1, when 2 (until 6) and 3 begin. In strict order 2 is due at 5; 5 begins when 2 is delivered.
+    assert simulate_waits(SECONDS, 2, workers=2, capacity=3, order="strict").tolist() == [1, 0, 1, 0, 0, 0]
+    assert simulate_waits(SECONDS, 2, workers=2, capacity=3, order="ready").tolist() == [1, 0, 0, 0, 0, 0]
 
 
 def test_workers_are_idle_when_the_queue_is_full() -> None:
     fast = np.array([1.0, 1, 1, 3, 3, 3])
-    # Each begins when the one before is taken, at 0, 1, 2, 3, 6 and 9; sample 5 is there at 12 and wanted at 11.
+    # Each begins when the previous one is delivered, at 0, 1, 2, 3, 6 and 9; sample 5 is ready at 12 and due at 11.
     assert simulate_waits(fast, 2, workers=2, capacity=1, order="strict").tolist() == [1, 0, 0, 0, 0, 1]
     assert simulate_waits(fast, 2, workers=2, capacity=2, order="strict").tolist() == [1, 0, 0, 0, 0, 0]
 
 
 def test_a_straggler_at_the_end_of_an_epoch_is_waited_for() -> None:
-    late = np.array([1.0, 1, 1, 9] + 12 * [1])
-    # Sample 3 is there at 10 and wanted at 4; those of the next epoch are prepared meanwhile.
+    seconds = np.array([1.0, 1, 1, 9] + 12 * [1])
+    # Sample 3 is ready at 10 and due at 4; samples of the next epoch are prepared meanwhile.
     for order in ("strict", "ready"):
-        assert simulate_waits(late, 1, workers=2, capacity=4, order=order, epoch=4)[:8].tolist() == [1, 0, 0, 6, 0, 0, 0, 0]  # type: ignore[arg-type]
-    assert simulate_waits(late, 1, workers=2, capacity=4, order="ready").tolist() == [1] + 15 * [0]
+        assert simulate_waits(seconds, 1, workers=2, capacity=4, order=order, epoch=4)[:8].tolist() == [1, 0, 0, 6, 0, 0, 0, 0]  # type: ignore[arg-type]
+    assert simulate_waits(seconds, 1, workers=2, capacity=4, order="ready").tolist() == [1] + 15 * [0]
 
 
 def test_replicas_start_each_step_together() -> None:
-    other = np.array([1.0, 1, 1, 1, 9, 1])  # 4 begins at 2 and is wanted at 9, or at 10 where the other copy was late before
+    other = np.array([1.0, 1, 1, 1, 9, 1])  # 4 begins at 2 and is due at 9, or at 10 if the other replica waited before
     assert simulate_waits(other, 2, 2, 3, "strict").tolist() == [1, 0, 0, 0, 2, 0]
-    assert simulate_waits(np.stack([other, LATE]), 2, 2, 3, "strict").tolist() == [1, 0, 1, 0, 1, 0]
-    assert simulate_waits(np.stack([LATE] * 3), 2, 2, 3, "ready").tolist() == simulate_waits(LATE, 2, 2, 3, "ready").tolist()
+    assert simulate_waits(np.stack([other, SECONDS]), 2, 2, 3, "strict").tolist() == [1, 0, 1, 0, 1, 0]
+    assert simulate_waits(np.stack([SECONDS] * 3), 2, 2, 3, "ready").tolist() == simulate_waits(SECONDS, 2, 2, 3, "ready").tolist()
 
 
 @pytest.mark.parametrize("order", ["strict", "ready"])
 def test_the_simulated_capacity_is_that_of_the_loader(order: Any) -> None:
-    """Batches of 2: one is handed out, one is taken for the next step, and the others are ahead."""
+    """Batches of 2: one is delivered, one is taken for the next step, and the others are prefetched."""
     begun: list[int] = []
 
-    class Noted(IndexSource):
+    class RecordingSource(IndexSource):
         def sample(self, index: int, epoch: int) -> np.ndarray:
             begun.append(index)
             return np.zeros(100)
@@ -55,18 +55,18 @@ def test_the_simulated_capacity_is_that_of_the_loader(order: Any) -> None:
     for prefetch, expected in ((800, 7), (8000, 10), (9599, 11)):
         assert max_samples(3, 2, prefetch, 800) == expected
         begun.clear()
-        with Loader(Noted(60), 2, single_process(), name="t", workers=3, prefetch=prefetch, order=order) as loader:
+        with Loader(RecordingSource(60), 2, single_process(), name="t", workers=3, prefetch=prefetch, order=order) as loader:
             batches = loader.epoch(0)
             next(batches)
             until = time.monotonic() + 10
             while len(begun) < expected + 4 and time.monotonic() < until:
                 time.sleep(0.005)
-            time.sleep(0.05)  # in which no further one is begun
+            time.sleep(0.05)  # no further sample begins
             assert len(begun) == expected + 4
             batches.close()
 
 
-def test_a_tail_is_as_heavy_as_it_says() -> None:
+def test_the_heavy_tail_has_the_documented_distribution() -> None:
     seconds = heavy_tail(np.random.default_rng(0), 20_000)
     slow = seconds[seconds >= 1]
     assert len(slow) / 20_000 == pytest.approx(0.03, abs=0.004) and slow.max() < 10

@@ -1,4 +1,4 @@
-"""A traced step has the operations, communication and memory of the step that runs."""
+"""A traced step has the operations, communication and memory of an executed step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,13 +25,13 @@ from hpcai.plan.step_trace import FLOP_FORMULAS, Communication, Kernel, StepTrac
 
 
 @contextmanager
-def traced() -> Iterator[StepTracer]:
+def fake_tracer() -> Iterator[StepTracer]:
     with traced_job(1, kernels=False) as tracer, tracer.fake_tensors():
         yield tracer
 
 
 def test_operations_have_flop_and_bytes() -> None:
-    with traced() as tracer:
+    with fake_tracer() as tracer:
         a, b = torch.empty(4, 6, dtype=torch.bfloat16), torch.empty(6, 8, dtype=torch.bfloat16)
         with tracer.record() as trace:
             c = a @ b
@@ -51,11 +51,11 @@ def test_operations_have_flop_and_bytes() -> None:
 def test_the_flop_of_a_convolution_are_those_of_its_weights(layer: Any) -> None:
     x = torch.randn(2, 8, 9, 9)
     y = layer(x)
-    places = 81 if isinstance(layer, nn.ConvTranspose2d) else y.shape[2] * y.shape[3]
+    positions = 81 if isinstance(layer, nn.ConvTranspose2d) else y.shape[2] * y.shape[3]
     counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
     with counter:
-        layer(x).sum().backward()  # of the input there is no gradient
-    assert counter.get_total_flops() == 2 * 2 * layer.weight.numel() * 2 * places
+        layer(x).sum().backward()  # the input has no gradient
+    assert counter.get_total_flops() == 2 * 2 * layer.weight.numel() * 2 * positions
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -71,10 +71,10 @@ def test_the_flop_of_attention_are_those_of_the_unmasked_scores(causal: bool) ->
 def test_peak_memory_is_that_of_live_tensors() -> None:
     def step(x: Tensor) -> Tensor:
         for _ in range(8):
-            x = x.sin()  # keeps its input
+            x = x.sin()  # saves its input
         return x
 
-    with traced() as tracer:
+    with fake_tracer() as tracer:
         x = torch.empty(1000, requires_grad=True)
         peaks = []
         for run in (step, lambda x: checkpoint(step, x, use_reentrant=False)):
@@ -85,7 +85,7 @@ def test_peak_memory_is_that_of_live_tensors() -> None:
         with tracer.record() as trace, torch.no_grad():
             step(x)
         peaks.append(trace.peak)
-    assert peaks == [4000 * 9, 4000 * 3, 4000 * 3]  # all; x, and the result of a step
+    assert peaks == [4000 * 9, 4000 * 3, 4000 * 3]  # all results; x, and input and result of one operation
 
 
 def test_communication_of_any_job() -> None:
@@ -93,12 +93,12 @@ def test_communication_of_any_job() -> None:
         mesh = Mesh({"replicate": -1, "axial": 8}, 2048)
         axis = mesh["axial"].init_group()
         with tracer.fake_tensors(), tracer.record() as trace:
-            whole, own = torch.empty(32), torch.empty(4)
-            work = all_gather(whole, own, axis)
-            all_to_all(torch.empty(32), whole, axis).wait()
+            full, shard = torch.empty(32), torch.empty(4)
+            work = all_gather(full, shard, axis)
+            all_to_all(torch.empty(32), full, axis).wait()
             work.wait()
-            ReduceScatter(own, whole, axis).wait()
-            all_reduce_(whole, mesh.peers)
+            ReduceScatter(shard, full, axis).wait()
+            all_reduce_(full, mesh.peers)
         assert (broadcast_object("word", mesh.peers), all_gather_object(3, axis)) == ("word", [3] * 8)
     (first, *_), ranks = [event.number for event in trace.events if isinstance(event, Communication)], tuple(range(8))
     assert [event for event in trace.events if not isinstance(event, Kernel)] == [
@@ -109,8 +109,8 @@ def test_communication_of_any_job() -> None:
     ]  # fmt: skip
 
 
-def by_channels(cfg: OpenFoldConfig, sequences: int, residues: int, ranks: int) -> int:
-    """Numbers that a rank sends for an Evoformer block, forward (docs/performance.md); backward it sends as many."""
+def count_sent_elements(cfg: OpenFoldConfig, sequences: int, residues: int, ranks: int) -> int:
+    """Return the elements sent by a rank in the forward pass of an Evoformer block (docs/performance.md), or in the backward."""
     rows, columns = -(-sequences // ranks), -(-residues // ranks)
     moved = 2 * cfg.msa * rows * columns + 2 * cfg.pair * columns**2 + 6 * cfg.pairs.triangle // ranks * columns * residues
     gathered = (cfg.rows.heads + 2 * cfg.pairs.heads) * columns * residues + cfg.rows.outer * sequences * columns
@@ -118,8 +118,8 @@ def by_channels(cfg: OpenFoldConfig, sequences: int, residues: int, ranks: int) 
 
 
 def test_the_formula_gives_the_table_of_the_published_network() -> None:
-    found = [2 * by_channels(OpenFoldConfig(), 128, 256, ranks) / 1e6 for ranks in (2, 4, 8)]
-    assert found == pytest.approx([44.0, 34.6, 22.0], abs=0.05), "MB in bfloat16, as docs/performance.md has them"
+    megabytes = [2 * count_sent_elements(OpenFoldConfig(), 128, 256, ranks) / 1e6 for ranks in (2, 4, 8)]
+    assert megabytes == pytest.approx([44.0, 34.6, 22.0], abs=0.05), "MB in bfloat16, as in docs/performance.md"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
@@ -139,7 +139,7 @@ def test_a_traced_block_sends_the_bytes_of_the_formula(ranks: int) -> None:
                 torch.autograd.backward(block(m, z, Masks(rows, columns, pairs, pairs, (sequences, residues))), (m, z))
     machine, events = find_machine("h100"), [event for event in trace.events if isinstance(event, Communication)]
     sent = [machine.communication_time(event.name, event.bytes, event.ranks)[1] for event in events]
-    assert len(sent) == 24 and sum(sent) == 2 * 4 * by_channels(cfg, sequences, residues, ranks)
+    assert len(sent) == 24 and sum(sent) == 2 * 4 * count_sent_elements(cfg, sequences, residues, ranks)
 
 
 def test_a_trace_leaves_no_state() -> None:
@@ -147,7 +147,7 @@ def test_a_trace_leaves_no_state() -> None:
         _ = 1 / 0
     assert not torch_dist.is_initialized() and not triton_support.PLANNED and torch.ones(2).sum().item() == 2
     array = np.arange(3)
-    with traced():
+    with fake_tracer():
         assert isinstance(device_cache.to_device(array, torch.empty(1)), FakeTensor)
     assert device_cache.to_device(array, torch.empty(1)).tolist() == [0, 1, 2]
 

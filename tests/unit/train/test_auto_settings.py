@@ -1,4 +1,4 @@
-"""Compilation of a step and reuse of its code, and settings that are resolved for the machine."""
+"""Compilation of a step and reuse of its code, and ``auto`` settings that depend on the machine."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from hpcai.train.auto_settings import set_backend_flags
 from hpcai.train.step import Step
 
 
-def network() -> nn.Module:
+def build_network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
 
@@ -26,30 +26,30 @@ def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use Dynamo without Inductor, whose C++ takes half a minute."""
-    whole = compiling.compile_model
-    monkeypatch.setattr(compiling, "compile_model", lambda model, mode: whole(model, mode, backend="eager"))
+def eager_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile by Dynamo without Inductor, whose C++ compilation takes half a minute."""
+    compile_model = compiling.compile_model
+    monkeypatch.setattr(compiling, "compile_model", lambda model, mode: compile_model(model, mode, backend="eager"))
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("how, count", [("whole", 1), ("blocks", 3)])
-def test_a_compiled_step_reports_its_compilation_once(quick: None, how: str, count: int) -> None:
-    plain, step = (Step(network(), loss, StepConfig(compile=c), dist.single_process()) for c in ("none", how))
+@pytest.mark.parametrize("mode, count", [("whole", 1), ("blocks", 3)])
+def test_a_compiled_step_reports_its_compilation_once(eager_backend: None, mode: str, count: int) -> None:
+    eager, step = (Step(build_network(), loss, StepConfig(compile=c), dist.single_process()) for c in ("none", mode))
     modules = "3 modules" if count == 3 else "1 module"
-    assert step.messages == [f"step.compile: {modules} of Sequential"] and plain.news() == []
+    assert step.messages == [f"step.compile: {modules} of Sequential"] and eager.news() == []
     batch = torch.randn(4, 8)
     for _ in range(3):
-        assert step(batch)["loss"].item() == pytest.approx(plain(batch)["loss"].item(), rel=1e-6)
+        assert step(batch)["loss"].item() == pytest.approx(eager(batch)["loss"].item(), rel=1e-6)
     assert step.news()[0].startswith("compiled")
     assert step.news() == []
-    assert list(step.model.state_dict()) == list(plain.model.state_dict())
+    assert list(step.model.state_dict()) == list(eager.model.state_dict())
 
 
 def test_a_second_start_reuses_all_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = StepConfig(compile="whole", compile_cache=tmp_path / "kept", optimizer="sgd")
-    weights = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))  # products alone: there is no C++ to build
-    told = []
+    cfg = StepConfig(compile="whole", compile_cache=tmp_path / "cache", optimizer="sgd")
+    weights = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))  # matmuls only: there is no C++ to build
+    counts = []
     for start in ("first", "second"):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / start))  # the disk of another node
         monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
@@ -57,8 +57,8 @@ def test_a_second_start_reuses_all_compiled_code(tmp_path: Path, monkeypatch: py
         step = Step(copy.deepcopy(weights), loss, cfg, dist.single_process())
         step(torch.ones(4, 8))
         assert step._compiled is not None
-        told.append(step._compiled._counts.read() | {"news": step.news()[0], "seconds": step.compiled})
-    first, second = told
+        counts.append(step._compiled._counts.read() | {"news": step.news()[0], "seconds": step.compiled})
+    first, second = counts
     assert first["cache_hits"] == 0 and first["cache_misses"] == 2 and "found" not in first["news"], "forward and backward"
     assert second["cache_hits"] == 2 and second["cache_misses"] == 0 and "2 of 2 parts found ready" in second["news"]
     assert 0 < second["seconds"] < first["seconds"]
@@ -74,18 +74,18 @@ def backends() -> Iterator[Callable[[], tuple[bool, bool, bool]]]:
 
 
 def test_tf32_and_cudnn_benchmark_are_set_for_the_process_if_configured(backends: Any) -> None:
-    gpu, was = torch.device("cuda"), backends()
-    assert set_backend_flags(StepConfig(), gpu) == [] and backends() == was
+    gpu, before = torch.device("cuda"), backends()
+    assert set_backend_flags(StepConfig(), gpu) == [] and backends() == before
     assert set_backend_flags(StepConfig(tf32=True), gpu) == ["step.tf32: true, for this whole process"]
-    assert backends() == (True, True, was[2])
+    assert backends() == (True, True, before[2])
     assert len(set_backend_flags(StepConfig(tf32=False, cudnn_benchmark=True), gpu)) == 2 and backends() == (False, False, True)
-    assert set_backend_flags(StepConfig(), gpu) == [] and backends() == (False, False, True), "auto leaves what a person has set"
-    torch.get_float32_matmul_precision()  # torch raises where its two interfaces were mixed
+    assert set_backend_flags(StepConfig(), gpu) == [] and backends() == (False, False, True), "auto keeps the flags"
+    torch.get_float32_matmul_precision()  # torch raises if its two interfaces were mixed
 
 
 def test_gpu_settings_on_a_cpu_are_reported_and_not_set(backends: Any) -> None:
-    was = backends()
-    step = Step(network(), loss, StepConfig(tf32=True, cudnn_benchmark=True), dist.single_process(torch.device("cpu")))
-    assert backends() == was
+    before = backends()
+    step = Step(build_network(), loss, StepConfig(tf32=True, cudnn_benchmark=True), dist.single_process(torch.device("cpu")))
+    assert backends() == before
     names = "tf32", "cudnn_benchmark"
     assert step.messages == [f"step.{name}: true, without effect: this process computes on cpu" for name in names]

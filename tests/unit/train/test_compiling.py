@@ -1,4 +1,4 @@
-"""Compilation in place keeps keys and values, is counted, and its code is cached."""
+"""Compilation in place: keys and values stay, compilations are counted, and compiled code is cached."""
 
 import fcntl
 import os
@@ -27,10 +27,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, *kept: nn.Module) -> None:
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.embed = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.body = nn.ModuleList(kept or [Block() for _ in range(4)])
+        self.body = nn.ModuleList(blocks or [Block() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -58,7 +58,7 @@ def test_blocks_are_the_outermost_repeated_children_and_never_torchs_layers() ->
     stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
     small = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     lists = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block()])])
-    lists.append(nn.ModuleList(list(lists[0])))  # the same blocks once more: weights are shared
+    lists.append(nn.ModuleList(list(lists[0])))  # the same blocks again: weights are shared
     cosmoflow = CosmoFlow(CosmoFlowConfig(size=32, blocks=5, filters=2))
     for model, expected in (
         (nests, nests.body), (stages, [*stages[0], *stages[1]]), (small, small), (lists, lists[0]),
@@ -67,13 +67,13 @@ def test_blocks_are_the_outermost_repeated_children_and_never_torchs_layers() ->
         assert repeated_blocks(model) == list(expected)
 
 
-@pytest.mark.parametrize(("how", "count"), [("none", 0), ("blocks", 4), ("whole", 1)])
-def test_keys_values_and_gradients_stay_and_equal_blocks_are_compiled_once(how: str, count: int) -> None:
+@pytest.mark.parametrize(("mode", "count"), [("none", 0), ("blocks", 4), ("whole", 1)])
+def test_keys_values_and_gradients_stay_and_equal_blocks_are_compiled_once(mode: str, count: int) -> None:
     model, x, counts = Model().double(), torch.randn(5, 8, dtype=torch.float64), CompileCounts()
-    keys, plain = list(model.state_dict()), model(x)
-    gradients = torch.autograd.grad(plain.square().sum(), list(model.parameters()))
-    assert compile_model(model, how, backend="aot_eager") == count  # type: ignore[arg-type]
-    torch.testing.assert_close(model(x), plain)
+    keys, expected = list(model.state_dict()), model(x)
+    gradients = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    assert compile_model(model, mode, backend="aot_eager") == count  # type: ignore[arg-type]
+    torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(torch.autograd.grad(model(x).square().sum(), list(model.parameters())), gradients)
     read = counts.read()
     assert list(model.state_dict()) == keys
@@ -131,77 +131,77 @@ def test_the_key_names_settings_and_machine(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     changes = (torch, "__version__", "9"), (torch.version, "cuda", "99"), (torch.cuda, "is_available", lambda: True)
-    for place, name, value in (*changes, (compiling, "_cpu_id", list)):
-        monkeypatch.setattr(place, name, value)
+    for owner, name, value in (*changes, (compiling, "_cpu_id", list)):
+        monkeypatch.setattr(owner, name, value)
         keys.add(cache_key({"how": "blocks", "shape": (4, 8)}))
     assert len(keys) == 7
 
 
-def home() -> Path:
+def cache_dir() -> Path:
     return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
 def test_compiled_code_is_restored_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, path = tmp_path / "shared", tmp_path / "shared/k1.zip"
     assert not restore_cache(shared, "k1")
-    first = home()
+    first = cache_dir()
     assert first.is_relative_to(tmp_path / "one") and os.environ["TRITON_CACHE_DIR"] == str(first / "triton")
-    assert not restore_cache(shared, "k1") and home() == first  # once more in the same process
+    assert not restore_cache(shared, "k1") and cache_dir() == first  # again in the same process
     for name in ("ab/x.so", "ab/.123.tmp", "ab/busy.main.so", "locks/x.lock", "locks/busy.lock"):
         (first / name).parent.mkdir(exist_ok=True)
         (first / name).write_text("code")
-    with open(first / "locks/busy.lock", "rb") as held:  # g++ is at work
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(first / "locks/busy.lock", "rb") as lock:  # g++ is at work
+        fcntl.flock(lock, fcntl.LOCK_EX)
         store_cache(shared, "k1")
         before = path.stat().st_mtime_ns
         store_cache(shared, "k1")
     assert path.stat().st_mtime_ns == before and list(shared.iterdir()) == [path]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "two"))
-    assert restore_cache(shared, "k1") and home().is_relative_to(tmp_path / "two")
-    assert {str(p.relative_to(home())): p.read_text() for p in home().rglob("*") if p.is_file()} == {"ab/x.so": "code"}
-    (home() / "ab/x.so").write_text("co")  # left by a job that was killed
-    assert restore_cache(shared, "k1") and (home() / "ab/x.so").read_text() == "code"
-    assert not restore_cache(shared, "k2") and not list(home().iterdir())
-    (home() / "y.so").write_text("other")
-    store_cache(shared, "k1")  # not what this process compiles for
+    assert restore_cache(shared, "k1") and cache_dir().is_relative_to(tmp_path / "two")
+    assert {str(p.relative_to(cache_dir())): p.read_text() for p in cache_dir().rglob("*") if p.is_file()} == {"ab/x.so": "code"}
+    (cache_dir() / "ab/x.so").write_text("co")  # left by a job that was killed
+    assert restore_cache(shared, "k1") and (cache_dir() / "ab/x.so").read_text() == "code"
+    assert not restore_cache(shared, "k2") and not list(cache_dir().iterdir())
+    (cache_dir() / "y.so").write_text("other")
+    store_cache(shared, "k1")  # this process uses another key
     assert path.stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("harm", ["flipped", "foreign", "other user", "open"])
+@pytest.mark.parametrize("kind", ["flipped", "foreign", "other user", "open"])
 def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
-    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared, path = tmp_path / "shared", tmp_path / "shared/k.zip"
-    restore_cache(shared, "other" if harm == "foreign" else "k")
-    (home() / "x.so").write_bytes(code := os.urandom(5000))
-    store_cache(shared, home().name)
-    (home() / "x.so").unlink()
-    whole = next(shared.iterdir()).read_bytes()
-    path.write_bytes(whole[:900] + b"??" + whole[902:] if harm == "flipped" else whole)
-    if harm == "open":
+    restore_cache(shared, "other" if kind == "foreign" else "k")
+    (cache_dir() / "x.so").write_bytes(code := os.urandom(5000))
+    store_cache(shared, cache_dir().name)
+    (cache_dir() / "x.so").unlink()
+    content = next(shared.iterdir()).read_bytes()
+    path.write_bytes(content[:900] + b"??" + content[902:] if kind == "flipped" else content)
+    if kind == "open":
         path.chmod(0o770)
     with monkeypatch.context() as patch:
-        if harm == "other user":
+        if kind == "other user":
             os.chown(path, 12345, -1) if os.getuid() == 0 else patch.setattr(os, "getuid", lambda: 12345)
         assert not restore_cache(shared, "k")
-    assert f"{path} is not used: " in caplog.text and not list(home().iterdir())
-    (home() / "x.so").write_bytes(code)
+    assert f"{path} is not used: " in caplog.text and not list(cache_dir().iterdir())
+    (cache_dir() / "x.so").write_bytes(code)
     store_cache(shared, "k")
     assert restore_cache(shared, "k")
 
 
-@pytest.mark.parametrize("harm", ["link", "open"])
+@pytest.mark.parametrize("kind", ["link", "open"])
 def test_a_folder_of_this_node_that_others_can_write_is_not_used(
-    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = home()
-    ours = before / f"hpcai-compiled-{os.getuid()}"
-    (theirs := tmp_path / "theirs").mkdir()
-    ours.parent.mkdir(parents=True, exist_ok=True)
-    if harm == "link":
-        ours.symlink_to(theirs)
+    before = cache_dir()
+    folder = before / f"hpcai-compiled-{os.getuid()}"
+    (target := tmp_path / "target").mkdir()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "link":
+        folder.symlink_to(target)
     else:
-        ours.mkdir()
-        ours.chmod(0o777)
-    assert not restore_cache(tmp_path / "shared", "k") and str(ours) in caplog.text
-    assert home() == before and not [*theirs.iterdir(), *ours.iterdir()]
+        folder.mkdir()
+        folder.chmod(0o777)
+    assert not restore_cache(tmp_path / "shared", "k") and str(folder) in caplog.text
+    assert cache_dir() == before and not [*target.iterdir(), *folder.iterdir()]

@@ -1,4 +1,4 @@
-"""Bundles in one process: their contents, and that neither they nor their directory hide the first error."""
+"""Failure bundles of one process: their contents, and the first error, which no error of writing them hides."""
 
 import logging
 import os
@@ -21,19 +21,19 @@ from hpcai.train import flight_recorder, rng
 from hpcai.train.flight_recorder import HEARTBEAT, LAST_FAILURE, FlightRecorder, describe_ranks, pause_watchdog, read_bundle
 
 
-def run_in(folder: Path | None) -> train.Run:
+def new_run(folder: Path | None) -> train.Run:
     return train.Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.single_process())
 
 
-def fails_in(folder: Path, before: Any = lambda: None) -> None:
-    with run_in(folder) as run:
+def fail_in(folder: Path, before: Any = lambda: None) -> None:
+    with new_run(folder) as run:
         run.begin()
         before()
         raise DataError("the first error")
 
 
 def test_a_bundle_holds_logs_events_random_state_and_the_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the first error"), run_in(tmp_path) as run:
+    with pytest.raises(DataError, match="the first error"), new_run(tmp_path) as run:
         run.begin()
         run.flight_recorder.describe = lambda step: {"step": 7, "samples": 1 / 0}
         for number in range(300):
@@ -41,24 +41,24 @@ def test_a_bundle_holds_logs_events_random_state_and_the_error(tmp_path: Path) -
             run.reports.emit("train", step=number, loss=float("nan"))
         state = rng.state()["torch"]
         raise DataError("the first error")
-    (told,) = read_bundle(tmp_path / LAST_FAILURE)
-    assert len(told["log"]) == 200 and told["log"][-1].endswith("WARNING any: line 299")
-    assert len(told["events"]) == 100 and told["events"][-1]["loss"] == "NaN"
-    assert told["error"]["text"] == "the first error" and "raise DataError" in told["error"]["traceback"]
-    assert told["step"] == 0 and "ZeroDivisionError" in told["position"], "what cannot be told hides nothing else"
-    assert "MainThread" in told["threads"][0]["thread"] and told["pid"] == os.getpid()
+    (record,) = read_bundle(tmp_path / LAST_FAILURE)
+    assert len(record["log"]) == 200 and record["log"][-1].endswith("WARNING any: line 299")
+    assert len(record["events"]) == 100 and record["events"][-1]["loss"] == "NaN"
+    assert record["error"]["text"] == "the first error" and "raise DataError" in record["error"]["traceback"]
+    assert record["step"] == 0 and "ZeroDivisionError" in record["position"], "an error of describe leaves the other entries"
+    assert "MainThread" in record["threads"][0]["thread"] and record["pid"] == os.getpid()
     assert torch.equal(load_file(tmp_path / LAST_FAILURE / "rank-00000.safetensors")["torch"], state)
     assert all(not isinstance(handler, FlightRecorder) for handler in logging.getLogger().handlers)
 
 
 def test_a_run_without_failure_writes_no_bundle(tmp_path: Path) -> None:
     for end in (SystemExit(85), KeyboardInterrupt()):
-        with pytest.raises(type(end)), run_in(tmp_path / "asked") as run:
+        with pytest.raises(type(end)), new_run(tmp_path / "stopped") as run:
             run.begin()
             raise end
-    with pytest.raises(DataError), run_in(tmp_path / "refused"):
+    with pytest.raises(DataError), new_run(tmp_path / "refused"):
         raise DataError("before it began")
-    with pytest.raises(DataError), run_in(None) as run:
+    with pytest.raises(DataError), new_run(None) as run:
         run.begin()
         raise DataError("without a directory")
     assert not list(tmp_path.rglob("*failure*"))
@@ -68,45 +68,45 @@ def test_a_full_disk_does_not_hide_the_first_error_and_keeps_no_half_bundle(tmp_
     def limit(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    def full() -> None:
+    def fail_with_full_disk() -> None:
         try:
-            fails_in(tmp_path / "run", lambda: limit(100))
+            fail_in(tmp_path / "run", lambda: limit(100))
         finally:
             limit(resource.RLIM_INFINITY)
 
-    with fork_processes(full, tmp_path / "said") as forks:
-        codes, said = forks.wait(30)
-    assert codes == [1] and said.rstrip().endswith("DataError: the first error"), said
+    with fork_processes(fail_with_full_disk, tmp_path / "output") as forks:
+        codes, output = forks.wait(30)
+    assert codes == [1] and output.rstrip().endswith("DataError: the first error"), output
     assert (tmp_path / "run").is_dir() and not list((tmp_path / "run").glob("failure-*"))
 
 
 def test_a_file_system_that_hangs_does_not_hold_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_recorder, "_WRITE_TIMEOUT", 0.2)
-    monkeypatch.setattr(FlightRecorder, "_write", lambda *words: time.sleep(3))
-    began = time.monotonic()
+    monkeypatch.setattr(FlightRecorder, "_write", lambda *args: time.sleep(3))
+    start = time.monotonic()
     with pytest.raises(DataError, match="the first error"):
-        fails_in(tmp_path)
-    assert time.monotonic() - began < 2
+        fail_in(tmp_path)
+    assert time.monotonic() - start < 2
 
 
 def test_ranks_at_the_same_location_share_a_line_and_the_rarest_is_first() -> None:
-    told = [{"rank": rank, "step": 4, "where": "wait (a.py:1: w)" if rank != 5 else "sleep (b.py:2: s)"} for rank in range(9)]
-    told = [one for one in told if one["rank"] != 7]
-    assert describe_ranks(told, 10).splitlines() == [
+    records = [{"rank": rank, "step": 4, "where": "wait (a.py:1: w)" if rank != 5 else "sleep (b.py:2: s)"} for rank in range(9)]
+    records = [record for record in records if record["rank"] != 7]
+    assert describe_ranks(records, 10).splitlines() == [
         "  rank 5: step 4, in sleep (b.py:2: s)",
         "  ranks 7,9: wrote nothing: its node is gone, its disk full, or a call holds the interpreter",
         "  ranks 0-4,6,8: step 4, in wait (a.py:1: w)",
     ]
 
 
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Any, timeout: float = 0.3) -> list[float]:
-    """Return the ends of the job by the watchdog while ``act`` runs."""
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Any, timeout: float = 0.3) -> list[float]:
+    """Return the timeouts by which the watchdog ended the job while ``work`` ran."""
     ends: list[float] = []
     monkeypatch.setattr(FlightRecorder, "_end_job", lambda self, timeout: ends.append(timeout))
-    with run_in(tmp_path) as run:
+    with new_run(tmp_path) as run:
         run.begin()
         with run.flight_recorder.watch_hang(timeout):
-            act()
+            work()
     return ends
 
 
@@ -114,21 +114,21 @@ def test_only_missing_progress_is_a_hang(tmp_path: Path, monkeypatch: pytest.Mon
     def first_step() -> None:
         time.sleep(0.9)
 
-    def stands() -> None:
+    def hang() -> None:
         HEARTBEAT.beats += 1
         time.sleep(0.9)
 
-    def moves() -> None:
+    def progress() -> None:
         for _ in range(9):
             HEARTBEAT.beats += 1
             time.sleep(0.1)
 
-    def rests() -> None:
+    def pause() -> None:
         HEARTBEAT.beats += 1
         with pause_watchdog():
             time.sleep(0.9)
 
-    def saves() -> None:
+    def save() -> None:
         HEARTBEAT.beats += 1
         partial = tmp_path / "checkpoints" / ".step-00000001.partial"
         partial.mkdir()
@@ -136,10 +136,10 @@ def test_only_missing_progress_is_a_hang(tmp_path: Path, monkeypatch: pytest.Mon
             (partial / "file").write_bytes(bytes(size + 1))
             time.sleep(0.1)
 
-    for act in (first_step, moves, rests, saves):
-        assert watched(tmp_path, monkeypatch, act) == [], act
-    assert watched(tmp_path, monkeypatch, stands)
-    assert watched(tmp_path, monkeypatch, lambda: time.sleep(2)), "the first step may take four times as long, not for ever"
+    for work in (first_step, progress, pause, save):
+        assert watch(tmp_path, monkeypatch, work) == [], work
+    assert watch(tmp_path, monkeypatch, hang)
+    assert watch(tmp_path, monkeypatch, lambda: time.sleep(2)), "the first step may take four times as long, but not longer"
 
 
 def test_steps_and_batches_of_an_evaluation_count(tmp_path: Path) -> None:
@@ -161,15 +161,15 @@ def test_the_search_names_the_first_module_that_is_not_finite(where: str) -> Non
 
     model = nn.Sequential(nn.Linear(2, 2), Second(), nn.Linear(2, 1))
     batch = torch.full((3, 2), float("nan") if where == "batch" else 1.0)
-    with search_non_finite(model, batch) as seen:
+    with search_non_finite(model, batch) as messages:
         out = model(batch)
         (torch.sqrt(out - out.detach()).sum()).backward()  # a finite value whose gradient is not
-    first = {
+    expected = {
         "batch": ["the batch itself is non-finite",
                   "0 (Linear) is the first module with a non-finite output; its input was non-finite too"],
         "second": ["1 (Second) is the first module with a non-finite output"],
         "loss": ["all outputs are finite: the loss or the backward pass causes it",
                  "backward: the first non-finite gradient is that of the output of 2"],
     }[where]  # fmt: skip
-    assert seen == first
+    assert messages == expected
     assert not any(module._forward_hooks for module in model.modules())

@@ -1,4 +1,4 @@
-"""The loop in one process: use in a notebook, times of reports, ends of a run."""
+"""The training loop in one process: use in a notebook, steps of reports and evaluations, stop reasons."""
 
 import json
 import logging
@@ -50,13 +50,12 @@ class Config(Settings):
     model: int = 1
 
 
-def new_run(path: Path, **words: Any) -> train.Run:
-    return train.Run(
-        "test", Config(report=ReportConfig(directory=path, sinks=()), checkpoint=CheckpointConfig(**words)), dist.single_process()
-    )
+def new_run(path: Path, **overrides: Any) -> train.Run:
+    cfg = Config(report=ReportConfig(directory=path, sinks=()), checkpoint=CheckpointConfig(**overrides))
+    return train.Run("test", cfg, dist.single_process())
 
 
-def events(path: Path) -> list[dict]:
+def read_events(path: Path) -> list[dict]:
     return log.read_metrics(path / "metrics.jsonl")
 
 
@@ -70,54 +69,54 @@ def test_in_a_notebook() -> None:
 
 
 def test_from_fit_to_a_loss_are_nine_calls() -> None:
-    found: list[str] = []
+    names: list[str] = []
 
-    def counted(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        found[:] = [frame.name for frame in traceback.extract_stack()]
+    def record_stack(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        names[:] = [frame.name for frame in traceback.extract_stack()]
         return loss(model, batch)
 
-    step = train.Step(nn.Linear(3, 1), counted, StepConfig(optimizer="sgd", lr=0.1), dist.single_process())
+    step = train.Step(nn.Linear(3, 1), record_stack, StepConfig(optimizer="sgd", lr=0.1), dist.single_process())
     train.fit(step, batches(), TrainConfig(steps=1))
-    assert len(calls := found[found.index("fit") :]) <= 9, f"{calls}: one more layer for everyone who reads the loop"
+    assert len(calls := names[names.index("fit") :]) <= 9, f"{calls}: one more layer between fit and the loss"
 
 
 def test_a_report_is_the_mean_of_its_steps() -> None:
-    step, seen = new_step(), []
-    plain = step.forward_backward
-    step.forward_backward = lambda model, batch: (values := plain(model, batch), seen.append(values["loss"].item()))[0]
+    step, losses = new_step(), []
+    original = step.forward_backward
+    step.forward_backward = lambda model, batch: (values := original(model, batch), losses.append(values["loss"].item()))[0]
     result = train.fit(step, batches(), TrainConfig(steps=7, report_every=4))
     assert [report.step for report in result] == [4, 7]
-    assert result.reports[0]["loss"] == pytest.approx(sum(seen[:4]) / 4, rel=1e-6)
-    assert result.reports[1]["loss"] == pytest.approx(sum(seen[4:]) / 3, rel=1e-6)
+    assert result.reports[0]["loss"] == pytest.approx(sum(losses[:4]) / 4, rel=1e-6)
+    assert result.reports[1]["loss"] == pytest.approx(sum(losses[4:]) / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize(("begin", "when"), [(None, [6, 12, 15]), (3, [9, 15])])
-def test_evaluation_every_second_epoch_from_one_on_and_at_the_end(tmp_path: Path, begin: int | None, when: list[int]) -> None:
+@pytest.mark.parametrize(("begin", "steps"), [(None, [6, 12, 15]), (3, [9, 15])])
+def test_evaluation_every_second_epoch_from_a_given_one_and_at_the_end(tmp_path: Path, begin: int | None, steps: list[int]) -> None:
     cfg = TrainConfig(epochs=5, evaluate_every=2, evaluate_from=begin)
     with new_run(tmp_path) as run:
         result = train.fit(new_step(), batches(), cfg, validation=batches(2), evaluate=metric, run=run)
-    assert [report.step for report in result.evaluations] == when
+    assert [report.step for report in result.evaluations] == steps
     step = new_step()
     step.model.load_state_dict(_weights(tmp_path))
     expected = sum((step.model(b) - 1).abs().sum().item() for b in batches(2)) / 8
     assert result.evaluations[-1]["error"] == pytest.approx(expected, rel=1e-6)
-    kinds = [e["kind"] for e in events(tmp_path)]
+    kinds = [e["kind"] for e in read_events(tmp_path)]
     assert kinds[0] == "start" and kinds[-1] == "stop" and kinds.count("checkpoint") == 5 and kinds.count("epoch") == 5
 
 
 def test_a_non_finite_metric_is_reported(tmp_path: Path) -> None:
-    def halves(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    def non_finite(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
         power = torch.tensor([2.0, 0.0]), lambda power: {"power_0": power[0], "power_1": 1 / power[1]}
         return {"error": (torch.tensor(1.0), 1), "dice": (torch.tensor(float("nan")), 1), "spectrum": power}
 
     with new_run(tmp_path) as run:
-        result = train.fit(new_step(), batches(), TrainConfig(epochs=1), validation=batches(2), evaluate=halves, run=run)
+        result = train.fit(new_step(), batches(), TrainConfig(epochs=1), validation=batches(2), evaluate=non_finite, run=run)
     assert result.exit_code == 0
-    notes = [e["text"] for e in events(tmp_path) if e["kind"] == "note" and "evaluation of step 3" in e["text"]]
+    notes = [e["text"] for e in read_events(tmp_path) if e["kind"] == "note" and "evaluation of step 3" in e["text"]]
     assert len(notes) == 1 and "dice is nan, power_1 is inf, though the loss is finite; look at" in notes[0]
     assert "error" not in notes[0] and "power_0" not in notes[0]
-    (scored,) = [e for e in events(tmp_path) if e["kind"] == "evaluate"]
-    assert scored["power_0"] == 4 and log.select_metrics(scored).keys() >= {"error", "power_0"} and "spectrum" not in scored
+    (scores,) = [e for e in read_events(tmp_path) if e["kind"] == "evaluate"]
+    assert scores["power_0"] == 4 and log.select_metrics(scores).keys() >= {"error", "power_0"} and "spectrum" not in scores
 
 
 COLLAPSES = [("higher", [0.5, 0.25, 0.0]), ("lower", [3.0, 5.0, 8.0]), ("higher", [0.5, 0.25, float("nan")])]
@@ -125,17 +124,17 @@ COLLAPSES = [("higher", [0.5, 0.25, 0.0]), ("lower", [3.0, 5.0, 8.0]), ("higher"
 
 @pytest.mark.parametrize(("better", "values"), COLLAPSES)
 def test_a_run_whose_metric_is_hopeless_stops_with_a_reason(tmp_path: Path, better: str, values: list[float]) -> None:
-    left = iter(values)
+    remaining = iter(values)
 
     def collapsing(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        return {"dice": (torch.tensor(next(left)), 1)}
+        return {"dice": (torch.tensor(next(remaining)), 1)}
 
-    words: dict[str, Any] = {"better": better, "hopeless": {"higher": 0.1, "lower": 7.0}[better]}
-    cfg = TrainConfig(epochs=9, metric="dice", **words)
+    settings: dict[str, Any] = {"better": better, "hopeless": {"higher": 0.1, "lower": 7.0}[better]}
+    cfg = TrainConfig(epochs=9, metric="dice", **settings)
     with new_run(tmp_path) as run, pytest.raises(DivergedError, match=r"step 9: dice is .* has diverged; lower step.lr"):
         train.fit(new_step(), batches(), cfg, validation=batches(1), evaluate=collapsing, run=run)
-    assert [e["dice"] for e in events(tmp_path) if e["kind"] == "evaluate"][:2] == values[:2]
-    last = events(tmp_path)[-1]
+    assert [e["dice"] for e in read_events(tmp_path) if e["kind"] == "evaluate"][:2] == values[:2]
+    last = read_events(tmp_path)[-1]
     assert (last["kind"], last["reason"], last["step"], last["target_reached"]) == ("stop", "diverged", 9, False)
 
 
@@ -151,43 +150,43 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def test_the_target_ends_the_run_and_a_second_start_does_nothing(tmp_path: Path) -> None:
     cfg = TrainConfig(epochs=50, metric="error", target=0.5)
-    words = {"validation": batches(), "evaluate": metric}
+    kwargs = {"validation": batches(), "evaluate": metric}
     with new_run(tmp_path) as run:
-        first = train.fit(new_step(), batches(), cfg, run=run, **words)
+        first = train.fit(new_step(), batches(), cfg, run=run, **kwargs)
     assert first.reason == "target" and first.evaluations[-1]["error"] <= 0.5 < first.evaluations[-2]["error"]
-    assert events(tmp_path)[-1]["target_reached"] is True
+    assert read_events(tmp_path)[-1]["target_reached"] is True
     with new_run(tmp_path) as run:
-        second = train.fit(new_step(), batches(), cfg, run=run, **words)
+        second = train.fit(new_step(), batches(), cfg, run=run, **kwargs)
     assert second.reason == "target" and second.progress.step == first.progress.step and not second.reports
-    assert any("nothing is left to do" in e.get("text", "") for e in events(tmp_path))
+    assert any("nothing is left to do" in e.get("text", "") for e in read_events(tmp_path))
 
 
 @pytest.mark.parametrize("better", ["lower", "higher"])
-def test_a_metric_that_is_just_as_good_as_asked_is_good_enough(better: str) -> None:
-    words = {"validation": batches(), "evaluate": metric}
-    first = train.fit(new_step(), batches(), TrainConfig(epochs=1), **words).evaluations[0]["error"]
+def test_a_metric_equal_to_the_target_reaches_it(better: str) -> None:
+    kwargs = {"validation": batches(), "evaluate": metric}
+    first = train.fit(new_step(), batches(), TrainConfig(epochs=1), **kwargs).evaluations[0]["error"]
     cfg = TrainConfig(epochs=3, metric="error", target=first, better=better)
-    result = train.fit(new_step(), batches(), cfg, **words)
+    result = train.fit(new_step(), batches(), cfg, **kwargs)
     assert result.reason == "target" and result.progress.step == 3
 
 
 @pytest.mark.parametrize("stop", [2, 4, 6])
-@pytest.mark.parametrize("every", [None, 2])
-def test_resumed_is_uninterrupted_also_in_the_middle_of_an_epoch(tmp_path: Path, stop: int, every: int | None) -> None:
-    def go(folder: str, steps: int) -> tuple[dict, list[dict]]:
+@pytest.mark.parametrize("every_steps", [None, 2])
+def test_a_resumed_run_equals_an_uninterrupted_one_also_within_an_epoch(tmp_path: Path, stop: int, every_steps: int | None) -> None:
+    def fit(folder: str, steps: int) -> tuple[dict, list[dict]]:
         step = new_step()
-        with new_run(tmp_path / folder, every_steps=every) as run:
+        with new_run(tmp_path / folder, every_steps=every_steps) as run:
             train.fit(step, batches(), TrainConfig(steps=steps, report_every=2), validation=batches(2), evaluate=metric, run=run)
-        return step.model.state_dict(), events(tmp_path / folder)
+        return step.model.state_dict(), read_events(tmp_path / folder)
 
-    whole, expected = go("whole", 8)
-    go("cut", stop)
-    again, found = go("cut", 8)
-    for name, tensor in whole.items():
-        assert torch.equal(again[name], tensor), name
-    last = {e["step"]: e["loss"] for e in expected if e["kind"] == "train"}
-    assert {e["step"]: e["loss"] for e in found if e["kind"] == "train" and e["step"] > stop + 1}.items() <= last.items()
-    steps = [e["step"] for e in found if e["kind"] == "train"]
+    weights, expected_events = fit("full", 8)
+    fit("stopped", stop)
+    resumed, resumed_events = fit("stopped", 8)
+    for name, tensor in weights.items():
+        assert torch.equal(resumed[name], tensor), name
+    last = {e["step"]: e["loss"] for e in expected_events if e["kind"] == "train"}
+    assert {e["step"]: e["loss"] for e in resumed_events if e["kind"] == "train" and e["step"] > stop + 1}.items() <= last.items()
+    steps = [e["step"] for e in resumed_events if e["kind"] == "train"]
     assert steps == sorted(set(steps)), "no step is reported twice"
 
 
@@ -195,14 +194,14 @@ def test_a_failed_checkpoint_is_reported_and_training_continues(tmp_path: Path, 
     failures = iter([True, True, False])
     write = Checkpoints._write
 
-    def sometimes(self: Checkpoints, *words: Any) -> str:
-        return "No space left on device" if next(failures, False) else write(self, *words)
+    def sometimes(self: Checkpoints, *args: Any) -> str:
+        return "No space left on device" if next(failures, False) else write(self, *args)
 
     monkeypatch.setattr(Checkpoints, "_write", sometimes)
     with new_run(tmp_path) as run:
         result = train.fit(new_step(), batches(), TrainConfig(epochs=4), run=run)
     assert result.reason == "finished" and result.progress.step == 12
-    notes = [e["text"] for e in events(tmp_path) if e["kind"] == "note"]
+    notes = [e["text"] for e in read_events(tmp_path) if e["kind"] == "note"]
     assert len(notes) == 2 and all("No space left on device; there is no checkpoint yet" in text for text in notes)
 
     monkeypatch.setattr(Checkpoints, "_write", lambda *_: "No space left on device")
@@ -211,40 +210,40 @@ def test_a_failed_checkpoint_is_reported_and_training_continues(tmp_path: Path, 
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write of step 2 lasts until step 3 is done: the checkpoint has the weights of step 2. The save of step 4 waits for it."""
+    """The write of step 2 lasts until step 3 ends: the checkpoint has the weights of step 2. The save of step 4 waits for it."""
     third, write, step = threading.Event(), shard_file.write, new_step()
-    seen: dict[int, list[torch.Tensor]] = {}
+    weights: dict[int, list[torch.Tensor]] = {}
 
-    def slow(*words: Any) -> bytes:
+    def slow(*args: Any) -> bytes:
         assert third.wait(30)
         time.sleep(0.3)
-        return write(*words)
+        return write(*args)
 
     monkeypatch.setattr(shard_file, "write", slow)
-    plain = step.forward_backward
+    original = step.forward_backward
 
     def forward_backward(model: nn.Module, batch: Any) -> Any:
-        seen[step.count] = [p.detach().clone() for p in model.parameters()]
+        weights[step.count] = [p.detach().clone() for p in model.parameters()]
         if step.count == 3:
             third.set()
-        return plain(model, batch)
+        return original(model, batch)
 
     step.forward_backward = forward_backward
     with new_run(tmp_path, every_steps=2, keep=3) as run:
         train.fit(step, batches(8), TrainConfig(steps=5), run=run)
-    found = read_tensors(tmp_path / "checkpoints" / "step-00000002")
-    for (name, _), before in zip(step.model.named_parameters(), seen[2]):
-        assert torch.equal(found[f"model/{name}"], before) and not torch.equal(seen[3][0], seen[2][0])
-    told = [(e["kind"], e.get("step")) for e in events(tmp_path) if e["kind"] in ("checkpoint", "train")]
-    assert told.index(("checkpoint", 2)) < told.index(("checkpoint", 4)) < told.index(("checkpoint", 5))
-    assert any("s until the checkpoint of step 2 was written" in e.get("text", "") for e in events(tmp_path))
+    saved = read_tensors(tmp_path / "checkpoints" / "step-00000002")
+    for (name, _), before in zip(step.model.named_parameters(), weights[2]):
+        assert torch.equal(saved[f"model/{name}"], before) and not torch.equal(weights[3][0], weights[2][0])
+    logged = [(e["kind"], e.get("step")) for e in read_events(tmp_path) if e["kind"] in ("checkpoint", "train")]
+    assert logged.index(("checkpoint", 2)) < logged.index(("checkpoint", 4)) < logged.index(("checkpoint", 5))
+    assert any("s until the checkpoint of step 2 was written" in e.get("text", "") for e in read_events(tmp_path))
 
 
 def test_a_run_that_fails_first_finishes_the_checkpoint_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, step = shard_file.write, new_step()
-    monkeypatch.setattr(shard_file, "write", lambda *words: (time.sleep(0.5), write(*words))[1])
-    plain = step.forward_backward
-    step.forward_backward = lambda model, batch: plain(model, batch) if step.count < 3 else 1 / 0  # type: ignore[return-value]
+    monkeypatch.setattr(shard_file, "write", lambda *args: (time.sleep(0.5), write(*args))[1])
+    original = step.forward_backward
+    step.forward_backward = lambda model, batch: original(model, batch) if step.count < 3 else 1 / 0  # type: ignore[return-value]
     with new_run(tmp_path, every_steps=2) as run, pytest.raises(ZeroDivisionError):
         train.fit(step, batches(8), TrainConfig(steps=4), run=run)
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()
@@ -262,27 +261,27 @@ def test_contradictions_are_refused() -> None:
         train.fit(step, [], TrainConfig(steps=1))
 
 
-def interrupted(number: signal.Signals, when: int) -> train.Step:
-    """A step that receives a signal in its ``when``-th forward pass."""
+def interrupted_step(number: signal.Signals, when: int) -> train.Step:
+    """Return a step that sends a signal to this process in its ``when``-th forward pass."""
     step = new_step()
-    plain = step.forward_backward
+    original = step.forward_backward
 
-    def pass_(model: nn.Module, batch: Any) -> Any:
+    def forward_backward(model: nn.Module, batch: Any) -> Any:
         if step.count == when - 1:
             os.kill(os.getpid(), number)
-        return plain(model, batch)
+        return original(model, batch)
 
-    step.forward_backward = pass_
+    step.forward_backward = forward_backward
     return step
 
 
 def test_a_signal_stops_at_a_step_boundary(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with new_run(tmp_path) as run:
-        result = train.fit(interrupted(signal.SIGUSR2, 5), batches(), TrainConfig(steps=20), run=run)
+        result = train.fit(interrupted_step(signal.SIGUSR2, 5), batches(), TrainConfig(steps=20), run=run)
     assert (result.reason, result.exit_code, result.progress.step) == ("signal", 85, 5)
     assert signal.getsignal(signal.SIGUSR2) == before
-    assert any(e.get("text") == "stopped by SIGUSR2" for e in events(tmp_path))
+    assert any(e.get("text") == "stopped by SIGUSR2" for e in read_events(tmp_path))
     with new_run(tmp_path) as run:
         assert train.fit(new_step(), batches(), TrainConfig(steps=20), run=run).progress.step == 20
 
@@ -295,7 +294,7 @@ def test_a_complete_checkpoint_is_never_rewritten(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         Checkpoints, "async_save", lambda self, step, progress: (saved.append(progress.step), async_save(self, step, progress))[1]
     )
-    step = interrupted(signal.SIGTERM, when)
+    step = interrupted_step(signal.SIGTERM, when)
     with new_run(tmp_path, every_steps=1) as run:
         result = train.fit(step, batches(8), TrainConfig(steps=6), run=run, validation=batches(1), evaluate=metric)
     assert result.reason == reason and len(result.evaluations) == (reason == "finished")
@@ -323,16 +322,16 @@ def test_gpu_readings_and_samples_per_joule_are_in_the_reports(tmp_path: Path, m
     run = new_run(tmp_path)
     result = train.fit(new_step(), batches(), TrainConfig(epochs=2, report_every=3), run=run)
     run.reports.close()
-    rows = [event for event in events(tmp_path) if event["kind"] == "train"]
+    rows = [event for event in read_events(tmp_path) if event["kind"] == "train"]
     assert [row["gpu_energy_j"] for row in rows] == [6.0, 12.0] and rows[0]["gpu_power_w"] == 300.0
-    each = 3 * len(batches()[0]) / 6.0
-    assert all(row["gpu_samples_per_joule"] == pytest.approx(each) for row in rows)
+    expected = 3 * len(batches()[0]) / 6.0
+    assert all(row["gpu_samples_per_joule"] == pytest.approx(expected) for row in rows)
     assert "gpu_power_w" not in result.reports[0].values and "gpu_power_w" not in log.select_metrics(rows[0])
     assert report([str(tmp_path)]) in (0, None) and "Power" in (tmp_path / "report.html").read_text()
 
 
 class Watts:
-    """Processors that have taken 30 J."""
+    """Counters of processors that have used 30 J."""
 
     unreadable = "energy_uj: Permission denied"
 
@@ -348,12 +347,12 @@ def test_the_energy_of_a_run_is_reported_and_summed_over_its_starts(tmp_path: Pa
     for epochs in (1, 2):
         with new_run(tmp_path) as run:
             train.fit(new_step(), batches(), TrainConfig(epochs=epochs), run=run)
-    lives = [event for event in events(tmp_path) if event["kind"] == "energy"]
+    records = [event for event in read_events(tmp_path) if event["kind"] == "energy"]
     samples = len(batches()) * len(batches()[0])
-    assert [(life["joules"], life["cpu_joules"], life["samples"]) for life in lives] == [(30.0, 30.0, samples)] * 2
-    assert all("gpu_joules" not in life and life["joules_per_sample"] == 30.0 / samples for life in lives)
-    assert [(life["gpus"], life["nodes_counted"], life["nodes"]) for life in lives] == [(0, 1, 1)] * 2
-    notes = [event["text"] for event in events(tmp_path) if event["kind"] == "note"]
+    assert [(record["joules"], record["cpu_joules"], record["samples"]) for record in records] == [(30.0, 30.0, samples)] * 2
+    assert all("gpu_joules" not in record and record["joules_per_sample"] == 30.0 / samples for record in records)
+    assert [(record["gpus"], record["nodes_counted"], record["nodes"]) for record in records] == [(0, 1, 1)] * 2
+    notes = [event["text"] for event in read_events(tmp_path) if event["kind"] == "note"]
     assert sum("not counted, since this user cannot read it: energy_uj: Permission denied" in text for text in notes) == 2
     assert report([str(tmp_path)]) in (0, None)
     assert f"60 J, {60 / (2 * samples):.4g} J a sample (processors 60 J; counted: processors of 1 of 1 nodes)" in (
@@ -361,7 +360,7 @@ def test_the_energy_of_a_run_is_reported_and_summed_over_its_starts(tmp_path: Pa
 
 
 def _train_on_nodes(mesh: Any, directory: str) -> None:
-    """Three ranks on two nodes, the last of which has no counters, and a GPU's meter on each of the first two."""
+    """Train on three ranks. Ranks 0 and 1 share a node with counters and have GPU meters; rank 2 is on a node without counters."""
     class Meter:
         def __init__(self, device: torch.device) -> None:
             pass
@@ -380,10 +379,10 @@ def _train_on_nodes(mesh: Any, directory: str) -> None:
 
 def test_energy_is_summed_over_gpus_and_nodes(tmp_path: Path) -> None:
     on_ranks({"replicate": 3}, _train_on_nodes, str(tmp_path), fresh=True)
-    (found,) = [event for event in events(tmp_path) if event["kind"] == "energy"]
-    told = {"gpu_joules": 201.0, "cpu_joules": 7.0, "memory_joules": 1.0, "joules": 209.0}
-    told |= {"gpus": 2, "world": 3, "nodes_counted": 1, "nodes": 2, "gpu_limits_w": [600.0, 700.0]}
-    assert {key: found[key] for key in told} == told
+    (energy,) = [event for event in read_events(tmp_path) if event["kind"] == "energy"]
+    expected = {"gpu_joules": 201.0, "cpu_joules": 7.0, "memory_joules": 1.0, "joules": 209.0}
+    expected |= {"gpus": 2, "world": 3, "nodes_counted": 1, "nodes": 2, "gpu_limits_w": [600.0, 700.0]}
+    assert {key: energy[key] for key in expected} == expected
 
 
 def test_a_run_without_its_cap_on_power_does_not_begin(tmp_path: Path) -> None:
@@ -402,19 +401,19 @@ def test_a_target_reached_in_the_background_ends_the_run_with_the_evaluated_step
     cfg = TrainConfig(epochs=2000, report_every=1, evaluate="background", metric="error", target=1e9)
     result = train.fit(new_step(), batches(), cfg, validation=batches(), evaluate=slow_metric, run=run)
     run.reports.close()
-    stop = next(event for event in events(tmp_path) if event["kind"] == "stop")
+    stop = next(event for event in read_events(tmp_path) if event["kind"] == "stop")
     assert result.reason == stop["reason"] == "target" and stop["target_reached"]
     assert stop["step"] == result.evaluations[0].step == 3 < result.progress.step < 6000
-    notes = [event["text"] for event in events(tmp_path) if event["kind"] == "note"]
+    notes = [event["text"] for event in read_events(tmp_path) if event["kind"] == "note"]
     assert any("by the weights of step 3" in text for text in notes)
 
 
 def test_a_pending_evaluation_is_reported_before_a_signal_ends_the_run(tmp_path: Path) -> None:
-    def stops(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    def interrupt(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGUSR1)
         return slow_metric(model, batch)
 
     run = new_run(tmp_path)
     cfg = TrainConfig(epochs=2000, report_every=5000, evaluate="background")
-    result = train.fit(new_step(), batches(), cfg, validation=batches(), evaluate=stops, run=run)
+    result = train.fit(new_step(), batches(), cfg, validation=batches(), evaluate=interrupt, run=run)
     assert result.reason == "signal" and [r.step for r in result.evaluations][:1] == [3]

@@ -1,4 +1,4 @@
-"""Updates against their formulas, in float64."""
+"""Optimizer updates equal their formulas in float64."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ from hpcai.train.optim import Optimizer, match_decay_names
 RATES = [0.0, 0.05, 0.1, 0.1, 0.025, 0.0, 0.01]
 
 
-def network() -> nn.Module:
+def build_network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv3d(2, 3, 3), nn.Linear(4, 3)).double().to(memory_format=torch.channels_last_3d)
 
 
-def gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
+def make_gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(p.shape, generator=generator).double().contiguous(memory_format=_layout(p)) for p in model.parameters()]
 
@@ -27,61 +27,61 @@ def _layout(p: torch.Tensor) -> torch.memory_format:
     return torch.channels_last_3d if p.ndim == 5 else torch.contiguous_format
 
 
-def new(model: nn.Module, cfg: StepConfig) -> Optimizer:
+def new_optimizer(model: nn.Module, cfg: StepConfig) -> Optimizer:
     reducer = GradientReducer(model, dist.single_process(torch.device("cpu")), decays=match_decay_names(model, cfg))
     return Optimizer(reducer.flat_parameters, cfg)
 
 
-def run(cfg: StepConfig) -> nn.Module:
-    model = network()
-    optimizer = new(model, cfg)
+def train(cfg: StepConfig) -> nn.Module:
+    model = build_network()
+    optimizer = new_optimizer(model, cfg)
     for step, lr in enumerate(RATES):
-        for p, g in zip(model.parameters(), gradients(model, step)):
+        for p, g in zip(model.parameters(), make_gradients(model, step)):
             p.grad = g
         optimizer.set_lr(lr)
         optimizer.step(None, torch.tensor(0.0))
     return model
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_sgd_with_the_learning_rate_inside_or_outside_the_momentum(inside: bool, ahead: bool) -> None:
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("lr_in_momentum", [True, False])
+def test_sgd_with_the_learning_rate_inside_or_outside_the_momentum(lr_in_momentum: bool, nesterov: bool) -> None:
     decay = 0.02
-    words = {"lr_in_momentum": inside, "nesterov": ahead, "weight_decay": decay, "decay_names": ("1.weight",)}
-    found = run(StepConfig(optimizer="sgd", lr=0.1, momentum=0.9, **words))
-    model = network()
+    settings = {"lr_in_momentum": lr_in_momentum, "nesterov": nesterov, "weight_decay": decay, "decay_names": ("1.weight",)}
+    trained = train(StepConfig(optimizer="sgd", lr=0.1, momentum=0.9, **settings))
+    model = build_network()
     velocity = [torch.zeros_like(p) for p in model.parameters()]
     with torch.no_grad():
         for step, lr in enumerate(RATES):
-            for (name, p), g, v in zip(model.named_parameters(), gradients(model, step), velocity):
+            for (name, p), g, v in zip(model.named_parameters(), make_gradients(model, step), velocity):
                 g = g + decay * p if name == "1.weight" else g
-                v.mul_(0.9).add_(lr * g if inside else g)
-                down = (lr * g if inside else g) + 0.9 * v if ahead else v
-                p.sub_(down if inside else lr * down)
-    for p, expected in zip(found.parameters(), model.parameters()):
+                v.mul_(0.9).add_(lr * g if lr_in_momentum else g)
+                update = (lr * g if lr_in_momentum else g) + 0.9 * v if nesterov else v
+                p.sub_(update if lr_in_momentum else lr * update)
+    for p, expected in zip(trained.parameters(), model.parameters()):
         torch.testing.assert_close(p, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("kind", "public"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
-def test_weight_decay_is_coupled_or_decoupled_as_in_torch(kind: str, public: type[torch.optim.Adam]) -> None:
-    words = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-    found, model = run(StepConfig(optimizer=kind, decay_names=("*",), **words)), network()
-    optimizer = public(model.parameters(), **words)
+@pytest.mark.parametrize(("kind", "torch_class"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
+def test_weight_decay_is_coupled_or_decoupled_as_in_torch(kind: str, torch_class: type[torch.optim.Adam]) -> None:
+    settings = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    trained, model = train(StepConfig(optimizer=kind, decay_names=("*",), **settings)), build_network()
+    optimizer = torch_class(model.parameters(), **settings)
     for step, lr in enumerate(RATES):
-        for p, g in zip(model.parameters(), gradients(model, step)):
+        for p, g in zip(model.parameters(), make_gradients(model, step)):
             p.grad = g
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-    for p, expected in zip(found.parameters(), model.parameters()):
+    for p, expected in zip(trained.parameters(), model.parameters()):
         torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_bf16_moments_are_rounded_with_other_random_bits_in_each_step() -> None:
-    """The same bits in every step would round an element up for ever."""
-    model, seeds = network(), []
-    optimizer = new(model, StepConfig(optimizer="adamw", moments="bf16"))
+    """Equal bits in all steps would round the same elements up each time."""
+    model, seeds = build_network(), []
+    optimizer = new_optimizer(model, StepConfig(optimizer="adamw", moments="bf16"))
     for step in range(3):
-        for p, g in zip(model.parameters(), gradients(model, step)):
+        for p, g in zip(model.parameters(), make_gradients(model, step)):
             p.grad = g
         optimizer.step(None, torch.tensor(float(step == 1)))  # the second is skipped
         seeds.append(int(optimizer._seed))
@@ -90,7 +90,7 @@ def test_bf16_moments_are_rounded_with_other_random_bits_in_each_step() -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step.decay_names: 'dense9.\*' matches no parameter; the model has 0.weight, 0.bias"):
-        new(network(), StepConfig(weight_decay=0.1, decay_names=("0.weight", "dense9.*")))
+        new_optimizer(build_network(), StepConfig(weight_decay=0.1, decay_names=("0.weight", "dense9.*")))
 
 
 @pytest.mark.parametrize("kind", ["lamb", "lars"])
@@ -98,6 +98,6 @@ def test_rates_are_adapted_only_for_the_parameters_that_decay_names_matches(kind
     """LAMB without adaptation is AdamW without decay; LARS without it is SGD."""
     cfg = StepConfig(optimizer=kind, lr=0.1, decay_names=("0.weight",))
     plain = StepConfig(optimizer="adamw" if kind == "lamb" else "sgd", lr=0.1)
-    found, expected = run(cfg), run(plain)
-    for (name, p), q in zip(found.named_parameters(), expected.parameters()):
+    trained, expected = train(cfg), train(plain)
+    for (name, p), q in zip(trained.named_parameters(), expected.parameters()):
         assert torch.allclose(p, q, rtol=1e-9) == (name != "0.weight"), name
