@@ -134,7 +134,7 @@ def test_units_are_converted() -> None:
     converted = dict(zip(VARIABLES, stack_fields(ones, cfg, units).flatten().tolist()))
     assert {name: converted[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     for invalid, text in (({"PSL": "psi"}, "PSL is in 'psi'; expected Pa, or one of hPa, mbar"),
-                        ({"PLS": "hPa"}, "units contains PLS; expected names of")):  # fmt: skip
+                          ({"PLS": "hPa"}, "units contains PLS; expected names of")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             new_model().segment(fields(), units=invalid)
 

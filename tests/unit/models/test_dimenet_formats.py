@@ -17,15 +17,7 @@ from torch_geometric.nn.models import DimeNetPlusPlus
 from torch_geometric.nn.models import dimenet as pyg_dimenet
 
 from hpcai.errors import DataError
-from hpcai.models.dimenet import (
-    DimeNet,
-    DimeNetConfig,
-    build_structure,
-    pyg_kwargs,
-    read_frames,
-    to_ase,
-    to_data,
-)
+from hpcai.models.dimenet import DimeNet, DimeNetConfig, build_structure, pyg_kwargs, read_frames, to_ase, to_data
 from tests.atoms import SMALL, random_crystal, random_network
 
 TINY = SMALL.model_copy(update={"spherical": 3, "radial": 3})

@@ -1,4 +1,4 @@
-"""Neighbour lists: the edges of ASE, in an order that does not depend on rotation or precision; errors of structures."""
+"""Neighbour lists: the edges of ASE, in an order independent of rotation and precision; errors of invalid structures."""
 
 from itertools import product
 from typing import Any
@@ -62,7 +62,7 @@ def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -
 
 @pytest.mark.parametrize("most", [None, 15, 50])
 def test_ties_do_not_depend_on_rotation_or_float32(most: int | None) -> None:
-    """15 and 50 split a shell of 12, 6, 24, 12 and 24 neighbours: by index and offset, which are invariant under rotation."""
+    """Limits 15 and 50 split a shell (sizes 12, 6, 24, 12, 24) by index and offset, which are invariant under rotation."""
     r, cell, pbc = fcc(2, 3.61495)
     exact = neighbour_list(r, cell, pbc, 6.0, most)
     assert np.bincount(exact.centre).tolist() == [min(78, most or 78)] * len(r)

@@ -38,7 +38,7 @@ def test_a_volume_is_segmented_on_its_own_grid() -> None:
     assert (np.stack(list(native.values())).argmax(0) == logits[0].argmax(0).numpy()).all()
 
 
-def test_a_mask_does_not_depend_on_mode_or_memory() -> None:
+def test_a_mask_does_not_depend_on_mode_or_memory_layout() -> None:
     net, volume = model(), np.random.default_rng(1).normal(40, 100, (9, 33, 35))
     expected = net.segment(volume, (4, 2, 2))
     assert net.training is False

@@ -45,7 +45,7 @@ def equal_weights(a: Any, b: Any) -> bool:
 
 
 @all_networks
-def test_weights_and_settings_travel_in_one_file(kind: Any, tmp_path: Path) -> None:
+def test_weights_and_settings_are_saved_in_one_file(kind: Any, tmp_path: Path) -> None:
     model, other = network(kind), network(kind)
     torch.nn.init.ones_(next(other.parameters()))
     for state, expected in ((None, model), (other.state_dict(), other)):  # a state dict in place of the model's own

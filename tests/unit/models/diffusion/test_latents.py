@@ -111,7 +111,7 @@ def test_training_may_begin_with_weights_of_diffusers(kind: str, form: str, tmp_
         model.save(tmp_path / "model.safetensors")
         assert torch.equal(Diffusion.load(tmp_path).no_tokens, model.no_tokens) and model.no_tokens.any()
     with deferred(0):
-        loaded = load_deferred(Diffusion(model.cfg, seed=3), tmp_path, lambda new_model: new_model)
+        loaded = load_deferred(Diffusion(model.cfg, seed=3), tmp_path, lambda x: x)
     materialize(loaded, "cpu")
     assert loaded.training and torch.equal(loaded.no_tokens, model.no_tokens) == (form == "hpcai")
     for name, parameter in loaded.named_parameters():
@@ -120,7 +120,7 @@ def test_training_may_begin_with_weights_of_diffusers(kind: str, form: str, tmp_
     settings = {**NETWORKS[kind], "heads": (2, 2) if kind == "unet" else 1, "turned": (4, 8, 12), "head": 24}
     other = DiffusionConfig.model_validate({"unet": None, kind: {n: settings[n] for n in NETWORKS[kind]}})
     with pytest.raises(CheckpointError, match="the settings|expected|not the weights"), deferred(0):
-        load_deferred(Diffusion(other), tmp_path, lambda new_model: new_model)
+        load_deferred(Diffusion(other), tmp_path, lambda x: x)
     another = new_model("flux" if kind == "unet" else "unet")
     with pytest.raises(CheckpointError, match="the weights are of a (UNet|Flux), the settings of model name a (UNet|Flux)"):
-        load_deferred(another, tmp_path, lambda new_model: new_model)
+        load_deferred(another, tmp_path, lambda x: x)

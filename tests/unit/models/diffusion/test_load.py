@@ -51,7 +51,7 @@ def insert_nan(state: dict[str, Tensor]) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]] = {
-"extra tensor": (change_weights(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, which no module")),
+    "extra key": (change_weights(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, which no module")),
     "a setting that is missing": (change_config(in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
     "not finite": (change_weights(insert_nan), CheckpointError, (FILE, CONV, "not finite")),
     "a pointer": (

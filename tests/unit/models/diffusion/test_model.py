@@ -41,7 +41,7 @@ def select(batch: Batch, index: Any) -> Batch:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_scores_and_members_are_those_of_each_sample_alone(case: str) -> None:
+def test_losses_scores_and_members_of_a_sample_do_not_depend_on_its_batch(case: str) -> None:
     model, batch = new_model(case), random_batch()
     parts = [select(batch, index) for index in torch.tensor([4, 0, 2, 5, 1, 3]).split(2)]
     mean = sum(loss(model, part)["loss"] for part in parts) / len(parts)

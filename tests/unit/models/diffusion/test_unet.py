@@ -29,8 +29,8 @@ def randn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def text_condition(unet: UNet) -> Condition:
-    return Condition(tokens=randn(BATCH, 5, 6)) if unet.cfg.tokens else UNCONDITIONAL
+def text_condition(net: UNet) -> Condition:
+    return Condition(tokens=randn(BATCH, 5, 6)) if net.cfg.tokens else UNCONDITIONAL
 
 
 TIMES = torch.tensor([0, 500, 999])

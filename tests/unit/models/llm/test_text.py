@@ -93,7 +93,7 @@ def test_a_partial_stop_is_held_back_until_it_differs() -> None:
     assert [streamer.add(ord(letter)) for letter in "xaaax"] == ["x", "", "", "a", "aax"]
     assert streamer.add(ord("a")) == "" and streamer.finish() == "a"
     overlapping = TextStreamer(Tokenizer.byte_level(), {256}, ["b", "ab"])
-    assert overlapping.add(ord("a")) + overlapping.add(ord("b")) == "", "of two stops with one end, the earlier"
+    assert overlapping.add(ord("a")) + overlapping.add(ord("b")) == "", "of two stops with the same end, the longer"
     other = TextStreamer(Tokenizer.byte_level(), {ord("z")}, [])
     assert other.add(ord("a")) == "a" and other.add(ord("z")) == "", "also an end token that is not special"
 
@@ -110,7 +110,7 @@ def test_texts_of_a_batch_end_independently(scripted: Any) -> None:
 # ---- a real model
 
 
-def test_one_text_many_texts_and_tokens_are_the_same() -> None:
+def test_single_batched_and_token_generation_agree() -> None:
     model = new_model(Tokenizer.byte_level())
     cfg: dict[str, Any] = {"temperature": 1.5, "top_k": 50, "most": 30, "seed": 3}
     alone = str(model.generate("ab", **cfg))
@@ -151,7 +151,7 @@ def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
 # ---- the tokenizer of a model
 
 
-def test_the_folder_of_a_run_is_a_model_with_its_tokenizer(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_loads_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:
     model = new_model(tied=True, rotary=None, norm="layer", feed="gelu", bias=True)
     model.save(tmp_path / "model.safetensors")
     loaded = LLM.load(tmp_path)

@@ -69,7 +69,7 @@ def test_byte_ids_equal_those_of_the_tokenizers_library(tmp_path: Path) -> None:
     assert tokenizer.decode([97, 256], skip_special=True) == "a" and tokenizer.byte_lengths.tolist() == [1] * 256 + [0]
 
 
-def test_bytes_need_no_package_and_others_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bytes_need_no_package_and_errors_of_others_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(with_template(tmp_path / "t", "new {{ messages }}"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
@@ -90,7 +90,7 @@ def test_the_same_texts_train_the_same_tokenizer_and_others_another(trained: Tok
         Tokenizer.train(["a"], 256)
 
 
-def test_a_text_comes_back_and_no_token_has_more_than_three_digits(trained: Tokenizer) -> None:
+def test_decode_inverts_encode_and_no_token_has_more_than_three_digits(trained: Tokenizer) -> None:
     for text in TEXTS:
         assert trained.decode(trained.encode(text)) == text
     assert trained.encode_many(TEXTS) == [trained.encode(text) for text in TEXTS]
@@ -99,7 +99,7 @@ def test_a_text_comes_back_and_no_token_has_more_than_three_digits(trained: Toke
     assert max(len(token) for token in tokens if token.isdigit()) == 3
 
 
-def test_a_tokenizer_is_saved_and_another_layout_of_it_is_the_same(trained: Tokenizer, tmp_path: Path) -> None:
+def test_identity_does_not_depend_on_the_layout_of_the_file(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path)
     assert Tokenizer.load(tmp_path).identity == Tokenizer.load(tmp_path / "tokenizer.json").identity == trained.identity
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -138,7 +138,7 @@ def with_template(folder: Path, template: Any) -> Path:
     return changed_copy(folder, lambda content, config: config.update(chat_template=template))
 
 
-def test_templates_may_be_several_or_a_file_of_their_own(tmp_path: Path) -> None:
+def test_templates_are_read_from_a_list_or_a_separate_file(tmp_path: Path) -> None:
     templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     tokenizer = Tokenizer.load(with_template(tmp_path / "t", templates))
     assert tokenizer.decode(tokenizer.chat([])[0]) == "yes"

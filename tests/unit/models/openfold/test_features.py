@@ -92,7 +92,7 @@ def test_masking_fractions() -> None:
     assert (sampling.mask_msa(msa, column, MaskConfig(fraction=1, uniform=0, profile=0, same=0), rng)[0] == MASKED).all()
 
 
-def test_rows_are_chosen_and_blocks_of_neighbours_deleted_but_the_query_never() -> None:
+def test_sampling_and_deletion_of_rows_keep_the_query() -> None:
     counts, sizes = np.zeros(10), []
     for seed in range(2000):
         chosen, rest = sampling.choose_clusters(10, 4, np.random.default_rng(seed))
@@ -118,7 +118,7 @@ def test_templates_that_are_not_used_are_not_read(training: bool) -> None:
 
     for index in range(12):
         lazy, eager = (featurize(chain, alignment, source, SMALL, index=index, training=training)
-                         for source in (Templates(9, take), templates))  # fmt: skip
+                       for source in (Templates(9, take), templates))  # fmt: skip
         assert equal_features(lazy, eager) == eager.keys()
     assert all(1 <= len(chosen) <= 3 for chosen in requests) and (len(requests) < 12) == training
     assert training or all(chosen == [0, 1, 2] for chosen in requests), "the best templates"

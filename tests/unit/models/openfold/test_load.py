@@ -16,7 +16,7 @@ from hpcai.models.openfold.model import OpenFold
 
 TINY = OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True})
 COLUMN = "evoformer.blocks.7.msa_att_col."
-# Differs from the published presets in all that is inferred from weights; sizes are unequal.
+# Differs from the published presets in every setting that is inferred from weights; sizes are unequal.
 ODD = OpenFoldConfig.model_validate({
     "msa": 24, "pair": 20, "single": 28, "blocks": 3,
     "rows": {"head": 6, "heads": 2, "outer": 3, "transition": 3}, "pairs": {"triangle": 10, "head": 5, "heads": 3, "transition": 1},

@@ -132,9 +132,7 @@ def test_distances_in_chunks_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-params"])
-def test_structures_heads_and_losses_are_float32(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_structures_heads_and_losses_are_float32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = network(torch.float32), proteins.random_batch([12], dtype=torch.float32)
     coarse, exact = "evoformer.blocks.0.pair.pair_transition", ("ipa", "bb_update", "angle_resnet.linear_out")
     dtypes, bin_dtypes, bins = dict[str, torch.dtype](), list[torch.dtype](), embedders.distogram
