@@ -63,7 +63,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_errors_of_a_folder(fault: str, tmp_path: Path) -> None:
+def test_damaged_folders_raise(fault: str, tmp_path: Path) -> None:
     damage, kind, texts = FAULTS[fault]
     folder = shutil.copytree(HOME / "ok", tmp_path / "net")
     damage(folder)
@@ -83,7 +83,7 @@ def test_good_folders_are_read(folder: str) -> None:
     assert not net.training and net.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_errors_of_several_files(tmp_path: Path) -> None:
+def test_damaged_indices_raise(tmp_path: Path) -> None:
     folder = shutil.copytree(HOME / "ok_sharded", tmp_path / "net")
     index = folder / f"{FILE}.index.json"
     content = json.loads(index.read_text())

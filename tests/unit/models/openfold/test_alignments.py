@@ -144,7 +144,7 @@ def test_the_files_of_a_folder_come_in_one_order_without_duplicates(tmp_path: Pa
     assert read_alignments([tmp_path / "non_pairing.a3m", tmp_path / "bfd_uniclust_hits.a3m"]).names == ["q", "n", "b", "twice"]
 
 
-def test_an_alignment_of_another_chain_is_refused(tmp_path: Path) -> None:
+def test_an_alignment_of_another_chain_raises(tmp_path: Path) -> None:
     (tmp_path / "uniref90_hits.a3m").write_bytes(b">q\nACDE\n")
     (tmp_path / "mgnify_hits.a3m").write_bytes(b">q\nACKE\n")
     with pytest.raises(DataError, match="mgnify_hits.a3m: the query has K at residue 3, expected D .1 of 4 residues differ."):
