@@ -1,4 +1,4 @@
-"""CosmoFlow in a notebook: shapes, weights in and out, predictions, and what is refused."""
+"""CosmoFlow: whitened inputs, predictions in physical units, errors."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 SMALL = CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1, 0.5, 0.8, 50.0), high=(0.5, 1.0, 1.1, 90.0))
 
 
-def counts(*shape: int) -> np.ndarray:
+def random_counts(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).poisson(3, shape).astype(np.int16)
 
 
@@ -35,21 +35,21 @@ def test_whitened_input_is_a_setting_and_not_a_weight() -> None:
 
 def test_predictions_have_names_and_physical_units() -> None:
     torch.manual_seed(0)
-    model, one, two = CosmoFlow(SMALL), counts(32, 32, 32, 4), counts(2, 32, 32, 32, 4)
-    guess = model.predict(one)
-    assert model.training, "as before"
+    model, volume, volumes = CosmoFlow(SMALL), random_counts(32, 32, 32, 4), random_counts(2, 32, 32, 32, 4)
+    predictions = model.predict(volume)
+    assert model.training, "the mode is restored"
     with torch.no_grad():
-        scaled = model.eval()(cosmoflow.log_density(torch.from_numpy(one)[None]))[0].double().numpy()
+        scaled = model.eval()(cosmoflow.log_density(torch.from_numpy(volume)[None]))[0].double().numpy()
     expected = np.array(SMALL.low) + (scaled + 1) / 2 * (np.array(SMALL.high) - np.array(SMALL.low))
-    assert list(guess) == ["Omega_m", "sigma_8", "n_s", "H_0"]
-    np.testing.assert_allclose(list(guess.values()), expected, rtol=1e-6)
-    assert model.predict(torch.from_numpy(two))["H_0"].shape == (2,)
-    small = np.minimum(one, 100)
+    assert list(predictions) == ["Omega_m", "sigma_8", "n_s", "H_0"]
+    np.testing.assert_allclose(list(predictions.values()), expected, rtol=1e-6)
+    assert model.predict(torch.from_numpy(volumes))["H_0"].shape == (2,)
+    small = np.minimum(volume, 100)
     for dtype in ("u1", "u8", ">i2", "f2", "f8"):
         assert model.predict(small.astype(dtype)) == pytest.approx(model.predict(small)), dtype
-    assert model.predict(small[::-1, :, ::2].repeat(2, 2)), "memory that is not in order"
+    assert model.predict(small[::-1, :, ::2].repeat(2, 2)), "non-contiguous memory"
     with pytest.raises(ValueError, match="no physical range"):
-        CosmoFlow(SMALL.model_copy(update={"low": None, "high": None})).predict(one)
+        CosmoFlow(SMALL.model_copy(update={"low": None, "high": None})).predict(volume)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_invalid_volumes_raise(volume: Any, text: str) -> None:
         CosmoFlow(SMALL).predict(volume)
 
 
-@pytest.mark.parametrize("x", [torch.from_numpy(counts(1, 8, 8, 8, 4)), torch.rand(1, 8, 8, 8, 4)], ids=["int16", "float32"])
+@pytest.mark.parametrize("x", [torch.from_numpy(random_counts(1, 8, 8, 8, 4)), torch.rand(1, 8, 8, 8, 4)], ids=["int16", "float32"])
 def test_log_density_does_not_modify_counts(x: torch.Tensor) -> None:
     before = x.clone()
     assert cosmoflow.log_density(x).is_contiguous(memory_format=torch.channels_last_3d) and torch.equal(x, before)

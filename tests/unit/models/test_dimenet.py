@@ -1,4 +1,4 @@
-"""DimeNet++: the sums without triplets, forces, symmetries, padding, and what a notebook does with it."""
+"""DimeNet++: moments in place of triplets, forces, symmetries, padding, scores, and relaxation with ASE."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from hpcai.models.dimenet.graph import build_structure, collate, graph_sizes
 from hpcai.models.dimenet.triplets import TripletDimeNet
 from hpcai.train.auto_settings import cast_to_bf16
 from tests.atoms import SMALL, random_crystal, random_network, random_structure
-from tests.unit.models.watched import Without
+from tests.unit.models.operation_checks import ForbidOps
 
 DETACHED = SMALL.model_copy(update={"angles": "detached"})
 FEW = SMALL.model_copy(update={"most": 9})
@@ -23,60 +23,60 @@ FEW = SMALL.model_copy(update={"most": 9})
 
 @pytest.mark.parametrize("cfg", [SMALL, DETACHED, FEW], ids=["conservative", "detached", "nine neighbours"])
 def test_moments_are_the_sum_over_all_triplets(cfg: DimeNetConfig) -> None:
-    """Energies, forces, and the gradients of a loss of both."""
-    model, plain, found = random_network(cfg), TripletDimeNet(cfg).double(), []
-    plain.load_state_dict(model.state_dict())
+    """Compare energies, forces, and the gradients of a loss of both."""
+    model, reference, results = random_network(cfg), TripletDimeNet(cfg).double(), []
+    reference.load_state_dict(model.state_dict())
     graph = collate([random_structure(seed, cfg, count) for seed, count in ((0, 3), (1, 1), (2, 5))])
-    for way in (model, plain):
-        energy, forces = way(graph)
+    for network in (model, reference):
+        energy, forces = network(graph)
         (energy.square().sum() + (forces[:-1] - 0.3).abs().sum()).backward()
-        found.append([energy, forces[:-1], *(p.grad for p in way.parameters())])
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        results.append([energy, forces[:-1], *(p.grad for p in network.parameters())])
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-def test_energies_do_not_change_and_forces_turn_with_the_atoms() -> None:
-    """Rotation, translation, the order of the atoms, and the choice of the unit cell."""
+def test_energies_are_invariant_and_forces_equivariant() -> None:
+    """Rotate and translate the structure, permute its atoms, and choose other unit cells."""
     model, (numbers, positions, cell), rng = random_network(), random_crystal(0), np.random.default_rng(0)
 
-    def found(numbers: Any, positions: Any, cell: Any) -> Any:
+    def predict(numbers: Any, positions: Any, cell: Any) -> Any:
         return model.energy_and_forces(build_structure(numbers, positions, cell, cutoff=4.0, most=None))
 
-    energy, forces = found(numbers, positions, cell)
+    energy, forces = predict(numbers, positions, cell)
     assert abs(energy) > 1e-3 and np.abs(forces.sum(0)).max() < 1e-9
-    turn, order = Rotation.random(random_state=0).as_matrix(), rng.permutation(len(numbers))
+    rotation, order = Rotation.random(random_state=0).as_matrix(), rng.permutation(len(numbers))
     wrapped = positions + rng.integers(-2, 3, (len(numbers), 3)) @ cell
     sheared = cell + np.array([[0, 0, 0], [1, 0, 0], [-2, 1, 0]]) @ cell
-    for other, expected in (
-        (found(numbers, positions @ turn.T, cell @ turn.T), forces @ turn.T),
-        (found(numbers, positions + [3.0, -7, 1], cell), forces),
-        (found(numbers[order], positions[order], cell), forces[order]), (found(numbers, wrapped, cell), forces),
-        (found(numbers, positions, sheared), forces),
+    for actual, expected in (
+        (predict(numbers, positions @ rotation.T, cell @ rotation.T), forces @ rotation.T),
+        (predict(numbers, positions + [3.0, -7, 1], cell), forces),
+        (predict(numbers[order], positions[order], cell), forces[order]), (predict(numbers, wrapped, cell), forces),
+        (predict(numbers, positions, sheared), forces),
     ):  # fmt: skip
-        assert other[0] == pytest.approx(energy, rel=1e-9) and np.abs(other[1] - expected).max() < 1e-9
+        assert actual[0] == pytest.approx(energy, rel=1e-9) and np.abs(actual[1] - expected).max() < 1e-9
 
 
 def test_padding_and_batching_change_nothing() -> None:
     model, parts = random_network(), [random_structure(seed, count=count) for seed, count in ((0, 3), (1, 1), (2, 5))]
-    exact, found = collate(parts), []
+    exact, results = collate(parts), []
     tables = exact.incoming, exact.outgoing, exact.members
     assert graph_sizes(parts) == (len(exact.numbers), len(exact.centre), *(table.shape[1] for table in tables))
     for graph in (exact, collate(parts, Sizes(40, 900, 90, 95, 17))):
         model.zero_grad()
         energy, forces = model(graph)
         (energy.sum() + forces.square().sum()).backward()
-        found.append([energy, forces[:9], *(p.grad.clone() for p in model.parameters())])
+        results.append([energy, forces[:9], *(p.grad.clone() for p in model.parameters())])
         assert not forces[9:].any()
-    for one, other in zip(*found):
-        assert (one - other).norm() <= 1e-12 * other.norm()
+    for unpadded, padded in zip(*results):
+        assert (unpadded - padded).norm() <= 1e-12 * padded.norm()
     alone = torch.stack([model(collate([part])).energy[0] for part in parts])
-    assert (alone - found[0][0]).norm() <= 1e-12 * alone.norm()
+    assert (alone - results[0][0]).norm() <= 1e-12 * alone.norm()
 
 
 def test_no_nondeterministic_operations() -> None:
     model, graph = random_network(), collate([random_structure(0)])
     kinds = ("index_add", "scatter_add", "index_put", "_index_put_impl", "index_reduce", "scatter_reduce")
-    with Without(*kinds, *(f"{name}_" for name in kinds), "lift_fresh"):
+    with ForbidOps(*kinds, *(f"{name}_" for name in kinds), "lift_fresh"):
         model(graph).forces.sum().backward()
 
 
@@ -94,10 +94,10 @@ def test_sums_are_float32_under_bf16() -> None:
     cast_to_bf16(model)
     assert model.rbf.freq.dtype == torch.float32 and model.emb.lin.weight.dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
-        found = model(graph)
-        found.forces.square().sum().backward()
-    assert found.energy.dtype == found.forces.dtype == torch.float32
-    assert (found.forces - expected.forces).norm() < 0.05 * expected.forces.norm()
+        actual = model(graph)
+        actual.forces.square().sum().backward()
+    assert actual.energy.dtype == actual.forces.dtype == torch.float32
+    assert (actual.forces - expected.forces).norm() < 0.05 * expected.forces.norm()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -111,41 +111,41 @@ def batch(cfg: DimeNetConfig = SMALL, dtype: torch.dtype = torch.float64) -> Bat
     return Batch(torch.tensor([5.0, 7], dtype=torch.float64), forces, free, graph)
 
 
-def test_scores_are_in_physical_units_and_of_free_atoms() -> None:
+def test_scores_are_in_physical_units_over_free_atoms() -> None:
     cfg = SMALL.model_copy(update={"mean": 1.5, "scale": 2.0, "references": {number: 0.1 * number for number in range(1, 60)}})
-    model, given = random_network(cfg), batch(cfg)
-    energy, forces = model(given.graph)
-    offset = torch.tensor([1.5 + sum(0.1 * int(z) for z in given.graph.numbers[rows]) for rows in (slice(0, 3), slice(3, 8))])
-    free = given.free.bool()
-    force = (forces - given.forces / 2).abs()[free].sum() / 6
-    off = (energy - (given.energy - offset) / 2).abs().mean()
-    value = loss(model, given, ObjectiveConfig(force=50, energy=3))["loss"].item()
-    assert value == pytest.approx((50 * force + 3 * off).item(), rel=1e-7), "divided by atoms and not by directions"
-    found = {name: float(a.detach()) / float(b) for name, (a, b) in score(model, given).items()}
-    physical, true = (2 * forces)[free].detach(), given.forces[free]
-    assert found["force_mae"] == pytest.approx((physical - true).abs().mean().item())
-    assert found["force_cosine"] == pytest.approx(torch.cosine_similarity(physical, true).mean().item())
-    assert found["energy_mae"] == pytest.approx((2 * energy + offset - given.energy).abs().mean().item())
-    assert found["force_zero"] == pytest.approx(true.abs().mean().item()) and found["within"] == 0
-    assert found["energy_mean"] == pytest.approx((offset - given.energy).abs().mean().item())
-    kept = pairs(model, given)
-    assert torch.equal(kept["forces"][:, 0], true) and kept["numbers"].tolist() == given.graph.numbers[free].tolist()
+    model, sample = random_network(cfg), batch(cfg)
+    energy, forces = model(sample.graph)
+    offset = torch.tensor([1.5 + sum(0.1 * int(z) for z in sample.graph.numbers[rows]) for rows in (slice(0, 3), slice(3, 8))])
+    free = sample.free.bool()
+    force_error = (forces - sample.forces / 2).abs()[free].sum() / 6
+    energy_error = (energy - (sample.energy - offset) / 2).abs().mean()
+    value = loss(model, sample, ObjectiveConfig(force=50, energy=3))["loss"].item()
+    assert value == pytest.approx((50 * force_error + 3 * energy_error).item(), rel=1e-7), "a mean over atoms, not over components"
+    scores = {name: float(a.detach()) / float(b) for name, (a, b) in score(model, sample).items()}
+    physical, target = (2 * forces)[free].detach(), sample.forces[free]
+    assert scores["force_mae"] == pytest.approx((physical - target).abs().mean().item())
+    assert scores["force_cosine"] == pytest.approx(torch.cosine_similarity(physical, target).mean().item())
+    assert scores["energy_mae"] == pytest.approx((2 * energy + offset - sample.energy).abs().mean().item())
+    assert scores["force_zero"] == pytest.approx(target.abs().mean().item()) and scores["within"] == 0
+    assert scores["energy_mean"] == pytest.approx((offset - sample.energy).abs().mean().item())
+    atoms = pairs(model, sample)
+    assert torch.equal(atoms["forces"][:, 0], target) and atoms["numbers"].tolist() == sample.graph.numbers[free].tolist()
 
 
 def test_within_needs_energy_and_all_free_forces() -> None:
-    model, given = random_network(), batch()
-    energy, forces = model.to_physical(given.graph, model(given.graph))
-    right = given._replace(energy=energy.detach() + 0.019, forces=forces.detach() + 0.02)
-    assert float(score(model, right)["within"][0]) == 2
-    wrong = right.forces.clone()
-    wrong[1] += 9  # held fast
-    assert float(score(model, right._replace(forces=wrong))["within"][0]) == 2
-    wrong[7, 2] += 0.0101  # one direction of one atom
-    assert float(score(model, right._replace(forces=wrong))["within"][0]) == 1
-    assert float(score(model, right._replace(energy=right.energy + 0.01))["within"][0]) == 0
+    model, sample = random_network(), batch()
+    energy, forces = model.to_physical(sample.graph, model(sample.graph))
+    close = sample._replace(energy=energy.detach() + 0.019, forces=forces.detach() + 0.02)
+    assert float(score(model, close)["within"][0]) == 2
+    perturbed = close.forces.clone()
+    perturbed[1] += 9  # a fixed atom
+    assert float(score(model, close._replace(forces=perturbed))["within"][0]) == 2
+    perturbed[7, 2] += 0.0101  # one component of one atom
+    assert float(score(model, close._replace(forces=perturbed))["within"][0]) == 1
+    assert float(score(model, close._replace(energy=close.energy + 0.01))["within"][0]) == 0
 
 
-# ---- for people
+# ---- ASE, errors, weights
 
 
 def test_relaxation_with_ase() -> None:
@@ -159,17 +159,17 @@ def test_relaxation_with_ase() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, text",
+    "change, text",
     [
         ({"positions": [[0, 0, 0], [0, 0, 9.0]]}, "no atom has a neighbour within 4 angstrom"),
         ({"numbers": [1, 97]}, "element 97; the model has embeddings up to 94"),
         ({"cutoff": 5.0}, "cutoff=4, most=None"),
     ],
 )
-def test_invalid_structures_raise(given: Any, text: str) -> None:
+def test_invalid_structures_raise(change: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
-        two = {"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None}
-        random_network().energy_and_forces(build_structure(**{**two, **given}))
+        valid = {"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None}
+        random_network().energy_and_forces(build_structure(**{**valid, **change}))
 
 
 def test_weights_of_other_codes_load(tmp_path: Any) -> None:
@@ -177,7 +177,7 @@ def test_weights_of_other_codes_load(tmp_path: Any) -> None:
     state = model.state_dict()
     torch.save(state, tmp_path / "ocp.pt")
     assert DimeNet.load(tmp_path / "ocp.pt").cfg == DETACHED.model_copy(update={"cutoff": 6.0, "most": 50})
-    again = DimeNet.load(tmp_path / "ocp.pt", DETACHED).double()
-    assert torch.equal(again(collate([random_structure(0)])).energy, model(collate([random_structure(0)])).energy)
+    loaded = DimeNet.load(tmp_path / "ocp.pt", DETACHED).double()
+    assert torch.equal(loaded(collate([random_structure(0)])).energy, model(collate([random_structure(0)])).energy)
     torch.save({name: value for name, value in state.items() if not name.endswith("lin_up.bias")}, tmp_path / "pyg.pt")
     assert not DimeNet.load(tmp_path / "pyg.pt", SMALL).output_blocks[0].lin_up.bias.any()

@@ -1,5 +1,4 @@
-"""DimeNet++ beside the packages of its users: atoms and labels from and to PyTorch Geometric and ASE, weights that PyTorch
-Geometric loads and computes with, and the cells of the app's page."""
+"""DimeNet++ with PyTorch Geometric and ASE: atoms, labels and weights in both directions, and the code cells of the app's page."""
 
 import re
 from pathlib import Path
@@ -15,70 +14,62 @@ from ase.constraints import FixAtoms
 from torch_geometric.data import Batch as Geometric
 from torch_geometric.data import Data
 from torch_geometric.nn.models import DimeNetPlusPlus
-from torch_geometric.nn.models import dimenet as theirs
+from torch_geometric.nn.models import dimenet as pyg_dimenet
 
 from hpcai.errors import DataError
-from hpcai.models.dimenet import (
-    DimeNet,
-    DimeNetConfig,
-    build_structure,
-    pyg_kwargs,
-    read_frames,
-    to_ase,
-    to_data,
-)
+from hpcai.models.dimenet import DimeNet, DimeNetConfig, build_structure, pyg_kwargs, read_frames, to_ase, to_data
 from tests.atoms import SMALL, random_crystal, random_network
 
 TINY = SMALL.model_copy(update={"spherical": 3, "radial": 3})
-WORDS: Any = {"cutoff": 4.0, "most": None}
+KWARGS: Any = {"cutoff": 4.0, "most": None}
 
 
 def slab() -> Atoms:
-    found = fcc111("Cu", (2, 2, 3), vacuum=5.0)
-    found.pbc = (True, True, False)
-    found.rattle(0.05, seed=0)
-    found.set_constraint(FixAtoms([0, 3]))
-    found.calc = EMT()
-    found.get_forces()
-    return found
+    atoms = fcc111("Cu", (2, 2, 3), vacuum=5.0)
+    atoms.pbc = (True, True, False)
+    atoms.rattle(0.05, seed=0)
+    atoms.set_constraint(FixAtoms([0, 3]))
+    atoms.calc = EMT()
+    atoms.get_forces()
+    return atoms
 
 
-def names_of_open_catalyst(**changes: Any) -> Data:
-    """A structure as its databases have it, with labels under the older names."""
+def fairchem_data(**changes: Any) -> Data:
+    """Return a structure as in the Open Catalyst databases, with labels under the older names."""
     numbers, positions, cell = random_crystal(0)
-    given = {
+    fields = {
         "atomic_numbers": torch.tensor(numbers).float(), "pos": torch.tensor(positions), "cell": torch.tensor(cell)[None],
         "natoms": 4, "fixed": torch.tensor([1, 0, 0, 1]), "y": -3.5, "force": torch.arange(12.0).view(4, 3), **changes,
     }  # fmt: skip
-    return Data(**{name: value for name, value in given.items() if value is not None})
+    return Data(**{name: value for name, value in fields.items() if value is not None})
 
 
 # ---- atoms
 
 
-def test_both_kinds_of_names_are_the_atoms_that_arrays_are() -> None:
+def test_structures_of_data_and_atoms_equal_those_of_arrays() -> None:
     numbers, positions, cell = random_crystal(0)
-    wanted = build_structure(numbers, positions, cell, **WORDS)
-    geometric = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), cell=torch.tensor(cell), pbc=torch.tensor([True] * 3))
-    for given in (names_of_open_catalyst(), geometric, Atoms(numbers, positions, cell=cell, pbc=True)):
-        found = build_structure(given, **WORDS)
-        assert all(np.array_equal(one, other) for one, other in zip(found, wanted))
-    without = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), y=torch.ones(1, 19))
-    for one, other in zip(build_structure(without, **WORDS), build_structure(numbers, positions, **WORDS)):
-        assert np.array_equal(one, other), "a molecule of QM9, whose nineteen labels are not asked for"
+    expected = build_structure(numbers, positions, cell, **KWARGS)
+    pyg_data = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), cell=torch.tensor(cell), pbc=torch.tensor([True] * 3))
+    for source in (fairchem_data(), pyg_data, Atoms(numbers, positions, cell=cell, pbc=True)):
+        structure = build_structure(source, **KWARGS)
+        assert all(np.array_equal(actual, target) for actual, target in zip(structure, expected))
+    isolated = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), y=torch.ones(1, 19))
+    for actual, target in zip(build_structure(isolated, **KWARGS), build_structure(numbers, positions, **KWARGS)):
+        assert np.array_equal(actual, target), "a molecule of QM9; its nineteen labels are ignored"
 
 
 @pytest.mark.parametrize("batched", [list, Geometric.from_data_list])
 def test_labels_are_converted(batched: Any) -> None:
-    given = [names_of_open_catalyst(), names_of_open_catalyst(y=2.0, natoms=None, pbc=torch.tensor([[True, False, True]]))]
-    given[0].pbc, given[1].natoms = torch.ones(1, 3, dtype=torch.bool), 4
-    found = read_frames(batched(given), **WORDS)
-    assert [frame.energy for frame in found] == [-3.5, 2.0]
-    assert [frame.structure.pbc.tolist() for frame in found] == [[True] * 3, [True, False, True]]  # type: ignore[union-attr]
-    for frame in found:
+    data = [fairchem_data(), fairchem_data(y=2.0, natoms=None, pbc=torch.tensor([[True, False, True]]))]
+    data[0].pbc, data[1].natoms = torch.ones(1, 3, dtype=torch.bool), 4
+    frames = read_frames(batched(data), **KWARGS)
+    assert [frame.energy for frame in frames] == [-3.5, 2.0]
+    assert [frame.structure.pbc.tolist() for frame in frames] == [[True] * 3, [True, False, True]]  # type: ignore[union-attr]
+    for frame in frames:
         assert np.array_equal(frame.forces, np.arange(12.0).reshape(4, 3)) and frame.free.tolist() == [0, 1, 1, 0]  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"2 structures, expected one; or use hpcai.models.dimenet.read_frames"):
-        build_structure(Geometric.from_data_list(given))
+        build_structure(Geometric.from_data_list(data))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +82,14 @@ def test_labels_are_converted(batched: Any) -> None:
 )
 def test_invalid_fields_raise(changes: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
-        read_frames(names_of_open_catalyst(**changes), **WORDS)
+        read_frames(fairchem_data(**changes), **KWARGS)
 
 
-# ---- and back
+# ---- conversion back
 
 
-def test_data_have_what_fairchem_reads() -> None:
-    structure = build_structure(slab(), **WORDS)
+def test_data_have_the_fields_of_fairchem() -> None:
+    structure = build_structure(slab(), **KWARGS)
     energy, forces = random_network().energy_and_forces(structure)
     data = to_data(structure, (energy, forces))
     (j, i), offsets = data.edge_index, data.cell_offsets
@@ -110,34 +101,34 @@ def test_data_have_what_fairchem_reads() -> None:
 
 
 def test_round_trip_is_bitwise() -> None:
-    first = read_frames([slab(), *map(molecule, ("H2O", "CH4"))], **WORDS)
+    first = read_frames([slab(), *map(molecule, ("H2O", "CH4"))], **KWARGS)
     first[1:] = [frame._replace(energy=float(k), forces=np.full((len(frame.free), 3), k)) for k, frame in enumerate(first[1:])]
-    for again in (read_frames(to_data(first), **WORDS), read_frames(to_ase(first), **WORDS)):
-        for one, other in zip(again, first):
-            assert one.energy == other.energy and np.array_equal(one.forces, other.forces) and np.array_equal(one.free, other.free)  # type: ignore[arg-type]
-            assert all(np.array_equal(mine, yours) for mine, yours in zip(one.structure, other.structure))
-    (j, i), batch = (both := to_data(first)).edge_index, both.batch
-    assert torch.equal(batch[j], batch[i]) and both.ptr.tolist() == [0, 12, 15, 20]
+    for restored in (read_frames(to_data(first), **KWARGS), read_frames(to_ase(first), **KWARGS)):
+        for a, b in zip(restored, first):
+            assert a.energy == b.energy and np.array_equal(a.forces, b.forces) and np.array_equal(a.free, b.free)  # type: ignore[arg-type]
+            assert all(np.array_equal(x, y) for x, y in zip(a.structure, b.structure))
+    (j, i), batch = (data := to_data(first)).edge_index, data.batch
+    assert torch.equal(batch[j], batch[i]) and data.ptr.tolist() == [0, 12, 15, 20]
 
 
 def test_ase_has_the_prediction_in_a_calculator() -> None:
-    model, structures = random_network(), [build_structure(slab(), **WORDS), build_structure(molecule("H2O"), **WORDS)]
-    found = model.energy_and_forces(structures)
-    for one, (energy, forces) in zip(to_ase(structures, found), found):
-        assert one.get_potential_energy() == energy and np.array_equal(one.get_forces(), forces)
+    model, structures = random_network(), [build_structure(slab(), **KWARGS), build_structure(molecule("H2O"), **KWARGS)]
+    predictions = model.energy_and_forces(structures)
+    for atoms, (energy, forces) in zip(to_ase(structures, predictions), predictions):
+        assert atoms.get_potential_energy() == energy and np.array_equal(atoms.get_forces(), forces)
     assert to_ase(structures[0]).calc is None and to_ase(structures[0]) == Atoms(slab(), constraint=None)
     with pytest.raises(DataError, match="1 pairs of energy and forces for 2 structures"):
-        to_ase(structures, found[:1])
+        to_ase(structures, predictions[:1])
     with pytest.raises(DataError, match=r"structure 0: forces \(3, 3\), expected \(12, 3\)"):
-        to_data(structures, found[::-1])
+        to_data(structures, predictions[::-1])
 
 
 # ---- weights
 
 
 @pytest.fixture(scope="module")
-def geometric(tmp_path_factory: pytest.TempPathFactory) -> tuple[DimeNet, Any, Path]:
-    """A network of ours, with every bias, and PyTorch Geometric's with its weights."""
+def pyg(tmp_path_factory: pytest.TempPathFactory) -> tuple[DimeNet, Any, Path]:
+    """Return a network with random biases, the network of PyTorch Geometric with its weights, and their file."""
     model = random_network(TINY)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
@@ -149,19 +140,19 @@ def geometric(tmp_path_factory: pytest.TempPathFactory) -> tuple[DimeNet, Any, P
     return model, net, path
 
 
-def test_pyg_forward_gives_the_same_energies(geometric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real one, but for the two functions that need a compiled extension."""
-    model, net, _ = geometric
-    monkeypatch.setattr(theirs, "radius_graph", lambda pos, r, batch, max_num_neighbors: near(pos, batch, r))
-    monkeypatch.setattr(theirs, "triplets", triplets)
-    structures = [build_structure(molecule(name), **WORDS) for name in ("CH3CH2OH", "H2O", "C6H6")]
+def test_pyg_forward_gives_the_same_energies(pyg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace only the two functions of PyTorch Geometric that need a compiled extension."""
+    model, net, _ = pyg
+    monkeypatch.setattr(pyg_dimenet, "radius_graph", lambda pos, r, batch, max_num_neighbors: radius_graph(pos, batch, r))
+    monkeypatch.setattr(pyg_dimenet, "triplets", triplets)
+    structures = [build_structure(molecule(name), **KWARGS) for name in ("CH3CH2OH", "H2O", "C6H6")]
     data = to_data(structures)
-    found = net(data.z, data.pos, data.batch)[:, 0].tolist()
-    wanted = [energy for energy, _ in model.energy_and_forces(structures)]
-    assert max(map(abs, wanted)) > 0.1 and found == pytest.approx(wanted, rel=1e-5)  # their functions have constants of float32
+    actual = net(data.z, data.pos, data.batch)[:, 0].tolist()
+    expected = [energy for energy, _ in model.energy_and_forces(structures)]
+    assert max(map(abs, expected)) > 0.1 and actual == pytest.approx(expected, rel=1e-5)  # PyG has constants in float32
 
 
-def near(positions: torch.Tensor, batch: torch.Tensor, cutoff: float) -> torch.Tensor:
+def radius_graph(positions: torch.Tensor, batch: torch.Tensor, cutoff: float) -> torch.Tensor:
     close = (torch.cdist(positions, positions) < cutoff) & (batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool)
     return close.nonzero().T.flip(0)
 
@@ -172,10 +163,10 @@ def triplets(edges: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
     return i, j, i[ji], j[ji], j[kj], kj, ji
 
 
-def test_exported_weights_load_again(geometric: Any, tmp_path: Path) -> None:
-    model, _, path = geometric
-    structure, again = build_structure(slab(), **WORDS), DimeNet.load(path, TINY)
-    assert again.double().energy_and_forces(structure)[0] == pytest.approx(model.energy_and_forces(structure)[0], rel=1e-6)
+def test_exported_weights_load_again(pyg: Any, tmp_path: Path) -> None:
+    model, _, path = pyg
+    structure, loaded = build_structure(slab(), **KWARGS), DimeNet.load(path, TINY)
+    assert loaded.double().energy_and_forces(structure)[0] == pytest.approx(model.energy_and_forces(structure)[0], rel=1e-6)
     model.save(tmp_path / "ocp.pt", form="fairchem")
     state = torch.load(tmp_path / "ocp.pt", weights_only=True)["state_dict"]
     assert list(state) == [f"module.module.{name}" for name in model.state_dict()]
@@ -187,14 +178,14 @@ def test_exported_weights_load_again(geometric: Any, tmp_path: Path) -> None:
 # ---- the page
 
 
-def test_the_cells_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_cells_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).resolve().parents[3] / "apps/opencatalyst/README.md").read_text()
     (tmp_path / "runs/opencatalyst-small").mkdir(parents=True)
     small = DimeNetConfig(hidden=8, output=8, interaction=4, blocks=1, cutoff=5.0, most=None)
     random_network(small, dtype=torch.float32).save(tmp_path / "runs/opencatalyst-small/model.safetensors")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"slab": slab()}
+    namespace: dict[str, Any] = {"slab": slab()}
     for cell in re.findall(r"```python\n(.*?)```", page, re.S):
-        exec(cell, names)
-    assert names["frame"].get_potential_energy() == names["data"].energy.item() == pytest.approx(names["energy"])
+        exec(cell, namespace)
+    assert namespace["frame"].get_potential_energy() == namespace["data"].energy.item() == pytest.approx(namespace["energy"])
     assert "output_blocks.0.lin_up.bias" not in torch.load(tmp_path / "pyg.pt", weights_only=True)

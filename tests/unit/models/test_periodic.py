@@ -1,4 +1,4 @@
-"""Neighbour lists: as ASE finds them, in one order everywhere, and bad structures refused."""
+"""Neighbour lists: the edges of ASE, in an order independent of rotation and precision; errors of invalid structures."""
 
 from itertools import product
 from typing import Any
@@ -17,19 +17,19 @@ Structure = tuple[Any, Any, Any]
 
 
 def random_structure(seed: int) -> Structure:
-    """Up to seven atoms in and out of a right-handed cell that may be skewed and thin, periodic in any directions."""
-    draw = np.random.default_rng(seed)
-    pbc = draw.integers(0, 2, 3).astype(bool)
+    """Return up to seven atoms inside and outside of a right-handed, possibly skewed and thin cell, periodic in any directions."""
+    rng = np.random.default_rng(seed)
+    pbc = rng.integers(0, 2, 3).astype(bool)
     while True:
-        cell = draw.normal(size=(3, 3)) * draw.uniform(0.5, 6, size=(3, 1))
+        cell = rng.normal(size=(3, 3)) * rng.uniform(0.5, 6, size=(3, 1))
         volume = np.linalg.det(cell)
         cell[0] *= np.sign(volume)
         if abs(volume) / np.linalg.norm(np.cross(np.roll(cell, -1, 0), np.roll(cell, -2, 0)), axis=1).max() > 0.4:
-            return draw.uniform(-2, 3, size=(draw.integers(1, 8), 3)) @ cell, cell, pbc
+            return rng.uniform(-2, 3, size=(rng.integers(1, 8), 3)) @ cell, cell, pbc
 
 
-def rows(found: NeighbourList) -> list[list[int]]:
-    return np.c_[found.centre, found.neighbour, found.offset].tolist()
+def edges(neighbours: NeighbourList) -> list[list[int]]:
+    return np.c_[neighbours.centre, neighbours.neighbour, neighbours.offset].tolist()
 
 
 def fcc(cells: int, side: float = 3.6) -> Structure:
@@ -40,41 +40,41 @@ def fcc(cells: int, side: float = 3.6) -> Structure:
 
 @examples(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(0.5, 5))
-def test_the_edges_are_those_of_ase(seed: int, cutoff: float) -> None:
+def test_edges_equal_those_of_ase(seed: int, cutoff: float) -> None:
     search = pytest.importorskip("ase.neighborlist").primitive_neighbor_list
     r, cell, pbc = random_structure(seed)
-    found = neighbour_list(r, cell, pbc, cutoff)
+    actual = neighbour_list(r, cell, pbc, cutoff)
     i, j, d, S = search("ijdS", pbc, cell, r, cutoff)
-    assert sorted(rows(found)) == sorted(np.c_[i, j, S].tolist())
-    assert np.allclose(found.vector, r[found.neighbour] + found.offset @ cell - r[found.centre], atol=1e-12)
-    assert np.allclose(np.sort(found.distance), np.sort(d)) and np.allclose(np.linalg.norm(found.vector, axis=1), found.distance)
+    assert sorted(edges(actual)) == sorted(np.c_[i, j, S].tolist())
+    assert np.allclose(actual.vector, r[actual.neighbour] + actual.offset @ cell - r[actual.centre], atol=1e-12)
+    assert np.allclose(np.sort(actual.distance), np.sort(d)) and np.allclose(np.linalg.norm(actual.vector, axis=1), actual.distance)
 
 
 @pytest.mark.parametrize("row", [(0, 0, 0), (1, 0, 0), (0, 0, -9), (1e-9, 5, 0)])
 def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -> None:
     r, pbc = np.random.default_rng(0).uniform(-8, 8, (9, 3)), np.array([True, True, False])
     cell = np.array([[4.0, 0, 0], [1, 5, 0], [0, 0, 30]])
-    whole = neighbour_list(r, cell, pbc, 4.5)
+    expected = neighbour_list(r, cell, pbc, 4.5)
     cell[2] = row
-    assert rows(neighbour_list(r, cell, pbc, 4.5)) == rows(whole) and not whole.offset[:, 2].any()
-    assert len(whole.centre) > 50
+    assert edges(neighbour_list(r, cell, pbc, 4.5)) == edges(expected) and not expected.offset[:, 2].any()
+    assert len(expected.centre) > 50
 
 
 @pytest.mark.parametrize("most", [None, 15, 50])
 def test_ties_do_not_depend_on_rotation_or_float32(most: int | None) -> None:
-    """Shells of 12, 6, 24, 12 and 24 neighbours, of which 15 and 50 cut one. By index and offset, which a rotation leaves alone."""
+    """Limits 15 and 50 split a shell (sizes 12, 6, 24, 12, 24) by index and offset, which are invariant under rotation."""
     r, cell, pbc = fcc(2, 3.61495)
-    found = neighbour_list(r, cell, pbc, 6.0, most)
-    assert np.bincount(found.centre).tolist() == [min(78, most or 78)] * len(r)
-    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
-    turn *= np.linalg.det(turn)
+    exact = neighbour_list(r, cell, pbc, 6.0, most)
+    assert np.bincount(exact.centre).tolist() == [min(78, most or 78)] * len(r)
+    rotation = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
+    rotation *= np.linalg.det(rotation)
     for dtype in (np.float64, np.float32):
-        assert rows(neighbour_list((r @ turn).astype(dtype), (cell @ turn).astype(dtype), pbc, 6.0, most)) == rows(found)
-    near = [row[1:] for row, d in zip(rows(found), found.distance) if row[0] == 0 and d < 2.7]
-    assert near == sorted(near) and len(near) == 12, "equally far: by the other atom, then offset"
+        assert edges(neighbour_list((r @ rotation).astype(dtype), (cell @ rotation).astype(dtype), pbc, 6.0, most)) == edges(exact)
+    near = [row[1:] for row, d in zip(edges(exact), exact.distance) if row[0] == 0 and d < 2.7]
+    assert near == sorted(near) and len(near) == 12, "at equal distance: by neighbour, then offset"
 
 
-GOOD: dict[str, Any] = {"numbers": [29, 29], "positions": [[0.0, 0, 0], [2, 0, 0]], "cell": np.eye(3) * 10, "pbc": [1, 1, 0]}
+VALID: dict[str, Any] = {"numbers": [29, 29], "positions": [[0.0, 0, 0], [2, 0, 0]], "cell": np.eye(3) * 10, "pbc": [1, 1, 0]}
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -86,4 +86,4 @@ GOOD: dict[str, Any] = {"numbers": [29, 29], "positions": [[0.0, 0, 0], [2, 0, 0
 ])  # fmt: skip
 def test_invalid_atoms_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^slab_7: {message}"):
-        check_atoms(**GOOD | change, where="slab_7", cutoff=6.0)
+        check_atoms(**VALID | change, where="slab_7", cutoff=6.0)

@@ -1,4 +1,4 @@
-"""The 3D U-Net as a person meets it: a volume in, masks out; weights in and out; sizes that do not fit."""
+"""3D U-Net: segmentation of volumes, sliding windows, settings, scores and slices."""
 
 from typing import Any
 
@@ -27,83 +27,83 @@ def test_a_volume_is_segmented_on_its_own_grid() -> None:
     masks = net.segment(volume, spacing_mm=(5.0, 0.9, 0.8))
     assert list(masks) == ["background", "kidney", "tumour"]
     assert all(mask.shape == volume.shape and mask.dtype == bool for mask in masks.values())
-    every = sum(mask.astype(int) for mask in masks.values())
-    assert np.array_equal(every, np.ones(volume.shape, int)), "each voxel is of one class"
+    total = sum(mask.astype(int) for mask in masks.values())
+    assert np.array_equal(total, np.ones(volume.shape, int)), "each voxel has one class"
     assert 0 < masks["kidney"].mean() < 1 or 0 < masks["tumour"].mean() < 1
     # At the network's spacing nothing is resampled: the masks are those of the windows.
-    same = net.segment(volume, spacing_mm=SMALL.spacing_mm)
+    native = net.segment(volume, spacing_mm=SMALL.spacing_mm)
     image = torch.from_numpy((np.clip(volume, -79, 304).astype(np.float32) - 101) / np.float32(76.9))
     with torch.no_grad():
         logits, _ = net.sliding_window(net, image[None, None], crop=False)
-    assert (np.stack(list(same.values())).argmax(0) == logits[0].argmax(0).numpy()).all()
+    assert (np.stack(list(native.values())).argmax(0) == logits[0].argmax(0).numpy()).all()
 
 
-def test_a_mask_does_not_depend_on_mode_or_memory() -> None:
+def test_a_mask_does_not_depend_on_mode_or_memory_layout() -> None:
     net, volume = model(), np.random.default_rng(1).normal(40, 100, (9, 33, 35))
     expected = net.segment(volume, (4, 2, 2))
     assert net.training is False
     net.train()
-    again = net.segment(np.asfortranarray(volume), (4, 2, 2))
-    assert all(np.array_equal(again[name], expected[name]) for name in expected)
+    actual = net.segment(np.asfortranarray(volume), (4, 2, 2))
+    assert all(np.array_equal(actual[name], expected[name]) for name in expected)
     net.register_forward_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         net.segment(volume, (4, 2, 2))
-    assert net.training, "as before, though it failed"
+    assert net.training, "the mode is restored after an error"
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("settings", "text"),
     [
         ({"window": (128, 100, 128)}, "multiples of 32"),
         ({"window": (32, 32, 32)}, "one voxel without statistics"),
     ],
 )
-def test_settings_that_do_not_fit(words: dict[str, Any], text: str) -> None:
+def test_invalid_settings_raise(settings: dict[str, Any], text: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=text):
-        UNet3DConfig(**words)
+        UNet3DConfig(**settings)
 
 
 def test_window_weights_sum_to_one_at_every_voxel() -> None:
-    """A network that gives back its input must give back the volume."""
-    random = np.random.default_rng(2)
+    """The identity network returns the volume."""
+    rng = np.random.default_rng(2)
     for _ in range(40):
-        size, window = random.integers(3, 70, 3).tolist(), random.choice([8, 16, 24, 32], 3).tolist()
-        overlap = float(random.choice([0.0, 0.25, 0.5, 0.75]))
-        x = torch.from_numpy(random.normal(size=(1, 2, *size)))
+        size, window = rng.integers(3, 70, 3).tolist(), rng.choice([8, 16, 24, 32], 3).tolist()
+        overlap = float(rng.choice([0.0, 0.25, 0.5, 0.75]))
+        x = torch.from_numpy(rng.normal(size=(1, 2, *size)))
         for crop in (False, True):
-            y, kept = sliding_window_inference(lambda part: part, x, window, overlap, crop=crop)
-            torch.testing.assert_close(y, x[(..., *kept)], rtol=1e-11, atol=1e-11)
-            for n, w, part in zip(size, window, kept):
+            y, ranges = sliding_window_inference(lambda part: part, x, window, overlap, crop=crop)
+            torch.testing.assert_close(y, x[(..., *ranges)], rtol=1e-11, atol=1e-11)
+            for n, w, part in zip(size, window, ranges):
                 assert n - (part.stop - part.start) < max(crop * int(w * (1 - overlap)) // 2, 1)
 
 
 def test_dice_of_an_absent_class_is_one() -> None:
     label = torch.zeros(2, 2, 2, 2, dtype=torch.uint8)
     label[1, 0] = 1
-    guess = label.long().clone()
-    guess[1, 1, 0, 0] = 1
-    found = dice(guess, label, 3)
-    torch.testing.assert_close(found, torch.tensor([[1.0, 1.0], [8 / 9, 1.0]]).double(), rtol=1e-6, atol=0)
+    predicted = label.long().clone()
+    predicted[1, 1, 0, 0] = 1
+    scores = dice(predicted, label, 3)
+    torch.testing.assert_close(scores, torch.tensor([[1.0, 1.0], [8 / 9, 1.0]]).double(), rtol=1e-6, atol=0)
 
 
 @torch.no_grad()
 def test_the_score_is_a_mean_over_volumes() -> None:
     net, image = model(), torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(3))
     label = (image > 1).to(torch.uint8) + (image > 2).to(torch.uint8)
-    both = unet3d.score(net, [Batch(image[:1], label[:1]), Batch(image[1:], label[1:])])
-    each = [unet3d.score(net, [Batch(image[b : b + 1], label[b : b + 1])]) for b in (0, 1)]
-    for name, (value, count) in both.items():
-        assert count == 2 and float(value) == pytest.approx(sum(float(one[name][0]) for one in each))
-    assert float(both["mean_dice"][0]) == pytest.approx((float(both["dice_kidney"][0]) + float(both["dice_tumour"][0])) / 2)
+    mean = unet3d.score(net, [Batch(image[:1], label[:1]), Batch(image[1:], label[1:])])
+    separate = [unet3d.score(net, [Batch(image[b : b + 1], label[b : b + 1])]) for b in (0, 1)]
+    for name, (value, count) in mean.items():
+        assert count == 2 and float(value) == pytest.approx(sum(float(scores[name][0]) for scores in separate))
+    assert float(mean["mean_dice"][0]) == pytest.approx((float(mean["dice_kidney"][0]) + float(mean["dice_tumour"][0])) / 2)
 
 
-def test_slices_have_most_tumour() -> None:
+def test_slices_with_most_tumour_are_selected() -> None:
     net = model()
     label = torch.zeros(1, 12, 40, 30, dtype=torch.uint8)
     label[0, 5, 10:14, 4:9], label[0, 7, 11:13, 5:9] = 1, 2
     empty = torch.zeros_like(label)
     with torch.no_grad():
-        found = unet3d.slices(net, [Batch(torch.zeros(label.shape), label), Batch(torch.ones(label.shape), empty)])
-    assert found["fields"].shape == (2, 24, 24, 1) and found["true"].shape == found["predicted"].shape == (2, 24, 24)
-    assert found["true"][0].unique().tolist() == [0, 2] and (found["true"][0] == 2).sum() == 8 and not found["true"][1].any()
-    assert found["fields"][0].unique().tolist() == pytest.approx([-79, 101])
+        slices = unet3d.slices(net, [Batch(torch.zeros(label.shape), label), Batch(torch.ones(label.shape), empty)])
+    assert slices["fields"].shape == (2, 24, 24, 1) and slices["true"].shape == slices["predicted"].shape == (2, 24, 24)
+    assert slices["true"][0].unique().tolist() == [0, 2] and (slices["true"][0] == 2).sum() == 8 and not slices["true"][1].any()
+    assert slices["fields"][0].unique().tolist() == pytest.approx([-79, 101])

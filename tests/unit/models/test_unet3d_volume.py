@@ -1,4 +1,4 @@
-"""CT volumes to the space of the network: shapes, values that must not move, refusals."""
+"""Preprocessing of CT volumes: dtypes, interpolation, errors, memory."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from hpcai.models.unet3d.volume import preprocess, resample
 
 
 def ramp(shape: tuple[int, ...], kind: Any = np.float32) -> np.ndarray:
-    """Linear along every dim, so that trilinear interpolation is exact."""
+    """Return values that are linear along every dim, so that trilinear interpolation is exact."""
     z, y, x = np.meshgrid(*[np.linspace(-50, 250, n) for n in shape], indexing="ij")
     return ((z + 2 * y - x) / 2).astype(kind)
 
@@ -20,14 +20,14 @@ def ramp(shape: tuple[int, ...], kind: Any = np.float32) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["u1", "<i4", ">i2", "f4", ">f4", "?"])
 def test_dtype_is_preserved(kind: str) -> None:
     values = (ramp((9, 8, 7)) > 90).astype(kind) if kind in "u1?" else ramp((9, 8, 7), kind)
-    linear, nearest = (resample(values, (17, 5, 20), how) for how in ("linear", "nearest"))  # type: ignore[arg-type]
+    linear, nearest = (resample(values, (17, 5, 20), mode) for mode in ("linear", "nearest"))  # type: ignore[arg-type]
     assert linear.dtype == values.dtype.newbyteorder("=") and nearest.dtype == values.dtype
     if kind not in "u1?":
         assert np.abs(linear.astype(float) - ramp((17, 5, 20), float)).max() <= {"f": 0.2, "i": 1.5}[values.dtype.kind]
     assert resample(values[::-1].swapaxes(0, 2), (5, 6, 4), "linear").shape == (5, 6, 4)      # strides that torch does not take
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "four dims": ({"image": np.zeros((1, 4, 5, 6), np.float32)}, "shape (1, 4, 5, 6), expected (D, H, W), slices first"),
     "NaN": ({"image": np.full((4, 5, 6), np.nan, np.float32)}, "120 of 120 voxels of the image are NaN"),
     "another shape": ({"label": np.zeros((4, 5, 7), np.uint8)}, "label of shape (4, 5, 7) and an image of (4, 5, 6)"),
@@ -35,16 +35,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", REFUSED)
+@pytest.mark.parametrize("fault", INVALID)
 def test_invalid_volumes_raise(fault: str) -> None:
-    what, text = REFUSED[fault]
-    words: dict[str, Any] = {"image": np.zeros((4, 5, 6), np.float32), "label": None, "spacing_mm": (1, 1, 1), **what}
+    change, text = INVALID[fault]
+    kwargs: dict[str, Any] = {"image": np.zeros((4, 5, 6), np.float32), "label": None, "spacing_mm": (1, 1, 1), **change}
     with pytest.raises(DataError, match=re.escape(text)):
-        preprocess(**words)
+        preprocess(**kwargs)
 
 
 def test_no_copy_of_a_large_volume() -> None:
-    """A float32 volume and its label cost only what they become."""
+    """Preprocessing a float32 volume and its label allocates only the results."""
     import tracemalloc
 
     image, label = np.zeros((60, 256, 256), np.float32), np.zeros((60, 256, 256), np.uint8)

@@ -1,4 +1,4 @@
-"""Weights of every network in files: round trips, what other codes put around them, and what is refused."""
+"""Weight files of every network: round trips, wrappers and prefixes of other codes, errors, and no execution of code."""
 
 import json
 import pickle
@@ -26,7 +26,7 @@ NETWORKS: dict[Any, Any] = {
     DeepCam: DeepCamConfig(divide=8, middle=1, low=(0.0,) * 16, high=(1.0,) * 16),
     DimeNet: SMALL.model_copy(update={"mean": -3.0, "scale": 2.0}), OpenFold: OpenFoldConfig.preset("tiny"), UNet3D: VOLUMES,
 }  # fmt: skip
-every = pytest.mark.parametrize("kind", NETWORKS)
+all_networks = pytest.mark.parametrize("kind", NETWORKS)
 State = dict[str, torch.Tensor]
 
 
@@ -39,46 +39,46 @@ def network(kind: Any) -> Any:
     return model
 
 
-def same(one: Any, other: Any) -> bool:
-    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
-    return all(name == again and torch.equal(value, found) for (name, value), (again, found) in pairs)
+def equal_weights(a: Any, b: Any) -> bool:
+    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+    return all(name == other_name and torch.equal(value, other_value) for (name, value), (other_name, other_value) in pairs)
 
 
-@every
-def test_weights_and_settings_travel_in_one_file(kind: Any, tmp_path: Path) -> None:
+@all_networks
+def test_weights_and_settings_are_saved_in_one_file(kind: Any, tmp_path: Path) -> None:
     model, other = network(kind), network(kind)
     torch.nn.init.ones_(next(other.parameters()))
-    for state, expected in ((None, model), (other.state_dict(), other)):  # weights given by name instead of its own
+    for state, expected in ((None, model), (other.state_dict(), other)):  # a state dict in place of the model's own
         model.save(tmp_path / "w.safetensors", state)
-        again = kind.load(tmp_path / "w.safetensors")
-        assert again.cfg == model.cfg and not again.training and same(again, expected)
+        loaded = kind.load(tmp_path / "w.safetensors")
+        assert loaded.cfg == model.cfg and not loaded.training and equal_weights(loaded, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
-@every
+@all_networks
 def test_a_state_dict_needs_settings_for_the_rest(kind: Any, tmp_path: Path) -> None:
     model = network(kind)
     torch.save(model.state_dict(), tmp_path / "new.pt")
     torch.save(model.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "plain")
     for name in ("new.pt", "old.pt", "plain"):
-        again = kind.load(tmp_path / name, model.cfg)
-        assert again.cfg == model.cfg and not again.training and same(again, model)
-    alone = kind.load(tmp_path / "plain")
-    assert same(alone, model) and getattr(alone.cfg, "low", None) is None
+        loaded = kind.load(tmp_path / name, model.cfg)
+        assert loaded.cfg == model.cfg and not loaded.training and equal_weights(loaded, model)
+    inferred = kind.load(tmp_path / "plain")
+    assert equal_weights(inferred, model) and getattr(inferred.cfg, "low", None) is None
 
 
-def before(prefix: str, weights: State) -> State:
+def add_prefix(prefix: str, weights: State) -> State:
     return {prefix + name: value for name, value in weights.items()}
 
 
-AROUND: dict[str, Any] = {
-    "twice parallel": lambda w: before("module.module.", w),
-    "compiled": lambda w: before("_orig_mod.", w),
-    "averaged": lambda w: before("averaged_model.module.", w) | {"averaged_model.n_averaged": torch.tensor(3)},
-    "submission": lambda w: {"model": before("module.", w), "step": 3, "epoch": 1, "optimizer": {"lr": 0.1}},
+WRAPPERS: dict[str, Any] = {
+    "twice parallel": lambda w: add_prefix("module.module.", w),
+    "compiled": lambda w: add_prefix("_orig_mod.", w),
+    "averaged": lambda w: add_prefix("averaged_model.module.", w) | {"averaged_model.n_averaged": torch.tensor(3)},
+    "submission": lambda w: {"model": add_prefix("module.", w), "step": 3, "epoch": 1, "optimizer": {"lr": 0.1}},
     "torch": lambda w: {"model_state_dict": w, "epoch": 3},
-    "deepspeed": lambda w: {"module": before("_forward_module.model.", w), "dp_world_size": 8},
+    "deepspeed": lambda w: {"module": add_prefix("_forward_module.model.", w), "dp_world_size": 8},
     "lightning with an average": lambda w: {
         "state_dict": {f"model.{name}": 0 * value for name, value in w.items()}, "ema": {"params": w, "decay": 0.999},
     },
@@ -86,25 +86,25 @@ AROUND: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_weights_are_found_in_checkpoints_and_behind_prefixes(around: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_weights_are_found_in_checkpoints_and_behind_prefixes(wrapper: str, tmp_path: Path) -> None:
     model = network(UNet3D)
-    torch.save(AROUND[around](model.state_dict()), tmp_path / "w.ckpt")
-    assert same(UNet3D.load(tmp_path / "w.ckpt", VOLUMES), model)
+    torch.save(WRAPPERS[wrapper](model.state_dict()), tmp_path / "w.ckpt")
+    assert equal_weights(UNet3D.load(tmp_path / "w.ckpt", VOLUMES), model)
 
 
 def test_files_without_weights_or_with_duplicates_raise(tmp_path: Path) -> None:
     state, path = network(UNet3D).state_dict(), tmp_path / "w.pt"
     name = next(iter(state))
-    wrong = {"expected names with tensors": {name: "none"}, "several tensors of one name": {f"module.{name}": state[name]}}
-    for text, change in wrong.items():
+    changes = {"expected names with tensors": {name: "none"}, "several tensors of one name": {f"module.{name}": state[name]}}
+    for text, change in changes.items():
         torch.save(state | change, path)
         with pytest.raises(CheckpointError, match=f"w.pt: {text}"):
             UNet3D.load(path)
 
 
-# Settings that are not those of the weights, and what is said; and the names that are expected of weights.
-OTHER: dict[Any, tuple[dict[str, Any], str, str]] = {
+# Settings that differ from the weights, the message of the error, and the names in the message of missing weights.
+MISMATCHES: dict[Any, tuple[dict[str, Any], str, str]] = {
     CosmoFlow: ({"filters": 8}, "the weights have filters 2, the settings 8", "conv_seq.0.conv.weight, dense1.weight"),
     DeepCam: ({"divide": 4}, "the weights have divide 8, the settings 4", "of the reference .xception_features.conv1"),
     DimeNet: ({"hidden": 64}, "the weights have hidden 12, the settings 64", "of the reference .rbf.freq"),
@@ -113,11 +113,11 @@ OTHER: dict[Any, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@every
+@all_networks
 def test_mismatched_weights_raise(kind: Any, tmp_path: Path) -> None:
     model, path = network(kind), tmp_path / "w.pt"
     torch.save(model.state_dict(), path)
-    change, text, names = OTHER[kind]
+    change, text, names = MISMATCHES[kind]
     with pytest.raises(CheckpointError, match=text):
         kind.load(path, model.cfg.model_copy(update=change))
     save_file({"x": torch.ones(2)}, path)
@@ -163,7 +163,7 @@ def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
     for name in ("new.pt", "old.pt", "bare.pt", "params.npz"):
         with pytest.raises(CheckpointError, match=name) as caught:
             OpenFold.load(tmp_path / name)
-        told = "".join(traceback.format_exception(caught.value))
-        assert "weights_only=False" not in told and "re-running" not in told and not sprung.exists()
+        message = "".join(traceback.format_exception(caught.value))
+        assert "weights_only=False" not in message and "re-running" not in message and not sprung.exists()
     pickle.loads((tmp_path / "bare.pt").read_bytes())  # noqa: S301 the trap works
     assert sprung.exists()

@@ -1,4 +1,4 @@
-"""Folders of diffusers: errors, and written folders are read again."""
+"""Folders of diffusers: round trips and errors."""
 
 import json
 import shutil
@@ -21,18 +21,18 @@ FILE, CONFIG = "diffusion_pytorch_model.safetensors", "config.json"
 CONV = "mid_block.resnets.0.conv1.weight"
 
 
-def configured(**words: Any) -> Callable[[Path], None]:
-    """Changes settings of a folder; ... takes one away."""
+def change_config(**settings: Any) -> Callable[[Path], None]:
+    """Return a function that changes settings of a folder; the value ... removes one."""
 
     def change(folder: Path) -> None:
-        found = json.loads((folder / CONFIG).read_text()) | words
-        (folder / CONFIG).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+        config = json.loads((folder / CONFIG).read_text()) | settings
+        (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
     return change
 
 
-def weighed(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
-    """Changes weights of a folder."""
+def change_weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    """Return a function that changes the weights of a folder."""
 
     def write(folder: Path) -> None:
         state = load_file(folder / FILE)
@@ -42,20 +42,20 @@ def weighed(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None
     return write
 
 
-def written(change: Callable[[bytes], bytes], name: str = FILE) -> Callable[[Path], None]:
+def change_file(change: Callable[[bytes], bytes], name: str = FILE) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
 
 
-def not_finite(state: dict[str, Tensor]) -> None:
+def insert_nan(state: dict[str, Tensor]) -> None:
     state[CONV].view(-1)[7] = float("nan")
 
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]] = {
-    "a tensor too many": (weighed(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, which no module")),
-    "a setting that is missing": (configured(in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
-    "not finite": (weighed(not_finite), CheckpointError, (FILE, CONV, "not finite")),
+    "extra key": (change_weights(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, which no module")),
+    "a setting that is missing": (change_config(in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
+    "not finite": (change_weights(insert_nan), CheckpointError, (FILE, CONV, "not finite")),
     "a pointer": (
-        written(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 36760\n"), CheckpointError,
+        change_file(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 36760\n"), CheckpointError,
         (FILE, "git lfs pull"),
     ),
     "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "does not exist")),
@@ -63,14 +63,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_errors_of_a_folder(fault: str, tmp_path: Path) -> None:
+def test_damaged_folders_raise(fault: str, tmp_path: Path) -> None:
     damage, kind, texts = FAULTS[fault]
     folder = shutil.copytree(HOME / "ok", tmp_path / "net")
     damage(folder)
     for read in (read_folder, load_network):
-        with pytest.raises(kind) as told:
+        with pytest.raises(kind) as caught:
             read(folder)
-        assert all(text in str(told.value) for text in (str(folder), *texts)), told.value
+        assert all(text in str(caught.value) for text in (str(folder), *texts)), caught.value
 
 
 @pytest.mark.parametrize("folder", ["ok", "ok_sharded"])
@@ -83,12 +83,12 @@ def test_good_folders_are_read(folder: str) -> None:
     assert not net.training and net.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_errors_of_several_files(tmp_path: Path) -> None:
+def test_damaged_indices_raise(tmp_path: Path) -> None:
     folder = shutil.copytree(HOME / "ok_sharded", tmp_path / "net")
     index = folder / f"{FILE}.index.json"
-    whole = json.loads(index.read_text())
-    other = max(whole["weight_map"].values())
-    index.write_text(json.dumps({"weight_map": whole["weight_map"] | {"conv_in.bias": other}}))
+    content = json.loads(index.read_text())
+    other = max(content["weight_map"].values())
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {"conv_in.bias": other}}))
     with pytest.raises(CheckpointError, match=rf"index.json: conv_in.bias is not in {other}, as the index says"):
         read_folder(folder)
     index.write_text("[]")
@@ -105,7 +105,7 @@ def test_errors_of_several_files(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_unsupported_settings_are_named(name: str, value: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(HOME / "ok", tmp_path / "net")
-    configured(**{name: value})(folder)
+    change_config(**{name: value})(folder)
     with pytest.raises(ConfigError, match=rf"config.json: {name} "):
         read_folder(folder)
 
@@ -126,20 +126,20 @@ def test_written_folders_are_read_again(name: str, shard: int, tmp_path: Path) -
     cfg = NETS[name]
     net = UNet(cfg) if isinstance(cfg, UNetConfig) else VAE(cfg)
     save_folder({key: torch.zeros_like(value) for key, value in net.state_dict().items()}, cfg, tmp_path, 10**9 + 5000 - shard)
-    save_folder(net.state_dict(), cfg, tmp_path, shard)  # over another one
-    again = load_network(tmp_path)
-    assert again.cfg.model_dump(exclude={"zero"}) == cfg.model_dump(exclude={"zero"}) and type(again) is type(net)
-    assert all(torch.equal(own, net.state_dict()[key]) for key, own in again.state_dict().items())
+    save_folder(net.state_dict(), cfg, tmp_path, shard)  # overwrites the first
+    loaded = load_network(tmp_path)
+    assert loaded.cfg.model_dump(exclude={"zero"}) == cfg.model_dump(exclude={"zero"}) and type(loaded) is type(net)
+    assert all(torch.equal(own, net.state_dict()[key]) for key, own in loaded.state_dict().items())
 
 
-def test_networks_that_diffusers_has_no_class_for_are_not_written(tmp_path: Path) -> None:
-    words: dict[str, Any] = {**SMALL, "attention": ("none", "self"), "middle": "self", "heads": (1, 3), "tokens": None}
+def test_networks_without_a_class_of_diffusers_are_not_written(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**SMALL, "attention": ("none", "self"), "middle": "self", "heads": (1, 3), "tokens": None}
     for change, text in (
         ({"dims": 3}, "dims 3"), ({"periodic": (True, False)}, "periodic"), ({"parameters": 2}, "parameters"),
         ({"attention_groups": 2}, "attention_groups 2 beside groups 4"), ({"attention": ("self", "self")}, "heads"),
         ({"attention": ("none", "cross"), "tokens": 4}, "in the middle"),
     ):  # fmt: skip
-        cfg = UNetConfig(**(words | change))
+        cfg = UNetConfig(**(settings | change))
         with pytest.raises(CheckpointError, match=text):
             save_folder(UNet(cfg).state_dict(), cfg, tmp_path / "net")
         assert not (tmp_path / "net").exists()

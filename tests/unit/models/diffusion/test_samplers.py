@@ -12,78 +12,79 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
 from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import SPACINGS, draw_samples, plan_steps, sample
-from tests.unit.models.watched import Without
+from tests.unit.models.operation_checks import ForbidOps
 
 SHAPE = (3, 2, 4, 5)
-SCHEDULED = [(says, method, spacing) for says in ("epsilon", "v", "x0") for method in ("ddim", "ddpm", "dpm++", "euler", "heun")
+SCHEDULED = [(kind, method, spacing) for kind in ("epsilon", "v", "x0") for method in ("ddim", "ddpm", "dpm++", "euler", "heun")
              for spacing in SPACINGS[method]]  # fmt: skip
-ALL = SCHEDULED + [(says, method, at) for says in ("edm", "flow") for method in ("euler", "heun") for at in SPACINGS[says]]
-Way = tuple[Any, Any, Any]
+ALL = SCHEDULED + [(kind, method, at) for kind in ("edm", "flow") for method in ("euler", "heun") for at in SPACINGS[kind]]
+Case = tuple[Any, Any, Any]
 
 
-def some(*shape: int, seed: int = 0) -> Tensor:
+def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def fresh(i: int) -> Tensor:
-    return some(*SHAPE, seed=100 + i)
+def step_noise(i: int) -> Tensor:
+    return randn(*SHAPE, seed=100 + i)
 
 
-def objective(says: Any = "v", **more: Any) -> Objective:
-    return Objective(ObjectiveConfig(prediction_type=says, **more))
+def new_objective(prediction_type: Any = "v", **settings: Any) -> Objective:
+    return Objective(ObjectiveConfig(prediction_type=prediction_type, **settings))
 
 
-def cfg(way: Way, **more: Any) -> SamplerConfig:
-    return SamplerConfig(method=way[1], spacing=way[2], **more)
+def sampler(case: Case, **settings: Any) -> SamplerConfig:
+    return SamplerConfig(method=case[1], spacing=case[2], **settings)
 
 
-def mixing(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+def network(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
     """A network that is nonlinear, independent for each sample, and dependent on time and condition."""
     out = torch.tanh(x.roll(1, -1) + 0.3 * x) + 0.01 * torch.tanh(time).view(-1, *(1,) * (x.ndim - 1))
     return out if condition.parameters is None else out * (1 + condition.parameters[:, 0].view(-1, *(1,) * (x.ndim - 1)))
 
 
-@pytest.mark.parametrize("way", ALL, ids="-".join)
-def test_a_sample_depends_on_its_own_noise_alone_and_no_step_reads_the_device(way: Way) -> None:
-    of, noise = objective(way[0]), some(*SHAPE)
-    condition, nothing = Condition(parameters=some(3, 1, seed=7)), Condition(parameters=torch.zeros(1, 1, dtype=torch.float64))
-    more = {"eta": 1.0} if way[1] == "ddim" else {"churn": 8.0} if way[:2] == ("edm", "heun") else {}
-    settings = cfg(way, steps=6, guidance=3.0, rescale=0.5, **more)
-    with Without():
-        whole = draw_samples(mixing, of, settings, noise, condition, nothing, fresh)
-    assert whole.isfinite().all()
+@pytest.mark.parametrize("case", ALL, ids="-".join)
+def test_a_sample_depends_on_its_own_noise_alone_and_no_step_reads_the_device(case: Case) -> None:
+    objective, noise = new_objective(case[0]), randn(*SHAPE)
+    condition, empty = Condition(parameters=randn(3, 1, seed=7)), Condition(parameters=torch.zeros(1, 1, dtype=torch.float64))
+    noisy = {"eta": 1.0} if case[1] == "ddim" else {"churn": 8.0} if case[:2] == ("edm", "heun") else {}
+    cfg = sampler(case, steps=6, guidance=3.0, rescale=0.5, **noisy)
+    with ForbidOps():
+        samples = draw_samples(network, objective, cfg, noise, condition, empty, step_noise)
+    assert samples.isfinite().all()
     for i in range(3):
-        own = condition._replace(parameters=some(3, 1, seed=7)[i : i + 1])
-        alone = draw_samples(mixing, of, settings, noise[i : i + 1], own, nothing, lambda step, i=i: fresh(step)[i : i + 1])  # type: ignore[misc]
-        torch.testing.assert_close(alone, whole[i : i + 1], rtol=1e-11, atol=1e-11)
+        own = condition._replace(parameters=randn(3, 1, seed=7)[i : i + 1])
+        alone = draw_samples(network, objective, cfg, noise[i : i + 1], own, empty, lambda step, i=i: step_noise(step)[i : i + 1])  # type: ignore[misc]
+        torch.testing.assert_close(alone, samples[i : i + 1], rtol=1e-11, atol=1e-11)
 
 
 def test_the_last_step_needs_no_noise() -> None:
-    asked = list[int]()
-    way = "v", "ddim", "trailing"
-    draw_samples(mixing, objective(), cfg(way, steps=4, eta=1.0), some(*SHAPE), step_noise=lambda i: (asked.append(i), fresh(i))[1])
-    assert asked == [0, 1, 2]
+    steps = list[int]()
+    case = "v", "ddim", "trailing"
+    settings = sampler(case, steps=4, eta=1.0)
+    draw_samples(network, new_objective(), settings, randn(*SHAPE), step_noise=lambda i: (steps.append(i), step_noise(i))[1])
+    assert steps == [0, 1, 2]
 
 
 def test_steps_are_lazy_and_the_last_is_the_sample() -> None:
-    of, calls = objective("flow"), list[float]()
+    objective, calls = new_objective("flow"), list[float]()
 
     def network(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         calls.append(time[0].item())
         return x / 2
 
     settings = SamplerConfig(method="euler", steps=4)
-    states = sample(network, of, settings, some(*SHAPE))
+    states = sample(network, objective, settings, randn(*SHAPE))
     assert isinstance(states, Iterator) and calls == []
     first = next(states)
     assert calls == [1.0] and torch.is_grad_enabled(), "also between two steps"
-    kept = first.clone()
+    saved = first.clone()
     *_, last = states
-    assert torch.equal(first, kept), "states are not written over"
-    assert calls == [1.0, 0.75, 0.5, 0.25] and torch.equal(last, draw_samples(network, of, settings, some(*SHAPE)))
+    assert torch.equal(first, saved), "states are not written over"
+    assert calls == [1.0, 0.75, 0.5, 0.25] and torch.equal(last, draw_samples(network, objective, settings, randn(*SHAPE)))
 
 
-@pytest.mark.parametrize("says, more, told", [
+@pytest.mark.parametrize("kind, settings, message", [
     ("flow", {"method": "ddim"}, "method ddim needs a schedule.*flow has none; set method to euler or heun"),
     ("v", {"method": "heun", "clean": False}, r"clean false is of ddim and dpm\+\+; method is heun; set clean to true"),
     ("edm", {"method": "heun", "spacing": "karras", "low": 3.0, "high": 2.0}, "begin at 2 and end at 3; expected low below high"),
@@ -92,37 +93,39 @@ def test_steps_are_lazy_and_the_last_is_the_sample() -> None:
     ("edm", {"method": "heun", "spacing": "karras", "churn": 4.0}, "adds noise in steps; give step_noise"),
     ("v", {"method": "dpm++", "eta": 0.5, "shift": 2.0}, "(?s)eta 0.5.*\n.*shift 2"),
 ])  # fmt: skip
-def test_inconsistent_settings_are_errors_before_the_first_step(says: str, more: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        sample(never, objective(says), SamplerConfig(**more), some(*SHAPE))
+def test_inconsistent_settings_are_errors_before_the_first_step(kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sample(never, new_objective(kind), SamplerConfig(**settings), randn(*SHAPE))
 
 
-@pytest.mark.parametrize("says, more, told", [
+@pytest.mark.parametrize("kind, settings, message", [
     ("epsilon", {"method": "ddim"}, "begins at level 999, which is noise alone: a prediction of epsilon does not"),
     ("epsilon", {"spacing": "linspace"}, "set spacing to leading or train v"),
     ("v", {"method": "heun", "spacing": "linspace"}, "sigma / alpha is infinite; set spacing to karras or leading"),
 ])  # fmt: skip
-def test_a_level_of_pure_noise_is_an_error_for_some_methods(says: str, more: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        plan_steps(objective(says, zero_snr=True), SamplerConfig(**more))
-    assert plan_steps(objective(says, zero_snr=True), SamplerConfig(**more | {"spacing": "leading"}))[0].alpha > 0
+def test_a_level_of_pure_noise_is_an_error_for_some_methods(kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_steps(new_objective(kind, zero_snr=True), SamplerConfig(**settings))
+    assert plan_steps(new_objective(kind, zero_snr=True), SamplerConfig(**settings | {"spacing": "leading"}))[0].alpha > 0
 
 
 def test_conditional_and_unconditional_must_have_the_same_fields() -> None:
     parts = Condition(), Condition(classes=torch.zeros(3))
-    for pair, told in ((parts, "condition has no classes, the other one has"), (parts[::-1], "unconditional has no classes")):
-        with pytest.raises(ConfigError, match=told):
-            sample(never, objective(), SamplerConfig(guidance=2.0), some(*SHAPE), *pair)
+    for pair, message in ((parts, "condition has no classes, the other one has"), (parts[::-1], "unconditional has no classes")):
+        with pytest.raises(ConfigError, match=message):
+            sample(never, new_objective(), SamplerConfig(guidance=2.0), randn(*SHAPE), *pair)
     with pytest.raises(ConfigError, match="condition has parameters of 2 samples, noise is of 3; give one for each"):
-        sample(never, objective(), SamplerConfig(), some(*SHAPE), Condition(parameters=some(2, 1)))
+        sample(never, new_objective(), SamplerConfig(), randn(*SHAPE), Condition(parameters=randn(2, 1)))
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_an_ensemble_may_share_one_condition(guidance: float) -> None:
-    nothing, settings = Condition(parameters=torch.zeros(1, 1, dtype=torch.float64)), SamplerConfig(steps=5, guidance=guidance)
-    one, each = (Condition(parameters=torch.full((n, 1), 0.4, dtype=torch.float64)) for n in (1, 3))
-    found, known = (draw_samples(mixing, objective(), settings, some(*SHAPE), condition, nothing) for condition in (one, each))
-    assert torch.equal(found, known)
+    empty, settings = Condition(parameters=torch.zeros(1, 1, dtype=torch.float64)), SamplerConfig(steps=5, guidance=guidance)
+    shared, repeated = (Condition(parameters=torch.full((n, 1), 0.4, dtype=torch.float64)) for n in (1, 3))
+    actual, expected = (
+        draw_samples(network, new_objective(), settings, randn(*SHAPE), condition, empty) for condition in (shared, repeated)
+    )
+    assert torch.equal(actual, expected)
 
 
 never: Callable[..., Tensor] = lambda x, time, condition: pytest.fail("a network was called")  # noqa: E731

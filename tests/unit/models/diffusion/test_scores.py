@@ -1,4 +1,4 @@
-"""Scores of fields against numpy, scipy and public packages; sums over batches are those of one batch."""
+"""Scores of fields equal those of NumPy, SciPy and public packages; sums over batches equal those of one batch."""
 
 from functools import partial
 from typing import Any
@@ -21,101 +21,102 @@ ENSEMBLE, SPECTRA, POINTS, SETS = (
 X, Y = ENSEMBLE["ensemble"], ENSEMBLE["observation"]
 
 
-def near(found: Any, right: Tensor, small: float = 1e-12) -> None:
-    np.testing.assert_allclose(np.asarray(found), right.squeeze().numpy(), rtol=small, atol=small)
+def check_close(actual: Any, expected: Tensor, tolerance: float = 1e-12) -> None:
+    np.testing.assert_allclose(np.asarray(actual), expected.squeeze().numpy(), rtol=tolerance, atol=tolerance)
 
 
-def finished(*totals: scores.ScoreSums) -> dict[str, float]:
+def reduce_scores(*totals: scores.ScoreSums) -> dict[str, float]:
     """Return the scores that an evaluation reports for these sums of batches."""
-    measured = MetricSums()
+    sums = MetricSums()
     for total in totals:
-        measured.add({"scores": total}, 1)
-    return measured.reduce(dist.single_process()["replicate"], torch.device("cpu"))
+        sums.add({"scores": total}, 1)
+    return sums.reduce(dist.single_process()["replicate"], torch.device("cpu"))
 
 
 def test_ensembles_have_the_scores_of_public_packages() -> None:
-    near(scores.crps(X, Y), ENSEMBLE["crps"])
-    near(scores.crps(X, Y, fair=True), ENSEMBLE["crps_fair"])
-    found = finished(scores.ensemble_sums(X, Y))
-    near(found["crps"], ENSEMBLE["crps_fair"].mean())
-    near(found["coverage_90"], ENSEMBLE["coverage_90"])
+    check_close(scores.crps(X, Y), ENSEMBLE["crps"])
+    check_close(scores.crps(X, Y, fair=True), ENSEMBLE["crps_fair"])
+    results = reduce_scores(scores.ensemble_sums(X, Y))
+    check_close(results["crps"], ENSEMBLE["crps_fair"].mean())
+    check_close(results["coverage_90"], ENSEMBLE["coverage_90"])
     rmse, spread = (X.mean(0) - Y).square().mean().sqrt(), X.var(0).mean().sqrt()
-    near(found["rmse"], rmse)
-    near(found["spread_over_skill"], spread / rmse * (9 / 8) ** 0.5)
+    check_close(results["rmse"], rmse)
+    check_close(results["spread_over_skill"], spread / rmse * (9 / 8) ** 0.5)
     assert scores.crps(X.float(), Y.float()).dtype == torch.float64
-    near(scores.crps(X[:1], Y), (X[0] - Y).abs())
+    check_close(scores.crps(X[:1], Y), (X[0] - Y).abs())
 
 
 def test_ranks_of_ties_are_shared() -> None:
     (sums,), finish = scores.rank_sums(X, Y)
-    near(sums, ENSEMBLE["rank_histogram"])
+    check_close(sums, ENSEMBLE["rank_histogram"])
     assert sum(finish(sums).values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("case", load_json("diffusion/metrics/spectra"), ids=lambda case: str(case["shape"]))
 def test_spectra_are_those_of_numpy(case: dict[str, Any]) -> None:
     field, i = SPECTRA[f"field_{case['index']}"], case["index"]
-    at = scores.shells(case["shape"], case["lengths"])
-    assert torch.equal(at.modes, SPECTRA[f"count_{i}"])
-    near(at.center, SPECTRA[f"k_center_{i}"])
-    near(at.mean, SPECTRA[f"k_mean_{i}"])
-    power = scores.spectrum(field[None], at)[0]
-    near(power, SPECTRA[f"power_{i}"], 1e-10)
-    near(power * at.modes / at.volume, SPECTRA[f"energy_{i}"], 1e-10)
-    found = finished(scores.spectrum_sums(torch.stack((field, 2 * field)), field[None], at))
-    assert found["spectrum_error"] == pytest.approx(np.log(2.5))
+    bins = scores.shells(case["shape"], case["lengths"])
+    assert torch.equal(bins.modes, SPECTRA[f"count_{i}"])
+    check_close(bins.center, SPECTRA[f"k_center_{i}"])
+    check_close(bins.mean, SPECTRA[f"k_mean_{i}"])
+    power = scores.spectrum(field[None], bins)[0]
+    check_close(power, SPECTRA[f"power_{i}"], 1e-10)
+    check_close(power * bins.modes / bins.volume, SPECTRA[f"energy_{i}"], 1e-10)
+    results = reduce_scores(scores.spectrum_sums(torch.stack((field, 2 * field)), field[None], bins))
+    assert results["spectrum_error"] == pytest.approx(np.log(2.5))
 
 
 def test_one_point_distributions_are_those_of_numpy_and_scipy() -> None:
     a, b, edges = POINTS["a"], POINTS["b"], POINTS["edges"]
-    found = scores.histogram(a, edges)
-    assert torch.equal(found[1:-1], POINTS["count_a"]) and (found[0], found[-1]) == (POINTS["below_a"], POINTS["above_a"])
+    counts = scores.histogram(a, edges)
+    assert torch.equal(counts[1:-1], POINTS["count_a"]) and (counts[0], counts[-1]) == (POINTS["below_a"], POINTS["above_a"])
     assert torch.equal(scores.histogram(edges, edges)[1:-1], torch.tensor([1] * 23 + [2])), "the last edge is in the last bin"
     fine = torch.linspace(min(a.min(), b.min()) - 1, max(a.max(), b.max()) + 1, 40_001, dtype=torch.float64)
-    close = finished(scores.one_point_sums(a, b, fine))
-    assert POINTS["ks"].item() - 5e-3 < close["ks"] <= POINTS["ks"].item() + 1e-12
-    assert finished(scores.one_point_sums(a, b, edges))["ks"] <= POINTS["ks"].item() + 1e-12
+    results = reduce_scores(scores.one_point_sums(a, b, fine))
+    assert POINTS["ks"].item() - 5e-3 < results["ks"] <= POINTS["ks"].item() + 1e-12
+    assert reduce_scores(scores.one_point_sums(a, b, edges))["ks"] <= POINTS["ks"].item() + 1e-12
 
 
 def test_distances_of_features_are_those_of_the_formulas() -> None:
     a, b = SETS["features_a"], SETS["features_b"]
     moments = b.mean(0), b.T.cov()
-    near(finished(scores.fid_to_sums(a, *moments))["fid"], SETS["fid"], 1e-9)
-    near(scores.frechet(a.mean(0), a.T.cov(), *moments), SETS["fid"], 1e-9)
-    near(scores.frechet(*moments, *moments), torch.zeros(()), 1e-9)
-    found = finished(scores.clip_sums(SETS["image_embedding"], SETS["text_embedding"]))
+    check_close(reduce_scores(scores.fid_to_sums(a, *moments))["fid"], SETS["fid"], 1e-9)
+    check_close(scores.frechet(a.mean(0), a.T.cov(), *moments), SETS["fid"], 1e-9)
+    check_close(scores.frechet(*moments, *moments), torch.zeros(()), 1e-9)
+    results = reduce_scores(scores.clip_sums(SETS["image_embedding"], SETS["text_embedding"]))
     for name, stored in (
         ("clip_cosine", "clip_cosine_mean"), ("clip_score", "clip_score_100"), ("clip_score_of_mean", "clip_score_100_mean_first"),
         ("clip_s", "clip_s_2_5"),
     ):  # fmt: skip
-        near(found[name], SETS[stored], 1e-9)
+        check_close(results[name], SETS[stored], 1e-9)
 
 
 def test_sums_over_four_batches_are_those_of_one() -> None:
     torch.manual_seed(0)
     members, truth = torch.randn(5, 8, 6, 4), torch.randn(8, 6, 4).mul(4).round().div(4)
-    at, edges = scores.shells((6, 4), (3.0, 2.0)), torch.linspace(-2, 2, 9)
-    ways: list[tuple[Any, tuple[Tensor, ...], tuple[int, ...]]] = [
+    shells, edges = scores.shells((6, 4), (3.0, 2.0)), torch.linspace(-2, 2, 9)
+    cases: list[tuple[Any, tuple[Tensor, ...], tuple[int, ...]]] = [
         (scores.ensemble_sums, (members, truth), (1, 0)),
         (scores.rank_sums, (members, truth), (1, 0)),
-        (partial(scores.spectrum_sums, bins=at), (members[0], truth), (0, 0)),
+        (partial(scores.spectrum_sums, bins=shells), (members[0], truth), (0, 0)),
         (partial(scores.one_point_sums, edges=edges), (members[0], truth), (0, 0)),
         (partial(scores.fid_to_sums, mean=torch.zeros(6), covariance=torch.eye(6)), (torch.randn(40, 6),), (0,)),
         (scores.clip_sums, (torch.randn(20, 6), torch.randn(20, 6)), (0, 0)),
     ]
-    for way, given, dims in ways:
-        parts = zip(*(x.chunk(4, dim) for x, dim in zip(given, dims)))
-        whole = finished(way(*given))
-        assert len(whole) and finished(*(way(*part) for part in parts)) == pytest.approx(whole, rel=1e-10, abs=1e-12), way
+    for sums, arrays, dims in cases:
+        parts = zip(*(x.chunk(4, dim) for x, dim in zip(arrays, dims)))
+        expected = reduce_scores(sums(*arrays))
+        assert len(expected), sums
+        assert reduce_scores(*(sums(*part) for part in parts)) == pytest.approx(expected, rel=1e-10, abs=1e-12), sums
 
 
 def test_wrong_shapes_are_errors() -> None:
-    at = scores.shells((4, 4))
+    shells = scores.shells((4, 4))
     for call, text in (
         (lambda: scores.ensemble_sums(X[:1], Y), "2 members at least"),
-        (lambda: scores.spectrum(torch.zeros(2, 4, 5), at), r"but the shells are of samples of \[4, 4\]"),
+        (lambda: scores.spectrum(torch.zeros(2, 4, 5), shells), r"but the shells are of samples of \[4, 4\]"),
         (lambda: scores.fid_to_sums(torch.zeros(4, 3), torch.zeros(2), torch.eye(3)), r"mean is \[2\] and covariance \[3, 3\]"),
-        (lambda: finished(scores.fid_to_sums(torch.zeros(1, 3), torch.zeros(3), torch.eye(3))), "FID: 1 rows"),
+        (lambda: reduce_scores(scores.fid_to_sums(torch.zeros(1, 3), torch.zeros(3), torch.eye(3))), "FID: 1 rows"),
     ):
         with pytest.raises(DataError, match=text):
             call()

@@ -19,7 +19,7 @@ from hpcai.nn.matmul import FusedLinear
 from hpcai.settings import StepConfig
 from hpcai.train.auto_settings import enable_float8
 from hpcai.train.compiling import repeated_blocks
-from tests.unit.models.watched import kept
+from tests.unit.models.operation_checks import saved_tensor_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 8, "layers": 2, "heads": 2, "head": 16, "classes": 3, "zero": False}
@@ -27,15 +27,15 @@ FLUX: dict[str, Any] = {
     "inputs": 8, "double": 2, "single": 2, "heads": 2, "head": 16, "tokens": 5, "pooled": 3, "turned": (4, 4, 8), "zero": False,
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {"dit": DIT, "flux": FLUX}
-WAYS = ("none", "selective", "layers")
+RECOMPUTE = ("none", "selective", "layers")
 SAMPLES = 3
-ASKED = Condition(tokens=torch.linspace(-1, 1, 60).view(3, 4, 5), pooled=torch.linspace(1, -1, 9).view(3, 3))
+TEXT_CONDITION = Condition(tokens=torch.linspace(-1, 1, 60).view(3, 4, 5), pooled=torch.linspace(1, -1, 9).view(3, 3))
 
 
 def network(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    words = SIZES[kind] | changes
-    return DiT(DiTConfig(**words)) if kind == "dit" else Flux(FluxConfig(**words))
+    settings = SIZES[kind] | changes
+    return DiT(DiTConfig(**settings)) if kind == "dit" else Flux(FluxConfig(**settings))
 
 
 def samples() -> tuple[Tensor, Tensor]:
@@ -44,20 +44,20 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def condition(kind: str) -> Condition:
-    return Condition(classes=torch.tensor([0, 2, 3])) if kind == "dit" else ASKED
+    return Condition(classes=torch.tensor([0, 2, 3])) if kind == "dit" else TEXT_CONDITION
 
 
 def test_classes_are_dropped_in_training_only() -> None:
-    model, (x, time), seen = network("dit", dropout=0.5), samples(), []
+    model, (x, time), classes = network("dit", dropout=0.5), samples(), []
     for block in model.transformer_blocks:
-        block.norm1.emb.class_embedder.register_forward_hook(lambda _, given, out: seen.append(given[0]))
-    given = x[:1].expand(400, -1, -1, -1), time[:1].expand(400), Condition(classes=torch.zeros(400, dtype=torch.int64))
+        block.norm1.emb.class_embedder.register_forward_hook(lambda _, inputs, out: classes.append(inputs[0]))
+    inputs = x[:1].expand(400, -1, -1, -1), time[:1].expand(400), Condition(classes=torch.zeros(400, dtype=torch.int64))
     with torch.no_grad():
-        model(*given)
-        assert torch.equal(*seen), "all blocks are told the same"
-        assert set(seen[0].tolist()) == {0, 3} and 150 < int((seen[0] == 3).sum()) < 250
-        model.eval()(*given)
-        assert not seen[2].any()
+        model(*inputs)
+        assert torch.equal(*classes), "all blocks receive the same classes"
+        assert set(classes[0].tolist()) == {0, 3} and 150 < int((classes[0] == 3).sum()) < 250
+        model.eval()(*inputs)
+        assert not classes[2].any()
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -72,68 +72,68 @@ def test_a_new_network_returns_zero_if_its_last_weights_are_zero(kind: str) -> N
 
 def test_modulate_is_the_formula_and_saves_its_input_only() -> None:
     draw = torch.Generator().manual_seed(2)
-    given = [torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6), (2, 6), (2, 6))]
-    with kept(nn.ParameterList(given)) as bytes_:
-        found = modulate(*given)
-    x, shift, scale = given
+    inputs = [torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6), (2, 6), (2, 6))]
+    with saved_tensor_bytes(nn.ParameterList(inputs)) as saved:
+        actual = modulate(*inputs)
+    x, shift, scale = inputs
     formula = F.layer_norm(x, (6,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
-    torch.testing.assert_close(found, formula, rtol=1e-13, atol=1e-13)
-    assert torch.autograd.gradcheck(modulate, given)
-    assert sum(bytes_.values()) == 2 * 2 * 5 * 8, "means and deviations"
+    torch.testing.assert_close(actual, formula, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradcheck(modulate, inputs)
+    assert sum(saved.values()) == 2 * 2 * 5 * 8, "means and deviations"
 
 
-# ---- what is computed again
+# ---- recomputation
 
 
 def gradients(kind: str, recompute: str, **autocast: Any) -> list[Tensor]:
     """Return the gradients of a step."""
     model = network(kind, recompute=recompute)
     with torch.autocast("cpu", **{"enabled": False, **autocast}):
-        found = model(*samples(), condition(kind))
-    found.square().sum().backward()
+        outputs = model(*samples(), condition(kind))
+    outputs.square().sum().backward()
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
+@pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", SIZES)
-def test_gradients_are_the_same_to_the_bit(kind: str, autocast: dict[str, Any]) -> None:
+def test_recomputation_keeps_gradients_bitwise(kind: str, autocast: dict[str, Any]) -> None:
     expected = gradients(kind, "none", **autocast)
-    for way in WAYS[1:]:
-        assert all(map(torch.equal, gradients(kind, way, **autocast), expected)), way
+    for recompute in RECOMPUTE[1:]:
+        assert all(map(torch.equal, gradients(kind, recompute, **autocast), expected)), recompute
 
 
 # ---- parts of a step
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_linear_layers_use_float8_but_modulations_and_the_outermost(kind: str) -> None:
+def test_linear_layers_use_float8_except_modulations_and_the_outermost(kind: str) -> None:
     model, (x, time) = network(kind), samples()
-    before = model(x, time, condition(kind))
+    expected = model(x, time, condition(kind))
     enable_float8(model, StepConfig(matmul="fp8"), torch.device("cpu"))
     names = {name for name, part in model.named_modules() if isinstance(part, FusedLinear)}
     assert not [name for name in names if "embed" in name or "norm" in name or name.startswith("proj")]
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and "transformer_blocks" in name]
     assert names == {name for name in linears if "norm" not in name} and names
-    found = model(x, time, condition(kind))
-    assert 0 < (found - before).norm() < 0.2 * before.norm()
-    found.square().sum().backward()
-    assert len(repeated_blocks(model)) == (2 if kind == "dit" else 4), "which are compiled and gathered one by one"
+    actual = model(x, time, condition(kind))
+    assert 0 < (actual - expected).norm() < 0.2 * expected.norm()
+    actual.square().sum().backward()
+    assert len(repeated_blocks(model)) == (2 if kind == "dit" else 4), "blocks that are compiled and gathered separately"
 
 
-# ---- what is refused
+# ---- errors
 
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "another class": ({"_class_name": "UNet3DModel"}, "_class_name is 'UNet3DModel'; expected one of UNet2DConditionModel, "),
     "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4; networks here support null only"),
     "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to the 128"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_settings_are_named(case: str) -> None:
-    found, told = OTHERS[case]
-    with pytest.raises(ConfigError, match=told):
-        from_config(found, Path("config.json"))
+    config, message = UNSUPPORTED[case]
+    with pytest.raises(ConfigError, match=message):
+        from_config(config, Path("config.json"))
 
 
 def test_equivalent_settings_of_diffusers() -> None:
@@ -147,7 +147,7 @@ def test_equivalent_settings_of_diffusers() -> None:
     assert from_config(old, path)[1] == DiTConfig()
     flux = {"_class_name": "FluxTransformer2DModel", "in_channels": 8, "out_channels": 8}
     assert from_config(flux, path)[1] == FluxConfig(inputs=8)
-    assert from_config({"_class_name": "DiTTransformer2DModel"}, path)[1] == DiTConfig(outputs=4), "as many as there are inputs"
+    assert from_config({"_class_name": "DiTTransformer2DModel"}, path)[1] == DiTConfig(outputs=4), "outputs default to inputs"
     for cfg in (DiTConfig(**DIT), FluxConfig(**FLUX)):
         assert from_config(to_config(cfg)[1], path)[1] == cfg.model_copy(update={"zero": True})
     with pytest.raises(CheckpointError, match="no class for these settings of a FluxConfig: theta 500"):

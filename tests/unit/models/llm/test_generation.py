@@ -1,4 +1,4 @@
-"""Generation: tokens with the KV cache and with captured steps are those without, at a fraction of the cost."""
+"""Generation: the KV cache and captured steps change no token; the cache costs a fraction of full forward passes."""
 
 import gc
 from functools import cache
@@ -22,7 +22,7 @@ GPT: dict[str, Any] = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer",
 MODELS = {"llama": LLAMA, "gpt": GPT}
 PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 0, 11, 13, 5], [3, 3, 3]]
 GREEDY = SamplingConfig(most=20)
-DRAWN = SamplingConfig(most=20, temperature=1.2, top_k=12, top_p=0.95, min_p=0.01, repetition=1.1)
+SAMPLED = SamplingConfig(most=20, temperature=1.2, top_k=12, top_p=0.95, min_p=0.01, repetition=1.1)
 
 
 @cache
@@ -34,57 +34,57 @@ def model_of(kind: str) -> LLM:
     return model
 
 
-def without_cache(model: LLM, prompt: list[int], cfg: SamplingConfig, seed: int, stop: int) -> list[int]:
-    """Compute the full text for every token."""
-    random, said, seen = torch.Generator().manual_seed(seed), list[int](), torch.zeros(1, 25, dtype=torch.bool)
+def generate_without_cache(model: LLM, prompt: list[int], cfg: SamplingConfig, seed: int, stop: int) -> list[int]:
+    """Run the full sequence through the model for every token."""
+    generator, tokens, seen = torch.Generator().manual_seed(seed), list[int](), torch.zeros(1, 25, dtype=torch.bool)
     seen[0, prompt] = True
     model.eval()
-    while len(said) < cfg.most and stop not in said and len(prompt) + len(said) < model.cfg.positions:
+    while len(tokens) < cfg.most and stop not in tokens and len(prompt) + len(tokens) < model.cfg.positions:
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *said]]))[:, -1]
-        said.append(int(sample_tokens(logits, seen, cfg, torch.rand(1, generator=random))))
-        seen[0, said[-1]] = True
+            logits = model(torch.tensor([[*prompt, *tokens]]))[:, -1]
+        tokens.append(int(sample_tokens(logits, seen, cfg, torch.rand(1, generator=generator))))
+        seen[0, tokens[-1]] = True
     model.train()
-    return said
+    return tokens
 
 
-@pytest.mark.parametrize("cfg", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("cfg", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_cache_and_capture_change_no_token(kind: str, cfg: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind)
-    free = [without_cache(model, prompt, cfg, 5 + row, -1) for row, prompt in enumerate(PROMPTS)]
-    assert all(len(text) == 20 for text in free) and len({*map(tuple, free)}) > 1
-    stop = free[0][5]
-    right = [text[: text.index(stop) + 1] if stop in text else text for text in free]
-    assert complete(model, PROMPTS, cfg, stop=[stop], seed=5) == right and complete(model, PROMPTS, cfg, seed=5) == free
+    unstopped = [generate_without_cache(model, prompt, cfg, 5 + row, -1) for row, prompt in enumerate(PROMPTS)]
+    assert all(len(text) == 20 for text in unstopped) and len({*map(tuple, unstopped)}) > 1
+    stop = unstopped[0][5]
+    expected = [text[: text.index(stop) + 1] if stop in text else text for text in unstopped]
+    assert complete(model, PROMPTS, cfg, stop=[stop], seed=5) == expected and complete(model, PROMPTS, cfg, seed=5) == unstopped
     monkeypatch.setattr(generation, "_BLOCK", 8)
-    made: list[CPUGraph] = []
+    graphs: list[CPUGraph] = []
 
-    def tape() -> CPUGraph:
-        made.append(CPUGraph())
-        return made[-1]
+    def new_graph() -> CPUGraph:
+        graphs.append(CPUGraph())
+        return graphs[-1]
 
     steps, recorded = [], []
-    for row in generate(model, PROMPTS, cfg, seed=5, graph=tape):
+    for row in generate(model, PROMPTS, cfg, seed=5, graph=new_graph):
         steps.append(row)
-        recorded.append([bool(each.operations) for each in made])
-    assert [list(text) for text in zip(*steps)] == free
-    # After the first token one step looks at 8 places, the next at 16 or fewer, the others at all.
+        recorded.append([bool(each.operations) for each in graphs])
+    assert [list(text) for text in zip(*steps)] == unstopped
+    # After the first token, one step attends to 8 positions, the next to 16 or fewer, the others to all.
     assert recorded[-1] == [False, True, True] and recorded[1] == [False] and recorded[3] == [False, True]
-    assert not any(each.operations for each in made), "graphs go with the last token"
+    assert not any(each.operations for each in graphs), "graphs are reset after the last token"
     alone = [complete(model, [prompt], cfg, stop=[stop], seed=5 + row, graph=CPUGraph)[0] for row, prompt in enumerate(PROMPTS)]
-    assert alone == right
+    assert alone == expected
 
 
 def test_the_caller_can_end_a_text() -> None:
-    given, rows = generate(model_of("llama"), PROMPTS, GREEDY), []
-    for row in given:
+    texts, rows = generate(model_of("llama"), PROMPTS, GREEDY), []
+    for row in texts:
         rows.append(row)
-        given.ended[1] = True
+        texts.ended[1] = True
         if len(rows) == 3:
-            given.ended[:] = [True] * 4
+            texts.ended[:] = [True] * 4
     assert [[token is None for token in row] for row in rows] == [[False] * 4] + [[False, True, False, False]] * 2
-    assert next(given, "none") == "none" and next(given, "none") == "none"
+    assert next(texts, "none") == "none" and next(texts, "none") == "none"
 
 
 def test_tokens_beyond_those_of_a_tokenizer_are_never_sampled() -> None:
@@ -96,47 +96,47 @@ def test_tokens_beyond_those_of_a_tokenizer_are_never_sampled() -> None:
 
 def test_a_cache_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
     model, most = LLM(LLMConfig(vocabulary=512, width=64, layers=1, heads=2, inner=160, positions=512)).eval(), 256
-    with FlopCounterMode(display=False) as with_memory:
+    with FlopCounterMode(display=False) as with_cache:
         complete(model, [[1] * 8], SamplingConfig(most=most))
-    counted = []
+    flops = []
     with torch.no_grad():
         for length in (8, 8 + most // 2, 8 + most):
             with FlopCounterMode(display=False) as counter:
                 model(torch.ones(1, length, dtype=torch.int64))
-            counted.append(counter.get_total_flops())
-    first, middle, last = counted  # of a polynomial of second degree, whose mean Simpson's rule gives
-    assert with_memory.get_total_flops() * 10 < most * (first + 4 * middle + last) / 6
+            flops.append(counter.get_total_flops())
+    first, middle, last = flops  # quadratic in the length: Simpson's rule gives the mean
+    assert with_cache.get_total_flops() * 10 < most * (first + 4 * middle + last) / 6
 
 
-class Unable(CPUGraph):
+class FailingGraph(CPUGraph):
     def capture(self, function: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
 def test_a_step_that_cannot_be_captured_is_an_error_and_graphs_are_reset_before_process_groups() -> None:
-    given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Unable)
+    texts = generate(model_of("llama"), PROMPTS, GREEDY, graph=FailingGraph)
     with pytest.raises(ConfigError, match="cannot be captured: operation not permitted when .* capturing; give capture=False"):
-        list(given)
-    given = generate(model_of("llama"), PROMPTS, GREEDY, graph=CPUGraph)
+        list(texts)
+    texts = generate(model_of("llama"), PROMPTS, GREEDY, graph=CPUGraph)
     for _ in range(4):
-        next(given)
+        next(texts)
     gc.collect()
-    (tape,) = given._captured.values()
-    assert tape.operations  # type: ignore[union-attr]
+    (graph,) = texts._captured.values()
+    assert graph.operations  # type: ignore[union-attr]
     generation.close_all()
-    assert not tape.operations and list(given) == []  # type: ignore[union-attr]
+    assert not graph.operations and list(texts) == []  # type: ignore[union-attr]
 
 
 def test_likelihoods_do_not_depend_on_the_rest_of_the_batch() -> None:
     model = model_of("llama")
     pairs = [([1, 2], [3]), ([5], [6, 7, 8, 9]), ([3, 4, 5, 6, 7], [1, 2]), ([0], [0])]
-    right = []
+    expected = []
     model.eval()
-    for first, second in pairs:
+    for prompt, continuation in pairs:
         with torch.no_grad():
-            logs = model(torch.tensor([[*first, *second]]))[0].log_softmax(-1)
-        right.append(sum(float(logs[len(first) - 1 + n, token]) for n, token in enumerate(second)))
+            log_probs = model(torch.tensor([[*prompt, *continuation]]))[0].log_softmax(-1)
+        expected.append(sum(float(log_probs[len(prompt) - 1 + n, token]) for n, token in enumerate(continuation)))
     model.train()
     for rows in (1, 3, 9):
-        assert log_likelihoods(model, pairs, rows) == pytest.approx(right, abs=1e-12)
-    assert likelihoods(model, [5], [[6, 7, 8, 9], [1]])[0] == pytest.approx(right[1], abs=1e-12) and model.training
+        assert log_likelihoods(model, pairs, rows) == pytest.approx(expected, abs=1e-12)
+    assert likelihoods(model, [5], [[6, 7, 8, 9], [1]])[0] == pytest.approx(expected[1], abs=1e-12) and model.training

@@ -1,4 +1,4 @@
-"""Generated text: pieces of whole characters, stop strings, chats, and the tokenizer in the folder of the weights."""
+"""Generated text: pieces of complete characters, stop strings, chats, and the tokenizer in the folder of the weights."""
 
 import json
 from collections.abc import Iterator
@@ -42,22 +42,22 @@ class Scripted:
     """A generation that yields the tokens of ``texts``, each with its end."""
 
     def __init__(self, *texts: list[int]) -> None:
-        self.texts, self.ended, self.asked = texts, [False] * len(texts), 0
+        self.texts, self.ended, self.steps = texts, [False] * len(texts), 0
 
     def __iter__(self) -> Iterator[list[int | None]]:
         for row in zip_longest(*self.texts):
             if all(self.ended):
                 return
-            self.asked += 1
+            self.steps += 1
             yield [None if ended else token for ended, token in zip(self.ended, row)]
 
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
     def script(*texts: list[int]) -> Scripted:
-        made = Scripted(*texts)
-        monkeypatch.setattr(text, "generate", lambda *args, **words: made)
-        return made
+        generation = Scripted(*texts)
+        monkeypatch.setattr(text, "generate", lambda *args, **kwargs: generation)
+        return generation
 
     return script
 
@@ -66,7 +66,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
-def test_pieces_are_whole_characters_and_together_the_text(kind: str, scripted: Any) -> None:
+def test_pieces_are_complete_characters_and_join_to_the_text(kind: str, scripted: Any) -> None:
     tokenizer = Tokenizer.byte_level() if kind == "bytes" else trained()
     assert tokenizer.eos is not None
     scripted([*tokenizer.encode(TEXT), tokenizer.eos])
@@ -74,34 +74,34 @@ def test_pieces_are_whole_characters_and_together_the_text(kind: str, scripted: 
     pieces = list(text)
     assert "".join(pieces) == TEXT == str(text) == repr(text) and all(pieces) and len(pieces) > 20
     assert all("\ufffd" not in piece for piece in pieces)
-    scripted([*"ab½".encode()][:-1])  # of which the last is never whole
+    scripted([*"ab½".encode()][:-1])  # the last character is incomplete
     assert list(new_model(Tokenizer.byte_level()).generate("a")) == ["a", "b", "\ufffd"]
 
 
 @pytest.mark.parametrize("stop", [["\n\n"], ["n\n\nV"], ["😀👨"], [TEXT], ["quer", "Viktor", "nowhere"]])
 def test_a_text_ends_before_the_first_stop_wherever_tokens_end(stop: list[str], scripted: Any) -> None:
-    right = min((TEXT.split(each)[0] for each in stop), key=len)
+    expected = min((TEXT.split(each)[0] for each in stop), key=len)
     for tokenizer in (Tokenizer.byte_level(), trained()):
         ids = tokenizer.encode(TEXT)
-        made = scripted(ids)
-        assert "".join(new_model(tokenizer).generate("a", stop=stop)) == right
-        assert made.asked == next(n for n in range(len(ids) + 1) if any(each in tokenizer.decode(ids[:n]) for each in stop))
+        generation = scripted(ids)
+        assert "".join(new_model(tokenizer).generate("a", stop=stop)) == expected
+        assert generation.steps == next(n for n in range(len(ids) + 1) if any(each in tokenizer.decode(ids[:n]) for each in stop))
 
 
-def test_a_possible_stop_is_held_back_until_it_is_none() -> None:
-    saying = TextStreamer(Tokenizer.byte_level(), {256}, ["aab", "ac"])
-    assert [saying.add(ord(letter)) for letter in "xaaax"] == ["x", "", "", "a", "aax"]
-    assert saying.add(ord("a")) == "" and saying.finish() == "a"
-    both = TextStreamer(Tokenizer.byte_level(), {256}, ["b", "ab"])
-    assert both.add(ord("a")) + both.add(ord("b")) == "", "of two stops that end at once that which begins first"
+def test_a_partial_stop_is_held_back_until_it_differs() -> None:
+    streamer = TextStreamer(Tokenizer.byte_level(), {256}, ["aab", "ac"])
+    assert [streamer.add(ord(letter)) for letter in "xaaax"] == ["x", "", "", "a", "aax"]
+    assert streamer.add(ord("a")) == "" and streamer.finish() == "a"
+    overlapping = TextStreamer(Tokenizer.byte_level(), {256}, ["b", "ab"])
+    assert overlapping.add(ord("a")) + overlapping.add(ord("b")) == "", "of two stops with the same end, the longer"
     other = TextStreamer(Tokenizer.byte_level(), {ord("z")}, [])
-    assert other.add(ord("a")) == "a" and other.add(ord("z")) == "", "also what ends a text and is no special token"
+    assert other.add(ord("a")) == "a" and other.add(ord("z")) == "", "also an end token that is not special"
 
 
-def test_several_texts_end_each_on_its_own(scripted: Any) -> None:
-    made = scripted([*b"one.two"], [*b"three"], [*b"four."] + [256])
+def test_texts_of_a_batch_end_independently(scripted: Any) -> None:
+    generation = scripted([*b"one.two"], [*b"three"], [*b"four."] + [256])
     assert new_model(Tokenizer.byte_level()).generate(["a", "b", "c"], stop=".") == ["one", "three", "four"]
-    assert made.ended == [True, False, True] and made.asked == 7
+    assert generation.ended == [True, False, True] and generation.steps == 7
     assert new_model(Tokenizer.byte_level()).generate([]) == []
     with pytest.raises(ConfigError, match="stop: an empty string"):
         new_model(Tokenizer.byte_level()).generate("a", stop=["x", ""])
@@ -110,11 +110,11 @@ def test_several_texts_end_each_on_its_own(scripted: Any) -> None:
 # ---- a real model
 
 
-def test_one_text_many_texts_and_tokens_are_the_same() -> None:
+def test_single_batched_and_token_generation_agree() -> None:
     model = new_model(Tokenizer.byte_level())
-    words: dict[str, Any] = {"temperature": 1.5, "top_k": 50, "most": 30, "seed": 3}
-    alone = str(model.generate("ab", **words))
-    assert len(alone) > 5 and model.generate(["ab", "abc"], **words)[0] == alone != str(model.generate("ab", **words | {"seed": 4}))
+    cfg: dict[str, Any] = {"temperature": 1.5, "top_k": 50, "most": 30, "seed": 3}
+    alone = str(model.generate("ab", **cfg))
+    assert len(alone) > 5 and model.generate(["ab", "abc"], **cfg)[0] == alone != str(model.generate("ab", **cfg | {"seed": 4}))
     ids = text.generate(model, [[256, *b"ab"]], text.SamplingConfig(most=30), [256], vocab_size=257)
     assert str(model.generate("ab", most=30)) == bytes(t for (t,) in ids if t is not None and t < 256).decode("utf-8", "replace")
 
@@ -131,42 +131,42 @@ def test_a_chat_is_rendered_by_the_template(scripted: Any) -> None:
     tokenizer = Tokenizer.load(GOLDEN)
     model, messages = new_model(tokenizer, vocabulary=tokenizer.size + 3), [{"role": "user", "content": "Hello"}]
     prompt = tokenizer.chat(messages, True)[0]
-    said = text.generate(model, [prompt], text.SamplingConfig(most=9), [tokenizer.eos], vocab_size=tokenizer.size)
-    ids = [token for (token,) in said if token is not None and token != tokenizer.eos]
+    rows = text.generate(model, [prompt], text.SamplingConfig(most=9), [tokenizer.eos], vocab_size=tokenizer.size)
+    ids = [token for (token,) in rows if token is not None and token != tokenizer.eos]
     assert str(model.chat(messages, most=9)) == tokenizer.decode(ids, skip_special=True) == model.chat([messages], most=9)[0]
     scripted([*tokenizer.encode("Hi"), tokenizer.token_id("<|end|>"), *tokenizer.encode("!")])
-    assert str(model.chat(messages)) == "Hi!"  # a special token is no text
+    assert str(model.chat(messages)) == "Hi!"  # without special tokens
     with pytest.raises(DataError, match="has no chat template"):
         new_model(Tokenizer.byte_level()).chat(messages)
 
 
-def test_further_stop_tokens_are_those_of_generation_config(tmp_path: Path) -> None:
+def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
     new_model().save(tmp_path / "model.safetensors")
     Tokenizer.byte_level().save(tmp_path)
-    for found, right in (({"eos_token_id": [5, 256]}, {5, 256}), ({"eos_token_id": 7}, {7, 256}), ({}, {256})):
-        (tmp_path / "generation_config.json").write_text(json.dumps(found))
-        assert text.stop_tokens(LLM.load(tmp_path)) == right
+    for config, expected in (({"eos_token_id": [5, 256]}, {5, 256}), ({"eos_token_id": 7}, {7, 256}), ({}, {256})):
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        assert text.stop_tokens(LLM.load(tmp_path)) == expected
 
 
-# ---- where the tokenizer comes from
+# ---- the tokenizer of a model
 
 
-def test_the_folder_of_a_run_is_a_model_with_its_tokenizer(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_loads_as_a_model_with_its_tokenizer(tmp_path: Path) -> None:
     model = new_model(tied=True, rotary=None, norm="layer", feed="gelu", bias=True)
     model.save(tmp_path / "model.safetensors")
-    found = LLM.load(tmp_path)
-    assert found.cfg == model.cfg == read_settings(tmp_path)
+    loaded = LLM.load(tmp_path)
+    assert loaded.cfg == model.cfg == read_settings(tmp_path)
     with pytest.raises(DataError, match=f"{tmp_path}: holds no tokenizer.json, .*set model.tokenizer = Tokenizer.load"):
-        found.generate("a")
+        loaded.generate("a")
     trained().save(tmp_path)
     with deferred():
-        later = LLM(read_settings(tmp_path))
-    materialize(load_deferred(later, tmp_path), "cpu")
-    assert later.tokenizer.identity == trained().identity and later.lm_head.weight is later.model.embed_tokens.weight
-    assert str(later.eval().generate("ab", most=9)) == str(LLM.load(tmp_path / "model.safetensors").generate("ab", most=9))
+        lazy = LLM(read_settings(tmp_path))
+    materialize(load_deferred(lazy, tmp_path), "cpu")
+    assert lazy.tokenizer.identity == trained().identity and lazy.lm_head.weight is lazy.model.embed_tokens.weight
+    assert str(lazy.eval().generate("ab", most=9)) == str(LLM.load(tmp_path / "model.safetensors").generate("ab", most=9))
 
 
-def test_a_model_without_a_tokenizer_and_one_of_another_model_are_refused() -> None:
+def test_missing_and_mismatched_tokenizers_raise() -> None:
     model = new_model(vocabulary=256)
     with pytest.raises(DataError, match="was not loaded from a folder, so the model has no tokenizer; set model.tokenizer"):
         model.generate("a")

@@ -18,16 +18,16 @@ from tests.reference_data import DATA
 GOLDEN = DATA / "llm" / "tokenizer"
 TEXTS = ["", "plain", "naïve — “½”", "你好 Привет مرحبا", "😀👨‍👩‍👧 ok", "\0\x1f\ufeff\uffff", "a<|endoftext|>b",
          "x = 1234567\n\n\tif y:\n"]  # fmt: skip
-SOME = [*TEXTS, *(f"for item in range({n * 37}):\n    print(item, {n})\n" for n in range(200))]
+CORPUS = [*TEXTS, *(f"for item in range({n * 37}):\n    print(item, {n})\n" for n in range(200))]
 
 
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
-    return Tokenizer.train(SOME, 400)
+    return Tokenizer.train(CORPUS, 400)
 
 
-def changed(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
-    """A copy of the golden files after ``change`` of content and settings."""
+def changed_copy(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
+    """Return a copy of the golden files after ``change`` of content and settings."""
     shutil.copytree(GOLDEN, folder)
     content, config = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
     change(content, config)
@@ -37,17 +37,17 @@ def changed(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], obj
 
 
 def metaspace() -> Tokenizer:
-    """A vocabulary like SentencePiece's: words begin with a space, and rare characters are bytes."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    """Return a vocabulary like SentencePiece's: words begin with a space, and rare characters are bytes."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     steps = tokenizers.decoders
-    made.decoder = steps.Sequence(
+    tokenizer.decoder = steps.Sequence(
         [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
     )
     special = ["<unk>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
-    made.train_from_iterator(["a few plain words, and a few more words"] * 9, trainer)
-    content = json.loads(made.to_str())
+    tokenizer.train_from_iterator(["a few plain words, and a few more words"] * 9, trainer)
+    content = json.loads(tokenizer.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
     return Tokenizer(json.dumps(content), {"eos_token": "</s>"})
 
@@ -55,26 +55,26 @@ def metaspace() -> Tokenizer:
 # ---- bytes
 
 
-def test_bytes_are_their_own_ids_and_mean_the_same_to_the_library(tmp_path: Path) -> None:
-    one = Tokenizer.load("bytes")
-    one.save(tmp_path)
-    other, again = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), Tokenizer.load(tmp_path)
-    assert again.is_bytes and again.identity == one.identity and again.eos == 256
+def test_byte_ids_equal_those_of_the_tokenizers_library(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load("bytes")
+    tokenizer.save(tmp_path)
+    reference, loaded = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), Tokenizer.load(tmp_path)
+    assert loaded.is_bytes and loaded.identity == tokenizer.identity and loaded.eos == 256
     for text in TEXTS:
-        assert one.encode(text) == list(text.encode()) and one.decode(one.encode(text)) == text
-        ids = one.encode(text, special=True)
-        assert ids == other.encode(text).ids and other.decode(ids, skip_special_tokens=False) == text
-    assert one.encode("a<|endoftext|>b", special=True) == [97, 256, 98] and one.encode_document("hi") == [104, 105, 256]
-    assert (one.size, one.bos, one.eos, one.pad) == (257, None, 256, None)
-    assert one.decode([97, 256], skip_special=True) == "a" and one.byte_lengths.tolist() == [1] * 256 + [0]
+        assert tokenizer.encode(text) == list(text.encode()) and tokenizer.decode(tokenizer.encode(text)) == text
+        ids = tokenizer.encode(text, special=True)
+        assert ids == reference.encode(text).ids and reference.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.encode("a<|endoftext|>b", special=True) == [97, 256, 98] and tokenizer.encode_document("hi") == [104, 105, 256]
+    assert (tokenizer.size, tokenizer.bos, tokenizer.eos, tokenizer.pad) == (257, None, 256, None)
+    assert tokenizer.decode([97, 256], skip_special=True) == "a" and tokenizer.byte_lengths.tolist() == [1] * 256 + [0]
 
 
-def test_bytes_need_no_package_and_others_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = Tokenizer.load(answering(tmp_path / "t", "new {{ messages }}"))
+def test_bytes_need_no_package_and_errors_of_others_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(with_template(tmp_path / "t", "new {{ messages }}"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
     assert Tokenizer.load("bytes").encode_document("é") == [195, 169, 256]
-    for call in (lambda: Tokenizer.load(GOLDEN), lambda: Tokenizer.train(["a"], 300), lambda: one.chat([])):
+    for call in (lambda: Tokenizer.load(GOLDEN), lambda: Tokenizer.train(["a"], 300), lambda: tokenizer.chat([])):
         with pytest.raises(MissingExtraError, match=r"hpcai-suite\[llm\]"):
             call()
 
@@ -84,13 +84,13 @@ def test_bytes_need_no_package_and_others_name_the_extra(monkeypatch: pytest.Mon
 
 def test_the_same_texts_train_the_same_tokenizer_and_others_another(trained: Tokenizer) -> None:
     assert trained.size == 400 and trained.eos == 0 and trained.decode([0]) == "<|endoftext|>"
-    assert Tokenizer.train(iter(SOME), 400).identity == trained.identity
-    assert Tokenizer.train(SOME[:100], 400).identity != trained.identity != Tokenizer.train(SOME, 399).identity
+    assert Tokenizer.train(iter(CORPUS), 400).identity == trained.identity
+    assert Tokenizer.train(CORPUS[:100], 400).identity != trained.identity != Tokenizer.train(CORPUS, 399).identity
     with pytest.raises(ConfigError, match="256: expected 257 or more"):
         Tokenizer.train(["a"], 256)
 
 
-def test_a_text_comes_back_and_no_token_has_more_than_three_digits(trained: Tokenizer) -> None:
+def test_decode_inverts_encode_and_no_token_has_more_than_three_digits(trained: Tokenizer) -> None:
     for text in TEXTS:
         assert trained.decode(trained.encode(text)) == text
     assert trained.encode_many(TEXTS) == [trained.encode(text) for text in TEXTS]
@@ -99,7 +99,7 @@ def test_a_text_comes_back_and_no_token_has_more_than_three_digits(trained: Toke
     assert max(len(token) for token in tokens if token.isdigit()) == 3
 
 
-def test_a_tokenizer_is_saved_and_another_layout_of_it_is_the_same(trained: Tokenizer, tmp_path: Path) -> None:
+def test_identity_does_not_depend_on_the_layout_of_the_file(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path)
     assert Tokenizer.load(tmp_path).identity == Tokenizer.load(tmp_path / "tokenizer.json").identity == trained.identity
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -108,45 +108,45 @@ def test_a_tokenizer_is_saved_and_another_layout_of_it_is_the_same(trained: Toke
     content["truncation"] = {"max_length": 3, "direction": "Right", "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     other = Tokenizer.load(tmp_path)
-    assert other.identity == trained.identity and len(other.encode(SOME[-1])) > 3
+    assert other.identity == trained.identity and len(other.encode(CORPUS[-1])) > 3
     content["model"]["vocab"]["zzz"] = len(content["model"]["vocab"])
     assert Tokenizer(json.dumps(content)).identity != trained.identity
 
 
-# ---- one by one
+# ---- streams
 
 
 @pytest.mark.parametrize("make", [Tokenizer.byte_level, lambda: Tokenizer.load(GOLDEN), metaspace], ids=["bytes", "BPE", "spaces"])
 def test_a_stream_decodes_as_all_ids_at_once(make: Callable[[], Tokenizer]) -> None:
-    one = make()
+    tokenizer = make()
     for text in ["a few plain words, and more", "naïve 😀 words — 你好", "a\ufffdb"]:
-        stream, ids = one.stream(), one.encode(text)
-        said = [stream.add(token) for token in ids]
-        assert all(part == "\ufffd" or "\ufffd" not in part for part in said) or "\ufffd" in text
-        assert "".join(said) + stream.finish() == one.decode(ids) == text
-        assert one.byte_lengths[ids].sum() == len(text.encode()) + (one._pieces is None), "and the space in front of the first word"
-    random = np.random.default_rng(0)
-    for _ in range(40 if one._pieces is not None else 0):       # broken characters in any order
-        ids, stream = random.integers(one.size, size=30).tolist(), one.stream(skip_special=True)
-        assert "".join([stream.add(token) for token in ids]) + stream.finish() == one.decode(ids, skip_special=True)
+        stream, ids = tokenizer.stream(), tokenizer.encode(text)
+        pieces = [stream.add(token) for token in ids]
+        assert all(part == "\ufffd" or "\ufffd" not in part for part in pieces) or "\ufffd" in text
+        assert "".join(pieces) + stream.finish() == tokenizer.decode(ids) == text
+        assert tokenizer.byte_lengths[ids].sum() == len(text.encode()) + (tokenizer._pieces is None), "and a leading space"
+    rng = np.random.default_rng(0)
+    for _ in range(40 if tokenizer._pieces is not None else 0):       # broken characters in any order
+        ids, stream = rng.integers(tokenizer.size, size=30).tolist(), tokenizer.stream(skip_special=True)
+        assert "".join([stream.add(token) for token in ids]) + stream.finish() == tokenizer.decode(ids, skip_special=True)
 
 
 # ---- chats
 
 
-def answering(folder: Path, template: Any) -> Path:
-    return changed(folder, lambda content, config: config.update(chat_template=template))
+def with_template(folder: Path, template: Any) -> Path:
+    return changed_copy(folder, lambda content, config: config.update(chat_template=template))
 
 
-def test_templates_may_be_several_or_a_file_of_their_own(tmp_path: Path) -> None:
-    several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
-    one = Tokenizer.load(answering(tmp_path / "t", several))
-    assert one.decode(one.chat([])[0]) == "yes"
+def test_templates_are_read_from_a_list_or_a_separate_file(tmp_path: Path) -> None:
+    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    tokenizer = Tokenizer.load(with_template(tmp_path / "t", templates))
+    assert tokenizer.decode(tokenizer.chat([])[0]) == "yes"
     (tmp_path / "t" / "chat_template.jinja").write_text("a file{% generation %}!{% endgeneration %}")
-    one = Tokenizer.load(tmp_path / "t")
-    assert one.decode(one.chat([])[0]) == "a file!" and one.has_generation_blocks
-    one.save(tmp_path / "kept")
-    assert Tokenizer.load(tmp_path / "kept").chat([]) == one.chat([])
+    tokenizer = Tokenizer.load(tmp_path / "t")
+    assert tokenizer.decode(tokenizer.chat([])[0]) == "a file!" and tokenizer.has_generation_blocks
+    tokenizer.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved").chat([]) == tokenizer.chat([])
     with pytest.raises(DataError, match="bytes: has no chat template"):
         Tokenizer.byte_level().chat([])
 
@@ -161,10 +161,10 @@ def test_templates_may_be_several_or_a_file_of_their_own(tmp_path: Path) -> None
 )
 def test_a_wrong_template_or_message_is_an_error(tmp_path: Path, template: str, messages: Any, error: str) -> None:
     with pytest.raises(DataError, match=error):
-        Tokenizer.load(answering(tmp_path / "t", template)).chat(messages)
+        Tokenizer.load(with_template(tmp_path / "t", template)).chat(messages)
 
 
-# ---- files that are none
+# ---- invalid files and ids
 
 
 @pytest.mark.parametrize(
@@ -177,16 +177,16 @@ def test_a_wrong_template_or_message_is_an_error(tmp_path: Path, template: str, 
         (lambda content, config: content.pop("model"), "tokenizer.json: not a tokenizer .KeyError: 'model'"),
     ],
 )  # fmt: skip
-def test_a_file_that_does_not_fit_itself_is_named(tmp_path: Path, change: Any, error: str) -> None:
+def test_inconsistent_files_raise(tmp_path: Path, change: Any, error: str) -> None:
     with pytest.raises(DataError, match=error):
-        Tokenizer.load(changed(tmp_path / "t", change))
+        Tokenizer.load(changed_copy(tmp_path / "t", change))
 
 
 def test_unknown_ids_characters_and_a_missing_end_are_errors(tmp_path: Path) -> None:
-    one = Tokenizer.load(changed(tmp_path / "t", lambda content, config: config.pop("eos_token")))
+    tokenizer = Tokenizer.load(changed_copy(tmp_path / "t", lambda content, config: config.pop("eos_token")))
     with pytest.raises(DataError, match="names no token that ends a text; give tokenizer_config.json"):
-        one.encode_document("a")
-    for kind in (one, Tokenizer.byte_level()):
+        tokenizer.encode_document("a")
+    for kind in (tokenizer, Tokenizer.byte_level()):
         for ids in ([kind.size], [-1]):
             with pytest.raises(DataError, match=f"no token has the id {ids[0]}; they go from 0 to {kind.size - 1}"):
                 kind.decode(ids)

@@ -1,4 +1,4 @@
-"""Alignments and template hits: what the letters mean, which files are refused and where, time and memory."""
+"""Alignments and template hits: letters, insertions, order of files, errors with line numbers, time and memory."""
 
 import gzip
 import time
@@ -67,41 +67,41 @@ T 2DEF_B            1 W    1 (2)
 """
 
 
-def text(found: Alignment) -> list[str]:
-    return ["".join((RESTYPES + "X-")[code] for code in row) for row in found.msa]
+def rows(alignment: Alignment) -> list[str]:
+    return ["".join((RESTYPES + "X-")[code] for code in row) for row in alignment.msa]
 
 
 def test_lower_case_letters_count_before_the_next_column() -> None:
-    found = parse_a3m(A3M, "x.a3m")
-    assert (len(found), text(found)) == (3, ["ACDE", "A-CE", "ACDE"])
-    assert found.deletions.tolist() == [[0, 0, 0, 0], [2, 0, 0, 1], [0, 0, 0, 3]]
-    assert found.names == ["query", "one, with words", "two"]
-    assert (found.msa.dtype, found.deletions.dtype) == (np.int8, np.int32)
-    assert text(parse_a3m(A3M.replace(b"\n", b"\r\n"), "x.a3m")) == text(found)
+    alignment = parse_a3m(A3M, "x.a3m")
+    assert (len(alignment), rows(alignment)) == (3, ["ACDE", "A-CE", "ACDE"])
+    assert alignment.deletions.tolist() == [[0, 0, 0, 0], [2, 0, 0, 1], [0, 0, 0, 3]]
+    assert alignment.names == ["query", "one, with words", "two"]
+    assert (alignment.msa.dtype, alignment.deletions.dtype) == (np.int8, np.int32)
+    assert rows(parse_a3m(A3M.replace(b"\n", b"\r\n"), "x.a3m")) == rows(alignment)
 
 
 def test_columns_where_the_query_has_a_gap_are_insertions() -> None:
-    found = parse_stockholm(STO, "x.sto")
-    assert (text(found), found.names) == (["ACDE", "A-CE", "ACDE"], ["query", "one", "two"])
-    assert found.deletions.tolist() == [[0, 0, 0, 0], [2, 0, 0, 1], [0, 0, 0, 3]]
+    alignment = parse_stockholm(STO, "x.sto")
+    assert (rows(alignment), alignment.names) == (["ACDE", "A-CE", "ACDE"], ["query", "one", "two"])
+    assert alignment.deletions.tolist() == [[0, 0, 0, 0], [2, 0, 0, 1], [0, 0, 0, 3]]
 
 
 def test_letters_have_the_residues_of_alphafold() -> None:
-    like = dict(zip("BZUJO", "DECXX"))
-    expected = [like.get(letter, letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
-    assert text(parse_a3m(b">q\nABCDEFGHIJKLMNOPQRSTUVWXYZ", "x")) == ["".join(expected)]
+    aliases = dict(zip("BZUJO", "DECXX"))
+    expected = [aliases.get(letter, letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+    assert rows(parse_a3m(b">q\nABCDEFGHIJKLMNOPQRSTUVWXYZ", "x")) == ["".join(expected)]
     assert encode("aRX").tolist() == [0, 1, UNKNOWN] and parse_a3m(b">q\nA\n>r\n-", "x").msa[1, 0] == GAP
 
 
-@pytest.mark.parametrize(("sequence", "says"), [
+@pytest.mark.parametrize(("sequence", "message"), [
     ("MKVL\n", r"character 5 of 5 is '\\n'"), ("MK-L", "character 3 of 4 is '-'"), ("MKL*", r"character 4 of 4 is '\*'.*a stop"),
     ("MK?", r"character 3 of 3 is '\?'.*X for an unknown"), ("Mß", "'ß'"), ("MK:VL", "character 3 of 5 is ':'.*chains separately"),
     (b"MKVL", "found bytes"),
 ])  # fmt: skip
-def test_invalid_characters_raise(sequence: Any, says: str, tmp_path: Path) -> None:
+def test_invalid_characters_raise(sequence: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "rows.a3m").write_text(">q\nMKVL\n")
     for read in (encode, partial(read_alignments, tmp_path / "rows.a3m")):
-        with pytest.raises(DataError, match=f"sequence: .*{says}"):
+        with pytest.raises(DataError, match=f"sequence: .*{message}"):
             read(sequence)
 
 
@@ -130,21 +130,21 @@ def test_a_broken_file_raises_with_its_line(parse: Callable[[bytes, str], object
 
 
 def test_the_files_of_a_folder_come_in_one_order_without_duplicates(tmp_path: Path) -> None:
-    written = {
+    files = {
         "bfd_uniclust_hits.a3m": b">q\nACDE\n>b\nWWWW\n>twice\nAC-E\n", "non_pairing.a3m": b">q\nACDE\n>n\nNNNN\n",
         "uniref90_hits.sto": b"# STOCKHOLM 1.0\nq ACD-E\nu AC-GE\n//\n", "pairing.a3m": b">q\nACDE\n>p\nPPPP\n",
         "uniprot_hits.sto": b"# STOCKHOLM 1.0\nq ACDE\np PPPP\n//\n", "hmm_output.sto": b"nothing", "pdb70_hits.hhr": HHR,
     }  # fmt: skip
-    for name, data in written.items():
+    for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "mgnify_hits.a3m.gz").write_bytes(gzip.compress(b">q\nACXE\n>m\nMMMM\n"))
-    found = read_alignments(tmp_path, "ACDE")
-    assert found.names == ["q", "u", "q", "m", "b", "n"]                # the second q has an X, and so is another row
-    assert text(found) == ["ACDE", "AC-E", "ACXE", "MMMM", "WWWW", "NNNN"] and found.deletions[1].tolist() == [0, 0, 0, 1]
+    alignment = read_alignments(tmp_path, "ACDE")
+    assert alignment.names == ["q", "u", "q", "m", "b", "n"]                # the second q has an X, so it is no duplicate
+    assert rows(alignment) == ["ACDE", "AC-E", "ACXE", "MMMM", "WWWW", "NNNN"] and alignment.deletions[1].tolist() == [0, 0, 0, 1]
     assert read_alignments([tmp_path / "non_pairing.a3m", tmp_path / "bfd_uniclust_hits.a3m"]).names == ["q", "n", "b", "twice"]
 
 
-def test_an_alignment_of_another_chain_is_refused(tmp_path: Path) -> None:
+def test_an_alignment_of_another_chain_raises(tmp_path: Path) -> None:
     (tmp_path / "uniref90_hits.a3m").write_bytes(b">q\nACDE\n")
     (tmp_path / "mgnify_hits.a3m").write_bytes(b">q\nACKE\n")
     with pytest.raises(DataError, match="mgnify_hits.a3m: the query has K at residue 3, expected D .1 of 4 residues differ."):
@@ -168,6 +168,6 @@ def test_time_and_memory_grow_with_the_file_only(name: str) -> None:
     tracemalloc.start()
     begin = time.process_time()
     parse(data, "x")
-    took, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
+    seconds, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert took < 10 and peak < 100 * len(data)  # about 1 s here; what is quadratic takes far longer
+    assert seconds < 10 and peak < 100 * len(data)  # about 1 s here; quadratic time would be far more

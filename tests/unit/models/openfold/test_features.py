@@ -1,4 +1,4 @@
-"""What OpenFold reads of a chain: shapes, what is drawn and what is not, padding, and parts that do not belong together."""
+"""Features of a chain: random draws, shapes, padding, batches, and errors of mismatched inputs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,18 +23,18 @@ SMALL = FeatureConfig(crop=16, clusters=5, extra=7, templates=3, recycles=2)
 
 def inputs(residues: int = 40, rows: int = 30, templates: int = 5, seed: int = 0) -> tuple[Chain, Alignment, dict[str, np.ndarray]]:
     rng, chain = np.random.default_rng(seed), replace(proteins.random_chain(residues, seed), name="1abc_A")
-    there = (rng.random((templates, residues, 37)) < 0.5).astype(np.float32)
+    mask = (rng.random((templates, residues, 37)) < 0.5).astype(np.float32)
     return chain, proteins.random_alignment(chain, rows, seed), {
         "template_aatype": rng.integers(0, GAP + 1, (templates, residues)),
-        "template_all_atom_positions": rng.normal(50, 9, (*there.shape, 3)).astype(np.float32),
-        "template_all_atom_mask": there,
+        "template_all_atom_positions": rng.normal(50, 9, (*mask.shape, 3)).astype(np.float32),
+        "template_all_atom_mask": mask,
         "template_sum_probs": np.arange(templates, 0, -1, np.float32)[:, None],
     }  # fmt: skip
 
 
-def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> set[str]:
-    assert one.keys() == other.keys()
-    return {name for name in one if np.array_equal(one[name], other[name])}
+def equal_features(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> set[str]:
+    assert a.keys() == b.keys()
+    return {name for name in a if np.array_equal(a[name], b[name])}
 
 
 # ---- draws
@@ -43,10 +43,10 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> set[str]:
 def test_samples_are_deterministic_and_passes_have_different_rows() -> None:
     parts = inputs()
     first = featurize(*parts, SMALL, seed=1, epoch=2, index=3)
-    assert same(first, featurize(*parts, SMALL, seed=1, epoch=2, index=3)) == first.keys()
+    assert equal_features(first, featurize(*parts, SMALL, seed=1, epoch=2, index=3)) == first.keys()
     for seed, epoch, index in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)):
         other = featurize(*parts, SMALL, seed=seed, epoch=epoch, index=index)
-        assert not {"msa_feat", "bert_mask", "extra_msa"} & same(first, other)
+        assert not {"msa_feat", "bert_mask", "extra_msa"} & equal_features(first, other)
     fewer = featurize(*parts, SMALL, seed=1, epoch=2, index=3, passes=2)
     assert all(np.array_equal(array, first[name][..., :2]) for name, array in fewer.items())
     varying = {name for name, array in first.items() if not (array == array[..., :1]).all()}
@@ -56,13 +56,13 @@ def test_samples_are_deterministic_and_passes_have_different_rows() -> None:
 
 def test_crops_are_slices_of_the_full_chain() -> None:
     parts, starts, small = inputs(), set(), SMALL.model_copy(update={"clusters": 1, "extra": 0})
-    whole = featurize(*parts, SMALL.model_copy(update={"crop": None}), training=False)
+    full = featurize(*parts, SMALL.model_copy(update={"crop": None}), training=False)
     for index in range(200):
         sample = featurize(*parts, small, index=index, passes=1)
         first = int(sample["residue_index"][0, 0])
         starts.add(first)
         for name in ("aatype", "target_feat", "rigidgroups_gt_frames", "chi_angles_sin_cos", "atom14_gt_positions"):
-            assert np.array_equal(sample[name][..., 0], whole[name][first : first + 16, ..., 0]), name
+            assert np.array_equal(sample[name][..., 0], full[name][first : first + 16, ..., 0]), name
     assert starts == set(range(25))
 
 
@@ -80,48 +80,48 @@ def test_masking_fractions() -> None:
     rng, msa = np.random.default_rng(0), np.full((400, 500), 3, np.int8)
     column = np.zeros((500, 22), np.float32)
     column[:, 7], column[:, GAP] = 0.75, 0.25
-    hidden, chosen = sampling.mask_msa(msa, column, MaskConfig(), rng)
-    assert (hidden[~chosen] == 3).all()
-    wanted = np.full(23, 0.1 / 20)
-    wanted[[UNKNOWN, GAP, MASKED]] = 0, 0.025, 0.7
-    wanted[3], wanted[7] = 0.105, 0.08
-    count, letters = chosen.sum(), np.bincount(hidden[chosen], minlength=23)
-    for found, share, of in ((count, 0.15, msa.size), *((n, share, count) for n, share in zip(letters, wanted))):
-        assert abs(int(found) - of * share) <= 5 * np.sqrt(of * share * (1 - share))
+    masked, chosen = sampling.mask_msa(msa, column, MaskConfig(), rng)
+    assert (masked[~chosen] == 3).all()
+    expected = np.full(23, 0.1 / 20)
+    expected[[UNKNOWN, GAP, MASKED]] = 0, 0.025, 0.7
+    expected[3], expected[7] = 0.105, 0.08
+    count, letters = chosen.sum(), np.bincount(masked[chosen], minlength=23)
+    for observed, fraction, total in ((count, 0.15, msa.size), *((n, fraction, count) for n, fraction in zip(letters, expected))):
+        assert abs(int(observed) - total * fraction) <= 5 * np.sqrt(total * fraction * (1 - fraction))
     assert np.array_equal(sampling.mask_msa(msa, column, MaskConfig(fraction=0), rng)[0], msa)
     assert (sampling.mask_msa(msa, column, MaskConfig(fraction=1, uniform=0, profile=0, same=0), rng)[0] == MASKED).all()
 
 
-def test_rows_are_chosen_and_blocks_of_neighbours_deleted_but_the_query_never() -> None:
-    seen, sizes = np.zeros(10), []
+def test_sampling_and_deletion_of_rows_keep_the_query() -> None:
+    counts, sizes = np.zeros(10), []
     for seed in range(2000):
         chosen, rest = sampling.choose_clusters(10, 4, np.random.default_rng(seed))
         assert chosen[0] == 0 and sorted([*chosen, *rest]) == list(range(10))
-        seen[chosen] += 1
-    assert np.abs(seen[1:] / 2000 - 1 / 3).max() < 5 * np.sqrt(2 / 9 / 2000)
+        counts[chosen] += 1
+    assert np.abs(counts[1:] / 2000 - 1 / 3).max() < 5 * np.sqrt(2 / 9 / 2000)
     for seed in range(300):
-        kept = sampling.delete_blocks(100, 5, 0.3, np.random.default_rng(seed))
-        gone = np.setdiff1d(np.arange(100), kept)
-        assert kept[0] == 0 and 1 <= 1 + (np.diff(gone) > 1).sum() <= 5
-        sizes.append(len(gone))
+        remaining = sampling.delete_blocks(100, 5, 0.3, np.random.default_rng(seed))
+        deleted = np.setdiff1d(np.arange(100), remaining)
+        assert remaining[0] == 0 and 1 <= 1 + (np.diff(deleted) > 1).sum() <= 5
+        sizes.append(len(deleted))
     assert max(sizes) > 80 and min(sizes) < 60
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_templates_that_are_not_used_are_not_read(training: bool) -> None:
     chain, alignment, templates = inputs(templates=9)
-    asked: list[list[int]] = []
+    requests: list[list[int]] = []
 
     def take(chosen: np.ndarray) -> dict[str, np.ndarray]:
-        asked.append(chosen.tolist())
+        requests.append(chosen.tolist())
         return {name: array[chosen] for name, array in templates.items()}
 
     for index in range(12):
-        found, wanted = (featurize(chain, alignment, given, SMALL, index=index, training=training)
-                         for given in (Templates(9, take), templates))  # fmt: skip
-        assert same(found, wanted) == wanted.keys()
-    assert all(1 <= len(chosen) <= 3 for chosen in asked) and (len(asked) < 12) == training
-    assert training or all(chosen == [0, 1, 2] for chosen in asked), "the best"
+        lazy, eager = (featurize(chain, alignment, source, SMALL, index=index, training=training)
+                       for source in (Templates(9, take), templates))  # fmt: skip
+        assert equal_features(lazy, eager) == eager.keys()
+    assert all(1 <= len(chosen) <= 3 for chosen in requests) and (len(requests) < 12) == training
+    assert training or all(chosen == [0, 1, 2] for chosen in requests), "the best templates"
 
 
 # ---- shapes
@@ -139,9 +139,9 @@ AXES |= dict.fromkeys(("seq_length", "resolution", "is_distillation", "use_clamp
 def test_shapes_depend_on_settings_alone_and_masks_mark_padding(
     residues: int, rows: int, templates: int, crop: int | None, clusters: int, extra: int, most: int, training: bool
 ) -> None:
-    chain, alignment, found = inputs(residues, rows, templates)
+    chain, alignment, arrays = inputs(residues, rows, templates)
     cfg = FeatureConfig(crop=crop, clusters=clusters, extra=extra, templates=most, deleted_blocks=2)
-    sample = featurize(chain, alignment, found, cfg, index=rows, passes=2, training=training)
+    sample = featurize(chain, alignment, arrays, cfg, index=rows, passes=2, training=training)
     size, length = crop or residues, min(residues, crop or residues)
     sizes = {"T": most, "R": size, "C": clusters, "E": extra}
     for name, array in sample.items():
@@ -168,17 +168,17 @@ def test_evaluation_uses_the_best_templates_centred_at_zero() -> None:
     assert sample["template_sum_probs"][:, 0, 0].tolist() == [5, 4, 3]
     positions, mask = sample["template_all_atom_positions"][..., 0], sample["template_all_atom_mask"][..., 0]
     assert np.abs(positions.sum((1, 2)) / mask.sum((1, 2))[:, None]).max() < 1e-4 and not positions[mask == 0].any()
-    off = (positions - templates["template_all_atom_positions"][:3])[1][mask[1] > 0]
-    assert np.ptp(off, 0).max() < 1e-4
+    shift = (positions - templates["template_all_atom_positions"][:3])[1][mask[1] > 0]
+    assert np.ptp(shift, 0).max() < 1e-4
 
 
-# ---- what is refused
+# ---- errors
 
 
-def _put(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
+def _put(value: Any, *index: int) -> Callable[[np.ndarray], np.ndarray]:
     def put(array: np.ndarray) -> np.ndarray:
         array = array.copy()
-        array[at] = value
+        array[index] = value
         return array
 
     return put
@@ -207,11 +207,11 @@ def test_mismatched_inputs_raise(name: str, change: Any, text: str) -> None:
 
 def test_positions_of_missing_atoms_are_ignored() -> None:
     chain, alignment, templates = inputs()
-    lost = np.where(chain.mask[..., None] > 0, chain.positions, np.nan)
-    there = templates["template_all_atom_mask"][..., None] > 0
-    unknown = templates | {"template_all_atom_positions": np.where(there, templates["template_all_atom_positions"], np.inf)}
-    found = featurize(replace(chain, positions=lost), alignment, unknown, SMALL)
-    assert same(found, featurize(chain, alignment, templates, SMALL)) == found.keys()
+    positions = np.where(chain.mask[..., None] > 0, chain.positions, np.nan)
+    mask = templates["template_all_atom_mask"][..., None] > 0
+    changed = templates | {"template_all_atom_positions": np.where(mask, templates["template_all_atom_positions"], np.inf)}
+    features = featurize(replace(chain, positions=positions), alignment, changed, SMALL)
+    assert equal_features(features, featurize(chain, alignment, templates, SMALL)) == features.keys()
 
 
 # ---- batches

@@ -1,4 +1,4 @@
-"""A structure in one call, from a notebook."""
+"""Structures from sequences in one call: files, templates, errors."""
 
 from pathlib import Path
 from typing import Any
@@ -16,32 +16,32 @@ FEW = FeatureConfig.preset("evaluation", clusters=4, extra=4, templates=1)
 SEQUENCE = "MKVLAAGXWW"
 
 
-def test_a_sequence_becomes_a_file_that_reads_again(tmp_path: Path) -> None:
+def test_a_fold_is_written_and_read_again(tmp_path: Path) -> None:
     pytest.importorskip("gemmi")
     torch.manual_seed(0)
     model = OpenFold(OpenFoldConfig.preset("tiny"))
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "uniref90_hits.a3m").write_text(f">query\n{SEQUENCE}\n>other\nMKaaVLAA-AWW\n")
     alone = model.fold(SEQUENCE, recycles=1, cfg=FEW)
-    found = model.fold(SEQUENCE, tmp_path / "rows", recycles=1, cfg=FEW)
-    assert model.training, "as it was before"
-    assert found.positions.shape == (10, 37, 3) and found.plddt.shape == (10,) and ((found.plddt > 0) & (found.plddt < 100)).all()
-    assert found.mask[0].sum() == 8 and found.mask[7].sum() == 0, "methionine has 8 atoms, an unknown residue none"
-    assert not np.allclose(alone.positions, found.positions), "relatives say something"
-    again = model.fold(SEQUENCE, [tmp_path / "rows" / "uniref90_hits.a3m"], recycles=1, cfg=FEW)
-    assert np.array_equal(again.positions, found.positions), "the same seed"
-    found.write(tmp_path / "guess.cif")
+    fold = model.fold(SEQUENCE, tmp_path / "rows", recycles=1, cfg=FEW)
+    assert model.training, "the mode is restored"
+    assert fold.positions.shape == (10, 37, 3) and fold.plddt.shape == (10,) and ((fold.plddt > 0) & (fold.plddt < 100)).all()
+    assert fold.mask[0].sum() == 8 and fold.mask[7].sum() == 0, "methionine has 8 atoms, an unknown residue none"
+    assert not np.allclose(alone.positions, fold.positions), "the alignment has an effect"
+    second = model.fold(SEQUENCE, [tmp_path / "rows" / "uniref90_hits.a3m"], recycles=1, cfg=FEW)
+    assert np.array_equal(second.positions, fold.positions), "the same seed"
+    fold.write(tmp_path / "guess.cif")
     chain = read_mmcif(tmp_path / "guess.cif").chains["A"]
-    seen = chain.mask > 0
-    assert seen.sum() == found.mask.sum() and np.allclose(chain.positions[seen], found.positions[seen], atol=1e-3)
-    assert np.allclose(chain.bfactors[0, :2], found.plddt[0], atol=0.01)
+    resolved = chain.mask > 0
+    assert resolved.sum() == fold.mask.sum() and np.allclose(chain.positions[resolved], fold.positions[resolved], atol=1e-3)
+    assert np.allclose(chain.bfactors[0, :2], fold.plddt[0], atol=0.01)
 
 
 def test_repr_of_a_fold() -> None:
     plddt = np.linspace(20, 95, 300, dtype=np.float32)
     positions = np.random.default_rng(0).normal(size=(300, 37, 3)).astype(np.float32)
-    one = folding.Fold("A" * 300, np.zeros(300, np.int64), positions, np.ones((300, 37), np.float32), plddt)
-    assert len(repr(one)) < 80 and f"300 residues, mean pLDDT {plddt.mean():.1f}" in repr(one)
+    fold = folding.Fold("A" * 300, np.zeros(300, np.int64), positions, np.ones((300, 37), np.float32), plddt)
+    assert len(repr(fold)) < 80 and f"300 residues, mean pLDDT {plddt.mean():.1f}" in repr(fold)
 
 
 def test_no_templates_are_needed_and_invalid_chains_raise() -> None:
@@ -60,7 +60,7 @@ def test_a_chain_too_long_for_the_memory_raises(kind: str, monkeypatch: pytest.M
     def out_of_memory(_: Any) -> Any:
         if kind == "device":
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        torch.empty(1 << 60)  # what torch itself says
+        torch.empty(1 << 60)  # the error of torch itself
 
     monkeypatch.setattr(model, "run_passes", out_of_memory)
     text = "a chain of 10 residues with 4 clusters and 4 extra rows does not fit into the memory"

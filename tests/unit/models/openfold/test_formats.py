@@ -1,4 +1,4 @@
-"""Feature dictionaries against those that the OpenFold package made (tests/data/openfold_features)."""
+"""Feature dictionaries of the OpenFold package (tests/data/openfold_features)."""
 
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ def test_raw_features_of_the_package_are_read() -> None:
     chain, alignment, templates = parse_features(raw, "7abc_A")
     assert isinstance(chain, Chain) and chain.name == "7abc_A" and templates is not None
     assert np.array_equal(np.eye(21)[chain.aatype], raw["aatype"]) and np.array_equal(chain.positions, raw["all_atom_positions"])
-    for found, code in ((alignment.msa, raw["msa"]), (templates["template_aatype"], raw["template_aatype"].argmax(-1))):
-        assert np.array_equal(np.array([*RESTYPES, "X", "-"])[found], np.array([*HHBLITS])[code])
+    for actual, expected in ((alignment.msa, raw["msa"]), (templates["template_aatype"], raw["template_aatype"].argmax(-1))):
+        assert np.array_equal(np.array([*RESTYPES, "X", "-"])[actual], np.array([*HHBLITS])[expected])
     assert np.array_equal(alignment.deletions, raw["deletion_matrix_int"])
     assert all(np.array_equal(templates[name], raw[name]) for name in TEMPLATES[1:])
 
@@ -40,15 +40,15 @@ def test_a_chain_without_positions_is_its_sequence() -> None:
 
 def test_older_names_and_shapes_are_read_too() -> None:
     raw = golden()
-    wanted = parse_features(raw)
+    expected = parse_features(raw)
     renamed = raw | {"deletion_matrix": raw["deletion_matrix_int"].astype(np.float32)}
     renamed["template_sum_probs"] = raw["template_sum_probs"][:, 0]
     renamed["template_all_atom_masks"], renamed["domain_name"] = renamed.pop("template_all_atom_mask"), np.array([b"5zyh"], object)
     del renamed["deletion_matrix_int"], renamed["resolution"]
-    found = parse_features(renamed)
-    assert np.array_equal(found.alignment.deletions, wanted.alignment.deletions) and found.alignment.deletions.dtype == np.int32
-    assert all(np.array_equal(found.templates[name], wanted.templates[name]) for name in TEMPLATES)  # type: ignore[index]
-    assert isinstance(found.chain, Chain) and found.chain.name == "5zyh" and found.chain.resolution is None
+    actual = parse_features(renamed)
+    assert np.array_equal(actual.alignment.deletions, expected.alignment.deletions) and actual.alignment.deletions.dtype == np.int32
+    assert all(np.array_equal(actual.templates[name], expected.templates[name]) for name in TEMPLATES)  # type: ignore[index]
+    assert isinstance(actual.chain, Chain) and actual.chain.name == "5zyh" and actual.chain.resolution is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""OpenFold weights in every lineage's names, shapes and files."""
+"""OpenFold weights in the names, shapes and files of public codes."""
 
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from hpcai.models.openfold.model import OpenFold
 
 TINY = OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True})
 COLUMN = "evoformer.blocks.7.msa_att_col."
-# Unlike published in all that weights tell, and no two sizes alike.
+# Differs from the published presets in every setting that is inferred from weights; sizes are unequal.
 ODD = OpenFoldConfig.model_validate({
     "msa": 24, "pair": 20, "single": 28, "blocks": 3,
     "rows": {"head": 6, "heads": 2, "outer": 3, "transition": 3}, "pairs": {"triangle": 10, "head": 5, "heads": 3, "transition": 1},
@@ -41,15 +41,15 @@ def network(cfg: OpenFoldConfig = TINY) -> OpenFold:
 
 
 @cache
-def bare(name: str) -> tuple[OpenFoldConfig, dict[str, Tensor]]:
-    """The settings of a preset, and the names and shapes of its weights without their values."""
+def meta_state(name: str) -> tuple[OpenFoldConfig, dict[str, Tensor]]:
+    """Return the settings of a preset, and the state dict of its model on the meta device."""
     cfg = OpenFoldConfig.preset(name)
     with torch.device("meta"):
         return cfg, OpenFold(cfg).state_dict()
 
 
-def same(found: OpenFold, expected: OpenFold) -> bool:
-    pairs = [(dict(m.state_dict()) | dict(m.named_buffers())) for m in (found, expected)]
+def equal_weights(actual: OpenFold, expected: OpenFold) -> bool:
+    pairs = [(dict(m.state_dict()) | dict(m.named_buffers())) for m in (actual, expected)]
     return pairs[0].keys() == pairs[1].keys() and all(torch.equal(value, pairs[1][name]) for name, value in pairs[0].items())
 
 
@@ -66,8 +66,8 @@ def public() -> dict[str, Tensor]:
 def test_round_trip_of_every_form_is_bitwise_with_all_settings(cfg: OpenFoldConfig, form: Form, tmp_path: Path) -> None:
     model = network(cfg)
     model.save(tmp_path / "weights", form=form)
-    found = load_weights(tmp_path / "weights")
-    assert found.cfg == cfg and same(found, model) and not found.training
+    loaded = load_weights(tmp_path / "weights")
+    assert loaded.cfg == cfg and equal_weights(loaded, model) and not loaded.training
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
     (tmp_path / "weights").write_bytes((tmp_path / "weights").read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match="damaged"):
@@ -75,7 +75,7 @@ def test_round_trip_of_every_form_is_bitwise_with_all_settings(cfg: OpenFoldConf
 
 
 def test_heads_of_template_attention_are_inferred_from_alphafold(tmp_path: Path) -> None:
-    """They may be other heads than those within a template."""
+    """Attention over templates may have another number of heads than attention within a template."""
     template = OpenFoldConfig.preset("tiny").template
     assert template is not None and template.pairs.heads == 2
     cfg = OpenFoldConfig.preset("tiny", template=template.model_copy(update={"heads": 8, "head": 2}))
@@ -91,13 +91,13 @@ def test_heads_of_template_attention_are_inferred_from_alphafold(tmp_path: Path)
     ("model_1_ptm", "alphafold", 338), ("model_3", "mlperf", 4915),
 ])  # fmt: skip
 def test_the_full_network_has_the_names_of_each_form(preset: str, form: Form, count: int) -> None:
-    cfg, ours = bare(preset)
-    theirs = to_public(ours, cfg, form)
-    assert len(theirs) == count and sum(value.numel() for value in theirs.values()) == sum(value.numel() for value in ours.values())
+    cfg, state = meta_state(preset)
+    saved = to_public(state, cfg, form)
+    assert len(saved) == count and sum(value.numel() for value in saved.values()) == sum(value.numel() for value in state.values())
 
 
 @pytest.mark.parametrize(
-    "ours, form, theirs",
+    "name, form, expected",
     [
         (f"{COLUMN}attention.gate_bias", "openfold", [f"{COLUMN}_msa_att.mha.linear_g.bias"]),
         ("extra_msa_stack.blocks.0.outer_product_mean.linear_1.weight", "openfold_v1",
@@ -110,15 +110,14 @@ def test_the_full_network_has_the_names_of_each_form(preset: str, form: Form, co
         ("input_embedder.linear_relpos.bias", "alphafold", ["alphafold/alphafold_iteration/evoformer/pair_activiations//bias"]),
     ],
 )  # fmt: skip
-def test_names_are_those_of_the_public_codes(ours: str, form: Form, theirs: list[str]) -> None:
-    assert public_names(ours, form) == theirs
+def test_names_are_those_of_the_public_codes(name: str, form: Form, expected: list[str]) -> None:
+    assert public_names(name, form) == expected
 
 
 # ---- AlphaFold's dims
 
 
-# AlphaFold's array of block 1, the public code's weight of which it is the transpose, and its dims, as AlphaFold's paper and code
-# have them.
+# AlphaFold's array of block 1, the weight of the public code that is its transpose, and its dims in AlphaFold's paper and code.
 ROW, PAIRS = "evoformer_iteration/msa_row_attention_with_pair_bias/", "evoformer.blocks.1.pair_stack."
 LAYOUTS = [
     (f"{ROW}attention//query_w", "evoformer.blocks.1.msa_att_row.mha.linear_q.weight", (ODD.msa, 2, 6)),
@@ -137,16 +136,16 @@ LAYOUTS = [
 def test_arrays_of_alphafold_have_its_dims(array: str, weight: str, dims: tuple[int, ...], tmp_path: Path) -> None:
     model = network(ODD)
     model.save(tmp_path / "params_model_1.npz", form="alphafold")
-    found = np.load(tmp_path / "params_model_1.npz")[f"alphafold/alphafold_iteration/evoformer/{array}"][1]
-    assert np.array_equal(found, to_public(model.state_dict(), ODD)[weight].numpy().T.reshape(dims))
+    actual = np.load(tmp_path / "params_model_1.npz")[f"alphafold/alphafold_iteration/evoformer/{array}"][1]
+    assert np.array_equal(actual, to_public(model.state_dict(), ODD)[weight].numpy().T.reshape(dims))
 
 
-# ---- refusals
+# ---- errors
 
 
-def changed(public: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
-    found = {**public, **{name.replace("__", "."): value for name, value in changes.items()}}
-    return {name: value for name, value in found.items() if value is not None}
+def changed_weights(public: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
+    weights = {**public, **{name.replace("__", "."): value for name, value in changes.items()}}
+    return {name: value for name, value in weights.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def changed(public: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_mismatched_weights_raise(changes: Any, text: str, public: dict[str, Tensor], tmp_path: Path) -> None:
-    torch.save(changed(public, **changes), tmp_path / "w.pt")
+    torch.save(changed_weights(public, **changes), tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=text):
         load_weights(tmp_path / "w.pt")
 

@@ -1,4 +1,4 @@
-"""OpenFold as a network: what changes nothing must change nothing, and its seams are there to be filled."""
+"""OpenFold: batches, padding, chunks and checkpointing change no result; precision, dropout, losses, initialization."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
 
 
 def network(dtype: torch.dtype = torch.float64, **changes: Any) -> OpenFold:
-    """A network whose weights say something: in a new one the last of each branch are 0."""
+    """Return a network with random last layers of branches, which a new network initializes to 0."""
     torch.manual_seed(0)
     model = OpenFold(OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True}, **changes))
     for parameter in model.parameters():
@@ -33,7 +33,7 @@ def network(dtype: torch.dtype = torch.float64, **changes: Any) -> OpenFold:
     return model.to(dtype)
 
 
-def still(model: OpenFold) -> OpenFold:
+def without_dropout(model: OpenFold) -> OpenFold:
     for layer in model.modules():
         if isinstance(layer, Dropout):
             layer.rate = 0.0
@@ -51,10 +51,10 @@ def gradients(model: OpenFold, batch: dict[str, Tensor]) -> tuple[dict[str, Tens
 
 def test_a_batch_is_the_mean_of_its_proteins() -> None:
     """The published code sums periodic torsions over the batch, and takes a mean of lengths."""
-    model, whole = still(network()), proteins.random_batch([14, 14])
-    whole["seq_length"][1] = 5  # a length of its own
-    values, grads = gradients(model, whole)
-    parts = [gradients(model, {name: value[i : i + 1] for name, value in whole.items()}) for i in range(2)]
+    model, batch = without_dropout(network()), proteins.random_batch([14, 14])
+    batch["seq_length"][1] = 5  # another length
+    values, grads = gradients(model, batch)
+    parts = [gradients(model, {name: value[i : i + 1] for name, value in batch.items()}) for i in range(2)]
     for name, value in values.items():
         assert value.item() == pytest.approx(np.mean([part[0][name].item() for part in parts]), rel=1e-9), name
     for name, grad in grads.items():
@@ -62,32 +62,32 @@ def test_a_batch_is_the_mean_of_its_proteins() -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    model = still(network())
+    model = without_dropout(network())
     cfg = proteins.SMALL.model_copy(update={"crop": 20})
     alone, padded = proteins.random_batch([14]), proteins.random_batch([14], cfg)
-    found = [model(x) for x in (alone, padded)]
-    torch.testing.assert_close(found[1].positions[:, :14], found[0].positions, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found[1].logits.distogram[:, :14, :14], found[0].logits.distogram, rtol=1e-6, atol=1e-6)
+    outputs = [model(x) for x in (alone, padded)]
+    torch.testing.assert_close(outputs[1].positions[:, :14], outputs[0].positions, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outputs[1].logits.distogram[:, :14, :14], outputs[0].logits.distogram, rtol=1e-6, atol=1e-6)
     losses = [loss(model, x, ALL)["loss"].item() for x in (alone, padded)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_activation_checkpointing_gives_the_same_gradients() -> None:
     batch = proteins.random_batch([12])
-    values, grads = gradients(still(network()), batch)
-    model, seen = still(network(checkpoint=True)), []
+    values, grads = gradients(without_dropout(network()), batch)
+    model, calls = without_dropout(network(checkpoint=True)), []
     for stack in ("evoformer", "extra_msa_stack", "template_embedder.template_pair_stack"):
         block = model.get_submodule(f"{stack}.blocks.0")
-        block.register_forward_pre_hook(lambda layer, _: seen.append(layer))
-    again, same = gradients(model, batch)
-    assert len(seen) == 3 * 3, "in the first pass, in the last one, and again on the way back"
-    assert again["loss"].item() == pytest.approx(values["loss"].item(), rel=1e-12) and grads.keys() == same.keys()
+        block.register_forward_pre_hook(lambda layer, _: calls.append(layer))
+    recomputed, recomputed_grads = gradients(model, batch)
+    assert len(calls) == 3 * 3, "in the first pass, in the last one, and in the backward pass"
+    assert recomputed["loss"].item() == pytest.approx(values["loss"].item(), rel=1e-12) and grads.keys() == recomputed_grads.keys()
     for name, grad in grads.items():
-        torch.testing.assert_close(same[name], grad, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(recomputed_grads[name], grad, rtol=1e-9, atol=1e-12)
 
 
 def test_only_the_last_pass_has_gradients() -> None:
-    model, batch = still(network()), proteins.random_batch([12], passes=3)
+    model, batch = without_dropout(network()), proteins.random_batch([12], passes=3)
     passes: list[bool] = []
     model.structure_module.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     loss(model, batch)["loss"].backward()
@@ -100,77 +100,75 @@ def test_only_the_last_pass_has_gradients() -> None:
 @pytest.mark.parametrize("shared", [1, 2])
 def test_dropout_is_shared(shared: int) -> None:
     torch.manual_seed(0)
-    kept = Dropout(0.25, shared)(torch.ones(2, 40, 50, 8), torch.zeros(2, 40, 50, 8)) != 0
-    assert (kept == kept.select(shared, 0).unsqueeze(shared)).all() and 0.7 < kept.float().mean() < 0.8
+    mask = Dropout(0.25, shared)(torch.ones(2, 40, 50, 8), torch.zeros(2, 40, 50, 8)) != 0
+    assert (mask == mask.select(shared, 0).unsqueeze(shared)).all() and 0.7 < mask.float().mean() < 0.8
     assert (Dropout(0.25, shared).eval()(torch.ones(3), torch.ones(3)) == 2).all()
 
 
 def test_dropout_add_is_fused() -> None:
-    def added(x: Tensor, to: Tensor) -> Tensor:
+    def added(x: Tensor, residual: Tensor) -> Tensor:
         torch.manual_seed(1)
-        return Dropout(0.25, 1)(x, to)
+        return Dropout(0.25, 1)(x, residual)
 
-    x, to = (torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(added, (x.transpose(1, 2), to.transpose(1, 2)))
+    x, residual = (torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(added, (x.transpose(1, 2), residual.transpose(1, 2)))
     narrow = x.detach().bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        found = added(narrow, to.detach().float())
-    torch.testing.assert_close(found, added(narrow.detach().double(), to.detach()).float(), rtol=1e-6, atol=1e-6)
-    found.sum().backward()
-    assert found.dtype == torch.float32 and narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
+        actual = added(narrow, residual.detach().float())
+    torch.testing.assert_close(actual, added(narrow.detach().double(), residual.detach()).float(), rtol=1e-6, atol=1e-6)
+    actual.sum().backward()
+    assert actual.dtype == torch.float32 and narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
 
 
 def test_distances_in_chunks_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = still(network()), proteins.random_batch([11])
-    found = []
+    model, batch = without_dropout(network()), proteins.random_batch([11])
+    results = []
     for size in (1 << 30, 20_000):
         monkeypatch.setattr(objectives, "_CPU", size)
-        found.append(gradients(model, batch))
-    assert found[1][0]["fape"].item() == pytest.approx(found[0][0]["fape"].item(), rel=1e-12)
-    for name, grad in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], grad, rtol=1e-8, atol=1e-12)
+        results.append(gradients(model, batch))
+    assert results[1][0]["fape"].item() == pytest.approx(results[0][0]["fape"].item(), rel=1e-12)
+    for name, grad in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], grad, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-params"])
-def test_structures_heads_and_losses_are_float32(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_structures_heads_and_losses_are_float32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = network(torch.float32), proteins.random_batch([12], dtype=torch.float32)
     coarse, exact = "evoformer.blocks.0.pair.pair_transition", ("ipa", "bb_update", "angle_resnet.linear_out")
-    found, binned, bins = dict[str, torch.dtype](), list[torch.dtype](), embedders.distogram
+    dtypes, bin_dtypes, bins = dict[str, torch.dtype](), list[torch.dtype](), embedders.distogram
     for name in (coarse, "heads.plddt", "heads.distogram", *(f"structure_module.{part}" for part in exact)):
         part = model.get_submodule(name)
-        part.register_forward_hook(lambda _, __, out, name=name: found.__setitem__(name, out.dtype))
-    monkeypatch.setattr(embedders, "distogram", lambda x, *more: binned.append(x.dtype) or bins(x, *more))  # type: ignore[func-returns-value]
+        part.register_forward_hook(lambda _, __, out, name=name: dtypes.__setitem__(name, out.dtype))
+    monkeypatch.setattr(embedders, "distogram", lambda x, *args: bin_dtypes.append(x.dtype) or bins(x, *args))  # type: ignore[func-returns-value]
     step = Step(model, partial(loss, cfg=ALL), StepConfig(precision=precision, optimizer="sgd", lr=1e-9), dist.single_process())
     values = step(batch)
-    assert found.pop(coarse) == torch.bfloat16
-    assert len(found) == 5 and {*found.values(), *(value.dtype for value in values.values())} == {torch.float32}
-    assert len(binned) == 4 and set(binned) == {torch.float32}, "template and recycled"
-    low = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
-    assert not any(name.startswith(("structure_module", "heads")) for name in low) and bool(low) == (precision == "bf16-params")
+    assert dtypes.pop(coarse) == torch.bfloat16
+    assert len(dtypes) == 5 and {*dtypes.values(), *(value.dtype for value in values.values())} == {torch.float32}
+    assert len(bin_dtypes) == 4 and set(bin_dtypes) == {torch.float32}, "template and recycled"
+    bf16 = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    assert not any(name.startswith(("structure_module", "heads")) for name in bf16) and bool(bf16) == (precision == "bf16-params")
 
 
 @torch.no_grad()
 def test_chunks_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is as large as all pairs many times over is never there at once, where there are no gradients."""
+    """Without gradients, intermediates of many values per pair are computed in chunks."""
     model, batch = network().eval(), proteins.random_batch([14, 14])
-    whole, counts, part = model(batch), list[int](), chunking.chunk_size
-    monkeypatch.setattr(chunking, "chunk_size", lambda x, each, cpu: counts.append(part(x, each, 2000)) or counts[-1])  # type: ignore[func-returns-value]
-    parts = model(batch)
+    full, counts, original = model(batch), list[int](), chunking.chunk_size
+    monkeypatch.setattr(chunking, "chunk_size", lambda x, each, cpu: counts.append(original(x, each, 2000)) or counts[-1])  # type: ignore[func-returns-value]
+    chunked = model(batch)
     assert len(counts) > 40 > max(counts)
     for name in ("msa", "pair", "single", "positions"):
-        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(getattr(chunked, name), getattr(full, name), rtol=1e-11, atol=1e-11)
 
 
 def test_terms_without_weight_are_skipped_and_the_loss_scales_with_the_root_of_the_length() -> None:
-    model, batch, cfg = still(network()), proteins.random_batch([12]), ObjectiveConfig()
+    model, batch, cfg = without_dropout(network()), proteins.random_batch([12]), ObjectiveConfig()
     last = {name: value[..., -1] for name, value in batch.items()}
-    last["seq_length"] = torch.tensor([100])  # of which a crop of 12 is seen
-    found = loss_terms(model(batch), last, cfg)
-    assert set(found) == {"fape", "chi", "distogram", "masked_msa", "plddt"}
-    weighted = sum(getattr(cfg, name) * term for name, term in found.items())
-    assert weighted_total(found, last, cfg).item() == pytest.approx(12**0.5 * weighted.item())  # type: ignore[union-attr]
+    last["seq_length"] = torch.tensor([100])  # the crop has 12 of them
+    terms = loss_terms(model(batch), last, cfg)
+    assert set(terms) == {"fape", "chi", "distogram", "masked_msa", "plddt"}
+    weighted = sum(getattr(cfg, name) * term for name, term in terms.items())
+    assert weighted_total(terms, last, cfg).item() == pytest.approx(12**0.5 * weighted.item())  # type: ignore[union-attr]
 
 
 def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -> None:
@@ -189,14 +187,14 @@ def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -
 
 
 def test_confidence_is_learned_at_known_resolution_only() -> None:
-    model, batch = still(network()), proteins.random_batch([12])
+    model, batch = without_dropout(network()), proteins.random_batch([12])
     for resolution, counts in ((0.0, False), (0.1, True), (3.0, True), (3.1, False)):
         batch["resolution"] = torch.full_like(batch["resolution"], resolution)
         values = loss(model, batch, ALL)
         assert (values["plddt"] > 0) == (values["resolved"] > 0) == (values["aligned_error"] > 0) == counts
 
 
-def test_new_weights_are_drawn_as_published() -> None:
+def test_initialization_is_as_published() -> None:
     model = OpenFold(OpenFoldConfig.preset("initial", blocks=1, extra={"blocks": 1}))
     transition = model.evoformer.blocks[0].msa_transition
     weight, deviation = transition.linear_1.weight, (2 / 256) ** 0.5

@@ -1,4 +1,4 @@
-"""Scores of folded chains: what is turned and moved is the same, what is mirrored is not, and limits are what they say."""
+"""Scores of folded chains: invariance under rotation and translation, not under reflection; limits and fractions."""
 
 import math
 
@@ -11,7 +11,7 @@ from hpcai.models.openfold.scores import drmsd, gdt, superpose
 from tests.proteins import SMALL, random_batch
 
 
-def turned(x: torch.Tensor, mirror: bool = False) -> torch.Tensor:
+def rotated(x: torch.Tensor, mirror: bool = False) -> torch.Tensor:
     q = torch.linalg.qr(torch.randn(3, 3, dtype=x.dtype))[0]
     q = q * torch.det(q).sign()
     return x @ (-q if mirror else q) + torch.tensor([4.0, -7.0, 11.0], dtype=x.dtype)
@@ -26,11 +26,11 @@ def chain() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_moved_chain_is_superposed_and_a_mirrored_one_is_not(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
     true, mask = chain
-    wild = torch.where(mask[..., None] > 0, turned(true), 1e4)  # atoms that are not known do not pull
-    fitted, known = superpose(wild, true, mask), mask > 0
-    torch.testing.assert_close(fitted[known], true[known], rtol=0, atol=1e-9)
+    moved = torch.where(mask[..., None] > 0, rotated(true), 1e4)  # unresolved atoms have no weight
+    fitted, resolved = superpose(moved, true, mask), mask > 0
+    torch.testing.assert_close(fitted[resolved], true[resolved], rtol=0, atol=1e-9)
     assert gdt(fitted, true, mask).tolist() == [1, 1]
-    mirrored = turned(true, mirror=True)
+    mirrored = rotated(true, mirror=True)
     assert drmsd(mirrored, true, mask).max() < 1e-6 and lddt(mirrored, true, mask).min() > 1 - 1e-9, "distances are the same"
     assert gdt(superpose(mirrored, true, mask), true, mask).max() < 0.6
 
@@ -42,7 +42,7 @@ def test_limits_and_fractions() -> None:
     mask = torch.tensor([[1.0, 1, 1, 1, 0]])
     assert gdt(fitted, true, mask).item() == pytest.approx((2 + 2 + 3 + 4) / 16)  # within 1, 2, 4 and 8
     assert gdt(fitted, true, mask, (0.5, 1, 2, 4)).item() == pytest.approx((1 + 2 + 2 + 3) / 16)
-    # Distances between the four are 0: the error of each pair is how far they are apart.
+    # True distances between the four are 0: the error of each pair is its distance.
     off = torch.pdist(fitted[0, :4]).square().mean().sqrt()
     assert drmsd(fitted, true, mask).item() == pytest.approx(off.item())
 
@@ -53,13 +53,13 @@ def test_scores_and_rows_of_a_network() -> None:
     features = random_batch([7, 5], SMALL.model_copy(update={"crop": 8}))
     features["index"] = torch.tensor([[4, 4], [9, 9]])
     features["all_atom_mask"][0, 2, 1] = 0
-    found = score(model, features)
-    assert set(found) >= {"lddt", "drmsd", "gdt_ts", "gdt_ha", "confidence", "distogram", "masked_msa", "fape"}
-    assert all(math.isfinite(value.item()) for value in found.values())
-    assert found["distogram"].item() == pytest.approx(math.log(64), rel=1e-6), "heads begin with zeros"
-    assert found["confidence"].item() == pytest.approx(50)
-    drawn = predict_structures(model, features)
-    assert drawn["index"].tolist() == [4, 9] and drawn["residues"].tolist() == [7, 5]
-    assert drawn["predicted"].shape == drawn["true"].shape == (12, 37, 3) and drawn["distance"].shape == (7 * 7 + 5 * 5,)
-    unknown = drawn["mask"][:, 1] == 0
-    assert unknown.any() and torch.equal(drawn["lddt"].isnan(), unknown)
+    scores = score(model, features)
+    assert set(scores) >= {"lddt", "drmsd", "gdt_ts", "gdt_ha", "confidence", "distogram", "masked_msa", "fape"}
+    assert all(math.isfinite(value.item()) for value in scores.values())
+    assert scores["distogram"].item() == pytest.approx(math.log(64), rel=1e-6), "heads begin with zeros"
+    assert scores["confidence"].item() == pytest.approx(50)
+    rows = predict_structures(model, features)
+    assert rows["index"].tolist() == [4, 9] and rows["residues"].tolist() == [7, 5]
+    assert rows["predicted"].shape == rows["true"].shape == (12, 37, 3) and rows["distance"].shape == (7 * 7 + 5 * 5,)
+    unresolved = rows["mask"][:, 1] == 0
+    assert unresolved.any() and torch.equal(rows["lddt"].isnan(), unresolved)

@@ -1,4 +1,4 @@
-"""Protein chains of mmCIF files, made here row by row, and predicted chains written and read again."""
+"""Protein chains of mmCIF files, written row by row, and round trips of predicted chains."""
 
 import gzip
 import sys
@@ -62,7 +62,7 @@ SMALL = """
 
 
 def entry(atoms: str, residues: str = "ALA GLY", canonical: str = "?") -> str:
-    """An mmCIF text. An atom: label chain, author's chain, residue, its name, atom, alternative, x y z, occupancy, B, model."""
+    """Return an mmCIF text. An atom has: label chain, author's chain, residue, name, atom, altloc, x y z, occupancy, B, model."""
     rows = [f"1 {number} {name}" for number, names in enumerate(residues.split(), 1) for name in names.split("/")]
     lines = [f"ATOM {' '.join(atom.split())}" for atom in atoms.replace("\n", " / ").split(" / ") if atom.strip()]
     return HEAD.format(canonical=canonical, residues="\n".join(rows)) + "\n".join(lines) + "\n"
@@ -73,7 +73,7 @@ def read(folder: Path, text: str, chain: str | None = "H") -> Chain:
     return read_mmcif(folder / "1abc.cif", chain).chains["H"]
 
 
-def test_a_chain_has_the_residues_without_atoms_too(tmp_path: Path) -> None:
+def test_a_chain_includes_residues_without_atoms(tmp_path: Path) -> None:
     chain = read(tmp_path, entry(SMALL), None)
     assert (chain.name, chain.sequence, chain.aatype.tolist()) == ("1abc_H", "AG", [RESTYPES.index("A"), RESTYPES.index("G")])
     assert chain.mask.sum(1).tolist() == [0, 2] and chain.positions[1, [N, CA]].tolist() == [[1, 2, 3], [2, 2, 3]]
@@ -101,7 +101,7 @@ def test_modified_residues_have_the_letter_of_their_parent(tmp_path: Path) -> No
     residues, atoms = "MSE PCA SEC UNK M3L DAL", "A H 1 MSE SE . 7 0 0 1 1 1 / A H 6 DAL CA . 1 0 0 1 1 1"
     chain = read(tmp_path, entry(atoms, residues, "MQUXKA"))
     assert chain.sequence == "MQXXKA" and chain.positions[0, SD, 0] == 7
-    assert read(tmp_path, entry(atoms, residues, "MEXXTYGA")).sequence == "MEXXKA"      # a text that does not fit: gemmi's letters
+    assert read(tmp_path, entry(atoms, residues, "MEXXTYGA")).sequence == "MEXXKA"  # a sequence of another length: gemmi's letters
 
 
 def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -> None:
@@ -131,21 +131,21 @@ def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def predicted() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    random = np.random.default_rng(0)
-    mask = (random.random((21, 37)) < 0.6).astype(np.float32)
+    rng = np.random.default_rng(0)
+    mask = (rng.random((21, 37)) < 0.6).astype(np.float32)
     mask[3] = 0
-    return np.arange(21), random.normal(0, 50, (21, 37, 3)).astype(np.float32), mask, random.uniform(0, 100, 21).astype(np.float32)
+    return np.arange(21), rng.normal(0, 50, (21, 37, 3)).astype(np.float32), mask, rng.uniform(0, 100, 21).astype(np.float32)
 
 
 @pytest.mark.parametrize("suffix", [".cif", ".pdb"])
 def test_a_prediction_is_read_again_by_gemmi(tmp_path: Path, suffix: str) -> None:
     aatype, positions, mask, plddt = predicted()
     write_structure(tmp_path / f"p{suffix}", aatype, positions, mask, plddt, chain="Q")
-    found = gemmi.read_structure(str(tmp_path / f"p{suffix}"))[0]["Q"]
-    assert [residue.seqid.num for residue in found] == [index + 1 for index in range(21) if index != 3]
-    for residue in found:
+    chain = gemmi.read_structure(str(tmp_path / f"p{suffix}"))[0]["Q"]
+    assert [residue.seqid.num for residue in chain] == [index + 1 for index in range(21) if index != 3]
+    for residue in chain:
         index = residue.seqid.num - 1
-        assert [atom.name for atom in residue] == [ATOM_TYPES[place] for place in np.flatnonzero(mask[index])]
+        assert [atom.name for atom in residue] == [ATOM_TYPES[number] for number in np.flatnonzero(mask[index])]
         assert np.abs([[*atom.pos] for atom in residue] - positions[index][mask[index] > 0]).max() <= 0.001
         assert np.abs(np.array([atom.b_iso for atom in residue]) - plddt[index]).max() <= 0.01
         assert all(atom.element.name == atom.name[0] for atom in residue)

@@ -1,4 +1,4 @@
-"""Bonds, angles and clashes of atoms that are where no protein has them."""
+"""Violations: bonds, angles and clashes of atoms at impossible positions."""
 
 import numpy as np
 import pytest
@@ -12,11 +12,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def atoms(length: int, seed: int = 0, spread: float = 4.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Residues close to one another, the fourth of which follows no other."""
-    draw = np.random.default_rng(seed)
-    aatype = torch.from_numpy(draw.integers(0, 20, (2, length)))
+    """Return residues close to one another, with a gap in the chain before residue 4."""
+    rng = np.random.default_rng(seed)
+    aatype = torch.from_numpy(rng.integers(0, 20, (2, length)))
     aatype[:, :2] = residues.RESTYPES.index("C")  # two cysteines may be bridged
-    positions = torch.from_numpy(draw.normal(0, spread, (2, length, 14, 3)))
+    positions = torch.from_numpy(rng.normal(0, spread, (2, length, 14, 3)))
     index = torch.arange(length).repeat(2, 1)
     index[:, 4:] += 3
     return positions, torch.tensor(residues.ATOM14_EXISTS, dtype=torch.float64)[aatype], aatype, index
@@ -24,15 +24,15 @@ def atoms(length: int, seed: int = 0, spread: float = 4.0) -> tuple[Tensor, Tens
 
 def test_clashes_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     positions, *rest = atoms(6)
-    found = []
+    results = []
     for size in (1, 1 << 24):
         monkeypatch.setattr(violations, "_CPU", size)
         x = positions.clone().requires_grad_()
         out = clash_overlap(x, *rest)
-        found.append((out, torch.autograd.grad((out * torch.tensor([1.0, -2.0])).sum(), [x])[0]))
-    assert found[1][0].min() > 1
-    for few, whole in zip(*found):
-        torch.testing.assert_close(few, whole, rtol=1e-6, atol=1e-6)
+        results.append((out, torch.autograd.grad((out * torch.tensor([1.0, -2.0])).sum(), [x])[0]))
+    assert results[1][0].min() > 1
+    for chunked, full in zip(*results):
+        torch.testing.assert_close(chunked, full, rtol=1e-6, atol=1e-6)
 
 
 def test_a_stretched_bond_is_a_violation_and_a_gap_is_none() -> None:
@@ -47,8 +47,8 @@ def test_a_stretched_bond_is_a_violation_and_a_gap_is_none() -> None:
     assert bond_violations(positions, exists, aatype, index).lengths == 0
     stretched = positions.clone()
     stretched[0, 3:, :, 0] += 1.0
-    told = bond_violations(stretched, exists, aatype, index)
-    assert told.lengths.item() == pytest.approx((1.0 - 12 * 0.014) / 5, rel=1e-3)
+    result = bond_violations(stretched, exists, aatype, index)
+    assert result.lengths.item() == pytest.approx((1.0 - 12 * 0.014) / 5, rel=1e-3)
     apart = index.clone()
     apart[0, 3:] += 5
     assert bond_violations(stretched, exists, aatype, apart).lengths == 0
@@ -59,10 +59,10 @@ def test_a_stretched_bond_is_a_violation_and_a_gap_is_none() -> None:
 
 @pytest.mark.parametrize("names, clash", [(("SG", "SG"), False), (("CB", "SG"), True), (("C", "N"), False), (("CA", "N"), True)])
 def test_bridges_and_bonds_are_no_clashes(names: tuple[str, str], clash: bool) -> None:
-    """Of one atom each of two cysteines in a row, which are 1.3 angstrom apart."""
+    """Place one atom each of two adjacent cysteines 1.3 angstrom apart."""
     aatype = torch.full((1, 2), residues.RESTYPES.index("C"))
     exists, positions = torch.zeros(1, 2, 14, dtype=torch.float64), torch.zeros(1, 2, 14, 3, dtype=torch.float64)
     for residue, name in enumerate(names):
-        place = residues.ATOM14_NAMES[aatype[0, 0]].index(name)
-        exists[0, residue, place], positions[0, residue, place, 0] = 1, 1.3 * residue
+        atom = residues.ATOM14_NAMES[aatype[0, 0]].index(name)
+        exists[0, residue, atom], positions[0, residue, atom, 0] = 1, 1.3 * residue
     assert bool(clash_overlap(positions, exists, aatype, torch.arange(2)[None]) > 0) == clash
