@@ -28,7 +28,7 @@ from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress
 from tests import proteins
-from tests.data_prep.test_trajectories import relaxation, write_rows
+from tests.data_prep.test_trajectories import load_relaxation, write_aselmdb
 from tests.fuzz.attack import Reader
 from tests.reference_data import DATA
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
@@ -185,9 +185,9 @@ def frames_from_points(ending: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         import ase.io
 
-        few, path = [*relaxation()][:2], folder / f"frames{ending}"
+        few, path = [*load_relaxation()][:2], folder / f"frames{ending}"
         if ending == ".aselmdb":
-            write_rows(path, few)
+            write_aselmdb(path, few)
         else:
             ase.io.write(path, few)
         return path
