@@ -19,7 +19,6 @@ from data_prep import store
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.index import write_index
 
-ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., int]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -14,7 +13,6 @@ from data_prep.sphere import Grid
 from hpcai.data.hdf5 import Rows
 from tests.data_prep.prep_contract import PrepContract, read_json, runner
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--height", "48", "--width", "72", "--spacing", "1", "--samples", "20", "--rows", "6", "--no-check"]
 NAMES = list(VARIABLES)
 

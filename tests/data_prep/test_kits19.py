@@ -5,7 +5,6 @@ import io
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import h5py
 import nibabel
@@ -18,7 +17,6 @@ from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import preprocess
 from tests.data_prep.prep_contract import PrepContract, cache_results, check_fails, read_json, runner
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
 GRID = ["--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32"]
 FIELDS = {"image": ("float32", (None, None, None)), "label": ("uint8", (None, None, None)), "boxes": ("int32", (2, 2, 6))}
@@ -153,7 +151,7 @@ def load_volumes(folder):
     return [nibabel.load(folder / name) for name in (nifti.IMAGE, nifti.LABEL)]
 
 
-def save(folder, image=None, label=None, **how):
+def save(folder, image=None, label=None):
     for name, file in ((nifti.IMAGE, image), (nifti.LABEL, label)):
         if file is not None:
             nibabel.save(file, folder / name)

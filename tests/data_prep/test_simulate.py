@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shlex
 import shutil
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from data_prep import command, cosmoflow, spectrum_check, store, universe
 from tests.data_prep.prep_contract import PrepContract, check_fails, check_resumes_if_killed, columns, content, read_json, runner
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
 
 

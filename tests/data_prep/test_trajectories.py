@@ -23,7 +23,6 @@ from tests.reference_data import load_arrays, load_json
 PUBLIC = load_json("relaxations/files")
 
 
-
 def with_labels(atoms, energy=None, forces=None, name=None, **info):
     if energy is None:
         atoms.calc = ase.calculators.emt.EMT()
