@@ -1,4 +1,4 @@
-"""Properties of every simulated data set: equal bytes from any number of processes, growth, and refusal of wrong options."""
+"""Properties of all simulated data sets: equal bytes from any number of processes, growth, and refusal of invalid options."""
 
 import contextlib
 import functools
@@ -19,15 +19,14 @@ from data_prep import store
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.index import write_index
 
-ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., int]
 
 
 def runner(module: ModuleType) -> Run:
     """Return a function that calls the commands of a data set, with one worker."""
 
-    def run(command: str, *words: object, workers: str = "1") -> int:
-        return int(module.main([command, *map(str, words), *(["--workers", workers] if command != "check" else [])]))
+    def run(command: str, *args: object, workers: str = "1") -> int:
+        return int(module.main([command, *map(str, args), *(["--workers", workers] if command != "check" else [])]))
 
     return run
 
@@ -39,7 +38,7 @@ def content(out: Path) -> dict[str, bytes]:
 
 
 def field_types(fields: store.Fields) -> dict[str, tuple[str, tuple[Any, ...]]]:
-    """Return types and shapes of rows, for readers."""
+    """Return the dtype and shape of each field, for readers."""
     return {name: (field.dtype, field.shape) for name, field in fields.items()}
 
 
@@ -57,31 +56,31 @@ def columns(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.concatenate([file[name] for file in files]) for name in files[0]}
 
 
-def cached(owner: object, name: str) -> Callable[[], Iterator[None]]:
-    """Return a fixture of a module in which the results of a function are cached."""
+def cache_results(owner: object, name: str) -> Callable[[], Iterator[None]]:
+    """Return a module's fixture that caches the results of a function."""
 
     @pytest.fixture(scope="module", autouse=True)
-    def remembered() -> Iterator[None]:
+    def results_cache() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, functools.cache(getattr(owner, name)))
             yield
 
-    return remembered
+    return results_cache
 
 
-def kill_after_a_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:
-    """Kill a simulation as soon as a file has a record, and return the files with records."""
+def kill_after_first_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:
+    """Kill a simulation as soon as one file has a record, and return the files with records."""
     with fork_processes(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
         while not (records := [*folder.glob("[!.]*/.records/*.json")]) and forks.processes[0].is_alive():
             time.sleep(0.002)
     return {path.parents[1] / path.stem for path in records}
 
 
-def set_to(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
-    """Return a change of a dataset, for ``damage``."""
+def set_to(name: str, index: Any, value: Any) -> Callable[[h5py.File], None]:
+    """Return a function that assigns to elements of a dataset, for ``damage``."""
 
     def change(file: h5py.File) -> None:
-        file[name][where] = value
+        file[name][index] = value
 
     return change
 
@@ -95,54 +94,54 @@ def damage(out: Path, change: Callable[[h5py.File], object]) -> None:
     write_index(out / "train", {name: value for name, value in index.items() if name != "format"})
 
 
-def check_fails(run: Run, made: Path, out: Path, change: Callable[[h5py.File], object], *words: str) -> bool:
-    """Assert that the check of a damaged copy fails with ``words``, and return True."""
-    damage(shutil.copytree(made, out), change)
+def check_fails(run: Run, dataset: Path, out: Path, change: Callable[[h5py.File], object], *messages: str) -> bool:
+    """Assert that the check of a damaged copy fails with ``messages``, and return True."""
+    damage(shutil.copytree(dataset, out), change)
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = run("check", out, "--no-picture")
-    assert code == 1 and all(word in output.getvalue() for word in ("wrong: ", *words)), output.getvalue()
+    assert code == 1 and all(text in output.getvalue() for text in ("wrong: ", *messages)), output.getvalue()
     return True
 
 
 class PrepContract:
-    """Tests of a module with ``run`` and ``SMALL``. Functions that all data sets share are tested with cosmoflow."""
+    """The tests of each simulated data set. Functions that all data sets share are tested with cosmoflow."""
 
     run: Run
     small: list[str]
-    wrong: dict[str, str]
-    """options that do not fit the folder ``made``, and their error messages"""
+    invalid: dict[str, str]
+    """options that are refused for the folder ``dataset``, and their error messages"""
 
-    def test_workers_make_the_same_bytes_and_the_check_draws(self, made: Path, tmp_path: Path, capsys: Any) -> None:
-        small = [word for word in self.small if word != "--no-check"]
-        assert self.run("simulate", tmp_path / "two", *small, workers="2") == 0 and content(tmp_path / "two") == content(made)
+    def test_workers_make_the_same_bytes_and_the_check_draws(self, dataset: Path, tmp_path: Path, capsys: Any) -> None:
+        small = [option for option in self.small if option != "--no-check"]
+        assert self.run("simulate", tmp_path / "two", *small, workers="2") == 0 and content(tmp_path / "two") == content(dataset)
         (picture,) = (tmp_path / "two").glob("*.png")
         output = capsys.readouterr().out
         assert picture.read_bytes().startswith(b"\x89PNG") and " samples against index.json: equal" in output and "next: " in output
 
-    def test_a_wrong_setting_is_refused(self, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str) -> None:
-        out = shutil.copytree(made, tmp_path / "same")
-        assert self.run("simulate", out, *self.small, *more.split()) == 2
+    def test_bad_options_are_refused(self, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str) -> None:
+        out = shutil.copytree(dataset, tmp_path / "same")
+        assert self.run("simulate", out, *self.small, *options.split()) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and self.wrong[more] in error, error
-        assert content(out) == content(made)
+        assert error.startswith("error: ") and error.count("\n") == 1 and self.invalid[options] in error, error
+        assert content(out) == content(dataset)
 
 
-def resumes_if_killed(run: Run, small: Sequence[str], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Assert that a killed simulation writes only missing files, also if files and records are lost or truncated."""
-    there, train = kill_after_a_file(run, folder, small), folder / "train"
+def check_resumes_if_killed(run: Run, small: Sequence[str], dataset: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assert that a killed simulation writes only missing files, also if files are lost or truncated, or records are lost."""
+    finished, train = kill_after_first_file(run, folder, small), folder / "train"
     written, create_file = list[Path](), store.create_file
-    monkeypatch.setattr(store, "create_file", lambda path, *words: written.append(path) or create_file(path, *words))
+    monkeypatch.setattr(store, "create_file", lambda path, *args: written.append(path) or create_file(path, *args))
     (train / ".records").mkdir(parents=True, exist_ok=True)
-    for half in (".x.h5.partial", ".records/.x.h5.json.0123.partial"):
-        (train / half).touch()
-    assert run("simulate", folder, *small) == 0 and there and not there & {*written}
-    assert content(folder) == content(made) and not list(folder.rglob("*.partial"))
-    (lost, cut, unknown, *_), beside = sorted(train.glob("*.h5")), sorted(folder.glob("templates/*.h5"))[1:2]
-    for path in (lost, *beside):
+    for partial in (".x.h5.partial", ".records/.x.h5.json.0123.partial"):
+        (train / partial).touch()
+    assert run("simulate", folder, *small) == 0 and finished and not finished & {*written}
+    assert content(folder) == content(dataset) and not list(folder.rglob("*.partial"))
+    (lost, truncated, unrecorded, *_), templates = sorted(train.glob("*.h5")), sorted(folder.glob("templates/*.h5"))[1:2]
+    for path in (lost, *templates):
         path.unlink()
-    cut.write_bytes(b"cut off")
-    (train / ".records" / f"{unknown.name}.json").unlink()                      # stopped between file and record
+    truncated.write_bytes(b"cut off")
+    (train / ".records" / f"{unrecorded.name}.json").unlink()                      # stopped between file and record
     written.clear()
     assert run("simulate", folder, *small) == 0
-    assert written == [lost, cut, unknown, *beside] and content(folder) == content(made)
+    assert written == [lost, truncated, unrecorded, *templates] and content(folder) == content(dataset)

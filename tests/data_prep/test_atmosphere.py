@@ -1,4 +1,4 @@
-"""The idealised atmosphere is balanced, and the rule finds cyclones and rivers in it and nothing else."""
+"""The idealised atmosphere is balanced, and the detection finds its cyclones and rivers and nothing else."""
 
 import sys
 from dataclasses import replace
@@ -20,20 +20,20 @@ def random_scene(grid=REGION, index=0):
     return scenes.draw(grid, np.random.default_rng(index))
 
 
-def calm(**other):
-    """No waves, no noise, no land: the zonal mean and what is planted."""
+def calm_scene(**changes):
+    """Return a scene without waves, noise and land: the zonal mean, with ``changes``."""
     scene = random_scene()
     quiet = {name: replace(getattr(scene, name), weight=getattr(scene, name).weight * 0)
              for name in ("eddies", "continents", "mountains", "humidity", "rain")}  # fmt: skip
-    return replace(scene, **{**quiet, "season": 0.0, "wave_height": 0.0, "vortices": (), "rivers": (), **other})
+    return replace(scene, **{**quiet, "season": 0.0, "wave_height": 0.0, "vortices": (), "rivers": (), **changes})
 
 
-def named(fields):
+def fields_by_name(fields):
     return {name: fields[..., channel].astype(float) for channel, name in enumerate(VARIABLES)}
 
 
-def found(grid, **planted):
-    return detection.detect(grid, Weather(grid, calm(**planted)).fields())
+def detect(grid, **planted):
+    return detection.detect(grid, Weather(grid, calm_scene(**planted)).fields())
 
 
 CYCLONE = Vortex(20, 40, 5000, 8e4, 1.5, "warm", (-5, 2), 15)
@@ -59,8 +59,8 @@ def test_a_cyclone_is_that_of_holland(latitude):
 
 @pytest.mark.parametrize("grid, latitude", [(REGION, 20), (SOUTH, -20)])
 def test_a_cyclone_in_the_fields(grid, latitude):
-    calm_fields, fields = (named(Weather(grid, calm(vortices=some)).fields())
-                           for some in ((), (replace(CYCLONE, latitude=latitude, drift=(0, 0)),)))  # fmt: skip
+    calm_fields, fields = (fields_by_name(Weather(grid, calm_scene(vortices=vortices)).fields())
+                           for vortices in ((), (replace(CYCLONE, latitude=latitude, drift=(0, 0)),)))  # fmt: skip
     row = np.flatnonzero(np.abs(grid.latitude - latitude) < 0.3)         # on either side of the centre
     east, west = (int(np.abs(grid.longitude - at).argmin()) for at in (40.9, 39.1))
     turn = np.sign(latitude)
@@ -76,7 +76,7 @@ def test_a_cyclone_in_the_fields(grid, latitude):
 
 @pytest.mark.parametrize("grid, pressure", [(GLOBE, 1e5), (GLOBE, 85000.0), (GLOBE, 20000.0), (REGION, 85000.0), (REGION, 1e5)])
 def test_the_zonal_mean_waves_and_fronts_are_geostrophic(grid, pressure):
-    weather = Weather(grid, calm() if grid is GLOBE else replace(random_scene(), vortices=(), rivers=(FILAMENT,)))
+    weather = Weather(grid, calm_scene() if grid is GLOBE else replace(random_scene(), vortices=(), rivers=(FILAMENT,)))
     (u, v), z, f = weather.wind(pressure), weather.height(pressure), 2 * OMEGA * np.sin(grid.phi)
     east = np.gradient(z, grid.lam[0], axis=1) / np.cos(grid.phi) / RADIUS
     north = np.gradient(z, grid.phi[:, 0], axis=0) / RADIUS
@@ -95,7 +95,7 @@ def test_height_and_temperature_are_hydrostatic(index):
     for pressure in (85000.0, 50000.0, 20000.0):
         rise = (weather.height(pressure * 0.999) - weather.height(pressure * 1.001)) / np.log(1.001 / 0.999)
         assert weather.temperature(pressure) == pytest.approx(GRAVITY / GAS * rise, rel=1e-5)
-    fields = named(weather.fields())
+    fields = fields_by_name(weather.fields())
     assert fields["PSL"] == pytest.approx(1e5 * np.exp(GRAVITY * fields["Z1000"] / (GAS * T0)), rel=1e-5)
     high = weather.terrain > 1000
     assert high.any() and (fields["PS"][high] < 0.9 * fields["PSL"][high]).all() and (fields["PS"] <= fields["PSL"]).all()
@@ -105,33 +105,33 @@ def test_samples_are_in_the_climate_range():
     for grid in (REGION, SOUTH, GLOBE):
         fields = Weather(grid, random_scene(grid, 5)).fields()
         assert fields.shape == (*grid.phi.shape[:1], grid.lam.size, 16) and fields.dtype == np.float32
-        for usual, values in zip(VARIABLES.values(), np.moveaxis(fields, -1, 0)):
-            assert usual.minimum <= values.min() and usual.least_maximum <= values.max() <= usual.maximum
+        for variable, values in zip(VARIABLES.values(), np.moveaxis(fields, -1, 0)):
+            assert variable.minimum <= values.min() and variable.least_maximum <= values.max() <= variable.maximum
 
 
 def test_the_globe_is_periodic_and_single_at_the_poles():
     scene = random_scene(GLOBE, 1)
-    turned = Grid(GLOBE.latitude, GLOBE.longitude + 180, True)
-    fields, other = Weather(GLOBE, scene).fields(), Weather(turned, scene).fields()
+    rotated = Grid(GLOBE.latitude, GLOBE.longitude + 180, True)
+    fields, other = Weather(GLOBE, scene).fields(), Weather(rotated, scene).fields()
     np.testing.assert_allclose(fields, np.roll(other, 180, axis=1), rtol=1e-4, atol=1e-4)
     scalars = [channel for channel, name in enumerate(VARIABLES) if name[0] not in "UV"]
     poles = fields[[0, -1]][..., scalars].astype(float)
     assert (poles.std(1) <= 1e-5 * np.abs(poles.mean(1)) + 1e-12).all()
 
 
-# ---- the rule
+# ---- detection
 
 
 @pytest.mark.parametrize("grid, sign", [(REGION, 1), (SOUTH, -1)])
 def test_a_cyclone_and_a_river_are_found(grid, sign):
     river = replace(FILAMENT, latitude=tuple(sign * at for at in LATITUDES))
     wide = replace(CYCLONE, latitude=14 * sign, longitude=60, depth=6000, radius=1.4e5, shape=1.2)
-    objects = found(grid, vortices=(wide,), rivers=(river,))
+    objects = detect(grid, vortices=(wide,), rivers=(river,))
     (cyclone,), (filament,) = objects.cyclones, objects.rivers
     assert (cyclone.latitude, cyclone.longitude) == pytest.approx((14 * sign, 60), abs=0.5)
     assert 95000 < cyclone.pressure < 96500 and 40 < cyclone.wind < 60 and cyclone.warmth > 3
-    away = polar_coordinates(grid, np.arange(96), np.arange(144), cyclone.latitude, cyclone.longitude)[0][objects.mask == 1]
-    assert 5.3e5 < away.max() < 5.01 * RADIUS * np.pi / 180
+    distance = polar_coordinates(grid, np.arange(96), np.arange(144), cyclone.latitude, cyclone.longitude)[0][objects.mask == 1]
+    assert 5.3e5 < distance.max() < 5.01 * RADIUS * np.pi / 180
     row, column = (int(np.abs(axis - at).argmin()) for axis, at in ((grid.latitude, 14 * sign), (grid.longitude, 60)))
     assert (objects.mask[row - 1 : row + 2, column - 1 : column + 2] == 1).all()         # with its eye
     assert cyclone.cells == (objects.mask == 1).sum() and filament.cells == (objects.mask == 2).sum()
@@ -150,19 +150,19 @@ LOOK_ALIKES = {
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_lookalikes_of_cyclones_are_rejected(name):
     low = LOOK_ALIKES[name]
-    objects = found(REGION, vortices=(low,))
+    objects = detect(REGION, vortices=(low,))
     assert not objects.cyclones and not (objects.mask == 1).any()
 
 
 @pytest.mark.parametrize(
-    "names, part",
+    "names, factor",
     [("", 1), ("PSL", 0), ("U850 V850", 0.3), ("U850 V850", -1), ("T500 T200", 0), ("T500", 0), ("V850 U850", 9)],
 )
-def test_every_part_of_the_rule_for_cyclones_counts(names, part):
-    calm_fields, fields = (Weather(REGION, calm(vortices=some)).fields() for some in ((), (CYCLONE,)))
+def test_every_condition_for_cyclones_is_necessary(names, factor):
+    calm_fields, fields = (Weather(REGION, calm_scene(vortices=vortices)).fields() for vortices in ((), (CYCLONE,)))
     for channel in map(list(VARIABLES).index, names.split()):
-        left = calm_fields[..., channel] + (fields - calm_fields)[..., channel] * part
-        fields[..., channel] = 15 if part == 9 else left                  # a gale without vorticity, weaker, or turned
+        weakened = calm_fields[..., channel] + (fields - calm_fields)[..., channel] * factor
+        fields[..., channel] = 15 if factor == 9 else weakened                  # a gale without vorticity, weaker, or turned
     assert len(detection.detect(REGION, fields).cyclones) == (not names)
 
 
@@ -175,18 +175,18 @@ NOT_RIVERS = {
 
 @pytest.mark.parametrize("name", NOT_RIVERS)
 def test_lookalikes_of_rivers_are_rejected(name):
-    objects = found(REGION, rivers=(replace(FILAMENT, **NOT_RIVERS[name]),))
+    objects = detect(REGION, rivers=(replace(FILAMENT, **NOT_RIVERS[name]),))
     assert not objects.rivers and not objects.mask.any()
 
 
-@pytest.mark.parametrize(
-    "half_width, water, wind, usual, count", [(4e5, 40, 12, 0, 1), (1.2e6, 40, 12, 0, 0), (4e5, 19, 30, 0, 0), (4e5, 40, 12, 12, 0)]
-)
-def test_a_patch_that_is_round_or_dry_or_no_more_than_usual_is_no_river(half_width, water, wind, usual, count):
-    fields = Weather(REGION, calm()).fields()
+@pytest.mark.parametrize("half_width, water, wind, background, count", [
+    (4e5, 40, 12, 0, 1), (1.2e6, 40, 12, 0, 0), (4e5, 19, 30, 0, 0), (4e5, 40, 12, 12, 0),
+])  # fmt: skip
+def test_a_patch_that_is_round_or_dry_or_not_above_background_is_no_river(half_width, water, wind, background, count):
+    fields = Weather(REGION, calm_scene()).fields()
     r, east, north = polar_coordinates(REGION, np.arange(96), np.arange(144), 38, 36)
     patch = np.hypot(r * (east + north) / 1.2e6, r * (east - north) / half_width) < np.sqrt(2)
-    for name, inside, outside in (("TMQ", water, 25), ("U850", wind, usual), ("V850", wind, usual)):
+    for name, inside, outside in (("TMQ", water, 25), ("U850", wind, background), ("V850", wind, background)):
         fields[..., list(VARIABLES).index(name)] = np.where(patch, inside, outside)
     objects = detection.detect(REGION, fields)
     assert len(objects.rivers) == count and ((objects.mask == 2) == (patch & bool(count))).all()
@@ -199,27 +199,27 @@ def test_a_patch_that_is_round_or_dry_or_no_more_than_usual_is_no_river(half_wid
 def test_without_scipy_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[deepcam\]"):
-        found(REGION)
+        detect(REGION)
 
 
 def test_objects_are_connected_across_the_seam():
-    rivers = [replace(FILAMENT, longitude=tuple(x - 34 + at for x in LONGITUDES)) for at in (180, 0)]
-    here, seam = (found(GLOBE, vortices=(replace(CYCLONE, latitude=14, longitude=it.longitude[1]),), rivers=(it,)) for it in rivers)
-    assert len(here.cyclones) == len(seam.cyclones) == len(here.rivers) == len(seam.rivers) == 1
-    assert (np.roll(here.mask, 180, axis=1) == seam.mask).mean() > 0.9999
-    assert seam.rivers[0].length == pytest.approx(here.rivers[0].length, rel=0.01)
+    rivers = [replace(FILAMENT, longitude=tuple(x - 34 + shift for x in LONGITUDES)) for shift in (180, 0)]
+    inside, seam = (detect(GLOBE, vortices=(replace(CYCLONE, latitude=14, longitude=r.longitude[1]),), rivers=(r,)) for r in rivers)
+    assert len(inside.cyclones) == len(seam.cyclones) == len(inside.rivers) == len(seam.rivers) == 1
+    assert (np.roll(inside.mask, 180, axis=1) == seam.mask).mean() > 0.9999
+    assert seam.rivers[0].length == pytest.approx(inside.rivers[0].length, rel=0.01)
     corner = np.array([[1, 0, 0], [0, 0, 2]])
     detection._merge_across_seam(corner)
     assert corner[0, 0] == corner[1, 2]
 
 
-def test_the_planted_and_the_found_agree_over_many_scenes():
-    planted = met = strange = rivers = 0
+def test_planted_and_detected_objects_agree_over_many_scenes():
+    planted = hits = false_positives = rivers = 0
     for index in range(40):
         scene = random_scene(REGION, index)
         objects = detection.detect(REGION, Weather(REGION, scene).fields())
-        places = [(v.latitude, v.longitude) for v in scene.vortices if v.shape]
-        near = [any(np.hypot(c.latitude - a, c.longitude - b) < 2.5 for a, b in places) for c in objects.cyclones]
-        planted, met, strange = planted + len(places), met + sum(near), strange + near.count(False)
+        centres = [(v.latitude, v.longitude) for v in scene.vortices if v.shape]
+        is_planted = [any(np.hypot(c.latitude - a, c.longitude - b) < 2.5 for a, b in centres) for c in objects.cyclones]
+        planted, hits, false_positives = planted + len(centres), hits + sum(is_planted), false_positives + is_planted.count(False)
         rivers += len(objects.rivers)
-    assert planted > 10 and met > 0.8 * planted and strange <= 1 and 10 < rivers < 40
+    assert planted > 10 and hits > 0.8 * planted and false_positives <= 1 and 10 < rivers < 40

@@ -1,4 +1,4 @@
-"""Public TFRecords to our files; damaged ones are named with their byte."""
+"""Conversion of public TFRecords to HDF5. Damaged records are reported with their byte offset."""
 
 import gzip
 import shutil
@@ -21,39 +21,39 @@ pytest.importorskip("google.protobuf")
 run = runner(cosmoflow)
 
 
-def convert(source, out, *more, workers="1"):
-    return run("convert", source, out, *more, workers=workers)
+def convert(source, out, *options, workers="1"):
+    return run("convert", source, out, *options, workers=workers)
 
 
-def rows(out, split="train"):
-    found = columns(out / split)
-    assert found["counts"].dtype == np.int16 and found["target"].dtype == np.float32
-    return found["counts"], found["target"]
+def read_split(out, split="train"):
+    datasets = columns(out / split)
+    assert datasets["counts"].dtype == np.int16 and datasets["target"].dtype == np.float32
+    return datasets["counts"], datasets["target"]
 
 
-# ---- records of our own, for what the golden files do not hold
+# ---- records for cases that the golden files lack
 
 
-def _varint(number):
+def varint(number):
     out = b""
     while number > 127:
         out, number = out + bytes([number & 127 | 128]), number >> 7
     return out + bytes([number])
 
 
-def _field(number, data):
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
+def field(number, data):
+    return varint(number << 3 | 2) + varint(len(data)) + data
 
 
 def example(x, y):
-    """tf.train.Example on the wire, written by hand: the reader's own declaration has no part in it."""
-    features = {"x": _field(1, _field(1, x)), "y": _field(2, _field(1, struct.pack(f"<{len(y)}f", *y)))}
-    return _field(1, b"".join(_field(1, _field(1, name.encode()) + _field(2, value)) for name, value in features.items()))
+    """Return an encoded tf.train.Example, without use of the reader's own message definition."""
+    features = {"x": field(1, field(1, x)), "y": field(2, field(1, struct.pack(f"<{len(y)}f", *y)))}
+    return field(1, b"".join(field(1, field(1, name.encode()) + field(2, value)) for name, value in features.items()))
 
 
-def framed(payload):
-    head = struct.pack("<Q", len(payload))
-    return head + struct.pack("<I", tfrecord._masked_crc(head)) + payload + struct.pack("<I", tfrecord._masked_crc(payload))
+def frame(payload):
+    header = struct.pack("<Q", len(payload))
+    return header + struct.pack("<I", tfrecord._masked_crc(header)) + payload + struct.pack("<I", tfrecord._masked_crc(payload))
 
 
 def sample(seed, edge=4):
@@ -63,12 +63,12 @@ def sample(seed, edge=4):
 
 def record(seed, edge=4):
     counts, target = sample(seed, edge)
-    return framed(example(counts.tobytes(), target.tolist()))
+    return frame(example(counts.tobytes(), target.tolist()))
 
 
 @pytest.fixture
 def public(tmp_path):
-    """train: 5 files of one record; validation: 2."""
+    """Write 5 files of one record for training, and 2 for validation."""
     for split, count in (("train", 5), ("validation", 2)):
         (tmp_path / "public" / split).mkdir(parents=True)
         for i in range(count):
@@ -76,17 +76,17 @@ def public(tmp_path):
     return tmp_path / "public"
 
 
-# ---- what comes out
+# ---- conversion
 
 
 @pytest.mark.parametrize("folder", ["tfrecord", "tfrecord_gzip"])
-def test_golden_records_are_the_universe_that_was_cut(folder, tmp_path):
+def test_golden_records_are_the_blocks_of_their_universe(folder, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for file in (DATA / "cosmoflow" / folder).glob("*.tfrecord"):
         shutil.copy(file, source)
     assert convert(source, tmp_path / "out", "--split", "validation", "--rows-per-file", "3") == 0
-    counts, target = rows(tmp_path / "out", "validation")
+    counts, target = read_split(tmp_path / "out", "validation")
     expected = load_arrays("cosmoflow/tfrecord/expected")
     assert counts.shape == (8, 4, 4, 4, 4) and len(list((tmp_path / "out" / "validation").glob("*.h5"))) == 3
     for i, cube in enumerate(counts):
@@ -99,7 +99,7 @@ def test_golden_records_are_the_universe_that_was_cut(folder, tmp_path):
 def test_every_record_in_order_with_its_source(public, tmp_path):
     assert convert(public, tmp_path / "out", "--rows-per-file", "2") == 0
     for split, first, count in (("train", 0, 5), ("validation", 10, 2)):
-        counts, target = rows(tmp_path / "out", split)
+        counts, target = read_split(tmp_path / "out", split)
         assert len(counts) == count
         for i in range(count):
             assert (counts[i] == sample(first + i)[0]).all() and (target[i] == sample(first + i)[1]).all()
@@ -109,102 +109,102 @@ def test_every_record_in_order_with_its_source(public, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "packed",
+    "content",
     [
         lambda: record(0) + record(1) + record(2), lambda: gzip.compress(record(0) + record(1) + record(2)),
         lambda: b"".join(gzip.compress(record(i)) for i in range(3)),
     ],
     ids=["plain", "gzip file", "gzip member each"],
 )
-def test_many_records_in_one_file_however_packed(packed, tmp_path):
+def test_many_records_in_one_file_with_any_compression(content, tmp_path):
     (tmp_path / "flat").mkdir()
-    (tmp_path / "flat" / "a.gz").write_bytes(packed())       # the name tells nothing
+    (tmp_path / "flat" / "a.gz").write_bytes(content())       # the suffix is ignored
     (tmp_path / "flat" / "b.tfrecord").write_bytes(record(3))
     assert convert(tmp_path / "flat", tmp_path / "out", "--split", "train") == 0
-    counts, target = rows(tmp_path / "out")
+    counts, target = read_split(tmp_path / "out")
     assert [(counts[i] == sample(i)[0]).all() and (target[i] == sample(i)[1]).all() for i in range(4)] == [True] * 4
 
 
 def test_a_plain_record_that_begins_like_gzip_is_plain(tmp_path):
     file = tmp_path / "a"
-    file.write_bytes(framed(bytes(0x088B1F)))                # its length begins with the three bytes of gzip
+    file.write_bytes(frame(bytes(0x088B1F)))                # its length begins with the three bytes of gzip
     assert [len(payload) for _, payload in tfrecord.read_payloads(file)] == [0x088B1F]
 
 
 def test_limit_takes_the_first_files(public, tmp_path):
     assert convert(public, tmp_path / "out", "--limit", "2", "--split", "train") == 0
-    assert (rows(tmp_path / "out")[0] == np.stack([sample(0)[0], sample(1)[0]])).all()
+    assert (read_split(tmp_path / "out")[0] == np.stack([sample(0)[0], sample(1)[0]])).all()
     assert not (tmp_path / "out" / "validation").exists()
 
 
-# ---- what is refused
+# ---- refusals
 
 
-def _harmed(file, data):
+def write(file, data):
     file.write_bytes(data)
     return file
 
 
-def _flip(data, at):
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+def flip(data, offset):
+    return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
 
 
 FIRST = len(record(0))
 
 
 @pytest.mark.parametrize(
-    "data, words",
+    "data, messages",
     [
         (lambda: record(0) + record(1)[:-40], ["truncated", f"byte {FIRST}: "]),
         (lambda: record(0) + record(1)[:7], ["truncated", f"byte {FIRST}: 7 bytes of a header of 12"]),
-        (lambda: _flip(record(0), 100), ["checksum of the payload", "byte 0"]),
-        (lambda: record(0) + _flip(record(1), 3), ["checksum of the length", f"byte {FIRST}"]),
+        (lambda: flip(record(0), 100), ["checksum of the payload", "byte 0"]),
+        (lambda: record(0) + flip(record(1), 3), ["checksum of the length", f"byte {FIRST}"]),
         (lambda: gzip.compress(record(0))[:-60], ["damaged gzip", "byte 0 of the decompressed file"]),
         (lambda: gzip.compress(record(0) + record(1)[:-9]), ["truncated", f"byte {FIRST} of the decompressed file"]),
         (lambda: b"not a record at all", ["begins with bytes 6e 6f"]), (lambda: b"", ["is empty"]),
-        (lambda: framed(b"\x08\x96\x01 no example"), ["not a tf.train.Example"]),
-        (lambda: framed(example(bytes(100), [0, 0, 0, 0])), ["100 bytes are no cube of 4 int16 channels", "--channels"]),
-        (lambda: framed(example(bytes(512), [0, 0, 0, 1.6])), ["target", "[-1.5, 1.5]"]),
-        (lambda: framed(example(bytes(512), [0, 0, 0, float("nan")])), ["target", "finite"]),
-        (lambda: framed(example(bytes(512), [0, 0, 0])), ["3 target values", "expected 4"]),
-        (lambda: framed(example(b"\xff" * 512, [0, 0, 0, 0])), ["count of -1"]),
+        (lambda: frame(b"\x08\x96\x01 no example"), ["not a tf.train.Example"]),
+        (lambda: frame(example(bytes(100), [0, 0, 0, 0])), ["100 bytes are no cube of 4 int16 channels", "--channels"]),
+        (lambda: frame(example(bytes(512), [0, 0, 0, 1.6])), ["target", "[-1.5, 1.5]"]),
+        (lambda: frame(example(bytes(512), [0, 0, 0, float("nan")])), ["target", "finite"]),
+        (lambda: frame(example(bytes(512), [0, 0, 0])), ["3 target values", "expected 4"]),
+        (lambda: frame(example(b"\xff" * 512, [0, 0, 0, 0])), ["count of -1"]),
         (lambda: record(0) + record(1, edge=2), ["(2, 2, 2, 4)", "expected (4, 4, 4, 4)", f"byte {FIRST}"]),
     ],
 )
-def test_a_harmed_file_is_named_with_its_byte(data, words, tmp_path, capsys):
+def test_a_damaged_file_is_reported_with_its_byte(data, messages, tmp_path, capsys):
     (tmp_path / "flat").mkdir()
-    _harmed(tmp_path / "flat" / "bad.tfrecord", data())
+    write(tmp_path / "flat" / "bad.tfrecord", data())
     assert convert(tmp_path / "flat", tmp_path / "out", "--split", "train") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "bad.tfrecord" in error
-    assert all(word in error for word in words), error
+    assert all(text in error for text in messages), error
     assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))
 
 
 def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):
-    _harmed(public / "train" / "u_003.tfrecord", record(3)[:-1])
+    write(public / "train" / "u_003.tfrecord", record(3)[:-1])
     assert convert(public, tmp_path / "out", "--rows-per-file", "1", workers="2") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "u_003.tfrecord: truncated in the record at byte 0" in error
 
 
 @pytest.mark.parametrize(
-    "prepare, more, words",
+    "prepare, options, message",
     [
         (lambda source: None, [], "no such folder"), (lambda source: source.mkdir(), [], "--split"),
         (lambda source: source.mkdir(), ["--split", "train"], "no files"),
     ],
 )
-def test_a_wrong_source_is_one_line(prepare, more, words, tmp_path, capsys):
+def test_a_wrong_source_is_reported_in_one_line(prepare, options, message, tmp_path, capsys):
     prepare(tmp_path / "source")
-    assert convert(tmp_path / "source", tmp_path / "out", *more) == 2
+    assert convert(tmp_path / "source", tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and words in error
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
 
 
 @pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf.descriptor_pb2"])
 def test_a_missing_package_names_the_extra(package, tmp_path, monkeypatch):
-    file = _harmed(tmp_path / "a", record(0))
+    file = write(tmp_path / "a", record(0))
     tfrecord._example_class.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[cosmoflow\]"):

@@ -1,8 +1,7 @@
-"""Files of weather maps: the same from any number of processes, resumable, checked; and public time steps to our files."""
+"""Weather maps: simulation, growth of a data set, checks, and conversion of public time steps."""
 
 import json
 import shutil
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -14,7 +13,6 @@ from data_prep.sphere import Grid
 from hpcai.data.hdf5 import Rows
 from tests.data_prep.prep_contract import PrepContract, read_json, runner
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--height", "48", "--width", "72", "--spacing", "1", "--samples", "20", "--rows", "6", "--no-check"]
 NAMES = list(VARIABLES)
 
@@ -22,18 +20,18 @@ NAMES = list(VARIABLES)
 run = runner(deepcam)
 
 
-def rows(out, split="train"):
+def read_split(out, split="train"):
     parts = [h5py.File(path) for path in sorted((out / split).glob("*.h5"))]
     return [np.concatenate([part[name][...] for part in parts]) for name in ("fields", "mask")]
 
 
-def test_the_files_are_as_promised_to_the_loader(made, tmp_path):
-    index = read_json(made / "train" / "index.json")
+def test_files_have_the_format_that_the_loader_expects(dataset, tmp_path):
+    index = read_json(dataset / "train" / "index.json")
     assert index["shape"] == [48, 72, 16] and index["variables"] == NAMES and index["units"][:3] == ["kg/m2", "m/s", "m/s"]
     assert index["latitude"] == [8.5, 55.5] and index["longitude"] == [0.5, 71.5] and not index["periodic"]
     assert index["fields"]["mask"] == {"dtype": "uint8", "shape": [48, 72], "low": 0, "high": 2, "blank": 0}
-    assert [len(rows(made, split)[0]) for split in ("train", "validation", "test")] == [16, 2, 2]
-    for path in made.glob("*/*.h5"):
+    assert [len(read_split(dataset, split)[0]) for split in ("train", "validation", "test")] == [16, 2, 2]
+    for path in dataset.glob("*/*.h5"):
         with h5py.File(path) as file:
             assert all(file[name].chunks is None for name in ("fields", "mask"))
             assert list(file.attrs["variables"]) == NAMES and len(file.attrs["samples"]) == len(file["mask"]) <= 6
@@ -41,57 +39,57 @@ def test_the_files_are_as_promised_to_the_loader(made, tmp_path):
         for name in file:
             file[name][...] = 1
         assert [file[name].id.get_offset() % 4096 for name in file] == [0, 0, 0]
-    source = Rows(made / "train", {"fields": ("float32", (48, 72, 16)), "mask": ("uint8", (48, 72))})
-    assert len(source) == 16 and (np.asarray(source.read(5)["fields"]) == rows(made)[0][5]).all()
+    source = Rows(dataset / "train", {"fields": ("float32", (48, 72, 16)), "mask": ("uint8", (48, 72))})
+    assert len(source) == 16 and (np.asarray(source.read(5)["fields"]) == read_split(dataset)[0][5]).all()
 
 
-def test_a_sample_is_a_pure_function_of_seed_and_index(made):
-    seen = {}
-    for path in made.glob("*/*.h5"):
+def test_a_sample_is_a_pure_function_of_seed_and_index(dataset):
+    samples = {}
+    for path in dataset.glob("*/*.h5"):
         with h5py.File(path) as file:
             recipe = deepcam.Recipe(**json.loads(file.attrs["recipe"]))
-            seen.update({int(i): (file["fields"][row], file["mask"][row]) for row, i in enumerate(file.attrs["samples"])})
-    assert sorted(seen) == list(range(20)) and recipe.seed == 1
+            samples.update({int(i): (file["fields"][row], file["mask"][row]) for row, i in enumerate(file.attrs["samples"])})
+    assert sorted(samples) == list(range(20)) and recipe.seed == 1
     for index in (13, 2):
         fields = scenes.sample(recipe.grid(), recipe.generator(1, index))
-        assert (fields == seen[index][0]).all() and (detection.detect(recipe.grid(), fields).mask == seen[index][1]).all()
-    assert (seen[13][0] != seen[2][0]).mean() > 0.99
-    assert len({mask.max() for _, mask in seen.values()}) > 1                   # some hold something, some do not
+        assert (fields == samples[index][0]).all() and (detection.detect(recipe.grid(), fields).mask == samples[index][1]).all()
+    assert (samples[13][0] != samples[2][0]).mean() > 0.99
+    assert len({mask.max() for _, mask in samples.values()}) > 1                   # with and without objects
 
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    wrong = {
+    invalid = {
         "--seed 2": "seed 1 (now 2)", "--samples 1 --seed 1": "none is left for", "--height 8": "--height 8",
         "--spacing 3 --height 16 --width 16": "0.05 to 2", "--south 60": "expected -85 to 85", "--width 400": "more than 360",
         "--validation 0.6 --test 0.4": "sum to less than 1", "--globe --height 32": "the spacing is 5.6",
     }  # fmt: skip
 
 
-def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
-    out = shutil.copytree(made, tmp_path / "more")
+def test_a_set_grows_and_does_not_shrink(dataset, tmp_path, capsys):
+    out = shutil.copytree(dataset, tmp_path / "more")
     assert run("simulate", out, *SMALL, "--samples", "28") == 0
     for split in ("train", "validation", "test"):
-        before, after = rows(made, split), rows(out, split)
+        before, after = read_split(dataset, split), read_split(out, split)
         assert all((new[: len(old)] == old).all() for old, new in zip(before, after))
-    assert sum(len(rows(out, split)[0]) for split in ("train", "validation", "test")) == 28, "a file with room is made again"
-    for fewer in ("20", "27"):                                                  # files too many, rows too many
+    assert sum(len(read_split(out, split)[0]) for split in ("train", "validation", "test")) == 28, "a file with room is rewritten"
+    for fewer in ("20", "27"):                                                  # too many files, too many rows
         assert run("simulate", out, *SMALL, "--samples", fewer) == 2 and "ask for at least as many" in capsys.readouterr().err
 
 
-def test_the_check_compares_masks_with_the_rule(made, capsys, monkeypatch):
-    assert run("check", made, "--no-picture") == 0
+def test_the_check_compares_masks_with_the_rule(dataset, capsys, monkeypatch):
+    assert run("check", dataset, "--no-picture") == 0
     assert "masks of 20 samples" in capsys.readouterr().out
     monkeypatch.setattr(detection, "MIN_TRANSPORT", 2 * detection.MIN_TRANSPORT)
-    assert run("check", made, "--no-picture") == 1 and "differs from the rule" in capsys.readouterr().out
+    assert run("check", dataset, "--no-picture") == 1 and "differs from the rule" in capsys.readouterr().out
 
 
-# ---- the public set
+# ---- public data
 
 
-def step(path, seed, key="labels_0", kind=np.int64, change=None, name="data", **datasets):
+def write_step(path, seed, key="labels_0", dtype=np.int64, change=None, name="data", **datasets):
     fields = scenes.sample(Grid.globe(24, 36), np.random.default_rng(seed))
-    labels = np.random.default_rng(seed).integers(0, 3, (24, 36)).astype(kind)
+    labels = np.random.default_rng(seed).integers(0, 3, (24, 36)).astype(dtype)
     if change:
         change(fields, labels)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,31 +101,31 @@ def step(path, seed, key="labels_0", kind=np.int64, change=None, name="data", **
 
 def test_public_folders_are_converted(tmp_path, capsys):
     source, out = tmp_path / "All-Hist", tmp_path / "out"
-    kinds = ("labels_0", np.int64), ("labels", np.uint8), ("labels_0", np.int8)
-    steps = {split: [step(source / split / f"data-1996-{i:02d}.h5", i + 10 * len(split), *how) for i, how in enumerate(kinds)]
-             for split in ("train", "test")}  # fmt: skip
+    layouts = ("labels_0", np.int64), ("labels", np.uint8), ("labels_0", np.int8)
+    steps = {split: [write_step(source / split / f"data-1996-{i:02d}.h5", i + 10 * len(split), *layout)
+                     for i, layout in enumerate(layouts)] for split in ("train", "test")}  # fmt: skip
     assert run("convert", source, out, "--rows", "2", workers="2") == 0
-    for split, both in steps.items():
-        fields, mask = rows(out, split)
-        assert (fields == np.stack([f for f, _ in both])).all() and (mask == np.stack([m for _, m in both])).all()
+    for split, samples in steps.items():
+        fields, mask = read_split(out, split)
+        assert (fields == np.stack([f for f, _ in samples])).all() and (mask == np.stack([m for _, m in samples])).all()
     assert mask.dtype == np.uint8 and len(list((out / "train").glob("*.h5"))) == 2
     with h5py.File(out / "train" / "samples_000001.h5") as file:
         assert file["source"][...].tolist() == [b"train/data-1996-02.h5"] and file.attrs["latitude"].tolist() == [-90, 90]
-    told = capsys.readouterr().out
-    assert "refused: none of 6 items" in told and read_json(out / "skipped.json") == {"unusable": {}, "filtered": {}}
+    stdout = capsys.readouterr().out
+    assert "refused: none of 6 items" in stdout and read_json(out / "skipped.json") == {"unusable": {}, "filtered": {}}
     assert run("check", out) == 0 and (out / "samples.png").is_file()
 
 
-def test_a_wrong_source_is_one_line(tmp_path, capsys):
-    step(tmp_path / "flat" / "data-0.h5", 0)
+def test_a_wrong_source_is_reported_in_one_line(tmp_path, capsys):
+    write_step(tmp_path / "flat" / "data-0.h5", 0)
     (tmp_path / "empty" / "train").mkdir(parents=True)
-    for source, words in (("flat", "holds no folder train"), ("none", "no such folder"), ("empty", "no files data-*.h5")):
-        assert run("convert", tmp_path / source, tmp_path / "new") == 2 and words in capsys.readouterr().err
+    for source, message in (("flat", "holds no folder train"), ("none", "no such folder"), ("empty", "no files data-*.h5")):
+        assert run("convert", tmp_path / source, tmp_path / "new") == 2 and message in capsys.readouterr().err
     assert run("convert", tmp_path / "flat", tmp_path / "flat") == 2
 
 
-def put(name, value, at=np.s_[:]):
-    return lambda fields, labels: fields[..., NAMES.index(name)].__setitem__(at, value(fields[..., NAMES.index(name)][at]))
+def put(name, value, index=np.s_[:]):
+    return lambda fields, labels: fields[..., NAMES.index(name)].__setitem__(index, value(fields[..., NAMES.index(name)][index]))
 
 
 REFUSED = {
@@ -151,13 +149,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_a_faulty_step_is_refused_with_its_name(tmp_path, capsys, fault):
-    how, words = REFUSED[fault]
-    step(tmp_path / "train" / "data-0.h5", 0)
+    change, messages = REFUSED[fault]
+    write_step(tmp_path / "train" / "data-0.h5", 0)
     path = tmp_path / "train" / "data-1.h5"
-    step(path, 1, **(how if isinstance(how, dict) else {}))
-    if isinstance(how, bytes):
-        path.write_bytes(how)
+    write_step(path, 1, **(change if isinstance(change, dict) else {}))
+    if isinstance(change, bytes):
+        path.write_bytes(change)
     assert run("convert", tmp_path, tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and all(word in error for word in ("data-1.h5", *words)), error
+    assert error.startswith("error: ") and error.count("\n") == 1 and all(text in error for text in ("data-1.h5", *messages)), error
     assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))

@@ -1,4 +1,4 @@
-"""Files of fields and their coarse counterparts: the same from any number of processes, resumable, checked, and from physics."""
+"""Fields and their coarse counterparts: simulation, resumption, physics and checks."""
 
 import json
 import shutil
@@ -21,51 +21,51 @@ SMALL = ["--kind", "matter", "--size", "16", "--thickness", "4", "--samples", "9
 run = runner(fields)
 
 
-def recipe_of(out):
+def read_recipe(out):
     settings = read_json(out / "recipe.json")
     del settings["kind"]
     return fields.KINDS[settings["field"]](**settings)
 
 
-def blocks(values, factor):
-    """Means of blocks of a map, cell by cell."""
+def block_means(values, factor):
+    """Return the means of the blocks of a map."""
     low = [[values[i : i + factor, j : j + factor].mean() for j in range(0, values.shape[1], factor)]
            for i in range(0, values.shape[0], factor)]  # fmt: skip
     return np.array(low)
 
 
-def test_the_files_are_as_promised_to_the_loader(made):
-    index = read_json(made / "train" / "index.json")
+def test_files_have_the_format_that_the_loader_expects(dataset):
+    index = read_json(dataset / "train" / "index.json")
     assert index["kind"] == "matter" and index["channels"] == ["density"] and index["shape"] == [1, 16, 16]
     assert index["box"] == [64, 64] and index["periodic"] == [True, True] and index["thickness"] == 16 and index["redshift"] == 0
     assert index["parameters"] == ["Omega_m", "sigma_8", "n_s", "H_0"] and index["units"] == ["", "", "", "km/s/Mpc"]
     assert index["low"] == [0.1, 0.6, 0.864, 63] and index["high"] == [0.5, 1.0, 1.056, 77]
     assert index["fields"]["low"] == {"dtype": "float32", "shape": [1, 4, 4]}
     assert index["fields"]["parameters"] == {"dtype": "float32", "shape": [4], "low": -1, "high": 1}
-    asked = {"high": ("float32", (1, 16, 16)), "low": ("float32", (1, 4, 4)), "parameters": ("float32", (4,))}
-    split, written = open_split(made / "train", asked, "", LoaderConfig(), dist.single_process()), columns(made / "train")
+    requested = {"high": ("float32", (1, 16, 16)), "low": ("float32", (1, 4, 4)), "parameters": ("float32", (4,))}
+    split, written = open_split(dataset / "train", requested, "", LoaderConfig(), dist.single_process()), columns(dataset / "train")
     assert len(split) == 84 and split.metadata["mean"] == index["mean"]
     for name, values in split.read(50).items():
         assert (np.asarray(values) == written[name][50]).all()
     split.close()
-    for path in made.glob("*/*.h5"):
+    for path in dataset.glob("*/*.h5"):
         with h5py.File(path) as file:
             assert file.attrs["undo"] == index["undo"] and list(file.attrs["deviation"]) == index["deviation"]
 
 
-def test_all_maps_of_a_universe_are_in_one_split(made):
+def test_all_maps_of_a_universe_are_in_one_split(dataset):
     numbers = {}
     for split in ("train", "validation"):
-        files = [h5py.File(path) for path in sorted((made / split).glob("*.h5"))]
+        files = [h5py.File(path) for path in sorted((dataset / split).glob("*.h5"))]
         numbers[split] = [int(number) for file in files for number in file.attrs["numbers"]]
-        parameters = columns(made / split)["parameters"].reshape(len(numbers[split]), 6, 4)
+        parameters = columns(dataset / split)["parameters"].reshape(len(numbers[split]), 6, 4)
         assert (parameters == parameters[:, :1]).all() and len(np.unique(parameters[:, 0], axis=0)) == len(numbers[split])
     assert sorted(numbers["train"] + numbers["validation"]) == list(range(16)) and len(numbers["validation"]) == 2
 
 
-def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(made):
-    recipe, about = recipe_of(made), read_json(made / "train" / "index.json")
-    with h5py.File(made / "train" / "fields_000001.h5") as file:
+def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(dataset):
+    recipe, index = read_recipe(dataset), read_json(dataset / "train" / "index.json")
+    with h5py.File(dataset / "train" / "fields_000001.h5") as file:
         number, rows = int(file.attrs["numbers"][2]), {name: file[name][12:18] for name in file}
         assert json.loads(file.attrs["recipe"]) == json.loads(recipe.json_text)
     ends = (0.1, 0.6, 0.864, 63.0), (0.5, 1.0, 1.056, 77.0)
@@ -73,39 +73,39 @@ def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(made):
     assert density.shape == (16, 16, 16) and density.mean() == pytest.approx(1, rel=1e-9)
     slabs = [density[:4].mean(0), density[8:12].mean(0), density[:, :4].mean(1), density[:, 8:12].mean(1),
              density[..., :4].mean(2), density[..., 8:12].mean(2)]  # fmt: skip
-    mean, deviation, floor = about["mean"][0], about["deviation"][0], about["floor"]
+    mean, deviation, floor = index["mean"][0], index["deviation"][0], index["floor"]
     for slab, high, low in zip(slabs, rows["high"], rows["low"]):
         assert np.exp(mean + deviation * high[0].astype(float)) - floor == pytest.approx(slab, rel=1e-5, abs=1e-6)
-        expected = (np.log(blocks(slab, 4) + floor) - mean) / deviation
-        assert low[0] == pytest.approx(expected, abs=1e-5) and abs(expected - blocks(high[0], 4)).max() > 0.05
-    low, high = np.array(about["low"]), np.array(about["high"])
+        expected = (np.log(block_means(slab, 4) + floor) - mean) / deviation
+        assert low[0] == pytest.approx(expected, abs=1e-5) and abs(expected - block_means(high[0], 4)).max() > 0.05
+    low, high = np.array(index["low"]), np.array(index["high"])
     assert low + (rows["parameters"][0] + 1) / 2 * (high - low) == pytest.approx(recipe.universes.physical(number), rel=1e-6)
 
 
-def test_mean_and_deviation_are_those_of_the_first_training_universes(made, tmp_path):
-    recipe = recipe_of(made)
+def test_mean_and_deviation_are_those_of_the_first_training_universes(dataset, tmp_path):
+    recipe = read_recipe(dataset)
     first = [number for number in range(30) if recipe.split(number) == "train"][:16]
     values = np.log(np.concatenate([recipe.simulate(number) for number in first]) + 0.05)
     assert [*recipe.mean, *recipe.deviation] == pytest.approx([values.mean(), values.std()], rel=2e-3)
     assert all(float(f"{value:.4g}") == value for value in (*recipe.mean, *recipe.deviation))
-    written, statistics = columns(made / "train"), read_json(made / "statistics.json")["splits"]["train"]
+    written, statistics = columns(dataset / "train"), read_json(dataset / "statistics.json")["splits"]["train"]
     assert statistics["rows"] == 84 and statistics["high"]["mean"] == pytest.approx([written["high"].mean()], abs=1e-6)
     assert statistics["high"]["deviation"] == pytest.approx([written["high"].std()], rel=1e-5)
     assert statistics["low"]["maximum"] == [written["low"].max()]
     assert abs(statistics["high"]["mean"][0]) < 0.05 and abs(statistics["high"]["deviation"][0] - 1) < 0.05
 
 
-def test_a_resumed_folder_keeps_its_mean(made, tmp_path, monkeypatch):
-    out = shutil.copytree(made, tmp_path / "same")
+def test_a_resumed_folder_keeps_its_mean(dataset, tmp_path, monkeypatch):
+    out = shutil.copytree(dataset, tmp_path / "same")
     min(out.glob("train/*.h5")).unlink()
-    monkeypatch.setattr(fields, "STATISTICS_SIZE", 1)                           # another machine, which would find another mean
-    assert run("simulate", out, *SMALL) == 0 and content(out) == content(made)
-    assert run("simulate", tmp_path / "new", *SMALL) == 0 and recipe_of(tmp_path / "new").mean != recipe_of(made).mean
+    monkeypatch.setattr(fields, "STATISTICS_SIZE", 1)                           # as on another machine, with another mean
+    assert run("simulate", out, *SMALL) == 0 and content(out) == content(dataset)
+    assert run("simulate", tmp_path / "new", *SMALL) == 0 and read_recipe(tmp_path / "new").mean != read_recipe(dataset).mean
 
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    wrong = {
+    invalid = {
         "--seed 2": "seed 1 (now 2)", "--samples 6": "none is left for", "--size 18": "--size 18: expected a multiple of 4",
         "--factor 3": "--factor 3: expected 2 or more that divides 16", "--factor 16": "--factor 16",
         "--slabs 5": "more than the 16 cells of --size",
@@ -119,8 +119,8 @@ class TestContract(PrepContract):
 
 
 def test_volumes_are_full_cubes_and_the_check_tests_conservation(tmp_path, capsys):
-    words = ["--kind", "volumes", "--size", "8", "--samples", "32", "--factor", "2"]
-    assert run("simulate", tmp_path, *words) == 0
+    args = ["--kind", "volumes", "--size", "8", "--samples", "32", "--factor", "2"]
+    assert run("simulate", tmp_path, *args) == 0
     text = capsys.readouterr().out
     assert "configs/small3d.yaml" in text and "low of 32 samples compared" in text
     index, rows = read_json(tmp_path / "train" / "index.json"), columns(tmp_path / "train")
@@ -128,7 +128,7 @@ def test_volumes_are_full_cubes_and_the_check_tests_conservation(tmp_path, capsy
     assert rows["low"].shape[1:] == (1, 4, 4, 4) and len(rows["high"]) == len(np.unique(rows["parameters"], axis=0))
 
     def heavier(file):
-        recipe = recipe_of(tmp_path)
+        recipe = read_recipe(tmp_path)
         values = 1.01 * recipe.unstandardize(file["high"][0])
         file["high"][0], file["low"][0] = recipe.standardize(values), recipe.coarsen(values)
 
@@ -137,8 +137,8 @@ def test_volumes_are_full_cubes_and_the_check_tests_conservation(tmp_path, capsy
 
 def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path, monkeypatch):
     monkeypatch.setattr(fields, "STATISTICS_SIZE", 4)
-    words = ["--kind", "weather", "--samples", "10", "--rows", "8"]
-    assert run("simulate", tmp_path, *words) == 0
+    args = ["--kind", "weather", "--samples", "10", "--rows", "8"]
+    assert run("simulate", tmp_path, *args) == 0
     assert (tmp_path / "samples.png").is_file()
     index, rows = read_json(tmp_path / "train" / "index.json"), columns(tmp_path / "train")
     assert index["channels"] == ["TMQ", "U850", "V850", "PSL"] and index["channel_units"] == ["kg/m2", "m/s", "m/s", "Pa"]
@@ -148,33 +148,33 @@ def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path,
     for channel, name in enumerate(index["channels"]):
         values = index["mean"][channel] + index["deviation"][channel] * rows["high"][:, channel].astype(float)
         assert VARIABLES[name].minimum < values.min() and VARIABLES[name].least_maximum < values.max() < VARIABLES[name].maximum
-        assert rows["low"][2, channel] == pytest.approx(blocks(rows["high"][2, channel], 4), abs=1e-5)
+        assert rows["low"][2, channel] == pytest.approx(block_means(rows["high"][2, channel], 4), abs=1e-5)
     with h5py.File(tmp_path / "train" / "fields_000000.h5") as file:
         number = int(file.attrs["numbers"][2])
     grid = Grid((np.arange(128) + 0.5) * 180 / 128 - 90, np.arange(0.5, 192) * 360 / 192, True)
-    water = blocks(scenes.sample(grid, store.generator(1, 1, number))[..., 0].astype(float), 2)
+    water = block_means(scenes.sample(grid, store.generator(1, 1, number))[..., 0].astype(float), 2)
     assert index["mean"][0] + index["deviation"][0] * rows["high"][2, 0] == pytest.approx(water, rel=1e-5, abs=1e-4)
-    asked = {"high": ("float32", (4, 64, 96)), "low": ("float32", (4, 16, 24))}
-    split = open_split(tmp_path / "train", asked, "", LoaderConfig(), dist.single_process())
+    requested = {"high": ("float32", (4, 64, 96)), "low": ("float32", (4, 16, 24))}
+    split = open_split(tmp_path / "train", requested, "", LoaderConfig(), dist.single_process())
     assert sorted(split.read(0)) == ["high", "low"]
     split.close()
     steps = np.abs(np.diff(rows["high"], axis=3, append=rows["high"][..., :1])).mean((0, 1, 2))
-    assert steps[-1] < steps[:-1].mean() + 5 * steps[:-1].std()                 # across the edge as inside, eastward
+    assert steps[-1] < steps[:-1].mean() + 5 * steps[:-1].std()                 # steps across the edge are like those inside
 
 
 # ---- check
 
 
-@pytest.mark.parametrize("change, words", [
+@pytest.mark.parametrize("change, message", [
     (set_to("high", 5, np.nan), "'high' row 5 of"), (set_to("parameters", 3, 2), "'parameters' row 3 of"),
     (lambda file: set_to("low", 7, file["low"][7] + 0.001)(file), "row 7: 'low' is 0.001 deviations off"),
 ])  # fmt: skip
-def test_the_check_finds_harm(made, tmp_path, change, words):
-    assert check_fails(run, made, tmp_path / "harmed", change, words, "fields_000000.h5")
+def test_the_check_finds_damage(dataset, tmp_path, change, message):
+    assert check_fails(run, dataset, tmp_path / "damaged", change, message, "fields_000000.h5")
 
 
 @pytest.mark.parametrize("kind", ["convert", "simulate"])
-def test_the_check_of_another_set_says_so(made, tmp_path, capsys, kind):
-    out = shutil.copytree(made, tmp_path / "other")
+def test_the_check_of_another_data_set_is_refused(dataset, tmp_path, capsys, kind):
+    out = shutil.copytree(dataset, tmp_path / "other")
     (out / "recipe.json").write_text(json.dumps({"kind": kind, "size": 8}))
     assert run("check", out) == 2 and "recipe.json is not of data_prep.fields" in capsys.readouterr().err

@@ -1,11 +1,10 @@
-"""CT of phantoms: the same from any number of processes, resumable, checked, not separable by HU alone; NIfTI cases to files."""
+"""CT of phantoms: simulation, statistics and checks; conversion of NIfTI cases."""
 
 import gzip
 import io
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import h5py
 import nibabel
@@ -16,9 +15,8 @@ from data_prep import kits19, nifti, phantom
 from hpcai.cli.check import Options, check_dataset
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import preprocess
-from tests.data_prep.prep_contract import PrepContract, cached, check_fails, read_json, runner
+from tests.data_prep.prep_contract import PrepContract, cache_results, check_fails, read_json, runner
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
 GRID = ["--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32"]
 FIELDS = {"image": ("float32", (None, None, None)), "label": ("uint8", (None, None, None)), "boxes": ("int32", (2, 2, 6))}
@@ -28,13 +26,13 @@ RECIPE = kits19.Recipe(1, (9.6, 7.2, 7.2), (8, 32, 32), 150.0, 0.2, 0.0)
 run = runner(kits19)
 
 
-def case(out, name):
+def read_case(out, name):
     with h5py.File(next(out.glob(f"*/{name}.h5"))) as file:
         return {key: file[key][0] for key in file}, dict(file.attrs)
 
 
-# A phantom is drawn once; that it is a pure function of seed and index has a test.
-remembered = cached(kits19.Recipe, "scan")
+# Each phantom is simulated once. One test calls the function without this cache.
+scan_cache = cache_results(kits19.Recipe, "scan")
 
 
 @pytest.fixture(scope="module")
@@ -44,61 +42,61 @@ def public(tmp_path_factory):
     return out
 
 
-def test_the_files_are_as_promised_to_the_loader(made):
-    index, source = read_json(made / "train" / "index.json"), Rows(made / "train", FIELDS)
+def test_files_have_the_format_that_the_loader_expects(dataset):
+    index, source = read_json(dataset / "train" / "index.json"), Rows(dataset / "train", FIELDS)
     assert "shape" not in index and index["spacing_mm"] == [9.6, 7.2, 7.2] and index["classes"][1:] == ["kidney", "tumour"]
     assert index["fields"]["image"] == {"dtype": "float32", "shape": [None, None, None]}
     assert len({tuple(entry["shape"]) for entry in index["files"]}) > 1
-    assert [len(list((made / split).glob("*.h5"))) for split in ("train", "validation")] == [8, 2]
+    assert [len(list((dataset / split).glob("*.h5"))) for split in ("train", "validation")] == [8, 2]
     for number, entry in enumerate(index["files"]):
-        values, about = case(made, entry["name"][:-3])
+        values, attrs = read_case(dataset, entry["name"][:-3])
         assert list(values["image"].shape) == entry["shape"] and (np.asarray(source.read(number)["label"]) == values["label"]).all()
-        assert about["kind"] == "simulated" and about["case"] == entry["name"][:-3] and about["original_shape"].shape == (3,)
+        assert attrs["kind"] == "simulated" and attrs["case"] == entry["name"][:-3] and attrs["original_shape"].shape == (3,)
         assert values["image"].dtype == np.float32 and -2.35 < values["image"].min() < values["image"].max() < 2.65
-    assert check_dataset(made, Options(seconds=0, threads=2)).findings == ()
+    assert check_dataset(dataset, Options(seconds=0, threads=2)).findings == ()
 
 
-def test_a_case_is_a_pure_function_of_seed_and_index(made):
+def test_a_case_is_a_pure_function_of_seed_and_index(dataset):
     for index in (7, 2):
         scan = kits19.Recipe.scan.__wrapped__(RECIPE, index)
-        values, about = case(made, f"case_{index:05d}")
+        values, attrs = read_case(dataset, f"case_{index:05d}")
         image, label = preprocess(scan.image, scan.label, scan.spacing_mm, (9.6, 7.2, 7.2), (8, 32, 32))
         assert (values["image"] == image).all() and (values["label"] == label).all()
         assert (values["boxes"] == kits19.bounding_boxes(label)).all()
-        assert tuple(about["original_spacing_mm"]) == scan.spacing_mm and tuple(about["original_shape"]) == scan.image.shape
+        assert tuple(attrs["original_spacing_mm"]) == scan.spacing_mm and tuple(attrs["original_shape"]) == scan.image.shape
     other = replace(RECIPE, seed=2).scan(2)
     assert other.image.shape != scan.image.shape or (other.image != scan.image).mean() > 0.5
 
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    wrong = {
+    invalid = {
         "--seed 2": "seed 1 (now 2)", "--cases 1": "none is left for", "--spacing 0.1 1 1": "expected 0.3 to 20 mm",
         "--extent 9": "expected 40 to 600", "--validation 0.6 --test 0.4": "sum to less than 1",
         "--least 8 32 9999": "at most 1024",
     }  # fmt: skip
 
 
-def test_statistics_are_those_of_the_data(made):
-    found = read_json(made / "statistics.json")["splits"]["train"]
-    files = [case(made, path.stem)[0] for path in sorted(made.glob("train/*.h5"))]
+def test_statistics_are_those_of_the_data(dataset):
+    statistics = read_json(dataset / "statistics.json")["splits"]["train"]
+    files = [read_case(dataset, path.stem)[0] for path in sorted(dataset.glob("train/*.h5"))]
     values = np.concatenate([file["image"].ravel() for file in files]).astype(np.float64)
     classes = sum(np.bincount(file["label"].ravel(), minlength=3) for file in files)
     shapes = [file["image"].shape for file in files]
-    assert found["rows"] == 8 and found["shapes"]["least"] == np.min(shapes, 0).tolist()
-    image = {name: value for name, (value,) in ((key, np.atleast_1d(each)) for key, each in found["image"].items())}
+    assert statistics["rows"] == 8 and statistics["shapes"]["least"] == np.min(shapes, 0).tolist()
+    image = {name: value for name, (value,) in ((key, np.atleast_1d(each)) for key, each in statistics["image"].items())}
     assert (image["cells"], image["minimum"], image["maximum"]) == (values.size, values.min(), values.max())
     assert [image["mean"], image["deviation"]] == pytest.approx([values.mean(), values.std()], rel=1e-12)
-    assert found["label"] == {"cells": classes.tolist(), "frequency": (classes / values.size).tolist()}
+    assert statistics["label"] == {"cells": classes.tolist(), "frequency": (classes / values.size).tolist()}
 
 
-def test_boxes_are_those_of_the_two_largest_parts():
+def test_boxes_are_those_of_the_two_largest_components():
     label = np.zeros((20, 20, 20), np.uint8)
     label[1:4, 2:5, 3:9], label[10:19, 10:19, 10:12], label[0, 0, 0] = 1, 1, 1
     label[12, 12, 10], label[5, 5, 5], label[6, 6, 5] = 2, 2, 2      # the last two touch at an edge only
-    one, two = kits19.bounding_boxes(label)
-    assert one.tolist() == [[10, 10, 10, 19, 19, 12], [1, 2, 3, 4, 5, 9]]
-    assert {tuple(box) for box in two.tolist()} < {(12, 12, 10, 13, 13, 11), (5, 5, 5, 6, 6, 6), (6, 6, 5, 7, 7, 6)}
+    kidney, tumour = kits19.bounding_boxes(label)
+    assert kidney.tolist() == [[10, 10, 10, 19, 19, 12], [1, 2, 3, 4, 5, 9]]
+    assert {tuple(box) for box in tumour.tolist()} < {(12, 12, 10, 13, 13, 11), (5, 5, 5, 6, 6, 6), (6, 6, 5, 7, 7, 6)}
     assert kits19.bounding_boxes(np.full((3, 4, 5), 2, np.uint8)).tolist() == [[[0] * 6] * 2, [[0, 0, 0, 3, 4, 5], [0] * 6]]
     assert not kits19.bounding_boxes(np.zeros((3, 4, 5), np.uint8)).any()
 
@@ -117,43 +115,43 @@ def test_phantoms_are_plausible():
     assert 1.5 <= fine.spacing_mm[0] <= 5 and 0.54 <= fine.spacing_mm[1] <= 0.95
 
 
-def test_the_check_compares_boxes_with_labels_and_shapes_with_the_index(made, tmp_path, capsys, monkeypatch):
-    assert check_fails(run, made, tmp_path / "harmed", lambda file: file["boxes"].__setitem__((0, 0, 0, 3), 1), "the label has")
-    index = read_json(made / "train" / "index.json")
-    assert run("check", made, "--no-picture") == 0 and "boxes of 5 cases" in capsys.readouterr().out
+def test_the_check_compares_boxes_with_labels_and_shapes_with_the_index(dataset, tmp_path, capsys, monkeypatch):
+    assert check_fails(run, dataset, tmp_path / "damaged", lambda file: file["boxes"].__setitem__((0, 0, 0, 3), 1), "the label has")
+    index = read_json(dataset / "train" / "index.json")
+    assert run("check", dataset, "--no-picture") == 0 and "boxes of 5 cases" in capsys.readouterr().out
     index["fields"]["label"]["high"] = 1
-    (tmp_path / "harmed" / "train" / "index.json").write_text(json.dumps(index))
-    assert run("check", tmp_path / "harmed") == 1 and "'label'" in capsys.readouterr().out
+    (tmp_path / "damaged" / "train" / "index.json").write_text(json.dumps(index))
+    assert run("check", tmp_path / "damaged") == 1 and "'label'" in capsys.readouterr().out
 
 
 # ---- NIfTI
 
 
-def test_the_public_layout_is_converted(public, made, tmp_path, capsys):
+def test_the_public_layout_is_converted(public, dataset, tmp_path, capsys):
     assert run("convert", public, tmp_path / "out", *GRID, workers="2") == 0
-    told = capsys.readouterr().out
-    assert "4 of the 210 labelled cases" in told and "cases: 2 for train, 2 for validation" in told
+    stdout = capsys.readouterr().out
+    assert "4 of the 210 labelled cases" in stdout and "cases: 2 for train, 2 for validation" in stdout
     for number in range(4):
-        values, about = case(tmp_path / "out", f"case_{number:05d}")
-        there = case(made, f"case_{number:05d}")[0]                  # simulated without a detour
-        assert all((values[name] == there[name]).all() for name in values) and about["kind"] == "converted"
+        values, attrs = read_case(tmp_path / "out", f"case_{number:05d}")
+        simulated = read_case(dataset, f"case_{number:05d}")[0]                  # without NIfTI
+        assert all((values[name] == simulated[name]).all() for name in values) and attrs["kind"] == "converted"
         folder = public / f"case_{number:05d}"
         image, label = (nibabel.load(folder / name) for name in (nifti.IMAGE, nifti.LABEL))
         assert image.get_data_dtype() == np.int16 and nibabel.aff2axcodes(image.affine) == ("I", "P", "L")
-        ready = preprocess(
+        expected = preprocess(
             np.asarray(image.dataobj), np.asarray(label.dataobj), [float(mm) for mm in image.header.get_zooms()], (9.6, 7.2, 7.2),
             (8, 32, 32),
         )  # fmt: skip
-        assert (values["image"] == ready[0]).all() and (values["label"] == ready[1]).all()
+        assert (values["image"] == expected[0]).all() and (values["label"] == expected[1]).all()
     assert {path.stem for path in (tmp_path / "out" / "validation").glob("*.h5")} == {"case_00000", "case_00003"}
     assert check_dataset(tmp_path / "out", Options(seconds=0, threads=2)).findings == () and run("check", tmp_path / "out") == 0
 
 
-def volumes(folder):
+def load_volumes(folder):
     return [nibabel.load(folder / name) for name in (nifti.IMAGE, nifti.LABEL)]
 
 
-def save(folder, image=None, label=None, **how):
+def save(folder, image=None, label=None):
     for name, file in ((nifti.IMAGE, image), (nifti.LABEL, label)):
         if file is not None:
             nibabel.save(file, folder / name)
@@ -164,16 +162,16 @@ def save(folder, image=None, label=None, **how):
 def test_axes_in_another_order_give_the_same_volume(public, tmp_path, order):
     source, folder = public / "case_00001", tmp_path / "case_00001"
     folder.mkdir()
-    both = [(np.asarray(file.dataobj), file.affine) for file in volumes(source)]
-    turned = [nibabel.Nifti1Image(values.transpose(order), affine[:, [*order, 3]]) for values, affine in both]
-    one, other = nifti.read(source), nifti.read(save(folder, *turned))
-    assert turned[0].shape != one[0].shape or (np.asarray(turned[0].dataobj) != one[0]).any()
-    assert (one[0] == other[0]).all() and (one[1] == other[1]).all() and one[2] == other[2]
-    assert one[0].dtype == np.float32 and one[1].dtype == np.uint8
+    pairs = [(np.asarray(file.dataobj), file.affine) for file in load_volumes(source)]
+    transposed = [nibabel.Nifti1Image(values.transpose(order), affine[:, [*order, 3]]) for values, affine in pairs]
+    expected, actual = nifti.read(source), nifti.read(save(folder, *transposed))
+    assert transposed[0].shape != expected[0].shape or (np.asarray(transposed[0].dataobj) != expected[0]).any()
+    assert (expected[0] == actual[0]).all() and (expected[1] == actual[1]).all() and expected[2] == actual[2]
+    assert expected[0].dtype == np.float32 and expected[1].dtype == np.uint8
 
 
 def test_slope_and_intercept_are_applied(public, tmp_path):
-    image, label = volumes(public / "case_00001")
+    image, label = load_volumes(public / "case_00001")
     scaled = nibabel.Nifti1Image(np.asarray(image.dataobj) // 2, image.affine)
     scaled.header.set_slope_inter(2, -3)
     raw = bytearray(scaled.to_bytes())
@@ -186,69 +184,68 @@ def test_slope_and_intercept_are_applied(public, tmp_path):
     assert (nifti.read(folder)[0] == np.asarray(image.dataobj) // 2 * 2.0 - 3).all()
 
 
-def rotated(affine, degrees=5):
-    turn = np.eye(4)
+def rotate(affine, degrees=5):
+    rotation = np.eye(4)
     c, s = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
-    turn[:2, :2] = [[c, -s], [s, c]]
-    return turn @ affine
+    rotation[:2, :2] = [[c, -s], [s, c]]
+    return rotation @ affine
 
 
-def moved(affine):
+def translate(affine):
     shift = np.eye(4)
     shift[0, 3] = 30
     return shift @ affine
 
 
-def with_pixdim(folder, value):
-    raw = bytearray(volumes(folder)[0].to_bytes())
+def set_pixdim(folder, value):
+    raw = bytearray(load_volumes(folder)[0].to_bytes())
     header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
     header["pixdim"][2] = value
     raw[:348] = header.binaryblock
     (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
 
 
-def flipped(data):
-    spot = len(data) // 2
-    return data[:spot] + bytes([data[spot] ^ 0xFF]) + data[spot + 1 :]
+def flip_byte(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
 
 
-def packed(folder, change):
-    """Changes the bytes of the image's file."""
+def patch(folder, change):
     (folder / nifti.IMAGE).write_bytes(change((folder / nifti.IMAGE).read_bytes()))
 
 
-def changed(folder, which, values=lambda it: it, affine=lambda it: it):
-    """Changes the voxels or the affine of image or label."""
-    file = volumes(folder)[which]
-    kind = (np.float32, np.uint8)[which]
-    made = nibabel.Nifti1Image(values(np.asarray(file.dataobj).astype(kind)), affine(file.affine))
-    save(folder, **{("image", "label")[which]: made})
+def edit_volume(folder, index, values=lambda x: x, affine=lambda x: x):
+    """Change the voxels or the affine of the image (index 0) or the label (1)."""
+    file = load_volumes(folder)[index]
+    kind = (np.float32, np.uint8)[index]
+    image = nibabel.Nifti1Image(values(np.asarray(file.dataobj).astype(kind)), affine(file.affine))
+    save(folder, **{("image", "label")[index]: image})
 
 
 def put(value):
-    def act(values):
+    def assign(values):
         values[3, 4, 5] = value
         return values
 
-    return act
+    return assign
 
 
 FAULTS = {
-    "missing": (lambda at: (at / nifti.LABEL).unlink(), nifti.LABEL, ["no such file"]),
-    "cut": (lambda at: packed(at, lambda data: data[:-200]), nifti.IMAGE, ["cannot be read", "fetch it again"]),
-    "damaged": (lambda at: packed(at, flipped), nifti.IMAGE, ["cannot be read", "fetch it again"]),
-    "not gzip": (lambda at: packed(at, lambda data: b"no scan at all"), nifti.IMAGE, ["compressed by gzip"]),
-    "no NIfTI": (lambda at: packed(at, lambda data: gzip.compress(b"no scan at all" * 99)), nifti.IMAGE, ["fetch it again"]),
-    "short": (lambda at: packed(at, lambda data: gzip.compress(gzip.decompress(data)[:-500])), nifti.IMAGE, ["before the last"]),
-    "shapes": (lambda at: changed(at, 1, lambda it: it[1:]), nifti.LABEL, ["imaging.nii.gz has", "on the grid of its image"]),
-    "moved": (lambda at: changed(at, 1, affine=moved), nifti.LABEL, ["voxels from its position", "resample the label"]),
-    "label 7": (lambda at: changed(at, 1, put(7)), nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]),
-    "4-D": (lambda at: changed(at, 0, lambda it: it[..., None]), nifti.IMAGE, ["4 dimensions", "expected 3"]),
-    "rotated": (lambda at: (changed(at, 0, affine=rotated), changed(at, 1, affine=rotated)), nifti.IMAGE,
+    "missing": (lambda case: (case / nifti.LABEL).unlink(), nifti.LABEL, ["no such file"]),
+    "cut": (lambda case: patch(case, lambda data: data[:-200]), nifti.IMAGE, ["cannot be read", "fetch it again"]),
+    "damaged": (lambda case: patch(case, flip_byte), nifti.IMAGE, ["cannot be read", "fetch it again"]),
+    "not gzip": (lambda case: patch(case, lambda data: b"no scan at all"), nifti.IMAGE, ["compressed by gzip"]),
+    "no NIfTI": (lambda case: patch(case, lambda data: gzip.compress(b"no scan at all" * 99)), nifti.IMAGE, ["fetch it again"]),
+    "short": (lambda case: patch(case, lambda data: gzip.compress(gzip.decompress(data)[:-500])), nifti.IMAGE, ["before the last"]),
+    "shapes": (lambda case: edit_volume(case, 1, lambda x: x[1:]), nifti.LABEL, ["imaging.nii.gz has", "on the grid of its image"]),
+    "moved": (lambda case: edit_volume(case, 1, affine=translate), nifti.LABEL, ["voxels from its position", "resample the label"]),
+    "label 7": (lambda case: edit_volume(case, 1, put(7)), nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]),
+    "4-D": (lambda case: edit_volume(case, 0, lambda x: x[..., None]), nifti.IMAGE, ["4 dimensions", "expected 3"]),
+    "rotated": (lambda case: (edit_volume(case, 0, affine=rotate), edit_volume(case, 1, affine=rotate)), nifti.IMAGE,
                 ["rotated or sheared", "resample it to an axis-aligned grid first"]),
-    "spacing 0": (lambda at: with_pixdim(at, 0), nifti.IMAGE, ["0.0", "correct pixdim"]),
-    "spacing NaN": (lambda at: with_pixdim(at, np.nan), nifti.IMAGE, ["nan", "correct pixdim"]),
-    "NaN": (lambda at: changed(at, 0, put(np.nan)), nifti.IMAGE, ["NaN or infinity"]),
+    "spacing 0": (lambda case: set_pixdim(case, 0), nifti.IMAGE, ["0.0", "correct pixdim"]),
+    "spacing NaN": (lambda case: set_pixdim(case, np.nan), nifti.IMAGE, ["nan", "correct pixdim"]),
+    "NaN": (lambda case: edit_volume(case, 0, put(np.nan)), nifti.IMAGE, ["NaN or infinity"]),
 }  # fmt: skip
 
 
@@ -256,16 +253,16 @@ FAULTS = {
 def test_a_faulty_case_is_refused_with_its_name(public, tmp_path, capsys, fault):
     for name in ("case_00000", "case_00001"):
         shutil.copytree(public / name, tmp_path / "in" / name)
-    spoil, name, words = FAULTS[fault]
-    spoil(tmp_path / "in" / "case_00001")
+    damage, name, messages = FAULTS[fault]
+    damage(tmp_path / "in" / "case_00001")
     assert run("convert", tmp_path / "in", tmp_path / "out", *GRID) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and all(word in error for word in (f"case_00001/{name}", *words)), error
+    assert error.startswith("error: ") and all(text in error for text in (f"case_00001/{name}", *messages)), error
     assert not list((tmp_path / "out" / "train").glob("*")) and not list((tmp_path / "out").rglob("*.partial"))
 
 
-def names(root, *numbers, bare=()):
-    for number in (*numbers, *bare):
+def touch(root, *numbers, unlabelled=()):
+    for number in (*numbers, *unlabelled):
         folder = root / f"case_{number:05d}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / nifti.IMAGE).touch()
@@ -275,24 +272,24 @@ def names(root, *numbers, bare=()):
 
 
 def test_the_split_is_that_of_the_reference(tmp_path):
-    splits, bare = kits19.split_cases(names(tmp_path, *range(210), bare=range(210, 300)), None)
+    splits, unlabelled = kits19.split_cases(touch(tmp_path, *range(210), unlabelled=range(210, 300)), None)
     assert [len(splits[split]) for split in ("train", "validation")] == [168, 42]
     assert splits["validation"][:5] == ["case_00000", "case_00003", "case_00005", "case_00006", "case_00012"]
     assert splits["validation"][-1] == "case_00207" and not {*splits["train"]} & {*splits["validation"]}
-    assert len(bare) == 90 and bare[0] == "case_00210"
+    assert len(unlabelled) == 90 and unlabelled[0] == "case_00210"
     chosen, _ = kits19.split_cases(tmp_path, (1, 2))
     assert chosen["validation"] == ["case_00001", "case_00002"] and len(chosen["train"]) == 208
 
 
 def test_private_cases_are_split_by_option(tmp_path, capsys):
-    names(tmp_path / "own", 1000, 1001, 1002)
-    for words, text in (
+    touch(tmp_path / "own", 1000, 1001, 1002)
+    for options, text in (
         ([], "case_01000 is no labelled case of the public set; name yours"), (["--validation-cases", "7"], "names [7], which"),
         (["--validation-cases", "1000,1001,1002"], "is for train"),
     ):  # fmt: skip
-        assert run("convert", tmp_path / "own", tmp_path / "out", *words) == 2 and text in capsys.readouterr().err
+        assert run("convert", tmp_path / "own", tmp_path / "out", *options) == 2 and text in capsys.readouterr().err
     assert kits19.split_cases(tmp_path / "own", (1001,))[0]["validation"] == ["case_01001"]
-    assert run("convert", names(tmp_path / "few", 1, 2), tmp_path / "out") == 2 and "is for validation" in capsys.readouterr().err
+    assert run("convert", touch(tmp_path / "few", 1, 2), tmp_path / "out") == 2 and "is for validation" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert run("convert", tmp_path / "empty", tmp_path / "out") == 2 and "no folder case_00000" in capsys.readouterr().err
     assert run("convert", tmp_path / "none", tmp_path / "out") == 2 and "no such folder" in capsys.readouterr().err

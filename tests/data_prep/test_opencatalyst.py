@@ -1,4 +1,4 @@
-"""Slabs by EMT: the same from any number of processes, resumable, exact labels, no composition in two splits, checked."""
+"""Slabs by EMT: simulation, exact labels, no composition in two splits, statistics and checks."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from ase.optimize import LBFGS
 
 from data_prep import frames, opencatalyst, slabs, store
 from hpcai.errors import DataError
-from tests.data_prep.prep_contract import PrepContract, cached, check_fails, columns, field_types, read_json, runner
+from tests.data_prep.prep_contract import PrepContract, cache_results, check_fails, columns, field_types, read_json, runner
 
 SMALL = ["--systems", "5", "--each", "1", "--size", "2", "2", "3", "--dynamics", "6", "--no-check"]
 RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 6, 1, 0.2, 0.0, 6.0, 50)
@@ -22,29 +22,29 @@ RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 6, 1, 0.2, 0.0, 6.0, 50)
 run = runner(opencatalyst)
 
 
-# A system is simulated once; that it is a pure function of seed and number has a test.
-remembered = cached(opencatalyst.Recipe, "make_system")
+# Each system is simulated once. Two tests call the function without this cache.
+system_cache = cache_results(opencatalyst.Recipe, "make_system")
 
 
 # ---- simulate
 
 
-def test_the_files_are_as_promised(made):
-    index = read_json(made / "train" / "index.json")
+def test_files_have_the_expected_format(dataset):
+    index = read_json(dataset / "train" / "index.json")
     assert {name: (field["dtype"], tuple(field["shape"])) for name, field in index["fields"].items()} == field_types(frames.FIELDS)
     assert index["fields"]["forces"] == {"dtype": "float32", "shape": ["atoms", 3], "unit": "eV/angstrom"}
     assert (index["cutoff"], index["most"]) == (6.0, 50) and "EMT" in index["label"] and "not DFT" in index["label"]
     assert all(source["labels"] == "EMT" for source in index["sources"]) and len(index["sources"]) == 3
-    assert len(index["files"]) == 4 and len(list(made.glob("validation/*.h5"))) == 1
-    part = columns(made / "train")
+    assert len(index["files"]) == 4 and len(list(dataset.glob("validation/*.h5"))) == 1
+    part = columns(dataset / "train")
     assert (part["atoms"] >= 13).all() and (part["pbc"] == 1).all() and (part["edges"] > 12 * 12).all()
     assert {*part["tags"]} == {0, 1, 2} and ((part["tags"] == 0) == (part["fixed"] == 1)).all()
     assert (np.isin(part["numbers"], [13, 28, 29, 46, 47, 78, 79]) == (part["tags"] < 2)).all()
 
 
-def test_a_system_is_a_pure_function_of_seed_and_number(made):
+def test_a_system_is_a_pure_function_of_seed_and_number(dataset):
     for number in (3, 1):
-        system, path = opencatalyst.Recipe.make_system.__wrapped__(RECIPE, number), next(made.glob(f"*/systems_{number:06d}.h5"))
+        system, path = opencatalyst.Recipe.make_system.__wrapped__(RECIPE, number), next(dataset.glob(f"*/systems_{number:06d}.h5"))
         assert path.parent.name == RECIPE.split(number) and system.composition in RECIPE.compositions()[path.parent.name]
         with h5py.File(path) as file:
             assert json.loads(file.attrs["systems"])[0]["name"] == system.name
@@ -57,7 +57,7 @@ def test_a_system_is_a_pure_function_of_seed_and_number(made):
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    wrong = {
+    invalid = {
         "--seed 2": "seed 1 (now 2)", "--each 2": "--systems 5: expected a multiple of --each 2",
         "--size 1 2 3": "expected 2 to 12",
         "--cutoff 0.1": "expected 1 to 50", "--validation 0.6 --test 0.4": "sum to less than 1", "--systems 1": "none is left for",
@@ -65,18 +65,18 @@ class TestContract(PrepContract):
     }  # fmt: skip
 
 
-def test_no_composition_is_in_two_splits(made):
+def test_no_composition_is_in_two_splits(dataset):
     for seed in range(20):
         parts = slabs.split_compositions(np.random.default_rng(seed), 0.2, 0.1)
         assert [len(parts[split]) for split in store.SPLITS] == [19, 6, 3]
         assert sorted(sum(parts.values(), [])) == slabs.compositions() and len(set(slabs.compositions())) == 28
-    told = read_json(made / "validation" / "index.json")["compositions"]
+    compositions = read_json(dataset / "validation" / "index.json")["compositions"]
     for split in ("train", "validation"):
-        for path in made.glob(f"{split}/*.h5"):
+        for path in dataset.glob(f"{split}/*.h5"):
             with h5py.File(path) as file:
                 metals = {ase.data.chemical_symbols[z] for z in file["numbers"][...][file["tags"][...] < 2]}
-            assert "-".join(sorted(metals)) in told[split]
-    assert not {*told["train"]} & {*told["validation"]} and told["test"] == []
+            assert "-".join(sorted(metals)) in compositions[split]
+    assert not {*compositions["train"]} & {*compositions["validation"]} and compositions["test"] == []
 
 
 def as_atoms(frame):
@@ -94,7 +94,7 @@ def test_labels_are_emt_energies_and_their_gradients():
     moved = system.frames[-1]
     assert (system.frames[0].positions != moved.positions)[moved.fixed == 0].all()
     assert (system.frames[0].positions == moved.positions)[moved.fixed == 1].all()
-    for atom, axis in ((0, 2), (len(moved.numbers) - 1, 0), (7, 1)):              # held, adsorbate, metal
+    for atom, axis in ((0, 2), (len(moved.numbers) - 1, 0), (7, 1)):              # fixed, adsorbate, metal
         energies = []
         for step in (1e-4, -1e-4):
             atoms = as_atoms(moved)
@@ -117,51 +117,51 @@ def test_energies_are_relative_to_a_clean_slab_and_isolated_atoms():
 
 
 def test_frames_with_large_forces_are_omitted_and_such_starts_redrawn(monkeypatch):
-    every, again = RECIPE.make_system(0).frames, opencatalyst.Recipe.make_system.__wrapped__
-    monkeypatch.setattr(slabs, "MAX_FRAME_FORCE", float(np.median([np.abs(frame.forces).max() for frame in every])))
-    some = again(RECIPE, 0).frames
-    assert 0 < len(some) < len(every) and [frame.frame for frame in some] == list(range(len(some)))
-    assert all(np.abs(frame.forces).max() <= slabs.MAX_FRAME_FORCE for frame in some)
+    all_frames, make_system = RECIPE.make_system(0).frames, opencatalyst.Recipe.make_system.__wrapped__
+    monkeypatch.setattr(slabs, "MAX_FRAME_FORCE", float(np.median([np.abs(frame.forces).max() for frame in all_frames])))
+    remaining = make_system(RECIPE, 0).frames
+    assert 0 < len(remaining) < len(all_frames) and [frame.frame for frame in remaining] == list(range(len(remaining)))
+    assert all(np.abs(frame.forces).max() <= slabs.MAX_FRAME_FORCE for frame in remaining)
     monkeypatch.setattr(slabs, "MAX_START_FORCE", 1e-9)
     with pytest.raises(DataError, match="system 0: 50 draws began with forces above 1e-09"):
-        again(RECIPE, 0)
+        make_system(RECIPE, 0)
 
 
 def test_dynamics_keep_their_temperature():
     atoms = ase.build.fcc111("Cu", (2, 2, 3), vacuum=8, periodic=True)
-    atoms.calc, free, speeds = slabs.emt_calculator(), np.arange(12) >= 4, []
+    atoms.calc, free, trajectory = slabs.emt_calculator(), np.arange(12) >= 4, []
     before = atoms.positions.copy()
     for _ in slabs._langevin(np.random.default_rng(0), atoms, free, 600.0, 400):
-        speeds.append(atoms.positions.copy())
-    spread = np.std(speeds[20:], axis=0)[free]
+        trajectory.append(atoms.positions.copy())
+    spread = np.std(trajectory[20:], axis=0)[free]
     assert 0.05 < spread.mean() < 0.3 and (atoms.positions[~free] == before[~free]).all()
     potential = []
-    for positions in speeds[20:]:
+    for positions in trajectory[20:]:
         atoms.positions = positions
         potential.append(atoms.get_potential_energy())
     atoms.positions = before
     assert (np.mean(potential) - atoms.get_potential_energy()) / (12 * ase.units.kB * 600) == pytest.approx(1, abs=0.35)
 
 
-def test_statistics_are_those_of_the_data(made):
-    stated = read_json(made / "statistics.json")
-    train, held = columns(made / "train"), columns(made / "validation")
+def test_statistics_are_those_of_the_data(dataset):
+    statistics = read_json(dataset / "statistics.json")
+    train, validation = columns(dataset / "train"), columns(dataset / "validation")
 
-    for split, part in (("train", train), ("validation", held)):
-        found, free = stated["splits"][split], part["forces"][part["fixed"] == 0].astype(np.float64)
-        assert (found["frames"], found["atoms"]) == (len(part["energy"]), len(part["numbers"]))
-        assert found["systems"] == len({*part["system"]}) and sum(found["elements"].values()) == len(part["numbers"])
-        assert found["elements"] == {ase.data.chemical_symbols[z]: int((part["numbers"] == z).sum()) for z in {*part["numbers"]}}
+    for split, part in (("train", train), ("validation", validation)):
+        actual, free = statistics["splits"][split], part["forces"][part["fixed"] == 0].astype(np.float64)
+        assert (actual["frames"], actual["atoms"]) == (len(part["energy"]), len(part["numbers"]))
+        assert actual["systems"] == len({*part["system"]}) and sum(actual["elements"].values()) == len(part["numbers"])
+        assert actual["elements"] == {ase.data.chemical_symbols[z]: int((part["numbers"] == z).sum()) for z in {*part["numbers"]}}
         energy = [part["energy"].mean(), part["energy"].std(), part["energy"].min(), part["energy"].max()]
-        assert [found["energy"][name] for name in ("mean", "deviation", "minimum", "maximum")] == pytest.approx(energy, rel=1e-12)
+        assert [actual["energy"][name] for name in ("mean", "deviation", "minimum", "maximum")] == pytest.approx(energy, rel=1e-12)
         forces = [np.sqrt((free**2).mean()), np.abs(free).mean(), np.sqrt((free**2).sum(1)).max()]
-        assert [found["forces"][name] for name in ("rms", "zero_mae", "largest")] == pytest.approx(forces, rel=1e-12)
-        assert found["triplets_per_frame"]["mean"] == pytest.approx(part["triplets"].mean())
-        assert found["edges_per_frame"]["maximum"] == part["edges"].max()
+        assert [actual["forces"][name] for name in ("rms", "zero_mae", "largest")] == pytest.approx(forces, rel=1e-12)
+        assert actual["triplets_per_frame"]["mean"] == pytest.approx(part["triplets"].mean())
+        assert actual["edges_per_frame"]["maximum"] == part["edges"].max()
 
 
 @pytest.mark.parametrize("name, text", [("edges", "recounted"), ("energy", "recomputed EMT is"), ("forces", "the forces sum to")])
-def test_the_check_recomputes_labels_and_neighbours(made, tmp_path, name, text):
-    more = 1 if name == "edges" else 3e-4
-    change = lambda file: file[name].write_direct(np.asarray(file[name][...] + more, file[name].dtype))  # noqa: E731
-    assert check_fails(run, made, tmp_path / "harmed", change, text)
+def test_the_check_recomputes_labels_and_neighbours(dataset, tmp_path, name, text):
+    offset = 1 if name == "edges" else 3e-4
+    change = lambda file: file[name].write_direct(np.asarray(file[name][...] + offset, file[name].dtype))  # noqa: E731
+    assert check_fails(run, dataset, tmp_path / "damaged", change, text)

@@ -1,5 +1,5 @@
-"""Protein chains: rows equal the output of the readers, for any number of processes and interruptions; each chain is kept or
-listed. Templates are the structures of hits, and no hit that leaks the answer is one."""
+"""Protein chains: rows equal the output of the readers, for any number of processes and interruptions; each chain is converted
+or listed. Templates are the structures of hits, without hits that leak the target."""
 
 import gzip
 import shutil
@@ -23,16 +23,16 @@ from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.models.openfold.templates import read_templates, template_features
 from tests.data_prep.prep_contract import (
     PrepContract,
-    cached,
+    cache_results,
     check_fails,
+    check_resumes_if_killed,
     content,
     field_types,
     read_json,
-    resumes_if_killed,
     runner,
     set_to,
 )
-from tests.proteins import random_chain as drawn
+from tests.proteins import random_chain
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the conversion of proteins is NOT tested")
 FIELDS = field_types(chains.FIELDS)
@@ -44,10 +44,10 @@ run = runner(openfold)
 
 def rows_of(out, split):
     rows = Rows(out / split, FIELDS)
-    return {one["name"].decode(): one for one in map(rows.read, range(len(rows)))}
+    return {row["name"].decode(): row for row in map(rows.read, range(len(rows)))}
 
 
-def named(out):
+def chain_names(out):
     return {split: sorted(rows_of(out, split)) for split in ("train", "validation")}
 
 
@@ -55,15 +55,15 @@ def named(out):
 
 
 def sequence(number):
-    return "".join(RESTYPES[kind] for kind in drawn(20 + number, number).aatype)
+    return "".join(RESTYPES[kind] for kind in random_chain(20 + number, number).aatype)
 
 
 def add_structure(folder, name, number, day="2011-03-02", resolution=2.0):
-    one, path = drawn(20 + number, number), folder / "mmcif" / name[:2] / f"{name}.cif"
+    chain, path = random_chain(20 + number, number), folder / "mmcif" / name[:2] / f"{name}.cif"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_structure(path, one.aatype, one.positions, one.mask, one.bfactors, chain="A")
-    dated = f"\n_pdbx_audit_revision_history.revision_date {day}\n" if day else "\n"
-    path.write_text(path.read_text() + f"{dated}_refine.ls_d_res_high {resolution}\n_exptl.method 'X-RAY DIFFRACTION'\n")
+    write_structure(path, chain.aatype, chain.positions, chain.mask, chain.bfactors, chain="A")
+    release = f"\n_pdbx_audit_revision_history.revision_date {day}\n" if day else "\n"
+    path.write_text(path.read_text() + f"{release}_refine.ls_d_res_high {resolution}\n_exptl.method 'X-RAY DIFFRACTION'\n")
 
 
 def add_alignment(folder, name, text, rows=5):
@@ -76,93 +76,93 @@ def add_alignment(folder, name, text, rows=5):
 
 @pytest.fixture
 def library(tmp_path):
-    """Five entries, of which 5eee has no alignments, 3ccc is packed and 1aaa has a folder written in the other case."""
+    """Write five entries: 5eee has no alignments, 3ccc is compressed, and the alignments of 1aaa are in a folder in upper case."""
     folder = tmp_path / "library"
     for number, name in enumerate(("1aaa", "2bbb", "3ccc", "4ddd", "5eee")):
         add_structure(folder, name, number)
         if name != "5eee":
             add_alignment(folder, f"{name.upper() if number == 0 else name}_A", sequence(number))
-    packed = folder / "mmcif" / "3c" / "3ccc.cif"
-    packed.with_name("3ccc.cif.gz").write_bytes(gzip.compress(packed.read_bytes()))
-    packed.unlink()
-    (folder / "held").write_text("4DDD_A\n")
+    path = folder / "mmcif" / "3c" / "3ccc.cif"
+    path.with_name("3ccc.cif.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    (folder / "validation").write_text("4DDD_A\n")
     return folder
 
 
 def add_hits(folder, name, own, hits, kind="hhr"):
-    """Hits of chains of the library, letter on letter from a few residues on: (name, number of its sequence, sum_probs)."""
+    """Write hits (chain, number of its sequence, sum_probs): residues 3 to 15 of the query, aligned to 6 to 18 of the chain."""
     path = folder / "alignments" / name / kind / "pdb70_hits.hhr"
     path.parent.mkdir(exist_ok=True)
     text = f"Query {name}\n"
-    for place, (other, number, probs) in enumerate(hits, 1):
+    for rank, (other, number, probs) in enumerate(hits, 1):
         query, letters = sequence(own)[2:15], sequence(number)[5:18]
-        text += (f"\nNo {place}\n>{other} a protein; 2A {{E. coli}}\nProbab=9  E-value=1  Score=1  Aligned_cols=13  Identities=9%  "
+        text += (f"\nNo {rank}\n>{other} a protein; 2A {{E. coli}}\nProbab=9  E-value=1  Score=1  Aligned_cols=13  Identities=9%  "
                  f"Similarity=1  Sum_probs={probs}\n\nQ {name} 3 {query} 15 (99)\nT {other} 6 {letters} 18 (99)\n")  # fmt: skip
     path.write_text(text)
     return path
 
 
-SEVERAL = [("2BBB_A", 1, 9), ("1AAA_A", 0, 3), ("9ZZZ_A", 2, 8), ("4DDD_A", 3, 7), ("5EEE_A", 4, 5), ("1AAA_A", 0, 4.5)]
+HITS = [("2BBB_A", 1, 9), ("1AAA_A", 0, 3), ("9ZZZ_A", 2, 8), ("4DDD_A", 3, 7), ("5EEE_A", 4, 5), ("1AAA_A", 0, 4.5)]
 
 
 @pytest.fixture
-def searched(library):
-    """With hits. Of 2bbb they name itself, 4ddd that came out with it, and one that nobody has, besides 1aaa (twice) and 5eee."""
+def hit_library(library):
+    """Add hits. Those of 2bbb are itself, 4ddd of the same release date, an unknown chain, 1aaa (twice) and 5eee."""
     add_structure(library, "1aaa", 0, day="2009-01-01")
     add_structure(library, "5eee", 4, day="2010-12-01")
-    add_hits(library, "2bbb_A", 1, SEVERAL)
+    add_hits(library, "2bbb_A", 1, HITS)
     add_hits(library, "4ddd_A", 3, [("1AAA_A", 0, 2)], kind="a3m")
     add_hits(library, "1AAA_A", 0, [("5EEE_A", 4, 5)])
     add_hits(library, "3ccc_A", 2, [("1AAA_A", 0, 5)]).write_text("Query 3ccc\n\nNo 1\n>1AAA_A x\n")
     return library
 
 
-def templates_of(out, **more):
-    rows = Rows(out / "templates", field_types(chains.TEMPLATE_FIELDS), **more)
+def templates_of(out, **kwargs):
+    rows = Rows(out / "templates", field_types(chains.TEMPLATE_FIELDS), **kwargs)
     return [rows.read(row) for row in range(len(rows))]
 
 
-def convert(library, out, *more, held="held", workers="1"):
-    words = ["--structures", library / "mmcif", "--alignments", library / "alignments", out, *more]
-    return run("convert", *words, *(["--validation", library / held] if held else []), workers=workers)
+def convert(library, out, *options, validation="validation", workers="1"):
+    args = ["--structures", library / "mmcif", "--alignments", library / "alignments", out, *options]
+    return run("convert", *args, *(["--validation", library / validation] if validation else []), workers=workers)
 
 
 # ---- convert
 
 
 @pytest.mark.originals
-def test_rows_of_original_files_are_what_the_readers_read(tmp_path, capsys, originals):
-    real = originals / "openfold"
-    (tmp_path / "held").write_text("5zyh_A\n7ZZX_B\n")
-    words = "--released-until", "2024-01-01", "--validation", tmp_path / "held"
-    assert run("convert", "--structures", real / "mmcif", "--alignments", real / "alignments", tmp_path / "out", *words) == 0
-    told = capsys.readouterr().out
-    assert "12 structures with 26 chains" in told and "7 chains have their own, 19 chains have none" in told
-    found = {split: rows_of(tmp_path / "out", split) for split in ("train", "validation")}
-    assert set(found["validation"]) == {"5zyh_A", "7zzx_B"} and len(found["train"]) == 24
+def test_rows_of_original_files_equal_the_output_of_the_readers(tmp_path, capsys, originals):
+    source = originals / "openfold"
+    (tmp_path / "validation").write_text("5zyh_A\n7ZZX_B\n")
+    options = "--released-until", "2024-01-01", "--validation", tmp_path / "validation"
+    assert run("convert", "--structures", source / "mmcif", "--alignments", source / "alignments", tmp_path / "out", *options) == 0
+    stdout = capsys.readouterr().out
+    assert "12 structures with 26 chains" in stdout and "7 chains have their own, 19 chains have none" in stdout
+    splits = {split: rows_of(tmp_path / "out", split) for split in ("train", "validation")}
+    assert set(splits["validation"]) == {"5zyh_A", "7zzx_B"} and len(splits["train"]) == 24
     assert read_json(tmp_path / "out" / "skipped.json") == {"unusable": {}, "filtered": {}}
-    deep = 0
-    for name, row in (found["train"] | found["validation"]).items():
+    with_alignment = 0
+    for name, row in (splits["train"] | splits["validation"]).items():
         entry, author = name.split("_")
-        one, folder = read_mmcif(real / "mmcif" / f"{entry}.cif", author).chains[author], real / "alignments" / name
-        assert (row["aatype"] == one.aatype).all() and (row["mask"] == one.mask).all() and (row["positions"] == one.positions).all()
-        assert row["resolution"] == np.float32(one.resolution or 0)
-        assert date.fromordinal(date(1970, 1, 1).toordinal() + int(row["release"])) == one.release
-        msa, deletions = (row[kind].reshape(-1, len(one.aatype)) for kind in ("msa", "deletions"))
+        ref, folder = read_mmcif(source / "mmcif" / f"{entry}.cif", author).chains[author], source / "alignments" / name
+        assert (row["aatype"] == ref.aatype).all() and (row["mask"] == ref.mask).all() and (row["positions"] == ref.positions).all()
+        assert row["resolution"] == np.float32(ref.resolution or 0)
+        assert date.fromordinal(date(1970, 1, 1).toordinal() + int(row["release"])) == ref.release
+        msa, deletions = (row[kind].reshape(-1, len(ref.aatype)) for kind in ("msa", "deletions"))
         if folder.is_dir():
-            aligned, deep = read_alignments(folder, one.sequence), deep + 1
+            aligned, with_alignment = read_alignments(folder, ref.sequence), with_alignment + 1
             assert (msa == aligned.msa).all() and (deletions == aligned.deletions).all() and len(msa) == len(aligned)
         else:
-            assert (msa == encode(one.sequence)).all() and len(msa) == 1 and not deletions.any()
-    train = found["train"]
-    assert deep == 7 and train["102m_A"]["cluster"] == train["8f9h_A"]["cluster"] and train["102m_A"]["cluster_size"] == 2
+            assert (msa == encode(ref.sequence)).all() and len(msa) == 1 and not deletions.any()
+    train = splits["train"]
+    assert with_alignment == 7 and train["102m_A"]["cluster"] == train["8f9h_A"]["cluster"] and train["102m_A"]["cluster_size"] == 2
     assert train["5kc1_C"]["cluster_size"] == 12 and len({int(row["cluster"]) for row in train.values()}) == 9
     assert run("check", tmp_path / "out") == 0 and (tmp_path / "out" / "samples.png").read_bytes().startswith(b"\x89PNG")
-    told = capsys.readouterr().out
-    assert "26 samples against index.json: equal" in told and "validation: rows 2, clusters 2" in told
+    stdout = capsys.readouterr().out
+    assert "26 samples against index.json: equal" in stdout and "validation: rows 2, clusters 2" in stdout
 
 
-def test_the_files_are_as_promised(library, tmp_path):
+def test_files_have_the_expected_format(library, tmp_path):
     assert convert(library, tmp_path / "out", "--each", "2") == 0
     index = read_json(tmp_path / "out" / "train" / "index.json")
     assert {name: (field["dtype"], tuple(field["shape"])) for name, field in index["fields"].items()} == FIELDS
@@ -173,23 +173,23 @@ def test_the_files_are_as_promised(library, tmp_path):
     row = rows_of(tmp_path / "out", "train")["1aaa_A"]
     msa, deletions = (row[name].reshape(5, 20) for name in ("msa", "deletions"))
     assert (msa[0] == row["aatype"]).all() and (msa[3, -3:] == GAP).all() and deletions[3].tolist() == [0] * 3 + [4] + [0] * 16
-    stated = read_json(tmp_path / "out" / "statistics.json")["splits"]
-    assert [stated["train"]["depth"][name] for name in ("minimum", "mean", "maximum")] == [[1], [4], [5]]
-    assert stated["validation"]["residues"]["mean"] == [23] and stated["train"]["clusters"] == 4 and stated["train"]["undated"] == 0
+    stats = read_json(tmp_path / "out" / "statistics.json")["splits"]
+    assert [stats["train"]["depth"][name] for name in ("minimum", "mean", "maximum")] == [[1], [4], [5]]
+    assert stats["validation"]["residues"]["mean"] == [23] and stats["train"]["clusters"] == 4 and stats["train"]["undated"] == 0
 
 
-def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeypatch):
-    library = searched
+def test_workers_and_ranks_convert_to_the_same_bytes(hit_library, tmp_path, monkeypatch):
+    library = hit_library
     assert convert(library, tmp_path / "alone", "--each", "1") == 0
     monkeypatch.setattr(openfold, "FILES_PER_SCAN", 2)
     assert convert(library, tmp_path / "two", "--each", "1", workers="2") == 0
     monkeypatch.setenv("PMI_SIZE", "2")
-    with ExitStack() as both:
+    with ExitStack() as stack:
         ranks = []
-        for rank in "10":                           # rank 1 comes to what rank 0 has not looked at yet
+        for rank in "10":                           # rank 1 reaches files that rank 0 has not scanned
             monkeypatch.setenv("PMI_RANK", rank)
             call = lambda: convert(library, tmp_path / "ranks", "--each", "1")  # noqa: E731
-            ranks.append(both.enter_context(fork_processes(call, tmp_path / rank)))
+            ranks.append(stack.enter_context(fork_processes(call, tmp_path / rank)))
             while not (tmp_path / "ranks" / ".convert" / "recipe.json").is_file() and ranks[0].processes[0].is_alive():
                 time.sleep(0.01)
         assert [rank.wait(60)[0] for rank in ranks] == [[0], [0]], [(tmp_path / rank).read_text() for rank in "01"]
@@ -197,32 +197,32 @@ def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeyp
     assert content(tmp_path / "two") == content(tmp_path / "alone") == content(tmp_path / "ranks")
 
 
-def test_a_resumed_conversion_repeats_no_work(searched, tmp_path, monkeypatch, capsys):
-    library, out, words = searched, tmp_path / "out", ("--each", "1")
-    assert convert(library, out, *words) == 0
+def test_a_resumed_conversion_repeats_no_work(hit_library, tmp_path, monkeypatch, capsys):
+    library, out, options = hit_library, tmp_path / "out", ("--each", "1")
+    assert convert(library, out, *options) == 0
     before, calls = content(out), []
     monkeypatch.setattr(openfold, "read_mmcif", lambda path: calls.append(path.stem) or read_mmcif(path))
     monkeypatch.setattr(openfold, "read_hhr", lambda path: calls.append(path.parent.parent.name) or read_hhr(path))
-    assert convert(library, out, *words) == 0 and not calls
+    assert convert(library, out, *options) == 0 and not calls
     sorted(out.glob("train/*.h5"))[1].unlink()
     sorted(out.glob("templates/*.h5"))[1].unlink()
     (out / "validation" / ".records" / "chains_000000.h5.json").unlink()              # stopped between file and record
-    assert convert(library, out, *words) == 0 and calls == ["2bbb", "4ddd", "5eee"] and content(out) == before
+    assert convert(library, out, *options) == 0 and calls == ["2bbb", "4ddd", "5eee"] and content(out) == before
     calls.clear()
-    assert convert(library, tmp_path / "other", *words) == 0
+    assert convert(library, tmp_path / "other", *options) == 0
     sorted((out / ".convert").glob("hits_*"))[0].unlink()
-    assert convert(library, out, *words) == 0 and content(out) == before
+    assert convert(library, out, *options) == 0 and content(out) == before
     capsys.readouterr()
-    assert convert(library, out, *words, "--templates", "3") == 2 and "templates 20 (now 3)" in capsys.readouterr().err
-    assert convert(library, out, *words, "--most", "2") == 2 and "most None (now 2)" in capsys.readouterr().err
+    assert convert(library, out, *options, "--templates", "3") == 2 and "templates 20 (now 3)" in capsys.readouterr().err
+    assert convert(library, out, *options, "--most", "2") == 2 and "most None (now 2)" in capsys.readouterr().err
     add_structure(library, "6fff", 5)
-    assert convert(library, out, *words) == 2 and "structures 5 names" in capsys.readouterr().err and content(out) == before
+    assert convert(library, out, *options) == 2 and "structures 5 names" in capsys.readouterr().err and content(out) == before
 
 
 def test_most_keeps_the_first_rows(library, tmp_path):
     assert convert(library, tmp_path / "all") == 0 and convert(library, tmp_path / "some", "--most", "3") == 0
-    every, some = (rows_of(tmp_path / name, "train")["2bbb_A"] for name in ("all", "some"))
-    assert len(every["msa"]) == 5 * 21 and (every["msa"][: 3 * 21] == some["msa"]).all() and len(some["msa"]) == 3 * 21
+    full, limited = (rows_of(tmp_path / name, "train")["2bbb_A"] for name in ("all", "some"))
+    assert len(full["msa"]) == 5 * 21 and (full["msa"][: 3 * 21] == limited["msa"]).all() and len(limited["msa"]) == 3 * 21
 
 
 def test_many_deletions_are_clipped(library, tmp_path):
@@ -233,8 +233,8 @@ def test_many_deletions_are_clipped(library, tmp_path):
     assert deletions[1, [4, 9]].tolist() == [255, 254] and deletions.sum() == 509
 
 
-FOUND = {"release": date(2011, 1, 26), "resolution": 2.0, "resolved": 3, "sequence": "ACDEFGHIKL"}
-SPLIT = [
+CHAIN = {"release": date(2011, 1, 26), "resolution": 2.0, "resolved": 3, "sequence": "ACDEFGHIKL"}
+VERDICTS = [
     ({}, "train"), ({"resolved": 0}, "no residue has a CA"), ({"resolution": 9.0}, "9 angstrom, --resolution 9"),
     ({"resolution": 8.99}, "train"), ({"resolution": 0.0}, "train"), ({"release": None}, "train"),
     ({"release": date(2021, 9, 16)}, "train"), ({"release": date(2021, 9, 17)}, "validation"),
@@ -244,30 +244,30 @@ SPLIT = [
     ({"release": date(2021, 10, 1), "sequence": "A" * 700, "resolution": 20.0}, "validation"),
     ({"release": date(2021, 10, 1), "sequence": "A" * 701}, "701 residues, --validation-length 700"),
     ({"cluster": -1}, "in no cluster of FILE"), ({"cluster": -1, "release": date(2021, 10, 1)}, "validation"),
-    ({"held": True, "resolution": 20.0}, "validation"), ({"held": False, "release": date(2021, 10, 1)}, "released 2021-10-01"),
+    ({"listed": True, "resolution": 20.0}, "validation"), ({"listed": False, "release": date(2021, 10, 1)}, "released 2021-10-01"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("facts, verdict", SPLIT)
+@pytest.mark.parametrize("facts, verdict", VERDICTS)
 def test_chains_are_filtered_as_by_mlperf(facts, verdict):
-    facts = {"cluster": 0, **FOUND, **facts}
-    held, cluster = {"1abc_A" if facts.pop("held") else "2abc_A"} if "held" in facts else set(), facts.pop("cluster")
+    facts = {"cluster": 0, **CHAIN, **facts}
+    validation, cluster = {"1abc_A" if facts.pop("listed") else "2abc_A"} if "listed" in facts else set(), facts.pop("cluster")
     options = openfold.parser().parse_args(["convert", "--structures", "a", "--alignments", "b", "c", "--clusters", "FILE"])
-    found = openfold.ScannedChain(Path("x"), "1abc_A", "1abc_A", entity="", usable=True, atoms=b"", **facts)
-    assert openfold._split_or_reason(found, cluster, options, held).startswith(verdict)
+    chain = openfold.ScannedChain(Path("x"), "1abc_A", "1abc_A", entity="", usable=True, atoms=b"", **facts)
+    assert openfold._split_or_reason(chain, cluster, options, validation).startswith(verdict)
 
 
 def test_validation_is_selected_by_release_dates(library, tmp_path, capsys):
     add_structure(library, "6fff", 5, day="2021-10-01")
     add_structure(library, "7ggg", 6, day="2022-10-01")
     add_structure(library, "8hhh", 7, day=None)
-    assert convert(library, tmp_path / "out", held=None) == 0
-    assert named(tmp_path / "out") == {
+    assert convert(library, tmp_path / "out", validation=None) == 0
+    assert chain_names(tmp_path / "out") == {
         "train": ["1aaa_A", "2bbb_A", "3ccc_A", "4ddd_A", "5eee_A", "8hhh_A"], "validation": ["6fff_A"]}  # fmt: skip
     assert "1 chains without a release date are taken for training" in capsys.readouterr().out
     assert rows_of(tmp_path / "out", "train")["8hhh_A"]["release"] == -1
     assert list(read_json(tmp_path / "out" / "skipped.json")["filtered"]) == ["7ggg_A"]
-    assert convert(library, tmp_path / "other", "--validation-from", "2021-09-16", held=None) == 2
+    assert convert(library, tmp_path / "other", "--validation-from", "2021-09-16", validation=None) == 2
     assert "expected after --released-until 2021-09-16" in capsys.readouterr().err
 
 
@@ -282,12 +282,12 @@ def test_clusters_are_lines_of_chains_or_of_entities_or_equal_sequences(library,
         lines.write_text(f"1AAA_{end} 5EEE_{end} 9ZZZ_{end}\n2BBB_{end} 4DDD_{end}\n")
         capsys.readouterr()
         assert convert(library, tmp_path / kind, "--clusters", lines) == 0
-        assert ("names entities" in (told := capsys.readouterr().out)) == (kind == "entities")
-        assert "1 chains of training, such as 2bbb_A, share a cluster with validation" in told
-        found = {name: (int(row["cluster"]), int(row["cluster_size"])) for name, row in rows_of(tmp_path / kind, "train").items()}
-        assert found == {"1aaa_A": (0, 2), "5eee_A": (0, 2), "2bbb_A": (1, 1)}
-        why = read_json(tmp_path / kind / "skipped.json")["filtered"]
-        assert set(why) == {"3ccc_A", "6fff_A"} and "in no cluster of" in why["3ccc_A"]
+        assert ("names entities" in (stdout := capsys.readouterr().out)) == (kind == "entities")
+        assert "1 chains of training, such as 2bbb_A, share a cluster with validation" in stdout
+        by_name = {name: (int(row["cluster"]), int(row["cluster_size"])) for name, row in rows_of(tmp_path / kind, "train").items()}
+        assert by_name == {"1aaa_A": (0, 2), "5eee_A": (0, 2), "2bbb_A": (1, 1)}
+        reasons = read_json(tmp_path / kind / "skipped.json")["filtered"]
+        assert set(reasons) == {"3ccc_A", "6fff_A"} and "in no cluster of" in reasons["3ccc_A"]
 
 
 def test_unusable_items_are_listed_and_skipped(library, tmp_path, capsys):
@@ -298,208 +298,208 @@ def test_unusable_items_are_listed_and_skipped(library, tmp_path, capsys):
     add_alignment(library, "7ggg_A", sequence(0))
     a3m = library / "alignments" / "2bbb_A" / "a3m" / "uniref90_hits.a3m"
     a3m.write_text(a3m.read_text().replace("aaaa", "aa?a", 1))
-    with (library / "held").open("a") as file:
+    with (library / "validation").open("a") as file:
         file.write("9zzz_A\n")
     assert convert(library, tmp_path / "out") == 0
-    assert named(tmp_path / "out") == {"train": ["1aaa_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
-    listed, told = read_json(tmp_path / "out" / "skipped.json"), capsys.readouterr().out
+    assert chain_names(tmp_path / "out") == {"train": ["1aaa_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
+    listed, stdout = read_json(tmp_path / "out" / "skipped.json"), capsys.readouterr().out
     assert set(listed["unusable"]) == {str(path), "2bbb_A", "7ggg_A"} and "9zzz_A" in listed["filtered"]
     assert "not a complete mmCIF file" in listed["unusable"][str(path)] and "residues, expected 26" in listed["unusable"]["7ggg_A"]
     assert f"{a3m}: line 4, column" in listed["unusable"]["2bbb_A"]
-    assert listed["unusable"]["2bbb_A"] in (last := told.splitlines()[-1]) and last.startswith("refused: 3 of 7 items: 1 such as")
-    assert "excluded by the options: 1, 1 such as 9zzz_A: named in" in told and "in no structure" in told
+    assert listed["unusable"]["2bbb_A"] in (last := stdout.splitlines()[-1]) and last.startswith("refused: 3 of 7 items: 1 such as")
+    assert "excluded by the options: 1, 1 such as 9zzz_A: named in" in stdout and "in no structure" in stdout
 
 
-def spoil(library, how):
+def spoil_library(library, fault):
     (library / "mmcif" / "more").mkdir()
-    if how == "twice":
+    if fault == "twice":
         shutil.copy(library / "mmcif" / "1a" / "1aaa.cif", library / "mmcif" / "more" / "1AAA.cif")
-    elif how == "others":
+    elif fault == "others":
         shutil.rmtree(library / "alignments")
         add_alignment(library, "9zzz_A", sequence(0))
-    elif how == "unreadable":
+    elif fault == "unreadable":
         for path in library.glob("alignments/[123]*/*/*"):
             path.write_text("no a3m")
         shutil.rmtree(library / "mmcif" / "5e")
-    elif how == "cut":
+    elif fault == "short":
         for path in library.glob("mmcif/*/*.*"):
             path.write_text("data_x\nloop_\n_a.b\n_a.c\n1")
     else:
-        shutil.rmtree(library / how)
-        if how == "mmcif":
+        shutil.rmtree(library / fault)
+        if fault == "mmcif":
             (library / "mmcif").mkdir()
 
 
-BAD = {
+FAULTS = {
     "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "contains no .cif or .cif.gz",
-    "others": "has a folder for none of 5 chains, such as 1aaa_A", "cut": "none of its 5 files can be used, the first because",
+    "others": "has a folder for none of 5 chains, such as 1aaa_A", "short": "none of its 5 files can be used, the first because",
     "unreadable": "none of its 3 chains can be used, the first because",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", BAD)
-def test_an_unusable_library_is_refused(library, tmp_path, capsys, how):
-    spoil(library, how)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_unusable_library_is_refused(library, tmp_path, capsys, fault):
+    spoil_library(library, fault)
     assert convert(library, tmp_path / "out") == 2
-    assert (error := capsys.readouterr().err).startswith("error: ") and BAD[how] in error
+    assert (error := capsys.readouterr().err).startswith("error: ") and FAULTS[fault] in error
     assert not list(tmp_path.glob("out/train/index.json"))
 
 
 def test_an_empty_split_is_refused_without_a_second_scan(library, tmp_path, capsys, monkeypatch):
     out, empty = tmp_path / "out", library / "empty"
-    assert convert(library, out, held=None) == 2
+    assert convert(library, out, validation=None) == 2
     assert "none of 5 chains is left for validation" in (error := capsys.readouterr().err) and "--validation FILE" in error
     monkeypatch.setattr(openfold, "scan_structures", pytest.fail)
     assert convert(library, out, "--resolution", "1") == 2
     assert "none of 5 chains is left for train, 1aaa_A because: 2 angstrom, --resolution 1" in capsys.readouterr().err
     empty.write_text("\n")
-    assert convert(library, out, held="empty") == 2 and "empty, expected" in capsys.readouterr().err
-    assert convert(library, out) == 0 and named(out)["validation"] == ["4ddd_A"]
+    assert convert(library, out, validation="empty") == 2 and "empty, expected" in capsys.readouterr().err
+    assert convert(library, out) == 0 and chain_names(out)["validation"] == ["4ddd_A"]
 
 
 # ---- templates
 
 
-def test_hits_become_rows_of_the_structures_that_they_name(searched, tmp_path, capsys):
+def test_hits_become_rows_of_the_structures_that_they_name(hit_library, tmp_path, capsys):
     out = tmp_path / "out"
-    assert convert(searched, out, "--each", "1") == 0
-    told = capsys.readouterr().out
-    assert "templates: 2 of 5 chains have some, 0 at the median; 2 structures" in told
+    assert convert(hit_library, out, "--each", "1") == 0
+    stdout = capsys.readouterr().out
+    assert "templates: 2 of 5 chains have some, 0 at the median; 2 structures" in stdout
     stored, rows = templates_of(out), rows_of(out, "train") | rows_of(out, "validation")
-    assert [one["name"] for one in stored] == [b"1aaa_A", b"5eee_A"]
-    for one in stored:
-        real = read_mmcif(searched / "mmcif" / one["name"].decode()[:2] / f"{one['name'].decode()[:4]}.cif").chains["A"]
-        assert all((one[name] == getattr(real, name)).all() for name in ("aatype", "positions", "mask"))
-        assert one["resolution"] == 2 and one["release"] == chains.days_since_epoch(real.release)
+    assert [entry["name"] for entry in stored] == [b"1aaa_A", b"5eee_A"]
+    for entry in stored:
+        chain = read_mmcif(hit_library / "mmcif" / entry["name"].decode()[:2] / f"{entry['name'].decode()[:4]}.cif").chains["A"]
+        assert all((entry[name] == getattr(chain, name)).all() for name in ("aatype", "positions", "mask"))
+        assert entry["resolution"] == 2 and entry["release"] == chains.days_since_epoch(chain.release)
     row = rows["2bbb_A"]
     assert row["hit_row"].tolist() == [1, 0, 0] and row["hit_sum_probs"].tolist() == [5, 4.5, 3] and row["hits"] == 3
-    places = row["hit_places"].reshape(3, 21)
-    assert (places == [-1, -1, *range(5, 18), *[-1] * 6]).all() and row["places"] == places.size
+    positions = row["hit_places"].reshape(3, 21)
+    assert (positions == [-1, -1, *range(5, 18), *[-1] * 6]).all() and row["places"] == positions.size
     assert rows["4ddd_A"]["hit_row"].tolist() == [0] and all(not rows[f"{name}_A"]["hits"] for name in ("1aaa", "3ccc", "5eee"))
-    found, reasons = read_templates(searched / "alignments" / "2bbb_A" / "hhr" / "pdb70_hits.hhr", sequence(1), searched / "mmcif",
-                                    entry="2bbb", before=date(2011, 3, 2))  # fmt: skip
-    same = template_features([stored[at] for at in row["hit_row"]], places, row["hit_sum_probs"])
-    assert set(reasons) == {"2bbb_A", "4ddd_A", "9zzz_A"} and all((found[name] == same[name]).all() for name in found)
-    stated = read_json(out / "statistics.json")
-    hits = stated["splits"]["train"]["hits"]
+    expected, reasons = read_templates(hit_library / "alignments" / "2bbb_A" / "hhr" / "pdb70_hits.hhr", sequence(1),
+                                       hit_library / "mmcif", entry="2bbb", before=date(2011, 3, 2))  # fmt: skip
+    actual = template_features([stored[index] for index in row["hit_row"]], positions, row["hit_sum_probs"])
+    assert set(reasons) == {"2bbb_A", "4ddd_A", "9zzz_A"} and all((expected[name] == actual[name]).all() for name in expected)
+    statistics = read_json(out / "statistics.json")
+    hits = statistics["splits"]["train"]["hits"]
     assert [hits[name] for name in ("minimum", "maximum", "mean")] == [[0], [3], [0.75]]
-    assert stated["templates"] == {"rows": 2}
+    assert statistics["templates"] == {"rows": 2}
     assert run("check", out, "--no-picture") == 0
     verdicts = {(finding.severity, finding.path.name) for finding in check_dataset(out, Options(seconds=0)).findings}
-    assert verdicts <= {("warning", "templates")}, "hpcai data check finds nothing wrong but that this is no split"
+    assert verdicts <= {("warning", "templates")}, "hpcai data check only warns that templates is no split"
 
 
-def test_hits_that_cannot_be_read_cost_the_templates_only(searched, tmp_path, capsys):
-    other = searched / "alignments" / "4ddd_A" / "a3m" / "pdb70_hits.hhr"
+def test_hits_that_cannot_be_read_cost_the_templates_only(hit_library, tmp_path, capsys):
+    other = hit_library / "alignments" / "4ddd_A" / "a3m" / "pdb70_hits.hhr"
     other.write_text(other.read_text().replace(sequence(3)[2:15], sequence(2)[2:15]))
-    assert convert(searched, tmp_path / "out") == 0
-    broken = searched / "alignments" / "3ccc_A" / "hhr" / "pdb70_hits.hhr"
+    assert convert(hit_library, tmp_path / "out") == 0
+    broken = hit_library / "alignments" / "3ccc_A" / "hhr" / "pdb70_hits.hhr"
     listed = read_json(tmp_path / "out" / "skipped.json")["unusable"]
     assert set(listed) == {str(broken), str(other)} and "is it of another chain" in listed[str(other)]
     assert f"{broken}: line 3: not the head of a hit" in listed[str(broken)] and "refused: 2 of 7 items" in capsys.readouterr().out
-    assert named(tmp_path / "out") == {"train": ["1aaa_A", "2bbb_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
+    assert chain_names(tmp_path / "out") == {"train": ["1aaa_A", "2bbb_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
 
 
-def test_templates_are_limited_left_out_or_not_there(searched, tmp_path):
-    better = add_hits(searched, "2bbb_A", 1, [("1AAA_A", 0, 6)], kind=".")
-    assert convert(searched, tmp_path / "two", "--templates", "1") == 0
-    assert rows_of(tmp_path / "two", "train")["2bbb_A"]["hit_sum_probs"].tolist() == [6], "the best of both files"
+def test_templates_are_limited_omitted_or_absent(hit_library, tmp_path):
+    better = add_hits(hit_library, "2bbb_A", 1, [("1AAA_A", 0, 6)], kind=".")
+    assert convert(hit_library, tmp_path / "two", "--templates", "1") == 0
+    assert rows_of(tmp_path / "two", "train")["2bbb_A"]["hit_sum_probs"].tolist() == [6], "the best hit of both files"
     better.unlink()
-    assert convert(searched, tmp_path / "one", "--templates", "1") == 0
-    row = rows_of(tmp_path / "one", "train")["2bbb_A"]
-    assert row["hit_row"].tolist() == [1] and row["hit_sum_probs"].tolist() == [5], "the best, and 4ddd names the other"
-    assert convert(searched, tmp_path / "none", "--templates", "0") == 0 and not (tmp_path / "none" / "templates").exists()
-    shutil.rmtree(searched / "alignments" / "2bbb_A" / "hhr")
-    (searched / "alignments" / "4ddd_A" / "a3m" / "pdb70_hits.hhr").unlink()
-    assert convert(searched, tmp_path / "empty") == 0 and not (tmp_path / "empty" / "templates").exists()
+    assert convert(hit_library, tmp_path / "one", "--templates", "1") == 0
+    best = rows_of(tmp_path / "one", "train")["2bbb_A"]
+    assert best["hit_row"].tolist() == [1] and best["hit_sum_probs"].tolist() == [5], "the best hit; 4ddd needs the other structure"
+    assert convert(hit_library, tmp_path / "none", "--templates", "0") == 0 and not (tmp_path / "none" / "templates").exists()
+    shutil.rmtree(hit_library / "alignments" / "2bbb_A" / "hhr")
+    (hit_library / "alignments" / "4ddd_A" / "a3m" / "pdb70_hits.hhr").unlink()
+    assert convert(hit_library, tmp_path / "empty") == 0 and not (tmp_path / "empty" / "templates").exists()
     for out in (tmp_path / "none", tmp_path / "empty"):
-        for way in ("auto", "direct", "buffered", "memory", "hdf5"):
-            rows = Rows(out / "train", FIELDS, reader=way)
-            one = rows.read(1)
-            assert one["hits"] == one["places"] == len(one["hit_row"]) == len(one["hit_sum_probs"]) == len(one["hit_places"]) == 0
-            assert one["hit_places"].dtype == np.int16 and one["hit_sum_probs"].dtype == np.float32 and len(one["aatype"]) == 21
+        for reader in ("auto", "direct", "buffered", "memory", "hdf5"):
+            rows = Rows(out / "train", FIELDS, reader=reader)
+            row = rows.read(1)
+            assert row["hits"] == row["places"] == len(row["hit_row"]) == len(row["hit_sum_probs"]) == len(row["hit_places"]) == 0
+            assert row["hit_places"].dtype == np.int16 and row["hit_sum_probs"].dtype == np.float32 and len(row["aatype"]) == 21
         assert run("check", out, "--no-picture") == 0
         assert not check_dataset(out, Options(seconds=0)).findings
 
 
-def test_invalid_templates_are_excluded(searched, tmp_path):
-    """5eee without CA atoms; 1aaa with fewer than five atoms where it is aligned."""
+def test_invalid_templates_are_excluded(hit_library, tmp_path):
+    """5eee has no CA atoms; 1aaa has fewer than five atoms in its aligned residues."""
     for name, number, keep in (("5eee", 4, np.arange(37) != chains.CA), ("1aaa", 0, np.arange(37) < 3)):
-        one, path = drawn(20 + number, number), searched / "mmcif" / name[:2] / f"{name}.cif"
-        mask = np.ones_like(one.mask) * keep
+        chain, path = random_chain(20 + number, number), hit_library / "mmcif" / name[:2] / f"{name}.cif"
+        mask = np.ones_like(chain.mask) * keep
         mask[(5 if name == "1aaa" else 30) : 17] = 0                            # the last aligned residue has 3 atoms
-        write_structure(path, one.aatype, one.positions + 1, mask, mask, chain="A")
+        write_structure(path, chain.aatype, chain.positions + 1, mask, mask, chain="A")
         path.write_text(path.read_text() + "\n_pdbx_audit_revision_history.revision_date 2009-01-01\n")
-    assert convert(searched, tmp_path / "out") == 0 and not (tmp_path / "out" / "templates").exists()
+    assert convert(hit_library, tmp_path / "out") == 0 and not (tmp_path / "out" / "templates").exists()
 
 
-def test_a_duplicate_shares_its_alignment_and_hits(searched, tmp_path):
-    add_structure(searched, "6fff", 1)
-    add_structure(searched, "7ggg", 1, day="2009-02-20")
-    add_structure(searched, "8hhh", 1, day=None)
-    add_hits(searched, "2bbb_A", 1, [*SEVERAL, ("8HHH_A", 1, 6)])
-    (searched / "twins").write_text("6FFF_A 7ggg_A 8hhh_A 2bbb_A\n")
-    assert convert(searched, tmp_path / "out", "--duplicates", searched / "twins") == 0
+def test_a_duplicate_shares_its_alignment_and_hits(hit_library, tmp_path):
+    add_structure(hit_library, "6fff", 1)
+    add_structure(hit_library, "7ggg", 1, day="2009-02-20")
+    add_structure(hit_library, "8hhh", 1, day=None)
+    add_hits(hit_library, "2bbb_A", 1, [*HITS, ("8HHH_A", 1, 6)])
+    (hit_library / "twins").write_text("6FFF_A 7ggg_A 8hhh_A 2bbb_A\n")
+    assert convert(hit_library, tmp_path / "out", "--duplicates", hit_library / "twins") == 0
     rows = rows_of(tmp_path / "out", "train")
     assert (rows["6fff_A"]["msa"] == rows["2bbb_A"]["msa"]).all() and len(rows["6fff_A"]["msa"]) == 5 * 21
-    names = {name: [templates_of(tmp_path / "out")[at]["name"].decode() for at in row["hit_row"]] for name, row in rows.items()}
-    assert names["6fff_A"] == names["2bbb_A"] == ["5eee_A", "1aaa_A", "1aaa_A"], "not what came out with it"
-    assert names["7ggg_A"] == [], "those came out 50 days before it, or later"
-    assert names["8hhh_A"] == ["2bbb_A", "4ddd_A", "5eee_A", "1aaa_A", "1aaa_A"], "of no day, but not itself"
+    names = {name: [templates_of(tmp_path / "out")[hit]["name"].decode() for hit in row["hit_row"]] for name, row in rows.items()}
+    assert names["6fff_A"] == names["2bbb_A"] == ["5eee_A", "1aaa_A", "1aaa_A"], "without the chain of the same release date"
+    assert names["7ggg_A"] == [], "the others were released 50 days before it, or later"
+    assert names["8hhh_A"] == ["2bbb_A", "4ddd_A", "5eee_A", "1aaa_A", "1aaa_A"], "without a release date all but itself"
 
 
 # ---- simulate and check
 
 
-# Proteins are folded once; that a family is a pure function of seed and number has a test.
-remembered = cached(proteins, "make_family")
+# Each family is simulated once. One test calls the function without this cache.
+family_cache = cache_results(proteins, "make_family")
 
 
-def test_relatives_are_templates_residue_on_residue(made, tmp_path):
-    stored, recipe = templates_of(made), openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
-    rows = rows_of(made, "train") | rows_of(made, "validation")
+def test_relatives_are_templates_with_equal_residue_numbers(dataset, tmp_path):
+    stored, recipe = templates_of(dataset), openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
+    rows = rows_of(dataset, "train") | rows_of(dataset, "validation")
     assert len(rows) == len(stored) == 8
-    for place, one in enumerate(stored):
-        name = one["name"].decode()
+    for index, template in enumerate(stored):
+        name = template["name"].decode()
         other = rows[name.replace("m0", "m?").replace("m1", "m0").replace("m?", "m1")]
-        assert other["hit_row"].tolist() == [place] and other["hit_places"].tolist() == [*range(other["residues"])]
-        assert other["hit_sum_probs"].tolist() == [(one["aatype"] == other["aatype"]).sum()]
-        assert all(np.all(one[field] == rows[name][field]) for field in chains.TEMPLATE_FIELDS)
-        assert recipe.make_family(place // 2)[place % 2]["name"].decode() == name
+        assert other["hit_row"].tolist() == [index] and other["hit_places"].tolist() == [*range(other["residues"])]
+        assert other["hit_sum_probs"].tolist() == [(template["aatype"] == other["aatype"]).sum()]
+        assert all(np.all(template[field] == rows[name][field]) for field in chains.TEMPLATE_FIELDS)
+        assert recipe.make_family(index // 2)[index % 2]["name"].decode() == name
         msa = other["msa"].reshape(6, -1)
-        templates = template_features([one], other["hit_places"][None], other["hit_sum_probs"])
-        found = featurize("".join(RESTYPES[kind] for kind in other["aatype"]), Alignment(msa, np.zeros(msa.shape, np.int32), []),
-                          templates, FeatureConfig(crop=None), passes=1, training=False)  # fmt: skip
-        assert found["template_mask"].ravel().tolist() == [1, 0, 0, 0]
+        templates = template_features([template], other["hit_places"][None], other["hit_sum_probs"])
+        features = featurize("".join(RESTYPES[kind] for kind in other["aatype"]), Alignment(msa, np.zeros(msa.shape, np.int32), []),
+                             templates, FeatureConfig(crop=None), passes=1, training=False)  # fmt: skip
+        assert features["template_mask"].ravel().tolist() == [1, 0, 0, 0]
     wider = openfold.Recipe(1, 4, (16, 16), 2, 1, 0.25, 0.0, 2)
     family = wider.make_family(3)
     for member, each in enumerate(family):
-        alike = [int((each["aatype"] == one["aatype"]).sum()) for one in family]
-        taken = (each["hit_row"] - 12).tolist()
-        assert [alike[other] for other in taken] == each["hit_sum_probs"].tolist() and member not in taken
-        assert each["hit_sum_probs"].tolist() == sorted(alike[:member] + alike[member + 1 :], reverse=True)[:2]
+        identities = [int((each["aatype"] == relative["aatype"]).sum()) for relative in family]
+        hits = (each["hit_row"] - 12).tolist()
+        assert [identities[other] for other in hits] == each["hit_sum_probs"].tolist() and member not in hits
+        assert each["hit_sum_probs"].tolist() == sorted(identities[:member] + identities[member + 1 :], reverse=True)[:2]
     assert run("simulate", tmp_path / "plain", *PLAIN) == 0 and not (tmp_path / "plain" / "templates").exists()
     plain = rows_of(tmp_path / "plain", "train")
     assert all(not row["hits"] and (row["positions"] == rows[name]["positions"]).all() for name, row in plain.items())
 
 
-def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made, monkeypatch):
-    found = {split: rows_of(made, split) for split in ("train", "validation")}
-    numbers = {split: {int(row["cluster"]) for row in rows.values()} for split, rows in found.items()}
+def test_families_are_in_one_split_and_a_function_of_seed_and_number(dataset, monkeypatch):
+    splits = {split: rows_of(dataset, split) for split in ("train", "validation")}
+    numbers = {split: {int(row["cluster"]) for row in rows.values()} for split, rows in splits.items()}
     assert not numbers["train"] & numbers["validation"] and [len(numbers[split]) for split in numbers] == [3, 1]
-    assert all(row["cluster_size"] == 2 for rows in found.values() for row in rows.values())
+    assert all(row["cluster_size"] == 2 for rows in splits.values() for row in rows.values())
     recipe = openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
     monkeypatch.setattr(proteins, "make_family", proteins.make_family.__wrapped__)
     for sample in recipe.make_family(2):
-        row = {**found["train"], **found["validation"]}[sample["name"].decode()]
+        row = {**splits["train"], **splits["validation"]}[sample["name"].decode()]
         assert (row["positions"] == sample["positions"]).all() and (row["msa"] == sample["msa"].ravel()).all()
         assert 16 <= row["residues"] <= 20 and row["letters"] == 6 * row["residues"] and row["cluster"] == 2
-    assert not (made / ".convert").exists()
+    assert not (dataset / ".convert").exists()
 
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    wrong = {
+    invalid = {
         "--seed 2": "seed 1 (now 2)", "--chains 9": "expected a multiple of --families", "--families 2 --chains 4": "files",
         "--length 3 20": "expected the least and the most", "--length 20 18": "expected the least and the most",
         "--templates 2": "a family has 2 members", "--templates 0": "templates 1 (now 0)",
@@ -507,11 +507,11 @@ class TestContract(PrepContract):
     }  # fmt: skip
 
 
-def test_a_killed_run_goes_on_also_with_templates(made, tmp_path, monkeypatch):
-    resumes_if_killed(run, SMALL, made, tmp_path, monkeypatch)
+def test_a_killed_run_with_templates_resumes(dataset, tmp_path, monkeypatch):
+    check_resumes_if_killed(run, SMALL, dataset, tmp_path, monkeypatch)
 
 
-HARM = {
+DAMAGE = {
     "the first row of the alignment differs from the chain at": set_to("msa", 3, 19), "'mask'": set_to("mask", (8, 0), 2),
     "'positions'": set_to("positions", (8, 1, 0), np.nan), "not 0 where 'mask' is": set_to("mask", (8, slice(None)), 0),
     "no residue has a CA": set_to("mask", slice(None), 0), "'letters'": set_to("letters", 0, 0),
@@ -520,25 +520,25 @@ HARM = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", HARM)
-def test_the_check_finds_harm(made, tmp_path, text):
-    """What no chain can have, where the index was made to agree."""
-    assert check_fails(run, made, tmp_path / "harmed", HARM[text], text)
+@pytest.mark.parametrize("text", DAMAGE)
+def test_the_check_finds_damage(dataset, tmp_path, text):
+    """The check reports impossible values also if the index has the new hash."""
+    assert check_fails(run, dataset, tmp_path / "damaged", DAMAGE[text], text)
 
 
 @pytest.mark.parametrize("text", ["SHA-256", "not in the folder"])
-def test_the_check_finds_harm_of_templates(made, tmp_path, capsys, text):
-    path = shutil.copytree(made, tmp_path / "harmed") / "templates" / "families_000002.h5"
+def test_the_check_finds_damaged_templates(dataset, tmp_path, capsys, text):
+    path = shutil.copytree(dataset, tmp_path / "damaged") / "templates" / "families_000002.h5"
     if text == "not in the folder":
         path.unlink()
     else:
         with h5py.File(path, "r+") as file:
             file["positions"][3] += 1
-    assert run("check", tmp_path / "harmed", "--no-picture") == 1
-    assert f"wrong: {path}: " in (told := capsys.readouterr().out) and text in told
+    assert run("check", tmp_path / "damaged", "--no-picture") == 1
+    assert f"wrong: {path}: " in (stdout := capsys.readouterr().out) and text in stdout
 
 
-def test_an_unknown_file_among_templates_is_refused(made, tmp_path, capsys):
-    out = shutil.copytree(made, tmp_path / "out")
+def test_an_unknown_file_among_templates_is_refused(dataset, tmp_path, capsys):
+    out = shutil.copytree(dataset, tmp_path / "out")
     shutil.copy(out / "templates" / "families_000002.h5", out / "templates" / "more.h5")
     assert run("simulate", out, *SMALL) == 2 and "one of 1 files that this run would not make" in capsys.readouterr().err

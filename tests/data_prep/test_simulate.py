@@ -1,33 +1,31 @@
-"""Files of simulated universes: the same from any number of processes, resumable, checked, and worth learning from."""
+"""Simulated universes: resumption, processes and ranks, parameters, and checks of their physics and files."""
 
 import json
 import multiprocessing
 import os
 import shlex
 import shutil
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
 from data_prep import command, cosmoflow, spectrum_check, store, universe
-from tests.data_prep.prep_contract import PrepContract, check_fails, columns, content, read_json, resumes_if_killed, runner
+from tests.data_prep.prep_contract import PrepContract, check_fails, check_resumes_if_killed, columns, content, read_json, runner
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
 
 
 run = runner(cosmoflow)
 
 
-def test_the_files_are_as_promised_to_the_loader(made):
-    files = [name for name in content(made) if name.endswith(".h5")]
-    index = {split: read_json(made / split / "index.json") for split in ("train", "validation")}
+def test_files_have_the_format_that_the_loader_expects(dataset):
+    files = [name for name in content(dataset) if name.endswith(".h5")]
+    index = {split: read_json(dataset / split / "index.json") for split in ("train", "validation")}
     assert len(files) == 8 and [len(index[split]["files"]) for split in ("train", "validation")] == [7, 1]
     assert index["train"]["shape"] == [8, 8, 8, 4] and index["train"]["parameters"] == ["Omega_m", "sigma_8", "n_s", "H_0"]
     for split, name in (name.split("/") for name in files):
-        with h5py.File(made / split / name) as file:
+        with h5py.File(dataset / split / name) as file:
             counts, target = file["counts"], file["target"]
             assert counts.shape == (8, 8, 8, 8, 4) and counts.dtype == np.int16 and counts.chunks is None
             assert target.shape == (8, 4) and target.dtype == np.float32 and (target[...] == target[0]).all()
@@ -37,23 +35,23 @@ def test_the_files_are_as_promised_to_the_loader(made):
             assert name == f"universe_{file.attrs['universe']:06d}.h5" and file.attrs["seed"] == 1
             assert counts[...].mean(axis=(0, 1, 2, 3)) == pytest.approx(np.full(4, 16.0), abs=6 * 0.5 / 64)
             assert (np.diff(counts[...].var(axis=(0, 1, 2, 3))) < 0).all()        # structure grows towards redshift 0
-    assert not list(made.rglob("*.partial"))
+    assert not list(dataset.rglob("*.partial"))
 
 
-def test_blocks_are_ordered_first_axis_slowest_and_join_again(made):
-    path = made / "train" / "universe_000001.h5"
+def test_blocks_are_in_row_major_order_and_can_be_assembled(dataset):
+    path = dataset / "train" / "universe_000001.h5"
     with h5py.File(path) as file:
         settings = json.loads(file.attrs["recipe"])
         recipe = cosmoflow.Recipe(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
-        counts, whole = file["counts"][...], spectrum_check.assemble(file)
+        counts, full = file["counts"][...], spectrum_check.assemble(file)
     expected, _ = cosmoflow.simulate_counts(recipe, 1)
-    assert (whole == expected).all()
+    assert (full == expected).all()
     assert (counts[5] == expected[8:, :8, 8:]).all()
 
 
-def test_statistics_are_those_of_the_data(made):
-    statistics = read_json(made / "statistics.json")["splits"]["train"]
-    train = columns(made / "train")
+def test_statistics_are_those_of_the_data(dataset):
+    statistics = read_json(dataset / "statistics.json")["splits"]["train"]
+    train = columns(dataset / "train")
     counts, target = train["counts"].reshape(-1, 4).astype(float), train["target"].astype(float)
     assert statistics["rows"] == len(target) == 56
     assert statistics["counts"]["mean"] == pytest.approx(counts.mean(0))
@@ -65,7 +63,7 @@ def test_statistics_are_those_of_the_data(made):
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    wrong = {
+    invalid = {
         "--seed 2": "seed 1 (now 2); choose a new folder", "--universes 4 --validation 0": "validation 0.125 (now 0.0)",
         "--universes 1": "none is left for", "--universes 7": "ask for at least as many", "--size 7 --cut 1": "--size 7 times",
         "--redshifts 0,0": "--redshifts are [0.0, 0.0], expected different", "--omega-b 0.2": "--omega-b is 0.2",
@@ -73,16 +71,16 @@ class TestContract(PrepContract):
     }  # fmt: skip
 
 
-def test_a_killed_run_resumes(made, tmp_path, monkeypatch):
-    resumes_if_killed(run, SMALL, made, tmp_path, monkeypatch)
+def test_a_killed_run_resumes(dataset, tmp_path, monkeypatch):
+    check_resumes_if_killed(run, SMALL, dataset, tmp_path, monkeypatch)
 
 
-def test_new_processes_write_the_same_bytes(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "get_context", multiprocessing.get_context)       # as users have them
-    assert run("simulate", tmp_path, *SMALL, workers="2") == 0 and content(tmp_path) == content(made)
+def test_new_processes_write_the_same_bytes(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "get_context", multiprocessing.get_context)       # as in use, not forked
+    assert run("simulate", tmp_path, *SMALL, workers="2") == 0 and content(tmp_path) == content(dataset)
 
 
-def test_ranks_of_a_job_step_share_the_work(made, tmp_path, monkeypatch):
+def test_ranks_of_a_job_step_share_the_work(dataset, tmp_path, monkeypatch):
     for name, value in {"ID": "0", "NUM_TASKS": "3", "NODELIST": "n1"}.items():
         monkeypatch.setenv(f"SLURM_STEP_{name}", value)
     monkeypatch.setenv("SLURM_LOCALID", "0")
@@ -91,7 +89,7 @@ def test_ranks_of_a_job_step_share_the_work(made, tmp_path, monkeypatch):
         assert run("simulate", tmp_path, *SMALL) == 0
         assert len(list(tmp_path.glob("*/*.h5"))) == files
         assert (tmp_path / "train" / "index.json").exists() == (rank == "0")
-    assert content(tmp_path) == content(made)
+    assert content(tmp_path) == content(dataset)
 
 
 def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
@@ -120,32 +118,32 @@ def test_a_batch_script_is_not_a_rank(monkeypatch):
 
 
 def test_too_many_counts_are_refused(tmp_path, capsys):
-    words = ["--mean-count", "1000", "--particles-per-cell", "1", "--voxel", "0.5", "--size", "32"]
-    assert run("simulate", tmp_path, *SMALL, *words) == 2
+    options = ["--mean-count", "1000", "--particles-per-cell", "1", "--voxel", "0.5", "--size", "32"]
+    assert run("simulate", tmp_path, *SMALL, *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: universe ") and error.count("\n") == 1 and "int16" in error and "--mean-count" in error
 
 
 @pytest.mark.parametrize(
-    "words", ["simulate x --univrses 3", "simulate x --size b", "simulate x --size 0", "simulate x --ranges O=1:2", "simulate", "x"]
+    "args", ["simulate x --univrses 3", "simulate x --size b", "simulate x --size 0", "simulate x --ranges O=1:2", "simulate", "x"]
 )
-def test_a_mistyped_option_ends_with_2(words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cosmoflow.main(words.split())
-    assert stopped.value.code == 2
+def test_a_mistyped_option_ends_with_2(args, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cosmoflow.main(args.split())
+    assert exit_info.value.code == 2
     assert "error: " in capsys.readouterr().err
 
 
-def _recipe(**other):
+def new_recipe(**changes):
     settings = {"seed": 1, "size": 32, "cut": 1, "voxel": 8.0, "particles": 1, "mean_count": 16.0, "omega_b": 0.045}
     low, high = (tuple(cosmoflow.RANGES[name][i] for name in cosmoflow.PARAMETERS) for i in (0, 1))
     rest = {"redshifts": (0.0, 0.5, 1.5, 3.0), "validation": 0.125, "test": 0.1, "low": low, "high": high}
-    return cosmoflow.Recipe(**{**settings, **rest, **other})
+    return cosmoflow.Recipe(**{**settings, **rest, **changes})
 
 
 @pytest.mark.parametrize("seed", [1, 2, 77])
-def test_parameters_cover_their_ranges_evenly_and_splits_keep_their_shares(seed):
-    recipe = _recipe(seed=seed)
+def test_parameters_cover_their_ranges_evenly_and_splits_have_their_fractions(seed):
+    recipe = new_recipe(seed=seed)
     physical = np.array([recipe.physical(i) for i in range(200)])
     low, high = np.array(recipe.low), np.array(recipe.high)
     assert (physical >= low).all() and (physical <= high).all()
@@ -155,7 +153,7 @@ def test_parameters_cover_their_ranges_evenly_and_splits_keep_their_shares(seed)
     assert np.abs(np.corrcoef(unit.T) - np.eye(4)).max() < 0.1
     splits = [recipe.split(i) for i in range(200)]
     assert splits.count("validation") == pytest.approx(25, abs=1) and splits.count("test") == pytest.approx(20, abs=1)
-    assert (recipe.physical(0) != _recipe(seed=seed + 1).physical(0)).any()
+    assert (recipe.physical(0) != new_recipe(seed=seed + 1).physical(0)).any()
 
 
 CHECKED = ["--size", "16", "--cut", "2", "--voxel", "16", "--universes", "12", "--particles-per-cell", "1"]
@@ -168,50 +166,50 @@ def test_the_check_passes_and_draws(tmp_path, capsys):
     assert (tmp_path / "samples.png").read_bytes().startswith(b"\x89PNG")
 
 
-def _louder(mesh, spectrum, noise, right=universe.linear_modes):
-    return 1.2 * right(mesh, spectrum, noise)
+def larger_amplitude(mesh, spectrum, noise, linear_modes=universe.linear_modes):
+    return 1.2 * linear_modes(mesh, spectrum, noise)
 
 
-def _without_h(mesh, spectrum, noise, right=universe.linear_modes):
-    """P(k) looked up at k in 1/Mpc, and not divided by h^3."""
-    return right(mesh, lambda k: spectrum(k * 0.7), noise)
+def without_h(mesh, spectrum, noise, linear_modes=universe.linear_modes):
+    """Evaluate P(k) at k in 1/Mpc, without division by h^3."""
+    return linear_modes(mesh, lambda k: spectrum(k * 0.7), noise)
 
 
-@pytest.mark.parametrize("wrong", [_louder, _without_h])
-def test_the_check_fails_for_wrong_physics(tmp_path, capsys, monkeypatch, wrong):
-    monkeypatch.setattr(universe, "linear_modes", wrong)
+@pytest.mark.parametrize("linear_modes", [larger_amplitude, without_h])
+def test_the_check_fails_for_wrong_physics(tmp_path, capsys, monkeypatch, linear_modes):
+    monkeypatch.setattr(universe, "linear_modes", linear_modes)
     assert run("simulate", tmp_path, *CHECKED) == 1
     text = capsys.readouterr().out
     assert "wrong: redshift 3: " in text and "next: " not in text
 
 
 def test_the_check_fails_for_wrong_growth(tmp_path, capsys, monkeypatch):
-    right = universe.growth
-    monkeypatch.setattr(universe, "growth", lambda z, omega_m: right(z, omega_m) * (1.15 if z == 1.5 else 1.0))
+    growth = universe.growth
+    monkeypatch.setattr(universe, "growth", lambda z, omega_m: growth(z, omega_m) * (1.15 if z == 1.5 else 1.0))
     assert run("simulate", tmp_path, *CHECKED, "--no-check") == 0
-    monkeypatch.setattr(universe, "growth", right)
+    monkeypatch.setattr(universe, "growth", growth)
     assert cosmoflow.main(["check", str(tmp_path), "--no-picture"]) == 1
     text = capsys.readouterr().out
     assert "wrong: redshift 1.5: " in text and text.count("wrong: ") == 1
 
 
-@pytest.mark.parametrize("change, words", [
+@pytest.mark.parametrize("change, message", [
     (lambda file: file["counts"].write_direct(file["counts"][...] + 9), "matter is not conserved"),
     (lambda file: file["target"].__setitem__(0, 2), "'target'"),
 ])  # fmt: skip
-def test_the_check_finds_damage(made, tmp_path, change, words):
-    assert check_fails(run, made, tmp_path / "harmed", change, words, "universe_000000.h5")
+def test_the_check_finds_damage(dataset, tmp_path, change, message):
+    assert check_fails(run, dataset, tmp_path / "damaged", change, message, "universe_000000.h5")
 
 
-@pytest.mark.parametrize("harm, words", [
+@pytest.mark.parametrize("damage, message", [
     (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"), "SHA-256"),
     (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is truncated"), (lambda path: path.unlink(), "not in the folder"),
 ])  # fmt: skip
-def test_the_check_finds_files_that_are_not_those_of_the_index(made, tmp_path, capsys, harm, words):
-    harm(shutil.copytree(made, tmp_path / "harmed") / "train" / "universe_000002.h5")
-    assert run("check", tmp_path / "harmed") == 1
+def test_the_check_finds_files_that_are_not_those_of_the_index(dataset, tmp_path, capsys, damage, message):
+    damage(shutil.copytree(dataset, tmp_path / "damaged") / "train" / "universe_000002.h5")
+    assert run("check", tmp_path / "damaged") == 1
     text = capsys.readouterr().out
-    assert words in text and "universe_000002.h5" in text and "mistakes: 1" in text
+    assert message in text and "universe_000002.h5" in text and "mistakes: 1" in text
 
 
 def test_the_check_of_no_data_fails(tmp_path, capsys):
@@ -221,20 +219,20 @@ def test_the_check_of_no_data_fails(tmp_path, capsys):
     assert capsys.readouterr().err.count("error: ") == 2
 
 
-def test_the_line_to_go_on_with_can_be_pasted(tmp_path, capsys):
+def test_the_printed_next_command_can_be_pasted(tmp_path, capsys):
     assert run("simulate", tmp_path / "my data", *SMALL) == 0
     assert shlex.split(capsys.readouterr().out)[-1] == f"data.directory={tmp_path / 'my data'}"
 
 
 def test_refusals_are_counted_by_their_commonest_reasons_and_listed(tmp_path, capsys):
-    some = [("a: 1", "row 3 holds 7.5"), ("b", "no energy"), ("c: 9", "row 12 holds 0.1")]
-    plan = command.Plan({}, [], {}, "", refused=some, filtered=[("x", "too old")], unlisted=2)
+    unusable = [("a: 1", "row 3 holds 7.5"), ("b", "no energy"), ("c: 9", "row 12 holds 0.1")]
+    plan = command.Plan({}, [], {}, "", refused=unusable, filtered=[("x", "too old")], unlisted=2)
     command.report_refused(tmp_path, plan, [["d", "row 1 holds 2"]], 10)
     filtered, refused = capsys.readouterr().out.splitlines()
     assert filtered == "excluded by the options: 1, 1 such as x: too old"
     reasons = "3 such as a: 1: row 3 holds 7.5 | 1 such as b: no energy"
     assert refused == f"refused: 6 of 16 items: {reasons}; listed in {tmp_path / 'skipped.json'}"
     listed = read_json(tmp_path / "skipped.json")
-    assert listed == {"unusable": {**dict(some), "d": "row 1 holds 2"}, "filtered": {"x": "too old"}}
+    assert listed == {"unusable": {**dict(unusable), "d": "row 1 holds 2"}, "filtered": {"x": "too old"}}
     command.report_refused(tmp_path, command.Plan({}, [], {}, ""), [], 10)
     assert capsys.readouterr().out == "refused: none of 10 items\n"

@@ -1,4 +1,4 @@
-"""Text to rows of tokens: every document once and complete, for any number of processes; unusable documents are refused."""
+"""Conversion of text to rows of tokens: each document occurs once, for any number of processes; unusable ones are refused."""
 
 import gzip
 import hashlib
@@ -31,20 +31,20 @@ GOLDEN = str(DATA / "llm" / "tokenizer")
 T = 32
 SMALL = ["--sequence", T, "--held-out", 0.3, "--each", 7, "--seed", 3]
 FIELDS, ANSWERS = (packing.make_fields(T, Tokenizer.byte_level(), answers) for answers in (False, True))
-OF_TEXT = {f"notes/{n}.txt": f"note {n}: " + "word " * n + f"– ½ {n}\n" for n in range(24)} | {"read me.md": "# Title\n\nsmall\n"}
-OF_LINES = [f'"{n}" says\n' + "ab " * (n % 7) for n in range(40)]
-OF_TABLE = [f"row {n} " + "é" * n for n in range(30)]
+NOTES = {f"notes/{n}.txt": f"note {n}: " + "word " * n + f"– ½ {n}\n" for n in range(24)} | {"read me.md": "# Title\n\nsmall\n"}
+LINES = [f'"{n}" says\n' + "ab " * (n % 7) for n in range(40)]
+TABLE = [f"row {n} " + "é" * n for n in range(30)]
 FASTA = b">one of three\nMKV\nLAT\n\n>two\nmk-va*\n>three\nGG..GA\n"
 A3M = b"#30\t1\n>q\nMKVL\n>r\nM-VLabc\n"
 SEQUENCES = ["MKVLAT", "MKVA", "GGGA", "MKVL", "MVL"]
-EVERY = Counter([*OF_TEXT.values(), *OF_LINES, *OF_TABLE, *SEQUENCES])
+DOCUMENTS = Counter([*NOTES.values(), *LINES, *TABLE, *SEQUENCES])
 
 
-def lines(texts: Sequence[str]) -> bytes:
+def json_lines(texts: Sequence[str]) -> bytes:
     return b"".join(json.dumps({"id": n, "text": each}).encode() + b"\n" for n, each in enumerate(texts))
 
 
-def write(folder: Path, files: dict[str, bytes]) -> Path:
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -53,40 +53,40 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    packed, zst = gzip.compress, zstandard.ZstdCompressor().compress
-    texts = {name: each.encode() for name, each in OF_TEXT.items()}
-    texts["notes/5.txt.gz"], texts["notes/6.txt.zst"] = packed(texts.pop("notes/5.txt")), zst(texts.pop("notes/6.txt"))
-    folder = write(tmp_path_factory.mktemp("source"), {
-        **texts, "a.jsonl": lines(OF_LINES[:15]) + b"\n", "b.json.gz": packed(lines(OF_LINES[15:28])) + packed(b""),
-        "deep/down/c.jsonl.zst": zst(lines(OF_LINES[28:35])) + zst(lines(OF_LINES[35:])), "f.fasta": FASTA, "g.a3m": A3M,
+    compress, zst = gzip.compress, zstandard.ZstdCompressor().compress
+    texts = {name: each.encode() for name, each in NOTES.items()}
+    texts["notes/5.txt.gz"], texts["notes/6.txt.zst"] = compress(texts.pop("notes/5.txt")), zst(texts.pop("notes/6.txt"))
+    folder = write_files(tmp_path_factory.mktemp("source"), {
+        **texts, "a.jsonl": json_lines(LINES[:15]) + b"\n", "b.json.gz": compress(json_lines(LINES[15:28])) + compress(b""),
+        "deep/down/c.jsonl.zst": zst(json_lines(LINES[28:35])) + zst(json_lines(LINES[35:])), "f.fasta": FASTA, "g.a3m": A3M,
         "empty.txt": b"", ".hidden": b"no",
     })  # fmt: skip
-    pq.write_table(pa.table({"n": range(30), "text": OF_TABLE}), folder / "t.parquet", row_group_size=8)
+    pq.write_table(pa.table({"n": range(30), "text": TABLE}), folder / "t.parquet", row_group_size=8)
     return folder
 
 
-def convert(*words: object, workers: int = 1) -> int:
-    return int(text.main(["convert", *map(str, words), "--workers", str(workers)]))
+def convert(*args: object, workers: int = 1) -> int:
+    return int(text.main(["convert", *map(str, args), "--workers", str(workers)]))
 
 
 @pytest.fixture(scope="module")
-def bytes_of(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "bytes"
+def dataset(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("text") / "bytes"
     assert convert(source, out, "--tokenizer", "bytes", *SMALL) == 0
     return out
 
 
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "SHARD_BYTES", 200)
     monkeypatch.setattr(text, "MAX_FILES", 3)
 
 
 def rows_of(out: Path, split: str, fields: Any = FIELDS) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for path in sorted((out / split).glob("*.h5")):
         with h5py.File(path) as file:
-            found += list(store.read_rows(file, fields))
-    return found
+            rows += list(store.read_rows(file, fields))
+    return rows
 
 
 def documents_of(out: Path, split: str) -> list[str]:
@@ -97,134 +97,135 @@ def documents_of(out: Path, split: str) -> list[str]:
     return [Tokenizer.load(out).decode(part.tolist(), skip_special=True) for part in parts]
 
 
-# ---- what is made
+# ---- conversion
 
 
-def test_every_document_occurs_once_complete_but_for_the_last(bytes_of: Path) -> None:
-    about, found = read_json(bytes_of / "text.json"), Counter[str]()
+def test_every_document_occurs_once_complete_but_for_the_last(dataset: Path) -> None:
+    meta, counts = read_json(dataset / "text.json"), Counter[str]()
     for split in ("train", "validation"):
-        *whole, last = documents_of(bytes_of, split)
-        found += Counter(whole)
-        assert about["splits"][split]["documents"] - len(whole) in (0, 1) and about["splits"][split]["left_over"] < T
+        *complete, last = documents_of(dataset, split)
+        counts += Counter(complete)
+        assert meta["splits"][split]["documents"] - len(complete) in (0, 1) and meta["splits"][split]["left_over"] < T
         if last:
-            (began,) = [each for each in EVERY - found if each.startswith(last)][:1]
-            found[began] += 1
-    missing = EVERY - found
-    assert found <= EVERY and sum(len(each.encode()) + 1 for each in missing) <= 2 * T
-    assert sum(split["documents"] for split in about["splits"].values()) == EVERY.total()
+            (document,) = [each for each in DOCUMENTS - counts if each.startswith(last)][:1]
+            counts[document] += 1
+    missing = DOCUMENTS - counts
+    assert counts <= DOCUMENTS and sum(len(each.encode()) + 1 for each in missing) <= 2 * T
+    assert sum(split["documents"] for split in meta["splits"].values()) == DOCUMENTS.total()
 
 
-def test_rows_ends_and_bytes_are_those_of_the_stream_cut_by_hand(bytes_of: Path) -> None:
+def test_rows_ends_and_bytes_are_those_of_the_stream_split_by_hand(dataset: Path) -> None:
     for split in ("train", "validation"):
-        rows = rows_of(bytes_of, split)
+        rows = rows_of(dataset, split)
         stream = [*(token for row in rows for token in row["tokens"][:-1].tolist()), int(rows[-1]["tokens"][-1])]
         for number, row in enumerate(rows):
             part = stream[number * T : number * T + T + 1]
             assert row["tokens"].tolist() == part
-            assert row["ends"].tolist() == [place + 1 for place, token in enumerate(part) if token == 256]
+            assert row["ends"].tolist() == [position + 1 for position, token in enumerate(part) if token == 256]
             assert row["bytes"] == sum(token != 256 for token in part[1:])
-    files = read_json(bytes_of / "train" / "index.json")["files"]
+    files = read_json(dataset / "train" / "index.json")["files"]
     assert len(files) > 3 and {file["rows"] for file in files[:-1]} == {7}
-    assert any(T + 1 in row["ends"] for row in rows_of(bytes_of, "train"))          # the last token of a row ends a document
+    assert any(T + 1 in row["ends"] for row in rows_of(dataset, "train"))          # the last token of a row ends a document
 
 
 def test_an_end_between_two_rows_is_in_both() -> None:
     sequence, rows = 3, 4
     for ends in ([1], [3], [4], [5, 6, 7], [1, 4, 7, 10, 13], [2, 13, 20], [13], [14]):
-        row, where = packing.ends_in_rows(np.array(ends), rows, sequence)
+        row, offset = packing.ends_in_rows(np.array(ends), rows, sequence)
         expected = [(n, end - n * sequence) for n in range(rows) for end in ends if 1 <= end - n * sequence <= sequence + 1]
-        assert [*zip(row.tolist(), where.tolist())] == expected
+        assert [*zip(row.tolist(), offset.tolist())] == expected
 
 
-def test_the_order_is_that_of_the_seed(bytes_of: Path, source: Path, tmp_path: Path) -> None:
+def test_the_order_is_that_of_the_seed(dataset: Path, source: Path, tmp_path: Path) -> None:
     assert convert(source, tmp_path / "other", "--tokenizer", "bytes", *SMALL[:-1], 4) == 0
-    one, other = (documents_of(folder, "train") for folder in (bytes_of, tmp_path / "other"))
-    assert one[:20] != other[:20] and one[:20] != sorted(one[:20])
-    assert (Counter(one) - Counter(other)).total() <= 3                             # the split is not that of the seed
+    first, second = (documents_of(folder, "train") for folder in (dataset, tmp_path / "other"))
+    assert first[:20] != second[:20] and first[:20] != sorted(first[:20])
+    assert (Counter(first) - Counter(second)).total() <= 3                             # the seed does not change the split
 
 
 def test_shards_processes_and_ranks_change_nothing(
-    bytes_of: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--tokenizer", "bytes", *SMALL]
-    small_parts(monkeypatch)
+    args = ["--tokenizer", "bytes", *SMALL]
+    use_small_shards(monkeypatch)
     monkeypatch.setattr(documents, "BLOCK", 7)
     monkeypatch.setattr(documents, "_ZSTD_BLOCK", 5)
-    assert convert(source, tmp_path / "two", *words, workers=2) == 0
+    assert convert(source, tmp_path / "two", *args, workers=2) == 0
     assert len(list((tmp_path / "two" / ".work").glob("*.tokens"))) > 20
-    assert content(tmp_path / "two") == content(bytes_of)
-    with fork_processes(lambda: ranked(monkeypatch, 1, source, tmp_path / "ranks", *words), tmp_path / "rank 1"):
-        assert ranked(monkeypatch, 0, source, tmp_path / "ranks", *words) == 0
-    assert content(tmp_path / "ranks") == content(bytes_of)
+    assert content(tmp_path / "two") == content(dataset)
+    with fork_processes(lambda: convert_as_rank(monkeypatch, 1, source, tmp_path / "ranks", *args), tmp_path / "rank 1"):
+        assert convert_as_rank(monkeypatch, 0, source, tmp_path / "ranks", *args) == 0
+    assert content(tmp_path / "ranks") == content(dataset)
 
 
-def ranked(monkeypatch: pytest.MonkeyPatch, rank: int, *words: object) -> int:
+def convert_as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, *args: object) -> int:
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", str(rank))
-    return convert(*words)
+    return convert(*args)
 
 
 def test_a_killed_run_resumes(
-    bytes_of: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_parts(monkeypatch)
-    out, words, work = tmp_path / "out", ["--tokenizer", "bytes", *SMALL], tmp_path / "out" / ".work"
-    with fork_processes(lambda: convert(source, out, *words), tmp_path / "told") as forks:
+    use_small_shards(monkeypatch)
+    out, args, work = tmp_path / "out", ["--tokenizer", "bytes", *SMALL], tmp_path / "out" / ".work"
+    with fork_processes(lambda: convert(source, out, *args), tmp_path / "stdout") as forks:
         while len(list(work.glob("share_*.json"))) < 3 and forks.processes[0].is_alive():
             time.sleep(0.001)
-    done = list(work.glob("share_*.json"))
-    kept = {path: path.stat().st_mtime_ns for path in done}
-    assert len(kept) >= 3 and not (out / "train" / "index.json").is_file()
-    assert convert(source, out, *words) == 0 and content(out) == content(bytes_of)
-    assert all(path.stat().st_mtime_ns == before for path, before in kept.items())
+    finished = list(work.glob("share_*.json"))
+    times = {path: path.stat().st_mtime_ns for path in finished}
+    assert len(times) >= 3 and not (out / "train" / "index.json").is_file()
+    assert convert(source, out, *args) == 0 and content(out) == content(dataset)
+    assert all(path.stat().st_mtime_ns == before for path, before in times.items())
     lost, *_ = sorted((out / "train").glob("*.h5"))
     lost.unlink()
-    assert convert(source, out, *words) == 0 and content(out) == content(bytes_of)
+    assert convert(source, out, *args) == 0 and content(out) == content(dataset)
 
 
-def test_more_files_move_nothing_between_splits(source: Path, bytes_of: Path, tmp_path: Path) -> None:
-    more = shutil.copytree(source, tmp_path / "more")
+def test_more_files_move_nothing_between_splits(source: Path, dataset: Path, tmp_path: Path) -> None:
+    larger = shutil.copytree(source, tmp_path / "more")
     notes = {f"notes/{n}.txt": f"another {n} ".encode() * 9 for n in range(24, 60)}
-    write(more, notes | {"z.jsonl": lines([f"new {n}" for n in range(30)])})
-    assert convert(more, tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
+    write_files(larger, notes | {"z.jsonl": json_lines([f"new {n}" for n in range(30)])})
+    assert convert(larger, tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
     for split, other in (("train", "validation"), ("validation", "train")):
-        assert not set(documents_of(bytes_of, split)[:-1]) & set(documents_of(tmp_path / "out", other)[:-1])
+        assert not set(documents_of(dataset, split)[:-1]) & set(documents_of(tmp_path / "out", other)[:-1])
 
 
 def test_files_of_a_folder_are_held_out_together(tmp_path: Path) -> None:
     kinds = {f"family{n}/{name}.a3m": f">a\nMKV{letter}\n>b\nMRV{letter}\n".encode()
              for n, letter in enumerate("ACDEFGHIKLMN") for name in ("one", "two")}  # fmt: skip
-    folder, out = write(tmp_path / "in", kinds), tmp_path / "out"
+    folder, out = write_files(tmp_path / "in", kinds), tmp_path / "out"
     assert convert(folder, out, "--tokenizer", "bytes", "--sequence", 4, "--held-out", 0.4, "--group", "folder") == 0
-    held, seen = ({one[3] for one in documents_of(out, split)[:-1]} for split in ("validation", "train"))
-    assert held and seen and not held & seen
+    validation, train = ({doc[3] for doc in documents_of(out, split)[:-1]} for split in ("validation", "train"))
+    assert validation and train and not validation & train
 
 
 def test_families_and_groups_are_held_out_together(tmp_path: Path) -> None:
     families = {f"{n}.a3m": "".join(f">{k}\nM{'KV' * n}{'A' * k}\n" for k in range(9)).encode() for n in range(12)}
-    folder = write(tmp_path / "in", {**families, "g.jsonl": b"".join(
+    folder = write_files(tmp_path / "in", {**families, "g.jsonl": b"".join(
         json.dumps({"text": f"G{n % 5} {'x' * n}", "set": n % 5}).encode() + b"\n" for n in range(60))})  # fmt: skip
     assert convert(folder, tmp_path / "out", "--tokenizer", "bytes", *SMALL, "--group", "set") == 0
     for pattern in ("M(KV)*", "G[0-9]"):
-        held, kept = ({re.match(pattern, one)[0] for one in documents_of(tmp_path / "out", split)[:-1] if re.match(pattern, one)}  # type: ignore[index]
-                      for split in ("validation", "train"))  # fmt: skip
-        assert held and kept and not held & kept
+        validation, train = (
+            {re.match(pattern, doc)[0] for doc in documents_of(tmp_path / "out", split)[:-1] if re.match(pattern, doc)}  # type: ignore[index]
+            for split in ("validation", "train"))  # fmt: skip
+        assert validation and train and not validation & train
 
 
 def test_files_may_be_named_for_validation_and_chosen_by_name(source: Path, tmp_path: Path) -> None:
     assert convert(source / "notes", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--only", "*1*.txt",
                    "--validation", source / "a.jsonl") == 0  # fmt: skip
-    assert {int(one.split(":")[0][5:]) for one in documents_of(tmp_path / "out", "train")[:-1]} <= {1, *range(10, 20), 21}
-    assert set(documents_of(tmp_path / "out", "validation")[:-1]) <= set(OF_LINES[:15])
+    assert {int(doc.split(":")[0][5:]) for doc in documents_of(tmp_path / "out", "train")[:-1]} <= {1, *range(10, 20), 21}
+    assert set(documents_of(tmp_path / "out", "validation")[:-1]) <= set(LINES[:15])
 
 
-def test_text_json_has_sources_and_tokenizer(bytes_of: Path, source: Path) -> None:
-    about = read_json(bytes_of / "text.json")
-    assert about["tokenizer"] == Tokenizer.byte_level().identity == Tokenizer.load(bytes_of).identity
-    assert (about["sequence"], about["vocabulary"], about["type"], about["ending"]) == (T, 257, "uint16", [256])
+def test_text_json_has_sources_and_tokenizer(dataset: Path, source: Path) -> None:
+    meta = read_json(dataset / "text.json")
+    assert meta["tokenizer"] == Tokenizer.byte_level().identity == Tokenizer.load(dataset).identity
+    assert (meta["sequence"], meta["vocabulary"], meta["type"], meta["ending"]) == (T, 257, "uint16", [256])
     files = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file() and path.name != ".hidden")
     sums = "".join(f"{store.digest(source / name)}  {name}\n" for name in files)
-    assert about["sources"][0]["files"] == len(files) and about["sources"][0]["sha256"] == hashlib.sha256(sums.encode()).hexdigest()
+    assert meta["sources"][0]["files"] == len(files) and meta["sources"][0]["sha256"] == hashlib.sha256(sums.encode()).hexdigest()
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +234,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest
     vocabulary |= {f"unused{n}": n for n in range(len(vocabulary), 70_000)}
     folder = shutil.copytree(GOLDEN, tmp_path / "large")
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    write(tmp_path / "in", {"a.txt": b"some words " * 50})
+    write_files(tmp_path / "in", {"a.txt": b"some words " * 50})
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", folder, "--sequence", 8, "--held-out", 0) == 0
     fields = FIELDS | {"tokens": store.Field("uint32", (9,))}
     rows = rows_of(tmp_path / "out", "train", fields)
@@ -242,47 +243,47 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_long_text_in_chunks_has_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = "".join(f"  line {n}: é {'x' * (n % 5)}\n\n" + "\tmore 12345\nflush left\n" * (n % 3) for n in range(400))
-    write(tmp_path / "in", {"a.txt": whole.encode()})
+    document = "".join(f"  line {n}: é {'x' * (n % 5)}\n\n" + "\tmore 12345\nflush left\n" * (n % 3) for n in range(400))
+    write_files(tmp_path / "in", {"a.txt": document.encode()})
     monkeypatch.setattr(documents, "TEXT_CHUNK", 100)
     monkeypatch.setattr(documents, "BLOCK", 33)
     assert len(list(documents.read_text(tmp_path / "in" / "a.txt"))) > 50
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", GOLDEN, "--sequence", 2, "--held-out", 0) == 0
-    rows, one = rows_of(tmp_path / "out", "train", FIELDS | {"tokens": store.Field("uint16", (3,))}), Tokenizer.load(GOLDEN)
-    expected = one.encode_document(whole)
+    rows, tokenizer = rows_of(tmp_path / "out", "train", FIELDS | {"tokens": store.Field("uint16", (3,))}), Tokenizer.load(GOLDEN)
+    expected = tokenizer.encode_document(document)
     assert [token for row in rows for token in row["tokens"][:2].tolist()] == expected[: 2 * len(rows)]
-    assert "".join(documents.read_text(tmp_path / "in" / "a.txt")) == whole
+    assert "".join(documents.read_text(tmp_path / "in" / "a.txt")) == document
 
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    [("a.jsonl", lines(["one", "two\nlines", "é"]) + b'\n\n{"text": "last"}'), ("b.fa", FASTA), ("c.a3m", A3M + b">s\nMVV")],
+    [("a.jsonl", json_lines(["one", "two\nlines", "é"]) + b'\n\n{"text": "last"}'), ("b.fa", FASTA), ("c.a3m", A3M + b">s\nMVV")],
 )
 def test_a_file_split_anywhere_has_each_document_once(tmp_path: Path, name: str, data: bytes) -> None:
-    path = write(tmp_path, {name: data, f"{name}.gz": gzip.compress(data)}) / name
+    path = write_files(tmp_path, {name: data, f"{name}.gz": gzip.compress(data)}) / name
 
     def read(begin: int, end: int, path: Path = path) -> list[Any]:
         piece = documents.Piece(path, name, begin, end)
         return [(documents.count_before(piece) + line, item) for line, item in documents.read_documents(piece, [])]
 
-    whole = read(0, len(data))
-    assert len(whole) >= 3
-    for cut in range(len(data) + 1):
-        assert read(0, cut) + read(cut, len(data), path.with_name(f"{name}.gz")) == whole
+    full = read(0, len(data))
+    assert len(full) >= 3
+    for offset in range(len(data) + 1):
+        assert read(0, offset) + read(offset, len(data), path.with_name(f"{name}.gz")) == full
 
 
 def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "TEXT_CHUNK", 10)
     monkeypatch.setattr(documents, "BLOCK", 8)
     good = {f"{n}.txt": f"good {n}\n".encode() * 5 for n in (1, 3)}
-    write(tmp_path / "in", {**good, "2.txt": b"some line\n" * 9 + b"\xff"})
+    write_files(tmp_path / "in", {**good, "2.txt": b"some line\n" * 9 + b"\xff"})
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 4, "--held-out", 0, "--bad", 0.5) == 0
     assert read_json(tmp_path / "out" / "text.json")["splits"]["train"]["tokens"] == 2 * 36
     assert documents_of(tmp_path / "out", "train")[0] in [data.decode() for data in good.values()]
     assert "some" not in "".join(documents_of(tmp_path / "out", "train"))
 
 
-# ---- a tokenizer of its own, the standard library
+# ---- a trained tokenizer, the standard library
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +292,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("stdlib")
     files = {f"part{n}.py": f"def function_{n}(value):\n    return value + {n}\n".encode() * (n + 1) for n in range(30)}
     other = dict.fromkeys(("test/a.py", "site-packages/b.py", "idlelib/idle_test/c.py", "d.txt"), b"import qqqqqqqq\n" * 99)
-    write(root, {**files, **other})
+    write_files(root, {**files, **other})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sysconfig, "get_path", lambda name: str(root))
         assert text.main(["python", str(root.parent / "py"), "--sequence", "16", "--held-out", "0.3", "--tokenizer", "train:300",
@@ -299,11 +300,11 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root.parent / "py"
 
 
-def test_the_library_is_what_comes_with_python_and_not_tests_or_packages(python: Path) -> None:
-    every = " ".join(documents_of(python, "train") + documents_of(python, "validation"))
-    assert "function_29" in every and "qqqq" not in every
-    about = read_json(python / "text.json")
-    assert about["vocabulary"] == 300 and about["sources"][0]["files"] == 30 and about["sources"][0]["name"].startswith("Python 3.")
+def test_the_library_excludes_tests_and_packages(python: Path) -> None:
+    joined = " ".join(documents_of(python, "train") + documents_of(python, "validation"))
+    assert "function_29" in joined and "qqqq" not in joined
+    meta = read_json(python / "text.json")
+    assert meta["vocabulary"] == 300 and meta["sources"][0]["files"] == 30 and meta["sources"][0]["name"].startswith("Python 3.")
 
 
 def test_the_real_library_is_found() -> None:
@@ -313,14 +314,14 @@ def test_the_real_library_is_found() -> None:
     assert not [name for name in names if "/test/" in name or "packages" in name]
 
 
-def test_a_tokenizer_is_not_trained_on_what_is_held_out_and_not_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "in", {"kept.txt": b"plain words here " * 40, "held.txt": b"zyzzyva zyzzyva " * 40})
-    words = ["--validation", tmp_path / "in" / "held.txt", "--tokenizer", "train:290", "--sequence", 8]
-    assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
-    one = Tokenizer.load(tmp_path / "out")
-    assert len(one.encode(" words")) < 3 and len(one.encode(" zyzzyva")) > 6
+def test_a_tokenizer_is_trained_once_and_not_on_held_out_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path / "in", {"train.txt": b"plain words here " * 40, "held.txt": b"zyzzyva zyzzyva " * 40})
+    options = ["--validation", tmp_path / "in" / "held.txt", "--tokenizer", "train:290", "--sequence", 8]
+    assert convert(tmp_path / "in" / "train.txt", tmp_path / "out", *options) == 0
+    tokenizer = Tokenizer.load(tmp_path / "out")
+    assert len(tokenizer.encode(" words")) < 3 and len(tokenizer.encode(" zyzzyva")) > 6
     monkeypatch.delattr(text, "train_tokenizer")
-    assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
+    assert convert(tmp_path / "in" / "train.txt", tmp_path / "out", *options) == 0
 
 
 # ---- chats and answers
@@ -330,16 +331,16 @@ def check_answers(out: Path, tokenizer: Tokenizer, expected: Sequence[tuple[list
     """Assert that the rows have these documents, and ``spans`` their answers."""
     rows = rows_of(out, "train", ANSWERS)
     stream = [token for row in rows for token in row["tokens"][:-1].tolist()]
-    mask, at, left = list[int](), 0, [*expected]
-    while at < len(stream):
-        (ids, part) = next(each for each in left if each[0][: len(stream) - at] == stream[at : at + len(each[0])])
-        left.remove((ids, part))
-        mask, at = mask + part, at + len(ids)
+    mask, begin, remaining = list[int](), 0, [*expected]
+    while begin < len(stream):
+        (ids, part) = next(each for each in remaining if each[0][: len(stream) - begin] == stream[begin : begin + len(each[0])])
+        remaining.remove((ids, part))
+        mask, begin = mask + part, begin + len(ids)
     assert sum(mask) > 50
     for number, row in enumerate(rows[:-1]):
         part = mask[number * T : number * T + T + 1]
-        part[0] = 0                                             # it is what the row before says
-        edges = [place for place, (a, b) in enumerate(pairwise([0, *part, 0])) if a != b]
+        part[0] = 0                                             # it belongs to the row before
+        edges = [index for index, (a, b) in enumerate(pairwise([0, *part, 0])) if a != b]
         assert row["spans"].ravel().tolist() == edges
         assert row["bytes"] == sum(int(tokenizer.byte_lengths[token]) for token, inside in zip(row["tokens"], part) if inside)
 
@@ -347,33 +348,34 @@ def check_answers(out: Path, tokenizer: Tokenizer, expected: Sequence[tuple[list
 def test_messages_of_the_assistant_are_answers(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "Q" * n}, {"role": "assistant", "content": f"yes {n}<|end|>"}] for n in range(20)]
     chats += [[*chats[3], {"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}]]
-    write(tmp_path / "in", {"c.jsonl": b"".join(json.dumps({"messages": chat}).encode() + b"\n" for chat in chats)})
-    words = ["--sequence", T, "--held-out", 0, "--tokenizer", GOLDEN, "--chat", "--each", 3]
-    assert convert(tmp_path / "in", tmp_path / "out", *words) == 0
-    one = Tokenizer.load(GOLDEN)
-    told = [(ids + one.end_tokens, mask + [0]) for ids, mask in map(one.chat, chats)]
-    check_answers(tmp_path / "out", one, told)
+    write_files(tmp_path / "in", {"c.jsonl": b"".join(json.dumps({"messages": chat}).encode() + b"\n" for chat in chats)})
+    options = ["--sequence", T, "--held-out", 0, "--tokenizer", GOLDEN, "--chat", "--each", 3]
+    assert convert(tmp_path / "in", tmp_path / "out", *options) == 0
+    tokenizer = Tokenizer.load(GOLDEN)
+    expected = [(ids + tokenizer.end_tokens, mask + [0]) for ids, mask in map(tokenizer.chat, chats)]
+    check_answers(tmp_path / "out", tokenizer, expected)
     assert text.main(["check", str(tmp_path / "out")]) == 0
 
 
 def test_an_answer_is_learned_with_its_end_and_a_question_is_not(tmp_path: Path) -> None:
     pairs = [("why " * n, "so " * (n % 5 + 1)) for n in range(20)]
     pq.write_table(pa.table({"q": [q for q, _ in pairs], "a": [a for _, a in pairs]}), tmp_path / "pairs.parquet")
-    words = ["--sequence", T, "--held-out", 0, "--tokenizer", "bytes", "--prompt", "q", "--answer", "a"]
-    assert convert(tmp_path / "pairs.parquet", tmp_path / "out", *words) == 0
-    one = Tokenizer.byte_level()
-    check_answers(tmp_path / "out", one, [([*q.encode(), *a.encode(), 256], [0] * len(q) + [1] * (len(a) + 1)) for q, a in pairs])
+    options = ["--sequence", T, "--held-out", 0, "--tokenizer", "bytes", "--prompt", "q", "--answer", "a"]
+    assert convert(tmp_path / "pairs.parquet", tmp_path / "out", *options) == 0
+    tokenizer = Tokenizer.byte_level()
+    expected = [([*q.encode(), *a.encode(), 256], [0] * len(q) + [1] * (len(a) + 1)) for q, a in pairs]
+    check_answers(tmp_path / "out", tokenizer, expected)
 
 
 # ---- check
 
 
-def test_check_prints_counts_duplicates_and_a_sample(bytes_of: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert text.main(["check", str(bytes_of), "--rows", "3"]) == 0
-    output, about = capsys.readouterr().out, read_json(bytes_of / "text.json")["splits"]
-    assert f"train: rows {about['train']['rows']:,}, tokens" in output
+def test_check_prints_counts_duplicates_and_a_sample(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert text.main(["check", str(dataset), "--rows", "3"]) == 0
+    output, meta = capsys.readouterr().out, read_json(dataset / "text.json")["splits"]
+    assert f"train: rows {meta['train']['rows']:,}, tokens" in output
     assert output.count(".h5 row ") == 3 and "documents are copies" not in output and "are in train too" not in output
-    write(tmp_path / "in", {f"{n}.txt": b"the very same " * 30 for n in range(20)} | {"x.txt": b"other " * 30})
+    write_files(tmp_path / "in", {f"{n}.txt": b"the very same " * 30 for n in range(20)} | {"x.txt": b"other " * 30})
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
     assert text.main(["check", str(tmp_path / "out")]) == 0
     output = capsys.readouterr().out
@@ -387,67 +389,67 @@ def test_check_prints_counts_duplicates_and_a_sample(bytes_of: Path, tmp_path: P
     (set_to("tokens", (6, T), 7), "rows_000001.h5: row 0 does not begin with the last token of the row before"),
     (set_to("ends", 0, 2), "a document ends with another token"), (set_to("bytes", 3, 9), "row 3: 'bytes' is 9, expected"),
 ])  # fmt: skip
-def test_check_names_what_is_wrong_in_a_file(bytes_of: Path, tmp_path: Path, change: Any, error: str) -> None:
-    assert check_fails(lambda command, out, *words: text.main([command, str(out)]), bytes_of, tmp_path / "out", change, error)
+def test_check_reports_the_fault_of_a_file(dataset: Path, tmp_path: Path, change: Any, error: str) -> None:
+    assert check_fails(lambda command, out, *options: text.main([command, str(out)]), dataset, tmp_path / "out", change, error)
 
 
-def test_check_names_another_tokenizer(bytes_of: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shutil.copytree(bytes_of, tmp_path / "out")
+def test_check_names_another_tokenizer(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shutil.copytree(dataset, tmp_path / "out")
     Tokenizer.load(GOLDEN).save(out)
     assert text.main(["check", str(out)]) == 1
     assert f"{out / 'text.json'}: written with the tokenizer {Tokenizer.byte_level().identity[:12]}" in capsys.readouterr().out
 
 
-# ---- what cannot be used
+# ---- unusable sources
 
 
-def test_bad_lines_are_listed_with_file_and_line_wherever_a_part_begins(
+def test_bad_lines_are_listed_with_file_and_line_for_any_shard_boundaries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small_parts(monkeypatch)
-    good = lines([f"text {n}" * 4 for n in range(90)]).splitlines(keepends=True)
-    odd = {7: b"{not json\n", 20: b'{"other": 1, "id": 2}\n', 33: b'{"text": "\xff"}\n', 50: b'{"text": 5}\n', 51: b"[1]\n",
+    use_small_shards(monkeypatch)
+    good = json_lines([f"text {n}" * 4 for n in range(90)]).splitlines(keepends=True)
+    bad = {7: b"{not json\n", 20: b'{"other": 1, "id": 2}\n', 33: b'{"text": "\xff"}\n', 50: b'{"text": 5}\n', 51: b"[1]\n",
            60: b'{"text": "\\ud800"}\n'}  # fmt: skip
-    every = [odd.get(n, line) for n, line in enumerate(good, 1)]
-    write(tmp_path / "in", {"a.jsonl": b"".join(every), "b.txt": b"fine " * 40, "c.txt": b"one\ntwo \xe9\n", "d.txt": b"a\nb\0",
-                            "e.fa": b"what\n>x\nMK1\n>y\nMKV\n"})  # fmt: skip
+    mixed = [bad.get(n, line) for n, line in enumerate(good, 1)]
+    write_files(tmp_path / "in", {"a.jsonl": b"".join(mixed), "b.txt": b"fine " * 40, "c.txt": b"one\ntwo \xe9\n",
+                                  "d.txt": b"a\nb\0", "e.fa": b"what\n>x\nMK1\n>y\nMKV\n"})  # fmt: skip
     with gzip.open(tmp_path / "in" / "f.jsonl.gz", "wb") as file:
-        file.write(b"".join(every))
-    words = [tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--held-out", 0]
-    assert convert(*words) == 2
+        file.write(b"".join(mixed))
+    args = [tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--held-out", 0]
+    assert convert(*args) == 2
     error = capsys.readouterr().err
     assert "16 of 186 documents cannot be used, listed in" in error and "more than --bad 0.01: repair them, or allow more" in error
     assert "the first: " in error and "a.jsonl: line 7: not JSON" in error
-    assert convert(*words, "--bad", 0.2) == 0
-    found = {Path(where).name: reason for where, reason in read_json(tmp_path / "out" / "skipped.json")["unusable"].items()}
+    assert convert(*args, "--bad", 0.2) == 0
+    cause = {Path(location).name: reason for location, reason in read_json(tmp_path / "out" / "skipped.json")["unusable"].items()}
     for name in ("a.jsonl", "f.jsonl.gz"):
-        assert found[f"{name}: line 20"] == "no field 'text'; it has other, id: name one with --field"
-        assert found[f"{name}: line 33"] == "byte 0xff is not UTF-8" and "a int in text, expected text" in found[f"{name}: line 50"]
-        assert found[f"{name}: line 51"].startswith("a JSON list, expected an object") and "surrogate" in found[f"{name}: line 60"]
-    assert found["c.txt"].startswith("line 2: byte 0xe9 is not UTF-8; convert it (iconv")
-    assert found["d.txt"].startswith("line 2: a NUL byte") and found["e.fa: line 2"].startswith("'1' in a sequence")
-    assert found["e.fa: line 1"].startswith("'what' before any line with '>'")
-    assert len(found) == 16 and read_json(tmp_path / "out" / "text.json")["unusable"] == 16
+        assert cause[f"{name}: line 20"] == "no field 'text'; it has other, id: name one with --field"
+        assert cause[f"{name}: line 33"] == "byte 0xff is not UTF-8" and "a int in text, expected text" in cause[f"{name}: line 50"]
+        assert cause[f"{name}: line 51"].startswith("a JSON list, expected an object") and "surrogate" in cause[f"{name}: line 60"]
+    assert cause["c.txt"].startswith("line 2: byte 0xe9 is not UTF-8; convert it (iconv")
+    assert cause["d.txt"].startswith("line 2: a NUL byte") and cause["e.fa: line 2"].startswith("'1' in a sequence")
+    assert cause["e.fa: line 1"].startswith("'what' before any line with '>'")
+    assert len(cause) == 16 and read_json(tmp_path / "out" / "text.json")["unusable"] == 16
     assert Counter(documents_of(tmp_path / "out", "train")[:-1])["MKV"] == 1
 
 
-def cut(data: bytes) -> bytes:
+def halve(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-def table() -> bytes:
-    made = pa.BufferOutputStream()
-    pq.write_table(pa.table({"body": ["a"] * 99}), made)
-    return bytes(made.getvalue().to_pybytes())
+def encode_table() -> bytes:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.table({"body": ["a"] * 99}), buffer)
+    return bytes(buffer.getvalue().to_pybytes())
 
 
 REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
-    "gzip cut off": ({"a.txt.gz": cut(gzip.compress(bytes(range(99)) * 99))}, [], "a.txt.gz: damaged or truncated"),
+    "gzip cut off": ({"a.txt.gz": halve(gzip.compress(bytes(range(99)) * 99))}, [], "a.txt.gz: damaged or truncated"),
     "not gzip": ({"a.jsonl.gz": b"plain"}, [], "a.jsonl.gz: damaged or truncated (Not a gzipped file"),
     "zst cut off": ({"a.jsonl.zst": zstandard.compress(bytes(range(99)) * 99)[:-3]}, [], "a.jsonl.zst: truncated within a frame"),
     "not zst": ({"a.txt.zst": b"plain text"}, [], "a.txt.zst: damaged (zstd decompress"),
-    "parquet cut off": ({"a.parquet": cut(table())}, [], "a.parquet: not a complete Parquet file"),
-    "column": ({"a.parquet": table()}, [], "a.parquet: no column 'text'; it has body: name one with --field"),
+    "parquet cut off": ({"a.parquet": halve(encode_table())}, [], "a.parquet: not a complete Parquet file"),
+    "column": ({"a.parquet": encode_table()}, [], "a.parquet: no column 'text'; it has body: name one with --field"),
     "too short": ({"a.txt": b"few"}, [], "train: 4 tokens of 1 documents, not one row of 33; take a smaller --sequence"),
     "none held out": ({"a.txt": b"few " * 99}, ["--held-out", 0.001], "not one row of 33; raise --held-out, name other files by"),
     "nothing": ({"a.bin": b""}, ["--only", "*.txt"], "holds no file that fits --only *.txt"),
@@ -468,34 +470,34 @@ REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_used_is_refused_and_named(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files, words, error = REFUSED[case]
-    write(tmp_path / "in", files)
-    given = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
-    held = [] if "--held-out" in words else ["--held-out", 0]
-    assert convert(tmp_path / "in", tmp_path / "out", "--sequence", T, *held, *given, *words) == 2
+def test_unusable_sources_are_refused_by_name(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, options, error = REFUSED[case]
+    write_files(tmp_path / "in", files)
+    tokenizer = [] if "--tokenizer" in options else ["--tokenizer", "bytes"]
+    held_out = [] if "--held-out" in options else ["--held-out", 0]
+    assert convert(tmp_path / "in", tmp_path / "out", "--sequence", T, *held_out, *tokenizer, *options) == 2
     output = capsys.readouterr().err
     assert output.startswith("error: ") and error in output and output.count("\n") == 1, output
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("options", "error"),
     [
         (["--sequence", 16], "sequence 32 (now 16)"), (["--seed", 9], "seed 3 (now 9)"), (["--tokenizer", GOLDEN], "tokenizer "),
         (["--held-out", 0.5], "held_out 0.3 (now 0.5)"),
     ],
 )  # fmt: skip
-def test_a_folder_that_was_made_otherwise_is_refused(
-    bytes_of: Path, source: Path, capsys: pytest.CaptureFixture[str], words: list[Any], error: str
+def test_a_folder_made_with_other_settings_is_refused(
+    dataset: Path, source: Path, capsys: pytest.CaptureFixture[str], options: list[Any], error: str
 ) -> None:
-    before = content(bytes_of)
-    assert convert(source, bytes_of, "--tokenizer", "bytes", *SMALL, *words) == 2
+    before = content(dataset)
+    assert convert(source, dataset, "--tokenizer", "bytes", *SMALL, *options) == 2
     output = capsys.readouterr().err
-    assert f"{bytes_of}: was made with {error}" in output and "choose a new folder" in output and content(bytes_of) == before
+    assert f"{dataset}: was made with {error}" in output and "choose a new folder" in output and content(dataset) == before
 
 
-def test_another_source_and_an_out_within_it_are_refused(bytes_of: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert(source / "a.jsonl", bytes_of, "--tokenizer", "bytes", *SMALL) == 2
+def test_another_source_and_an_out_within_it_are_refused(dataset: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(source / "a.jsonl", dataset, "--tokenizer", "bytes", *SMALL) == 2
     assert "sources 32 files" in capsys.readouterr().err
     assert convert(source, source / "out", "--tokenizer", "bytes") == 2
     assert "OUT lies within SOURCE" in capsys.readouterr().err and not (source / "out").exists()
@@ -504,6 +506,6 @@ def test_another_source_and_an_out_within_it_are_refused(bytes_of: Path, source:
 def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "MAX_LINE", 1000)
     monkeypatch.setattr(documents, "BLOCK", 100)
-    write(tmp_path, {"a.jsonl": b'{"text": "a"}\n' + b"x" * 1200})
+    write_files(tmp_path, {"a.jsonl": b'{"text": "a"}\n' + b"x" * 1200})
     with pytest.raises(DataError, match="a.jsonl: the line from byte 14 on is longer than"):
         list(documents.read_lines(tmp_path / "a.jsonl"))

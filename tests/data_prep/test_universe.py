@@ -1,4 +1,4 @@
-"""The physics of the simulator against closed forms, other integrations and other fits."""
+"""The simulator's physics agrees with closed forms, other integrations and other fits."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from scipy.integrate import solve_ivp
 from data_prep import universe
 from data_prep.universe import Cosmology, Mesh, Spectrum
 
-PINNED = [0.90151, 0.5823, 0.27086, 0.20323, 0.1309, 0.054975]       # a guard: of this code, when the tests around it passed
+PINNED = [0.90151, 0.5823, 0.27086, 0.20323, 0.1309, 0.054975]       # results of this code at a time when the other tests passed
 PLANCK = Cosmology(omega_m=0.3089, sigma_8=0.8159, n_s=0.9667, hubble=67.74, omega_b=0.0486)
 
 
@@ -23,8 +23,8 @@ def test_the_spectrum_has_the_requested_sigma_8(sigma_8):
 
 
 def test_the_amplitude_that_planck_measures_gives_the_sigma_8_that_planck_derives():
-    """P(k) from the primordial amplitude A_s = 2.142e-9 at 0.05/Mpc (Planck 2015, table 4, last column), with no sigma_8 in it:
-    units of k, shape of the transfer function and growth must all be right for 0.8159. The fit is good to a few per cent."""
+    """P(k) is computed from the primordial amplitude A_s = 2.142e-9 at 0.05/Mpc (Planck 2015, table 4, last column), without
+    sigma_8: units of k, transfer function and growth must all be right for 0.8159. The fit is good to a few per cent."""
     matter_growth = universe._growth_from_start(1.0, PLANCK.omega_m)
     light = 2997.92458                                       # Mpc/h
     k = np.geomspace(1e-4, 20, 20_000)
@@ -39,7 +39,7 @@ def test_the_amplitude_that_planck_measures_gives_the_sigma_8_that_planck_derive
 
 
 def test_the_transfer_function_without_baryons_is_the_pressureless_one():
-    """Equation 29 of Eisenstein & Hu 1998, another fit of theirs for the zero-baryon case; their two fits differ by 2 %."""
+    """The reference is equation 29 of Eisenstein & Hu 1998, a separate fit without baryons; the two fits differ by 2 %."""
     cosmology = Cosmology(0.3, 0.8, 1.0, 70, omega_b=1e-5)
     k = np.geomspace(1e-4, 10, 50)
     q = k * 0.7 * (universe.T_CMB / 2.7) ** 2 / (0.3 * 0.7**2)
@@ -55,7 +55,7 @@ def test_the_transfer_function_equals_stored_values():
 
 @pytest.mark.parametrize("matter, baryon", [(0.12, 0.02), (0.147, 0.022), (0.18, 0.025)])
 def test_the_sound_horizon_is_that_of_the_short_fit(matter, baryon):
-    """Equation 26 of the same paper: within 2 % for this range."""
+    """The reference is equation 26 of Eisenstein & Hu 1998, good to 2 % in this range."""
     theta = universe.T_CMB / 2.7
     horizon, _, _, _ = universe._sound_horizon(matter, baryon, theta, 7.46e-2 * matter * theta**-2)
     assert horizon == pytest.approx(44.5 * np.log(9.83 / matter) / np.sqrt(1 + 10 * baryon**0.75), rel=0.02)
@@ -69,26 +69,26 @@ def test_baryons_make_wiggles_of_the_sound_horizon():
     assert np.diff(peaks).mean() * PLANCK.h == pytest.approx(2 * np.pi / 149, rel=0.06)       # 149 Mpc: its sound horizon
 
 
-def _integrated(omega_m: float, redshift: float) -> tuple[float, float]:
-    """D1 and D2 over D1(today) and its square, from their differential equations in ln a."""
+def integrate_growth(omega_m: float, redshift: float) -> tuple[float, float]:
+    """Return D1 / D1(today) and D2 / D1(today)^2, integrated from their differential equations in ln a."""
 
-    def slope(log_a, state):
-        one, v1, two, v2 = state
+    def derivative(log_a, state):
+        d1, v1, d2, v2 = state
         matter = omega_m / (omega_m + (1 - omega_m) * np.exp(3 * log_a))
         drag = 2 - 1.5 * matter
-        return v1, -drag * v1 + 1.5 * matter * one, v2, -drag * v2 + 1.5 * matter * (two - one**2)
+        return v1, -drag * v1 + 1.5 * matter * d1, v2, -drag * v2 + 1.5 * matter * (d2 - d1**2)
 
     a = 1e-4
     begin = a, a, -3 / 7 * a**2, -6 / 7 * a**2
-    at = solve_ivp(slope, (np.log(a), 0), begin, rtol=1e-9, atol=1e-15, dense_output=True).sol
-    then, today = at(-np.log1p(redshift)), at(0)
+    solution = solve_ivp(derivative, (np.log(a), 0), begin, rtol=1e-9, atol=1e-15, dense_output=True).sol
+    then, today = solution(-np.log1p(redshift)), solution(0)
     return then[0] / today[0], then[2] / today[0] ** 2
 
 
 @pytest.mark.parametrize("omega_m", [0.2, 0.3, 0.5])
 @pytest.mark.parametrize("redshift", [0.0, 0.5, 3.0])
 def test_growth_solves_its_differential_equation(omega_m, redshift):
-    first, second = _integrated(omega_m, redshift)
+    first, second = integrate_growth(omega_m, redshift)
     assert universe.growth(redshift, omega_m) == pytest.approx(first, rel=1e-5)
     assert universe.second_growth(redshift, omega_m) == pytest.approx(second, rel=6e-3)
 
@@ -100,8 +100,8 @@ def test_growth_known_values():
     assert universe._growth_from_start(1.0, 0.3) == pytest.approx(0.779, rel=2e-3)
 
 
-def _wave(mesh: Mesh, *waves: tuple[int, int, float]) -> np.ndarray:
-    """Modes of a density of cosines: (axis, waves in the box, amplitude) each."""
+def wave_modes(mesh: Mesh, *waves: tuple[int, int, float]) -> np.ndarray:
+    """Return the modes of a density of cosines, each given as (axis, waves in the box, amplitude)."""
     x = np.arange(mesh.cells) * mesh.width
     field = np.zeros((mesh.cells,) * 3, np.float32)
     for axis, number, amplitude in waves:
@@ -114,7 +114,7 @@ def _wave(mesh: Mesh, *waves: tuple[int, int, float]) -> np.ndarray:
 def test_a_plane_wave_moves_by_the_zeldovich_approximation(offset):
     """delta = A cos(k q): displacement -(A/k) sin(k q) along k, and no second order."""
     mesh = Mesh(16, 3.0)
-    first, second = universe.displacements(mesh, _wave(mesh, (1, 2, 0.3)))
+    first, second = universe.displacements(mesh, wave_modes(mesh, (1, 2, 0.3)))
     x, y, z = universe.gradient(mesh, first, offset)
     k = 2 * np.pi * 2 / 48
     expected = -0.3 / k * np.sin(k * 3.0 * (np.arange(16) + offset[1]))
@@ -128,9 +128,9 @@ def test_two_crossed_waves_have_the_second_order_of_the_closed_form(axes):
     """phi = -(a/k^2) cos kx - (b/p^2) cos py: source phi_xx phi_yy = a b cos kx cos py, psi2 = a b cos kx cos py / -(k^2 + p^2)
     and its gradient."""
     mesh = Mesh(24, 2.0)
-    _, second = universe.displacements(mesh, _wave(mesh, (axes[0], 2, 0.4), (axes[1], 3, 0.5)))
-    found = universe.gradient(mesh, second, (0, 0, 0))
-    gradient = [found[axis].transpose(axes) for axis in axes]
+    _, second = universe.displacements(mesh, wave_modes(mesh, (axes[0], 2, 0.4), (axes[1], 3, 0.5)))
+    components = universe.gradient(mesh, second, (0, 0, 0))
+    gradient = [components[axis].transpose(axes) for axis in axes]
     k, p, q = 2 * np.pi * 2 / 48, 2 * np.pi * 3 / 48, np.arange(24) * 2.0
     scale = 0.4 * 0.5 / (k**2 + p**2)
     x = k * scale * np.sin(k * q)[:, None, None] * np.cos(p * q)[None, :, None]

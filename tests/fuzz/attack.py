@@ -1,4 +1,4 @@
-"""A reader of files against damaged ones: in a fork, which may crash, hang or fill memory without taking the tests along."""
+"""Run readers on damaged files in forked processes, which may crash, hang or exhaust memory without ending the tests."""
 
 import faulthandler
 import multiprocessing
@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from hpcai.errors import HpcaiError
-from tests.fuzz.mutations import damaged
+from tests.fuzz.mutations import damage
 
-SEED, SECONDS, GIB = 20261123, 5.0, 1 << 30     # CPU seconds; of the clock it may be twelve times as many
+SEED, SECONDS, GIB = 20261123, 5.0, 1 << 30     # CPU seconds; wall time may be twelve times as long
 GOOD = ("read", "refused")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """``make(folder)`` writes a real input and returns the file that is damaged; ``read`` takes it. ``seal`` puts checksums right
-    again, which half of the damaged files then have. ``names``: what an error must name besides the file itself."""
+    """A reader. ``make(folder)`` writes a valid input and returns the file to damage, and ``read`` reads it. ``seal`` recomputes
+    checksums, for half of the damaged files. An error must have the name of the file, or one of ``names``."""
 
     name: str
     make: Callable[[Path], Path]
@@ -37,7 +37,7 @@ class Reader:
 
 @dataclass
 class Outcome:
-    """How often each thing happened, and the first of each that must not happen: its number and what was said."""
+    """The count of each kind of result, and the number and message of the first failure of each kind."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
@@ -49,65 +49,65 @@ class Outcome:
 
 
 def attack(reader: Reader, folder: Path, numbers: range) -> Outcome:
-    """Every damaged file of ``numbers``. What must not happen: an error without the file's name (unnamed) or of another family
-    (bare), more than 5 CPU seconds (slow) or 1 GiB (memory), the end of the process (crash)."""
+    """Read the damaged files ``numbers``. Failures are an error without the file's name (unnamed) or of another family (bare),
+    more than 5 CPU seconds (slow) or 1 GiB (memory), and the end of the process (crash)."""
     path = reader.make(folder)
-    whole, outcome, numbers = path.read_bytes(), Outcome(), range(numbers.start, numbers.stop)
+    content, outcome, numbers = path.read_bytes(), Outcome(), range(numbers.start, numbers.stop)
     while numbers:
-        done = numbers.start
-        for number, kind, text in _in_fork(reader, path, whole, numbers):
+        next_number = numbers.start
+        for number, kind, text in _run_in_fork(reader, path, content, numbers):
             outcome.add(kind, number, text)
-            done = number + 1
-        if done < numbers.stop:
-            outcome.add("crash", done, "the process ended")
-            done += 1
-        numbers = range(done, numbers.stop)
-    path.write_bytes(whole)
+            next_number = number + 1
+        if next_number < numbers.stop:
+            outcome.add("crash", next_number, "the process ended")
+            next_number += 1
+        numbers = range(next_number, numbers.stop)
+    path.write_bytes(content)
     reader.read(path)
     return outcome
 
 
-def _in_fork(reader: Reader, path: Path, whole: bytes, numbers: range) -> Iterator[tuple[int, str, str]]:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_try, args=(reader, path, whole, numbers, theirs))
+def _run_in_fork(reader: Reader, path: Path, content: bytes, numbers: range) -> Iterator[tuple[int, str, str]]:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_read_damaged, args=(reader, path, content, numbers, sender))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        while ours.poll(12 * SECONDS):
-            yield ours.recv()
+        while receiver.poll(12 * SECONDS):
+            yield receiver.recv()
     except EOFError:
         pass
     finally:
         process.kill()
         process.join()
-        ours.close()
+        receiver.close()
 
 
 class Slow(BaseException):
-    """Not an Exception, so that no reader takes it for a fault of the file."""
+    """A timeout; not an Exception, so that no reader takes it for a fault of the file."""
 
 
-def _try(reader: Reader, path: Path, whole: bytes, numbers: range, pipe: Connection) -> None:
+def _read_damaged(reader: Reader, path: Path, content: bytes, numbers: range, pipe: Connection) -> None:
     faulthandler.disable()
     sys.stdout = sys.stderr = open(os.devnull, "w")
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + GIB, used + GIB))
-    signal.signal(signal.SIGPROF, _late)
+    signal.signal(signal.SIGPROF, _raise_slow)
     for number in numbers:
-        random = np.random.default_rng([SEED, number])
-        data = damaged(whole, random)
-        if reader.seal is not None and random.integers(2):
+        rng = np.random.default_rng([SEED, number])
+        data = damage(content, rng)
+        if reader.seal is not None and rng.integers(2):
             with suppress(Exception):  # too damaged to hold a checksum
                 data = reader.seal(data)
         path.write_bytes(data)
-        pipe.send((number, *_one(reader, path)))
+        pipe.send((number, *_read_once(reader, path)))
 
 
-def _late(*_: Any) -> None:
+def _raise_slow(*_: Any) -> None:
     raise Slow
 
 
-def _one(reader: Reader, path: Path) -> tuple[str, str]:
+def _read_once(reader: Reader, path: Path) -> tuple[str, str]:
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         reader.read(path)

@@ -1,4 +1,4 @@
-"""Damage to the bytes of a file, as disks, transfers and attackers do it: a pure function of a seed."""
+"""Mutations of a file's bytes, as by disks, transfers and attackers: pure functions of a seed."""
 
 import re
 
@@ -6,81 +6,81 @@ import numpy as np
 
 EXTREMES = [b"0", b"-1", b"-0", b"1e309", b"nan", b"-inf", b"9" * 12, b"9" * 40, b"18446744073709551615", b"2147483648",
             b"0.1e-400", b"", b"..", b"\xff\xfe", b"null", b"{}", b"[]", b"true"]  # fmt: skip
-WORDS = [0, 1, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
+INTEGERS = [0, 1, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
 
 
-def damaged(data: bytes, random: np.random.Generator) -> bytes:
-    """``data`` with one to four pieces of damage."""
-    for _ in range(int(random.integers(1, 5))):
-        data = DAMAGE[random.integers(len(DAMAGE))](data, random) if data else random.bytes(3)
+def damage(data: bytes, rng: np.random.Generator) -> bytes:
+    """Return ``data`` with one to four mutations."""
+    for _ in range(int(rng.integers(1, 5))):
+        data = MUTATIONS[rng.integers(len(MUTATIONS))](data, rng) if data else rng.bytes(3)
     return data
 
 
-def _slice(data: bytes, random: np.random.Generator, most: int = 64) -> tuple[int, int]:
-    begin = int(random.integers(len(data)))
-    return begin, min(len(data), begin + int(random.integers(1, most + 1)))
+def _slice(data: bytes, rng: np.random.Generator, limit: int = 64) -> tuple[int, int]:
+    begin = int(rng.integers(len(data)))
+    return begin, min(len(data), begin + int(rng.integers(1, limit + 1)))
 
 
-def flip(data: bytes, random: np.random.Generator) -> bytes:
-    at = int(random.integers(len(data)))
-    return data[:at] + bytes([data[at] ^ 1 << int(random.integers(8))]) + data[at + 1 :]
+def flip(data: bytes, rng: np.random.Generator) -> bytes:
+    offset = int(rng.integers(len(data)))
+    return data[:offset] + bytes([data[offset] ^ 1 << int(rng.integers(8))]) + data[offset + 1 :]
 
 
-def overwrite(data: bytes, random: np.random.Generator) -> bytes:
-    begin, end = _slice(data, random)
-    filler = [b"\0", b"\xff", None][random.integers(3)]
-    return data[:begin] + (random.bytes(end - begin) if filler is None else filler * (end - begin)) + data[end:]
+def overwrite(data: bytes, rng: np.random.Generator) -> bytes:
+    begin, end = _slice(data, rng)
+    filler = [b"\0", b"\xff", None][rng.integers(3)]
+    return data[:begin] + (rng.bytes(end - begin) if filler is None else filler * (end - begin)) + data[end:]
 
 
-def truncate(data: bytes, random: np.random.Generator) -> bytes:
-    return data[: int(random.integers(len(data)))]
+def truncate(data: bytes, rng: np.random.Generator) -> bytes:
+    return data[: int(rng.integers(len(data)))]
 
 
-def remove(data: bytes, random: np.random.Generator) -> bytes:
-    begin, end = _slice(data, random, max(64, len(data) // 4))
+def remove(data: bytes, rng: np.random.Generator) -> bytes:
+    begin, end = _slice(data, rng, max(64, len(data) // 4))
     return data[:begin] + data[end:]
 
 
-def insert(data: bytes, random: np.random.Generator) -> bytes:
-    at = int(random.integers(len(data) + 1))
-    return data[:at] + random.bytes(int(random.integers(1, 65))) + data[at:]
+def insert(data: bytes, rng: np.random.Generator) -> bytes:
+    offset = int(rng.integers(len(data) + 1))
+    return data[:offset] + rng.bytes(int(rng.integers(1, 65))) + data[offset:]
 
 
-def splice(data: bytes, random: np.random.Generator) -> bytes:
-    """A part of the file over, or before, another part."""
-    begin, end = _slice(data, random, max(64, len(data) // 4))
-    at = int(random.integers(len(data) + 1))
-    return data[:at] + data[begin:end] + data[at + (end - begin) * int(random.integers(2)) :]
+def splice(data: bytes, rng: np.random.Generator) -> bytes:
+    """Copy a slice of the file over, or before, another part."""
+    begin, end = _slice(data, rng, max(64, len(data) // 4))
+    offset = int(rng.integers(len(data) + 1))
+    return data[:offset] + data[begin:end] + data[offset + (end - begin) * int(rng.integers(2)) :]
 
 
-def length(data: bytes, random: np.random.Generator) -> bytes:
-    """An integer of 1, 2, 4 or 8 bytes replaced by an extreme one, of either byte order."""
-    size = int(2 ** random.integers(4))
-    at = int(random.integers(max(1, len(data) - size)))
-    order = ("little", "big")[random.integers(2)]
-    value = int(random.choice(np.array(WORDS, np.uint64))) & (1 << 8 * size) - 1
-    return data[:at] + value.to_bytes(size, order) + data[at + size :]
+def replace_integer(data: bytes, rng: np.random.Generator) -> bytes:
+    """Replace an integer of 1, 2, 4 or 8 bytes by an extreme one, in either byte order."""
+    size = int(2 ** rng.integers(4))
+    offset = int(rng.integers(max(1, len(data) - size)))
+    order = ("little", "big")[rng.integers(2)]
+    value = int(rng.choice(np.array(INTEGERS, np.uint64))) & (1 << 8 * size) - 1
+    return data[:offset] + value.to_bytes(size, order) + data[offset + size :]
 
 
-def number(data: bytes, random: np.random.Generator) -> bytes:
-    """A number that is written out replaced by an extreme one."""
-    found = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?([eE][-+]?\d+)?", data[: 1 << 16])]
-    if not found:
-        return flip(data, random)
-    begin, end = found[random.integers(len(found))]
-    return data[:begin] + EXTREMES[random.integers(len(EXTREMES))] + data[end:]
+def replace_number(data: bytes, rng: np.random.Generator) -> bytes:
+    """Replace a decimal number by an extreme one."""
+    spans = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?([eE][-+]?\d+)?", data[: 1 << 16])]
+    if not spans:
+        return flip(data, rng)
+    begin, end = spans[rng.integers(len(spans))]
+    return data[:begin] + EXTREMES[rng.integers(len(EXTREMES))] + data[end:]
 
 
-def line(data: bytes, random: np.random.Generator) -> bytes:
-    """A line removed, doubled or moved."""
+def change_line(data: bytes, rng: np.random.Generator) -> bytes:
+    """Remove, duplicate or move a line."""
     lines = data.split(b"\n")
-    taken = lines[random.integers(len(lines))]
-    kind = random.integers(3)
+    chosen = lines[rng.integers(len(lines))]
+    kind = rng.integers(3)
     if kind != 1:
-        lines.remove(taken)
+        lines.remove(chosen)
     if kind:
-        lines.insert(int(random.integers(len(lines) + 1)), taken)
+        lines.insert(int(rng.integers(len(lines) + 1)), chosen)
     return b"\n".join(lines)
 
 
-DAMAGE = (flip, overwrite, truncate, remove, insert, splice, length, number, line)
+MUTATIONS = (flip, overwrite, truncate, remove, insert, splice, replace_integer, replace_number, change_line)

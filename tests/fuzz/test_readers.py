@@ -1,4 +1,4 @@
-"""Damaged files: each is read, or refused with an error of ours that names it, in bounded time and memory."""
+"""Damaged files are read, or refused with an HpcaiError that names them, in bounded time and memory."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.fuzz.readers import READERS
 FEW, MANY = 40, 10_000
 
 
-def bad(reader: Reader, folder: Path, count: int) -> str:
+def find_failures(reader: Reader, folder: Path, count: int) -> str:
     outcome = attack(reader, folder, range(count))
     print(f"| {reader.name} | {count} | {outcome.counts['read']} | {outcome.counts['refused']} |")
     assert outcome.counts.total() == count
@@ -19,11 +19,11 @@ def bad(reader: Reader, folder: Path, count: int) -> str:
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_a_damaged_file_is_read_or_refused(reader: Reader, tmp_path: Path) -> None:
-    assert not (found := bad(reader, tmp_path, FEW)), found
+    assert not (failures := find_failures(reader, tmp_path, FEW)), failures
 
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_ten_thousand_damaged_files_are_read_or_refused(reader: Reader, tmp_path: Path) -> None:
-    assert not (found := bad(reader, tmp_path, MANY)), found
+    assert not (failures := find_failures(reader, tmp_path, MANY)), failures

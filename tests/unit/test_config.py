@@ -43,7 +43,7 @@ class Step(Settings):
 
 class Data(Settings):
     directory: Path
-    "Where the samples are."
+    "Directory of the samples."
     shape: tuple[int, int, int] = (128, 128, 128)
     names: tuple[str, ...] = ()
     weights: dict[str, float] = {"a": 1.0}
@@ -74,17 +74,17 @@ class Config(Settings):
         return name
 
 
-HERE = "data.directory=here"
+REQUIRED = "data.directory=here"
 
 
-def refused(*words: str, path: Path | None = None, schema: Any = Config) -> list[str]:
+def load_errors(*overrides: str, path: Path | None = None, schema: Any = Config) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(schema, path, words)
+        load(schema, path, overrides)
     return str(caught.value).splitlines()
 
 
-def one(word: str, *more: str) -> str:
-    (line,) = refused(HERE, word, *more)
+def only_error(override: str, *others: str) -> str:
+    (line,) = load_errors(REQUIRED, override, *others)
     return line.removeprefix("command line: ")
 
 
@@ -109,9 +109,9 @@ def test_overrides_precede_the_file_and_the_file_precedes_defaults(file):
     assert settings.data == Data(directory=Path("a b"), shape=(1, 2, 3))
 
 
-def test_a_word_keeps_the_other_keys_of_a_default_section_and_of_its_own():
-    assert load(Config, None, [HERE, "step.micro=4"]).step == Step(precision="bf16", micro=4)
-    assert load(Config, None, [HERE, "average.decay=0.5"]).average == Average(decay=0.5)
+def test_an_override_keeps_the_other_keys_of_a_section():
+    assert load(Config, None, [REQUIRED, "step.micro=4"]).step == Step(precision="bf16", micro=4)
+    assert load(Config, None, [REQUIRED, "average.decay=0.5"]).average == Average(decay=0.5)
 
 
 def test_overrides_merge_into_a_mapping_and_replace_a_list(file):
@@ -120,23 +120,23 @@ def test_overrides_merge_into_a_mapping_and_replace_a_list(file):
     assert (settings.step.lr, settings.step.micro) == (0.5, 3)
     assert settings.data.names == ("c",)
     assert settings.data.weights == {"b": 2.0, "c": 3.0}
-    assert load(Config, None, [HERE, "data.weights.c=3"]).data.weights == {"c": 3.0}, "the default is replaced whole"
+    assert load(Config, None, [REQUIRED, "data.weights.c=3"]).data.weights == {"c": 3.0}, "the default is replaced, not merged"
 
 
-def test_null_turns_a_section_off_and_a_word_below_turns_it_on(file):
-    assert load(Config, None, [HERE, "average.decay=0.5", "average=null"]).average is None
-    assert load(Config, file("average: null\n"), [HERE, "average.decay=0.5"]).average == Average(decay=0.5)
+def test_null_turns_a_section_off_and_an_override_below_turns_it_on(file):
+    assert load(Config, None, [REQUIRED, "average.decay=0.5", "average=null"]).average is None
+    assert load(Config, file("average: null\n"), [REQUIRED, "average.decay=0.5"]).average == Average(decay=0.5)
 
 
-def test_a_section_or_a_file_without_lines_keeps_its_defaults(file):
-    assert load(Config, file("# nothing\n"), [HERE]) == load(Config, None, [HERE])
+def test_an_empty_section_or_file_keeps_its_defaults(file):
+    assert load(Config, file("# nothing\n"), [REQUIRED]) == load(Config, None, [REQUIRED])
     assert load(Config, file("step:\n#  lr: 1\ndata: {directory: x}\n")).step == Step(precision="bf16")
-    assert refused(HERE, path=file("step: null\n")) == [
+    assert load_errors(REQUIRED, path=file("step: null\n")) == [
         "small.yaml:1: step is null, expected a section (lr, precision, clip, micro, compile, steps, warmup)"
     ]
 
 
-# ---- What a value is ----------------------------------------------------------------------------------------------------------
+# ---- Values -------------------------------------------------------------------------------------------------------------------
 
 
 class Renamed(Settings):
@@ -165,22 +165,22 @@ def test_earlier_names_are_read_and_reported(file, capsys):
     ("1e-3", 1e-3), ("1E5", 1e5), (".5", 0.5), ("5.", 5.0), ("3", 3.0), ("-1.5e+2", -150.0), (".inf", math.inf),
     ("-.INF", -math.inf),
 ])  # fmt: skip
-def test_numbers(text, value):
+def test_floats(text, value):
     assert load(Everything, None, [f"number={text}"]).number == value
 
 
 @pytest.mark.parametrize("text", ["no", "yes", "on", "off", "1_000", "1:30:00", "2024-01-01", "0o9", "1e", "+", "=", "<<"])
 def test_text_that_yaml_1_1_would_read_as_something_else(text):
-    assert load(Config, None, [HERE, f"label={text}"]).label == text
+    assert load(Config, None, [REQUIRED, f"label={text}"]).label == text
 
 
 @pytest.mark.parametrize(("text", "value"), [("010", 10), ("0x10", 16), ("0o10", 8), ("-7", -7)])
-def test_whole_numbers(text, value):
-    assert load(Config, None, [HERE, f"threads={text}"]).threads == value
+def test_integers(text, value):
+    assert load(Config, None, [REQUIRED, f"threads={text}"]).threads == value
 
 
 @pytest.mark.parametrize(
-    ("word", "line"),
+    ("override", "message"),
     [
         ("step.micro=2.0", "step.micro is 2.0, expected a whole number >= 1; write 2"),
         ("step.lr='3'", "step.lr is '3', expected a number > 0; write 3, without quotes"),
@@ -202,12 +202,12 @@ def test_whole_numbers(text, value):
          "label=a: b: c is not YAML (mapping values are not allowed here); text is put in quotes: 'label=\"a: b: c\"'"),
         ("step={lr: 1, lr: 2}", "step.lr is written twice; keep one"),
         ("step.micr=1", "step.micr: no such key; did you mean step.micro?"),
-        ("data.nam=[x]", "data.nam: no such key; did you mean data.names?"),  # and not name, which is nearer and elsewhere
+        ("data.nam=[x]", "data.nam: no such key; did you mean data.names?"),  # not name, which is nearer but in another section
         ("stpe={lr: 1, wd: 2}", "stpe: no such key; did you mean step?"),
     ],
 )
-def test_a_wrong_word_or_value(word, line):
-    assert one(word) == line
+def test_a_wrong_override(override, message):
+    assert only_error(override) == message
 
 
 def test_a_path_with_an_equals_sign_and_a_value_with_one(file):
@@ -221,7 +221,7 @@ def test_a_path_with_an_equals_sign_and_a_value_with_one(file):
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "message"),
     [
         ("a:\n\tb: 1\n",
          "small.yaml:2:1: not YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs"),
@@ -233,20 +233,20 @@ def test_a_path_with_an_equals_sign_and_a_value_with_one(file):
          "small.yaml:5: data.names[1] is 3, expected text; text is put in quotes: '\"3\"'"),
     ],
 )
-def test_a_wrong_file(file, text, line):
-    assert refused(HERE, path=file(text)) == [line]
+def test_a_wrong_file(file, text, message):
+    assert load_errors(REQUIRED, path=file(text)) == [message]
 
 
-def test_a_file_that_is_not_there(file):
+def test_a_missing_file(file):
     file("", "small.yaml"), file("", "large.yml"), file("", "notes.txt")
-    assert refused(HERE, path=Path("smal.yaml")) == ["smal.yaml: no such file; did you mean small.yaml?"]
-    assert refused(HERE, path=Path("small")) == ["small: no such file; did you mean small.yaml?"]
-    assert refused(HERE, path=Path("qq.yaml")) == ["qq.yaml: no such file; its directory has large.yml, small.yaml"]
-    assert refused(HERE, path=Path("no/x.yaml")) == ["no/x.yaml: no such file; there is no directory no"]
-    assert refused(HERE, path=Path()) == [".: cannot be read: Is a directory"]
+    assert load_errors(REQUIRED, path=Path("smal.yaml")) == ["smal.yaml: no such file; did you mean small.yaml?"]
+    assert load_errors(REQUIRED, path=Path("small")) == ["small: no such file; did you mean small.yaml?"]
+    assert load_errors(REQUIRED, path=Path("qq.yaml")) == ["qq.yaml: no such file; its directory has large.yml, small.yaml"]
+    assert load_errors(REQUIRED, path=Path("no/x.yaml")) == ["no/x.yaml: no such file; there is no directory no"]
+    assert load_errors(REQUIRED, path=Path()) == [".: cannot be read: Is a directory"]
 
 
-# ---- All at once --------------------------------------------------------------------------------------------------------------
+# ---- All errors at once -------------------------------------------------------------------------------------------------------
 
 WRONG = """\
 # a run with mistakes
@@ -282,29 +282,29 @@ command line: threads is 'many', expected 'auto' or a whole number
 
 
 def test_all_errors_of_file_and_overrides_together(file):
-    words = ["step.micro=0", "other.yaml", "--x=1", "data.foldr=1", "threads=many"]
-    assert "\n".join(refused(*words, path=file(WRONG))) + "\n" == GOLDEN
+    overrides = ["step.micro=0", "other.yaml", "--x=1", "data.foldr=1", "threads=many"]
+    assert "\n".join(load_errors(*overrides, path=file(WRONG))) + "\n" == GOLDEN
 
 
 def test_validators_run_despite_unknown_keys_and_name_both_origins(file):
     path = file("step:\n  warmup: 20\n  qqq: 1\n")
-    assert refused(HERE, "step.steps=10", "name=a b", path=path) == [
+    assert load_errors(REQUIRED, "step.steps=10", "name=a b", path=path) == [
         "small.yaml:1, command line: step: warmup is 20, expected at most steps (10)",
         "small.yaml:3: step.qqq: no such key; the keys here are lr, precision, clip, micro, compile, steps, warmup",
         "command line: name: expected a name without blanks",
     ]
 
 
-# ---- Frozen, and there and back -----------------------------------------------------------------------------------------------
+# ---- Frozen settings, round trip ----------------------------------------------------------------------------------------------
 
 
 def test_settings_are_frozen_and_strict_in_python_too():
     step = Step()
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         step.lr = 1.0
-    for wrong in ({"lr": True}, {"lr": "3"}, {"micro": 2.0}, {"qqq": 1}):
+    for invalid in ({"lr": True}, {"lr": "3"}, {"micro": 2.0}, {"qqq": 1}):
         with pytest.raises(pydantic.ValidationError):
-            Step(**wrong)
+            Step(**invalid)
 
 
 TRAPS = ["no", "1e3", "null", "", "~", "010", "1_000", "true", "Yes", "1:30", "2024-01-01", "=", "<<", " a", "a: b", "#", "-", "*"]
@@ -340,7 +340,7 @@ EVERYTHING = st.builds(
 
 @hypothesis.settings(max_examples=40)
 @given(EVERYTHING)
-def test_what_is_dumped_is_read_back_equal(tmp_path_factory, settings):
+def test_dumped_settings_load_equal(tmp_path_factory, settings):
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
     path.write_text(dump(settings), encoding="utf-8")
     assert load(Everything, path) == settings
@@ -368,7 +368,7 @@ class Step(Settings):
     fail: str = ""
 
 class Config(Settings):
-    """What the app does."""
+    """An app of the tests."""
     step: Step = Step()
     data: Path = Path("no where")
 
@@ -398,9 +398,9 @@ def app(tmp_path):
     (tmp_path / "app" / "__main__.py").write_text(APP)
     root = str(Path(config.__file__).parents[1])
 
-    def call(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def call(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "app", *words],
+            [sys.executable, "-m", "app", *args],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": root} | env, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
 
@@ -410,11 +410,11 @@ def app(tmp_path):
 
 def test_a_run_and_a_refused_run(app):
     (app.root / "small.yaml").write_text("step:\n  lr: 0.5\n")
-    done = app("small.yaml", "data=x")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ran 0.5\n", "")
-    done = app("lr=1", "small.yaml", "step.lr=0", "--foo", "small.yaml")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    process = app("small.yaml", "data=x")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "ran 0.5\n", "")
+    process = app("lr=1", "small.yaml", "step.lr=0", "--foo", "small.yaml")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == (
         "4 mistakes in the settings (--help lists every key):\n"
         "  command line: lr: no such key; did you mean step.lr?\n"
         "  command line: step.lr is 0, expected a number > 0\n"
@@ -423,37 +423,37 @@ def test_a_run_and_a_refused_run(app):
     )
 
 
-def test_what_is_shown_runs_again(app):
+def test_shown_settings_can_be_run(app):
     shown = app("--show", "step.lr=1e-5", "data=a b")
     assert (shown.returncode, shown.stderr) == (0, "")
-    (app.root / "again.yaml").write_text(shown.stdout)
-    assert app("again.yaml", "--show").stdout == shown.stdout
-    assert app("again.yaml").stdout == "ran 1e-05\n"
+    (app.root / "shown.yaml").write_text(shown.stdout)
+    assert app("shown.yaml", "--show").stdout == shown.stdout
+    assert app("shown.yaml").stdout == "ran 1e-05\n"
 
 
-class Told(Settings):
+class WithNotes(Settings):
     rows: int = 3
 
     def notes(self) -> list[str]:
         return [f"{self.rows} rows:", "  more"]
 
 
-def test_what_follows_from_settings_is_shown_as_comments(capsys):
-    config.run(Told, print, ["rows=5", "--show"])
+def test_notes_of_settings_are_shown_as_comments(capsys):
+    config.run(WithNotes, print, ["rows=5", "--show"])
     assert capsys.readouterr().out == "rows: 5\n# 5 rows:\n#   more\n"
 
 
 def test_help_lists_every_key(app):
-    done = app("--help", "step.lr=wrong", COLUMNS="90")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == HELP
+    process = app("--help", "step.lr=wrong", COLUMNS="90")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout == HELP
     assert max(map(len, app("-h", COLUMNS="60").stdout.partition("top level")[2].splitlines())) <= 66
 
 
 HELP = """\
 usage: python -m app [file.yaml] [key=value ...] [--show] [--help]
 
-What the app does.
+An app of the tests.
 
   --show  print the settings of this run as YAML, which can be run again
   --help  this page
@@ -475,15 +475,15 @@ ONE_MISTAKE = "1 mistake in the settings (--help lists every key):"
 
 
 @pytest.mark.parametrize(
-    ("word", "code", "stderr"),
+    ("args", "code", "stderr"),
     [("step.fail=ConfigError", 2, "error: it failed\n"), ("step.fail=MeshError", 2, "error: it failed\n"),
      ("step.fail=LaunchError", 2, "error: it failed\n"), ("step.fail=DataError", 1, "error: it failed\n"),
      ("step.fail=keyboard", 130, ""), ("step.fail=exit", 7, ""),
      ("step.lr=x --show", 2, f"{ONE_MISTAKE}\n  command line: step.lr is 'x', expected a number > 0\n")],
 )  # fmt: skip
-def test_exit_codes(tmp_path, capsys, word, code, stderr):
+def test_exit_codes(tmp_path, capsys, args, code, stderr):
     (tmp_path / "app.py").write_text(APP)
-    here = runpy.run_path(str(tmp_path / "app.py"))
-    with pytest.raises(SystemExit) as ended:
-        config.run(here["Config"], here["main"], word.split())
-    assert (ended.value.code, capsys.readouterr()) == (code, ("", stderr))
+    namespace = runpy.run_path(str(tmp_path / "app.py"))
+    with pytest.raises(SystemExit) as exit_info:
+        config.run(namespace["Config"], namespace["main"], args.split())
+    assert (exit_info.value.code, capsys.readouterr()) == (code, ("", stderr))

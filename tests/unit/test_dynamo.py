@@ -1,4 +1,4 @@
-"""A function that torch.compile does not trace, without an import of the compiler."""
+"""``disable_dynamo`` excludes a function from torch.compile without an import of the compiler."""
 
 import os
 import subprocess
@@ -18,45 +18,45 @@ for app in ("cosmoflow", "deepcam", "unet3d", "opencatalyst", "openfold", "llm",
     for name in ("__main__", "data", "settings"):
         import_module(f"apps.{{app}}.{{name}}")
 for package in ("hpcai.train", "hpcai.data", "hpcai.dist", "hpcai.parallel", "hpcai.nn", "hpcai.kernels"):
-    for found in pkgutil.iter_modules(import_module(package).__path__):
-        if not found.name.endswith(("_triton", "dali", "gds")):
-            import_module(f"{{package}}.{{found.name}}")
+    for module in pkgutil.iter_modules(import_module(package).__path__):
+        if not module.name.endswith(("_triton", "dali", "gds")):
+            import_module(f"{{package}}.{{module.name}}")
 print(*(name for name in {HEAVY} if name in sys.modules))
 """
 
 
 def test_a_run_does_not_import_the_compiler() -> None:
-    """The compiler, sympy and torch's distributed checkpoints are half of all files that a process would open."""
+    """The compiler, sympy and torch's distributed checkpoints would be half of all files that a process opens."""
     process = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, env={**os.environ})
     assert process.returncode == 0, process.stderr
     assert process.stdout.split() == []
 
 
-def test_it_runs_eagerly_between_two_compiled_parts() -> None:
+def test_a_disabled_function_runs_eagerly_between_two_graphs() -> None:
     compiling: list[bool] = []
 
-    def recorded(x: torch.Tensor) -> torch.Tensor:
+    def double(x: torch.Tensor) -> torch.Tensor:
         compiling.append(torch.compiler.is_compiling())
         return x * 2
 
     class Layer(torch.nn.Module):
         @disable_dynamo
         def apart(self, x: torch.Tensor) -> torch.Tensor:
-            """Its name and text stay."""
-            return recorded(x)
+            """Double the input."""
+            return double(x)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.apart(x + 1) + 1
 
-    theirs = type("Theirs", (Layer,), {"apart": torch.compiler.disable(lambda self, x: recorded(x))})
-    found = {}
-    for kind in (Layer, theirs):
+    reference = type("Reference", (Layer,), {"apart": torch.compiler.disable(lambda self, x: double(x))})
+    statistics = {}
+    for kind in (Layer, reference):
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(kind(), backend="eager")
         for _ in range(3):
             assert compiled(torch.ones(2)).tolist() == [5.0, 5.0]
-        found[kind] = (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), len(counters["resumes"]))
-    assert found[Layer] == found[theirs] and found[Layer] == (2, 1, 1)
+        statistics[kind] = (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), len(counters["resumes"]))
+    assert statistics[Layer] == statistics[reference] and statistics[Layer] == (2, 1, 1)
     assert compiling == [False] * 6
-    assert Layer.apart.__name__ == "apart" and Layer.apart.__doc__ == "Its name and text stay."
+    assert Layer.apart.__name__ == "apart" and Layer.apart.__doc__ == "Double the input."

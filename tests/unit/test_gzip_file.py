@@ -1,4 +1,4 @@
-"""Small files that unpack to large ones."""
+"""Compressed files: decompression bombs and damaged files raise."""
 
 import gzip
 import zlib
@@ -15,7 +15,7 @@ from hpcai.models.openfold.structures import read_mmcif
 
 @pytest.fixture
 def bomb(tmp_path: Path) -> bytes:
-    """80 kB that unpack to 80 MB."""
+    """Return 80 kB that decompress to 80 MB."""
     return gzip.compress(b"ATOM 1 C CA . ALA A 1\n" * (80_000_000 // 22), 9)
 
 
