@@ -98,7 +98,7 @@ def attend_bf16(mesh: Mesh) -> tuple[Any, np.ndarray]:
     return str(spy.call_args.args[0].local.dtype), out.float().numpy().copy()
 
 
-def test_under_autocast_16_bits_are_gathered() -> None:
+def test_under_autocast_keys_and_values_are_gathered_in_bfloat16() -> None:
     chunks = np.split(reference(packed=False)[0], 4, 2)
     for rank, (dtype, out) in enumerate(on_ranks({"context": 2}, attend_bf16)):
         assert dtype == "torch.bfloat16"

@@ -1,5 +1,5 @@
-"""On no rank but the first does work grow with the number of ranks, and on none do messages or file operations grow with files or
-tensors: counts of complete runs of small processes."""
+"""Work grows with the number of ranks on the first rank only. Messages and file operations grow with files and tensors on no rank.
+Both are counted in complete runs of small processes."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ def by_phase(counts: PhaseCounts, kind: str) -> dict[str, float]:
 
 
 def extra_sockets(ranks: int) -> float:
-    """Return how many sockets more than in a job of two ranks a rank may have: those of trees."""
+    """Return the number of sockets that a rank may have in addition to those in a job of two ranks: those of trees."""
     return 2 * math.log2(ranks / 2) + 2
 
 

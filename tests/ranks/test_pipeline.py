@@ -87,7 +87,7 @@ def loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def odd_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
-    """A loss that uses weights outside the stages before and after the model call."""
+    """Return a loss that uses weights outside the stages before and after the model call."""
     out = model(part["tokens"][:, 0], shift=model.shift * model.offset) * model.scale
     error = (out - part["targets"][:, :3]).square().mean()
     return {"loss": error, "greatest": out.abs().amax(), "pair": (out.sum(), float(len(out)))}
@@ -168,7 +168,7 @@ def test_a_checkpoint_loads_with_every_number_of_stages(tmp_path: Path, model: s
 
 
 def broken_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
-    """A loss that is not finite in one micro-batch, where only the gradient of the head is not finite."""
+    """Return a loss that is not finite in one micro-batch, with a gradient that is not finite for the head only."""
     factor = torch.where(part["tokens"][0, 0] == VOCAB - 1, torch.nan, 0.0)
     return {"loss": loss(model, part)["loss"] + factor * model.head.weight.sum()}
 
