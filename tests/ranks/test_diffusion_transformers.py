@@ -81,7 +81,7 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Batch]:
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_equals_full(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": name} for name in MODELS]
-    if "replicate" in axes:  # replicas drop different classes
+    if "replicate" in axes:  # replicas would drop different classes
         shards = ("none", "optimizer", "weights") if "tensor" in axes else ("weights",)
         cases = [{"model": name, "shard": shard} for name in ("dit", "flux, guided") for shard in shards]
     check_sharded_equals_full(axes, cases, new_step, batches)
