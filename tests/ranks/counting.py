@@ -1,7 +1,7 @@
-"""A short run on light processes of this machine, and the sockets, messages and file operations of each of its acts.
+"""A short run on local processes, with the numbers of sockets, messages and file operations in each of its phases.
 
-Messages are calls of a process group (torch's collectives) and texts to the hub. File operations are Python's audit events, its
-``stat``, and what HDF5 opens.
+Messages are calls of a process group (torch's collectives) and messages to the hub. File operations are Python's audit events, its
+``stat``, and files opened by HDF5.
 """
 
 import multiprocessing
@@ -36,11 +36,11 @@ from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.loop import _Training
 from hpcai.train.run import Run
 
-ACTS = ("start", "step", "report", "evaluation", "save", "resume", "end")
-Found = dict[str, dict[str, float]]
-"""by act: messages and file operations of one time of it, sockets at its end"""
+PHASES = ("start", "step", "report", "evaluation", "save", "resume", "end")
+PhaseCounts = dict[str, dict[str, float]]
+"""by phase: messages and file operations of one repetition, sockets at its end"""
 _FIELDS: Any = {"x": ("float32", (8,))}
-_ROWS, _STEPS, _OWN = 16, 4, "what counts"
+_ROWS, _STEPS, _UNCOUNTED = 16, 4, "not counted"
 _CALLS = (
     "allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
     "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
@@ -53,103 +53,102 @@ _EVENTS = {
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Counts of the first and the last rank, and messages that sums of gradients need in a step. Sockets of the last are the most
-    of any but the first: ranks that write checkpoints, and those in the middle of a tree, have more of them."""
+class RunCounts:
+    """Counts of the first and the last rank, and messages of gradient all-reduces in a step. Sockets of ``last`` are the maximum
+    over all ranks but the first: checkpoint writers and inner nodes of a tree have more of them."""
 
-    first: Found
-    last: Found
-    sums: int
+    first: PhaseCounts
+    last: PhaseCounts
+    all_reduces: int
 
 
-class Counts:
-    """Counts in the process that makes it, until this ends."""
+class PhaseCounter:
+    """A counter of this process, from its construction to the end of the process."""
 
     def __init__(self) -> None:
-        self.found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.times: Counter[str] = Counter()
-        self.acts = ["start"]
-        self._inherited = _sockets()  # a process that was forked has those of the other one
+        self.phases = ["start"]
+        self._inherited = _open_sockets()  # a forked process inherits those of its parent
         group: Any = torch_dist.ProcessGroup
-        named = [("messages", group, name) for name in _CALLS if hasattr(group, name)] + [("messages", watchdog, "_send")]
-        named += [("file operations", owner, name) for owner, name in ((os, "stat"), (os, "lstat"), (h5py.File, "__init__"))]
-        for what, owner, name in named:
-            self._count(what, owner, name)
-        sys.addaudithook(lambda event, given: self._note("file operations") if _names_a_file(event, given) else None)
+        methods = [("messages", group, name) for name in _CALLS if hasattr(group, name)] + [("messages", watchdog, "_send")]
+        methods += [("file operations", owner, name) for owner, name in ((os, "stat"), (os, "lstat"), (h5py.File, "__init__"))]
+        for kind, owner, name in methods:
+            self._patch_counter(kind, owner, name)
+        sys.addaudithook(lambda event, args: self._add("file operations") if _is_file_operation(event, args) else None)
 
-    def now(self, act: str) -> None:
-        """From here on all belongs to ``act``, but for what is within others."""
-        self._sockets()
-        self.acts[0] = act
+    def set_phase(self, phase: str) -> None:
+        """Begin a phase. Nested phases are counted as their own."""
+        self._count_sockets()
+        self.phases[0] = phase
 
     @contextmanager
-    def act(self, name: str, times: int = 1) -> Iterator[None]:
-        """What is done within belongs to ``name``."""
-        self._sockets()
-        self.acts.append(name)
+    def phase(self, name: str, times: int = 1) -> Iterator[None]:
+        self._count_sockets()
+        self.phases.append(name)
         self.times[name] += times
         try:
             yield
         finally:
-            self._sockets()
-            self.acts.pop()
+            self._count_sockets()
+            self.phases.pop()
 
-    def seam(self, owner: type, name: str, act: str, times: int = 1, due: Callable[..., bool] = lambda *_, **__: True,
-             then: str | None = None) -> None:  # fmt: skip
-        """From here on the method ``name`` of ``owner`` is an act where it is ``due``; another one begins when it ends."""
-        before = getattr(owner, name)
+    def patch_phase(self, owner: type, name: str, phase: str, times: int = 1, when: Callable[..., bool] = lambda *_, **__: True,
+                    following: str | None = None) -> None:  # fmt: skip
+        """Patch the method ``name`` of ``owner``: a call is a phase if ``when`` holds, and ``following`` begins at its end."""
+        original = getattr(owner, name)
 
-        @wraps(before)
-        def counted(*given: Any, **kwargs: Any) -> Any:
+        @wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
             try:
-                with self.act(act, times) if due(*given, **kwargs) else nullcontext():
-                    return before(*given, **kwargs)
+                with self.phase(phase, times) if when(*args, **kwargs) else nullcontext():
+                    return original(*args, **kwargs)
             finally:
-                self.now(then or self.acts[0])
+                self.set_phase(following or self.phases[0])
 
         setattr(owner, name, counted)
 
-    def close(self) -> Found:
-        self._sockets()
-        spent = ("messages", "file operations")
-        return {act: {**{what: self.found[act][what] / max(self.times[act], 1) for what in spent},
-                      "sockets": self.found[act]["sockets"]} for act in ACTS}  # fmt: skip
+    def close(self) -> PhaseCounts:
+        self._count_sockets()
+        kinds = ("messages", "file operations")
+        return {phase: {**{kind: self.counts[phase][kind] / max(self.times[phase], 1) for kind in kinds},
+                        "sockets": self.counts[phase]["sockets"]} for phase in PHASES}  # fmt: skip
 
-    def _sockets(self) -> None:
-        self.acts.append(_OWN)  # to count them is to ask for files
-        self.found[self.acts[-2]]["sockets"] = _sockets() - self._inherited
-        self.acts.pop()
+    def _count_sockets(self) -> None:
+        self.phases.append(_UNCOUNTED)  # counting reads files itself
+        self.counts[self.phases[-2]]["sockets"] = _open_sockets() - self._inherited
+        self.phases.pop()
 
-    def _note(self, what: str) -> None:
-        self.found[self.acts[-1]][what] += 1
+    def _add(self, kind: str) -> None:
+        self.counts[self.phases[-1]][kind] += 1
 
-    def _count(self, what: str, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
+    def _patch_counter(self, kind: str, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-        @wraps(function)
-        def noted(*given: Any, **kwargs: Any) -> Any:
-            self._note(what)
-            return function(*given, **kwargs)
+        @wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._add(kind)
+            return original(*args, **kwargs)
 
-        setattr(owner, name, noted)
-
-
-def _names_a_file(event: str, given: tuple[Any, ...]) -> bool:
-    return event in _EVENTS and not isinstance(given[0], int)
+        setattr(owner, name, counted)
 
 
-def _sockets() -> int:
+def _is_file_operation(event: str, args: tuple[Any, ...]) -> bool:
+    return event in _EVENTS and not isinstance(args[0], int)
+
+
+def _open_sockets() -> int:
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-        except OSError:  # that of the listing
+        except OSError:  # the descriptor of the listing
             continue
     return count
 
 
-class Light(nn.Module):
-    """Many small tensors, which are used at once."""
+class ManyTensors(nn.Module):
+    """A model of many small parameters, all used in one operation."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
@@ -167,8 +166,8 @@ def error(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {"error": ((model(batch["x"]) - 1).square().sum(), len(batch["x"]))}
 
 
-def make_data(folder: Path, files: int) -> Path:
-    """A split of so many files with an index, all with the same rows."""
+def write_split(folder: Path, files: int) -> Path:
+    """Write a split of ``files`` files with the same rows, and an index."""
     split = folder / f"split-{files}"
     split.mkdir()
     first, *others = names = [f"f{number:06d}.h5" for number in range(files)]
@@ -181,62 +180,62 @@ def make_data(folder: Path, files: int) -> Path:
     return split
 
 
-def measured(ranks: int, split: Path, tensors: int = 20) -> Measured:
-    """A run of four steps by so many ranks, with reports, evaluations and saves, which is resumed once."""
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as free:
+def count_run(ranks: int, split: Path, tensors: int = 20) -> RunCounts:
+    """Count a run of four steps on ``ranks`` ranks, with reports, evaluations and saves, that is resumed once."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
         with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
-            started = [pool.submit(_live, rank, ranks, split, tensors, Path(name), port) for rank in range(ranks)]
-            found = [rank.result() for rank in started]
-    first, last = found[0][0], found[-1][0]
-    for act, each in last.items():
-        each["sockets"] = max(other[act]["sockets"] for other, _ in found[1:] or found)
-    return Measured(first, last, found[0][1])
+            futures = [pool.submit(_run_rank, rank, ranks, split, tensors, Path(folder), port) for rank in range(ranks)]
+            results = [rank.result() for rank in futures]
+    first, last = results[0][0], results[-1][0]
+    for phase, counts in last.items():
+        counts["sockets"] = max(other[phase]["sockets"] for other, _ in results[1:] or results)
+    return RunCounts(first, last, results[0][1])
 
 
-def _live(rank: int, ranks: int, split: Path, tensors: int, folder: Path, port: int) -> tuple[Found, int]:
-    """The whole life of a rank -> its counts, and messages that sums of gradients need in a step."""
+def _run_rank(rank: int, ranks: int, split: Path, tensors: int, folder: Path, port: int) -> tuple[PhaseCounts, int]:
+    """Return the counts of a rank, from its start to its end, and messages of gradient all-reduces in a step."""
     torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    environ = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in environ.items()} | {"MASTER_ADDR": "127.0.0.1"}
     cfg = RunConfig.model_validate({
         "data": {"reader": "buffered", "workers": 1}, "train": {"steps": _STEPS, "report_every": 2, "evaluate_every": 1},
         "checkpoint": {"every_steps": 2}, "report": {"directory": folder / "run", "sinks": ()},
     })  # fmt: skip
-    counts, save = Counts(), _Training._save
+    counter, save = PhaseCounter(), _Training._save
 
-    def finished_save(self: _Training, final: bool = False) -> None:
-        """A save that is waited for, so that what its thread does counts as its own."""
+    def save_and_wait(self: _Training, final: bool = False) -> None:
+        """Save and wait for the thread, so that its operations are counted in this phase."""
         save(self, final=True)
 
-    _Training._save = finished_save  # type: ignore[method-assign]
-    counts.seam(_Training, "_epochs", "step", _STEPS, then="end")
-    counts.seam(_Training, "_save", "save")
-    counts.seam(_Training, "_start_reading", "report", 0, due=lambda training, report, check_replicas: report or check_replicas)
-    counts.seam(_Training, "_log_reading", "report", due=lambda training: training._reading is not None)
-    counts.seam(_Training, "_evaluate", "evaluation")
-    counts.seam(_Training, "_log_evaluation", "evaluation", 0)
+    _Training._save = save_and_wait  # type: ignore[method-assign]
+    counter.patch_phase(_Training, "_epochs", "step", _STEPS, following="end")
+    counter.patch_phase(_Training, "_save", "save")
+    counter.patch_phase(_Training, "_start_reading", "report", 0, when=lambda _, report, check_replicas: report or check_replicas)
+    counter.patch_phase(_Training, "_log_reading", "report", when=lambda training: training._reading is not None)
+    counter.patch_phase(_Training, "_evaluate", "evaluation")
+    counter.patch_phase(_Training, "_log_evaluation", "evaluation", 0)
     with dist.start(cfg.mesh, torch.device("cpu")) as mesh:
-        sums = _trained(cfg, split, tensors, mesh)
-        counts.now(_OWN)
-        counts.seam(Checkpoints, "resume", "resume")
-        _trained(cfg, split, tensors, mesh)
-        counts.now("end")
-    return counts.close(), sums
+        all_reduces = _train(cfg, split, tensors, mesh)
+        counter.set_phase(_UNCOUNTED)
+        counter.patch_phase(Checkpoints, "resume", "resume")
+        _train(cfg, split, tensors, mesh)
+        counter.set_phase("end")
+    return counter.close(), all_reduces
 
 
-def _trained(cfg: RunConfig, split: Path, tensors: int, mesh: Mesh) -> int:
-    """Train, or find that all is done -> messages that sums of gradients need in a step."""
+def _train(cfg: RunConfig, split: Path, tensors: int, mesh: Mesh) -> int:
+    """Train, or resume a finished run, and return the messages of gradient all-reduces in a step."""
     rows = open_split(split, _FIELDS, "", cfg.data, mesh)
     torch.manual_seed(0)
     epoch = max(1, min(len(rows) // mesh.world, _STEPS))
-    samples, held_out = Samples(rows, epoch * mesh.world), Samples(rows, 2 * mesh.world)
+    samples, validation_rows = Samples(rows, epoch * mesh.world), Samples(rows, 2 * mesh.world)
     with (
         make_loader(samples, mesh.world, cfg.data, mesh, name="training") as training,
-        make_loader(held_out, mesh.world, cfg.data, mesh, name="validation", shuffle=False, last_batch="keep") as validation,
+        make_loader(validation_rows, mesh.world, cfg.data, mesh, name="validation", shuffle=False, last_batch="keep") as validation,
         Run("growth", cfg, mesh) as run,
     ):
-        step = Step(Light(tensors), loss, cfg.step, mesh)
+        step = Step(ManyTensors(tensors), loss, cfg.step, mesh)
         fit(step, training, cfg.train, validation=validation, evaluate=error, run=run)
     return sum(len(bucket.axes) for bucket in getattr(step.reducer, "buckets", ()))

@@ -28,7 +28,7 @@ TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
-    with deferred(seed):  # each rank draws its shard of the same numbers
+    with deferred(seed):  # each rank initializes its shard of the same weights
         sizes = MODELS[case["model"]] | {name: case[name] for name in ("layers",) if name in case}
         model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
         if case.get("adapted"):
@@ -43,7 +43,7 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
 
 
 def batch(mesh: Mesh, step: int, packed: bool) -> Batch:
-    """Return a replica's share of four rows, with masked tokens and, with ``packed``, random document boundaries."""
+    """Return the rows of this replica, of four in all, with masked tokens and, with ``packed``, random document boundaries."""
     generator, axis = torch.Generator().manual_seed(step), mesh["replicate"]
     tokens = torch.randint(0, LLAMA["vocabulary"], (4, 17), generator=generator)
     counted = torch.rand(4, 17, generator=generator) < 0.8
@@ -65,5 +65,5 @@ def check_reshard(layouts: list[tuple[dict[str, int], Case]], folder: Path) -> N
     training.check_reshard(layouts, folder, new_step, batches)
 
 
-def sharded(case: Case, *ways: str) -> list[Case]:
-    return [case | {"shard": way} for way in ways]
+def with_shard(case: Case, *values: str) -> list[Case]:
+    return [case | {"shard": value} for value in values]

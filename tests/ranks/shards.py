@@ -32,7 +32,7 @@ def gather_full(ranks: Sequence[Shards]) -> dict[str, Any]:
         box = tuple(slice(o, o + n) for o, n in zip(at, value.shape))
         assert np.all(np.isnan(full[box]) | (full[box] == value)), name
         full[box] = value
-    assert not any(np.isnan(whole).any() for whole in tensors.values())
+    assert not any(np.isnan(tensor).any() for tensor in tensors.values())
     return tensors
 
 

@@ -51,14 +51,14 @@ def compare(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
         model, loss, StepConfig(precision="fp64", bucket_mb=bucket_mb, accumulate=accumulate, optimizer="sgd", lr=0.1), mesh
     )
     assert not model.mean.any(), "buffers start equal, too"
-    plain = step.forward_backward
+    forward_backward = step.forward_backward
     share = 1.0 / mesh["depth"].size
     step._weight *= share
     for _ in range(2):  # the first step leaves no state
         for p, before in zip(model.parameters(), expected_model.parameters()):
             torch.testing.assert_close(p, before, rtol=0, atol=0)
         step.reducer.zero_grad()
-        plain(model, part)
+        forward_backward(model, part)
         step.reducer.reduce()
         for p, gradient in zip(model.parameters(), expected):
             torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-14)
@@ -76,28 +76,28 @@ def test_replicas_equal_one_process(axes: dict[str, int], bucket_mb: float, accu
     on_ranks(axes, compare, bucket_mb, accumulate)
 
 
-def events_of_a_step(mesh: Mesh) -> list[str]:
+def record_events(mesh: Mesh) -> list[str]:
     """Return the events of a backward pass in order: gradients (by layer) and started all-reduces."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    sums = GradientReducer(model, mesh, bucket_mb=1e-4)
+    reducer = GradientReducer(model, mesh, bucket_mb=1e-4)
     events: list[str] = []
-    for bucket in sums.buckets:
+    for bucket in reducer.buckets:
         start = bucket.launch
-        bucket.launch = lambda start=start: (events.append("sum"), start())[1]  # type: ignore[method-assign]
+        bucket.launch = lambda start=start: (events.append("all-reduce"), start())[1]  # type: ignore[method-assign]
     for layer in model:
         layer.register_full_backward_hook(lambda *_: events.append("gradient"))
-    sums.zero_grad()
+    reducer.zero_grad()
     model(torch.ones(2, 8, requires_grad=True)).sum().backward()
     events.append("backward is over")
-    sums.reduce()
+    reducer.reduce()
     return events
 
 
 def test_all_reduces_start_during_the_backward_pass() -> None:
-    events = on_ranks({"replicate": 2}, events_of_a_step)[0]
+    events = on_ranks({"replicate": 2}, record_events)[0]
     before = events[: events.index("backward is over")]
-    assert before.count("sum") >= 3
-    assert before.index("sum") < len(before) - 1 - before[::-1].index("gradient")
+    assert before.count("all-reduce") >= 3
+    assert before.index("all-reduce") < len(before) - 1 - before[::-1].index("gradient")
 
 
 class Sometimes(nn.Module):
@@ -108,28 +108,28 @@ class Sometimes(nn.Module):
         self.always, self.sometimes = nn.Linear(2, 2), nn.Linear(2, 2)
 
 
-def unused(mesh: Mesh) -> float:
+def unused_gradient(mesh: Mesh) -> float:
     torch.manual_seed(0)
     model = Sometimes()
-    sums, seen = GradientReducer(model, mesh, bucket_mb=1e-5), []
+    reducer, gradients = GradientReducer(model, mesh, bucket_mb=1e-5), []
     for step in range(3):  # gradients of an earlier step must not remain
-        sums.zero_grad()
+        reducer.zero_grad()
         out = model.always(torch.ones(1, 2))
         if mesh.rank == 0 or step == 1:
             out = model.sometimes(out)
         out.sum().backward()
-        sums.reduce()
-        seen.append(model.sometimes.weight.grad.sum().item())
-    assert seen[0] == seen[2] == seen[1] / 2
-    return seen[2]
+        reducer.reduce()
+        gradients.append(model.sometimes.weight.grad.sum().item())
+    assert gradients[0] == gradients[2] == gradients[1] / 2
+    return gradients[2]
 
 
 def test_the_gradient_of_a_parameter_that_one_rank_does_not_use_is_zero_and_no_rank_hangs() -> None:
-    first, second = on_ranks({"replicate": 2}, unused)
+    first, second = on_ranks({"replicate": 2}, unused_gradient)
     assert first == second != 0.0
 
 
-def step_with(mesh: Mesh, bad: float) -> tuple[str, bool]:
+def nonfinite_step(mesh: Mesh, bad: float) -> tuple[str, bool]:
     """Return the report of a NaN, or of an infinite loss with finite gradients, in the second step of rank 1, and whether
     the weights stayed those of the first step."""
 
@@ -142,19 +142,19 @@ def step_with(mesh: Mesh, bad: float) -> tuple[str, bool]:
     before = step.model.weight.detach().clone()
     step(torch.full((2, 3), bad if mesh.rank == 1 else 1.0))
     step(torch.ones(2, 3))
-    with pytest.raises(DivergedError) as told:
+    with pytest.raises(DivergedError) as error:
         step.check(lambda number: f"sample {mesh.rank} of step {number}")
-    return str(told.value), torch.equal(step.model.weight, before)
+    return str(error.value), torch.equal(step.model.weight, before)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -1.0], ids=["a NaN", "an infinite loss"])
 def test_a_loss_that_is_not_finite_on_one_rank_is_reported_on_all_and_changes_no_weights(bad: float) -> None:
-    for told, unharmed in on_ranks({"replicate": 2}, step_with, bad):
-        assert told.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)"), told
-        assert unharmed or bad == -1.0
+    for message, unchanged in on_ranks({"replicate": 2}, nonfinite_step, bad):
+        assert message.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)"), message
+        assert unchanged or bad == -1.0
 
 
-def reduced(mesh: Mesh) -> float:
+def reduce_bucket(mesh: Mesh) -> float:
     bucket = Bucket({"w": nn.Parameter(torch.zeros(3))}, (mesh["replicate"], mesh["depth"]), False, torch.float32)
     bucket.gradients.fill_(10.0**mesh.rank)
     bucket.launch()
@@ -164,4 +164,4 @@ def reduced(mesh: Mesh) -> float:
 
 def test_a_bucket_is_reduced_over_each_of_its_axes() -> None:
     """One collective covers all axes if there is a group for them; with three axes there may be none."""
-    assert on_ranks({"replicate": 2, "depth": 2}, reduced) == [1111.0] * 4
+    assert on_ranks({"replicate": 2, "depth": 2}, reduce_bucket) == [1111.0] * 4

@@ -1,4 +1,4 @@
-"""Models that are built without memory and cut: the shares of all ranks are, joined, the numbers that one process draws alone."""
+"""Deferred initialization of sharded models: the shards of all ranks together equal the weights that one process initializes."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ MESHES = [{"tensor": 1}, {"tensor": 2}, {"tensor": 4}, {"height": 2, "tensor": 2
 
 
 class Network(nn.Module):
-    """Sizes that do not divide by 2 or 4, a weight of three parts, tied weights, values of its own, a channels-last one."""
+    """Weights of sizes that do not divide by 2 or 4, of three parts, tied, with values of the constructor, and channels-last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Network(nn.Module):
         nn.init.trunc_normal_(self.dense.weight, std=0.1, a=-0.2, b=0.2)
 
 
-def shared(mesh: Mesh) -> Network:
+def shard_network(mesh: Mesh) -> Network:
     model, tensor, height = Network(), mesh["tensor"], mesh["height"]
     for weight in (model.table.weight, model.head.weight, model.slow.weight, model.waves, model.ramp):
         shard_(weight, 0, tensor)
@@ -47,33 +47,33 @@ def shared(mesh: Mesh) -> Network:
     return model
 
 
-def drawn(mesh: Mesh, precision: Any) -> dict[str, Any]:
-    """All that the ranks hold, as arrays of the whole; numbers that several hold must be the same."""
-    torch.manual_seed(mesh.rank)  # nothing depends on it
+def gather_initialized(mesh: Mesh, precision: Any) -> dict[str, Any]:
+    """Return the full tensors, gathered from all ranks. Assert that replicated elements are equal."""
+    torch.manual_seed(mesh.rank)  # without effect
     with rng.seeds(7):
-        model = shared(mesh)
+        model = shard_network(mesh)
     assert all(p.is_meta for p in model.parameters())
     assert model.head.weight is model.table.weight
     step = Step(model, lambda model, batch: {}, StepConfig(precision=precision), mesh)
-    own = {name: (t.detach().numpy().copy(), shard_spec(t)) for name, t in step.model.state_dict(keep_vars=True).items()}
-    found: dict[str, Any] = {}
-    said = {name: (array, place.global_shape, place.ranges) for name, (array, place) in own.items()}
-    for each in all_gather_object(said, mesh.peers):
-        for name, (array, size, stretches) in each.items():
-            whole = found.setdefault(name, np.full(size, np.nan, array.dtype))
-            at = np.ix_(*(np.concatenate([np.arange(a, b) for a, b in dim]) for dim in stretches))
-            assert np.isnan(whole[at]).all() or np.array_equal(whole[at], array), name
-            whole[at] = array
-    return found
+    local = {name: (t.detach().numpy().copy(), shard_spec(t)) for name, t in step.model.state_dict(keep_vars=True).items()}
+    gathered: dict[str, Any] = {}
+    shards = {name: (array, spec.global_shape, spec.ranges) for name, (array, spec) in local.items()}
+    for rank_shards in all_gather_object(shards, mesh.peers):
+        for name, (array, size, ranges) in rank_shards.items():
+            full = gathered.setdefault(name, np.full(size, np.nan, array.dtype))
+            index = np.ix_(*(np.concatenate([np.arange(a, b) for a, b in dim]) for dim in ranges))
+            assert np.isnan(full[index]).all() or np.array_equal(full[index], array), name
+            full[index] = array
+    return gathered
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_the_shares_of_all_ranks_joined_are_what_one_process_draws(axes: dict[str, int], precision: str) -> None:
+def test_shards_of_all_ranks_equal_the_initialization_of_one_process(axes: dict[str, int], precision: str) -> None:
     with rng.seeds(7):
-        alone: Any = Network()
-    expected: dict[str, Tensor] = Step(alone, lambda model, batch: {}, StepConfig(precision=precision), Mesh({})).model.state_dict()  # type: ignore[arg-type]
-    for found in on_ranks(axes, drawn, precision):
-        assert found.keys() == expected.keys()
-        for name, array in found.items():
+        full: Any = Network()
+    expected: dict[str, Tensor] = Step(full, lambda model, batch: {}, StepConfig(precision=precision), Mesh({})).model.state_dict()  # type: ignore[arg-type]
+    for gathered in on_ranks(axes, gather_initialized, precision):
+        assert gathered.keys() == expected.keys()
+        for name, array in gathered.items():
             assert np.array_equal(array, expected[name].numpy()), name

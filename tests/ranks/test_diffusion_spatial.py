@@ -36,48 +36,48 @@ def normal(seed: int, *size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def condition(cfg: UNetConfig, count: int, seed: int = 5) -> Condition:
-    few = [n // 4 for n in SIZES[cfg]]
+def new_condition(cfg: UNetConfig, count: int, seed: int = 5) -> Condition:
+    coarse = [n // 4 for n in SIZES[cfg]]
     return Condition(
         torch.arange(count) % (cfg.classes + 1) if cfg.classes else None,
         normal(seed, count, cfg.parameters) if cfg.parameters else None,
         normal(seed + 1, count, 3, cfg.tokens) if cfg.tokens else None,
         None,
-        normal(seed + 2, count, cfg.field, *few) if cfg.field else None,
+        normal(seed + 2, count, cfg.field, *coarse) if cfg.field else None,
     )
 
 
 def network(cfg: UNetConfig) -> UNet:
-    made = UNet(cfg)
+    model = UNet(cfg)
     with torch.no_grad():
-        for number, parameter in enumerate(made.parameters()):
+        for number, parameter in enumerate(model.parameters()):
             parameter.copy_(normal(number, *parameter.shape) * 0.2)
-    return made.double()
+    return model.double()
 
 
 def compare(mesh: Mesh, cfg: UNetConfig) -> None:
-    whole, size = network(cfg), SIZES[cfg]
-    model = diffusion.parallelize(deepcopy(whole), mesh, size)
-    assert list(model.state_dict()) == list(whole.state_dict())
+    full, size = network(cfg), SIZES[cfg]
+    model = diffusion.parallelize(deepcopy(full), mesh, size)
+    assert list(model.state_dict()) == list(full.state_dict())
     for count in (2, 1):
-        x, time, asked = normal(7, count, cfg.inputs, *size), torch.linspace(10, 500, count).double(), condition(cfg, count)
-        own = model.grid.shard(x).clone().requires_grad_()
+        x, time, condition = normal(7, count, cfg.inputs, *size), torch.linspace(10, 500, count).double(), new_condition(cfg, count)
+        local = model.grid.shard(x).clone().requires_grad_()
         x.requires_grad_()
-        y_whole, y = whole(x, time, asked), model(own, time, asked)
-        torch.testing.assert_close(y, model.grid.shard(y_whole), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(model.grid.gather(y), y_whole, rtol=1e-10, atol=1e-10)
-        slope = normal(9, *y_whole.shape)
-        for model_ in (whole, model):
+        y_full, y = full(x, time, condition), model(local, time, condition)
+        torch.testing.assert_close(y, model.grid.shard(y_full), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(model.grid.gather(y), y_full, rtol=1e-10, atol=1e-10)
+        grad_output = normal(9, *y_full.shape)
+        for model_ in (full, model):
             model_.zero_grad()
-        (y_whole * slope).sum().backward()
-        (y * model.grid.shard(slope)).sum().backward()
-        assert own.grad is not None and x.grad is not None
-        torch.testing.assert_close(own.grad, model.grid.shard(x.grad), rtol=1e-9, atol=1e-10)
-        largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
-        pairs: list[Any] = [(a.grad, b.grad, getattr(b, "sum_axes", ())) for a, b in zip(whole.parameters(), model.parameters())]
-        for axes in dict.fromkeys(pair[2] for pair in pairs):  # in one row, as few sums as may be
-            right, found = (torch.cat([pair[kind].flatten() for pair in pairs if pair[2] == axes]) for kind in (0, 1))
-            assert float((all_reduce_(found, *axes) - right).abs().max()) < 1e-10 * largest
+        (y_full * grad_output).sum().backward()
+        (y * model.grid.shard(grad_output)).sum().backward()
+        assert local.grad is not None and x.grad is not None
+        torch.testing.assert_close(local.grad, model.grid.shard(x.grad), rtol=1e-9, atol=1e-10)
+        largest = max(float(p.grad.abs().max()) for p in full.parameters() if p.grad is not None)
+        pairs: list[Any] = [(a.grad, b.grad, getattr(b, "sum_axes", ())) for a, b in zip(full.parameters(), model.parameters())]
+        for axes in dict.fromkeys(pair[2] for pair in pairs):  # concatenated: one all-reduce for each set of axes
+            expected, actual = (torch.cat([pair[kind].flatten() for pair in pairs if pair[2] == axes]) for kind in (0, 1))
+            assert float((all_reduce_(actual, *axes) - expected).abs().max()) < 1e-10 * largest
 
 
 CASES = [
@@ -87,16 +87,16 @@ CASES = [
 NAMES = {MAPS: "maps", GLOBE: "globe", VOLUMES: "volumes", OPEN: "open"}
 
 
-def told(value: Any) -> str:
+def case_id(value: Any) -> str:
     return NAMES[value] if isinstance(value, UNetConfig) else str(value)
 
 
-@pytest.mark.parametrize(("cfg", "axes"), CASES, ids=told)
+@pytest.mark.parametrize(("cfg", "axes"), CASES, ids=case_id)
 def test_a_network_with_sharded_samples_equals_the_full_one(cfg: UNetConfig, axes: dict[str, int]) -> None:
     on_ranks(axes, compare, cfg)
 
 
-def model_of(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
+def build_model(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
     size = (cfg.inputs, *SIZES[cfg])
     shape = DiffusionConfig(
         unet=cfg, size=size, objective={"prediction_type": "flow"},
@@ -110,51 +110,51 @@ def model_of(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
 
 def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
     axis, count = mesh["replicate"], 2
-    mine = slice(count * axis.rank // axis.size, count * (axis.rank + 1) // axis.size)
-    asked = Condition(*(None if x is None else x[mine] for x in condition(cfg, count, 20 + step)))
+    samples = slice(count * axis.rank // axis.size, count * (axis.rank + 1) // axis.size)
+    condition = Condition(*(None if x is None else x[samples] for x in new_condition(cfg, count, 20 + step)))
     sample, number = normal(40 + step, count, cfg.inputs, *SIZES[cfg]), torch.arange(count) + 2 * step
-    given = {name: getattr(asked, name) for name in ("field", "parameters", "classes", "tokens")}
-    return Batch(model.grid.shard(sample[mine]), number[mine], torch.zeros(count, dtype=torch.long)[mine], **given)
+    kwargs = {name: getattr(condition, name) for name in ("field", "parameters", "classes", "tokens")}
+    return Batch(model.grid.shard(sample[samples]), number[samples], torch.zeros(count, dtype=torch.long)[samples], **kwargs)
 
 
-def trained(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-    model = model_of(cfg, mesh)
-    words: dict[str, Any] = {"precision": "fp64", "lr": 0.01, "clip": 1.0, "ema_decay": 0.9, "shard": "none", "eps": 1e-3}
-    step = Step(model, diffusion.loss, StepConfig(**words), mesh)
+def train_and_sample(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    model = build_model(cfg, mesh)
+    settings: dict[str, Any] = {"precision": "fp64", "lr": 0.01, "clip": 1.0, "ema_decay": 0.9, "shard": "none", "eps": 1e-3}
+    step = Step(model, diffusion.loss, StepConfig(**settings), mesh)
     losses = [step(batch(mesh, cfg, model, number))["loss"].item() for number in range(2)]
-    held = batch(mesh, cfg, model, 9)
+    held_out = batch(mesh, cfg, model, 9)
     with torch.no_grad():
-        score = diffusion.score(model, held)
-        rows = {"loss": score["loss"][0], **(diffusion.draw_ensemble(model, held, members=2) if cfg.field else {})}
+        score = diffusion.score(model, held_out)
+        rows = {"loss": score["loss"][0], **(diffusion.draw_ensemble(model, held_out, members=2) if cfg.field else {})}
         wider = [2 * SIZES[cfg][0], *SIZES[cfg][1:]]
-        asked = Condition(*(None if x is None else x[:1] for x in condition(cfg, 1)))
-        rows["wider"] = model.sample(asked, 2, size=(cfg.inputs, *wider), sampler={MAPS: None}.get(cfg, PLAIN))
+        condition = Condition(*(None if x is None else x[:1] for x in new_condition(cfg, 1)))
+        rows["wider"] = model.sample(condition, 2, size=(cfg.inputs, *wider), sampler={MAPS: None}.get(cfg, EULER))
     state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}
     return losses, state, {name: value.double().numpy() for name, value in rows.items()}
 
 
-PLAIN = diffusion.SamplerConfig(method="euler", steps=2)
+EULER = diffusion.SamplerConfig(method="euler", steps=2)
 
 
 @cache
-def whole(cfg: UNetConfig) -> Any:
-    return trained(single_process(), cfg)
+def train_unsharded(cfg: UNetConfig) -> Any:
+    return train_and_sample(single_process(), cfg)
 
 
 TRAINED = [(MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2})]
 
 
-@pytest.mark.parametrize(("cfg", "axes"), TRAINED, ids=told)
+@pytest.mark.parametrize(("cfg", "axes"), TRAINED, ids=case_id)
 def test_sharded_samples_train_and_are_generated_as_on_one_rank(cfg: UNetConfig, axes: dict[str, int]) -> None:
-    losses, weights, rows = whole(cfg)
-    ranks = on_ranks(axes, trained, cfg)
-    copies = {"loss", "truth", "members", "field", "parameters"} if "replicate" in axes else set()
+    losses, weights, rows = train_unsharded(cfg)
+    ranks = on_ranks(axes, train_and_sample, cfg)
+    per_replica = {"loss", "truth", "members", "field", "parameters"} if "replicate" in axes else set()
     for own_losses, own_weights, own_rows in ranks:
-        if not copies:
+        if not per_replica:
             assert own_losses == pytest.approx(losses, rel=1e-9)
         for name, tensor in weights.items():
             assert own_weights[name] == pytest.approx(tensor, rel=1e-8, abs=1e-9), name
-        for name in rows.keys() - copies:
+        for name in rows.keys() - per_replica:
             assert own_rows[name] == pytest.approx(rows[name], rel=1e-7, abs=1e-9), name
 
 
@@ -165,24 +165,24 @@ LARGE = UNetConfig(
 
 def saved_and_sent_bytes(mesh: Mesh) -> tuple[int, int]:
     """Return the bytes of saved tensors of a rank, and the bytes that it sends."""
-    size, found = (32, 16, 16), dict[int, int]()
+    size, saved = (32, 16, 16), dict[int, int]()
     model = diffusion.parallelize(UNet(LARGE), mesh, size)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(x: Tensor) -> Tensor:
-        memory = x.untyped_storage()
-        if memory.data_ptr() not in weights:
-            found[memory.data_ptr()] = memory.nbytes()
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
         return x
 
-    asked = Condition(field=torch.zeros(1, 1, 8, 4, 4))
+    condition = Condition(field=torch.zeros(1, 1, 8, 4, 4))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model(model.grid.shard(torch.zeros(1, 2, *size)), torch.zeros(1), asked).sum().backward()
-    return sum(found.values()), cast(diffusion.Slabs, model.grid).cut.comm_volume.bytes_sent if mesh.model_parallel.size > 1 else 0
+        model(model.grid.shard(torch.zeros(1, 2, *size)), torch.zeros(1), condition).sum().backward()
+    return sum(saved.values()), cast(diffusion.Slabs, model.grid).cut.comm_volume.bytes_sent if mesh.model_parallel.size > 1 else 0
 
 
 def test_a_rank_saves_no_more_than_its_shard() -> None:
-    whole, _ = saved_and_sent_bytes(single_process())
+    full, _ = saved_and_sent_bytes(single_process())
     for axes, share in (({"depth": 2}, 0.45), ({"depth": 2, "height": 2}, 0.27)):
-        for own, sent in on_ranks(axes, saved_and_sent_bytes):
-            assert own < share * whole and sent < own, (axes, own / whole, sent / own)
+        for saved, sent in on_ranks(axes, saved_and_sent_bytes):
+            assert saved < share * full and sent < saved, (axes, saved / full, sent / saved)

@@ -22,7 +22,7 @@ FLUX: dict[str, Any] = {
     "inputs": 8, "double": 2, "single": 2, "heads": 4, "head": 6, "tokens": 5, "pooled": 3, "turned": (2, 2, 2),
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "dit": DIT, "dit, classes left out": {**DIT, "dropout": 0.4, "recompute": "layers"}, "flux": FLUX,
+    "dit": DIT, "dit, dropped classes": {**DIT, "dropout": 0.4, "recompute": "layers"}, "flux": FLUX,
     "flux, guided": {**FLUX, "guidance": True, "recompute": "selective"},
 }  # fmt: skip
 MESHES = [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 4}]
@@ -45,33 +45,33 @@ def batch(mesh: Mesh, step: int, cfg: Any) -> Batch:
     def own(values: Tensor) -> Tensor:
         return values.chunk(axis.size)[axis.rank]
 
-    def numbers(*shape: int) -> Tensor:
+    def normal(*shape: int) -> Tensor:
         return own(torch.randn(4, *shape, generator=draw, dtype=torch.float64))
 
-    x, target, time = numbers(2, 4, 4), numbers(2, 4, 4), own(torch.rand(4, generator=draw, dtype=torch.float64))
+    x, target, time = normal(2, 4, 4), normal(2, 4, 4), own(torch.rand(4, generator=draw, dtype=torch.float64))
     if isinstance(cfg, DiTConfig):
         return Batch(x, 1000 * time, target, own(torch.randint(0, cfg.classes, (4,), generator=draw)))
-    return Batch(x, time, target, None, numbers(3, cfg.tokens), numbers(cfg.pooled), time + 1 if cfg.guidance else None)
+    return Batch(x, time, target, None, normal(3, cfg.tokens), normal(cfg.pooled), time + 1 if cfg.guidance else None)
 
 
-def loss(model: nn.Module, given: Batch) -> dict[str, Tensor]:
-    asked = Condition(classes=given.classes, tokens=given.tokens, pooled=given.pooled, guidance=given.guidance)
-    return {"loss": (model(given.x, given.time, asked) - given.target).square().mean()}
+def loss(model: nn.Module, part: Batch) -> dict[str, Tensor]:
+    condition = Condition(classes=part.classes, tokens=part.tokens, pooled=part.pooled, guidance=part.guidance)
+    return {"loss": (model(part.x, part.time, condition) - part.target).square().mean()}
 
 
 def new_model(name: str) -> Any:
-    words = MODELS[name]
-    return DiT(DiTConfig(**words)) if name.startswith("dit") else Flux(FluxConfig(**words))
+    sizes = MODELS[name]
+    return DiT(DiTConfig(**sizes)) if name.startswith("dit") else Flux(FluxConfig(**sizes))
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
-    torch.manual_seed(5)  # classes are left out alike
-    with deferred(seed):  # each rank draws its part of the same numbers
+    torch.manual_seed(5)  # equal class dropout on all ranks
+    with deferred(seed):  # each rank initializes its shard of the same weights
         model = parallelize(new_model(case["model"]), mesh)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.2)
-    words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9}
-    return Step(model, loss, StepConfig(**words, eps=1e-3, capture="none", shard=case.get("shard", "none")), mesh)
+    settings: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9}
+    return Step(model, loss, StepConfig(**settings, eps=1e-3, capture="none", shard=case.get("shard", "none")), mesh)
 
 
 def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Batch]:
@@ -81,7 +81,7 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Batch]:
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_equals_full(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": name} for name in MODELS]
-    if "replicate" in axes:  # whose copies leave out other classes
+    if "replicate" in axes:  # replicas would drop different classes
         shards = ("none", "optimizer", "weights") if "tensor" in axes else ("weights",)
         cases = [{"model": name, "shard": shard} for name in ("dit", "flux, guided") for shard in shards]
     check_sharded_equals_full(axes, cases, new_step, batches)

@@ -67,8 +67,8 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     torch.manual_seed(seed + mesh["replicate"].rank)  # replicas start equal, whatever their initialization
     model = Network()
     sum_gradients_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample
-    words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9, "bucket_mb": 2e-3} | case
-    step = Step(model, loss, StepConfig(**words), mesh)
+    settings = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9, "bucket_mb": 2e-3} | case
+    step = Step(model, loss, StepConfig(**settings), mesh)
     step._weight /= mesh["depth"].size
     return step
 
@@ -79,38 +79,38 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Any]:
     return [tuple(x.to(dtype).chunk(axis.size)[axis.rank] for x in batch(i)) for i in range(first, first + steps)]
 
 
-EVERY: list[Case] = [{"optimizer": optimizer, "shard": shard} for optimizer in ("adamw", "sgd", "lamb", "lars") for shard in SHARDS]
-FURTHER: list[Case] = [
-    {**words, "shard": shard} for shard in SHARDS
-    for words in ({"accumulate": 2}, {"clip": None, "ema_decay": None})
+CASES: list[Case] = [{"optimizer": optimizer, "shard": shard} for optimizer in ("adamw", "sgd", "lamb", "lars") for shard in SHARDS]
+EXTRA_CASES: list[Case] = [
+    {**settings, "shard": shard} for shard in SHARDS
+    for settings in ({"accumulate": 2}, {"clip": None, "ema_decay": None})
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("axes", "cases"), [
-    ({"replicate": 1}, EVERY[:2]), ({"replicate": 2}, EVERY), ({"replicate": 4}, EVERY + FURTHER),
-    ({"replicate": 2, "depth": 2}, EVERY + FURTHER[-2:]),
+    ({"replicate": 1}, CASES[:2]), ({"replicate": 2}, CASES), ({"replicate": 4}, CASES + EXTRA_CASES),
+    ({"replicate": 2, "depth": 2}, CASES + EXTRA_CASES[-2:]),
 ], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_sharded_equals_unsharded(axes: dict[str, int], cases: list[Case]) -> None:
     check_sharded_equals_full(axes, cases, new_step, batches)
 
 
 def train_hybrid(mesh: Mesh, shard: str) -> TrainResult:
-    words = {"shard": shard, **({"shard_within": 2} if mesh.world > 1 else {})}
-    return train(new_step(mesh, words), batches(mesh, {}, 0, 2))
+    case = {"shard": shard, **({"shard_within": 2} if mesh.world > 1 else {})}
+    return train(new_step(mesh, case), batches(mesh, {}, 0, 2))
 
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_hybrid_sharding_changes_nothing(shard: str) -> None:
-    right = gather_full([train_hybrid(Mesh({}), shard).state])
-    check_equal(gather_full([rank.state for rank in on_ranks({"replicate": 4}, train_hybrid, shard)]), right)
+    expected = gather_full([train_hybrid(Mesh({}), shard).state])
+    check_equal(gather_full([rank.state for rank in on_ranks({"replicate": 4}, train_hybrid, shard)]), expected)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
 def test_two_ranks_with_a_sharded_adam_equal_two_without_bit_for_bit(precision: str) -> None:
-    words = {"precision": precision, "clip": None, "moments": "bf16" if precision == "bf16-params" else "fp32"}
-    ranks = on_ranks({"replicate": 2}, train_cases, new_step, batches, [words, words | {"shard": "optimizer"}])
-    plain, divided = (gather_full([rank[case].state for rank in ranks]) for case in (0, 1))
-    assert all(np.array_equal(divided[name], value) for name, value in plain.items() if not name.endswith("gradient"))
+    settings = {"precision": precision, "clip": None, "moments": "bf16" if precision == "bf16-params" else "fp32"}
+    ranks = on_ranks({"replicate": 2}, train_cases, new_step, batches, [settings, settings | {"shard": "optimizer"}])
+    replicated, sharded = (gather_full([rank[case].state for rank in ranks]) for case in (0, 1))
+    assert all(np.array_equal(sharded[name], value) for name, value in replicated.items() if not name.endswith("gradient"))
 
 
 def state_size(mesh: Mesh, shard: str) -> tuple[int, int, int]:
@@ -141,17 +141,17 @@ def dtypes(mesh: Mesh) -> set[tuple[bool, torch.dtype]]:
 
 
 def test_sharded_frozen_weights_are_bfloat16() -> None:
-    for found in on_ranks({"replicate": 2}, dtypes):
-        assert found == {(True, torch.float32), (False, torch.bfloat16)}
+    for pairs in on_ranks({"replicate": 2}, dtypes):
+        assert pairs == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_checkpoint_loads_with_every_sharding(tmp_path: Path, optimizer: str) -> None:
-    places: list[tuple[dict[str, int], Case]] = [
+    layouts: list[tuple[dict[str, int], Case]] = [
         ({"replicate": 1}, {}), ({"replicate": 2}, {"shard": "optimizer"}),
         ({"replicate": 4}, {"shard": "optimizer", "shard_within": 2, "bucket_mb": 1e-3}), ({"replicate": 2}, {"shard": "weights"}),
     ]  # fmt: skip
-    check_reshard([(axes, case | {"optimizer": optimizer}) for axes, case in places], tmp_path, new_step, batches)
+    check_reshard([(axes, case | {"optimizer": optimizer}) for axes, case in layouts], tmp_path, new_step, batches)
 
 
 def bytes_sent() -> int:
@@ -160,19 +160,19 @@ def bytes_sent() -> int:
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as each:
-                    if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                        info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                with socket.socket(fileno=os.dup(int(name))) as sock:
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                         count += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
         except OSError:
             continue
     return count
 
 
-def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
+def send_steps(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
     """Return the acknowledged bytes that this process sent in ``steps`` steps, and the bytes of the weights."""
-    big = nn.Linear(1000, 1000)
-    step = Step(big, lambda m, b: {"loss": m(b).square().mean()}, StepConfig(shard=shard), mesh)
+    model = nn.Linear(1000, 1000)
+    step = Step(model, lambda m, b: {"loss": m(b).square().mean()}, StepConfig(shard=shard), mesh)
     part = torch.randn(2, 1000)
     step(part)
     step.reducer.wait()
@@ -182,57 +182,57 @@ def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
         step(part)
     step.reducer.wait()
     torch_dist.barrier()
-    return bytes_sent() - before, sum(p.nbytes for p in big.parameters())
+    return bytes_sent() - before, sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_sends_no_more_than_2_g_minus_1_over_g_of_the_parameters(ranks: int) -> None:
-    found = on_ranks({"replicate": ranks}, sent, "optimizer", 5)
-    mean = sum(count for count, _ in found) / ranks / 5 / found[0][1]
+    results = on_ranks({"replicate": ranks}, send_steps, "optimizer", 5)
+    mean = sum(count for count, _ in results) / ranks / 5 / results[0][1]
     assert mean == pytest.approx(2 * (ranks - 1) / ranks, rel=0.03)
 
 
-def events(mesh: Mesh) -> list[str]:
+def record_events(mesh: Mesh) -> list[str]:
     """Return the events of two steps in order: reductions, gradients, starts and waits of all-gathers, layers."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     step = Step(model, lambda m, b: {"loss": m(b).sum()}, StepConfig(shard="optimizer", bucket_mb=1e-4), mesh)
-    seen: list[str] = []
+    events: list[str] = []
     for bucket in step.reducer.buckets:
-        launch, arrive = bucket.launch, bucket.wait_gather  # type: ignore[attr-defined]
-        share, name = bucket.all_gather, bucket.flat_views[-1].name  # type: ignore[attr-defined]
-        bucket.launch = lambda f=launch: (seen.append("sum"), f())[1]  # type: ignore[method-assign]
-        bucket.all_gather = lambda f=share, n=name: (seen.append(f"gather {n}"), f())[1]  # type: ignore[attr-defined]
-        bucket.wait_gather = lambda b=bucket, f=arrive: (b.gather_work and seen.append("arrive"), f())[1]  # type: ignore[attr-defined]
+        launch, wait_gather = bucket.launch, bucket.wait_gather  # type: ignore[attr-defined]
+        all_gather, name = bucket.all_gather, bucket.flat_views[-1].name  # type: ignore[attr-defined]
+        bucket.launch = lambda f=launch: (events.append("reduce"), f())[1]  # type: ignore[method-assign]
+        bucket.all_gather = lambda f=all_gather, n=name: (events.append(f"gather {n}"), f())[1]  # type: ignore[attr-defined]
+        bucket.wait_gather = lambda b=bucket, f=wait_gather: (b.gather_work and events.append("wait"), f())[1]  # type: ignore[attr-defined]
     for i, layer in enumerate(model):
-        layer.register_full_backward_hook(lambda *_: seen.append("gradient"))
-        layer.register_forward_hook(lambda *_, i=i: seen.append(f"layer {i}"))
+        layer.register_full_backward_hook(lambda *_: events.append("gradient"))
+        layer.register_forward_hook(lambda *_, i=i: events.append(f"layer {i}"))
     for _ in range(2):
         step(torch.ones(2, 8, requires_grad=True))
-        seen.append("step is over")
-    return seen
+        events.append("step is over")
+    return events
 
 
 def test_reductions_overlap_with_the_backward_pass_and_gathers_with_the_next_forward_pass() -> None:
-    seen = on_ranks({"replicate": 2}, events)[0]
-    over = seen.index("step is over")
-    first = seen[:over]
-    assert first.index("sum") < len(first) - 1 - first[::-1].index("gradient")
+    events = on_ranks({"replicate": 2}, record_events)[0]
+    end = events.index("step is over")
+    first = events[:end]
+    assert first.index("reduce") < len(first) - 1 - first[::-1].index("gradient")
     gathers = [event.split()[1] for event in first if event.startswith("gather")]
     assert gathers == sorted(gathers) and len(gathers) >= 3, "in the order of the next forward pass"
-    second = seen[over + 1 :]
-    assert "arrive" not in first and second.count("arrive") == 4
-    assert second.index("layer 0") < len(second) - 1 - second[::-1].index("arrive"), "later weights come after layer 0"
+    second = events[end + 1 :]
+    assert "wait" not in first and second.count("wait") == 4
+    assert second.index("layer 0") < len(second) - 1 - second[::-1].index("wait"), "later weights come after layer 0"
 
 
 class SlowGather:
-    """An all-gather that does not begin before it is waited for."""
+    """An all-gather that begins in ``wait``."""
 
     def __init__(self, full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
         self.wait = lambda: all_gather(full, shard.clone(), axis).wait()
 
 
 class DirectAccess(nn.Module):
-    """A network that reads weights of submodules without their forward pass, and those that nn.LSTM references twice."""
+    """A network that reads weights of submodules without their forward pass, and weights that nn.LSTM references twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,21 +246,21 @@ class DirectAccess(nn.Module):
 
 
 def access_weights(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
-    """Return the weights immediately after each of some steps, by several ways of access."""
+    """Return the weights immediately after each step, each time by another kind of access."""
     torch.manual_seed(0)
-    ways: list[Any] = [nn.Module.state_dict, lambda m: dict(m.named_parameters()), lambda m: deepcopy(m).state_dict()]
+    accessors: list[Any] = [nn.Module.state_dict, lambda m: dict(m.named_parameters()), lambda m: deepcopy(m).state_dict()]
     with patch.object(fsdp, "all_gather", SlowGather):
-        words: dict[str, Any] = {"precision": "fp64", "shard": scheme, "bucket_mb": 1e-4}
-        step = Step(DirectAccess(), lambda m, x: {"loss": m(x).square().mean()}, StepConfig(**words), mesh)
-        found = []
-        for number, ask in enumerate(ways):
+        settings: dict[str, Any] = {"precision": "fp64", "shard": scheme, "bucket_mb": 1e-4}
+        step = Step(DirectAccess(), lambda m, x: {"loss": m(x).square().mean()}, StepConfig(**settings), mesh)
+        results = []
+        for number, access in enumerate(accessors):
             step(torch.ones(2, 4, 6).double() / (1 + number + mesh.rank), 0.1)
-            found.append({name: tensor.detach().numpy().copy() for name, tensor in ask(step.model).items()})
-        return found
+            results.append({name: tensor.detach().numpy().copy() for name, tensor in access(step.model).items()})
+        return results
 
 
 def test_access_to_a_weight_waits_for_its_all_gather() -> None:
-    right = on_ranks({"replicate": 2}, access_weights, "none")[0]
-    for found in on_ranks({"replicate": 2}, access_weights, "optimizer"):
-        for early, expected in zip(found, right):
+    replicated = on_ranks({"replicate": 2}, access_weights, "none")[0]
+    for results in on_ranks({"replicate": 2}, access_weights, "optimizer"):
+        for early, expected in zip(results, replicated):
             check_equal(early, expected)

@@ -1,4 +1,4 @@
-"""Language models sharded over ``tensor``, ``context`` and ``pipeline`` together: the same training and checkpoints as on one rank.
+"""Language models sharded over combinations of ``tensor``, ``context`` and ``pipeline`` train and are checkpointed as on one rank.
 Each axis alone has its own file."""
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from hpcai.models.llm.load import read_config
 from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.ranks.language_model import LLAMA, check_reshard, check_sharded_equals_full, sharded
+from tests.ranks.language_model import LLAMA, check_reshard, check_sharded_equals_full, with_shard
 from tests.ranks.launch import on_ranks
 from tests.ranks.shards import Shards, gather_full, local_shards
 from tests.ranks.training import Case
@@ -29,22 +29,22 @@ MESHES = [
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_equals_full(axes: dict[str, int]) -> None:
-    """Rows of one document, of several, and with adapters."""
+    """Train with one document per row, with several, and with adapters."""
     cases: list[Case] = [{"model": "tied"}, {"model": "gpt", "packed": True}, {"model": "llama", "adapted": True}]
     if list(axes) == ["pipeline"]:
-        cases = [case | {"layers": 4} for case in cases]  # several of a stage
+        cases = [case | {"layers": 4} for case in cases]  # several per stage
     if "replicate" in axes:
-        cases = [*sharded({"model": "llama", "packed": True}, "optimizer", "weights"), {"model": "tied", "shard": "weights"}]
+        cases = [*with_shard({"model": "llama", "packed": True}, "optimizer", "weights"), {"model": "tied", "shard": "weights"}]
     check_sharded_equals_full(axes, cases)
 
 
 def test_a_checkpoint_is_resharded(tmp_path: Path) -> None:
     case = {"model": "tied", "layers": 4}
-    places = [{"pipeline": 2, "tensor": 2}, {}, {"pipeline": 4}, {"context": 2, "tensor": 2}]
-    check_reshard([(axes, case) for axes in places], tmp_path)
+    meshes = [{"pipeline": 2, "tensor": 2}, {}, {"pipeline": 4}, {"context": 2, "tensor": 2}]
+    check_reshard([(axes, case) for axes in meshes], tmp_path)
 
 
-def parts_of_a_folder(mesh: Mesh) -> Shards:
+def load_shards(mesh: Mesh) -> Shards:
     folder = DATA / "llm" / "llama31_tiny" / "hf"
     with deferred(0):
         model = llm.parallelize(LLM(read_config(folder)), mesh)
@@ -54,25 +54,25 @@ def parts_of_a_folder(mesh: Mesh) -> Shards:
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}], ids=str)
 def test_each_rank_reads_its_shard_of_a_folder(axes: dict[str, int]) -> None:
-    found = gather_full([[p for p in rank if p[0].endswith("weight")] for rank in on_ranks(axes, parts_of_a_folder)])
-    whole = LLM.load(DATA / "llm" / "llama31_tiny" / "hf")
-    for name, parameter in whole.named_parameters():
-        np.testing.assert_array_equal(found[f"{name} weight"], parameter.detach().numpy())
+    gathered = gather_full([[p for p in rank if p[0].endswith("weight")] for rank in on_ranks(axes, load_shards)])
+    full = LLM.load(DATA / "llm" / "llama31_tiny" / "hf")
+    for name, parameter in full.named_parameters():
+        np.testing.assert_array_equal(gathered[f"{name} weight"], parameter.detach().numpy())
 
 
-def refused(mesh: Mesh, changes: dict[str, Any]) -> str:
+def error_text(mesh: Mesh, overrides: dict[str, Any]) -> str:
     try:
-        llm.build_pipeline(llm.parallelize(LLM(LLMConfig(**LLAMA | changes)), mesh), mesh)
+        llm.build_pipeline(llm.parallelize(LLM(LLMConfig(**LLAMA | overrides)), mesh), mesh)
     except (MeshError, ConfigError) as problem:
         return str(problem)
     return "done"
 
 
-@pytest.mark.parametrize(("axes", "changes", "text"), [
+@pytest.mark.parametrize(("axes", "overrides", "text"), [
     ({"tensor": 2}, {"heads": 3, "key_heads": 3, "head": 4}, "does not divide 3 heads"),
     ({"tensor": 2}, {"heads": 6, "key_heads": 3, "head": 4}, "neither divides 3 KV heads nor is a multiple"),
     ({"pipeline": 4}, {"layers": 1}, "pipeline: 1 blocks cannot be split into 4 stages"),
-    ({"pipeline": 4}, {"layers": 2}, "done"),  # the first stage and the last have words besides
+    ({"pipeline": 4}, {"layers": 2}, "done"),  # the first and last stages have the embedding and the head
 ])  # fmt: skip
-def test_errors_of_sharding(axes: dict[str, int], changes: dict[str, Any], text: str) -> None:
-    assert all(text in told for told in on_ranks(axes, refused, changes))
+def test_errors_of_sharding(axes: dict[str, int], overrides: dict[str, Any], text: str) -> None:
+    assert all(text in message for message in on_ranks(axes, error_text, overrides))

@@ -22,111 +22,111 @@ from tests.ranks.shards import Shards, check_equal, gather_full, local_shards
 from tests.ranks.training import Case, checkpointed_state, train
 from tests.reference_data import DATA
 
-HOME = DATA / "llm" / "llama31_tiny" / "hf"
+FOLDER = DATA / "llm" / "llama31_tiny" / "hf"
 MESHES: list[dict[str, int]] = [
     {"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"context": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2},
 ]  # fmt: skip
-EIGHT: Case = {"model": "llama", "adapted": True, "frozen": "8bit"}
-KINDS: dict[str, set[torch.dtype]] = {
+INT8: Case = {"model": "llama", "adapted": True, "frozen": "8bit"}
+DTYPES: dict[str, set[torch.dtype]] = {
     "as they are": {torch.float32}, "bf16": {torch.float32, torch.bfloat16}, "8bit": {torch.float32, torch.int8},
 }  # fmt: skip
 
 
-def still(model: torch.nn.Module) -> Shards:
+def frozen_shards(model: torch.nn.Module) -> Shards:
     """Return the local shards of frozen weights."""
-    found: Shards = []
+    shards: Shards = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            place = shard_spec(parameter)
-            for at, box in place.boxes((0,) * parameter.ndim, tuple(parameter.shape)):
-                found.append((name, place.global_shape, at, parameter.detach()[box].double().numpy().copy()))
-    return found
+            spec = shard_spec(parameter)
+            for at, box in spec.boxes((0,) * parameter.ndim, tuple(parameter.shape)):
+                shards.append((name, spec.global_shape, at, parameter.detach()[box].double().numpy().copy()))
+    return shards
 
 
-def frozen(mesh: Mesh) -> Shards:
-    model = new_step(mesh, EIGHT).model
+def quantized_shards(mesh: Mesh) -> Shards:
+    model = new_step(mesh, INT8).model
     assert {p.dtype for name, p in model.named_parameters() if name.endswith("_proj.weight")} == {torch.int8}
-    return still(model)
+    return frozen_shards(model)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_equals_full(axes: dict[str, int]) -> None:
-    cases = [EIGHT]
+    cases = [INT8]
     if axes == {"context": 2, "tensor": 2}:
-        cases += [EIGHT | {"model": "tied"}]  # whose layers are computed again
+        cases += [INT8 | {"model": "tied"}]  # with recomputed layers
     if axes == {"tensor": 4}:
-        cases += [EIGHT | {"model": "one key"}]  # whose keys several ranks have
+        cases += [INT8 | {"model": "one key"}]  # with keys replicated over ranks
     if "replicate" in axes:
-        cases += [EIGHT | {"shard": "optimizer"}, EIGHT | {"model": "gpt"}, EIGHT | {"frozen": "bf16"}]
+        cases += [INT8 | {"shard": "optimizer"}, INT8 | {"model": "gpt"}, INT8 | {"frozen": "bf16"}]
     check_sharded_equals_full(axes, cases)
-    check_equal(gather_full(on_ranks(axes, frozen)), gather_full([frozen(Mesh({}))]), tolerance=0)
+    check_equal(gather_full(on_ranks(axes, quantized_shards)), gather_full([quantized_shards(Mesh({}))]), tolerance=0)
 
 
-def from_folder(mesh: Mesh, frozen: Any, seed: int = 0, **more: Any) -> Step:
+def load_step(mesh: Mesh, frozen: Any, seed: int = 0, **settings: Any) -> Step:
     """Return a step of the stored model, with adapters initialized by ``seed``."""
     torch.manual_seed(seed)
     with deferred(seed):
-        model = llm.parallelize(LLM(read_config(HOME)), mesh)
-    llm.adapt(llm.load_deferred(model, HOME), LoRAConfig(rank=2, base_dtype=frozen))
-    return Step(model, llm.loss, StepConfig(lr=0.1, capture="none", **more), mesh)
+        model = llm.parallelize(LLM(read_config(FOLDER)), mesh)
+    llm.adapt(llm.load_deferred(model, FOLDER), LoRAConfig(rank=2, base_dtype=frozen))
+    return Step(model, llm.loss, StepConfig(lr=0.1, capture="none", **settings), mesh)
 
 
-def rows(mesh: Mesh, number: int) -> Batch:
+def make_batch(mesh: Mesh, number: int) -> Batch:
     generator = torch.Generator().manual_seed(number)
     return Batch(torch.randint(0, 60, (2, 17), generator=generator).chunk(mesh["replicate"].size)[mesh["replicate"].rank])
 
 
-def gone_on(mesh: Mesh, folder: Path, before: str, after: str) -> tuple[list[Shards], list[Shards], list[str]]:
-    """A run of two steps and one that goes on from its checkpoint, each as it was saved and read and after a third step; names in
-    the checkpoint."""
-    step, again = from_folder(mesh, before, shard="optimizer"), from_folder(mesh, after, seed=7, shard="optimizer")
+def resume_and_continue(mesh: Mesh, folder: Path, before: str, after: str) -> tuple[list[Shards], list[Shards], list[str]]:
+    """Train two steps, save, and resume another model. Return for each its state at the checkpoint and after a third step, and the
+    names in the checkpoint."""
+    step, resumed = load_step(mesh, before, shard="optimizer"), load_step(mesh, after, seed=7, shard="optimizer")
     for number in range(2):
-        step(rows(mesh, number))
+        step(make_batch(mesh, number))
     saved = Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=2)).path
-    Checkpoints(folder, CheckpointConfig(), mesh).resume(again)
-    assert {parameter.dtype for parameter in again.model.parameters()} == KINDS[after]
-    found: list[list[Shards]] = []
-    for each in (step, again):
-        now = checkpointed_state(each)
-        each(rows(mesh, 2))
-        found.append([now, local_shards(each) + still(each.model)])
-    return found[0], found[1], [name for name in open_checkpoint(saved).tensors if name.startswith("model/")]
+    Checkpoints(folder, CheckpointConfig(), mesh).resume(resumed)
+    assert {parameter.dtype for parameter in resumed.model.parameters()} == DTYPES[after]
+    states: list[list[Shards]] = []
+    for run in (step, resumed):
+        now = checkpointed_state(run)
+        run(make_batch(mesh, 2))
+        states.append([now, local_shards(run) + frozen_shards(run.model)])
+    return states[0], states[1], [name for name in open_checkpoint(saved).tensors if name.startswith("model/")]
 
 
 @pytest.mark.parametrize(("before", "after"), [("8bit", "8bit"), ("as they are", "8bit"), ("8bit", "bf16")])
 def test_a_run_resumes_with_frozen_weights_in_any_format(before: str, after: str, tmp_path: Path) -> None:
-    ranks = on_ranks({"replicate": 2, "tensor": 2}, gone_on, tmp_path, before, after)
-    saved, read = (gather_full([rank[which][0] for rank in ranks]) for which in (0, 1))
+    ranks = on_ranks({"replicate": 2, "tensor": 2}, resume_and_continue, tmp_path, before, after)
+    saved, loaded = (gather_full([rank[run][0] for rank in ranks]) for run in (0, 1))
     assert len(saved) > 10
-    check_equal(read, saved, tolerance=0)
+    check_equal(loaded, saved, tolerance=0)
     if before == after:
-        check_equal(*(gather_full([rank[which][1] for rank in ranks]) for which in (0, 1)), tolerance=0)
-    assert all(".adapter." in name for name in ranks[0][2]), "frozen weights are those of the file"
+        check_equal(*(gather_full([rank[run][1] for rank in ranks]) for run in (0, 1)), tolerance=0)
+    assert all(".adapter." in name for name in ranks[0][2]), "frozen weights are read from the file"
 
 
-def drawn(mesh: Mesh, folder: Path, seed: int) -> Shards:
-    step, checkpoints = new_step(mesh, EIGHT, seed), Checkpoints(folder, CheckpointConfig(), mesh)
+def train_or_resume(mesh: Mesh, folder: Path, seed: int) -> Shards:
+    step, checkpoints = new_step(mesh, INT8, seed), Checkpoints(folder, CheckpointConfig(), mesh)
     if seed == 0:
-        train(step, batches(mesh, EIGHT))
+        train(step, batches(mesh, INT8))
         checkpoints.save(step, Progress(step=2))
     else:
         checkpoints.resume(step)
-    return [piece for piece in local_shards(step) if piece[0].endswith("weight")] + still(step.model)
+    return [piece for piece in local_shards(step) if piece[0].endswith("weight")] + frozen_shards(step.model)
 
 
-def test_frozen_weights_of_no_file_are_in_the_checkpoint(tmp_path: Path) -> None:
-    saved = gather_full(on_ranks({"tensor": 2}, drawn, tmp_path, 0))
-    check_equal(gather_full(on_ranks({"pipeline": 2, "tensor": 2}, drawn, tmp_path, 7)), saved, tolerance=0)
+def test_frozen_weights_without_a_file_are_in_the_checkpoint(tmp_path: Path) -> None:
+    saved = gather_full(on_ranks({"tensor": 2}, train_or_resume, tmp_path, 0))
+    check_equal(gather_full(on_ranks({"pipeline": 2, "tensor": 2}, train_or_resume, tmp_path, 7)), saved, tolerance=0)
 
 
-def merged(mesh: Mesh) -> Shards:
-    step = new_step(mesh, EIGHT)
-    train(step, batches(mesh, EIGHT))
+def merge_trained(mesh: Mesh) -> Shards:
+    step = new_step(mesh, INT8)
+    train(step, batches(mesh, INT8))
     model: Any = llm.merge(step.model)  # type: ignore[arg-type]
     kinds = {type(part).__name__ for part in model.modules()}
     assert not any(k.startswith(("Frozen", "Quant")) for k in kinds) and ("RowParallelLinear" in kinds) == (mesh["tensor"].size > 1)
-    return still(model.requires_grad_(False))
+    return frozen_shards(model.requires_grad_(False))
 
 
 def test_merged_shards_are_those_of_the_merged_model() -> None:
-    check_equal(gather_full(on_ranks({"replicate": 2, "tensor": 2}, merged)), gather_full([merged(Mesh({}))]))
+    check_equal(gather_full(on_ranks({"replicate": 2, "tensor": 2}, merge_trained)), gather_full([merge_trained(Mesh({}))]))

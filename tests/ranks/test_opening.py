@@ -1,7 +1,7 @@
-"""One rank reads what is known of a split for all; another touches no file before it reads a sample of it.
+"""One rank reads the metadata of a split for all; another opens no file before it reads a sample of it.
 
-The folder has a relative name, and the second rank's working directory holds no such folder, or one with some of the files: what
-else it asked the file system for would not be found.
+The folder has a relative name, and the second rank's working directory has no such folder, or one with some of the files: it would
+not find any other file.
 """
 
 import re
@@ -30,35 +30,35 @@ KINDS = ("table", "index", "none")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The split "set", in a folder for each way to tell of its files."""
-    home = tmp_path_factory.mktemp("made")
-    (home / "table/set").mkdir(parents=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the split "set" to three folders: with a table of its files, with an index, and with neither."""
+    root = tmp_path_factory.mktemp("home")
+    (root / "table/set").mkdir(parents=True)
     entries = []
     for i in range(FILES):
-        path = home / f"table/set/u{i:03d}.h5"
+        path = root / f"table/set/u{i:03d}.h5"
         with h5py.File(path, "w") as file:
             file["cube"] = np.full((ROWS, 4 + i % 3, 16, 16), i, "i2")
             file["vector"], file["atoms"] = np.full((ROWS, 3), i, "f4"), np.array([i % 2, 2], "i4")
             file["flat"] = np.full((i % 2 + 2, 400), i, "i2")
         entries.append({"name": path.name, "rows": ROWS, "bytes": path.stat().st_size})
     for kind in ("index", "none"):
-        shutil.copytree(home / "table", home / kind)
+        shutil.copytree(root / "table", root / kind)
     for kind in ("table", "index"):
-        write_index(home / kind / "set", {"files": entries, "units": "a"}, table=kind == "table")
-    return home
+        write_index(root / kind / "set", {"files": entries, "units": "a"}, table=kind == "table")
+    return root
 
 
-def opened(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:
-    """What a rank knows without a file, and the samples of two files that the second rank alone has there."""
-    asked = []
-    before = h5py.File.__init__
+def open_and_read(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:
+    """Return metadata, and samples of two files, the only ones in the second rank's folder; it creates them after the opening."""
+    opened = []
+    original = h5py.File.__init__
 
-    def noted(self: Any, *args: Any, **words: Any) -> None:
-        asked.append(Path(args[0]).name)
-        before(self, *args, **words)
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        opened.append(Path(args[0]).name)
+        original(self, *args, **kwargs)
 
-    h5py.File.__init__ = noted
+    h5py.File.__init__ = recorded
     try:
         with chdir(own if mesh.rank else home / kind):
             rows = open_split(Path("set"), FIELDS, "make it so", LoaderConfig(reader="buffered"), mesh)
@@ -66,31 +66,31 @@ def opened(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:
                 (own / "set").mkdir()
                 for name in ("u007.h5", "u150.h5"):
                     shutil.copy(home / kind / "set" / name, own / "set" / name)
-            told: Any = rows.column("atoms").tolist(), [rows.shape(i, "cube")[0] for i in (0, 15, 399)] if kind == "table" else None
+            info: Any = rows.column("atoms").tolist(), [rows.shape(i, "cube")[0] for i in (0, 15, 399)] if kind == "table" else None
             read = [rows.read(index) for index in (15, 300)]
             values = [{name: (value.shape, set(value.reshape(-1).tolist())) for name, value in row.items()} for row in read]
             try:
                 rows.read(20)
-                gone = ""
+                error = ""
             except DataError as problem:
-                gone = str(problem)
-            return len(rows), rows.identity, rows.metadata.get("units"), rows.shapes, told, values, gone, asked
+                error = str(problem)
+            return len(rows), rows.identity, rows.metadata.get("units"), rows.shapes, info, values, error, opened
     finally:
-        h5py.File.__init__ = before
+        h5py.File.__init__ = original
 
 
-def without_columns(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:
+def open_with_messages(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:
     with chdir(own if mesh.rank else home / kind):
-        said: list[str] = []
+        messages: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(splits.logger, "info", lambda text, *words: said.append(text % words))
+            patch.setattr(splits.logger, "info", lambda text, *args: messages.append(text % args))
             rows = open_split(Path("set"), FIELDS, "make it so", LoaderConfig(reader="buffered"), mesh)
-        return len(rows), rows.identity, rows.metadata.get("units"), rows.shapes, said
+        return len(rows), rows.identity, rows.metadata.get("units"), rows.shapes, messages
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"depth": 2}], ids=str)
-def test_the_second_rank_touches_only_files_that_it_reads(made: Path, tmp_path: Path, axes: dict[str, int]) -> None:
-    first, second = on_ranks(axes, opened, made, "table", tmp_path)
+def test_the_second_rank_opens_only_files_that_it_reads(home: Path, tmp_path: Path, axes: dict[str, int]) -> None:
+    first, second = on_ranks(axes, open_and_read, home, "table", tmp_path)
     assert first[:6] == second[:6] and first[0] == FILES * ROWS and first[2] == "a" and first[3]["cube"] == (4, 16, 16)
     assert first[4] == ([n for i in range(FILES) for n in (i % 2, 2)], [4, 5, 5])
     assert first[5] == [
@@ -98,29 +98,29 @@ def test_the_second_rank_touches_only_files_that_it_reads(made: Path, tmp_path: 
         {"cube": ((4, 16, 16), {150}), "vector": ((3,), {150.0}), "atoms": ((), {0}), "flat": ((0, 400), set())},
     ]
     assert first[6] == "" and "u010.h5: cannot be opened: no such file" in second[6] and second[6].endswith("2 rows; make it so")
-    assert first[7] == second[7] == [], "HDF5 is asked for a file that the table knows"
+    assert first[7] == second[7] == [], "HDF5 opens a file that is in the table"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_table_the_second_rank_opens_a_split_by_what_it_is_told(made: Path, tmp_path: Path, kind: str) -> None:
-    first, second = on_ranks({"replicate": 2}, without_columns, made, kind, tmp_path)
+def test_without_a_table_the_second_rank_opens_a_split_with_metadata_of_the_first(home: Path, tmp_path: Path, kind: str) -> None:
+    first, second = on_ranks({"replicate": 2}, open_with_messages, home, kind, tmp_path)
     assert first == second and first[0] == FILES * ROWS and first[2] == (None if kind == "none" else "a")
     advice = "set: no table of its 200 files, so each rank opens the files that it needs; hpcai data check set --index writes one"
     assert first[4] == ([] if kind == "table" else [advice])
-    assert first[1] == on_ranks({}, without_columns, made, "table", tmp_path)[0][1]
+    assert first[1] == on_ranks({}, open_with_messages, home, "table", tmp_path)[0][1]
 
 
-def test_ranks_that_only_evaluate_read_for_themselves(made: Path, tmp_path: Path) -> None:
-    told = on_ranks({"replicate": 2, "evaluate": 2}, told_of, made, tmp_path)
-    assert len(set(told)) == 1
+def test_ranks_that_only_evaluate_read_for_themselves(home: Path, tmp_path: Path) -> None:
+    identities = on_ranks({"replicate": 2, "evaluate": 2}, split_identity, home, tmp_path)
+    assert len(set(identities)) == 1
 
 
-def told_of(mesh: Mesh, home: Path, own: Path) -> str:
+def split_identity(mesh: Mesh, home: Path, own: Path) -> str:
     with chdir(home / "table" if mesh.peers.rank == 0 else own):
         return open_split(Path("set"), FIELDS, "", LoaderConfig(reader="buffered"), mesh).identity
 
 
-def faulty(mesh: Mesh, folder: Path, fields: Any) -> tuple[str, str]:
+def open_error(mesh: Mesh, folder: Path, fields: Any) -> tuple[str, str]:
     try:
         with chdir(folder.parent if mesh.rank == 0 else "/"):
             open_split(Path(folder.name), fields, "make it so", LoaderConfig(reader="buffered"), mesh)
@@ -129,16 +129,16 @@ def faulty(mesh: Mesh, folder: Path, fields: Any) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize(("spoil", "fields", "text"), [
+@pytest.mark.parametrize(("damage", "fields", "text"), [
     (lambda folder: (folder / "u199.h5").unlink(), {}, r"set/u199.h5: is missing, index.json has [\d,]+ bytes and 2 rows; "),
     (lambda folder: (folder / "index.json").write_text("{"), {}, "set/index.json: cannot be read as an index"),
     (lambda folder: next(folder.glob("index-*")).write_bytes(b"x"), {}, "no table of the files beside it"),
     (shutil.rmtree, {}, "set: no such folder; make it so"),
     (lambda folder: None, {"cube": ("int16", (5, 16, 16))}, r"u000.h5: dataset 'cube' is \(2, 4, 16, 16\), expected \(rows, 5,"),
 ])  # fmt: skip
-def test_what_the_first_rank_finds_is_an_error_on_all(made: Path, tmp_path: Path, spoil: Any, fields: Any, text: str) -> None:
-    folder = Path(shutil.copytree(made / "table/set", tmp_path / "set"))
-    spoil(folder)
-    first, second = on_ranks({"replicate": 2}, faulty, folder, FIELDS | fields)
+def test_errors_of_the_first_rank_are_raised_on_all(home: Path, tmp_path: Path, damage: Any, fields: Any, text: str) -> None:
+    folder = Path(shutil.copytree(home / "table/set", tmp_path / "set"))
+    damage(folder)
+    first, second = on_ranks({"replicate": 2}, open_error, folder, FIELDS | fields)
     assert first == second and first[0] == "DataError"
     assert re.search(text, first[1])

@@ -1,4 +1,4 @@
-"""A run in ready order that is stopped anywhere goes on on another number of ranks: each sample is trained on once an epoch."""
+"""A run in ready order that stops anywhere resumes on another number of ranks: each sample is trained on once per epoch."""
 
 import time
 from pathlib import Path
@@ -34,13 +34,13 @@ class Late(IndexSource):
         return torch.tensor([float(index)], dtype=torch.float64)
 
 
-def leg(mesh: Mesh, folder: Path, steps: int) -> list[tuple[int, int]]:
-    """What this rank trained on, as (step, index)."""
-    seen: list[tuple[int, int]] = []
+def run_leg(mesh: Mesh, folder: Path, steps: int) -> list[tuple[int, int]]:
+    """Train, and return the samples of this rank as (step, index)."""
+    samples: list[tuple[int, int]] = []
     torch.manual_seed(0)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        seen.extend((step.count, int(x)) for x in batch[:, 0])
+        samples.extend((step.count, int(x)) for x in batch[:, 0])
         time.sleep(0.02)
         return {"loss": model(batch / COUNT).square().mean()}
 
@@ -48,16 +48,16 @@ def leg(mesh: Mesh, folder: Path, steps: int) -> list[tuple[int, int]]:
     cfg = Config(report=ReportConfig(directory=folder, sinks=()))
     with train.Run("t", cfg, mesh) as run, Loader(Late(COUNT), BATCH, mesh, name="train", order="ready", seed=3) as loader:
         train.fit(step, loader, TrainConfig(steps=steps), run=run)
-    return seen
+    return samples
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 2, 1), (2, 4, 2)], ids=str)
 def test_each_sample_once_an_epoch(tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    seen: list[tuple[int, int]] = []
+    samples: list[tuple[int, int]] = []
     for size, steps in zip(sizes, (2, 5, 12)):
-        for part in on_ranks({"replicate": size}, leg, tmp_path / "run", steps):
-            seen += part
-    assert len(seen) == 12 * BATCH
-    first = [index for step, index in seen if step < 6]
-    assert sorted(first) == list(range(COUNT)) and sorted(i for s, i in seen if s >= 6) == list(range(COUNT))
-    assert {7, 30} & {index for step, index in seen if 2 <= step < 6}, "late ones came after a stop"
+        for part in on_ranks({"replicate": size}, run_leg, tmp_path / "run", steps):
+            samples += part
+    assert len(samples) == 12 * BATCH
+    first = [index for step, index in samples if step < 6]
+    assert sorted(first) == list(range(COUNT)) and sorted(i for s, i in samples if s >= 6) == list(range(COUNT))
+    assert {7, 30} & {index for step, index in samples if 2 <= step < 6}, "late samples are trained on after a stop"

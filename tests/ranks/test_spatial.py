@@ -19,7 +19,7 @@ MESHES: list[dict[str, int]] = [
 ]  # fmt: skip
 
 
-def filled(model: nn.Module) -> nn.Module:
+def randomize(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -27,32 +27,32 @@ def filled(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: dict[str, Any], passes: int = 2,
-            small: float = 1e-10) -> None:  # fmt: skip
+def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, kwargs: dict[str, Any], passes: int = 2,
+            tolerance: float = 1e-10) -> None:  # fmt: skip
     """Compare a sharded network with the full one, forward and backward, on every rank, over several passes."""
-    full = filled(make())
+    full = randomize(make())
     model = deepcopy(full)
     keys = list(model.state_dict())
     names = ("depth", "height", "width")[-len(size) :]
-    partition = parallelize_spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **words)
+    partition = parallelize_spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **kwargs)
     assert list(model.state_dict()) == keys
     x = torch.randn(passes, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
     local = partition.take_shard(x).clone().requires_grad_()
     x.requires_grad_()
     for _ in range(passes):  # no state may remain for the next pass
-        y_whole, y = full(x), model(local)
-        where = partition.local_slices(y_whole.shape[2:])
-        assert y.shape == y_whole[(..., *where)].shape
-        torch.testing.assert_close(y, y_whole[(..., *where)], rtol=small, atol=small)
-        weights = torch.randn(y_whole.shape, generator=torch.Generator().manual_seed(3)).double()
+        y_full, y = full(x), model(local)
+        slices = partition.local_slices(y_full.shape[2:])
+        assert y.shape == y_full[(..., *slices)].shape
+        torch.testing.assert_close(y, y_full[(..., *slices)], rtol=tolerance, atol=tolerance)
+        weights = torch.randn(y_full.shape, generator=torch.Generator().manual_seed(3)).double()
         share = 1.0
         for dim, axis in partition.axes.items():  # a replicated output counts once over all ranks
-            share /= axis.size if not partition.is_sharded(dim, y_whole.shape[dim]) else 1
+            share /= axis.size if not partition.is_sharded(dim, y_full.shape[dim]) else 1
         for model_, x_ in ((full, x), (model, local)):
             model_.zero_grad()
             x_.grad = None
-        (y_whole * weights).square().sum().backward()
-        ((y * weights[(..., *where)]).square().sum() * share).backward()
+        (y_full * weights).square().sum().backward()
+        ((y * weights[(..., *slices)]).square().sum() * share).backward()
         worst = ("x", float((local.grad - partition.take_shard(x.grad)).abs().max() / x.grad.abs().max()))
         largest = max(float(p.grad.abs().max()) for p in full.parameters())  # a bias before a norm has a gradient of 0
         for (name, a), b in zip(full.named_parameters(), model.parameters()):
@@ -60,7 +60,7 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
             assert [axis.name for axis in axes] == [axis.name for axis in partition.axes.values()]
             gradient = all_reduce_(b.grad.clone(), *axes)
             worst = max(worst, (name, float((gradient - a.grad).abs().max()) / largest), key=lambda v: v[1])
-        assert worst[1] < small, worst
+        assert worst[1] < tolerance, worst
         for (name, a), b in zip(full.named_buffers(), model.buffers()):
             torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=name)
 
@@ -107,7 +107,7 @@ TRANSPOSED = [
     {"kernel_size": 4, "stride": 2, "padding": 1}, {"kernel_size": 3, "stride": 3, "dilation": 2, "padding": 2},
     {"kernel_size": 5, "stride": 1, "padding": 2, "groups": 2}, {"kernel_size": 3, "stride": 2, "padding": 3},
 ]  # fmt: skip
-OTHERS = [
+OTHER_LAYERS = [
     nn.MaxPool3d(2), nn.MaxPool3d(3, 2, 1), nn.AvgPool3d(3, 1, 1), nn.AvgPool3d(2), nn.Upsample(scale_factor=2),
     nn.Upsample(scale_factor=3, mode="trilinear"), nn.MaxPool3d(3, 1, 1, dilation=1), nn.AdaptiveAvgPool3d(1),
 ]  # fmt: skip
@@ -127,22 +127,22 @@ class Single(nn.Module):
 class MakeLayer:
     """Constructs a network from a layer, or from its class and arguments; it can be pickled."""
 
-    def __init__(self, kind: Any, words: dict[str, Any]) -> None:
-        self.kind, self.words = kind, words
+    def __init__(self, kind: Any, kwargs: dict[str, Any]) -> None:
+        self.kind, self.kwargs = kind, kwargs
 
     def __call__(self) -> nn.Module:
-        layer = self.kind(4, 4, **self.words) if isinstance(self.kind, type) else deepcopy(self.kind)
+        layer = self.kind(4, 4, **self.kwargs) if isinstance(self.kind, type) else deepcopy(self.kind)
         return Single(layer)
 
 
 def compare_layers(mesh: Mesh, size: tuple[int, ...]) -> None:
-    cases = [MakeLayer(nn.Conv3d, words) for words in CONVOLUTIONS] + [MakeLayer(nn.ConvTranspose3d, words) for words in TRANSPOSED]
-    for case in cases + [MakeLayer(layer, {}) for layer in OTHERS]:
-        for words in ({"overlap": True}, {"min_size": 1})[: 2 if size[0] < 12 else 1]:  # ``min_size`` is about short slabs
+    cases = [MakeLayer(nn.Conv3d, kw) for kw in CONVOLUTIONS] + [MakeLayer(nn.ConvTranspose3d, kw) for kw in TRANSPOSED]
+    for case in cases + [MakeLayer(layer, {}) for layer in OTHER_LAYERS]:
+        for kwargs in ({"overlap": True}, {"min_size": 1})[: 2 if size[0] < 12 else 1]:  # ``min_size`` concerns short slabs
             try:
-                compare(mesh, case, size, 4, words, passes=1)
+                compare(mesh, case, size, 4, kwargs, passes=1)
             except AssertionError as problem:
-                raise AssertionError(f"{case.kind} {case.words} {words} {size}: {problem}") from problem
+                raise AssertionError(f"{case.kind} {case.kwargs} {kwargs} {size}: {problem}") from problem
 
 
 EVEN, UNEVEN, SHORT = (24, 12, 5), (19, 11, 5), (10, 13, 5)
@@ -182,13 +182,13 @@ class Regressor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.MaxPool3d(2), nn.LeakyReLU(), nn.Conv3d(4, 4, 3, padding=1))
-        self.every_place: nn.Module = GatherVolume()
+        self.gather_volume: nn.Module = GatherVolume()
         self.dense = nn.Sequential(nn.Linear(4 * 8 * 4 * 2, 6), nn.Tanh(), nn.Linear(6, 2))
         self.once: nn.Module = nn.Identity()
         self.total: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.once(self.dense(self.every_place(self.conv(x)).flatten(1)))
+        return self.once(self.dense(self.gather_volume(self.conv(x)).flatten(1)))
 
     def loss(self, x: Tensor) -> Tensor:
         sums = self.total(torch.cat((x.square().sum((1, 2, 3, 4)), self.conv(x).exp().sum((1, 2, 3, 4)))))
@@ -196,25 +196,25 @@ class Regressor(nn.Module):
 
 
 def losses(mesh: Mesh) -> None:
-    whole = filled(Regressor())
-    model: Any = deepcopy(whole)
+    full = randomize(Regressor())
+    model: Any = deepcopy(full)
     partition = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
     model.once, model.total = ReplicatedOnce(partition), SpatialSum(partition)
     x = torch.randn(2, 2, 16, 8, 4, generator=torch.Generator().manual_seed(5)).double()
-    expected, found = whole.loss(x), model.loss(partition.take_shard(x))
+    expected, actual = full.loss(x), model.loss(partition.take_shard(x))
     expected.backward()
-    found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
-    for (name, a), b in zip(whole.named_parameters(), model.parameters()):
+    actual.backward()
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=0)
+    for (name, a), b in zip(full.named_parameters(), model.parameters()):
         torch.testing.assert_close(all_reduce_(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
     with partition.disabled():
-        torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
-    slab, other = partition.take_shard(x).clone().requires_grad_(), x.clone().requires_grad_()
+        torch.testing.assert_close(model(x), full(x), rtol=1e-12, atol=0)
+    shard, full_input = partition.take_shard(x).clone().requires_grad_(), x.clone().requires_grad_()
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(6)).double()
-    ((partition.gather(slab, x.shape[2:]) + other) * weights).sum().backward()  # they share a gradient, which must not be modified
-    assert slab.grad is not None and other.grad is not None
-    torch.testing.assert_close(other.grad, weights, rtol=0, atol=0)
-    torch.testing.assert_close(slab.grad, partition.take_shard(weights) * mesh.model_parallel.size, rtol=1e-12, atol=0)
+    ((partition.gather(shard, x.shape[2:]) + full_input) * weights).sum().backward()  # both get one gradient: never modify it
+    assert shard.grad is not None and full_input.grad is not None
+    torch.testing.assert_close(full_input.grad, weights, rtol=0, atol=0)
+    torch.testing.assert_close(shard.grad, partition.take_shard(weights) * mesh.model_parallel.size, rtol=1e-12, atol=0)
     twin = deepcopy(model)
     torch.testing.assert_close(twin(partition.take_shard(x)), model(partition.take_shard(x)), rtol=0, atol=0)
 
@@ -227,16 +227,16 @@ def test_replicated_results_count_once(axes: dict[str, int]) -> None:
 # ---- unsupported models
 
 
-def error_text(call: Any, *words: Any) -> str:
+def error_text(call: Any, *args: Any) -> str:
     try:
-        call(*words)
+        call(*args)
     except MeshError as problem:
         return str(problem)
     return "done"
 
 
-def refusals(mesh: Mesh) -> list[str]:
-    class Itself(nn.Module):
+def refusal_texts(mesh: Mesh) -> list[str]:
+    class Functional(nn.Module):
         def __init__(self, act: Any) -> None:
             super().__init__()
             self.conv, self.act = nn.Conv3d(2, 4, 3, padding=1), act
@@ -248,17 +248,17 @@ def refusals(mesh: Mesh) -> list[str]:
     layers = [
         nn.Conv3d(2, 4, 3, padding=1, padding_mode="reflect"), nn.MaxPool3d(2, ceil_mode=True), nn.LayerNorm(8),
     ]  # fmt: skip
-    itself = [
+    functions = [
         lambda x: torch.nn.functional.max_pool3d(x, 2), lambda x: x - x.mean((2, 3, 4), keepdim=True), lambda x: x.flip(2),
     ]  # fmt: skip
     models: list[nn.Module] = [nn.Sequential(nn.Conv3d(2, 2, 1), layer) for layer in layers]
-    models += [Itself(function) for function in itself]
+    models += [Functional(function) for function in functions]
     texts = [error_text(parallelize_spatial, model, axes, (8, 8, 8)) for model in models]
-    parallelize_spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # over channels, for each voxel
-    model = Itself(nn.ReLU())
+    parallelize_spatial(Functional(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # over channels, for each voxel
+    model = Functional(nn.ReLU())
     partition = parallelize_spatial(model, axes, (8, 8, 8))
     texts.append(error_text(model, torch.zeros(1, 2, 8, 8, 8)))
-    texts += [error_text(parallelize_spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
+    texts += [error_text(parallelize_spatial, Functional(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
     texts.append(error_text(plan_size, model, partition, (9, 8, 8)))
     plan_size(model, partition, (12, 8, 6))
     for size in ((8, 8, 8), (12, 8, 6)):
@@ -267,7 +267,7 @@ def refusals(mesh: Mesh) -> list[str]:
 
 
 def test_unsupported_models_are_refused_before_any_computation() -> None:
-    first, second = on_ranks({"depth": 2}, refusals)
+    first, second = on_ranks({"depth": 2}, refusal_texts)
     assert first == second, "all ranks refuse the same"
     expected = [
         "spatial: 1 has padding_mode reflect; only zeros and circular can be sharded", "ceil_mode", "is a LayerNorm, which cannot",

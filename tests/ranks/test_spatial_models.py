@@ -16,11 +16,11 @@ from hpcai.train.metrics import MetricSums
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
-STEPS, COPIES = 2, 2
+STEPS, SAMPLES = 2, 2
 CFG = StepConfig(optimizer="sgd", lr=0.05, precision="fp64", nesterov=True)
 
 
-def random(seed: int) -> torch.Generator:
+def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
@@ -33,18 +33,18 @@ class Unet:
     def model(self, mesh: Mesh) -> Any:
         return unet3d.parallelize(unet3d.UNet3D(self.cfg), mesh)
 
-    def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
-        image = torch.randn(COPIES, *self.cfg.window, generator=random(step)).double()
-        label = torch.randint(0, 3, image.shape, generator=random(step), dtype=torch.uint8)
+    def batch(self, step: int, mesh: Mesh, samples: slice) -> Any:
+        image = torch.randn(SAMPLES, *self.cfg.window, generator=generator(step)).double()
+        label = torch.randint(0, 3, image.shape, generator=generator(step), dtype=torch.uint8)
         part = unet3d.spatial_cut(mesh).local_slices(self.cfg.window)
-        return unet3d.Batch(image[(copies, *part)], label[(copies, *part)])
+        return unet3d.Batch(image[(samples, *part)], label[(samples, *part)])
 
-    def held(self, mesh: Mesh) -> Any:
-        image = torch.randn(1, 53, 24, 17, generator=random(99)).double()
+    def held_out(self, mesh: Mesh) -> Any:
+        image = torch.randn(1, 53, 24, 17, generator=generator(99)).double()
         return [unet3d.Batch(image, (image > 0.8).to(torch.uint8))]
 
     def score(self, model: Any, mesh: Mesh) -> Any:
-        return unet3d.score(model, self.held(mesh))
+        return unet3d.score(model, self.held_out(mesh))
 
 
 class Cosmo:
@@ -54,10 +54,10 @@ class Cosmo:
     def model(self, mesh: Mesh) -> Any:
         return cosmoflow.parallelize(cosmoflow.CosmoFlow(self.cfg), mesh)
 
-    def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
-        counts = torch.randint(0, 50, (COPIES, 16, 16, 16, 4), generator=random(step), dtype=torch.int16)
-        target = torch.rand(COPIES, 4, generator=random(step))
-        return cosmoflow.Batch(counts[(copies, *cosmoflow.spatial_cut(mesh).local_slices((16, 16, 16)))], target[copies])
+    def batch(self, step: int, mesh: Mesh, samples: slice) -> Any:
+        counts = torch.randint(0, 50, (SAMPLES, 16, 16, 16, 4), generator=generator(step), dtype=torch.int16)
+        target = torch.rand(SAMPLES, 4, generator=generator(step))
+        return cosmoflow.Batch(counts[(samples, *cosmoflow.spatial_cut(mesh).local_slices((16, 16, 16)))], target[samples])
 
     def score(self, model: Any, mesh: Mesh) -> Any:
         return cosmoflow.error(model, self.batch(99, mesh, slice(None)))
@@ -70,40 +70,40 @@ class Cam:
     def model(self, mesh: Mesh) -> Any:
         return deepcam.parallelize(deepcam.DeepCam(self.cfg), mesh, mesh["replicate"].size, (96, 32))
 
-    def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
+    def batch(self, step: int, mesh: Mesh, samples: slice) -> Any:
         part = deepcam.spatial_cut(mesh).local_slices((96, 32))
-        fields = torch.rand(COPIES, 96, 32, 2, generator=random(step))
-        mask = torch.randint(0, 3, (COPIES, 96, 32), generator=random(step), dtype=torch.uint8)
-        return deepcam.Batch(fields[(copies, *part)].double(), mask[(copies, *part)])
+        fields = torch.rand(SAMPLES, 96, 32, 2, generator=generator(step))
+        mask = torch.randint(0, 3, (SAMPLES, 96, 32), generator=generator(step), dtype=torch.uint8)
+        return deepcam.Batch(fields[(samples, *part)].double(), mask[(samples, *part)])
 
     def score(self, model: Any, mesh: Mesh) -> Any:
         maps = deepcam.maps(model, self.batch(99, mesh, slice(None)))
-        assert {name: tuple(rows.shape[:3]) for name, rows in maps.items()} == dict.fromkeys(maps, (COPIES, 96, 32))
+        assert {name: tuple(rows.shape[:3]) for name, rows in maps.items()} == dict.fromkeys(maps, (SAMPLES, 96, 32))
         return deepcam.score(model, self.batch(99, mesh, slice(None)))
 
 
-def trained(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], dict[str, Any], dict[str, float]]:
+def train_model(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], dict[str, Any], dict[str, float]]:
     torch.manual_seed(0)
     case = kind()
     model = case.model(mesh)
     step = Step(model, case.package.loss, cfg, mesh)
     axis = mesh["replicate"]
-    mine = slice(axis.rank * COPIES // axis.size, (axis.rank + 1) * COPIES // axis.size)
+    samples = slice(axis.rank * SAMPLES // axis.size, (axis.rank + 1) * SAMPLES // axis.size)
     losses = []
     for number in range(STEPS):
         torch.manual_seed(5)
-        losses.append(step(case.batch(number, mesh, mine))["loss"].item())
+        losses.append(step(case.batch(number, mesh, samples))["loss"].item())
     with torch.no_grad():
-        measured = MetricSums()
-        measured.add(case.score(model.eval(), mesh), 1)
-        scores = measured.reduce(single_process()["replicate"], torch.device("cpu"))
+        sums = MetricSums()
+        sums.add(case.score(model.eval(), mesh), 1)
+        scores = sums.reduce(single_process()["replicate"], torch.device("cpu"))
     state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}  # a queue loses tensors
     return losses, state, scores
 
 
 @cache
-def unsharded(kind: Any) -> tuple[list[float], dict[str, Any], dict[str, float]]:
-    return trained(single_process(), kind)
+def train_unsharded(kind: Any) -> tuple[list[float], dict[str, Any], dict[str, float]]:
+    return train_model(single_process(), kind)
 
 
 MESHES = [
@@ -115,51 +115,51 @@ MESHES = [
 
 @pytest.mark.parametrize(("kind", "axes"), MESHES, ids=str)
 def test_a_sharded_model_trains_as_one_process(kind: Any, axes: dict[str, int]) -> None:
-    losses, weights, scores = unsharded(kind)
-    ranks = on_ranks(axes, trained, kind)
-    copies = axes.get("replicate", 1)
-    for found, state, held in ranks:
+    losses, weights, scores = train_unsharded(kind)
+    ranks = on_ranks(axes, train_model, kind)
+    replicas = axes.get("replicate", 1)
+    for rank_losses, state, rank_scores in ranks:
         assert list(state) == list(weights)
         for name, values in weights.items():
             np.testing.assert_allclose(state[name], values, rtol=1e-8, atol=1e-9, err_msg=name)
-        assert held == pytest.approx(scores, rel=1e-8)
-        if copies == 1:
-            assert found == pytest.approx(losses, rel=1e-9)
-    if copies > 1:
-        within = len(ranks) // copies
-        means = [sum(ranks[c * within][0][k] for c in range(copies)) / copies for k in range(STEPS)]
+        assert rank_scores == pytest.approx(scores, rel=1e-8)
+        if replicas == 1:
+            assert rank_losses == pytest.approx(losses, rel=1e-9)
+    if replicas > 1:
+        model_ranks = len(ranks) // replicas
+        means = [sum(ranks[replica * model_ranks][0][k] for replica in range(replicas)) / replicas for k in range(STEPS)]
         assert means == pytest.approx(losses, rel=1e-9)
 
 
 def test_a_sharded_optimizer_over_replicas_of_a_sharded_model() -> None:
-    expected = unsharded(Unet)[1]
+    expected = train_unsharded(Unet)[1]
     cfg = CFG.model_copy(update={"shard": "optimizer"})
-    for _, state, _ in on_ranks({"replicate": 2, "depth": 2}, trained, Unet, cfg):
+    for _, state, _ in on_ranks({"replicate": 2, "depth": 2}, train_model, Unet, cfg):
         for name, values in expected.items():
             np.testing.assert_allclose(state[name], values, rtol=1e-8, atol=1e-9, err_msg=name)
 
 
 def first_gradients(mesh: Mesh, seed: int, axes: dict[str, int]) -> list[tuple[float, dict[str, Any]]]:
     """Return the loss and gradients of the first step with dropout by replica, seeded as in an app; one process emulates each."""
-    case, copies, found = Cosmo(), axes.get("replicate", 1), []
+    case, replicas, results = Cosmo(), axes.get("replicate", 1), []
     unsharded = mesh.world == 1
-    for copy in range(copies) if unsharded else [mesh["replicate"].rank]:
+    for replica in range(replicas) if unsharded else [mesh["replicate"].rank]:
         with rng.seeds(seed):
             model = case.model(mesh)
         step = Step(model, case.package.loss, CFG, mesh)
-        rng.seed_all(seed + copy)
-        value = step._gradients(case.batch(0, mesh, slice(copy, copy + 1)))["loss"].item()
+        rng.seed_all(seed + replica)
+        value = step._gradients(case.batch(0, mesh, slice(replica, replica + 1)))["loss"].item()
         gradients = {name: p.grad.clone().numpy() for name, p in model.named_parameters() if p.grad is not None}
-        found.append((value, gradients))
-    return found
+        results.append((value, gradients))
+    return results
 
 
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 2, "height": 2}, {"replicate": 2, "depth": 2}], ids=str)
 def test_dropout_of_a_sharded_model_is_that_of_one_process_per_replica(axes: dict[str, int]) -> None:
     assert Cosmo.cfg.dropout > 0
-    copies, ranks = first_gradients(single_process(), 7, axes), on_ranks(axes, first_gradients, 7, axes)
+    replicas, ranks = first_gradients(single_process(), 7, axes), on_ranks(axes, first_gradients, 7, axes)
     for rank, ((value, gradients),) in enumerate(ranks):
-        assert value == pytest.approx(copies[rank * len(copies) // len(ranks)][0], rel=1e-9), rank
-        for name in copies[0][1]:
-            expected = sum(each[name] for _, each in copies) / len(copies)
+        assert value == pytest.approx(replicas[rank * len(replicas) // len(ranks)][0], rel=1e-9), rank
+        for name in replicas[0][1]:
+            expected = sum(each[name] for _, each in replicas) / len(replicas)
             np.testing.assert_allclose(gradients[name], expected, rtol=1e-8, atol=1e-12, err_msg=name)

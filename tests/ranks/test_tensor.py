@@ -1,4 +1,4 @@
-"""Linear layers, embeddings and heads sharded over ``tensor`` train, and are checkpointed, as unsharded ones."""
+"""Tensor parallelism: linear layers, embeddings and heads train, and are checkpointed, as unsharded ones."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.dist.mesh import Mesh
 from hpcai.parallel import tensor
 from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_embedding
-from tests.ranks.language_model import check_reshard, check_sharded_equals_full, new_step, sharded
+from tests.ranks.language_model import check_reshard, check_sharded_equals_full, new_step, with_shard
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case
 
@@ -23,15 +23,15 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}], ids=str)
 def test_sharded_equals_unsharded(axes: dict[str, int]) -> None:
-    """With sequence parallelism; test_diffusion_transformers.py tests tensor parallelism without it."""
-    more = [*sharded(CASES[0], "optimizer", "weights"), *sharded(CASES[3], "optimizer", "weights")] if "replicate" in axes else []
-    check_sharded_equals_full(axes, CASES + more)
+    """The models use sequence parallelism; test_diffusion_transformers.py tests tensor parallelism without it."""
+    extra = [sharded for case in (CASES[0], CASES[3]) for sharded in with_shard(case, "optimizer", "weights")]
+    check_sharded_equals_full(axes, CASES + extra if "replicate" in axes else CASES)
 
 
 def test_a_checkpoint_loads_on_every_mesh(tmp_path: Path) -> None:
     both = {"replicate": 2, "tensor": 2}
-    places = [({}, "none"), ({"tensor": 2}, "none"), ({"tensor": 4}, "none"), (both, "optimizer"), (both, "weights")]
-    check_reshard([(axes, {"model": "tied", "shard": shard}) for axes, shard in places], tmp_path)
+    layouts = [({}, "none"), ({"tensor": 2}, "none"), ({"tensor": 4}, "none"), (both, "optimizer"), (both, "weights")]
+    check_reshard([(axes, {"model": "tied", "shard": shard}) for axes, shard in layouts], tmp_path)
 
 
 def compare_layers(mesh: Mesh) -> None:
@@ -44,37 +44,37 @@ def compare_layers(mesh: Mesh) -> None:
                           for p, part in zip(parts, x.split(parts, dim))], dim)  # fmt: skip
 
     for parts in ([7], [6, 4, 5]):
-        whole, linear = (nn.Linear(5, sum(parts)).double() for _ in range(2))
-        linear.load_state_dict(whole.state_dict())
+        full, linear = (nn.Linear(5, sum(parts)).double() for _ in range(2))
+        linear.load_state_dict(full.state_dict())
         column_parallel(linear, axis, parts)
         x = torch.randn(3, 2, 5).double()
         a, b = (x.clone().requires_grad_() for _ in range(2))
-        y, right = linear(a), whole(b)
-        torch.testing.assert_close(y, shard(right, parts, -1), rtol=0, atol=1e-12)
+        y, expected = linear(a), full(b)
+        torch.testing.assert_close(y, shard(expected, parts, -1), rtol=0, atol=1e-12)
         y.square().sum().backward()
-        right.square().sum().backward()
+        expected.square().sum().backward()
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
         for name in ("weight", "bias"):
-            gradients = getattr(linear, name).grad, shard(getattr(whole, name).grad, parts, 0)
+            gradients = getattr(linear, name).grad, shard(getattr(full, name).grad, parts, 0)
             torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
     assert torch.equal(mesh.background_copy(linear)(x), linear(x)), "a copy that is evaluated during the training"
     with torch.device("meta"):
-        far = nn.Linear(8, 3)
-    row_parallel(far, axis)
-    assert far.weight.is_meta and far.weight.shape == (3, 8 // n)
+        deferred = nn.Linear(8, 3)
+    row_parallel(deferred, axis)
+    assert deferred.weight.is_meta and deferred.weight.shape == (3, 8 // n)
     for padding in (None, 0, 8):
-        whole, embedding = (nn.Embedding(9, 3, padding).double() for _ in range(2))
-        embedding.load_state_dict(whole.state_dict())
+        full, embedding = (nn.Embedding(9, 3, padding).double() for _ in range(2))
+        embedding.load_state_dict(full.state_dict())
         vocab_parallel_embedding(embedding, axis)
-        words = torch.randint(0, 9, (4, 6))
-        y, right = embedding(words), whole(words)
-        assert torch.equal(y, right)
-        (y.square() + y).sum().backward(), (right.square() + right).sum().backward()
-        torch.testing.assert_close(embedding.weight.grad, shard(whole.weight.grad, [9], 0), rtol=0, atol=1e-12)
-    if n > 1:  # torch's own layer ends the process
+        tokens = torch.randint(0, 9, (4, 6))
+        y, expected = embedding(tokens), full(tokens)
+        assert torch.equal(y, expected)
+        (y.square() + y).sum().backward(), (expected.square() + expected).sum().backward()
+        torch.testing.assert_close(embedding.weight.grad, shard(full.weight.grad, [9], 0), rtol=0, atol=1e-12)
+    if n > 1:  # torch's own layer aborts
         assert embedding(torch.tensor([0, 9, -1, 8])).isnan().all(1).tolist() == [False, True, True, False]
     with torch.no_grad():  # as in an evaluation
-        assert torch.equal(embedding(words), whole(words))
+        assert torch.equal(embedding(tokens), full(tokens))
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -87,37 +87,37 @@ class OpRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.done: list[str] = []
+        self.ops: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         assert name not in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal"), f"a step reads the device: {name}"
-        self.done.append(name)
+        self.ops.append(name)
         return function(*args, **(kwargs or {}))
 
 
-def order(mesh: Mesh, sequence: bool) -> tuple[list[str], list[int]]:
+def backward_order(mesh: Mesh, sequence: bool) -> tuple[list[str], list[int]]:
     """Return the operations of the backward pass of a layer, and the sizes of its saved tensors."""
-    linear, kept, watch = nn.Linear(6, 4), list[int](), OpRecorder()
+    linear, saved, recorder = nn.Linear(6, 4), list[int](), OpRecorder()
     column_parallel(linear, mesh["tensor"], sequence=1 if sequence else None)
-    started, waited = tensor._AsyncReduce.__init__, tensor._AsyncReduce.wait
+    start, wait = tensor._AsyncReduce.__init__, tensor._AsyncReduce.wait
     patch = pytest.MonkeyPatch()
-    patch.setattr(tensor._AsyncReduce, "__init__", lambda *words: (started(*words), watch.done.append("start"))[0])
-    patch.setattr(tensor._AsyncReduce, "wait", lambda self: (watch.done.append("wait"), waited(self))[1])
+    patch.setattr(tensor._AsyncReduce, "__init__", lambda *args: (start(*args), recorder.ops.append("start"))[0])
+    patch.setattr(tensor._AsyncReduce, "wait", lambda self: (recorder.ops.append("wait"), wait(self))[1])
     x = torch.randn(2, 5, 6, requires_grad=True)
-    with patch.context(), torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+    with patch.context(), torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
         y = linear(x).sum()
-        with watch:
+        with recorder:
             y.backward()
         patch.undo()
-    return [name for name in watch.done if name in ("mm", "start", "wait")], kept
+    return [name for name in recorder.ops if name in ("mm", "start", "wait")], saved
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["full", "sequence"])
 def test_grad_input_is_reduced_during_grad_weight_and_only_local_tokens_are_saved(sequence: bool) -> None:
-    for done, kept in on_ranks({"tensor": 2}, order, sequence):
-        assert done == ["mm", "start", "mm", "wait"]
-        assert max(kept) == 2 * 5 * 6, "the local input"
+    for ops, saved in on_ranks({"tensor": 2}, backward_order, sequence):
+        assert ops == ["mm", "start", "mm", "wait"]
+        assert max(saved) == 2 * 5 * 6, "the local input"
 
 
 def compiled(mesh: Mesh) -> tuple[int, float]:

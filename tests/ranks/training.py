@@ -74,7 +74,7 @@ def check_sharded_equals_full(
 ) -> None:  # fmt: skip
     """Assert for each case that ranks of mesh ``axes`` end with the state of one process, and that means of ``values`` agree."""
     for case, *ranks in zip(cases, *on_ranks(axes, train_cases, new_step, batches, cases), strict=True):
-        unsharded = {name: value for name, value in case.items() if name not in ("shard", "how")}
+        unsharded = {name: value for name, value in case.items() if name not in ("shard", "pipeline")}
         full = _train_unsharded(new_step, batches, json.dumps(unsharded))
         try:
             check_equal(gather_full([rank.state for rank in ranks]), gather_full([full.state]), tolerance)

@@ -1,4 +1,4 @@
-"""Captured steps, and then an orderly end or an error on all ranks: the order of deletions. captured.py HOW"""
+"""Run captured steps, then end or raise on all ranks, and print the order of deletions: captured.py end|diverge"""
 
 import os
 import sys
@@ -17,23 +17,23 @@ from tests.cpu_graph import CPUGraph
 destroy = torch_dist.destroy_process_group
 
 
-def say(text: str) -> None:
+def write_line(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
 def destroy_and_print(group: Any = None) -> None:
-    say("destroy")
+    write_line("destroy")
     destroy(group)
 
 
-class PrintingTape(CPUGraph):
+class PrintingGraph(CPUGraph):
     def reset(self) -> None:
-        say("reset")
+        write_line("reset")
 
 
 torch_dist.destroy_process_group = destroy_and_print
 with dist.start({"replicate": -1}) as mesh:
-    step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).mean()}, StepConfig(capture="whole"), mesh, graph=PrintingTape)
+    step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).mean()}, StepConfig(capture="whole"), mesh, graph=PrintingGraph)
     for samples in (2, 2, 2, 4, 4, 4):
         step(torch.ones(samples, 3))
     if sys.argv[1] == "diverge":

@@ -1,4 +1,4 @@
-"""One rank (or all) comes to grief as told: fail.py HOW RANK WHILE. The others compute, sleep or wait for it in a collective."""
+"""Fail on one rank, or on all: fail.py FAILURE RANK MEANWHILE. The others compute, sleep or wait for it in a collective."""
 
 import os
 import signal
@@ -11,27 +11,27 @@ import torch.distributed as torch_dist
 from hpcai import dist
 from hpcai.errors import DataError
 
-how, who, meanwhile = sys.argv[1], sys.argv[2], sys.argv[3]
+failure, failing_rank, meanwhile = sys.argv[1], sys.argv[2], sys.argv[3]
 
 
-def come_to_grief(rank: int) -> None:
-    os.write(1, f"GRIEF {time.time():.3f}\n".encode())
-    if how == "raise":
-        raise ValueError(f"no good at rank {rank}")
-    if how == "full":
+def fail(rank: int) -> None:
+    os.write(1, f"FAULT {time.time():.3f}\n".encode())
+    if failure == "raise":
+        raise ValueError(f"injected on rank {rank}")
+    if failure == "full":
         raise OSError(28, "No space left on device", "/scratch/run")
-    if how == "refuse":
+    if failure == "refuse":
         raise DataError("universe_0012.h5: dataset 'density' is missing")
-    if how == "kill":
+    if failure == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    sys.exit(int(how))
+    sys.exit(int(failure))
 
 
 with dist.start({"replicate": -1}) as mesh:
     torch_dist.all_reduce(torch.ones(1))
-    time.sleep(0.2 if who != "all" else 0)
-    if who in ("all", str(mesh.rank)):
-        come_to_grief(mesh.rank)
+    time.sleep(0.2 if failing_rank != "all" else 0)
+    if failing_rank in ("all", str(mesh.rank)):
+        fail(mesh.rank)
     if meanwhile == "collective":
         torch_dist.all_reduce(torch.ones(1))
     elif meanwhile == "sleep":

@@ -1,4 +1,4 @@
-"""Ranks read a set of volumes together; something happens to the data of rank 1: read.py FOLDER WHAT [AXIS]."""
+"""Read volumes on all ranks, with a fault in the data of rank 1: read.py FOLDER FAULT [AXIS]."""
 
 import errno
 import os
@@ -21,16 +21,16 @@ steps = 0
 class Volumes:
     replicated = True
 
-    def __init__(self, folder: Path, what: str) -> None:
-        reader = Reader("auto", files=2, preadv=failing if what == "EIO" else os.preadv)
-        self.rows, self.what = Rows(folder, {"counts": ("float32", (16, 16, 16))}, "make it again", reader=reader), what
+    def __init__(self, folder: Path, fault: str) -> None:
+        reader = Reader("auto", files=2, preadv=failing_preadv if fault == "EIO" else os.preadv)
+        self.rows, self.fault = Rows(folder, {"counts": ("float32", (16, 16, 16))}, "make it again", reader=reader), fault
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def sample(self, index: int, epoch: int) -> dict[str, np.ndarray]:
-        if self.what == "killed" and index == 43:
-            grief()
+        if self.fault == "killed" and index == 43:
+            print_fault_time()
             os.kill(os.getpid(), signal.SIGKILL)
         return self.rows.read(index)
 
@@ -38,38 +38,38 @@ class Volumes:
         return self.rows.describe(index)
 
 
-def failing(descriptor: int, views: Any, offset: int) -> int:
+def failing_preadv(descriptor: int, views: Any, offset: int) -> int:
     if torch_dist.get_rank() == 1 and steps > 2:
-        grief()
+        print_fault_time()
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     return os.preadv(descriptor, views, offset)
 
 
-def grief() -> None:
-    os.write(1, f"GRIEF {time.time():.3f}\n".encode())
+def print_fault_time() -> None:
+    os.write(1, f"FAULT {time.time():.3f}\n".encode())
 
 
-def spoil(folder: Path, what: str) -> None:
-    """The files that hold the second half of the set."""
-    grief()
+def damage_files(folder: Path, fault: str) -> None:
+    """Delete or truncate the files of the second half of the data set."""
+    print_fault_time()
     for path in sorted(folder.glob("*.h5"))[8:]:
-        if what == "vanished":
+        if fault == "vanished":
             path.unlink()
-        elif what == "truncated":
+        elif fault == "truncated":
             os.truncate(path, path.stat().st_size // 2)
 
 
-def main(folder: Path, what: str, axis: str = "replicate") -> None:
+def main(folder: Path, fault: str, axis: str = "replicate") -> None:
     global steps
     with dist.start({axis: -1}) as mesh:
-        source = Volumes(folder, what)
-        words: dict[str, Any] = {"shuffle": False, "prefetch": 1 << 10, "processes": what == "killed", "scatter": "auto"}
-        with Loader(source, 4, mesh, name="train", **words) as loader:
+        source = Volumes(folder, fault)
+        kwargs: dict[str, Any] = {"shuffle": False, "prefetch": 1 << 10, "processes": fault == "killed", "scatter": "auto"}
+        with Loader(source, 4, mesh, name="train", **kwargs) as loader:
             for batch in loader.epoch(0):
                 torch_dist.all_reduce(torch.full((1,), float(batch["counts"].sum())))
                 steps += 1
                 if steps == 3 and mesh.is_first:
-                    spoil(folder, what)
+                    damage_files(folder, fault)
                 torch_dist.barrier()
                 time.sleep(0.05)
 

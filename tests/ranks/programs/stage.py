@@ -1,6 +1,6 @@
-"""stage.py SOURCE TARGET PER_NODE HOW RANK: stage as nodes of PER_NODE ranks; late in the first large file RANK fails as told.
+"""Stage in as nodes of PER_NODE ranks; RANK fails late in the first large file: stage.py SOURCE TARGET PER_NODE FAILURE RANK
 
-Every rank says at the end, in a JSON line, how blocks went around, or which DataError was raised.
+Each rank prints at the end, in a JSON line, the transport of its exchange, or the DataError.
 """
 
 import errno
@@ -16,25 +16,25 @@ from hpcai import dist
 from hpcai.data.stage import stage_in
 from hpcai.errors import DataError
 
-source, target, per_node, how, who = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+source, target, per_node, failure, failing_rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 
 
 def pwrite(descriptor: int, data: Any, offset: int) -> int:
-    if who == str(mesh.rank) and offset:
-        os.write(1, f"GRIEF {time.time():.3f}\n".encode())
-        if how == "kill":
+    if failing_rank == str(mesh.rank) and offset:
+        os.write(1, f"FAULT {time.time():.3f}\n".encode())
+        if failure == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "full":
+        if failure == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return plain(descriptor, data, offset)
+    return original_pwrite(descriptor, data, offset)
 
 
-plain, os.pwrite = os.pwrite, pwrite
+original_pwrite, os.pwrite = os.pwrite, pwrite
 with dist.start({"replicate": -1}) as mesh:
     node = f"node{mesh.rank // per_node}"
-    said: dict[str, object] = {"rank": mesh.rank}
+    result: dict[str, object] = {"rank": mesh.rank}
     try:
-        said["exchange"] = stage_in(source, target / node, mesh, node=node, block=1 << 16).exchange
+        result["exchange"] = stage_in(source, target / node, mesh, node=node, block=1 << 16).exchange
     except DataError as error:
-        said["error"] = str(error)
-    os.write(1, (json.dumps(said) + "\n").encode())
+        result["error"] = str(error)
+    os.write(1, (json.dumps(result) + "\n").encode())
