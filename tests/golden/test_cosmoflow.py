@@ -102,12 +102,10 @@ SCHEDULES = {
     "reference_default_gbs256": (4e-3, REFERENCE),
     "reference_default_gbs512": (8e-3, REFERENCE),
     "nvidia_gbs512_v3.0": (
-        0.024,
-        {"warmup": 6, "start": 6e-3, "decay_at": (20, 22, 23, 24), "decay_to": (0.5, 0.25, 0.125, 0.0625)},
-    ),
+        0.024, {"warmup": 6, "start": 6e-3, "decay_at": (20, 22, 23, 24), "decay_to": (0.5, 0.25, 0.125, 0.0625)}),
     "nvidia_gbs32_weak": (4e-3, {"warmup": 2, "start": 1e-3, "decay_at": (4, 6), "decay_to": (0.25, 0.0625)}),
     "nvidia_gbs128": (4e-3, {"warmup": 4, "start": 1e-3, "decay_at": (16, 32), "decay_to": (0.25, 0.125)}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -111,8 +111,7 @@ def test_schedules_are_the_references_step_by_step() -> None:
         }  # fmt: skip
         if "milestones" in args:
             factors = tuple(args["gamma"] ** (i + 1) for i in range(len(args["milestones"])))
-            settings |= {"decay": "steps", "decay_to": factors}
-            settings |= {"decay_at": tuple(map(float, args["milestones"]))}
+            settings |= {"decay": "steps", "decay_to": factors, "decay_at": tuple(map(float, args["milestones"]))}
         else:
             settings |= {"decay": "cosine", "length": args["T_max"]}
         lr_at = make_lr_schedule(ScheduleConfig(**settings), base * args["warmup_factor"], 1000, 10**6)

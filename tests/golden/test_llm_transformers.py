@@ -76,8 +76,7 @@ def hf_llama(seed: int) -> nn.Module:
         vocab_size=draw.randrange(30, 70), hidden_size=heads * size if seed % 2 else draw.choice([10, 22]),
         num_hidden_layers=draw.choice([1, 2, 3]), num_attention_heads=heads, num_key_value_heads=keys, head_dim=size,
         intermediate_size=draw.randrange(9, 33), max_position_embeddings=positions, rms_norm_eps=draw.choice([1e-5, 1e-3]),
-        tie_word_embeddings=seed in (1, 4),
-        rope_parameters=rope | {"rope_theta": draw.choice([1e2, 1e4])},
+        tie_word_embeddings=seed in (1, 4), rope_parameters=rope | {"rope_theta": draw.choice([1e2, 1e4])},
     )  # fmt: skip
     return randomize(transformers.LlamaForCausalLM(cfg), seed)
 

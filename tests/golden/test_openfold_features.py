@@ -14,12 +14,10 @@ from tests.reference_data import load_arrays
 CHAINS = pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
 # With missing atoms the reference's angles are noise and hpcai's are 0; its float32 frames have rounding errors.
 MASKS = {
-    "chi_angles_sin_cos": "chi_mask",
-    "rigidgroups_gt_frames": "rigidgroups_gt_exists",
-    "rigidgroups_alt_gt_frames": "rigidgroups_gt_exists",
-    "template_torsion_angles_sin_cos": "template_torsion_angles_mask",
+    "chi_angles_sin_cos": "chi_mask", "rigidgroups_gt_frames": "rigidgroups_gt_exists",
+    "rigidgroups_alt_gt_frames": "rigidgroups_gt_exists", "template_torsion_angles_sin_cos": "template_torsion_angles_mask",
     "template_alt_torsion_angles_sin_cos": "template_torsion_angles_mask",
-}
+}  # fmt: skip
 SAMPLED = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
 
 

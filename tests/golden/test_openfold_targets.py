@@ -8,10 +8,9 @@ from tests.reference_data import load_arrays
 
 # With a missing atom the reference's torsion angles are rounding noise scaled to unit length; hpcai's are 0.
 DEFINED = {
-    "torsion_angles_sin_cos": "torsion_angles_mask",
-    "alt_torsion_angles_sin_cos": "torsion_angles_mask",
+    "torsion_angles_sin_cos": "torsion_angles_mask", "alt_torsion_angles_sin_cos": "torsion_angles_mask",
     "chi_angles_sin_cos": "chi_mask",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("chain", ["5zyh_A", "2q2k_A"])

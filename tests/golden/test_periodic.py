@@ -10,7 +10,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_fifty_nearest_neighbours_of_three_structures() -> None:
-    """27 edges have no reverse edge; there are 38,923 triplets."""
     stored = load_arrays("dimenet/small_input")
     other, centre = stored["edge_index"]
     edges, triplets, unpaired = list[np.ndarray](), 0, 0
