@@ -12,7 +12,7 @@ from tests.reference_data import load_arrays
 
 needs_gemmi = pytest.mark.skipif(find_spec("gemmi") is None, reason="gemmi is not installed: structures are NOT compared")
 
-HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"         # the order of raw.msa
+HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"  # the order of raw.msa
 
 
 def check_chain(path: Path, name: str) -> Chain:
