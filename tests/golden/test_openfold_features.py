@@ -50,8 +50,8 @@ def test_the_small_batch_of_the_full_model() -> None:
     raw, golden = (load_arrays(f"openfold/network/{name}") for name in ("raw_features", "batch"))
     cfg = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
     drawn_probs = golden["template_sum_probs"][0, ..., 0]
-    rows = [np.flatnonzero((raw["template_sum_probs"] == probs).all(1))[0] for probs in drawn_probs]
-    chain, alignment, templates = parse_features(raw | {name: raw[name][rows] for name in TEMPLATES})
+    indices = [np.flatnonzero((raw["template_sum_probs"] == probs).all(1))[0] for probs in drawn_probs]
+    chain, alignment, templates = parse_features(raw | {name: raw[name][indices] for name in TEMPLATES})
     batch = collate([featurize(chain, alignment, templates, cfg, training=False)])
     assert batch.keys() == golden.keys() - {"no_recycling_iters"}
     _center_templates(golden)
