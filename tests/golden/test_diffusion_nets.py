@@ -20,7 +20,7 @@ from tests.reference_data import DATA, load_arrays, load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOME = DATA / "diffusion"
-SD2, PLAIN, CODERS = (load_json(f"diffusion/{name}/cases") for name in ("sd2_unet_tiny", "unet2d_tiny", "vae_tiny"))
+SD2, UNET2D, VAES = (load_json(f"diffusion/{name}/cases") for name in ("sd2_unet_tiny", "unet2d_tiny", "vae_tiny"))
 
 
 def load_tensors(name: str) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def build_unet(case: str) -> UNet:
 
 
 @pytest.mark.parametrize("case", SD2)
-def test_a_unet_with_attention_to_tokens(case: str) -> None:
+def test_a_unet_with_cross_attention(case: str) -> None:
     io, expected, net = load_tensors(f"sd2_unet_tiny/{case}"), SD2[case], build_unet(case)
     inputs = io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"])
     check_close(sinusoidal_embedding(io["timestep"], net.cfg.channels[0], torch.float64), io["time_proj"], 1e-4)  # float32
@@ -78,20 +78,20 @@ def test_a_unet_with_attention_to_tokens(case: str) -> None:
     assert losses == pytest.approx(adamw["losses"], rel=1e-9)
 
 
-@pytest.mark.parametrize("case", PLAIN)
-def test_a_unet_with_attention_to_itself(case: str) -> None:
-    io, net = load_tensors(f"unet2d_tiny/{case}"), load_network(HOME / "unet2d_tiny" / PLAIN[case]["folder"]).double()
+@pytest.mark.parametrize("case", UNET2D)
+def test_a_unet_with_self_attention(case: str) -> None:
+    io, net = load_tensors(f"unet2d_tiny/{case}"), load_network(HOME / "unet2d_tiny" / UNET2D[case]["folder"]).double()
     out = net(io["sample"], io["timestep"], Condition(classes=io.get("class_labels")))
     check_close(out, io["out_f64"])
     loss = (out - io["target"]).square().mean()
     loss.backward()
-    assert loss.item() == pytest.approx(PLAIN[case]["loss_f64"], rel=1e-11)
-    check_gradients(net, PLAIN[case]["grad_l2"])
+    assert loss.item() == pytest.approx(UNET2D[case]["loss_f64"], rel=1e-11)
+    check_gradients(net, UNET2D[case]["grad_l2"])
 
 
-@pytest.mark.parametrize("case", CODERS)
+@pytest.mark.parametrize("case", VAES)
 def test_an_autoencoder(case: str) -> None:
-    io, expected = load_tensors(f"vae_tiny/{case}"), CODERS[case]
+    io, expected = load_tensors(f"vae_tiny/{case}"), VAES[case]
     vae = load_network(HOME / "vae_tiny" / expected["folder"]).double()
     latents = vae.encode(io["image"])
     z, recon = latents.sample(io["noise"]), vae.decode(latents.mean)
@@ -109,7 +109,7 @@ def test_an_autoencoder(case: str) -> None:
     check_gradients(vae, expected["grad_l2"])
 
 
-def test_logarithms_of_variances_are_clamped() -> None:
+def test_log_variances_are_clamped() -> None:
     latents = VAE(VAEConfig(channels=(4,), groups=2, blocks=1)).encode(torch.zeros(1, 3, 4, 4))
     wild = latents._replace(moments=torch.tensor([0.0, 0.0, -1e3, 1e3]).view(1, 4, 1, 1))
     assert wild.logvar.flatten().tolist() == [-30.0, 20.0]

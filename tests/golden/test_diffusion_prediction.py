@@ -51,7 +51,7 @@ def test_min_snr_weights_of_all_levels(name: str, gamma: int, prediction_type: P
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
-def test_on_a_schedule_input_target_weight_and_loss(prediction_type: PredictionType, dtype: torch.dtype) -> None:
+def test_input_target_weight_and_loss_of_a_schedule(prediction_type: PredictionType, dtype: torch.dtype) -> None:
     stored, tolerance = load_tensors("vp"), 1e-11 if dtype == torch.float64 else 1e-6
     for gamma in (None, load_json(f"{FOLDER}/settings")["vp"]["min_snr_gamma"]):
         objective = Objective(objective_config("sd2", prediction_type=prediction_type, min_snr=gamma))
@@ -69,7 +69,7 @@ def test_on_a_schedule_input_target_weight_and_loss(prediction_type: PredictionT
 
 @pytest.mark.parametrize("per_sample", [True, False], ids=["per_sample_tensors", "host_scalars"])
 @pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
-def test_predictions_as_sample_as_noise_and_as_v(prediction_type: PredictionType, per_sample: bool) -> None:
+def test_conversion_of_predictions(prediction_type: PredictionType, per_sample: bool) -> None:
     stored, objective = load_tensors("vp"), Objective(objective_config("sd2", prediction_type=prediction_type))
     alpha, sigma = objective.alpha_sigma(stored["timesteps"])
     indices = [slice(None)] if per_sample else [slice(i, i + 1) for i in range(len(alpha))]

@@ -71,7 +71,7 @@ def test_outputs_in_float32_and_under_autocast(case: str) -> None:
     assert outputs.dtype == torch.bfloat16 and (outputs - expected).norm() < 0.04 * expected.norm()
 
 
-def test_embeddings_of_times_and_positions() -> None:
+def test_time_and_position_embeddings() -> None:
     stored, (_, time, _) = load_inputs("dit_tiny/dit", torch.float32)
     check_close(sinusoidal_embedding(time, 256, torch.float64, 127).float(), stored["time_proj"], 1.2e-4)  # stored in float32
     cfg: Any = from_config(load_json("diffusion/dit_tiny/model_a/config"), HOME)[1]

@@ -144,7 +144,7 @@ def build_model(kind: str) -> LLM:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_transformers_reads_our_folders(kind: str, tmp_path: Path) -> None:
+def test_transformers_reads_saved_folders(kind: str, tmp_path: Path) -> None:
     model = build_model(kind)
     for folder, shard in ((tmp_path / "one", 1 << 30), (tmp_path / "several", 10_000)):
         llm.save_folder(model.state_dict(), model.cfg, folder, shard)
@@ -208,7 +208,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_peft_reads_our_adapters(name: str, tmp_path: Path) -> None:
+def test_peft_reads_saved_adapters(name: str, tmp_path: Path) -> None:
     base, ids = tmp_path / "base", random_tokens(50)
     llm.save_folder(build_model("llama").state_dict(), build_model("llama").cfg, base)
     step = train_model(llm.adapt(LLM.load(base), ADAPTERS[name]))

@@ -244,7 +244,7 @@ def test_a_rung_is_its_jobs_with_its_limits(runner: Harness, monkeypatch: pytest
     assert all("--variants eager captured compiled-captured --seconds 4 --repeats 3" in " ".join(job.command) for job in jobs)
 
 
-def test_rows_of_a_bench_that_is_killed_are_kept(runner: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_a_killed_benchmark_are_kept(runner: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     first = "print(json.dumps({'rows': [1]}), flush=True)"
     (runner.tests.parent / "bench.py").write_text(BENCH.replace("    time.sleep(5", f"    {first}\n    time.sleep(5"))
     assert runner("--part", "apps", "--limit", "2") == 1
